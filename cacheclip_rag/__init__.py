@@ -1,0 +1,56 @@
+"""CacheClip for retrieval-augmented generation: the first token several times sooner, from precomputed chunk KV.
+
+Importing this package loads neither torch nor transformers; the names below load what they need at first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .config import EngineConfig
+    from .decoding import SamplingParams
+    from .engine import Answer, CacheClipEngine, StreamEvent, get_engine
+    from .errors import CacheClipError
+    from .prompt import Chunk, Fresh
+    from .stats import FusionStats
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Answer",
+    "CacheClipEngine",
+    "CacheClipError",
+    "Chunk",
+    "EngineConfig",
+    "Fresh",
+    "FusionStats",
+    "SamplingParams",
+    "StreamEvent",
+    "__version__",
+    "get_engine",
+]
+
+_HOMES = {
+    "Answer": "engine",
+    "CacheClipEngine": "engine",
+    "CacheClipError": "errors",
+    "Chunk": "prompt",
+    "EngineConfig": "config",
+    "Fresh": "prompt",
+    "FusionStats": "stats",
+    "SamplingParams": "decoding",
+    "StreamEvent": "engine",
+    "get_engine": "engine",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

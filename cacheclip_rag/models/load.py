@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..config import DTYPES
 from ..errors import ConfigurationError, DownloadError, UnknownModelError, UnsupportedModelError
 from ..paths import atomic_path, cache_home
 from .catalog import PACKAGED_MODELS
@@ -19,11 +20,10 @@ from .pull import known_names, pull
 if TYPE_CHECKING:
     from .runtime import ModelRuntime
 
-__all__ = ["DTYPES", "load_model", "loaded_models", "resolve", "unload_models"]
+__all__ = ["load_model", "loaded_models", "resolve", "unload_models"]
 
 logger = logging.getLogger(__name__)
 
-DTYPES = ("float32", "bfloat16", "float16")
 _HUB_ID = re.compile(r"^[\w.\-]+/[\w.\-]+$")
 _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "1_Pooling/*", "2_Normalize/*"]
 """What is fetched from a hub: weights as safetensors, never pickles or code."""

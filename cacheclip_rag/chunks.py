@@ -1,0 +1,99 @@
+"""Chunk caches of one model: from text to key to KV, computed where missing. The meeting point of runtime and store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+
+from .errors import PromptTooLongError
+from .models.runtime import ModelRuntime, TokenizedText
+from .store import ChunkStore, chunk_key, decode, encode, keeps
+
+__all__ = ["ChunkCaches"]
+
+_TOKENIZED_TEXTS = 4096
+"""Tokenised chunks remembered per model: a popular chunk is tokenised once (about 1 ms for 512 tokens)."""
+
+
+class ChunkCaches:
+    """Reads and writes the KV of chunks for one model behind one shared prefix."""
+
+    def __init__(
+        self, runtime: ModelRuntime, store: ChunkStore, *, prefix_ids: Sequence[int], namespace: str, codec: str
+    ) -> None:
+        self.runtime = runtime
+        self.prefix_ids = tuple(prefix_ids)
+        self._store = store
+        self._namespace = namespace
+        self._codec = codec
+        self._prefix: torch.Tensor | None = None
+        self.tokenize = lru_cache(maxsize=_TOKENIZED_TEXTS)(runtime.tokenize)
+
+    @property
+    def prefix(self) -> torch.Tensor:
+        """KV of the shared prefix; computed or read once. ``num_tokens`` is 0 for an empty prefix."""
+        if self._prefix is None:
+            self._prefix = self._read_or_encode_prefix()
+        return self._prefix
+
+    def key(self, text: str) -> str:
+        """Store key of a chunk's text."""
+        return self._key(self.prefix_ids, self.tokenize(text).ids)
+
+    def __contains__(self, text: str) -> bool:
+        return self.key(text) in self._store
+
+    def read(self, text: str) -> torch.Tensor | None:
+        """Stored KV of a chunk, or None; its tensor is shared, do not write to it."""
+        key = self.key(text)
+        entry = self._store.get(key)
+        if entry is None:
+            return None
+        if not keeps(entry.codec, self._codec):
+            # Written more coarsely by an engine in which this model is the auxiliary: our answers need more.
+            self._store.delete(key)
+            return None
+        return decode(entry)
+
+    def write(self, text: str) -> bool:
+        """Compute and store a chunk's KV unless it is there; True if it was computed."""
+        if text in self:
+            return False
+        tokens = self.tokenize(text)
+        self._check_length(tokens)
+        kv = self.runtime.encode(tokens.ids, self.prefix if self.prefix_ids else None)
+        self._store.put(self.key(text), encode(kv, self._codec))
+        return True
+
+    def delete(self, text: str) -> bool:
+        return self._store.delete(self.key(text))
+
+    def _check_length(self, tokens: TokenizedText) -> None:
+        room = self.runtime.context_tokens - len(self.prefix_ids)
+        if len(tokens) > room:
+            raise PromptTooLongError(
+                f"a chunk of {len(tokens)} tokens does not fit model {self.runtime.name!r}, which has room for {room} "
+                "behind the shared prefix. Split the document into smaller chunks."
+            )
+
+    def _key(self, prefix_ids: Sequence[int], ids: Sequence[int]) -> str:
+        return chunk_key(
+            model_fingerprint=self.runtime.fingerprint,
+            prefix_ids=prefix_ids,
+            chunk_ids=ids,
+            rope_pin=self.runtime.rope_pin,
+            namespace=self._namespace,
+        )
+
+    def _read_or_encode_prefix(self) -> torch.Tensor:
+        runtime = self.runtime
+        if not self.prefix_ids:
+            return torch.empty(runtime.num_layers, 2, runtime.num_kv_heads, 0, runtime.head_dim, dtype=runtime.dtype)
+        key = self._key((), self.prefix_ids)
+        entry = self._store.get(key)
+        if entry is None:
+            entry = encode(runtime.encode(self.prefix_ids), self._codec)
+            self._store.put(key, entry)
+        return decode(entry).clone()  # a stored tensor may be a view of a mapped file

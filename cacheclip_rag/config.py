@@ -1,0 +1,101 @@
+"""Settings of an engine: checked when made, hashable, and free of torch so that making them costs nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from .errors import ConfigurationError
+from .methods import check_method
+from .models.catalog import DEFAULT_AUXILIARY, DEFAULT_PRIMARY
+
+__all__ = ["DTYPES", "GROUPING_NAMES", "EngineConfig", "check_grouping", "check_ratio"]
+
+GROUPING_NAMES = ("window_score", "vote_sliding", "v1_literal")
+DTYPES = ("float32", "bfloat16", "float16")
+_ON_MISS = ("store", "ignore")
+
+
+def check_ratio(recompute_ratio: float) -> None:
+    """Raise ConfigurationError unless the ratio is a number from 0 to 1."""
+    if not isinstance(recompute_ratio, int | float) or not 0.0 <= recompute_ratio <= 1.0:
+        raise ConfigurationError(
+            f"recompute_ratio must be between 0 (reuse all) and 1 (recompute all), got {recompute_ratio!r}."
+        )
+
+
+def check_grouping(mode: str, window: int, threshold: int) -> None:
+    """Raise ConfigurationError unless mode, window and threshold make sense together."""
+    if mode not in GROUPING_NAMES:
+        raise ConfigurationError(f"grouping must be one of {', '.join(GROUPING_NAMES)}, got {mode!r}.")
+    if window < 1 or not 0 <= threshold < window:
+        raise ConfigurationError(
+            f"expected window >= 1 and 0 <= threshold < window, got window={window}, threshold={threshold}."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything an engine is made of. Unknown or senseless settings raise ConfigurationError."""
+
+    primary: str = DEFAULT_PRIMARY
+    """Model that answers: local folder, packaged name or hub id."""
+    auxiliary: str | None = DEFAULT_AUXILIARY
+    """Small model that scores tokens; None for methods that need none."""
+    store: str | None = None
+    """Folder of the chunk-cache store; None keeps chunk caches in memory only."""
+    namespace: str = "default"
+    """Tenant: two namespaces never share an entry."""
+    method: str = "cacheclip"
+    """Default method of :meth:`~cacheclip_rag.engine.CacheClipEngine.generate`."""
+    recompute_ratio: float = 0.2
+    """Share of chunk tokens to recompute, 0 to 1."""
+    grouping: str = "window_score"
+    """How scores become spans: ``window_score``, ``vote_sliding`` or ``v1_literal``."""
+    window: int = 8
+    """Window of the grouping, tokens."""
+    threshold: int = 5
+    """Threshold of the grouping, tokens."""
+    system_prompt: str | None = None
+    """Shared prefix's system prompt; None takes the chat template's default."""
+    dtype: str = "float32"
+    """Compute dtype of both models: ``float32``, ``bfloat16`` or ``float16``."""
+    device: str = "cpu"
+    """Device of the primary and the auxiliary model."""
+    codec: str | None = None
+    """How the primary's chunk caches are stored; None keeps the compute dtype, so that storing loses nothing."""
+    auxiliary_codec: str = "bfloat16"
+    """The same for the auxiliary's, which only rank tokens and never reach the answer: half the bytes."""
+    memory_bytes: int = 0
+    """Size of the memory tier before a disk store (the page cache already serves repeated reads)."""
+    max_bytes: int | None = None
+    """Limit of the store; the least recently used chunk caches are evicted above it. None: no limit."""
+    on_miss: str = "store"
+    """What happens, after the answer, to a chunk that was not stored: ``store`` it, or ``ignore``."""
+
+    def __post_init__(self) -> None:
+        check_ratio(self.recompute_ratio)
+        check_method(self.method)
+        check_grouping(self.grouping, self.window, self.threshold)
+        for name, allowed in (("dtype", DTYPES), ("auxiliary_codec", DTYPES), ("on_miss", _ON_MISS)):
+            _check_choice(name, getattr(self, name), allowed)
+        if self.codec is not None:
+            _check_choice("codec", self.codec, DTYPES)
+        if not self.primary:
+            raise ConfigurationError("primary must name a model, got an empty string.")
+        if self.memory_bytes < 0 or (self.max_bytes is not None and self.max_bytes < 0):
+            raise ConfigurationError("memory_bytes and max_bytes must be 0 or more.")
+
+    @classmethod
+    def from_options(cls, config: EngineConfig | None, options: dict[str, Any]) -> EngineConfig:
+        """``config`` (or the defaults) with ``options`` on top; an unknown option raises ConfigurationError."""
+        known = [field.name for field in fields(cls)]
+        unknown = sorted(set(options) - set(known))
+        if unknown:
+            raise ConfigurationError(f"unknown option {', '.join(unknown)}. Known: {', '.join(known)}.")
+        return replace(config or cls(), **options)
+
+
+def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigurationError(f"{name} must be one of {', '.join(allowed)}, got {value!r}.")

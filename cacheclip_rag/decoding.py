@@ -1,0 +1,114 @@
+"""Choosing tokens and turning them into text: sampling settings, stop strings, streaming detokenisation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .errors import ConfigurationError
+
+__all__ = ["Sampler", "SamplingParams", "TextStream"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to decode.
+
+    Raises:
+        ConfigurationError: a value out of range.
+    """
+
+    max_tokens: int = 256
+    """Most new tokens; fewer if the model's context ends first."""
+    temperature: float = 0.0
+    """0 is greedy; otherwise logits are divided by it."""
+    top_p: float = 1.0
+    """Sample from the smallest set of tokens whose probability reaches this."""
+    stop: tuple[str, ...] = ()
+    """The answer ends before the first of these strings."""
+    seed: int | None = None
+    """Makes sampling repeatable."""
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ConfigurationError(f"max_tokens must be 1 or more, got {self.max_tokens}.")
+        if not 0.0 <= self.temperature <= 100.0:
+            raise ConfigurationError(f"temperature must be between 0 (greedy) and 100, got {self.temperature}.")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ConfigurationError(f"top_p must be above 0 and at most 1, got {self.top_p}.")
+        if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
+            raise ConfigurationError(f"stop must be a sequence of non-empty strings, got {self.stop!r}.")
+
+
+class Sampler:
+    """Picks the next token from logits."""
+
+    def __init__(self, params: SamplingParams, device: torch.device) -> None:
+        from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
+
+        self._greedy = params.temperature == 0.0
+        self._warpers = LogitsProcessorList()
+        if not self._greedy:
+            self._warpers.append(TemperatureLogitsWarper(float(params.temperature)))
+        if params.top_p < 1.0:
+            self._warpers.append(TopPLogitsWarper(params.top_p))
+        self._generator = torch.Generator(device=device)
+        if params.seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(params.seed)
+
+    def pick(self, logits: torch.Tensor) -> int:
+        """Token id chosen from ``(vocab_size,)`` logits."""
+        if self._greedy:
+            return int(logits.argmax())
+        scores = self._warpers(None, logits.float()[None])
+        return int(torch.multinomial(scores.softmax(-1)[0], 1, generator=self._generator))
+
+
+class TextStream:
+    """Token ids in, text out, as soon as the text is certain.
+
+    Held back are bytes of an unfinished character and characters that may begin a stop string.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str]) -> None:
+        self._decode = decode
+        self._stop = tuple(stop)
+        self._ids: list[int] = []
+        self._sent = 0
+        self.text = ""
+        """All text so far, stop string excluded."""
+        self.stopped = False
+        """True once a stop string has appeared."""
+
+    def push(self, token_id: int) -> str:
+        """Add a token; returns the text that is now certain (may be empty)."""
+        self._ids.append(token_id)
+        self.text = self._decode(self._ids)
+        found = [at for s in self._stop if (at := self.text.find(s)) >= 0]
+        if found:
+            self.stopped = True
+            self.text = self.text[: min(found)]
+            return self._release(len(self.text))
+        certain = self.text[: len(self.text.rstrip("\ufffd"))]  # an unfinished character decodes to U+FFFD
+        return self._release(len(certain) - self._may_begin_stop(certain))
+
+    def flush(self) -> str:
+        """The rest, once no token follows."""
+        return self._release(len(self.text))
+
+    def _release(self, end: int) -> str:
+        piece = self.text[self._sent : end]
+        self._sent = max(self._sent, end)
+        return piece
+
+    def _may_begin_stop(self, text: str) -> int:
+        """Length of the longest end of ``text`` that begins a stop string."""
+        longest = max((len(s) for s in self._stop), default=1) - 1
+        for length in range(min(longest, len(text)), 0, -1):
+            if any(s.startswith(text[-length:]) for s in self._stop):
+                return length
+        return 0

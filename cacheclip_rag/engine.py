@@ -1,0 +1,490 @@
+"""The engine: from a prompt to an answer, with the KV of its chunks taken from the store.
+
+Read top to bottom, ``generate_stream`` is the data flow of the whole library::
+
+    prompt -> segments -> lookup -> score with the auxiliary -> read and assemble the primary's KV -> choose tokens
+           -> recompute -> first token -> decode
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .chunks import ChunkCaches
+from .config import EngineConfig
+from .decoding import Sampler, SamplingParams, TextStream
+from .errors import ConfigurationError, PromptTooLongError
+from .fusion.layout import Layout, Span, lay_out
+from .fusion.recompute import assemble, choose_rows, recompute
+from .methods import create
+from .methods.base import Method, SelectionRequest
+from .models.load import load_model
+from .models.runtime import FusedCache, ModelRuntime, TokenizedText
+from .prompt import Fresh, Prompt, Segment, check_segments, normalise_chunk, segment_chat, segment_text
+from .selection.auxiliary import score_chunks
+from .selection.mapping import map_scores
+from .stats import FusionStats, PhaseClock
+from .store import ChunkStore, DiskStore, MemoryStore, TextIndex, TieredStore
+
+__all__ = ["Answer", "CacheClipEngine", "StreamEvent", "get_engine"]
+
+logger = logging.getLogger(__name__)
+
+_MAX_QUESTION_TOKENS = 96
+"""Question tokens that score the chunks, the last ones if there are more: each costs one row per chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    """New tokens, the ending one included."""
+    finish_reason: str
+    """``stop`` (end of turn or a stop string) or ``length``."""
+    stats: FusionStats
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEvent:
+    """One step of a streamed answer."""
+
+    text: str
+    """New text since the last event; joined over all events it is the answer."""
+    answer: Answer | None = None
+    """Set on the last event only."""
+
+
+@dataclass(slots=True)
+class _Prefilled:
+    """A prompt in the cache, ready to decode."""
+
+    layout: Layout
+    cache: FusedCache
+    logits: torch.Tensor
+    stats: FusionStats
+    missing: list[str]
+
+
+class CacheClipEngine:
+    """Answers prompts whose chunks have precomputed KV. Cheap to make: weights load at first use.
+
+    Safe to share between threads. Engines with the same models share their weights.
+
+    >>> engine = CacheClipEngine(store="my-store")
+    >>> engine.precompute(["The Eiffel Tower is 330 metres tall."])
+    >>> answer = engine.generate("The Eiffel Tower is 330 metres tall.\\n\\nHow tall is it?")
+    >>> answer.text, answer.stats.ttft_s
+    """
+
+    def __init__(self, config: EngineConfig | None = None, **options: Any) -> None:
+        """Settings as an :class:`EngineConfig`, as keyword options with its field names, or both (options win)."""
+        self.config = EngineConfig.from_options(config, options)
+        self._lock = threading.RLock()
+        self._caches: dict[str, ChunkCaches] = {}
+
+    # -- parts, made at first use -------------------------------------------------------------------------------
+
+    @cached_property
+    def store(self) -> ChunkStore:
+        """The chunk-cache store: memory only, disk, or memory before disk, as configured."""
+        config = self.config
+        if config.store is None:
+            return MemoryStore(config.max_bytes)
+        disk = DiskStore(config.store, config.max_bytes)
+        return TieredStore([MemoryStore(config.memory_bytes), disk]) if config.memory_bytes else disk
+
+    @cached_property
+    def texts(self) -> TextIndex:
+        """Which texts were precomputed in this namespace."""
+        return TextIndex(Path(self.config.store).expanduser() if self.config.store else None, self.config.namespace)
+
+    @property
+    def primary(self) -> ModelRuntime:
+        return self._caches_of(self.config.primary).runtime
+
+    @property
+    def auxiliary(self) -> ModelRuntime | None:
+        return self._caches_of(self.config.auxiliary).runtime if self.config.auxiliary else None
+
+    def _caches_of(self, name: str) -> ChunkCaches:
+        with self._lock:
+            # cached under the role, since one model may play both with different codecs
+            role = "primary" if name == self.config.primary else "auxiliary"
+            if role not in self._caches:
+                runtime = load_model(name, dtype=self.config.dtype, device=self.config.device)
+                codec = self.config.codec or self.config.dtype
+                self._caches[role] = ChunkCaches(
+                    runtime,
+                    self.store,
+                    prefix_ids=self._prefix_ids(runtime),
+                    namespace=self.config.namespace,
+                    codec=codec if role == "primary" else self.config.auxiliary_codec,
+                )
+            return self._caches[role]
+
+    def _prefix_ids(self, runtime: ModelRuntime) -> list[int]:
+        """Token ids of the shared prefix: the chat template's opening, up to the first word of the user."""
+        content = "\u2063"
+        if not runtime.has_chat_template:
+            opening: list[Segment] = [Fresh(self.config.system_prompt)] if self.config.system_prompt else []
+        else:
+            system = [{"role": "system", "content": self.config.system_prompt}] if self.config.system_prompt else []
+            messages = [*system, {"role": "user", "content": content}]
+            segments = segment_chat(messages, runtime.render_chat, TextIndex())
+            opening = segments[: segments.index(Fresh(content))]
+        return [token for s in opening for token in runtime.tokenize(s.text, control=_is_control(s)).ids]
+
+    # -- the three calls ----------------------------------------------------------------------------------------
+
+    def precompute(self, texts: Iterable[str]) -> int:
+        """Compute and store the KV of chunk texts, for the primary and (if there is one) the auxiliary model.
+
+        Idempotent: what is stored already costs a look-up. A killed run loses at most the chunk it was at.
+
+        Returns:
+            Number of texts for which something had to be computed.
+
+        Raises:
+            ConfigurationError: an empty text.
+            PromptTooLongError: a text longer than the model's context.
+        """
+        computed = 0
+        for text in texts:
+            chunk = normalise_chunk(text)
+            if not chunk:
+                raise ConfigurationError("a chunk must hold text, got an empty or blank string.")
+            # every role must run: no short-circuit
+            computed += any([caches.write(chunk) for caches in self._all_caches()])
+            self.texts.add([chunk])
+        return computed
+
+    def release(self, texts: Iterable[str]) -> int:
+        """Delete the KV of chunk texts, for both models; returns how many texts had any."""
+        released = 0
+        for text in texts:
+            chunk = normalise_chunk(text)
+            released += any([caches.delete(chunk) for caches in self._all_caches()])
+            self.texts.remove([chunk])
+        return released
+
+    def is_stored(self, text: str, *, needs_auxiliary: bool = True) -> bool:
+        """Whether the KV of this chunk text is there for every model a method needs."""
+        chunk = normalise_chunk(text)
+        return all(chunk in caches for caches in self._all_caches(needs_auxiliary))
+
+    def segment(self, prompt: Prompt, candidates: Iterable[str] = ()) -> list[Segment]:
+        """Cut a prompt into stored chunks and fresh text.
+
+        Args:
+            prompt: a string (taken as one user message if the model has a chat template) or a list of messages.
+            candidates: chunk texts known to be in the prompt, stored or not (retrieved nodes, documents).
+        """
+        runtime = self.primary
+        if not isinstance(prompt, str):
+            if runtime.has_chat_template:
+                return segment_chat(prompt, runtime.render_chat, self.texts, candidates)
+            prompt = "\n\n".join(message["content"] for message in prompt)
+        if not runtime.has_chat_template:
+            opening: list[Segment] = [Fresh(self.config.system_prompt)] if self.config.system_prompt else []
+            return opening + segment_text(prompt, self.texts, candidates)
+        system = [{"role": "system", "content": self.config.system_prompt}] if self.config.system_prompt else []
+        messages = [*system, {"role": "user", "content": prompt}]
+        return segment_chat(messages, runtime.render_chat, self.texts, candidates)
+
+    def generate(
+        self,
+        prompt: Prompt | Sequence[Segment],
+        params: SamplingParams | None = None,
+        *,
+        method: str | Method | None = None,
+        recompute_ratio: float | None = None,
+        question: str | None = None,
+        candidates: Iterable[str] = (),
+    ) -> Answer:
+        """The whole answer to a prompt. Arguments as in :meth:`generate_stream`."""
+        answer = None
+        for event in self.generate_stream(
+            prompt, params, method=method, recompute_ratio=recompute_ratio, question=question, candidates=candidates
+        ):
+            answer = event.answer or answer
+        assert answer is not None, "a stream ends with its answer"
+        return answer
+
+    @torch.inference_mode()
+    def generate_stream(
+        self,
+        prompt: Prompt | Sequence[Segment],
+        params: SamplingParams | None = None,
+        *,
+        method: str | Method | None = None,
+        recompute_ratio: float | None = None,
+        question: str | None = None,
+        candidates: Iterable[str] = (),
+    ) -> Iterator[StreamEvent]:
+        """Answer piece by piece; the last event carries the whole answer and its statistics.
+
+        Chunks found missing are computed as fresh text for this answer and stored after its last event.
+
+        Args:
+            prompt: a string, chat messages, or segments from :meth:`segment`.
+            params: sampling settings; default greedy, 256 tokens.
+            method: name or instance; default the engine's.
+            recompute_ratio: default the engine's.
+            question: text that scores the chunks; default the text after the last chunk.
+            candidates: chunk texts known to be in the prompt (ignored when segments are given).
+
+        Raises:
+            ConfigurationError: settings out of range, or a method whose auxiliary model is not configured.
+            PromptTooLongError: the prompt does not fit the model's context.
+        """
+        params = params or SamplingParams()
+        chosen = self._method(method, recompute_ratio)
+        prefilled = self._prefill(prompt, params, chosen, question, candidates)
+        yield from self._decode(prefilled, params)
+        if prefilled.missing and self.config.on_miss == "store":
+            self.precompute(prefilled.missing)
+
+    # -- answering ----------------------------------------------------------------------------------------------
+
+    def _method(self, method: str | Method | None, recompute_ratio: float | None) -> Method:
+        if isinstance(method, Method):
+            chosen = method
+        else:
+            config = self.config if recompute_ratio is None else replace(self.config, recompute_ratio=recompute_ratio)
+            settings = {name: getattr(config, name) for name in ("recompute_ratio", "grouping", "window", "threshold")}
+            chosen = create(method or config.method, settings)
+        if chosen.needs_auxiliary and not self.config.auxiliary:
+            raise ConfigurationError(
+                f"method {chosen.name!r} needs an auxiliary model and this engine has none. Give one (auxiliary=…), or "
+                "use method='direct' or 'full'."
+            )
+        return chosen
+
+    def _prefill(
+        self,
+        prompt: Prompt | Sequence[Segment],
+        params: SamplingParams,
+        method: Method,
+        question: str | None,
+        candidates: Iterable[str],
+    ) -> _Prefilled:
+        """Everything up to the first token's logits."""
+        caches = self._caches_of(self.config.primary)
+        if method.needs_auxiliary:
+            assert self.config.auxiliary
+            self._caches_of(self.config.auxiliary)  # weights are loaded before the clock starts, as for the primary
+        clock = PhaseClock()
+        with clock.phase("lookup"):
+            segments = _as_segments(prompt) or self.segment(prompt, candidates)  # type: ignore[arg-type]
+            layout = lay_out(segments, lambda s: _tokenize(caches, s), caches.prefix_ids)
+            self._check_length(layout)
+            found = self._stored(layout.chunks, method)
+        if not found:
+            return self._prefill_plain(layout, method, clock, params)
+
+        with clock.phase("select"):
+            scorable = [span for span in found if not layout.is_exact(span)]
+            request = self._selection_request(layout, found, scorable, question, clock)
+            scores = dict(zip(scorable, method.score(request), strict=True))
+        cache = caches.runtime.new_cache(layout.num_tokens + params.max_tokens)
+        with clock.phase("assemble"):
+            reused = self._assemble(cache, layout, found, clock)
+        with clock.phase("select"):
+            scorable = [span for span in scorable if span in reused]
+            request = self._selection_request(layout, reused, scorable, question, clock)
+            masks = method.select(request, [scores[span] for span in scorable])
+            selected = list(zip(scorable, masks, strict=True))
+        with clock.phase("recompute"):
+            rows = choose_rows(layout, reused, selected)
+            logits = recompute(caches.runtime, cache, layout, rows)
+        stats = self._stats(layout, method, clock, reused, recomputed=sum(int(mask.sum()) for mask in masks))
+        return _Prefilled(layout, cache, logits, stats, self._missing(layout, reused))
+
+    def _prefill_plain(self, layout: Layout, method: Method, clock: PhaseClock, params: SamplingParams) -> _Prefilled:
+        """Ordinary prefill of the same token ids: asked for, or the only correct way."""
+        with clock.phase("recompute"):
+            runtime = self.primary
+            cache, logits = runtime.prefill(layout.ids.to(runtime.device), layout.num_tokens + params.max_tokens)
+        fallback = None
+        if method.reuses_chunks:
+            count = len(layout.chunks)
+            fallback = (
+                f"none of the prompt's {count} chunks is stored yet" if count else "no stored chunk found in the prompt"
+            )
+            logger.info("answered by plain prefill: %s", fallback)
+        stats = self._stats(layout, create("full", {}), clock, [], recomputed=0)
+        stats = replace(stats, fallback=fallback, nominal_ratio=method.nominal_ratio, prefix_tokens=0)
+        stats = replace(stats, fresh_tokens=stats.prompt_tokens)
+        return _Prefilled(layout, cache, logits, stats, self._missing(layout, []) if method.reuses_chunks else [])
+
+    def _stored(self, chunks: Sequence[Span], method: Method) -> list[Span]:
+        if not method.reuses_chunks:
+            return []
+        return [s for s in chunks if self.is_stored(s.segment.text, needs_auxiliary=method.needs_auxiliary)]
+
+    def _selection_request(
+        self, layout: Layout, found: Sequence[Span], scorable: Sequence[Span], question: str | None, clock: PhaseClock
+    ) -> SelectionRequest:
+        return SelectionRequest(
+            spans=scorable,
+            num_chunk_tokens=sum(len(span.tokens) for span in found),
+            auxiliary_scores=lambda: self._auxiliary_scores(scorable, question or _question_in(layout), clock),
+        )
+
+    def _auxiliary_scores(self, spans: Sequence[Span], question: str, clock: PhaseClock) -> list[torch.Tensor]:
+        """Scores of the auxiliary model for each span, in the primary's tokens."""
+        assert self.config.auxiliary
+        caches = self._caches_of(self.config.auxiliary)
+        texts = [span.segment.text for span in spans]
+        chunks = []
+        for text in texts:
+            with clock.phase_within("read", "select"):
+                kv = caches.read(text)
+            # Damaged or evicted since the look-up: the auxiliary is small, compute it here.
+            chunks.append(caches.runtime.encode(caches.tokenize(text).ids, caches.prefix) if kv is None else kv)
+        question_ids = caches.tokenize(question).ids[-_MAX_QUESTION_TOKENS:]
+        if not chunks or not question_ids:
+            return [torch.zeros(len(span.tokens)) for span in spans]
+        raw = score_chunks(caches.runtime, caches.prefix, chunks, question_ids)
+        return [
+            map_scores(score, caches.tokenize(text).offsets, span.tokens.offsets)
+            for score, text, span in zip(raw, texts, spans, strict=True)
+        ]
+
+    def _assemble(self, cache: FusedCache, layout: Layout, found: Sequence[Span], clock: PhaseClock) -> list[Span]:
+        """Put prefix and chunk KV into ``cache``; returns the spans that were really there (a damaged one is a miss)."""
+        caches = self._caches_of(self.config.primary)
+        reused = []
+
+        def pieces() -> Iterator[tuple[int, torch.Tensor]]:
+            if layout.num_prefix:
+                yield 0, caches.prefix
+            for span in found:
+                with clock.phase_within("read", "assemble"):
+                    kv = caches.read(span.segment.text)
+                if kv is not None:
+                    reused.append(span)
+                    yield span.start, kv
+
+        assemble(caches.runtime, cache, pieces())
+        return reused
+
+    def _stats(
+        self, layout: Layout, method: Method, clock: PhaseClock, reused: Sequence[Span], *, recomputed: int
+    ) -> FusionStats:
+        chunk_tokens = sum(len(span.tokens) for span in reused)
+        return FusionStats(
+            method=method.name,
+            fallback=None,
+            prompt_tokens=layout.num_tokens,
+            prefix_tokens=layout.num_prefix,
+            fresh_tokens=layout.num_tokens - layout.num_prefix - chunk_tokens,
+            chunk_tokens=chunk_tokens,
+            recomputed_tokens=recomputed,
+            nominal_ratio=method.nominal_ratio,
+            hits=len(reused),
+            misses=len(layout.chunks) - len(reused),
+            phases_s=clock.seconds,
+            ttft_s=clock.elapsed(),
+        )
+
+    def _missing(self, layout: Layout, reused: Sequence[Span]) -> list[str]:
+        return [span.segment.text for span in layout.chunks if span not in reused]
+
+    def _decode(self, prefilled: _Prefilled, params: SamplingParams) -> Iterator[StreamEvent]:
+        """From the first logits to the end of the answer."""
+        runtime, cache = self.primary, prefilled.cache
+        started = PhaseClock()
+        room = runtime.context_tokens - prefilled.layout.num_tokens
+        sampler = Sampler(params, prefilled.logits.device)
+        stream = TextStream(runtime.decode_ids, params.stop)
+        token = sampler.pick(prefilled.logits)
+        stats = replace(prefilled.stats, ttft_s=prefilled.stats.ttft_s + started.elapsed())
+        ids = [token]
+        while token not in runtime.eos_ids:
+            if piece := stream.push(token):
+                yield StreamEvent(piece)
+            if stream.stopped or len(ids) >= min(params.max_tokens, room):
+                break
+            token = sampler.pick(runtime.decode_step(cache, token))
+            ids.append(token)
+        ended = stream.stopped or token in runtime.eos_ids
+        rest = stream.flush()
+        stats = replace(stats, generated_tokens=len(ids), decode_s=started.elapsed())
+        logger.debug("answered: %s", stats)
+        yield StreamEvent(rest, Answer(stream.text, tuple(ids), "stop" if ended else "length", stats))
+
+    def _check_length(self, layout: Layout) -> None:
+        room = self.primary.context_tokens - 1  # one token at least must be generated
+        excess = layout.num_tokens - room
+        if excess <= 0:
+            return
+        dropped, count = 0, 0
+        for span in reversed(layout.chunks):
+            if dropped >= excess:
+                break
+            dropped, count = dropped + len(span.tokens), count + 1
+        advice = (
+            f"drop the last {count} of its {len(layout.chunks)} chunks"
+            if dropped >= excess
+            else "shorten the question or split the text"
+        )
+        raise PromptTooLongError(
+            f"the prompt has {layout.num_tokens} tokens, {excess} more than the {room} that fit model "
+            f"{self.primary.name!r}: {advice}, or use a model with a longer context."
+        )
+
+    def _all_caches(self, with_auxiliary: bool = True) -> list[ChunkCaches]:
+        names = [self.config.primary]
+        if with_auxiliary and self.config.auxiliary:
+            names.append(self.config.auxiliary)
+        return [self._caches_of(name) for name in names]
+
+
+def _is_control(segment: Segment) -> bool:
+    return isinstance(segment, Fresh) and segment.control
+
+
+def _tokenize(caches: ChunkCaches, segment: Segment) -> TokenizedText:
+    return caches.tokenize(segment.text, control=True) if _is_control(segment) else caches.tokenize(segment.text)
+
+
+def _as_segments(prompt: Prompt | Sequence[Segment]) -> list[Segment] | None:
+    """The prompt itself if it is a list of segments, else None. Raises on an empty prompt."""
+    if not prompt or (isinstance(prompt, str) and not prompt.strip()):
+        raise ConfigurationError("the prompt is empty: expected a string, chat messages or segments.")
+    if isinstance(prompt, str) or isinstance(prompt[0], dict):
+        return None
+    return check_segments(prompt)  # type: ignore[arg-type]
+
+
+def _question_in(layout: Layout) -> str:
+    """The user's words that score the chunks: what follows the last chunk, else what precedes the first."""
+    chunks = layout.chunks
+    own = [s for s in layout.spans if isinstance(s.segment, Fresh) and not s.segment.control]
+    after = "".join(s.segment.text for s in own if s.start >= chunks[-1].stop).strip()
+    return after or "".join(s.segment.text for s in own if s.stop <= chunks[0].start).strip()
+
+
+_engines: dict[EngineConfig, CacheClipEngine] = {}
+_engines_lock = threading.Lock()
+
+
+def get_engine(config: EngineConfig | None = None, **options: Any) -> CacheClipEngine:
+    """The process-wide engine for these settings: equal settings give the same engine, so front ends hold only settings."""
+    config = EngineConfig.from_options(config, options)
+    with _engines_lock:
+        if config not in _engines:
+            _engines[config] = CacheClipEngine(config)
+        return _engines[config]
+

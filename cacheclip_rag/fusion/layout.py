@@ -1,0 +1,73 @@
+"""Where every token of a prompt comes from: the shared prefix, a chunk cache, or this very forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..models.runtime import TokenizedText
+from ..prompt import Chunk, Segment
+
+__all__ = ["Layout", "Span", "lay_out"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One segment at its place in the prompt."""
+
+    segment: Segment
+    tokens: TokenizedText
+    start: int
+    """Position of its first token."""
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.tokens)
+
+    @property
+    def is_chunk(self) -> bool:
+        return isinstance(self.segment, Chunk)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A prompt as token ids with their origin."""
+
+    ids: torch.Tensor
+    """``(num_tokens,)`` int64."""
+    spans: tuple[Span, ...]
+    num_prefix: int
+    """Leading tokens that are the engine's shared prefix (0 when the prompt opens otherwise): exact in the store."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.ids)
+
+    @property
+    def chunks(self) -> tuple[Span, ...]:
+        return tuple(span for span in self.spans if span.is_chunk)
+
+    def is_exact(self, span: Span) -> bool:
+        """Whether a chunk sits right behind the very prefix it was encoded behind: its cache is the full prefill's."""
+        return span.is_chunk and 0 < self.num_prefix == span.start
+
+
+def lay_out(
+    segments: Sequence[Segment], tokenize: Callable[[Segment], TokenizedText], prefix_ids: Sequence[int]
+) -> Layout:
+    """Tokenise segments apart and put them one after the other."""
+    spans, position = [], 0
+    for segment in segments:
+        tokens = tokenize(segment)
+        if not len(tokens):
+            continue
+        spans.append(Span(segment, tokens, position))
+        position += len(tokens)
+    ids = [token for span in spans for token in span.tokens.ids]
+    first_chunk = next((span.start for span in spans if span.is_chunk), position)
+    num_prefix = len(prefix_ids)
+    # At least one token must be left to compute, or there would be no logits to answer from.
+    opens_with_prefix = num_prefix <= min(first_chunk, position - 1) and ids[:num_prefix] == list(prefix_ids)
+    return Layout(torch.tensor(ids, dtype=torch.int64), tuple(spans), num_prefix if opens_with_prefix else 0)

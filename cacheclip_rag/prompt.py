@@ -1,0 +1,116 @@
+"""A prompt as segments: text whose KV the store may hold, and text that must be computed now.
+
+Whatever brings the prompt (a LlamaIndex query, a LangChain message list, the command line, a benchmark), it ends up
+as a list of segments, and everything after that works on segments alone. Each segment is tokenised on its own and the
+ids are concatenated: nothing is tokenised again after joining, so a stored chunk's ids are always the stored ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from .errors import ConfigurationError
+from .store.texts import TextIndex
+
+__all__ = ["Chunk", "Fresh", "Message", "Prompt", "Segment", "check_messages", "check_segments", "normalise_chunk", "segment_chat", "segment_text"]
+
+Message = dict[str, str]
+"""A chat message: ``{"role": "user", "content": "…"}``."""
+Prompt = str | Sequence[Message]
+
+
+@dataclass(frozen=True, slots=True)
+class Fresh:
+    """Text whose KV is computed for this prompt: template, glue, question, a text that is not stored."""
+
+    text: str
+    control: bool = False
+    """True for text of the chat template, in which special tokens mean what they say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A retrieved text exactly as the model reads it; its KV is in the store, or will be after this answer."""
+
+    text: str
+
+
+Segment = Fresh | Chunk
+
+
+def normalise_chunk(text: str) -> str:
+    """The identity of a chunk's text: stripped, because frameworks strip chunks before they paste them."""
+    return text.strip()
+
+
+def segment_text(text: str, index: TextIndex, candidates: Iterable[str] = ()) -> list[Segment]:
+    """Cut ``text`` into stored (or candidate) chunks and the fresh text between them; joined again it is ``text``."""
+    segments: list[Segment] = []
+    position = 0
+    for match in index.find(text, (normalise_chunk(c) for c in candidates)):
+        if match.start > position:
+            segments.append(Fresh(text[position : match.start]))
+        segments.append(Chunk(text[match.start : match.stop]))
+        position = match.stop
+    if position < len(text):
+        segments.append(Fresh(text[position:]))
+    return segments
+
+
+def segment_chat(
+    messages: Sequence[Message],
+    render: Callable[[Sequence[Message]], str],
+    index: TextIndex,
+    candidates: Iterable[str] = (),
+) -> list[Segment]:
+    """Segments of a chat: the template's own text as control segments, each message's content cut by :func:`segment_text`.
+
+    The template is rendered with a sentinel in place of each content and split there. So the contents never pass
+    through the template's string handling, and no content can speak in the template's voice.
+    """
+    check_messages(messages)
+    candidates = list(candidates)
+    sentinels = [f"\u2063cacheclip{number}\u2063" for number in range(len(messages))]
+    rest = render([{**m, "content": s} for m, s in zip(messages, sentinels, strict=True)])
+    segments: list[Segment] = []
+    for message, sentinel in zip(messages, sentinels, strict=True):
+        before, found, rest = rest.partition(sentinel)
+        if not found:
+            raise ConfigurationError(
+                f"this model's chat template drops or moves a message of role {message['role']!r}. Use roles it knows "
+                "(usually system, user, assistant, in alternation), or pass the prompt as one string."
+            )
+        segments.append(Fresh(before, control=True))
+        segments.extend(segment_text(message["content"], index, candidates))
+    segments.append(Fresh(rest, control=True))
+    return [s for s in segments if s.text]
+
+
+def check_messages(messages: Sequence[Message]) -> None:
+    """Raise ConfigurationError unless ``messages`` is a list of role and content strings."""
+    if not messages:
+        raise ConfigurationError("a chat prompt needs at least one message, got none.")
+    for message in messages:
+        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+            raise ConfigurationError(
+                "each message must be a dict with string 'role' and 'content', got "
+                f"{ {k: type(v).__name__ for k, v in message.items()} }."
+            )
+
+
+def check_segments(segments: Iterable[Segment]) -> list[Segment]:
+    """Check the segment types and drop empty ones.
+
+    Raises:
+        ConfigurationError: something else than Fresh or Chunk was given.
+    """
+    checked: list[Segment] = []
+    for segment in segments:
+        if not isinstance(segment, Fresh | Chunk):
+            raise ConfigurationError(
+                f"segments must be Fresh or Chunk, got {type(segment).__name__}. Make them with engine.segment(prompt)."
+            )
+        if segment.text:
+            checked.append(segment)
+    return checked

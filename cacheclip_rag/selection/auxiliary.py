@@ -1,0 +1,70 @@
+"""The auxiliary model's attention from the question to each chunk: CacheClip's scores.
+
+Source: CacheClip (arXiv:2510.10129v1), section 3.2: each chunk, behind the shared prefix, is read by the question on
+its own; the last layer's attention on the chunk's tokens, averaged over the question's tokens, is the score.
+The paper does not name its head reduction; we take the mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..models.attention import AttentionPlan, Block
+from ..models.runtime import ModelRuntime
+
+__all__ = ["score_chunks"]
+
+
+@torch.inference_mode()
+def score_chunks(
+    auxiliary: ModelRuntime, prefix: torch.Tensor, chunks: Sequence[torch.Tensor], question_ids: Sequence[int]
+) -> list[torch.Tensor]:
+    """Attention mass of the question on every token of every chunk, by one packed forward.
+
+    The cache is laid out as ``prefix | chunk | question`` once per chunk, side by side; all copies of the question run
+    together, each seeing only its own stretch. Only the question's rows are computed: chunks and prefix come from the
+    store. The last layer's attention weights are formed for these rows alone.
+
+    Args:
+        prefix: KV of the auxiliary's shared prefix, ``(num_layers, 2, num_kv_heads, num_prefix_tokens, head_dim)``.
+        chunks: KV of each chunk behind that prefix, same layout.
+        question_ids: token ids of the question, at least one.
+
+    Returns:
+        Per chunk ``(num_chunk_tokens,)`` float32, mean over heads and question tokens, each between 0 and 1.
+    """
+    assert question_ids, "scoring needs at least one question token"
+    num_prefix, num_question = prefix.shape[3], len(question_ids)
+    lengths = [chunk.shape[3] for chunk in chunks]
+    cache = auxiliary.new_cache(sum(num_prefix + n + num_question for n in lengths))
+    blocks, positions, slots = [], [], []
+    start = 0
+    for number, (chunk, length) in enumerate(zip(chunks, lengths, strict=True)):
+        context = num_prefix + length
+        auxiliary.fill(cache, prefix, slot=start, position=0)
+        auxiliary.fill(cache, chunk, slot=start + num_prefix, position=num_prefix)
+        rows = torch.arange(context, context + num_question)
+        blocks.append(
+            Block(
+                slice(number * num_question, (number + 1) * num_question),
+                slice(start, start + context + num_question),
+                rows.to(auxiliary.device),
+            )
+        )
+        positions.append(rows)
+        slots.append(rows + start)
+        start += context + num_question
+    plan = AttentionPlan(blocks, probe_layer=auxiliary.num_layers - 1)
+    auxiliary.run_rows(
+        cache,
+        torch.tensor(list(question_ids) * len(chunks), device=auxiliary.device),
+        torch.cat(positions).to(auxiliary.device),
+        plan,
+        slots=torch.cat(slots).to(auxiliary.device),
+        head=False,
+    )
+    return [
+        mass[num_prefix : num_prefix + length].cpu() for mass, length in zip(plan.masses, lengths, strict=True)
+    ]

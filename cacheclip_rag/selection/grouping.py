@@ -1,0 +1,125 @@
+"""From token scores to the set of tokens to recompute.
+
+Source: CacheClip (arXiv:2510.10129v1), section on grouping: windows of 8 tokens, threshold 5. The paper leaves open
+what happens to the budget that dropped tokens free, and whether windows may straddle; the three modes are the three
+readings. All are deterministic, ties going to the lower index, and none ever exceeds its budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ..config import check_grouping
+
+__all__ = ["GROUPINGS", "group", "v1_literal", "vote_sliding", "window_score"]
+
+Scores = Sequence[torch.Tensor]
+"""Per chunk ``(num_tokens,)`` float scores, higher is more worth recomputing."""
+Masks = list[torch.Tensor]
+"""Per chunk ``(num_tokens,)`` bool, True where the token is recomputed."""
+
+
+def window_score(scores: Scores, budget: int, *, window: int = 8, threshold: int = 5) -> Masks:
+    """Whole spans by their mean score, budget filled exactly (the default).
+
+    Every run of ``window`` tokens inside a chunk has the mean of its scores; tokens are ordered by the best window
+    that contains them, then by their own score, and the first ``budget`` are taken. So spans stay together, exactly
+    ``min(budget, all)`` tokens are chosen, and a larger budget never drops a token. ``threshold`` is not used.
+    Departure from the paper: no token is dropped without another taking its place.
+    """
+    return _take_first(scores, _best_window_rank(scores, window, None), budget)
+
+
+def vote_sliding(scores: Scores, budget: int, *, window: int = 8, threshold: int = 5) -> Masks:
+    """Whole windows, at any offset, in which more than ``threshold`` of the top ``budget`` tokens lie.
+
+    The union of these windows is kept, trimmed to ``budget`` by window score. At most ``budget`` tokens.
+    """
+    top = _top_tokens(scores, budget)
+    qualifying = [_windows(mask.float(), window).sum(-1) > threshold for mask in top]
+    rank = _best_window_rank(scores, window, qualifying)
+    covered = sum(int((r < _NEVER).sum()) for r in rank)
+    return _take_first(scores, rank, min(budget, covered))
+
+
+def v1_literal(scores: Scores, budget: int, *, window: int = 8, threshold: int = 5) -> Masks:
+    """The paper to the letter: top ``budget`` tokens; in aligned windows with no more than ``threshold`` of them, drop them.
+
+    Windows start anew at each chunk; nothing takes the place of dropped tokens, so far fewer than ``budget`` may remain.
+    """
+    masks = _top_tokens(scores, budget)
+    for mask in masks:
+        for start in range(0, len(mask), window):
+            part = mask[start : start + window]
+            if int(part.sum()) <= threshold:
+                part[:] = False
+    return masks
+
+
+GROUPINGS: dict[str, Callable[..., Masks]] = {
+    "window_score": window_score,
+    "vote_sliding": vote_sliding,
+    "v1_literal": v1_literal,
+}
+
+
+def group(scores: Scores, budget: int, *, mode: str = "window_score", window: int = 8, threshold: int = 5) -> Masks:
+    """Apply a grouping by name.
+
+    Raises:
+        ConfigurationError: unknown mode, or window and threshold that contradict each other.
+    """
+    check_grouping(mode, window, threshold)
+    return GROUPINGS[mode](scores, budget, window=window, threshold=threshold)
+
+
+_NEVER = torch.iinfo(torch.int64).max
+
+
+def _windows(values: torch.Tensor, window: int) -> torch.Tensor:
+    """Every run of ``window`` consecutive values: ``(num_windows, window)``; one shorter run in a shorter chunk."""
+    return values.unfold(0, min(window, len(values)), 1)
+
+
+def _best_window_rank(scores: Scores, window: int, qualifying: Sequence[torch.Tensor] | None) -> list[torch.Tensor]:
+    """Per chunk ``(num_tokens,)`` int64: rank, over all chunks, of the best (qualifying) window holding the token."""
+    means = [_windows(s, window).mean(-1) if len(s) else s for s in scores]
+    flat = torch.cat(means) if means else torch.empty(0)
+    rank = torch.empty(len(flat), dtype=torch.int64)
+    rank[flat.argsort(descending=True, stable=True)] = torch.arange(len(flat))
+    ranks, start = [], 0
+    for number, (score, mean) in enumerate(zip(scores, means, strict=True)):
+        own = rank[start : start + len(mean)].clone()
+        start += len(mean)
+        if qualifying is not None and len(own):
+            own[~qualifying[number]] = _NEVER
+        ranks.append(_min_over_windows(own, len(score), window))
+    return ranks
+
+
+def _min_over_windows(values: torch.Tensor, num_tokens: int, window: int) -> torch.Tensor:
+    """Per token the smallest value among the windows that contain it."""
+    if num_tokens == 0:
+        return torch.empty(0, dtype=torch.int64)
+    reach = min(window, num_tokens) - 1
+    padding = torch.full((reach,), _NEVER, dtype=torch.int64)
+    return torch.cat((padding, values, padding)).unfold(0, reach + 1, 1).amin(-1)
+
+
+def _top_tokens(scores: Scores, budget: int) -> Masks:
+    return _take_first(scores, [torch.zeros(len(s), dtype=torch.int64) for s in scores], budget)
+
+
+def _take_first(scores: Scores, rank: Sequence[torch.Tensor], budget: int) -> Masks:
+    """The first ``budget`` tokens by (rank ascending, score descending, index ascending)."""
+    lengths = [len(s) for s in scores]
+    if not lengths:
+        return []
+    flat_scores, flat_rank = torch.cat(list(scores)), torch.cat(list(rank))
+    by_score = flat_scores.argsort(descending=True, stable=True)
+    order = by_score[flat_rank[by_score].argsort(stable=True)]
+    mask = torch.zeros(len(flat_scores), dtype=torch.bool)
+    mask[order[: max(0, budget)]] = True
+    return list(mask.split(lengths))

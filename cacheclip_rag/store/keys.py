@@ -1,0 +1,38 @@
+"""Content addresses: same text, same model, same prefix, same tenant give the same key, and nothing else does."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+__all__ = ["FORMAT_VERSION", "chunk_key"]
+
+FORMAT_VERSION = 1
+"""Raise when stored tensors change meaning; entries of other versions are then never found."""
+
+
+def chunk_key(
+    *,
+    model_fingerprint: str,
+    prefix_ids: Sequence[int],
+    chunk_ids: Sequence[int],
+    rope_pin: str,
+    namespace: str,
+) -> str:
+    """Key of a chunk cache: 64 hexadecimal digits, safe as a file name.
+
+    Every field goes in with its length before it, so that no two different inputs make the same byte string.
+    """
+    digest = hashlib.sha256()
+    fields = (
+        str(FORMAT_VERSION).encode(),
+        model_fingerprint.encode(),
+        ",".join(map(str, prefix_ids)).encode(),
+        ",".join(map(str, chunk_ids)).encode(),
+        rope_pin.encode(),
+        namespace.encode("utf-8", "surrogatepass"),
+    )
+    for content in fields:
+        digest.update(len(content).to_bytes(8, "little"))
+        digest.update(content)
+    return digest.hexdigest()
