@@ -1,0 +1,154 @@
+"""Tiny models built from configs, with real tokenizers and chat templates, saved as ordinary model folders.
+
+They need no network and run in milliseconds. ``initializer_range`` is far above the default: with 0.02, attention is
+nearly uniform, and a wrong position changes the logits so little that a broken rotary embedding passes every test.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+CHAT_TEMPLATE = (
+    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou answer questions.<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+SENTENCES = [
+    "The lighthouse of Brindle Point was built in 1847 by the engineer Ada Thornbury.",
+    "Its lamp burned whale oil until 1871, when it was changed to paraffin.",
+    "A keeper and two assistants lived on the rock for eight weeks at a time.",
+    "The foghorn could be heard at a distance of eleven nautical miles in calm air.",
+    "In 1962 the station was automated, and the last keeper, Tom Garrow, went ashore.",
+    "The magic number of the harbour master is 7316042, and nobody knows why.",
+    "Seabirds nest on the eastern cliffs from March until the end of August.",
+    "Visitors reach the island by a small ferry that leaves the pier at nine and at two.",
+]
+
+CHUNKS = [
+    " ".join(SENTENCES[0:3]),
+    " ".join(SENTENCES[3:5]),
+    " ".join(SENTENCES[5:8]),
+    " ".join(SENTENCES[i] for i in (6, 1, 4, 0)),
+]
+QUESTION = "What is the magic number of the harbour master?"
+
+LLAMA = {"architecture": "llama", "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+QWEN2 = {"architecture": "qwen2", "hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 2}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 512,
+}
+
+TINY_MODELS: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "llama-rope-llama3": {**LLAMA, "rope_parameters": LLAMA3},
+    "llama-rope-linear": {**LLAMA, "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
+    "qwen2": QWEN2,
+    "qwen2-rope-yarn": {**QWEN2, "rope_parameters": YARN},
+}
+"""The exactness matrix: one row per supported architecture and rotary scaling."""
+
+
+def make_tokenizer(vocab_size: int) -> Any:
+    """A byte-level BPE tokenizer trained on the test sentences."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(SENTENCES, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def build_model(folder: Path, spec: dict[str, Any], *, vocab_size: int = 400, seed: int = 0, context: int = 2048) -> Path:
+    """Save a random tiny model under ``folder`` and return it."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    spec = dict(spec)
+    config = CONFIG_MAPPING[spec.pop("architecture")](
+        **{
+            "vocab_size": vocab_size,
+            "intermediate_size": 96,
+            "max_position_embeddings": context,
+            "initializer_range": 0.25,
+            "tie_word_embeddings": False,
+            "eos_token_id": 2,
+            **spec,
+        }
+    )
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(folder)
+    make_tokenizer(vocab_size).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_home_for_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Fingerprints of throw-away models must not fill the user's cache; packaged weights stay where they are."""
+    if "CACHECLIP_HOME" not in os.environ:
+        home = Path(__file__).resolve().parent.parent / ".venv" / "cacheclip-home"
+        os.environ["CACHECLIP_HOME"] = str(home)
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Folder of every model in the matrix, plus ``auxiliary`` with a tokenizer of its own."""
+    root = tmp_path_factory.mktemp("models")
+    folders = {name: str(build_model(root / name, spec)) for name, spec in TINY_MODELS.items()}
+    auxiliary = {**LLAMA, "hidden_size": 32, "num_hidden_layers": 2}
+    folders["auxiliary"] = str(build_model(root / "auxiliary", auxiliary, vocab_size=300, seed=1))
+    return folders
+
+
+@pytest.fixture(params=list(TINY_MODELS))
+def primary(request: pytest.FixtureRequest, tiny_models: dict[str, str]) -> str:
+    """Every model of the matrix in turn."""
+    return tiny_models[request.param]
+
+
+@pytest.fixture
+def engine(tiny_models: dict[str, str], tmp_path: Path) -> Any:
+    """An engine on the tiny llama with a disk store of its own."""
+    from cacheclip_rag import CacheClipEngine
+
+    return CacheClipEngine(primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"], store=str(tmp_path / "store"))
+
+
+@pytest.fixture
+def chunks() -> list[str]:
+    return list(CHUNKS)
+
+
+@pytest.fixture
+def question() -> str:
+    return QUESTION
+
+
+def rag_prompt(chunks: list[str], question: str = QUESTION) -> str:
+    """Chunks first, then the question: as the command line writes it."""
+    return "\n\n".join(chunks) + f"\n\nQuestion: {question}"
