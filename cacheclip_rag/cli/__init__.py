@@ -1,0 +1,32 @@
+"""The ``cacheclip`` command. Options and output formats are stable: scripts rely on them.
+
+Every command takes ``--json`` and then prints one JSON object, nothing else, on stdout. Exit codes: 0 done, 1 found
+wanting (an error of ours, or documents that could not be read), 2 bad usage.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from . import ask, bench, ingest, models, store
+from .common import guarded
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="cacheclip",
+    help="Answers over your documents, with the first token several times sooner.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(models.app, name="models")
+app.add_typer(store.app, name="store")
+app.command("ingest")(ingest.ingest)
+app.command("ask")(ask.ask)
+app.command("bench")(bench.bench)
+
+
+def main() -> None:
+    """Entry point: runs the command; our own errors become one line on stderr."""
+    guarded(app)

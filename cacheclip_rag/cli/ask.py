@@ -1,0 +1,90 @@
+"""``cacheclip ask "QUESTION" --store DIR``."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .common import AuxiliaryOption, DeviceOption, DtypeOption, EmbeddingOption, JsonOption, PrimaryOption, RatioOption
+from .common import StoreOption, print_json
+
+if TYPE_CHECKING:
+    from ..engine import Answer
+    from ..ingest.library import Passage
+
+INSTRUCTION = "Answer the question in a few words, using only the text above."
+
+
+def rag_prompt(passages: list[str], question: str) -> str:
+    """Passages first, so that the first sits right behind the shared prefix and is exact as stored; then the question."""
+    body = "\n\n".join(passages)
+    return f"{body}\n\n{INSTRUCTION}\nQuestion: {question}" if passages else question
+
+
+def ask(
+    question: Annotated[str, typer.Argument(help="What to ask of the documents.")],
+    store: StoreOption,
+    method: Annotated[str, typer.Option(help="full, direct or cacheclip.")] = "cacheclip",
+    ratio: RatioOption = 0.2,
+    grouping: Annotated[str, typer.Option(help="window_score, vote_sliding or v1_literal.")] = "window_score",
+    top_k: Annotated[int, typer.Option(help="Passages to retrieve.")] = 6,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of the answer.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    primary: PrimaryOption = None,
+    auxiliary: AuxiliaryOption = None,
+    embedding: EmbeddingOption = None,
+    dtype: DtypeOption = None,
+    device: DeviceOption = "cpu",
+    as_json: JsonOption = False,
+) -> None:
+    """Retrieve, fuse and stream the answer; then the sources and where the time went."""
+    from ..config import check_ratio
+    from ..decoding import SamplingParams
+    from ..engine import CacheClipEngine
+    from ..errors import ConfigurationError
+    from ..ingest.embedding import Embedder
+    from ..ingest.library import Library
+    from .settings import engine_config, merge_settings
+
+    if not question.strip():
+        raise ConfigurationError("the question is empty.")
+    check_ratio(ratio)
+    library = Library.open(store)
+    settings = merge_settings(library, primary=primary, auxiliary=auxiliary, embedding=embedding, dtype=dtype)
+    config = engine_config(settings, store, device=device, method=method, recompute_ratio=ratio, grouping=grouping)
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
+    engine = CacheClipEngine(config)
+    passages = library.search(Embedder(settings.embedding, device).embed([question]), top_k)
+    texts = [passage.text for passage in passages]
+    answer = None
+    for event in engine.generate_stream(rag_prompt(texts, question), params, question=question, candidates=texts):
+        if not as_json:
+            sys.stdout.write(event.text)
+            sys.stdout.flush()
+        answer = event.answer
+    assert answer is not None
+    if as_json:
+        print_json({"question": question, "answer": answer.text, "sources": _sources(passages), "stats": answer.stats.to_dict()})
+    else:
+        _print_details(answer, passages)
+
+
+def _sources(passages: list[Passage]) -> list[dict[str, Any]]:
+    return [{"path": p.path, "ordinal": p.ordinal, "score": round(p.score, 4)} for p in passages]
+
+
+def _print_details(answer: Answer, passages: list[Passage]) -> None:
+    stats = answer.stats
+    typer.echo("\n")
+    for passage in passages:
+        typer.echo(f"  source  {passage.path} #{passage.ordinal}  ({passage.score:.2f})")
+    if stats.fallback:
+        typer.echo(f"  note    answered by plain prefill: {stats.fallback}")
+    phases = "  ".join(f"{name} {seconds:.3f}" for name, seconds in stats.phases_s.items())
+    typer.echo(f"  first token after {stats.ttft_s:.2f} s ({phases})")
+    typer.echo(
+        f"  {stats.prompt_tokens} prompt tokens: {stats.reused_tokens} reused, {stats.recomputed_tokens} recomputed "
+        f"(ratio {stats.effective_ratio:.3f}), {stats.fresh_tokens} fresh; {stats.generated_tokens} generated"
+    )

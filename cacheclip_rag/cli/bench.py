@@ -1,0 +1,71 @@
+"""``cacheclip bench``: time to the first token, side by side in one run."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from .common import AuxiliaryOption, DeviceOption, DtypeOption, JsonOption, PrimaryOption, RatioOption, print_json
+
+
+def bench(
+    primary: PrimaryOption = None,
+    auxiliary: AuxiliaryOption = None,
+    context_tokens: Annotated[int, typer.Option(help="Tokens of all chunks together.")] = 4096,
+    chunk_tokens: Annotated[int, typer.Option(help="Tokens of one chunk.")] = 512,
+    ratio: RatioOption = 0.2,
+    methods: Annotated[str, typer.Option(help="Comma-separated names.")] = "full,direct,cacheclip",
+    runs: Annotated[int, typer.Option(help="Interleaved repeats.")] = 3,
+    store: Annotated[str | None, typer.Option("--store", help="Keep the chunk caches here. [default: temporary]")] = None,
+    keep_page_cache: Annotated[bool, typer.Option(help="Do not drop chunk caches from memory before a run.")] = False,
+    dtype: DtypeOption = None,
+    device: DeviceOption = "cpu",
+    as_json: JsonOption = False,
+) -> None:
+    """Measure methods on a prompt of generated text; the speed does not depend on what the text says."""
+    from ..config import EngineConfig
+    from ..evaluation.bench import bench as run
+    from .settings import DEFAULT_SETTINGS, parse_auxiliary
+
+    config = EngineConfig(
+        primary=primary or DEFAULT_SETTINGS.primary,
+        auxiliary=parse_auxiliary(auxiliary) if auxiliary else DEFAULT_SETTINGS.auxiliary,
+        store=store,
+        dtype=dtype or DEFAULT_SETTINGS.dtype,
+        device=device,
+        recompute_ratio=ratio,
+    )
+    result = run(
+        config,
+        methods=[name.strip() for name in methods.split(",") if name.strip()],
+        context_tokens=context_tokens,
+        chunk_tokens=chunk_tokens,
+        runs=runs,
+        keep_page_cache=keep_page_cache,
+    )
+    if as_json:
+        print_json(result)
+    else:
+        _print_table(result)
+
+
+def _print_table(result: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{result['primary']} + {result['auxiliary']}, {result['chunks']} chunks, {result['runs']} runs")
+    for column in ("method", "TTFT s (median)", "min", "max", "vs full", "ratio", "reused", "recomputed", "peak RSS"):
+        table.add_column(column, justify="left" if column == "method" else "right")
+    for name, row in result["methods"].items():
+        ttft, speedup = row["ttft_s"], row["speedup_vs_full"]
+        table.add_row(
+            name,
+            *(f"{ttft[key]:.2f}" for key in ("median", "min", "max")),
+            "" if speedup is None else f"{speedup:.2f}x",
+            f"{row['effective_ratio']:.3f}",
+            str(row["reused_tokens"]),
+            str(row["recomputed_tokens"]),
+            f"{row['peak_rss_bytes'] / 1e9:.2f} GB",
+        )
+    Console().print(table)

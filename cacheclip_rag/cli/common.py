@@ -1,0 +1,65 @@
+"""What the commands share: options, output, errors."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from ..errors import CacheClipError, ConfigurationError, DocumentError, UnknownModelError
+
+__all__ = [
+    "AuxiliaryOption",
+    "DeviceOption",
+    "DtypeOption",
+    "EmbeddingOption",
+    "JsonOption",
+    "NamespaceOption",
+    "PrimaryOption",
+    "RatioOption",
+    "StoreOption",
+    "format_bytes",
+    "guarded",
+    "print_json",
+]
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")]
+StoreOption = Annotated[str, typer.Option("--store", help="Folder of chunk caches and documents.")]
+PrimaryOption = Annotated[str | None, typer.Option("--primary", help="Model that answers: folder, packaged name, hub id.")]
+AuxiliaryOption = Annotated[str | None, typer.Option("--auxiliary", help="Small model that scores tokens; 'none' for none.")]
+EmbeddingOption = Annotated[str | None, typer.Option("--embedding", help="sentence-transformers model for retrieval.")]
+DtypeOption = Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16 or float16.")]
+DeviceOption = Annotated[str, typer.Option("--device", help="Device of the models.")]
+RatioOption = Annotated[float, typer.Option("--ratio", help="Share of chunk tokens to recompute, 0 to 1.")]
+NamespaceOption = Annotated[str | None, typer.Option("--namespace", help="Tenant; tenants never share chunk caches.")]
+
+_USAGE_ERRORS = (ConfigurationError, UnknownModelError, DocumentError)
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """One object on one line."""
+    sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
+
+
+def format_bytes(count: float) -> str:
+    """A size for people: ``12.3 MB``."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def guarded(run: Callable[[], None]) -> None:
+    """Run a command; print our errors as one line on stderr: exit 2 for bad usage, 1 for the rest."""
+    try:
+        run()
+    except CacheClipError as error:
+        sys.stderr.write(f"cacheclip: {error}\n")
+        raise SystemExit(2 if isinstance(error, _USAGE_ERRORS) else 1) from None
+    except BrokenPipeError:  # the reader (head, less) has gone
+        sys.stderr.close()
+        raise SystemExit(0) from None

@@ -1,0 +1,74 @@
+"""``cacheclip ingest PATH… --store DIR``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .common import (
+    AuxiliaryOption,
+    DeviceOption,
+    DtypeOption,
+    EmbeddingOption,
+    JsonOption,
+    NamespaceOption,
+    PrimaryOption,
+    StoreOption,
+    print_json,
+)
+
+
+def ingest(
+    paths: Annotated[list[str], typer.Argument(help="Text and Markdown files, or folders with some.")],
+    store: StoreOption,
+    primary: PrimaryOption = None,
+    auxiliary: AuxiliaryOption = None,
+    embedding: EmbeddingOption = None,
+    dtype: DtypeOption = None,
+    device: DeviceOption = "cpu",
+    namespace: NamespaceOption = None,
+    chunk_tokens: Annotated[int | None, typer.Option(help="Most tokens in a chunk. [default: 512]")] = None,
+    overlap: Annotated[int | None, typer.Option(help="Tokens shared by neighbouring chunks. [default: 0]")] = None,
+    max_bytes: Annotated[int | None, typer.Option(help="Limit of the store; least recently used go first.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Precompute the chunk caches of documents and index them for retrieval. Run again: only what changed is done."""
+    from ..engine import CacheClipEngine
+    from ..ingest.embedding import Embedder
+    from ..ingest.job import ingest as run
+    from ..ingest.library import Library
+    from ..ingest.splitting import check_sizes
+    from .settings import engine_config, merge_settings
+
+    library = Library(store)
+    settings = merge_settings(
+        library,
+        primary=primary,
+        auxiliary=auxiliary,
+        embedding=embedding,
+        dtype=dtype,
+        namespace=namespace,
+        chunk_tokens=chunk_tokens,
+        overlap_tokens=overlap,
+    )
+    check_sizes(settings.chunk_tokens, settings.overlap_tokens)
+    config = engine_config(settings, store, device=device, max_bytes=max_bytes)
+    report = run(
+        paths,
+        library=library,
+        engine=CacheClipEngine(config),
+        embedder=Embedder(settings.embedding, device),
+        settings=settings,
+    )
+    if as_json:
+        print_json({"store": store, **report.to_dict()})
+    else:
+        typer.echo(
+            f"{report.documents} documents: {report.added} added, {report.changed} changed, {report.unchanged} "
+            f"unchanged, {report.removed} removed; {report.chunks} chunks, {report.computed} computed"
+        )
+        for failure in report.failed:
+            typer.echo(f"skipped: {failure['error']}", err=True)
+    if report.failed:
+        raise typer.Exit(1)

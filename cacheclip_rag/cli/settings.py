@@ -1,0 +1,55 @@
+"""From command-line options to an engine, an embedder and a library that agree with the store."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..config import EngineConfig
+from ..ingest.library import Library, LibrarySettings
+from ..models.catalog import DEFAULT_AUXILIARY, DEFAULT_EMBEDDING, DEFAULT_PRIMARY
+
+__all__ = ["DEFAULT_SETTINGS", "engine_config", "merge_settings", "parse_auxiliary"]
+
+DEFAULT_SETTINGS = LibrarySettings(
+    primary=DEFAULT_PRIMARY,
+    auxiliary=DEFAULT_AUXILIARY,
+    embedding=DEFAULT_EMBEDDING,
+    dtype="float32",
+    namespace="default",
+    chunk_tokens=512,
+    overlap_tokens=0,
+)
+
+
+def parse_auxiliary(name: str | None) -> str | None:
+    """``none`` on the command line means no auxiliary model."""
+    return None if name == "none" else name
+
+
+def merge_settings(library: Library, **given: str | int | None) -> LibrarySettings:
+    """The library's settings (or the defaults) with the options that were given on top.
+
+    Raises:
+        ConfigurationError: an option contradicts what the library was made with.
+    """
+    known = library.settings
+    chosen = {name: value for name, value in given.items() if value is not None}
+    if "auxiliary" in chosen:
+        chosen["auxiliary"] = parse_auxiliary(str(chosen["auxiliary"]))  # type: ignore[assignment]
+    settings = replace(known or DEFAULT_SETTINGS, **chosen)  # type: ignore[arg-type]
+    if known is not None:
+        library.fix_settings(settings)
+    return settings
+
+
+def engine_config(settings: LibrarySettings, store: str, *, device: str, **options: object) -> EngineConfig:
+    """Engine settings for a library."""
+    base = EngineConfig(
+        primary=settings.primary,
+        auxiliary=settings.auxiliary,
+        store=store,
+        namespace=settings.namespace,
+        dtype=settings.dtype,
+        device=device,
+    )
+    return EngineConfig.from_options(base, options)

@@ -1,0 +1,34 @@
+"""``cacheclip store stats``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from ..errors import StoreError
+from .common import JsonOption, StoreOption, format_bytes, print_json
+
+app = typer.Typer(help="The chunk-cache store.", no_args_is_help=True)
+
+
+@app.command("stats")
+def stats(store: StoreOption, as_json: JsonOption = False) -> None:
+    """Entries, bytes and documents of a store."""
+    from ..ingest.library import Library
+    from ..store import DiskStore
+
+    folder = Path(store).expanduser()
+    if not (folder / "index.sqlite3").is_file():
+        raise StoreError(f"{store} is not a store: no index in it. Make one: cacheclip ingest PATH --store {store}")
+    result = DiskStore(folder).stats().to_dict()
+    del result["hits"], result["misses"], result["evictions"]  # counted per process: always 0 in a new one
+    has_library = (folder / "library.sqlite3").is_file()
+    library = Library.open(folder) if has_library else None
+    documents = len(library.documents()) if library else 0
+    passages = len(library.passages()) if library else 0
+    if as_json:
+        print_json({"store": str(folder), **result, "documents": documents, "passages": passages})
+        return
+    typer.echo(f"chunk caches  {result['entries']}  ({format_bytes(result['bytes'] or 0)})")
+    typer.echo(f"documents     {documents}\npassages      {passages}")

@@ -1,0 +1,1 @@
+"""Evaluation: measuring what the methods cost, and what they are worth."""

@@ -1,0 +1,65 @@
+"""Reading documents from files and folders."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from ..errors import DocumentError
+
+__all__ = ["MARKDOWN_SUFFIXES", "SUFFIXES", "find_files", "read_document"]
+
+MARKDOWN_SUFFIXES = frozenset({".md", ".markdown"})
+SUFFIXES = MARKDOWN_SUFFIXES | {".txt", ".text", ".rst"}
+"""File types taken from folders; a file named on its own is read whatever its suffix."""
+
+_BOMS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
+
+
+def find_files(paths: Iterable[str | Path]) -> Iterator[Path]:
+    """Files named, and text and Markdown files in folders named (hidden ones left out), each once, in order.
+
+    Raises:
+        DocumentError: a path that does not exist.
+    """
+    seen: set[Path] = set()
+    for given in paths:
+        path = Path(given).expanduser().resolve()
+        if not path.exists():
+            raise DocumentError(f"no such file or folder: {given}. Give text or Markdown files, or folders with some.")
+        found = [path] if path.is_file() else sorted(p for p in path.rglob("*") if _wanted(p, path))
+        for file in found:
+            if file not in seen:
+                seen.add(file)
+                yield file
+
+
+def _wanted(path: Path, root: Path) -> bool:
+    hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
+    return path.is_file() and not hidden and path.suffix.lower() in SUFFIXES
+
+
+def read_document(path: Path) -> str:
+    """Text of a file: UTF-8, or UTF-16 with a byte-order mark.
+
+    Raises:
+        DocumentError: unreadable, empty, binary, or in another encoding; the message says which.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise DocumentError(f"cannot read {path}: {error}.") from error
+    encoding = next((name for bom, name in _BOMS.items() if data.startswith(bom)), "utf-8")
+    if encoding == "utf-8" and b"\x00" in data[:65536]:
+        raise DocumentError(f"{path} looks binary (it holds zero bytes); convert it to text or Markdown first.")
+    try:
+        text = data.decode(encoding)
+    except UnicodeDecodeError as error:
+        raise DocumentError(
+            f"{path} is not {encoding.upper()} (byte {error.start}: {error.reason}). Convert it, for instance with: "
+            f"iconv -f LATIN1 -t UTF-8 '{path.name}'"
+        ) from error
+    if not text.strip():
+        raise DocumentError(f"{path} is empty.")
+    return text.replace("\r\n", "\n")

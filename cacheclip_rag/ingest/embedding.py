@@ -1,0 +1,45 @@
+"""Sentence embeddings for retrieval, by a sentence-transformers model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ..errors import MissingExtraError, ModelError
+from ..models.catalog import DEFAULT_EMBEDDING
+from ..models.load import resolve
+
+__all__ = ["Embedder", "Vectors"]
+
+Vectors = np.ndarray[tuple[int, int], np.dtype[np.float32]]
+
+
+class Embedder:
+    """Unit-length vectors for texts; the model loads at first use."""
+
+    def __init__(self, name: str = DEFAULT_EMBEDDING, device: str = "cpu") -> None:
+        self.name = name
+        self._device = device
+
+    @cached_property
+    def _model(self) -> Any:
+        try:
+            from sentence_transformers import SentenceTransformer
+        except ImportError as error:
+            raise MissingExtraError("sentence-transformers", "ingest") from error
+        folder = resolve(self.name)
+        try:
+            return SentenceTransformer(str(folder), device=self._device, local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            raise ModelError(
+                f"{self.name!r} cannot be loaded as a sentence-transformers model: {error}. Expected a folder or hub id "
+                f"of one, for instance {DEFAULT_EMBEDDING!r}."
+            ) from error
+
+    def embed(self, texts: Sequence[str]) -> Vectors:
+        """``(num_texts, dimensions)`` float32, each row of length 1 (so the inner product is the cosine)."""
+        vectors = self._model.encode(list(texts), normalize_embeddings=True, show_progress_bar=False, batch_size=16)
+        return np.asarray(vectors, dtype=np.float32)
