@@ -38,8 +38,8 @@ class SamplingParams:
             raise ConfigurationError(f"temperature must be between 0 (greedy) and 100, got {self.temperature}.")
         if not 0.0 < self.top_p <= 1.0:
             raise ConfigurationError(f"top_p must be above 0 and at most 1, got {self.top_p}.")
-        if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
-            raise ConfigurationError(f"stop must be a sequence of non-empty strings, got {self.stop!r}.")
+        if not isinstance(self.stop, tuple) or not all(isinstance(s, str) and s for s in self.stop):
+            raise ConfigurationError(f"stop must be a tuple of non-empty strings, got {self.stop!r}.")
 
 
 class Sampler:

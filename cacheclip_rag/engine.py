@@ -362,7 +362,7 @@ class CacheClipEngine:
         ]
 
     def _assemble(self, cache: FusedCache, layout: Layout, found: Sequence[Span], clock: PhaseClock) -> list[Span]:
-        """Put prefix and chunk KV into ``cache``; returns the spans that were really there (a damaged one is a miss)."""
+        """Put prefix and chunk KV into ``cache``; returns the spans that were there (a damaged one is a miss)."""
         caches = self._caches_of(self.config.primary)
         reused = []
 
@@ -481,10 +481,9 @@ _engines_lock = threading.Lock()
 
 
 def get_engine(config: EngineConfig | None = None, **options: Any) -> CacheClipEngine:
-    """The process-wide engine for these settings: equal settings give the same engine, so front ends hold only settings."""
+    """The process-wide engine for these settings. Equal settings give the same one: front ends need hold no engine."""
     config = EngineConfig.from_options(config, options)
     with _engines_lock:
         if config not in _engines:
             _engines[config] = CacheClipEngine(config)
         return _engines[config]
-

@@ -12,7 +12,7 @@ __all__ = ["atomic_path", "cache_home", "fsync_folder"]
 
 
 def cache_home() -> Path:
-    """Folder for downloaded models: ``$CACHECLIP_HOME``, else ``$XDG_CACHE_HOME/cacheclip``, else ``~/.cache/cacheclip``."""
+    """Folder of downloaded models: ``$CACHECLIP_HOME``, or ``cacheclip`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
     if explicit := os.environ.get("CACHECLIP_HOME"):
         return Path(explicit).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")

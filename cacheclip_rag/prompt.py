@@ -13,7 +13,18 @@ from dataclasses import dataclass
 from .errors import ConfigurationError
 from .store.texts import TextIndex
 
-__all__ = ["Chunk", "Fresh", "Message", "Prompt", "Segment", "check_messages", "check_segments", "normalise_chunk", "segment_chat", "segment_text"]
+__all__ = [
+    "Chunk",
+    "Fresh",
+    "Message",
+    "Prompt",
+    "Segment",
+    "check_messages",
+    "check_segments",
+    "normalise_chunk",
+    "segment_chat",
+    "segment_text",
+]
 
 Message = dict[str, str]
 """A chat message: ``{"role": "user", "content": "…"}``."""
@@ -64,7 +75,7 @@ def segment_chat(
     index: TextIndex,
     candidates: Iterable[str] = (),
 ) -> list[Segment]:
-    """Segments of a chat: the template's own text as control segments, each message's content cut by :func:`segment_text`.
+    """Segments of a chat: the template's text as control segments, each content cut by :func:`segment_text`.
 
     The template is rendered with a sentinel in place of each content and split there. So the contents never pass
     through the template's string handling, and no content can speak in the template's voice.

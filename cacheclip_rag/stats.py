@@ -61,7 +61,7 @@ class FusionStats:
 
     @property
     def charged_ratio(self) -> float:
-        """Share of (layer, chunk token) pairs given fresh KV; equals the effective ratio as every layer runs the same rows."""
+        """Share of (layer, chunk token) pairs given fresh KV: the effective ratio, as all layers run the same rows."""
         return self.effective_ratio
 
     def to_dict(self) -> dict[str, Any]:

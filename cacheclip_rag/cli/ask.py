@@ -7,8 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .common import AuxiliaryOption, DeviceOption, DtypeOption, EmbeddingOption, JsonOption, PrimaryOption, RatioOption
-from .common import StoreOption, print_json
+from .common import (
+    AuxiliaryOption,
+    DeviceOption,
+    DtypeOption,
+    EmbeddingOption,
+    JsonOption,
+    PrimaryOption,
+    RatioOption,
+    StoreOption,
+    print_json,
+)
 
 if TYPE_CHECKING:
     from ..engine import Answer
@@ -18,7 +27,7 @@ INSTRUCTION = "Answer the question in a few words, using only the text above."
 
 
 def rag_prompt(passages: list[str], question: str) -> str:
-    """Passages first, so that the first sits right behind the shared prefix and is exact as stored; then the question."""
+    """Passages, then the question: the first passage sits right behind the shared prefix, where its KV is exact."""
     body = "\n\n".join(passages)
     return f"{body}\n\n{INSTRUCTION}\nQuestion: {question}" if passages else question
 
@@ -66,7 +75,14 @@ def ask(
         answer = event.answer
     assert answer is not None
     if as_json:
-        print_json({"question": question, "answer": answer.text, "sources": _sources(passages), "stats": answer.stats.to_dict()})
+        print_json(
+            {
+                "question": question,
+                "answer": answer.text,
+                "sources": _sources(passages),
+                "stats": answer.stats.to_dict(),
+            }
+        )
     else:
         _print_details(answer, passages)
 

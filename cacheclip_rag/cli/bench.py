@@ -17,7 +17,9 @@ def bench(
     ratio: RatioOption = 0.2,
     methods: Annotated[str, typer.Option(help="Comma-separated names.")] = "full,direct,cacheclip",
     runs: Annotated[int, typer.Option(help="Interleaved repeats.")] = 3,
-    store: Annotated[str | None, typer.Option("--store", help="Keep the chunk caches here. [default: temporary]")] = None,
+    store: Annotated[
+        str | None, typer.Option("--store", help="Keep the chunk caches here. [default: temporary]")
+    ] = None,
     keep_page_cache: Annotated[bool, typer.Option(help="Do not drop chunk caches from memory before a run.")] = False,
     dtype: DtypeOption = None,
     device: DeviceOption = "cpu",
@@ -54,7 +56,9 @@ def _print_table(result: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{result['primary']} + {result['auxiliary']}, {result['chunks']} chunks, {result['runs']} runs")
+    table = Table(
+        title=f"{result['primary']} + {result['auxiliary']}, {result['chunks']} chunks, {result['runs']} runs"
+    )
     for column in ("method", "TTFT s (median)", "min", "max", "vs full", "ratio", "reused", "recomputed", "peak RSS"):
         table.add_column(column, justify="left" if column == "method" else "right")
     for name, row in result["methods"].items():

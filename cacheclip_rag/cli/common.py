@@ -28,8 +28,12 @@ __all__ = [
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")]
 StoreOption = Annotated[str, typer.Option("--store", help="Folder of chunk caches and documents.")]
-PrimaryOption = Annotated[str | None, typer.Option("--primary", help="Model that answers: folder, packaged name, hub id.")]
-AuxiliaryOption = Annotated[str | None, typer.Option("--auxiliary", help="Small model that scores tokens; 'none' for none.")]
+PrimaryOption = Annotated[
+    str | None, typer.Option("--primary", help="Model that answers: folder, packaged name, hub id.")
+]
+AuxiliaryOption = Annotated[
+    str | None, typer.Option("--auxiliary", help="Small model that scores tokens; 'none' for none.")
+]
 EmbeddingOption = Annotated[str | None, typer.Option("--embedding", help="sentence-transformers model for retrieval.")]
 DtypeOption = Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16 or float16.")]
 DeviceOption = Annotated[str, typer.Option("--device", help="Device of the models.")]

@@ -24,7 +24,9 @@ def list_models(as_json: JsonOption = False) -> None:
         return
     for row in rows:
         state = "local" if row["folder"] else "      "
-        typer.echo(f"{row['name']:20} {state}  {format_bytes(row['num_bytes']):>9}  {row['license']:16} {row['description']}")
+        typer.echo(
+            f"{row['name']:20} {state}  {format_bytes(row['num_bytes']):>9}  {row['license']:16} {row['description']}"
+        )
     typer.echo("A local folder or a hub id (owner/name) works wherever a name does.")
 
 

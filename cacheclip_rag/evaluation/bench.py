@@ -39,7 +39,7 @@ _WORDS = (
 
 
 def make_texts(tokenize: Callable[[str], Any], count: int, num_tokens: int, seed: int = 0) -> list[str]:
-    """``count`` different texts of about ``num_tokens`` tokens each: English words, deterministic, no meaning needed."""
+    """``count`` different texts of about ``num_tokens`` tokens each: English words, deterministic, without meaning."""
     generator = random.Random(seed)
     texts = []
     for _ in range(count):

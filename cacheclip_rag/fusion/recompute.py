@@ -1,6 +1,6 @@
 """Assemble a fused cache and recompute chosen rows of it, exactly.
 
-Source: METHODS "selective recompute"; CacheBlend (arXiv:2405.16444, section 4) introduced it. Departure from the published
+Source: selective recompute, introduced by CacheBlend (arXiv:2405.16444, section 4). Departure from the published
 implementations: their causal mask is aligned to the bottom-right corner, so that a recomputed token sees tokens that
 come after it; here a row at position p sees the keys at positions up to p and no other.
 """
@@ -18,9 +18,7 @@ from .layout import Layout, Span
 __all__ = ["assemble", "choose_rows", "recompute"]
 
 
-def assemble(
-    primary: ModelRuntime, cache: FusedCache, pieces: Iterable[tuple[int, torch.Tensor]]
-) -> None:
+def assemble(primary: ModelRuntime, cache: FusedCache, pieces: Iterable[tuple[int, torch.Tensor]]) -> None:
     """Write stored KV into ``cache``, each piece ``(start position, kv)`` rotated to its true positions.
 
     Taken one at a time, so that no more than one chunk is held beside the fused cache.

@@ -35,8 +35,8 @@ class Embedder:
             return SentenceTransformer(str(folder), device=self._device, local_files_only=True)
         except (OSError, ValueError, KeyError) as error:
             raise ModelError(
-                f"{self.name!r} cannot be loaded as a sentence-transformers model: {error}. Expected a folder or hub id "
-                f"of one, for instance {DEFAULT_EMBEDDING!r}."
+                f"{self.name!r} cannot be loaded as a sentence-transformers model: {error}. Expected a folder or hub "
+                f"id of one, for instance {DEFAULT_EMBEDDING!r}."
             ) from error
 
     def embed(self, texts: Sequence[str]) -> Vectors:

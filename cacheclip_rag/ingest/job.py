@@ -138,9 +138,7 @@ def _changed(
         if known.get(str(path)) == digest:
             report.unchanged += 1
             continue
-        splitter = splitter or Splitter(
-            engine.primary.tokenizer, settings.chunk_tokens, settings.overlap_tokens
-        )
+        splitter = splitter or Splitter(engine.primary.tokenizer, settings.chunk_tokens, settings.overlap_tokens)
         passages = splitter.split(text, markdown=path.suffix.lower() in MARKDOWN_SUFFIXES)
         work.append(_Work(str(path), digest, passages, str(path) not in known))
     return work

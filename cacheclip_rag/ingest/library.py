@@ -102,22 +102,22 @@ class Library:
         differences = [f"{name} {theirs[name]!r}, not {mine[name]!r}" for name in mine if mine[name] != theirs[name]]
         if differences:
             raise ConfigurationError(
-                f"the store {self.folder} was made with {'; '.join(differences)}. Leave these options out to go on with "
-                "it, or choose another folder."
+                f"the store {self.folder} was made with {'; '.join(differences)}. Leave these options out to go on "
+                "with it, or choose another folder."
             )
 
     # -- documents ----------------------------------------------------------------------------------------------
 
     def documents(self) -> dict[str, str]:
         """Path to digest of every document."""
-        return dict(self._database.query("SELECT path, digest FROM documents ORDER BY path"))  # type: ignore[arg-type]
+        return dict(self._database.query("SELECT path, digest FROM documents ORDER BY path"))
 
     def passages(self) -> list[tuple[str, int, str]]:
         """All passages as (path, ordinal, text), in order."""
-        return self._database.query("SELECT path, ordinal, text FROM passages ORDER BY path, ordinal")  # type: ignore[return-value]
+        return self._database.query("SELECT path, ordinal, text FROM passages ORDER BY path, ordinal")
 
     def replace(self, path: str, digest: str, texts: Sequence[str], vectors: Vectors) -> list[str]:
-        """Put a document in place of its older version, in one transaction; returns texts that nothing uses any more."""
+        """Put a document in place of its older version, all or nothing; returns texts that nothing uses any more."""
         rows = [(path, n, text, vectors[n].tobytes()) for n, text in enumerate(texts)]
         return self._change(
             path,

@@ -1,9 +1,9 @@
 """CacheClip: a small auxiliary model picks the tokens that restore attention between chunks; these are recomputed.
 
-Source: CacheClip (arXiv:2510.10129v1). Departures: the auxiliary is used as it comes (the paper fine-tunes it and does not
-say how); scores are mapped to the primary's tokens before grouping, so that the ratio counts what costs time; the
-default grouping fills its budget; nothing is spent on a chunk that is exact already. ``grouping="v1_literal"`` is the
-paper's own rule.
+Source: CacheClip (arXiv:2510.10129v1). Departures: the auxiliary is used as it comes (the paper fine-tunes it and
+does not say how); scores are mapped to the primary's tokens before grouping, so that the ratio counts what costs time;
+the default grouping fills its budget; nothing is spent on a chunk that is exact already.
+``grouping="v1_literal"`` is the paper's own rule.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class CacheClip(Method):
     def score(self, request: SelectionRequest) -> list[torch.Tensor]:
         budget = self._budget(request)
         if budget == 0 or budget >= sum(len(span.tokens) for span in request.spans):
-            return [torch.zeros(len(span.tokens)) for span in request.spans]  # nothing to choose: spare the forward pass
+            return [
+                torch.zeros(len(span.tokens)) for span in request.spans
+            ]  # nothing to choose: spare the forward pass
         return request.auxiliary_scores()
 
     def select(self, request: SelectionRequest, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:

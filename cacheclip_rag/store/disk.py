@@ -167,7 +167,5 @@ def _checksum(tensors: object) -> str:
     for name in sorted(tensors):
         tensor: torch.Tensor = tensors[name]
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-        digest.update(tensor.contiguous().view(torch.uint8).numpy())
+        digest.update(tensor.contiguous().view(torch.uint8).numpy())  # type: ignore[arg-type]  # it is a buffer
     return digest.hexdigest()
-
-

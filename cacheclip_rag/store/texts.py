@@ -2,10 +2,11 @@
 
 A framework hands its language model one string; the chunks are somewhere in it. Each stored text is remembered by an
 anchor: the window of ``WINDOW`` characters, among those that start in its first ``REGION`` characters, whose hash is
-smallest. Texts that share a head (a metadata header, a licence preamble) still differ in their anchors. To search, every window of the
-prompt is hashed once; where an anchor turns up, the slice it would belong to is compared by digest. So a match is
-never wrong, and the texts themselves need not be kept. (Content-defined anchors: Manber, "Finding similar files in a
-large file system", 1994. An automaton over all texts was rejected: 60 kB a chunk and a rebuild at each insert.)
+smallest. Texts that share a head (a metadata header, a licence preamble) still differ in their anchors. To search,
+every window of the prompt is hashed once; where an anchor turns up, the slice it would belong to is compared by
+digest. So a match is never wrong, and the texts themselves need not be kept. (Content-defined anchors: Manber,
+"Finding similar files in a large file system", 1994. An automaton over all texts was rejected: 60 kB a chunk and a
+rebuild at each insert.)
 """
 
 from __future__ import annotations

@@ -1,0 +1,36 @@
+# Every target does its own set-up: virtual environment, dependencies, and at first use the weights.
+VENV := .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+# Models live inside the clone unless you say otherwise.
+export CACHECLIP_HOME ?= $(CURDIR)/$(VENV)/cacheclip-home
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: setup demo test lint bench clean
+
+setup: $(VENV)/.installed
+
+# torch comes first and pinned: left to the resolver, pip would take whatever build is newest.
+# For the small CPU build where the default index serves CUDA: make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "torch==2.13.0"
+	$(BIN)/python -m pip install --quiet --group test --group lint -e ".[all]"
+	touch $@
+
+demo: setup
+	$(BIN)/python examples/demo.py
+
+test: setup
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check cacheclip_rag integrations examples tests
+	$(BIN)/mypy
+
+bench: setup
+	$(BIN)/cacheclip bench
+
+clean:
+	rm -rf $(VENV) .demo
