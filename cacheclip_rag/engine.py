@@ -346,16 +346,19 @@ class CacheClipEngine:
         assert self.config.auxiliary
         caches = self._caches_of(self.config.auxiliary)
         texts = [span.segment.text for span in spans]
-        chunks = []
-        for text in texts:
-            with clock.phase_within("read", "select"):
-                kv = caches.read(text)
-            # Damaged or evicted since the look-up: the auxiliary is small, compute it here.
-            chunks.append(caches.runtime.encode(caches.tokenize(text).ids, caches.prefix) if kv is None else kv)
         question_ids = caches.tokenize(question).ids[-_MAX_QUESTION_TOKENS:]
-        if not chunks or not question_ids:
+        if not spans or not question_ids:
             return [torch.zeros(len(span.tokens)) for span in spans]
-        raw = score_chunks(caches.runtime, caches.prefix, chunks, question_ids)
+
+        def chunks() -> Iterator[torch.Tensor]:
+            for text in texts:
+                with clock.phase_within("read", "select"):
+                    kv = caches.read(text)
+                # Damaged or evicted since the look-up: the auxiliary is small, compute it here.
+                yield caches.runtime.encode(caches.tokenize(text).ids, caches.prefix) if kv is None else kv
+
+        lengths = [len(caches.tokenize(text)) for text in texts]
+        raw = score_chunks(caches.runtime, caches.prefix, chunks(), question_ids, lengths)
         return [
             map_scores(score, caches.tokenize(text).offsets, span.tokens.offsets)
             for score, text, span in zip(raw, texts, spans, strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -66,6 +67,7 @@ def ask(
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
     engine = CacheClipEngine(config)
     passages = library.search(Embedder(settings.embedding, device).embed([question]), top_k)
+    gc.collect()  # the embedding model has done its work: give its memory back before the large models load
     texts = [passage.text for passage in passages]
     answer = None
     for event in engine.generate_stream(rag_prompt(texts, question), params, question=question, candidates=texts):

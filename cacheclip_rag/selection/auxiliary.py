@@ -7,7 +7,7 @@ The paper does not name its head reduction; we take the mean.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -19,7 +19,11 @@ __all__ = ["score_chunks"]
 
 @torch.inference_mode()
 def score_chunks(
-    auxiliary: ModelRuntime, prefix: torch.Tensor, chunks: Sequence[torch.Tensor], question_ids: Sequence[int]
+    auxiliary: ModelRuntime,
+    prefix: torch.Tensor,
+    chunks: Iterable[torch.Tensor],
+    question_ids: Sequence[int],
+    lengths: Sequence[int] | None = None,
 ) -> list[torch.Tensor]:
     """Attention mass of the question on every token of every chunk, by one packed forward.
 
@@ -29,15 +33,18 @@ def score_chunks(
 
     Args:
         prefix: KV of the auxiliary's shared prefix, ``(num_layers, 2, num_kv_heads, num_prefix_tokens, head_dim)``.
-        chunks: KV of each chunk behind that prefix, same layout.
+        chunks: KV of each chunk behind that prefix, same layout; taken one at a time.
         question_ids: token ids of the question, at least one.
+        lengths: tokens of each chunk, needed only if ``chunks`` is an iterator.
 
     Returns:
         Per chunk ``(num_chunk_tokens,)`` float32, mean over heads and question tokens, each between 0 and 1.
     """
     assert question_ids, "scoring needs at least one question token"
     num_prefix, num_question = prefix.shape[3], len(question_ids)
-    lengths = [chunk.shape[3] for chunk in chunks]
+    if lengths is None:
+        chunks = list(chunks)
+        lengths = [chunk.shape[3] for chunk in chunks]
     cache = auxiliary.new_cache(sum(num_prefix + n + num_question for n in lengths))
     blocks, positions, slots = [], [], []
     start = 0
@@ -59,7 +66,7 @@ def score_chunks(
     plan = AttentionPlan(blocks, probe_layer=auxiliary.num_layers - 1)
     auxiliary.run_rows(
         cache,
-        torch.tensor(list(question_ids) * len(chunks), device=auxiliary.device),
+        torch.tensor(list(question_ids) * len(lengths), device=auxiliary.device),
         torch.cat(positions).to(auxiliary.device),
         plan,
         slots=torch.cat(slots).to(auxiliary.device),
