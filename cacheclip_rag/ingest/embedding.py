@@ -30,9 +30,12 @@ class Embedder:
             from sentence_transformers import SentenceTransformer
         except ImportError as error:
             raise MissingExtraError("sentence-transformers", "ingest") from error
+        from ..models.runtime import quiet_transformers
+
         folder = resolve(self.name)
         try:
-            return SentenceTransformer(str(folder), device=self._device, local_files_only=True)
+            with quiet_transformers():
+                return SentenceTransformer(str(folder), device=self._device, local_files_only=True)
         except (OSError, ValueError, KeyError) as error:
             raise ModelError(
                 f"{self.name!r} cannot be loaded as a sentence-transformers model: {error}. Expected a folder or hub "

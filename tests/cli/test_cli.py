@@ -1,0 +1,166 @@
+"""The command as scripts use it: JSON alone on stdout, exit codes, one-line errors."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cacheclip_rag.cli import main
+
+
+class Result:
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+    @property
+    def json(self) -> dict[str, Any]:
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def cacheclip(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs the command in this process, as its entry point does."""
+
+    def run(*arguments: str) -> Result:
+        monkeypatch.setattr(sys, "argv", ["cacheclip", *map(str, arguments)])
+        try:
+            main()
+            code = 0
+        except SystemExit as error:
+            code = error.code if isinstance(error.code, int) else 0
+        captured = capsys.readouterr()
+        return Result(code, captured.out, captured.err)
+
+    return run
+
+
+@pytest.fixture
+def models(tiny_models: dict[str, str], minilm: str) -> list[str]:
+    return ["--primary", tiny_models["llama"], "--auxiliary", tiny_models["auxiliary"], "--embedding", minilm]
+
+
+@pytest.fixture
+def stored(cacheclip: Any, models: list[str], tmp_path: Path, chunks: list[str]) -> Path:
+    """A store made by the command itself."""
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    (corpus / "island.txt").write_text("\n\n".join(chunks[:3]))
+    result = cacheclip("ingest", corpus, "--store", tmp_path / "store", *models, "--chunk-tokens", "64", "--json")
+    assert result.code == 0, result.err
+    assert result.json["computed"] == result.json["chunks"] >= 3
+    return tmp_path / "store"
+
+
+def test_models_list(cacheclip: Any) -> None:
+    names = [m["name"] for m in cacheclip("models", "list", "--json").json["models"]]
+    assert {"smollm2-135m", "qwen2.5-coder-0.5b", "all-MiniLM-L6-v2"} <= set(names)
+    assert "smollm2-135m" in cacheclip("models", "list").out
+
+
+def test_models_pull_of_an_unknown_name_lists_the_known_ones(cacheclip: Any) -> None:
+    result = cacheclip("models", "pull", "smollm3", "--json")
+    assert result.code == 2
+    assert result.out == ""
+    assert "smollm2-135m" in result.err and "Traceback" not in result.err
+
+
+def test_ingest_again_does_nothing(cacheclip: Any, stored: Path) -> None:
+    result = cacheclip("ingest", stored.parent / "corpus", "--store", stored, "--json")
+    assert (result.json["unchanged"], result.json["computed"]) == (1, 0)
+
+
+def test_ask_streams_the_answer_with_sources_and_phases(cacheclip: Any, stored: Path) -> None:
+    arguments = ("ask", "When was the lighthouse built?", "--store", stored, "--max-tokens", "12")
+    plain, machine = cacheclip(*arguments), cacheclip(*arguments, "--json")
+    assert machine.code == plain.code == 0
+    result = machine.json
+    assert plain.out.startswith(result["answer"])
+    assert "island.txt" in plain.out and "first token after" in plain.out
+    assert result["stats"]["hits"] == len(result["sources"]) >= 3
+    assert result["stats"]["method"] == "cacheclip"
+    assert result["stats"]["effective_ratio"] == pytest.approx(0.2, abs=0.01)
+
+
+def test_ask_methods_and_ratio_one_agree_with_full(cacheclip: Any, stored: Path) -> None:
+    ask = ("ask", "Who was the last keeper?", "--store", stored, "--max-tokens", "16", "--json")
+    full = cacheclip(*ask, "--method", "full").json
+    exact = cacheclip(*ask, "--ratio", "1.0").json
+    assert exact["answer"] == full["answer"]
+    assert full["stats"]["method"] == "full" and exact["stats"]["method"] == "cacheclip"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--ratio", "1.5"], 2, "between 0"),
+        (["--method", "fastest"], 2, "full, direct, cacheclip"),
+        (["--grouping", "none"], 2, "window_score"),
+        (["--top-k", "0"], 2, "1 or more"),
+        (["--max-tokens", "0"], 2, "1 or more"),
+        (["--primary", "other"], 2, "was made with"),
+    ],
+)
+def test_ask_refuses_bad_options_in_one_line(
+    cacheclip: Any, stored: Path, arguments: list[str], code: int, message: str
+) -> None:
+    result = cacheclip("ask", "Why?", "--store", stored, *arguments)
+    assert (result.code, result.out) == (code, "")
+    assert message in result.err and len(result.err.splitlines()) == 1
+
+
+def test_ask_without_a_store_says_what_to_do(cacheclip: Any, tmp_path: Path) -> None:
+    result = cacheclip("ask", "Why?", "--store", tmp_path / "nothing")
+    assert result.code == 1 and "cacheclip ingest" in result.err
+
+
+def test_ask_without_auxiliary_refuses_cacheclip_and_offers_the_others(
+    cacheclip: Any, tmp_path: Path, tiny_models: dict[str, str], minilm: str, chunks: list[str]
+) -> None:
+    (tmp_path / "a.txt").write_text(chunks[0])
+    store = tmp_path / "store"
+    made = cacheclip(
+        *("ingest", tmp_path / "a.txt", "--store", store, "--primary", tiny_models["llama"]),
+        *("--auxiliary", "none", "--embedding", minilm),
+    )
+    assert made.code == 0, made.err
+    refused = cacheclip("ask", "When?", "--store", store)
+    assert refused.code == 2 and "method='direct'" in refused.err
+    direct = cacheclip("ask", "When?", "--store", store, "--method", "direct", "--max-tokens", "4", "--json")
+    assert direct.json["stats"]["hits"] == 1
+
+
+def test_unreadable_documents_are_named_and_the_exit_code_says_so(
+    cacheclip: Any, stored: Path, models: list[str]
+) -> None:
+    (stored.parent / "corpus" / "picture.txt").write_bytes(b"\x89PNG\x00\x00")
+    result = cacheclip("ingest", stored.parent / "corpus", "--store", stored)
+    assert result.code == 1
+    assert "picture.txt" in result.err and "1 unchanged" in result.out
+
+
+def test_store_stats(cacheclip: Any, stored: Path, tmp_path: Path) -> None:
+    stats = cacheclip("store", "stats", "--store", stored, "--json").json
+    assert stats["documents"] == 1
+    assert stats["entries"] == 2 * stats["passages"] + 2  # both models, and a shared prefix for each
+    assert stats["bytes"] > 0
+    missing = cacheclip("store", "stats", "--store", tmp_path / "nothing")
+    assert missing.code == 1 and not (tmp_path / "nothing").exists()
+
+
+def test_bench_prints_one_object(cacheclip: Any, tiny_models: dict[str, str]) -> None:
+    result = cacheclip(
+        *("bench", "--primary", tiny_models["llama"], "--auxiliary", tiny_models["auxiliary"]),
+        *("--context-tokens", "256", "--chunk-tokens", "64", "--runs", "1", "--json"),
+    )
+    assert result.code == 0, result.err
+    assert list(result.json["methods"]) == ["full", "direct", "cacheclip"]
+    assert len(result.out.splitlines()) == 1
+
+
+def test_usage_errors_exit_with_two(cacheclip: Any) -> None:
+    assert cacheclip("ask").code == 2
+    assert cacheclip("frobnicate").code == 2

@@ -1,0 +1,168 @@
+"""Ingestion runs on tiny models: incremental, resumable, and nothing left behind."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cacheclip_rag import CacheClipEngine
+from cacheclip_rag.errors import ConfigurationError, DocumentError, StoreError
+from cacheclip_rag.ingest.embedding import Embedder, Vectors
+from cacheclip_rag.ingest.job import IngestReport, ingest
+from cacheclip_rag.ingest.library import Library, LibrarySettings
+from cacheclip_rag.ingest.splitting import Splitter
+
+
+class LetterEmbedder(Embedder):
+    """Counts letters: a real, deterministic embedding that needs no download."""
+
+    def embed(self, texts: Sequence[str]) -> Vectors:
+        counts = np.array([[text.lower().count(chr(97 + n)) for n in range(26)] for text in texts], dtype=np.float32)
+        return counts / np.maximum(1e-6, np.linalg.norm(counts, axis=1, keepdims=True)).astype(np.float32)
+
+
+class Workshop:
+    """A corpus folder, a store and what it takes to ingest."""
+
+    def __init__(self, root: Path, models: dict[str, str]) -> None:
+        self.corpus, self.store = root / "corpus", root / "store"
+        self.corpus.mkdir()
+        self.settings = LibrarySettings(models["llama"], models["auxiliary"], "letters", "float32", "default", 32, 0)
+        self.engine = CacheClipEngine(
+            primary=models["llama"], auxiliary=models["auxiliary"], store=str(self.store)
+        )
+        self.library = Library(self.store)
+
+    def write(self, name: str, text: str) -> None:
+        (self.corpus / name).write_text(text)
+
+    def run(self, **changes: object) -> IngestReport:
+        settings = dataclasses.replace(self.settings, **changes)
+        return ingest(
+            [self.corpus], library=self.library, engine=self.engine, embedder=LetterEmbedder("letters"), settings=settings
+        )
+
+
+@pytest.fixture
+def workshop(tmp_path: Path, tiny_models: dict[str, str], chunks: list[str]) -> Workshop:
+    shop = Workshop(tmp_path, tiny_models)
+    shop.write("a.txt", "\n\n".join(chunks[:2]))
+    shop.write("b.md", "# Birds\n\n" + chunks[2])
+    return shop
+
+
+def test_everything_once_then_nothing(workshop: Workshop) -> None:
+    first = workshop.run()
+    assert (first.documents, first.added, first.failed) == (2, 2, [])
+    assert first.computed == first.chunks == len(workshop.library.passages()) >= 4
+    assert all(workshop.engine.is_stored(text) for _, _, text in workshop.library.passages())
+    again = workshop.run()
+    assert (again.unchanged, again.added, again.changed, again.computed) == (2, 0, 0, 0)
+
+
+def test_only_the_changed_document_is_done_again_and_old_chunks_go(workshop: Workshop) -> None:
+    workshop.run()
+    old = [text for path, _, text in workshop.library.passages() if path.endswith("b.md")]
+    workshop.write("b.md", "# Ships\n\nA frigate anchored off the eastern cliffs for three days in October.")
+    report = workshop.run()
+    assert (report.changed, report.unchanged, report.added) == (1, 1, 0)
+    assert report.released == len(old)
+    assert not any(workshop.engine.is_stored(text) for text in old)
+
+
+def test_text_shared_by_two_documents_survives_the_removal_of_one(workshop: Workshop, chunks: list[str]) -> None:
+    workshop.write("copy.txt", "\n\n".join(chunks[:2]))
+    workshop.run()
+    (workshop.corpus / "copy.txt").unlink()
+    report = workshop.run()
+    assert (report.removed, report.released) == (1, 0)
+    assert all(workshop.engine.is_stored(text) for _, _, text in workshop.library.passages())
+
+
+def test_bad_documents_are_reported_and_the_others_go_on(workshop: Workshop) -> None:
+    (workshop.corpus / "bad.txt").write_bytes(b"\x00\x01\x02")
+    report = workshop.run()
+    assert report.added == 2
+    assert [Path(f["path"]).name for f in report.failed] == ["bad.txt"]
+    assert "binary" in report.failed[0]["error"]
+
+
+def test_a_document_that_turns_unreadable_keeps_its_last_good_version(workshop: Workshop) -> None:
+    workshop.run()
+    before = workshop.library.passages()
+    (workshop.corpus / "a.txt").write_bytes(b"\x00")
+    report = workshop.run()
+    assert len(report.failed) == 1 and report.removed == 0
+    assert workshop.library.passages() == before
+
+
+def test_a_run_stopped_in_the_middle_is_resumed_without_computing_again(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = workshop.engine.precompute, []
+
+    def stops_at_the_third(texts: list[str]) -> int:
+        calls.append(texts)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(texts)
+
+    monkeypatch.setattr(workshop.engine, "precompute", stops_at_the_third)
+    with pytest.raises(KeyboardInterrupt):
+        workshop.run()
+    monkeypatch.setattr(workshop.engine, "precompute", real)
+    report = workshop.run()
+    assert report.computed == report.chunks - 2
+    assert len(workshop.library.documents()) == 2
+
+
+def test_other_settings_than_the_store_was_made_with_are_refused(workshop: Workshop) -> None:
+    workshop.run()
+    with pytest.raises(ConfigurationError, match="chunk_tokens 32, not 64"):
+        workshop.run(chunk_tokens=64)
+
+
+def test_nothing_to_ingest_is_an_error(tmp_path: Path, tiny_models: dict[str, str]) -> None:
+    with pytest.raises(DocumentError, match="no text or Markdown files"):
+        Workshop(tmp_path, tiny_models).run()
+
+
+def test_search_finds_the_nearest_passage_and_survives_a_damaged_index(workshop: Workshop) -> None:
+    workshop.run()
+    target = workshop.library.passages()[0]
+    vector = LetterEmbedder("letters").embed([target[2]])
+    assert workshop.library.search(vector, 2)[0].text == target[2]
+    (index_file,) = workshop.store.glob("passages-*.faiss")
+    index_file.write_bytes(b"garbage")
+    found = Library.open(workshop.store).search(vector, 2)
+    assert found[0].text == target[2] and found[0].score == pytest.approx(1.0, abs=1e-5)
+
+
+def test_opening_a_library_that_is_not_there_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="cacheclip ingest"):
+        Library.open(tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("overlap", [0, 8])
+def test_passages_are_within_size_and_cover_the_text(tiny_models: dict[str, str], chunks: list[str], overlap: int) -> None:
+    from cacheclip_rag.models.load import load_model
+
+    runtime = load_model(tiny_models["llama"])
+    text = "\n\n".join(chunks)
+    passages = Splitter(runtime.tokenizer, 32, overlap).split(text)
+    assert all(0 < len(runtime.tokenize(passage)) <= 32 for passage in passages)
+    if overlap == 0:
+        assert "".join("".join(passages).split()) == "".join(text.split())
+    else:
+        assert sum(map(len, passages)) > len(text)
+
+
+@pytest.mark.parametrize(("size", "overlap"), [(8, 0), (32, 32), (32, -1)])
+def test_senseless_sizes_are_refused(size: int, overlap: int) -> None:
+    with pytest.raises(ConfigurationError, match="expected chunk size"):
+        Splitter(None, size, overlap)

