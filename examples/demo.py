@@ -178,13 +178,13 @@ def label(path: str, ordinal: int) -> str:
 
 
 def print_table(engine: CacheClipEngine, outcomes: list[Outcome]) -> None:
-    """The same prompts by plain prefill and by direct reuse, beside the answers given above; medians."""
-    print("Measuring the same prompts without recompute, and by ordinary prefill ...", flush=True)
+    """Every prompt that was answered above, once more by each method, side by side: medians."""
+    print("Measuring the same prompts with each method, ordinary prefill among them ...", flush=True)
     one_token = SamplingParams(max_tokens=1)
-    rows: dict[str, list[dict[str, Any]]] = {"full": [], "direct": [], "cacheclip": [s for _, s, _ in outcomes]}
+    rows: dict[str, list[dict[str, Any]]] = {"full": [], "direct": [], "cacheclip": []}
     for messages, _, _ in outcomes:
-        for method in ("full", "direct"):
-            rows[method].append(engine.generate(messages, one_token, method=method).stats.to_dict())
+        for method, stats in rows.items():
+            stats.append(engine.generate(messages, one_token, method=method).stats.to_dict())
     table = Table(title=f"{engine.config.primary} + {engine.config.auxiliary}, {len(outcomes)} prompts, medians")
     for column in ("method", "TTFT", "against full", "effective ratio", "tokens reused", "tokens recomputed"):
         table.add_column(column, justify="left" if column == "method" else "right")

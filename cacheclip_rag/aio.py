@@ -1,0 +1,69 @@
+"""From a blocking iterator to an asynchronous one, so that a model never runs in the event loop's thread."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import suppress
+from typing import TypeVar
+
+__all__ = ["iterate_in_thread"]
+
+T = TypeVar("T")
+
+
+async def iterate_in_thread(make_iterator: Callable[[], Iterator[T]]) -> AsyncGenerator[T, None]:
+    """Yield what ``make_iterator()`` yields; the iterator is made, advanced and closed in one worker thread.
+
+    The thread starts at the first item asked for and runs ahead of a slow consumer: what it produces is small, and a
+    consumer that stands still must not hold a thread. It sees the caller's context variables. Closing this generator
+    early (or cancelling its consumer) stops the worker before its next item and closes the iterator, without waiting.
+
+    Raises:
+        Whatever making or advancing the iterator raises, after the items that came before.
+    """
+    loop = asyncio.get_running_loop()
+    items: asyncio.Queue[tuple[str, T | BaseException | None]] = asyncio.Queue()
+    abandoned = threading.Event()
+
+    def send(kind: str, value: T | BaseException | None = None) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(items.put_nowait, (kind, value))
+
+    def work() -> None:
+        try:
+            if not abandoned.is_set():
+                _send_all(make_iterator(), abandoned, lambda item: send("item", item))
+        except BaseException as error:  # raised again in the consumer
+            send("error", error)
+        else:
+            send("end")
+
+    # not awaited: it may be in the middle of a long step when the consumer leaves; errors arrive through the queue
+    loop.run_in_executor(None, contextvars.copy_context().run, work)
+    try:
+        while True:
+            kind, value = await items.get()
+            if kind == "item":
+                yield value  # type: ignore[misc]
+            elif kind == "error":
+                raise value  # type: ignore[misc]
+            else:
+                return
+    finally:
+        abandoned.set()
+
+
+def _send_all(iterator: Iterator[T], abandoned: threading.Event, send: Callable[[T], None]) -> None:
+    """Send the items until the consumer is gone, then close the iterator in this thread."""
+    try:
+        for item in iterator:
+            send(item)
+            if abandoned.is_set():
+                return
+    finally:
+        close = getattr(iterator, "close", None)
+        if close is not None:
+            close()

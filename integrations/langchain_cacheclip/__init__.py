@@ -1,0 +1,18 @@
+"""CacheClip in LangChain: :class:`ChatCacheClip`, a chat model that reuses the precomputed KV of retrieved documents.
+
+>>> llm = ChatCacheClip(store="my-store")
+>>> chain = create_retrieval_chain(retriever, create_stuff_documents_chain(llm, prompt))
+"""
+
+from __future__ import annotations
+
+from cacheclip_rag.errors import MissingExtraError
+
+try:
+    import langchain_core  # noqa: F401
+except ImportError as error:
+    raise MissingExtraError("langchain-core", "langchain") from error
+
+from .chat_models import ChatCacheClip
+
+__all__ = ["ChatCacheClip"]

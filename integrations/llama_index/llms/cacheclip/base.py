@@ -1,0 +1,344 @@
+"""The language model: LlamaIndex's eight ways to ask, over one engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cacheclip_rag.aio import iterate_in_thread
+from cacheclip_rag.config import EngineConfig
+from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.models.catalog import DEFAULT_AUXILIARY, DEFAULT_PRIMARY, PACKAGED_MODELS
+from llama_index.core.base.llms.types import (
+    ChatMessage,
+    ChatResponse,
+    ChatResponseAsyncGen,
+    ChatResponseGen,
+    CompletionResponse,
+    CompletionResponseAsyncGen,
+    CompletionResponseGen,
+    LLMMetadata,
+    MessageRole,
+)
+from llama_index.core.bridge.pydantic import BaseModel, Field, PrivateAttr
+from llama_index.core.constants import DEFAULT_CONTEXT_WINDOW
+from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
+from llama_index.core.llms.custom import CustomLLM
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from cacheclip_rag import Answer, CacheClipEngine, StreamEvent
+
+__all__ = ["CacheClipLLM", "EngineFields"]
+
+_CONFIG_NAMES = {"model_name": "primary", "auxiliary_model_name": "auxiliary"}
+"""Fields that have another name in :class:`EngineConfig`."""
+_SHARED = ("model_name", "auxiliary_model_name", "store", "namespace", "system_prompt", "dtype", "device")
+_PER_CALL = ("max_tokens", "max_new_tokens", "temperature", "top_p", "stop", "method", "recompute_ratio", "seed")
+_ROLES = {
+    MessageRole.SYSTEM: "system",
+    MessageRole.DEVELOPER: "system",
+    MessageRole.USER: "user",
+    MessageRole.ASSISTANT: "assistant",
+    MessageRole.CHATBOT: "assistant",
+    MessageRole.MODEL: "assistant",
+}
+
+
+class EngineFields(BaseModel):
+    """Which engine a component works with. It holds configuration only: weights load when the engine is first used.
+
+    Components with equal fields share one engine in a process, so a memory-only store is theirs together.
+
+    Raises:
+        ConfigurationError: a field or one of ``engine_kwargs`` is unknown or out of range.
+    """
+
+    model_name: str = Field(default=DEFAULT_PRIMARY, description="Primary model: folder, packaged name or hub id.")
+    auxiliary_model_name: str | None = Field(
+        default=DEFAULT_AUXILIARY, description="Small model that scores tokens; None for methods that need none."
+    )
+    store: str | None = Field(default=None, description="Folder of the chunk-cache store; None keeps it in memory.")
+    namespace: str = Field(default="default", description="Tenant: two namespaces never share an entry.")
+    system_prompt: str | None = Field(default=None, description="System prompt that chunks are precomputed behind.")
+    dtype: str = Field(default="float32", description="Compute dtype: float32, bfloat16 or float16.")
+    device: str = Field(default="cpu", description="Device of both models.")
+    engine_kwargs: Mapping[str, Any] = Field(default_factory=dict, description="Other fields of EngineConfig.")
+
+    _engine: Any = PrivateAttr(default=None)
+
+    def __init__(self, **fields: Any) -> None:
+        unknown = sorted(set(fields) - set(type(self).model_fields))
+        if unknown:
+            known = ", ".join(type(self).model_fields)
+            raise ConfigurationError(f"unknown field {', '.join(unknown)}. Known: {known}.")
+        super().__init__(**fields)
+        self._check()
+
+    def _check(self) -> None:
+        self._engine_config()
+
+    def _prefix_system_prompt(self) -> str | None:
+        return self.system_prompt
+
+    def _engine_config(self) -> EngineConfig:
+        """What identifies the engine. Method and ratio go with each call, so that they do not split the store."""
+        doubled = sorted(set(self.engine_kwargs) & _FIELD_CONFIG_NAMES)
+        if doubled:
+            raise ConfigurationError(f"{', '.join(doubled)} in engine_kwargs: set the field of that name instead.")
+        options = {_CONFIG_NAMES.get(name, name): getattr(self, name) for name in _SHARED}
+        options["system_prompt"] = self._prefix_system_prompt()
+        return EngineConfig.from_options(None, {**options, **self.engine_kwargs})
+
+    @property
+    def engine(self) -> CacheClipEngine:
+        """The engine in use: the one given to ``from_engine`` while it fits the fields, else the process's."""
+        from cacheclip_rag import get_engine
+
+        config = self._engine_config()
+        given: CacheClipEngine | None = self._engine
+        if given is not None and _identity(given.config) == config:
+            return given
+        return get_engine(config)
+
+
+_FIELD_CONFIG_NAMES = {_CONFIG_NAMES.get(name, name) for name in _SHARED} | {"method", "recompute_ratio"}
+
+
+class CacheClipLLM(EngineFields, CustomLLM):
+    """A local model whose prompts reuse the precomputed KV of the chunks found in them.
+
+    Stock query engines, synthesizers and agents need nothing but this LLM: stored chunk texts are recognised in
+    whatever prompt arrives. Responses carry token counts in ``raw["usage"]`` and the fusion statistics in
+    ``additional_kwargs["cacheclip"]``; streams carry both on the last chunk.
+
+    Each call accepts ``max_tokens`` (or ``max_new_tokens``), ``temperature``, ``top_p``, ``stop``, ``method``,
+    ``recompute_ratio`` and ``seed``. The async calls run the model in a worker thread. Messages are rendered with the
+    model's own chat template; ``messages_to_prompt`` is not used.
+
+    Raises:
+        ConfigurationError: an unknown field or call option, a value out of range, or a message that is not text.
+        PromptTooLongError: the prompt does not fit the model's context.
+
+    >>> llm = CacheClipLLM(model_name="qwen2.5-coder-0.5b", store="my-store")
+    >>> index.as_query_engine(llm=llm).query("How tall is it?")
+    """
+
+    method: str = Field(default="cacheclip", description="How chunks are reused: cacheclip, direct, full.")
+    recompute_ratio: float = Field(default=0.2, description="Share of chunk tokens to recompute, 0 to 1.")
+    context_window: int | None = Field(
+        default=None, description="Tokens of prompt and answer; None takes the model's own."
+    )
+    max_new_tokens: int = Field(default=256, description="Most new tokens of an answer.")
+    temperature: float = Field(default=0.0, description="0 is greedy.")
+    top_p: float = Field(default=1.0, description="Sample from the smallest set of tokens of this probability.")
+    stop: list[str] = Field(default_factory=list, description="The answer ends before the first of these strings.")
+    is_chat_model: bool = Field(default=True, description="Whether LlamaIndex sends messages rather than one text.")
+
+    @classmethod
+    def class_name(cls) -> str:
+        return "CacheClipLLM"
+
+    @classmethod
+    def from_engine(cls, engine: CacheClipEngine, **fields: Any) -> Self:
+        """An LLM on this very engine; ``fields`` (sampling, stop, …) go on top of the engine's settings."""
+        llm = cls(**{**_fields_of(engine.config), **fields})
+        llm._engine = engine
+        return llm
+
+    def _check(self) -> None:
+        replace(self._engine_config(), method=self.method, recompute_ratio=self.recompute_ratio)
+
+    def _prefix_system_prompt(self) -> str | None:
+        # LlamaIndex sends it as a system message to chat models; to others it is pasted before the text
+        return self.system_prompt if self.is_chat_model else None
+
+    @property
+    def metadata(self) -> LLMMetadata:
+        """Context window, answer length and name; loads no weights and opens no connection."""
+        return LLMMetadata(
+            context_window=self.context_window or _context_tokens(self.model_name),
+            num_output=self.max_new_tokens,
+            is_chat_model=self.is_chat_model,
+            model_name=self.model_name,
+        )
+
+    # -- completion ---------------------------------------------------------------------------------------------
+
+    @llm_completion_callback()
+    def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+        return _completion(self._answer(self._text(prompt, formatted), kwargs))
+
+    @llm_completion_callback()
+    def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
+        return _completions(self._events(self._text(prompt, formatted), kwargs)())
+
+    @llm_completion_callback()
+    async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+        return _completion(await asyncio.to_thread(self._answer, self._text(prompt, formatted), kwargs))
+
+    @llm_completion_callback()
+    async def astream_complete(
+        self, prompt: str, formatted: bool = False, **kwargs: Any
+    ) -> CompletionResponseAsyncGen:
+        events = self._events(self._text(prompt, formatted), kwargs)
+        return iterate_in_thread(lambda: _completions(events()))
+
+    # -- chat ---------------------------------------------------------------------------------------------------
+
+    @llm_chat_callback()
+    def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        return _chat(self._answer(_messages(messages), kwargs))
+
+    @llm_chat_callback()
+    def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
+        return _chats(self._events(_messages(messages), kwargs)())
+
+    @llm_chat_callback()
+    async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        return _chat(await asyncio.to_thread(self._answer, _messages(messages), kwargs))
+
+    @llm_chat_callback()
+    async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
+        events = self._events(_messages(messages), kwargs)
+        return iterate_in_thread(lambda: _chats(events()))
+
+    # -- the engine's two calls ---------------------------------------------------------------------------------
+
+    def _text(self, prompt: str, formatted: bool) -> str:
+        text: str = prompt if formatted else self.completion_to_prompt(prompt)
+        return text
+
+    def _answer(self, prompt: Any, options: dict[str, Any]) -> Answer:
+        return self._bind("generate", prompt, options)()  # type: ignore[no-any-return]
+
+    def _events(self, prompt: Any, options: dict[str, Any]) -> Callable[[], Iterator[StreamEvent]]:
+        """The stream's maker: options are checked now, the engine is touched where the maker is called."""
+        return self._bind("generate_stream", prompt, options)
+
+    def _bind(self, call: str, prompt: Any, options: dict[str, Any]) -> Callable[[], Any]:
+        unknown = sorted(set(options) - set(_PER_CALL))
+        if unknown:
+            raise ConfigurationError(f"unknown call option {', '.join(unknown)}. Known: {', '.join(_PER_CALL)}.")
+        given = {name: value for name, value in options.items() if value is not None}
+        return partial(self._run, call, prompt, given)
+
+    def _run(self, call: str, prompt: Any, given: dict[str, Any]) -> Any:
+        from cacheclip_rag import SamplingParams  # loads torch: in a worker thread if the caller is asynchronous
+
+        stop = given.get("stop", self.stop)
+        params = SamplingParams(
+            max_tokens=given.get("max_tokens", given.get("max_new_tokens", self.max_new_tokens)),
+            temperature=given.get("temperature", self.temperature),
+            top_p=given.get("top_p", self.top_p),
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            seed=given.get("seed"),
+        )
+        method = given.get("method", self.method)
+        ratio = given.get("recompute_ratio", self.recompute_ratio)
+        return getattr(self.engine, call)(prompt, params, method=method, recompute_ratio=ratio)
+
+
+def _identity(config: EngineConfig) -> EngineConfig:
+    """The config without what each call passes anyway."""
+    default = EngineConfig()
+    return replace(config, method=default.method, recompute_ratio=default.recompute_ratio)
+
+
+def _fields_of(config: EngineConfig) -> dict[str, Any]:
+    """An engine's settings as fields of :class:`CacheClipLLM`."""
+    values = asdict(config)
+    fields = {name: values.pop(_CONFIG_NAMES.get(name, name)) for name in (*_SHARED, "method", "recompute_ratio")}
+    default = asdict(EngineConfig())
+    return {**fields, "engine_kwargs": {name: v for name, v in values.items() if v != default[name]}}
+
+
+def _messages(messages: Sequence[ChatMessage]) -> list[dict[str, str]]:
+    """Messages as the engine takes them. Raises ConfigurationError for tool messages and for content without text."""
+    return [{"role": _role(message), "content": _content(message)} for message in messages]
+
+
+def _role(message: ChatMessage) -> str:
+    role = _ROLES.get(message.role)
+    if role is None:
+        raise ConfigurationError(
+            f"CacheClipLLM takes system, user and assistant messages, got role {message.role.value!r}. Tool calling is "
+            "not supported: give the tool's result as a user message."
+        )
+    return role
+
+
+def _content(message: ChatMessage) -> str:
+    content: str | None = message.content
+    if content is None and message.blocks:
+        kinds = ", ".join(sorted({type(block).__name__ for block in message.blocks}))
+        raise ConfigurationError(f"CacheClipLLM reads text only, got a message of {kinds}.")
+    return content or ""
+
+
+def _details(answer: Answer) -> dict[str, Any]:
+    """Token counts and fusion statistics, where LlamaIndex's token counter and users look for them."""
+    prompt, completion = answer.stats.prompt_tokens, len(answer.token_ids)
+    usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    extra = {"cacheclip": answer.stats.to_dict(), "finish_reason": answer.finish_reason}
+    return {"raw": {"usage": usage}, "additional_kwargs": extra}
+
+
+def _completion(answer: Answer) -> CompletionResponse:
+    return CompletionResponse(text=answer.text, **_details(answer))
+
+
+def _chat(answer: Answer) -> ChatResponse:
+    message = ChatMessage(role=MessageRole.ASSISTANT, content=answer.text)
+    return ChatResponse(message=message, **_details(answer))
+
+
+def _completions(events: Iterator[StreamEvent]) -> CompletionResponseGen:
+    text = ""
+    for event in events:
+        text += event.text
+        details = _details(event.answer) if event.answer else {}
+        yield CompletionResponse(text=text, delta=event.text, **details)
+
+
+def _chats(events: Iterator[StreamEvent]) -> ChatResponseGen:
+    text = ""
+    for event in events:
+        text += event.text
+        details = _details(event.answer) if event.answer else {}
+        message = ChatMessage(role=MessageRole.ASSISTANT, content=text)
+        yield ChatResponse(message=message, delta=event.text, **details)
+
+
+def _context_tokens(name: str) -> int:
+    """Context of a model, from its catalogue entry or its config file; LlamaIndex's default if it is not here yet."""
+    if name in PACKAGED_MODELS and not Path(name).is_dir():
+        return PACKAGED_MODELS[name].context_tokens
+    file = _config_file(name)
+    return _read_context(file) if file else DEFAULT_CONTEXT_WINDOW
+
+
+def _config_file(name: str) -> str | None:
+    local = Path(name).expanduser() / "config.json"
+    if local.is_file():
+        return str(local.resolve())
+    if name.count("/") != 1:
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(name, "config.json")
+    return cached if isinstance(cached, str) else None
+
+
+@lru_cache
+def _read_context(file: str) -> int:
+    config = json.loads(Path(file).read_text(encoding="utf-8"))
+    text_config = config.get("text_config") or {}
+    tokens = config.get("max_position_embeddings") or text_config.get("max_position_embeddings")
+    return int(tokens or DEFAULT_CONTEXT_WINDOW)

@@ -1,0 +1,445 @@
+"""The promises of exactness, per architecture: each beside a twin in which a planted mistake must show.
+
+The reference is a plain transformers model that this library never touched, run on the same token ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+from transformers.cache_utils import Cache, DynamicLayer
+
+from cacheclip_rag import CacheClipEngine, Chunk, Fresh, SamplingParams
+from cacheclip_rag.fusion.layout import Layout, lay_out
+from cacheclip_rag.fusion.recompute import assemble, choose_rows
+from cacheclip_rag.methods import create
+from cacheclip_rag.models.attention import AttentionPlan, Block, block_attention, causal_plan
+from cacheclip_rag.models.rotary import rotate
+
+EXACT = 1e-4
+BROKEN = 1e-2
+RATIOS = (0.1, 0.3, 0.7)
+
+
+@cache
+def reference_model(folder: str) -> Any:
+    """The same weights in an unmodified transformers model, eager attention."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+@torch.inference_mode()
+def reference_logits(folder: str, ids: torch.Tensor) -> torch.Tensor:
+    return reference_model(folder)(input_ids=ids[None], use_cache=False).logits[0, -1]
+
+
+@torch.inference_mode()
+def reference_greedy(folder: str, ids: torch.Tensor, count: int, eos_ids: frozenset[int]) -> list[int]:
+    """Greedy decoding the slow way: the whole sequence again for each token."""
+    new: list[int] = []
+    while len(new) < count and (not new or new[-1] not in eos_ids):
+        logits = reference_logits(folder, torch.cat((ids, torch.tensor(new, dtype=torch.int64))))
+        new.append(int(logits.argmax()))
+    return new
+
+
+@dataclass
+class Case:
+    """One engine with three stored chunks in a prompt, and the pieces of its fusion laid open."""
+
+    folder: str
+    engine: CacheClipEngine
+    layout: Layout
+    kv: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Stored KV by start position, the prefix's included."""
+
+    @property
+    def runtime(self) -> Any:
+        return self.engine.primary
+
+    def masks(self, ratio: float, seed: int = 0) -> list[tuple[Any, torch.Tensor]]:
+        """A random selection in every chunk."""
+        generator = torch.Generator().manual_seed(seed)
+        return [(s, torch.rand(len(s.tokens), generator=generator) < ratio) for s in self.layout.chunks]
+
+    def rows(self, ratio: float) -> torch.Tensor:
+        return choose_rows(self.layout, self.layout.chunks, self.masks(ratio))
+
+    def assembled(self, shift: int = 0, kv: dict[int, torch.Tensor] | None = None) -> Any:
+        """The cache before recompute; with ``shift`` the chunks' keys are rotated to wrong positions."""
+        cache = self.runtime.new_cache(self.layout.num_tokens + 64)
+        pieces = kv or self.kv
+        if not shift:
+            assemble(self.runtime, cache, pieces.items())
+        for start, piece in pieces.items() if shift else ():
+            self.runtime.fill(cache, piece, slot=start, position=start + (shift if start else 0))
+        return cache
+
+    def run(self, cache: Any, rows: torch.Tensor, plan: AttentionPlan, ids: torch.Tensor | None = None) -> torch.Tensor:
+        ids = self.layout.ids if ids is None else ids
+        logits = self.runtime.run_rows(cache, ids[rows], rows, plan)
+        assert logits is not None
+        return logits
+
+
+def bottom_right_plan(rows: torch.Tensor, num_tokens: int) -> AttentionPlan:
+    """The mistake of the published implementations: row i of R sees keys up to T - R + i, whatever its position."""
+    visible = torch.arange(num_tokens - len(rows), num_tokens)
+    return AttentionPlan([Block(slice(0, len(rows)), slice(0, num_tokens), visible)])
+
+
+def make_engine(folder: str, auxiliary: str, store: str | None = None, **options: Any) -> CacheClipEngine:
+    return CacheClipEngine(primary=folder, auxiliary=auxiliary, store=store, **options)
+
+
+@pytest.fixture
+def make_case(tiny_models: dict[str, str]) -> Callable[..., Case]:
+    def make(folder: str, texts: Sequence[str], opening: str = "Read this first.\n\n") -> Case:
+        engine = make_engine(folder, tiny_models["auxiliary"])
+        engine.precompute(texts)
+        prompt = opening + "\n\n".join(texts) + "\n\nQuestion: What is the magic number?"
+        caches = engine._caches_of(folder)
+        layout = lay_out(
+            engine.segment(prompt),
+            lambda s: caches.runtime.tokenize(s.text, control=isinstance(s, Fresh) and s.control),
+            caches.prefix_ids,
+        )
+        kv = {0: caches.prefix} | {s.start: caches.read(s.segment.text) for s in layout.chunks}
+        assert layout.num_prefix and len(layout.chunks) == len(texts) and all(v is not None for v in kv.values())
+        return Case(folder, engine, layout, kv)
+
+    return make
+
+
+@pytest.fixture
+def case(primary: str, make_case: Callable[..., Case], chunks: list[str]) -> Case:
+    return make_case(primary, chunks[:3])
+
+
+def prefilled(engine: CacheClipEngine, prompt: Any, method: str, ratio: float = 0.2) -> Any:
+    """The engine's own prefill, up to the logits that its public answer is sampled from."""
+    options = {"recompute_ratio": ratio, "grouping": "window_score", "window": 8, "threshold": 5}
+    with torch.inference_mode():
+        return engine._prefill(prompt, SamplingParams(max_tokens=64), create(method, options), None, ())
+
+
+def gap(left: torch.Tensor, right: torch.Tensor) -> float:
+    return float((left - right).abs().max())
+
+
+class TestRatioOne:
+    def test_logits_equal_plain_transformers(self, case: Case) -> None:
+        segments = [span.segment for span in case.layout.spans]
+        fused = prefilled(case.engine, segments, "cacheclip", 1.0)
+        assert fused.stats.effective_ratio == 1.0 and fused.stats.fallback is None
+        assert gap(fused.logits, reference_logits(case.folder, case.layout.ids)) < EXACT
+
+    def test_greedy_text_equals_plain_transformers(self, case: Case) -> None:
+        segments = [span.segment for span in case.layout.spans]
+        answer = case.engine.generate(segments, SamplingParams(max_tokens=16), method="cacheclip", recompute_ratio=1.0)
+        expected = reference_greedy(case.folder, case.layout.ids, 16, case.runtime.eos_ids)
+        assert list(answer.token_ids) == expected
+        assert answer.text == case.runtime.decode_ids(expected)
+
+    def test_full_method_equals_plain_transformers(self, case: Case) -> None:
+        segments = [span.segment for span in case.layout.spans]
+        assert gap(prefilled(case.engine, segments, "full").logits, reference_logits(case.folder, case.layout.ids)) < EXACT
+
+    def test_decoding_goes_on_as_after_full_prefill(self, case: Case) -> None:
+        segments = [span.segment for span in case.layout.spans]
+        fused, plain = prefilled(case.engine, segments, "cacheclip", 1.0), prefilled(case.engine, segments, "full")
+        left, right = fused.logits, plain.logits
+        for _ in range(32):
+            assert gap(left, right) < EXACT
+            token = int(right.argmax())
+            assert int(left.argmax()) == token
+            left, right = case.runtime.decode_step(fused.cache, token), case.runtime.decode_step(plain.cache, token)
+
+    def test_every_row_of_kv_equals_full_prefill(self, case: Case) -> None:
+        rows = case.rows(1.0)
+        fused = case.assembled()
+        case.run(fused, rows, causal_plan(rows))
+        plain, _ = case.runtime.prefill(case.layout.ids, case.layout.num_tokens)
+        for ours, theirs in zip(fused.layers, plain.layers, strict=True):
+            assert gap(ours.keys, theirs.keys) < EXACT
+            assert gap(ours.values, theirs.values) < EXACT
+
+    def test_twin_a_mask_that_sees_the_future_is_not_exact(self, case: Case) -> None:
+        """At ratio 1 prefix rows are the only ones left out, so even the bottom-right mask is right: the reason why
+        nobody noticed. With rows left out it is not."""
+        rows = case.rows(1.0)
+        expected = reference_logits(case.folder, case.layout.ids)
+        assert gap(case.run(case.assembled(), rows, bottom_right_plan(rows, case.layout.num_tokens)), expected) < EXACT
+        past = AttentionPlan([Block(slice(0, len(rows)), slice(0, case.layout.num_tokens), (rows - 5).clamp(min=0))])
+        assert gap(case.run(case.assembled(), rows, past), expected) > BROKEN
+
+
+class TestPartialRecompute:
+    @pytest.mark.parametrize("ratio", RATIOS)
+    def test_equals_unmodified_transformers_with_explicit_mask(self, case: Case, ratio: float) -> None:
+        rows = case.rows(ratio)
+        ours = case.assembled()
+        logits = case.run(ours, rows, causal_plan(rows))
+        theirs, expected = scatter_reference(case, rows)
+        assert gap(logits, expected) < EXACT
+        for left, right in zip(ours.layers, theirs.layers, strict=True):
+            assert gap(left.keys, right.keys) < EXACT
+            assert gap(left.values, right.values) < EXACT
+
+    @pytest.mark.parametrize("ratio", RATIOS)
+    def test_engine_runs_exactly_the_selected_rows(self, case: Case, ratio: float) -> None:
+        """The engine's logits are those of the reference on some selection of the right size: its own."""
+        chosen: list[torch.Tensor] = []
+        original = case.runtime.run_rows
+
+        def spy(cache: Any, ids: torch.Tensor, positions: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            chosen.append(positions)
+            return original(cache, ids, positions, *args, **kwargs)
+
+        case.runtime.run_rows = spy  # an instance attribute over the method: gone with ``del``
+        try:
+            fused = prefilled(case.engine, [span.segment for span in case.layout.spans], "cacheclip", ratio)
+        finally:
+            del case.runtime.run_rows
+        total = sum(len(s.tokens) for s in case.layout.chunks)
+        assert fused.stats.recomputed_tokens == round(ratio * total)
+        assert len(chosen[-1]) == fused.stats.fresh_tokens + fused.stats.recomputed_tokens
+        assert gap(fused.logits, scatter_reference(case, chosen[-1])[1]) < EXACT
+
+    def test_twin_wrong_position(self, case: Case) -> None:
+        rows = case.rows(0.3)
+        right = case.run(case.assembled(), rows, causal_plan(rows))
+        wrong = case.run(case.assembled(shift=5), rows, causal_plan(rows))
+        assert gap(right, wrong) > BROKEN
+
+    def test_twin_bottom_right_mask(self, case: Case) -> None:
+        rows = case.rows(0.3)
+        right = case.run(case.assembled(), rows, causal_plan(rows))
+        wrong = case.run(case.assembled(), rows, bottom_right_plan(rows, case.layout.num_tokens))
+        assert gap(right, wrong) > BROKEN
+
+    def test_twin_partial_recompute_is_not_full_prefill(self, case: Case) -> None:
+        """The chunks do differ from joint prefill, or every test above would pass on a no-op."""
+        rows = case.rows(0.3)
+        partial = case.run(case.assembled(), rows, causal_plan(rows))
+        assert gap(partial, reference_logits(case.folder, case.layout.ids)) > BROKEN
+
+
+class TestRatioZero:
+    def test_equals_direct_reuse(self, case: Case) -> None:
+        segments = [span.segment for span in case.layout.spans]
+        zero, direct = prefilled(case.engine, segments, "cacheclip", 0.0), prefilled(case.engine, segments, "direct")
+        assert gap(zero.logits, direct.logits) <= 1e-6
+        assert zero.stats.recomputed_tokens == direct.stats.recomputed_tokens == 0
+
+    def test_direct_reuse_is_not_full_prefill(self, case: Case) -> None:
+        segments = [span.segment for span in case.layout.spans]
+        direct = prefilled(case.engine, segments, "direct")
+        assert gap(direct.logits, reference_logits(case.folder, case.layout.ids)) > BROKEN
+
+
+class TestFirstChunk:
+    @pytest.mark.parametrize("ratio", [0.0, 0.2, 1.0])
+    def test_right_behind_the_prefix_it_is_exact_and_costs_nothing(
+        self, primary: str, tiny_models: dict[str, str], chunks: list[str], ratio: float
+    ) -> None:
+        engine = make_engine(primary, tiny_models["auxiliary"])
+        engine.precompute(chunks[:1])
+        prompt = f"{chunks[0]}\n\nQuestion: how tall?"
+        fused, plain = prefilled(engine, prompt, "cacheclip", ratio), prefilled(engine, prompt, "full")
+        assert fused.stats.recomputed_tokens == 0 and fused.stats.chunk_tokens > 0
+        assert gap(fused.logits, plain.logits) < EXACT
+        assert gap(fused.logits, reference_logits(primary, fused.layout.ids)) < EXACT
+
+    def test_twin_with_words_before_it_it_is_not_exact(
+        self, primary: str, tiny_models: dict[str, str], chunks: list[str]
+    ) -> None:
+        engine = make_engine(primary, tiny_models["auxiliary"])
+        engine.precompute(chunks[:1])
+        prompt = f"Words before it. {chunks[0]}\n\nQuestion: how tall?"
+        direct = prefilled(engine, prompt, "direct")
+        assert direct.stats.hits == 1
+        assert gap(direct.logits, reference_logits(primary, direct.layout.ids)) > BROKEN
+        assert prefilled(engine, prompt, "cacheclip", 0.3).stats.recomputed_tokens > 0
+
+
+class TestNoFuture:
+    """Changing a later token never changes the recomputed KV of an earlier one."""
+
+    def changed_later(self, case: Case, border: int) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
+        """Stored KV and ids in which everything from ``border`` on is something else."""
+        generator = torch.Generator().manual_seed(3)
+        kv = {
+            start: piece if start < border else piece + torch.randn(piece.shape, generator=generator)
+            for start, piece in case.kv.items()
+        }
+        ids = case.layout.ids.clone()
+        ids[border:] = torch.randint(3, case.runtime.vocab_size, ids[border:].shape, generator=generator)
+        return kv, ids
+
+    def difference(self, case: Case, plan: AttentionPlan, rows: torch.Tensor, border: int) -> float:
+        kv, ids = self.changed_later(case, border)
+        before, after = case.assembled(), case.assembled(kv=kv)
+        case.run(before, rows, plan)
+        case.run(after, rows, plan, ids)
+        changed = 0.0
+        for left, right in zip(before.layers, after.layers, strict=True):
+            changed = max(changed, gap(left.keys[:, :, :border], right.keys[:, :, :border]))
+            changed = max(changed, gap(left.values[:, :, :border], right.values[:, :, :border]))
+        return changed
+
+    def test_earlier_rows_do_not_move(self, case: Case) -> None:
+        rows, border = case.rows(0.3), case.layout.chunks[2].start
+        assert self.difference(case, causal_plan(rows), rows, border) <= 1e-6
+
+    def test_twin_plan_that_leaks(self, case: Case) -> None:
+        rows, border = case.rows(0.3), case.layout.chunks[2].start
+        assert self.difference(case, bottom_right_plan(rows, case.layout.num_tokens), rows, border) > BROKEN
+
+
+class TestRotation:
+    def test_moved_key_equals_key_computed_there(self, case: Case) -> None:
+        """In layer 0 a key depends on its token and its position only."""
+        span, runtime = case.layout.chunks[1], case.runtime
+        stored = case.kv[span.start]
+        for position in (0, 7, 301):
+            filler = torch.full((position,), 5, dtype=torch.int64)
+            ids = torch.cat((filler, torch.tensor(span.tokens.ids)))
+            with torch.inference_mode():
+                output = reference_model(case.folder)(input_ids=ids[None], use_cache=True)
+            expected = output.past_key_values.layers[0].keys[0, :, position:]
+            tables = runtime.rotary_tables(position, position + len(span.tokens))
+            assert gap(rotate(stored[0, 0], *tables), expected) < 1e-5
+            wrong = runtime.rotary_tables(position + 5, position + 5 + len(span.tokens))
+            assert gap(rotate(stored[0, 0], *wrong), expected) > BROKEN
+
+    @pytest.mark.parametrize("position", [0, 13, 777])
+    def test_extract_is_the_inverse_of_fill(self, case: Case, position: int) -> None:
+        kv = case.kv[case.layout.chunks[0].start]
+        cache = case.runtime.new_cache(position + kv.shape[3])
+        case.runtime.fill(cache, kv, slot=position, position=position)
+        assert gap(case.runtime.extract(cache, position, position + kv.shape[3]), kv) < 1e-5
+
+    def test_encoding_behind_the_prefix_equals_plain_transformers(self, case: Case) -> None:
+        """A chunk cache holds what the model computes when it reads prefix and chunk, and nothing else."""
+        caches = case.engine._caches_of(case.folder)
+        span = case.layout.chunks[1]
+        ids = torch.tensor([*caches.prefix_ids, *span.tokens.ids])
+        with torch.inference_mode():
+            output = reference_model(case.folder)(input_ids=ids[None], use_cache=True)
+        start = len(caches.prefix_ids)
+        cos, sin = case.runtime.rotary_tables(start, len(ids))
+        for stored, layer in zip(case.kv[span.start], output.past_key_values.layers, strict=True):
+            assert gap(rotate(stored[0], cos, sin), layer.keys[0, :, start:]) < EXACT
+            assert gap(stored[1], layer.values[0, :, start:]) < EXACT
+
+
+class TestBlockAttention:
+    @staticmethod
+    def dense(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """Softmax over all slots in float64, hidden ones at minus infinity; KV heads repeated for their group."""
+        groups = query.shape[1] // key.shape[1]
+        q, k, v = (t[0].double() for t in (query, key, value))
+        k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
+        logits = q @ k.transpose(-1, -2) * scaling
+        hidden = torch.arange(k.shape[1])[None] > visible[:, None]
+        return (logits.masked_fill(hidden, float("-inf")).softmax(-1) @ v).transpose(0, 1)[None]
+
+    @settings(max_examples=60, deadline=None)
+    @given(data=st.data())
+    def test_equals_dense_reference(self, data: st.DataObject) -> None:
+        num_slots = data.draw(st.integers(1, 400), "slots")
+        num_rows = data.draw(st.integers(1, num_slots), "rows")
+        kv_heads, groups = data.draw(st.sampled_from([(1, 1), (1, 4), (2, 3), (4, 1)]), "heads")
+        head_dim = data.draw(st.sampled_from([2, 8, 16]), "head_dim")
+        generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**20), "seed"))
+        query = torch.randn(1, kv_heads * groups, num_rows, head_dim, generator=generator) * 2
+        key, value = torch.randn(2, 1, kv_heads, num_slots, head_dim, generator=generator)
+        rows = torch.randperm(num_slots, generator=generator)[:num_rows].sort().values
+        scaling = head_dim**-0.5
+        got = block_attention(query, key, value, causal_plan(rows).blocks, scaling)
+        assert gap(got.double(), self.dense(query, key, value, rows, scaling)) < 1e-5
+
+    @settings(max_examples=30, deadline=None)
+    @given(lengths=st.lists(st.tuples(st.integers(1, 12), st.integers(1, 6)), min_size=1, max_size=4))
+    def test_side_by_side_blocks_do_not_meet(self, lengths: list[tuple[int, int]]) -> None:
+        """Stretches laid side by side give what each gives alone."""
+        generator = torch.Generator().manual_seed(len(lengths))
+        num_rows, num_slots = sum(r for _, r in lengths), sum(c + r for c, r in lengths)
+        query = torch.randn(1, 4, num_rows, 8, generator=generator)
+        key, value = torch.randn(2, 1, 2, num_slots, 8, generator=generator)
+        blocks, alone, row, slot = [], [], 0, 0
+        for context, rows in lengths:
+            visible = torch.arange(context, context + rows)
+            blocks.append(Block(slice(row, row + rows), slice(slot, slot + context + rows), visible))
+            part = slice(slot, slot + context + rows)
+            alone.append(self.dense(query[:, :, row : row + rows], key[:, :, part], value[:, :, part], visible, 0.35))
+            row, slot = row + rows, slot + context + rows
+        got = block_attention(query, key, value, blocks, 0.35)
+        assert gap(got.double(), torch.cat(alone, 1)) < 1e-5
+
+    def test_plan_covers_every_row_once(self) -> None:
+        rows = torch.arange(0, 900, 2)
+        covered = [i for block in causal_plan(rows).blocks for i in range(block.rows.start, block.rows.stop)]
+        assert covered == list(range(len(rows)))
+
+
+class TestPrompts:
+    def test_segments_from_hand_equal_segments_found(self, case: Case) -> None:
+        """Fresh and Chunk given by hand lay out to the same ids as the prompt they make."""
+        found = [span.segment for span in case.layout.spans]
+        segments = [Chunk(s.text) if isinstance(s, Chunk) else Fresh(s.text, control=s.control) for s in found]
+        fused = prefilled(case.engine, segments, "direct")
+        assert fused.layout.ids.tolist() == case.layout.ids.tolist()
+        assert fused.stats.hits == 3
+
+    def test_same_chunk_twice(self, primary: str, make_case: Callable[..., Case], chunks: list[str]) -> None:
+        case = make_case(primary, [chunks[0], chunks[1], chunks[0]])
+        segments = [span.segment for span in case.layout.spans]
+        assert gap(
+            prefilled(case.engine, segments, "cacheclip", 1.0).logits, reference_logits(primary, case.layout.ids)
+        ) < EXACT
+
+
+class ScatterLayer(DynamicLayer):
+    """The reference's cache: whole tensors in, chosen rows replaced by indexing, whole tensors out."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, rows: torch.Tensor) -> None:
+        super().__init__()
+        self.keys, self.values, self.rows = keys.clone(), values.clone(), rows
+        self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.keys[:, :, self.rows] = key_states
+        self.values[:, :, self.rows] = value_states
+        return self.keys, self.values
+
+
+@torch.inference_mode()
+def scatter_reference(case: Case, rows: torch.Tensor) -> tuple[Cache, torch.Tensor]:
+    """Recompute by an unmodified eager model with a 4-D additive mask: its cache and its last logits."""
+    num_tokens = case.layout.num_tokens
+    model = reference_model(case.folder)
+    start = case.assembled()
+    layers = []
+    for layer in start.layers:
+        shape = (1, layer.keys.shape[1], num_tokens, layer.keys.shape[3])
+        keys, values = torch.zeros(shape), torch.zeros(shape)
+        keys[:, :, : layer.length], values[:, :, : layer.length] = layer.keys, layer.values
+        layers.append(ScatterLayer(keys, values, rows))
+    past = Cache(layers=layers)
+    hidden = torch.arange(num_tokens)[None] > rows[:, None]
+    mask = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min)[None, None]
+    output = model(
+        input_ids=case.layout.ids[rows][None], position_ids=rows[None], attention_mask=mask, past_key_values=past
+    )
+    return past, output.logits[0, -1]

@@ -1,0 +1,423 @@
+"""LlamaIndex's own query engines and pipelines, with nothing swapped but the LLM."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import subprocess
+import sys
+import threading
+import zlib
+from collections.abc import AsyncGenerator, Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llama_index.core import Document, PromptTemplate, Settings, VectorStoreIndex
+from llama_index.core.base.embeddings.base import BaseEmbedding
+from llama_index.core.base.llms.base import BaseLLM
+from llama_index.core.base.llms.types import ChatMessage, ImageBlock, MessageRole
+from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
+from llama_index.core.ingestion import IngestionPipeline
+from llama_index.core.instrumentation import get_dispatcher
+from llama_index.core.instrumentation.event_handlers import BaseEventHandler
+from llama_index.core.instrumentation.events.llm import LLMChatEndEvent, LLMCompletionEndEvent
+from llama_index.core.node_parser import SentenceSplitter
+from llama_index.core.query_engine import RetrieverQueryEngine
+from llama_index.core.schema import MetadataMode, TextNode, TransformComponent
+
+from cacheclip_rag import CacheClipEngine
+from cacheclip_rag.errors import CacheClipError, ConfigurationError
+from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform
+
+PROMPT = "Where did the keeper live?"
+MESSAGES = [
+    ChatMessage(role=MessageRole.SYSTEM, content="Answer in one word."),
+    ChatMessage(role=MessageRole.USER, content=PROMPT),
+]
+
+
+class WordEmbedding(BaseEmbedding):
+    """Counts of hashed words: deterministic, and close for texts that share words."""
+
+    def _get_text_embedding(self, text: str) -> list[float]:
+        vector = [0.0] * 64
+        for word in text.lower().replace(".", " ").replace("?", " ").split():
+            vector[zlib.crc32(word.encode()) % 64] += 1.0
+        return vector
+
+    def _get_query_embedding(self, query: str) -> list[float]:
+        return self._get_text_embedding(query)
+
+    async def _aget_query_embedding(self, query: str) -> list[float]:
+        return self._get_text_embedding(query)
+
+
+class Answers(BaseEventHandler):
+    """Collects what LlamaIndex's instrumentation reports at the end of every LLM call."""
+
+    stats: list[dict[str, Any]] = []
+
+    def handle(self, event: Any, **kwargs: Any) -> None:
+        if isinstance(event, LLMChatEndEvent | LLMCompletionEndEvent):
+            self.stats.append(event.response.additional_kwargs["cacheclip"])
+
+
+@pytest.fixture
+def answers() -> Iterator[Answers]:
+    handler = Answers(stats=[])
+    root = get_dispatcher()
+    root.add_event_handler(handler)
+    yield handler
+    root.event_handlers.remove(handler)
+
+
+@pytest.fixture
+def llm(tiny_models: dict[str, str], tmp_path: Path) -> CacheClipLLM:
+    return CacheClipLLM(
+        model_name=tiny_models["llama"],
+        auxiliary_model_name=tiny_models["auxiliary"],
+        store=str(tmp_path / "store"),
+        max_new_tokens=12,
+    )
+
+
+@pytest.fixture
+def index(llm: CacheClipLLM, chunks: list[str]) -> VectorStoreIndex:
+    nodes = [TextNode(text=chunk, metadata={"page": n}) for n, chunk in enumerate(chunks)]
+    CacheClipTransform.from_llm(llm)(nodes)
+    return VectorStoreIndex(nodes, embed_model=WordEmbedding())
+
+
+def ask(engine: RetrieverQueryEngine, question: str) -> str:
+    return str(engine.query(question))
+
+
+def drain(engine: RetrieverQueryEngine, question: str) -> str:
+    return "".join(engine.query(question).response_gen)
+
+
+async def adrain(engine: RetrieverQueryEngine, question: str) -> str:
+    response = await engine.aquery(question)
+    return "".join([token async for token in response.async_response_gen()])
+
+
+# -- stock query engines --------------------------------------------------------------------------------------------
+
+
+async def test_stock_query_engine_four_ways(
+    index: VectorStoreIndex, llm: CacheClipLLM, question: str, answers: Answers
+) -> None:
+    whole = index.as_query_engine(llm=llm, similarity_top_k=2)
+    streamed = index.as_query_engine(llm=llm, similarity_top_k=2, streaming=True)
+    assert type(whole) is RetrieverQueryEngine
+    texts = [ask(whole, question), drain(streamed, question), str(await whole.aquery(question))]
+    texts.append(await adrain(streamed, question))
+    assert texts[0].strip()
+    assert texts == [texts[0]] * 4
+    assert [stats["hits"] for stats in answers.stats] == [2, 2, 2, 2]
+    assert all(stats["misses"] == 0 and stats["reused_tokens"] > 0 for stats in answers.stats)
+
+
+@pytest.mark.parametrize(("mode", "calls", "hits"), [("compact", 1, 3), ("refine", 3, 1)])
+def test_response_modes(
+    index: VectorStoreIndex, llm: CacheClipLLM, question: str, answers: Answers, mode: str, calls: int, hits: int
+) -> None:
+    engine = index.as_query_engine(llm=llm, similarity_top_k=3, response_mode=mode)
+    assert ask(engine, question).strip()
+    assert [stats["hits"] for stats in answers.stats] == [hits] * calls
+
+
+def test_query_engine_of_a_completion_model(
+    index: VectorStoreIndex, llm: CacheClipLLM, question: str, answers: Answers
+) -> None:
+    engine = index.as_query_engine(llm=llm.model_copy(update={"is_chat_model": False}), similarity_top_k=2)
+    assert ask(engine, question).strip()
+    assert [stats["hits"] for stats in answers.stats] == [2]
+
+
+def test_custom_template_and_settings(
+    index: VectorStoreIndex, llm: CacheClipLLM, question: str, answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Settings, "_llm", llm)
+    template = PromptTemplate("Notes:\n{context_str}\n\nQ: {query_str}\nA:")
+    assert ask(index.as_query_engine(text_qa_template=template), question).strip()
+    assert answers.stats[0]["hits"] == 2
+
+
+def test_system_prompt_is_the_shared_prefix(tiny_models: dict[str, str], chunks: list[str], answers: Answers) -> None:
+    options = {"model_name": tiny_models["llama"], "auxiliary_model_name": tiny_models["auxiliary"]}
+    llm = CacheClipLLM(**options, system_prompt="You know the lighthouse.", namespace="prefix", max_new_tokens=4)
+    CacheClipTransform.from_llm(llm)([TextNode(text=chunks[0])])
+    llm.predict(PromptTemplate("{context}\n\nWhen was it built?"), context=chunks[0])
+    assert answers.stats[0]["hits"] == 1
+    # the chunk follows the very prefix it was computed behind: nothing is left to recompute
+    assert answers.stats[0]["prefix_tokens"] > 0
+    assert answers.stats[0]["recomputed_tokens"] == 0
+
+
+# -- ingestion ------------------------------------------------------------------------------------------------------
+
+
+def pipeline_for(llm: CacheClipLLM) -> IngestionPipeline:
+    splitter = SentenceSplitter(chunk_size=64, chunk_overlap=0)
+    return IngestionPipeline(transformations=[splitter, CacheClipTransform.from_llm(llm)])
+
+
+def test_pipeline_then_query(llm: CacheClipLLM, chunks: list[str], question: str, answers: Answers) -> None:
+    document = Document(text="\n\n".join(chunks), metadata={"file_name": "lighthouse.txt"})
+    nodes = pipeline_for(llm).run(documents=[document])
+    assert len(nodes) > 2
+    assert all(llm.engine.is_stored(node.get_content(MetadataMode.LLM)) for node in nodes)
+    engine = VectorStoreIndex(nodes, embed_model=WordEmbedding()).as_query_engine(llm=llm, similarity_top_k=3)
+    ask(engine, question)
+    assert answers.stats[0]["hits"] == 3
+    assert answers.stats[0]["misses"] == 0
+
+
+async def test_async_pipeline_runs_off_the_loop(
+    llm: CacheClipLLM, chunks: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = record_threads(monkeypatch, "precompute")
+    nodes = await pipeline_for(llm).arun(documents=[Document(text=chunks[0])])
+    assert llm.engine.is_stored(nodes[0].get_content(MetadataMode.LLM))
+    assert threads
+    assert threading.main_thread() not in threads
+
+
+def test_transform_returns_the_nodes_and_passes_over_blank_ones(llm: CacheClipLLM, chunks: list[str]) -> None:
+    nodes = [TextNode(text=chunks[0]), TextNode(text="  \n"), TextNode(text="")]
+    before = [node.model_copy(deep=True) for node in nodes]
+    result = CacheClipTransform.from_llm(llm)(nodes)
+    assert result is nodes
+    assert result == before
+    assert llm.engine.is_stored(chunks[0])
+
+
+def test_pipeline_cache_tells_transforms_apart(llm: CacheClipLLM) -> None:
+    transform = CacheClipTransform.from_llm(llm)
+    changes = {"model_name": "other", "store": "elsewhere", "namespace": "bob", "dtype": "bfloat16", "system_prompt": "x"}
+    texts = {str(transform.model_copy(update={name: value}).to_dict()) for name, value in changes.items()}
+    assert len(texts | {str(transform.to_dict())}) == len(changes) + 1
+
+
+def test_transform_can_be_sent_to_a_worker_process(llm: CacheClipLLM) -> None:
+    transform = CacheClipTransform.from_llm(llm)
+    assert pickle.loads(pickle.dumps(transform)) == transform
+
+
+# -- the eight calls ------------------------------------------------------------------------------------------------
+
+
+async def test_complete_four_ways(llm: CacheClipLLM) -> None:
+    whole = llm.complete(PROMPT)
+    stream = llm.stream_complete(PROMPT)
+    assert isinstance(stream, Generator)
+    streamed = list(stream)
+    astream = await llm.astream_complete(PROMPT)
+    assert isinstance(astream, AsyncGenerator)
+    astreamed = [response async for response in astream]
+    assert whole.text
+    assert (await llm.acomplete(PROMPT)).text == whole.text
+    for responses in (streamed, astreamed):
+        assert [r.text for r in responses] == ["".join(r.delta for r in responses[: n + 1]) for n in range(len(responses))]
+        assert responses[-1].text == whole.text
+        assert responses[-1].raw == whole.raw
+        assert all("cacheclip" not in r.additional_kwargs for r in responses[:-1])
+
+
+async def test_chat_four_ways(llm: CacheClipLLM) -> None:
+    whole = llm.chat(MESSAGES)
+    streamed = list(llm.stream_chat(MESSAGES))
+    astreamed = [response async for response in await llm.astream_chat(MESSAGES)]
+    assert whole.message.role == MessageRole.ASSISTANT
+    assert (await llm.achat(MESSAGES)).message.content == whole.message.content
+    for responses in (streamed, astreamed):
+        assert "".join(r.delta for r in responses) == whole.message.content
+        assert responses[-1].message.content == whole.message.content
+        assert responses[-1].raw == whole.raw
+        assert responses[-1].additional_kwargs["cacheclip"]["prompt_tokens"] > 0
+
+
+def test_usage_is_what_the_engine_counted(llm: CacheClipLLM) -> None:
+    response = llm.complete(PROMPT)
+    stats = response.additional_kwargs["cacheclip"]
+    usage = response.raw["usage"]
+    assert usage["prompt_tokens"] == stats["prompt_tokens"]
+    assert usage["completion_tokens"] == stats["generated_tokens"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+
+
+def test_llama_index_token_counter_reads_it(llm: CacheClipLLM) -> None:
+    counter = TokenCountingHandler()
+    llm.callback_manager = CallbackManager([counter])
+    usage = llm.chat(MESSAGES).raw["usage"]
+    assert counter.prompt_llm_token_count == usage["prompt_tokens"]
+    assert counter.completion_llm_token_count == usage["completion_tokens"]
+
+
+async def test_async_calls_keep_the_model_off_the_loop(llm: CacheClipLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = record_threads(monkeypatch, "_prefill")
+    await llm.acomplete(PROMPT)
+    await llm.achat(MESSAGES)
+    [r async for r in await llm.astream_complete(PROMPT)]
+    [r async for r in await llm.astream_chat(MESSAGES)]
+    assert len(threads) == 4
+    assert threading.main_thread() not in threads
+
+
+async def test_closing_an_async_stream_stops_the_model(llm: CacheClipLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = threading.Event()
+    original = CacheClipEngine.generate_stream
+
+    def watched(self: CacheClipEngine, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        try:
+            yield from original(self, *args, **kwargs)
+        finally:
+            closed.set()
+
+    monkeypatch.setattr(CacheClipEngine, "generate_stream", watched)
+    stream = await llm.astream_chat(MESSAGES, max_tokens=1500)
+    await anext(stream)
+    await stream.aclose()
+    del stream
+    for _ in range(200):
+        if closed.is_set():
+            break
+        await asyncio.sleep(0.01)
+    assert closed.is_set()
+
+
+# -- options --------------------------------------------------------------------------------------------------------
+
+
+def test_call_options(llm: CacheClipLLM) -> None:
+    assert llm.complete(PROMPT, max_tokens=3).raw["usage"]["completion_tokens"] <= 3
+    assert llm.complete(PROMPT, max_new_tokens=2).raw["usage"]["completion_tokens"] <= 2
+    assert llm.chat(MESSAGES, method="full").additional_kwargs["cacheclip"]["method"] == "full"
+    assert llm.chat(MESSAGES, recompute_ratio=0.5).additional_kwargs["cacheclip"]["nominal_ratio"] == 0.5
+    hot = [llm.complete(PROMPT, temperature=5.0, seed=seed).text for seed in (1, 1, 2)]
+    assert hot[0] == hot[1] != hot[2]
+
+
+def test_stop(llm: CacheClipLLM) -> None:
+    text = llm.complete(PROMPT).text
+    stop = text[2:4]
+    before = text[: text.index(stop)]
+    assert llm.complete(PROMPT, stop=[stop]).text == before
+    assert llm.complete(PROMPT, stop=stop).text == before
+    assert llm.model_copy(update={"stop": [stop]}).complete(PROMPT).text == before
+    assert "".join(r.delta for r in llm.stream_complete(PROMPT, stop=[stop])) == before
+
+
+async def test_unknown_call_option_lists_the_known_ones(llm: CacheClipLLM) -> None:
+    for call in (llm.complete, llm.stream_complete):
+        with pytest.raises(ConfigurationError, match="unknown call option top_k.*max_tokens"):
+            call(PROMPT, top_k=5)
+    with pytest.raises(ConfigurationError, match="unknown call option top_k"):
+        await llm.astream_chat(MESSAGES, top_k=5)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"recompute_ratio": 1.5},
+        {"method": "magic"},
+        {"dtype": "int3"},
+        {"modelname": "x"},
+        {"engine_kwargs": {"windw": 3}},
+        {"engine_kwargs": {"store": "elsewhere"}},
+    ],
+)
+def test_wrong_fields_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError):
+        CacheClipLLM(**fields)
+
+
+def test_messages_that_are_not_text_are_refused(llm: CacheClipLLM) -> None:
+    with pytest.raises(ConfigurationError, match="role 'tool'"):
+        llm.chat([ChatMessage(role=MessageRole.TOOL, content="42")])
+    with pytest.raises(ConfigurationError, match="ImageBlock"):
+        llm.chat([ChatMessage(role=MessageRole.USER, blocks=[ImageBlock(image=b"0")])])
+
+
+def test_errors_of_the_engine_pass_through(llm: CacheClipLLM) -> None:
+    with pytest.raises(CacheClipError, match="fit model"):
+        llm.complete("word " * 4000)
+
+
+# -- construction ---------------------------------------------------------------------------------------------------
+
+
+def test_mro() -> None:
+    assert BaseLLM.__name__ in [cls.__name__ for cls in CacheClipLLM.__mro__]
+    assert TransformComponent.__name__ in [cls.__name__ for cls in CacheClipTransform.__mro__]
+    assert CacheClipLLM.class_name() == "CacheClipLLM"
+
+
+def test_construction_is_quick_and_loads_no_torch() -> None:
+    code = """
+import statistics, sys, time
+from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform
+def seconds():
+    begin = time.perf_counter()
+    CacheClipTransform.from_llm(CacheClipLLM(store="s")), CacheClipLLM().metadata
+    return time.perf_counter() - begin
+assert statistics.median(seconds() for _ in range(9)) < 0.010
+assert "torch" not in sys.modules and "transformers" not in sys.modules
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_metadata_reads_the_context_without_loading(llm: CacheClipLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cacheclip_rag.engine.load_model", None)
+    assert llm.metadata.context_window == 2048
+    assert llm.metadata.num_output == 12
+    assert llm.metadata.is_chat_model
+    assert CacheClipLLM(model_name="smollm2-135m").metadata.context_window == 8192
+    assert CacheClipLLM(context_window=777).metadata.context_window == 777
+    assert CacheClipLLM(model_name="nobody/unheard-of").metadata.context_window > 0
+
+
+def test_from_engine_uses_that_engine(tiny_models: dict[str, str], chunks: list[str]) -> None:
+    engine = CacheClipEngine(
+        primary=tiny_models["llama"], auxiliary=None, method="direct", recompute_ratio=0.3, memory_bytes=5
+    )
+    llm = CacheClipLLM.from_engine(engine, max_new_tokens=3, stop=["##"])
+    assert llm.engine is engine
+    assert (llm.method, llm.recompute_ratio, llm.auxiliary_model_name) == ("direct", 0.3, None)
+    assert llm.engine_kwargs == {"memory_bytes": 5}
+    assert llm.metadata.num_output == 3
+    transform = CacheClipTransform.from_llm(llm)
+    transform([TextNode(text=chunks[0])])
+    assert engine.is_stored(chunks[0])
+    assert llm.model_copy(update={"method": "full"}).engine is engine
+    assert llm.model_copy(update={"namespace": "other"}).engine is not engine
+
+
+def test_equal_settings_share_an_engine(llm: CacheClipLLM) -> None:
+    other = CacheClipLLM(**{name: getattr(llm, name) for name in ("model_name", "auxiliary_model_name", "store")})
+    assert other.engine is llm.engine
+    assert other.model_copy(update={"method": "full", "recompute_ratio": 1.0}).engine is llm.engine
+    assert other.model_copy(update={"namespace": "bob"}).engine is not llm.engine
+
+
+def test_serialisation_round_trip(llm: CacheClipLLM) -> None:
+    data = llm.to_dict()
+    assert data["class_name"] == "CacheClipLLM"
+    fields = ("model_name", "store", "method", "max_new_tokens", "stop")
+    again = CacheClipLLM.from_dict({name: data[name] for name in (*fields, "class_name")})
+    assert [getattr(again, name) for name in fields] == [getattr(llm, name) for name in fields]
+
+
+def record_threads(monkeypatch: pytest.MonkeyPatch, name: str) -> list[threading.Thread]:
+    """The threads in which an engine's method runs from now on."""
+    threads: list[threading.Thread] = []
+    original = getattr(CacheClipEngine, name)
+
+    def recorded(self: CacheClipEngine, *args: Any, **kwargs: Any) -> Any:
+        threads.append(threading.current_thread())
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(CacheClipEngine, name, recorded)
+    return threads

@@ -1,0 +1,123 @@
+"""The auxiliary's scores against transformers' own eager attention weights, chunk by chunk."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from cacheclip_rag.models.load import load_model
+from cacheclip_rag.models.runtime import ModelRuntime
+from cacheclip_rag.selection.auxiliary import score_chunks
+
+PREFIX = "You answer questions about lighthouses."
+
+
+@cache
+def eager(folder: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+@torch.inference_mode()
+def slow_score(folder: str, prefix: list[int], chunk: list[int], question: list[int]) -> torch.Tensor:
+    """Last layer's attention, mean over heads and question rows, the chunk's columns."""
+    output = eager(folder)(input_ids=torch.tensor([[*prefix, *chunk, *question]]), output_attentions=True)
+    attention = output.attentions[-1][0]  # (num_heads, num_tokens, num_tokens)
+    columns = slice(len(prefix), len(prefix) + len(chunk))
+    return attention[:, -len(question) :, columns].mean(dim=(0, 1))
+
+
+class Scored:
+    """A runtime with the KV of a prefix and of some chunks behind it."""
+
+    def __init__(self, runtime: ModelRuntime, texts: list[str], question: str, prefix: str = PREFIX) -> None:
+        self.runtime = runtime
+        self.prefix_ids = list(runtime.tokenize(prefix).ids)
+        self.chunk_ids = [list(runtime.tokenize(t).ids) for t in texts]
+        self.question_ids = list(runtime.tokenize(question).ids)
+        shape = (runtime.num_layers, 2, runtime.num_kv_heads, 0, runtime.head_dim)
+        self.prefix = runtime.encode(self.prefix_ids) if self.prefix_ids else torch.empty(shape)
+        self.kv = [runtime.encode(ids, self.prefix if self.prefix_ids else None) for ids in self.chunk_ids]
+
+    def scores(self, *numbers: int) -> list[torch.Tensor]:
+        return score_chunks(self.runtime, self.prefix, [self.kv[n] for n in numbers], self.question_ids)
+
+
+@pytest.fixture(params=["auxiliary", "qwen2", "llama-rope-linear"])
+def folder(request: pytest.FixtureRequest, tiny_models: dict[str, str]) -> str:
+    return tiny_models[request.param]
+
+
+@pytest.fixture
+def scored(folder: str, chunks: list[str], question: str) -> Scored:
+    return Scored(load_model(folder), [*chunks, "x", "Its lamp"], question)
+
+
+def test_every_chunk_equals_eager_attention(scored: Scored, folder: str) -> None:
+    scores = scored.scores(*range(len(scored.kv)))
+    for score, ids in zip(scores, scored.chunk_ids, strict=True):
+        expected = slow_score(folder, scored.prefix_ids, ids, scored.question_ids)
+        assert score.shape == (len(ids),) and score.dtype == torch.float32
+        assert float((score - expected).abs().max()) < 1e-5
+
+
+def test_twin_another_layer_is_not_equal(scored: Scored, folder: str) -> None:
+    """The reference can tell layers apart, so the test above says something."""
+    ids = scored.chunk_ids[0]
+    sequence = torch.tensor([[*scored.prefix_ids, *ids, *scored.question_ids]])
+    with torch.inference_mode():
+        attention = eager(folder)(input_ids=sequence, output_attentions=True).attentions[0][0]
+    start = len(scored.prefix_ids)
+    first_layer = attention[:, -len(scored.question_ids) :, start : start + len(ids)].mean(dim=(0, 1))
+    assert float((scored.scores(0)[0] - first_layer).abs().max()) > 1e-3
+
+
+def test_permuting_chunks_permutes_scores(scored: Scored) -> None:
+    order = [3, 0, 5, 2, 4, 1]
+    straight, permuted = scored.scores(*range(6)), scored.scores(*order)
+    for place, number in enumerate(order):
+        torch.testing.assert_close(permuted[place], straight[number], atol=1e-6, rtol=0)
+
+
+def test_scores_do_not_depend_on_the_other_chunks(scored: Scored) -> None:
+    together = scored.scores(0, 1, 2)
+    for number in range(3):
+        torch.testing.assert_close(scored.scores(number)[0], together[number], atol=1e-6, rtol=0)
+
+
+def test_same_chunk_twice_scores_the_same(scored: Scored) -> None:
+    first, _, third = scored.scores(1, 2, 1)
+    torch.testing.assert_close(first, third, atol=1e-6, rtol=0)
+
+
+def test_scores_are_masses(scored: Scored) -> None:
+    for score in scored.scores(*range(len(scored.kv))):
+        assert bool((score >= 0).all()) and float(score.sum()) <= 1 + 1e-5
+
+
+def test_another_question_gives_other_scores(folder: str, chunks: list[str], question: str) -> None:
+    runtime = load_model(folder)
+    ours, other = (Scored(runtime, chunks, q).scores(0)[0] for q in (question, "When do seabirds nest?"))
+    assert float((ours - other).abs().max()) > 1e-4
+
+
+def test_without_a_prefix(folder: str, chunks: list[str], question: str) -> None:
+    scored = Scored(load_model(folder), chunks, question, prefix="")
+    for score, ids in zip(scored.scores(0, 1), scored.chunk_ids[:2], strict=True):
+        assert float((score - slow_score(folder, [], ids, scored.question_ids)).abs().max()) < 1e-5
+
+
+def test_chunks_may_come_one_at_a_time(scored: Scored) -> None:
+    lengths = [len(ids) for ids in scored.chunk_ids]
+    streamed = score_chunks(scored.runtime, scored.prefix, iter(scored.kv), scored.question_ids, lengths)
+    for left, right in zip(streamed, scored.scores(*range(len(lengths))), strict=True):
+        assert torch.equal(left, right)
+
+
+def test_stored_kv_is_not_written_to(scored: Scored) -> None:
+    before = [kv.clone() for kv in (scored.prefix, *scored.kv)]
+    scored.scores(0, 1, 2)
+    assert all(torch.equal(a, b) for a, b in zip(before, (scored.prefix, *scored.kv), strict=True))

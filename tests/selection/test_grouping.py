@@ -1,0 +1,247 @@
+"""Grouping: hand-made examples of 24 tokens, properties, and a slow brute-force reference."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cacheclip_rag.config import GROUPING_NAMES
+from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.selection.grouping import GROUPINGS, group, v1_literal, vote_sliding, window_score
+
+FIXED = settings(max_examples=150, deadline=None)
+
+# Small integers: many ties, and means of windows of 8 that floats hold exactly.
+chunk_scores = st.lists(st.integers(0, 4), min_size=0, max_size=30)
+all_scores = st.lists(chunk_scores, min_size=1, max_size=4)
+modes = st.sampled_from(GROUPING_NAMES)
+
+
+def tensors(scores: list[list[int]]) -> list[torch.Tensor]:
+    return [torch.tensor(s, dtype=torch.float32) for s in scores]
+
+
+def chosen(masks: list[torch.Tensor]) -> list[list[int]]:
+    return [mask.nonzero().flatten().tolist() for mask in masks]
+
+
+def flat(masks: list[torch.Tensor]) -> set[tuple[int, int]]:
+    return {(c, t) for c, tokens in enumerate(chosen(masks)) for t in tokens}
+
+
+def hot(*positions: int, length: int = 24) -> torch.Tensor:
+    """Score 1 at the positions, 0 elsewhere."""
+    scores = torch.zeros(length)
+    scores[list(positions)] = 1.0
+    return scores
+
+
+def test_config_names_are_the_groupings() -> None:
+    assert set(GROUPING_NAMES) == set(GROUPINGS)
+    assert len(GROUPING_NAMES) == len(set(GROUPING_NAMES))
+
+
+class TestExamples:
+    def test_window_score_keeps_a_span_over_a_window_border_whole(self) -> None:
+        assert chosen(window_score([hot(*range(5, 13))], 8)) == [list(range(5, 13))]
+
+    def test_window_score_fills_up_around_a_short_span(self) -> None:
+        """Four hot tokens, budget six: the two others come from windows around them, lowest index first."""
+        (mask,) = chosen(window_score([hot(10, 11, 12, 13)], 6))
+        assert set(mask) >= {10, 11, 12, 13} and len(mask) == 6
+        assert mask == [6, 7, 10, 11, 12, 13]
+
+    def test_window_score_prefers_a_span_to_a_lone_peak(self) -> None:
+        scores = hot(16, 17, 18, 19, 20, 21)
+        scores[2] = 3.0
+        assert chosen(window_score([scores], 6)) == [list(range(16, 22))]
+
+    def test_vote_sliding_keeps_a_span_over_a_window_border(self) -> None:
+        assert chosen(vote_sliding([hot(*range(5, 13))], 8)) == [list(range(5, 13))]
+
+    def test_vote_sliding_keeps_whole_windows_that_pass_the_vote(self) -> None:
+        """Seven of eight: one window, and the token between them comes along."""
+        assert chosen(vote_sliding([hot(8, 9, 10, 12, 13, 14, 15)], 7)) != [[]]
+        scores = hot(8, 9, 10, 12, 13, 14, 15)
+        scores[11] = 0.5
+        scores[0] = 0.6  # takes the eighth place among the top tokens, and is voted down
+        assert chosen(vote_sliding([scores], 8)) == [list(range(8, 16))]
+
+    def test_vote_sliding_drops_what_is_scattered(self) -> None:
+        assert chosen(vote_sliding([hot(0, 3, 6, 9, 12, 15, 18, 21)], 8)) == [[]]
+
+    def test_v1_literal_loses_a_span_over_a_window_border(self) -> None:
+        """Tokens 5 to 12: three in the first window, five in the second; more than five are needed."""
+        assert chosen(v1_literal([hot(*range(5, 13))], 8)) == [[]]
+
+    def test_v1_literal_keeps_six_of_eight_and_nothing_else(self) -> None:
+        scores = hot(8, 9, 10, 11, 12, 13, 2, 20)
+        assert chosen(v1_literal([scores], 8)) == [[8, 9, 10, 11, 12, 13]]
+
+    def test_v1_literal_drops_exactly_five(self) -> None:
+        assert chosen(v1_literal([hot(8, 9, 10, 11, 12)], 5)) == [[]]
+
+    def test_v1_literal_windows_start_anew_at_each_chunk(self) -> None:
+        masks = v1_literal([hot(length=5), hot(0, 1, 2, 3, 4, 5, length=19)], 6)
+        assert chosen(masks) == [[], [0, 1, 2, 3, 4, 5]]
+
+    def test_other_window_and_threshold(self) -> None:
+        scores = hot(4, 5, 6)
+        assert chosen(group([scores], 3, mode="v1_literal", window=4, threshold=2)) == [[4, 5, 6]]
+        assert chosen(group([scores], 3, mode="v1_literal", window=4, threshold=3)) == [[]]
+
+    @pytest.mark.parametrize("mode", GROUPING_NAMES)
+    def test_nothing_to_choose_from(self, mode: str) -> None:
+        assert group([], 5, mode=mode) == []
+        assert chosen(group([torch.empty(0)], 5, mode=mode)) == [[]]
+        assert chosen(group([hot(1, 2)], 0, mode=mode)) == [[]]
+
+    def test_chunk_of_one_token(self) -> None:
+        assert chosen(window_score([torch.tensor([1.0]), torch.tensor([2.0])], 1)) == [[], [0]]
+        assert chosen(vote_sliding([torch.tensor([1.0])], 1)) == [[]]
+        assert chosen(v1_literal([torch.tensor([1.0])], 1)) == [[]]
+
+    def test_ties_go_to_the_lower_index(self) -> None:
+        assert chosen(window_score([torch.ones(24), torch.ones(24)], 10)) == [list(range(10)), []]
+        assert chosen(vote_sliding([torch.ones(24), torch.ones(24)], 10)) == [list(range(10)), []]
+        assert chosen(v1_literal([torch.ones(24), torch.ones(24)], 10)) == [list(range(8)), []]
+
+    @pytest.mark.parametrize(
+        ("mode", "window", "threshold"),
+        [("nonsense", 8, 5), ("window_score", 0, 0), ("v1_literal", 8, 8), ("v1_literal", 8, -1)],
+    )
+    def test_contradictions_are_refused(self, mode: str, window: int, threshold: int) -> None:
+        with pytest.raises(ConfigurationError):
+            group([torch.ones(8)], 4, mode=mode, window=window, threshold=threshold)
+
+
+class TestProperties:
+    @FIXED
+    @given(scores=all_scores, budget=st.integers(0, 130))
+    def test_window_score_fills_its_budget_exactly(self, scores: list[list[int]], budget: int) -> None:
+        assert len(flat(window_score(tensors(scores), budget))) == min(budget, sum(map(len, scores)))
+
+    @FIXED
+    @given(scores=all_scores, budget=st.integers(0, 130), mode=modes)
+    def test_never_above_budget(self, scores: list[list[int]], budget: int, mode: str) -> None:
+        masks = group(tensors(scores), budget, mode=mode)
+        assert [len(m) for m in masks] == [len(s) for s in scores]
+        assert all(m.dtype == torch.bool for m in masks)
+        assert len(flat(masks)) <= budget
+
+    @FIXED
+    @given(scores=all_scores, budget=st.integers(0, 60), more=st.integers(0, 60))
+    def test_window_score_is_monotone(self, scores: list[list[int]], budget: int, more: int) -> None:
+        assert flat(window_score(tensors(scores), budget)) <= flat(window_score(tensors(scores), budget + more))
+
+    @FIXED
+    @given(scores=all_scores, budget=st.integers(0, 60), more=st.integers(0, 60))
+    def test_v1_literal_is_monotone(self, scores: list[list[int]], budget: int, more: int) -> None:
+        assert flat(v1_literal(tensors(scores), budget)) <= flat(v1_literal(tensors(scores), budget + more))
+
+    @FIXED
+    @given(scores=all_scores, budget=st.integers(0, 60), mode=modes)
+    def test_deterministic_and_input_untouched(self, scores: list[list[int]], budget: int, mode: str) -> None:
+        given_tensors = tensors(scores)
+        first = group(given_tensors, budget, mode=mode)
+        assert flat(first) == flat(group(given_tensors, budget, mode=mode))
+        assert [t.tolist() for t in given_tensors] == scores
+
+    @FIXED
+    @given(
+        scores=st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=30), min_size=1, max_size=4),
+        budget=st.integers(0, 130),
+        window=st.integers(1, 9),
+        data=st.data(),
+    )
+    def test_vote_sliding_is_whole_windows_unless_trimmed(
+        self, scores: list[list[int]], budget: int, window: int, data: st.DataObject
+    ) -> None:
+        threshold = data.draw(st.integers(0, window - 1))
+        masks = vote_sliding(tensors(scores), budget, window=window, threshold=threshold)
+        union = brute_vote_union(scores, budget, window, threshold)
+        if len(union) <= budget:
+            assert flat(masks) == union
+        else:
+            assert flat(masks) < union and len(flat(masks)) == budget
+        for number, mask in enumerate(masks):
+            for token in range(len(mask)) if len(union) <= budget else ():
+                if mask[token]:
+                    assert any(
+                        bool(mask[s : s + window].all())
+                        for s in range(max(0, token - window + 1), token + 1)
+                        if s + window <= len(mask) or len(mask) < window
+                    ), (number, token)
+
+    @FIXED
+    @given(scores=all_scores, budget=st.integers(0, 130))
+    def test_order_of_equal_chunks_decides_nothing_but_ties(self, scores: list[list[int]], budget: int) -> None:
+        """How many tokens are taken does not depend on the order of the chunks."""
+        there = len(flat(window_score(tensors(scores), budget)))
+        back = len(flat(window_score(tensors(scores[::-1]), budget)))
+        assert there == back
+
+
+class TestBruteForce:
+    @FIXED
+    @given(scores=all_scores, budget=st.integers(0, 130), window=st.integers(1, 9))
+    def test_window_score(self, scores: list[list[int]], budget: int, window: int) -> None:
+        if window not in (1, 2, 4, 8):  # float means of other windows may round two equal fractions apart
+            scores = [[s * 2520 for s in chunk] for chunk in scores]
+        expected = brute_window_score(scores, budget, window)
+        assert flat(window_score(tensors(scores), budget, window=window)) == expected
+
+    @settings(max_examples=40, deadline=None)
+    @given(seed=st.integers(0, 10_000), budget=st.integers(0, 90))
+    def test_window_score_on_random_floats(self, seed: int, budget: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        scores = [torch.rand(n, generator=generator) for n in (40, 5, 1, 33)]
+        assert flat(window_score(scores, budget)) == brute_window_score([s.tolist() for s in scores], budget, 8)
+
+    @FIXED
+    @given(scores=all_scores, budget=st.integers(0, 130))
+    def test_v1_literal(self, scores: list[list[int]], budget: int) -> None:
+        top = brute_top(scores, budget)
+        expected = {(c, t) for c, t in top if sum((c, u) in top for u in range(t // 8 * 8, t // 8 * 8 + 8)) > 5}
+        assert flat(v1_literal(tensors(scores), budget)) == expected
+
+
+def brute_windows(length: int, window: int) -> list[range]:
+    """All runs of ``window`` tokens; one shorter run in a shorter chunk."""
+    size = min(window, length)
+    return [range(start, start + size) for start in range(length - size + 1)] if length else []
+
+
+def brute_top(scores: list[list[int]], budget: int) -> set[tuple[int, int]]:
+    tokens = [(c, t) for c, chunk in enumerate(scores) for t in range(len(chunk))]
+    return set(sorted(tokens, key=lambda ct: (-scores[ct[0]][ct[1]], ct))[:budget])
+
+
+def brute_window_score(scores: list[list[float]], budget: int, window: int) -> set[tuple[int, int]]:
+    """By the definition, with exact fractions: windows ranked by mean, then position; tokens by (window, score)."""
+    windows = [(c, run) for c, chunk in enumerate(scores) for run in brute_windows(len(chunk), window)]
+    mean = {
+        (c, run): sum((Fraction(scores[c][t]) for t in run), Fraction(0)) / len(run) for c, run in windows
+    }
+    ranked = sorted(windows, key=lambda w: (-mean[w], w[0], w[1].start))
+    best: dict[tuple[int, int], int] = {}
+    for rank, (c, run) in enumerate(ranked):
+        for t in run:
+            best.setdefault((c, t), rank)
+    order = sorted(best, key=lambda ct: (best[ct], -scores[ct[0]][ct[1]], ct))
+    return set(order[:budget])
+
+
+def brute_vote_union(scores: list[list[int]], budget: int, window: int, threshold: int) -> set[tuple[int, int]]:
+    top = brute_top(scores, budget)
+    return {
+        (c, t)
+        for c, chunk in enumerate(scores)
+        for run in brute_windows(len(chunk), window)
+        if sum((c, u) in top for u in run) > threshold
+        for t in run
+    }

@@ -1,0 +1,127 @@
+"""Mapping of scores between tokenizers by character offsets."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cacheclip_rag.models.load import load_model
+from cacheclip_rag.selection.mapping import map_scores
+
+TEXTS = [
+    "The magic number is 7316042.",
+    "Grüße aus Köln, 東京 und 🗼🇫🇷!",
+    " leading and trailing  ",
+    "e\u0301\u0302 combining",
+    "x",
+]
+
+
+def mapped(scores: list[float], source: list[tuple[int, int]], target: list[tuple[int, int]]) -> list[float]:
+    return map_scores(torch.tensor(scores, dtype=torch.float64), source, target).tolist()
+
+
+class TestExamples:
+    def test_number_split_in_pieces_loses_none(self) -> None:
+        """Seven digits: one token there, pieces here, and the other way round."""
+        pieces, whole = [(0, 1), (1, 4), (4, 7)], [(0, 7)]
+        assert mapped([0.1, 0.9, 0.2], pieces, whole) == [0.9]
+        assert mapped([0.7], whole, pieces) == [0.7, 0.7, 0.7]
+
+    def test_largest_of_partly_overlapping(self) -> None:
+        assert mapped([0.1, 0.5, 0.3], [(0, 3), (3, 6), (6, 9)], [(0, 4), (4, 7), (7, 9)]) == [0.5, 0.5, 0.3]
+
+    def test_touching_is_not_overlapping(self) -> None:
+        assert mapped([0.5, 0.1], [(0, 3), (3, 6)], [(3, 6)]) == [0.1]
+
+    def test_zero_width_target_gets_the_lowest(self) -> None:
+        assert mapped([0.5], [(0, 4)], [(0, 0), (2, 2), (0, 4), (4, 4)]) == [0.0, 0.0, 0.5, 0.0]
+
+    def test_zero_width_source_is_no_one_s(self) -> None:
+        assert mapped([0.9, 0.1, 0.8], [(0, 0), (0, 4), (2, 2)], [(0, 4)]) == [0.1]
+
+    def test_gap_in_the_source(self) -> None:
+        assert mapped([0.4, 0.6], [(0, 2), (5, 8)], [(0, 2), (2, 5), (4, 6)]) == [0.4, 0.0, 0.6]
+
+    def test_several_byte_tokens_of_one_character(self) -> None:
+        """A byte-level tokenizer gives every byte token of an emoji the whole character's span."""
+        assert mapped([0.1, 0.2, 0.6, 0.3], [(0, 1)] * 4, [(0, 1), (1, 2)]) == [0.6, 0.0]
+        assert mapped([0.5], [(0, 1)], [(0, 1)] * 4) == [0.5] * 4
+
+    def test_nothing(self) -> None:
+        assert mapped([], [], [(0, 3)]) == [0.0]
+        assert mapped([0.5], [(0, 3)], []) == []
+
+    def test_dtype_is_kept(self) -> None:
+        assert map_scores(torch.tensor([0.5]), [(0, 1)], [(0, 1)]).dtype == torch.float32
+
+
+def cuts(length: int) -> st.SearchStrategy[list[tuple[int, int]]]:
+    """Offsets that cut ``length`` characters into tokens, with tokens of no width and shared characters between."""
+
+    def build(points: set[int], extras: list[int]) -> list[tuple[int, int]]:
+        borders = sorted({0, length} | points)
+        offsets = [(a, b) for a, b in pairwise(borders)]
+        for extra in extras:
+            offsets.insert(extra % (len(offsets) + 1), offsets[extra % len(offsets)])
+        return sorted(offsets)
+
+    return st.builds(build, st.sets(st.integers(0, length)), st.lists(st.integers(0, 99), max_size=3))
+
+
+def brute(scores: list[float], source: list[tuple[int, int]], target: list[tuple[int, int]]) -> list[float]:
+    return [
+        max((s for s, (a, b) in zip(scores, source, strict=True) if set(range(a, b)) & set(range(c, d))), default=0.0)
+        for c, d in target
+    ]
+
+
+class TestProperties:
+    @settings(max_examples=200, deadline=None)
+    @given(data=st.data(), length=st.integers(1, 25))
+    def test_equals_brute_force(self, data: st.DataObject, length: int) -> None:
+        source, target = data.draw(cuts(length)), data.draw(cuts(length))
+        scores = data.draw(st.lists(st.floats(0, 1), min_size=len(source), max_size=len(source)))
+        assert mapped(scores, source, target) == brute(scores, source, target)
+
+    @settings(max_examples=100, deadline=None)
+    @given(data=st.data(), points=st.sets(st.integers(0, 25)))
+    def test_identity_for_the_same_offsets(self, data: st.DataObject, points: set[int]) -> None:
+        offsets = list(pairwise(sorted({0, 25} | points)))
+        scores = data.draw(st.lists(st.floats(0, 1), min_size=len(offsets), max_size=len(offsets)))
+        assert mapped(scores, offsets, offsets) == scores
+
+
+class TestRealTokenizers:
+    @pytest.mark.parametrize("text", TEXTS)
+    def test_offsets_of_real_tokenizers_cover_the_text(self, tiny_models: dict[str, str], text: str) -> None:
+        """No character that both tokenizers cover is lost on the way: all ones stay all ones."""
+        primary, auxiliary = load_model(tiny_models["llama"]), load_model(tiny_models["auxiliary"])
+        source, target = auxiliary.tokenize(text), primary.tokenize(text)
+        assert {c for a, b in target.offsets for c in range(a, b)} == set(range(len(text)))
+        ones = map_scores(torch.ones(len(source)), source.offsets, target.offsets)
+        assert ones.tolist() == [1.0] * len(target)
+
+    def test_real_texts_are_cut_differently_and_still_map(self, tiny_models: dict[str, str], chunks: list[str]) -> None:
+        primary, auxiliary = load_model(tiny_models["llama"]), load_model(tiny_models["auxiliary"])
+        for text in chunks:
+            source, target = auxiliary.tokenize(text), primary.tokenize(text)
+            assert len(source) > len(target)  # or the test says nothing
+            scores = [i / len(source) for i in range(len(source))]
+            assert mapped(scores, list(source.offsets), list(target.offsets)) == brute(
+                scores, list(source.offsets), list(target.offsets)
+            )
+
+    @settings(max_examples=50, deadline=None)
+    @given(text=st.text(max_size=30))
+    def test_any_text(self, tiny_models: dict[str, str], text: str) -> None:
+        primary, auxiliary = load_model(tiny_models["llama"]), load_model(tiny_models["auxiliary"])
+        source, target = auxiliary.tokenize(text), primary.tokenize(text)
+        scores = [(i % 7) / 7 for i in range(len(source))]
+        assert mapped(scores, list(source.offsets), list(target.offsets)) == brute(
+            scores, list(source.offsets), list(target.offsets)
+        )
