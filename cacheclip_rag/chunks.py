@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 
-from .errors import PromptTooLongError
+from .errors import PromptTooLongError, StoreError
 from .models.runtime import ModelRuntime, TokenizedText
 from .store import ChunkStore, chunk_key, decode, encode, keeps
 
 __all__ = ["ChunkCaches"]
+
+logger = logging.getLogger(__name__)
 
 _TOKENIZED_TEXTS = 4096
 """Tokenised chunks remembered per model: a popular chunk is tokenised once (about 1 ms for 512 tokens)."""
@@ -95,5 +98,8 @@ class ChunkCaches:
         entry = self._store.get(key)
         if entry is None:
             entry = encode(runtime.encode(self.prefix_ids), self._codec)
-            self._store.put(key, entry)
+            try:
+                self._store.put(key, entry)
+            except StoreError as error:  # a full disk must not keep us from answering
+                logger.warning("the shared prefix could not be stored: %s", error)
         return decode(entry).clone()  # a stored tensor may be a view of a mapped file

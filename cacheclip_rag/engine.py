@@ -21,7 +21,7 @@ import torch
 from .chunks import ChunkCaches
 from .config import EngineConfig
 from .decoding import Sampler, SamplingParams, TextStream
-from .errors import ConfigurationError, PromptTooLongError
+from .errors import CacheClipError, ConfigurationError, PromptTooLongError
 from .fusion.layout import Layout, Span, lay_out
 from .fusion.recompute import assemble, choose_rows, recompute
 from .methods import create
@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_QUESTION_TOKENS = 96
 """Question tokens that score the chunks, the last ones if there are more: each costs one row per chunk."""
+_RESERVED_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,7 @@ class CacheClipEngine:
         else:
             system = [{"role": "system", "content": self.config.system_prompt}] if self.config.system_prompt else []
             messages = [*system, {"role": "user", "content": content}]
-            segments = segment_chat(messages, runtime.render_chat, TextIndex())
+            segments = segment_chat(messages, runtime.render_chat, self.texts)
             opening = segments[: segments.index(Fresh(content))]
         return [token for s in opening for token in runtime.tokenize(s.text, control=_is_control(s)).ids]
 
@@ -181,6 +182,11 @@ class CacheClipEngine:
         """Whether the KV of this chunk text is there for every model a method needs."""
         chunk = normalise_chunk(text)
         return all(chunk in caches for caches in self._all_caches(needs_auxiliary))
+
+    def close(self) -> None:
+        """Release file handles; the engine may be used again afterwards. Weights stay with the process."""
+        self.store.close()
+        self.texts.close()
 
     def segment(self, prompt: Prompt, candidates: Iterable[str] = ()) -> list[Segment]:
         """Cut a prompt into stored chunks and fresh text.
@@ -252,7 +258,10 @@ class CacheClipEngine:
         prefilled = self._prefill(prompt, params, chosen, question, candidates)
         yield from self._decode(prefilled, params)
         if prefilled.missing and self.config.on_miss == "store":
-            self.precompute(prefilled.missing)
+            try:
+                self.precompute(prefilled.missing)
+            except CacheClipError as error:  # the answer is out already: a full disk must not take it back
+                logger.warning("chunks of this prompt could not be stored: %s", error)
 
     # -- answering ----------------------------------------------------------------------------------------------
 
@@ -296,7 +305,7 @@ class CacheClipEngine:
             scorable = [span for span in found if not layout.is_exact(span)]
             request = self._selection_request(layout, found, scorable, question, clock)
             scores = dict(zip(scorable, method.score(request), strict=True))
-        cache = caches.runtime.new_cache(layout.num_tokens + params.max_tokens)
+        cache = caches.runtime.new_cache(_capacity(layout, params))
         with clock.phase("assemble"):
             reused = self._assemble(cache, layout, found, clock)
         with clock.phase("select"):
@@ -314,7 +323,7 @@ class CacheClipEngine:
         """Ordinary prefill of the same token ids: asked for, or the only correct way."""
         with clock.phase("recompute"):
             runtime = self.primary
-            cache, logits = runtime.prefill(layout.ids.to(runtime.device), layout.num_tokens + params.max_tokens)
+            cache, logits = runtime.prefill(layout.ids.to(runtime.device), _capacity(layout, params))
         fallback = None
         if method.reuses_chunks:
             count = len(layout.chunks)
@@ -452,6 +461,11 @@ class CacheClipEngine:
         if with_auxiliary and self.config.auxiliary:
             names.append(self.config.auxiliary)
         return [self._caches_of(name) for name in names]
+
+
+def _capacity(layout: Layout, params: SamplingParams) -> int:
+    """Room for the prompt and a usual answer; the cache grows if the answer gets longer."""
+    return layout.num_tokens + min(params.max_tokens, _RESERVED_TOKENS)
 
 
 def _is_control(segment: Segment) -> bool:

@@ -50,11 +50,10 @@ async def test_error_comes_after_the_items_before_it() -> None:
         yield 2
         raise KeyError("third")
 
-    seen = []
+    stream = iterate_in_thread(failing)
+    assert [await anext(stream), await anext(stream)] == [1, 2]
     with pytest.raises(KeyError, match="third"):
-        async for item in iterate_in_thread(failing):
-            seen.append(item)
-    assert seen == [1, 2]
+        await anext(stream)
 
 
 async def test_error_while_making_the_iterator() -> None:

@@ -190,8 +190,13 @@ class Library:
         vectors = np.stack([np.frombuffer(vector, dtype=np.float32) for _, vector in rows])
         index = faiss.IndexIDMap2(faiss.IndexFlatIP(vectors.shape[1]))
         index.add_with_ids(vectors, np.array([number for number, _ in rows], dtype=np.int64))
-        with atomic_path(target) as temporary:
-            faiss.write_index(index, str(temporary))
+        try:
+            with atomic_path(target) as temporary:
+                faiss.write_index(index, str(temporary))
+        except (OSError, RuntimeError) as error:
+            raise StoreError(
+                f"cannot write the search index {target}: {error}. Free some space and try again."
+            ) from error
         _remove_all(path for path in self.folder.glob("passages-*.faiss") if path != target)
         return index
 

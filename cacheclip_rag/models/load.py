@@ -64,9 +64,13 @@ def _from_hub(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
     except Exception as error:  # the hub client raises many kinds: network, missing, gated, disk
         raise DownloadError(
-            f"could not fetch {name!r} from the model hub ({type(error).__name__}: {str(error).splitlines()[:1]}). "
+            f"could not fetch {name!r} from the model hub ({type(error).__name__}: {_first_line(error)}). "
             f"Check the name and the network, give a local folder instead, or use a packaged name: {known_names()}."
         ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "no details")[:200]
 
 
 def load_model(name: str, *, dtype: str = "float32", device: str = "cpu") -> ModelRuntime:

@@ -61,8 +61,8 @@ def pull(name: str) -> Path:
         with _exclusive(name):
             if not target.is_dir():
                 _pull_into(model, target)
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
+    except Exception as error:  # safetensors reports a full disk by an error of its own
+        if getattr(error, "errno", None) != errno.ENOSPC and "No space left" not in str(error):
             raise
         raise DownloadError(
             f"the disk under {cache_home()} is full while fetching {name!r}. Free some space or point "

@@ -74,7 +74,10 @@ class DiskStore(ChunkStore):
             self._misses += 1
             return None
         self._hits += 1
-        self._record(key, entry)
+        try:
+            self._record(key, entry)
+        except StoreError as error:  # order of eviction only: reading goes on with a full disk
+            logger.debug("use of %s… was not recorded: %s", key[:12], error)
         return entry
 
     def put(self, key: str, entry: ChunkEntry) -> None:

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from cacheclip_rag.aio import iterate_in_thread
-from cacheclip_rag.config import EngineConfig
-from cacheclip_rag.errors import ConfigurationError
-from cacheclip_rag.models.catalog import DEFAULT_AUXILIARY, DEFAULT_PRIMARY
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.documents import Document
 from langchain_core.language_models.chat_models import BaseChatModel
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, SecretStr
+
+from cacheclip_rag.aio import iterate_in_thread
+from cacheclip_rag.config import EngineConfig
+from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.models.catalog import DEFAULT_AUXILIARY, DEFAULT_PRIMARY
 
 if TYPE_CHECKING:
     from cacheclip_rag import Answer, CacheClipEngine, StreamEvent
@@ -34,8 +35,8 @@ _ROLES = {"human": "user", "ai": "assistant", "system": "system"}
 class ChatCacheClip(BaseChatModel):
     """A local chat model whose prompts reuse the precomputed KV of the documents found in them.
 
-    Stock chains need nothing but this model: stored texts are recognised in whatever prompt arrives. Reused tokens are
-    in ``usage_metadata["input_token_details"]["cache_read"]``, the fusion statistics in
+    Stock chains need nothing but this model: texts that were precomputed once, with ``llm.engine.precompute``, are
+    recognised in whatever prompt arrives. Reused tokens are in ``usage_metadata["input_token_details"]["cache_read"]``, the fusion statistics in
     ``response_metadata["cacheclip"]``; streams carry both on the last chunk.
 
     Each call accepts ``max_tokens`` (or ``max_new_tokens``), ``temperature``, ``top_p``, ``stop``, ``method``,
@@ -89,6 +90,8 @@ class ChatCacheClip(BaseChatModel):
     """Accepted because chains pass it; a local model has no request to time out."""
     max_retries: int | None = None
     """Accepted because chains pass it; a local model has no request to repeat."""
+    api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
+    """Accepted because chains pass it; a local model needs none."""
 
     def __init__(self, **fields: Any) -> None:
         known = {key for name, field in type(self).model_fields.items() for key in (name, field.alias) if key}
@@ -111,7 +114,9 @@ class ChatCacheClip(BaseChatModel):
         """Everything that changes the output: LangChain's response cache is keyed by it."""
         config = asdict(self._full_config())
         sampling = {name: getattr(self, name) for name in _SAMPLING}
-        return {"model_name": config.pop("primary"), **config, **sampling}
+        # LangChain writes the call's own stop strings over a key named "stop"
+        stop = {"stop_sequences": sampling.pop("stop")}
+        return {"model_name": config.pop("primary"), **config, **sampling, **stop}
 
     # -- configuration ------------------------------------------------------------------------------------------
 
@@ -265,8 +270,9 @@ def _content(message: BaseMessage) -> str:
     return text
 
 
-def _document_texts(documents: Sequence[Document | str]) -> list[str]:
+def _document_texts(documents: Iterable[Document | str] | Document | str) -> list[str]:
     """The texts of ``documents``, blank ones left out. Raises ConfigurationError for anything else."""
+    documents = [documents] if isinstance(documents, Document | str) else list(documents)
     for document in documents:
         if not isinstance(document, Document | str):
             raise ConfigurationError(f"documents must be Documents or strings, got {type(document).__name__}.")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from langchain_cacheclip import ChatCacheClip
 from langchain_classic.chains import create_retrieval_chain
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
 from langchain_core.caches import InMemoryCache
@@ -24,7 +25,6 @@ from langchain_core.runnables import ConfigurableField, Runnable
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.errors import CacheClipError, ConfigurationError
-from langchain_cacheclip import ChatCacheClip
 
 PROMPT = "Where did the keeper live?"
 RAG_PROMPT = ChatPromptTemplate([("system", "Use the context.\n\n{context}"), ("human", "{input}")])
@@ -112,6 +112,8 @@ def test_documents_as_candidates(llm: ChatCacheClip, documents: list[Document]) 
     prompt = f"{documents[0].page_content}\n\n{documents[1].page_content}\n\n{PROMPT}"
     first = llm.invoke(prompt, documents=[documents[0], documents[1].page_content, " "])
     assert first.response_metadata["cacheclip"]["misses"] == 2
+    alone = llm.invoke(f"{documents[2].page_content}\n\n{PROMPT}", documents=documents[2].page_content)
+    assert alone.response_metadata["cacheclip"]["misses"] == 1
     again = llm.bind(documents=documents[:2]).invoke(prompt)
     assert again.response_metadata["cacheclip"]["hits"] == 2
     with pytest.raises(ConfigurationError, match="Documents or strings, got int"):
@@ -137,7 +139,7 @@ async def test_message_and_stream_metadata(llm: ChatCacheClip) -> None:
         assert [chunk for chunk in chunks if chunk.chunk_position == "last"] == chunks[-1:]
         assert "cacheclip" in chunks[-1].response_metadata
         assert "".join(chunk.content for chunk in chunks) == message.content
-        assert sum((chunk.usage_metadata is not None for chunk in chunks)) == 1
+        assert sum(chunk.usage_metadata is not None for chunk in chunks) == 1
 
 
 async def test_callbacks_see_every_token_once(llm: ChatCacheClip) -> None:
@@ -317,7 +319,10 @@ try:
 except ImportError as error:
     sys.exit("pip install 'cacheclip-rag[" not in str(error))
 """
-    for module, framework in (("langchain_cacheclip", "langchain_core"), ("llama_index.llms.cacheclip", "llama_index.core")):
+    for module, framework in (
+        ("langchain_cacheclip", "langchain_core"),
+        ("llama_index.llms.cacheclip", "llama_index.core"),
+    ):
         assert subprocess.run([sys.executable, "-c", code, module, framework], check=False).returncode == 0
 
 

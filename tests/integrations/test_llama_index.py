@@ -25,10 +25,10 @@ from llama_index.core.instrumentation.events.llm import LLMChatEndEvent, LLMComp
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.schema import MetadataMode, TextNode, TransformComponent
+from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.errors import CacheClipError, ConfigurationError
-from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform
 
 PROMPT = "Where did the keeper live?"
 MESSAGES = [
@@ -196,7 +196,13 @@ def test_transform_returns_the_nodes_and_passes_over_blank_ones(llm: CacheClipLL
 
 def test_pipeline_cache_tells_transforms_apart(llm: CacheClipLLM) -> None:
     transform = CacheClipTransform.from_llm(llm)
-    changes = {"model_name": "other", "store": "elsewhere", "namespace": "bob", "dtype": "bfloat16", "system_prompt": "x"}
+    changes = {
+        "model_name": "other",
+        "store": "elsewhere",
+        "namespace": "bob",
+        "dtype": "bfloat16",
+        "system_prompt": "x",
+    }
     texts = {str(transform.model_copy(update={name: value}).to_dict()) for name, value in changes.items()}
     assert len(texts | {str(transform.to_dict())}) == len(changes) + 1
 
@@ -220,7 +226,9 @@ async def test_complete_four_ways(llm: CacheClipLLM) -> None:
     assert whole.text
     assert (await llm.acomplete(PROMPT)).text == whole.text
     for responses in (streamed, astreamed):
-        assert [r.text for r in responses] == ["".join(r.delta for r in responses[: n + 1]) for n in range(len(responses))]
+        assert [r.text for r in responses] == [
+            "".join(r.delta for r in responses[: n + 1]) for n in range(len(responses))
+        ]
         assert responses[-1].text == whole.text
         assert responses[-1].raw == whole.raw
         assert all("cacheclip" not in r.additional_kwargs for r in responses[:-1])
@@ -298,6 +306,12 @@ def test_call_options(llm: CacheClipLLM) -> None:
     assert llm.chat(MESSAGES, recompute_ratio=0.5).additional_kwargs["cacheclip"]["nominal_ratio"] == 0.5
     hot = [llm.complete(PROMPT, temperature=5.0, seed=seed).text for seed in (1, 1, 2)]
     assert hot[0] == hot[1] != hot[2]
+
+
+def test_completion_to_prompt_is_applied_once(llm: CacheClipLLM) -> None:
+    shouting = llm.model_copy(update={"completion_to_prompt": str.upper})
+    assert shouting.complete(PROMPT).text == llm.complete(PROMPT.upper()).text
+    assert shouting.complete(PROMPT, formatted=True).text == llm.complete(PROMPT).text
 
 
 def test_stop(llm: CacheClipLLM) -> None:

@@ -10,10 +10,6 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cacheclip_rag.aio import iterate_in_thread
-from cacheclip_rag.config import EngineConfig
-from cacheclip_rag.errors import ConfigurationError
-from cacheclip_rag.models.catalog import DEFAULT_AUXILIARY, DEFAULT_PRIMARY, PACKAGED_MODELS
 from llama_index.core.base.llms.types import (
     ChatMessage,
     ChatResponse,
@@ -29,6 +25,11 @@ from llama_index.core.bridge.pydantic import BaseModel, Field, PrivateAttr
 from llama_index.core.constants import DEFAULT_CONTEXT_WINDOW
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.custom import CustomLLM
+
+from cacheclip_rag.aio import iterate_in_thread
+from cacheclip_rag.config import EngineConfig
+from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.models.catalog import DEFAULT_AUXILIARY, DEFAULT_PRIMARY, PACKAGED_MODELS
 
 if TYPE_CHECKING:
     from typing import Self
@@ -114,8 +115,8 @@ _FIELD_CONFIG_NAMES = {_CONFIG_NAMES.get(name, name) for name in _SHARED} | {"me
 class CacheClipLLM(EngineFields, CustomLLM):
     """A local model whose prompts reuse the precomputed KV of the chunks found in them.
 
-    Stock query engines, synthesizers and agents need nothing but this LLM: stored chunk texts are recognised in
-    whatever prompt arrives. Responses carry token counts in ``raw["usage"]`` and the fusion statistics in
+    Stock query engines and synthesizers need nothing but this LLM: texts that were precomputed once, with
+    :class:`CacheClipTransform` or ``llm.engine.precompute``, are recognised in whatever prompt arrives. Responses carry token counts in ``raw["usage"]`` and the fusion statistics in
     ``additional_kwargs["cacheclip"]``; streams carry both on the last chunk.
 
     Each call accepts ``max_tokens`` (or ``max_new_tokens``), ``temperature``, ``top_p``, ``stop``, ``method``,
@@ -184,9 +185,7 @@ class CacheClipLLM(EngineFields, CustomLLM):
         return _completion(await asyncio.to_thread(self._answer, self._text(prompt, formatted), kwargs))
 
     @llm_completion_callback()
-    async def astream_complete(
-        self, prompt: str, formatted: bool = False, **kwargs: Any
-    ) -> CompletionResponseAsyncGen:
+    async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
         events = self._events(self._text(prompt, formatted), kwargs)
         return iterate_in_thread(lambda: _completions(events()))
 
@@ -212,8 +211,8 @@ class CacheClipLLM(EngineFields, CustomLLM):
     # -- the engine's two calls ---------------------------------------------------------------------------------
 
     def _text(self, prompt: str, formatted: bool) -> str:
-        text: str = prompt if formatted else self.completion_to_prompt(prompt)
-        return text
+        convert = None if formatted else self.completion_to_prompt
+        return convert(prompt) if convert else prompt
 
     def _answer(self, prompt: Any, options: dict[str, Any]) -> Answer:
         return self._bind("generate", prompt, options)()  # type: ignore[no-any-return]

@@ -1,0 +1,90 @@
+"""Content addresses: any other input, any other key; the same input, the same key in every process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cacheclip_rag.store import chunk_key
+
+BASE: dict[str, Any] = {
+    "model_fingerprint": "abc:float32",
+    "prefix_ids": [1, 23],
+    "chunk_ids": [4, 5, 6],
+    "rope_pin": "[]",
+    "namespace": "tenant",
+}
+ids = st.lists(st.integers(0, 200_000), max_size=6)
+inputs = st.fixed_dictionaries(
+    {
+        "model_fingerprint": st.text("ab:", max_size=4),
+        "prefix_ids": ids,
+        "chunk_ids": ids,
+        "rope_pin": st.text("[]'", max_size=4),
+        "namespace": st.text("ab:é", max_size=4),
+    }
+)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_fingerprint": "abc:bfloat16"},
+        {"prefix_ids": [12, 3]},
+        {"prefix_ids": [1, 23, 4], "chunk_ids": [5, 6]},
+        {"prefix_ids": [], "chunk_ids": [1, 23, 4, 5, 6]},
+        {"chunk_ids": [4, 56]},
+        {"chunk_ids": [6, 5, 4]},
+        {"chunk_ids": []},
+        {"rope_pin": ""},
+        {"namespace": "Tenant"},
+        {"namespace": "tenant "},
+        {"namespace": ""},
+        {"rope_pin": "[]t", "namespace": "enant"},
+        {"namespace": "tenant\x00"},
+        {"namespace": "\ud800"},
+    ],
+    ids=str,
+)
+def test_any_change_changes_the_key(change: dict[str, Any]) -> None:
+    assert chunk_key(**{**BASE, **change}) != chunk_key(**BASE)
+
+
+@settings(max_examples=300, deadline=None)
+@given(one=inputs, other=inputs)
+def test_equal_keys_mean_equal_inputs(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert (chunk_key(**one) == chunk_key(**other)) == (one == other)
+
+
+@settings(max_examples=200, deadline=None)
+@given(base=inputs, field=st.sampled_from(sorted(BASE)), data=st.data())
+def test_one_changed_field_is_enough(base: dict[str, Any], field: str, data: st.DataObject) -> None:
+    new = data.draw(ids if field.endswith("ids") else st.text(max_size=5))
+    assert (chunk_key(**{**base, field: new}) == chunk_key(**base)) == (new == base[field])
+
+
+@settings(max_examples=100, deadline=None)
+@given(base=inputs, one=st.text(max_size=8), other=st.text(max_size=8))
+def test_namespaces_never_share(base: dict[str, Any], one: str, other: str) -> None:
+    same = chunk_key(**{**base, "namespace": one}) == chunk_key(**{**base, "namespace": other})
+    assert same == (one == other)
+
+
+def test_is_a_safe_file_name() -> None:
+    key = chunk_key(**{**BASE, "namespace": "../../etc"})
+    assert len(key) == 64 and set(key) <= set("0123456789abcdef")
+
+
+def test_tuples_and_lists_are_the_same() -> None:
+    assert chunk_key(**{**BASE, "chunk_ids": (4, 5, 6)}) == chunk_key(**BASE)
+
+
+def test_same_key_in_another_process() -> None:
+    program = f"from cacheclip_rag.store.keys import chunk_key; print(chunk_key(**{BASE!r}))"
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert output.strip() == chunk_key(**BASE)
