@@ -127,7 +127,7 @@ class DiskStore(ChunkStore):
     def _record(self, key: str, entry: ChunkEntry) -> None:
         """Note a use; also adopts a whole payload whose row a killed process never wrote."""
         self._database.execute(
-            "INSERT INTO entries VALUES (?, ?, ?, ?) ON CONFLICT (key) DO UPDATE SET last_used = excluded.last_used",
+            "INSERT OR REPLACE INTO entries VALUES (?, ?, ?, ?)",
             (key, entry.num_bytes, entry.num_tokens, time.time()),
         )
 

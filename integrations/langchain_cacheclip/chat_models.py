@@ -36,7 +36,8 @@ class ChatCacheClip(BaseChatModel):
     """A local chat model whose prompts reuse the precomputed KV of the documents found in them.
 
     Stock chains need nothing but this model: texts that were precomputed once, with ``llm.engine.precompute``, are
-    recognised in whatever prompt arrives. Reused tokens are in ``usage_metadata["input_token_details"]["cache_read"]``, the fusion statistics in
+    recognised in whatever prompt arrives. Reused tokens are in
+    ``usage_metadata["input_token_details"]["cache_read"]``, the fusion statistics in
     ``response_metadata["cacheclip"]``; streams carry both on the last chunk.
 
     Each call accepts ``max_tokens`` (or ``max_new_tokens``), ``temperature``, ``top_p``, ``stop``, ``method``,

@@ -116,8 +116,9 @@ class CacheClipLLM(EngineFields, CustomLLM):
     """A local model whose prompts reuse the precomputed KV of the chunks found in them.
 
     Stock query engines and synthesizers need nothing but this LLM: texts that were precomputed once, with
-    :class:`CacheClipTransform` or ``llm.engine.precompute``, are recognised in whatever prompt arrives. Responses carry token counts in ``raw["usage"]`` and the fusion statistics in
-    ``additional_kwargs["cacheclip"]``; streams carry both on the last chunk.
+    :class:`CacheClipTransform` or ``llm.engine.precompute``, are recognised in whatever prompt arrives.
+    Responses carry token counts in ``raw["usage"]`` and the fusion statistics in ``additional_kwargs["cacheclip"]``;
+    streams carry both on the last chunk.
 
     Each call accepts ``max_tokens`` (or ``max_new_tokens``), ``temperature``, ``top_p``, ``stop``, ``method``,
     ``recompute_ratio`` and ``seed``. The async calls run the model in a worker thread. Messages are rendered with the

@@ -22,9 +22,9 @@ class CacheClipTransform(EngineFields, TransformComponent):
     """Precomputes each node's text as an LLM will read it (metadata included) and returns the nodes unchanged.
 
     Put it last in an ingestion pipeline: a later change of text or metadata makes another chunk. All its fields are
-    public, since the pipeline's cache tells transforms apart by them. That cache skips nodes it has seen: after deleting
-    a store, clear it too, or call the transform on the nodes itself. With several pipeline workers give a ``store``
-    folder: a memory-only store stays in the worker.
+    public, since the pipeline's cache tells transforms apart by them. That cache skips nodes it has seen: after
+    deleting a store, clear the cache too, or call the transform on the nodes. With several pipeline workers give a
+    ``store`` folder: a memory-only store stays in the worker.
 
     Raises:
         PromptTooLongError: a node longer than the model's context.
