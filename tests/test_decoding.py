@@ -123,14 +123,21 @@ class TestTextStream:
         assert "".join(pieces) == stream.text == "go " and stream.stopped
 
     def test_special_tokens_are_silent(self, runtime: ModelRuntime) -> None:
-        ids = [*runtime.tokenize("a").ids, *runtime.tokenize("<|im_start|>", control=True).ids, *runtime.tokenize("b").ids]
+        ids = [
+            *runtime.tokenize("a").ids,
+            *runtime.tokenize("<|im_start|>", control=True).ids,
+            *runtime.tokenize("b").ids,
+        ]
         assert "".join(streamed(runtime, ids)[0]) == "ab"
 
     def test_nothing(self, runtime: ModelRuntime) -> None:
-        assert streamed(runtime, []) [0] == [""]
+        assert streamed(runtime, [])[0] == [""]
 
     @settings(max_examples=100, deadline=None)
-    @given(ids=st.lists(st.integers(0, 399), max_size=30), stop=st.lists(st.text("ab e\n", min_size=1, max_size=3), max_size=2))
+    @given(
+        ids=st.lists(st.integers(0, 399), max_size=30),
+        stop=st.lists(st.text("ab e\n", min_size=1, max_size=3), max_size=2),
+    )
     def test_pieces_join_to_the_text_for_any_tokens(
         self, tiny_models: dict[str, str], ids: list[int], stop: list[str]
     ) -> None:

@@ -181,7 +181,9 @@ class TestControlText:
         ids = [
             token
             for s in segments
-            for token in caches.tokenize(s.text, **({"control": True} if isinstance(s, Fresh) and s.control else {})).ids
+            for token in caches.tokenize(
+                s.text, **({"control": True} if isinstance(s, Fresh) and s.control else {})
+            ).ids
         ]
         harmless = engine.segment(f"Harmless page.\n\n{question}")
         expected = sum(s.text.count(t) for s in harmless if isinstance(s, Fresh) and s.control for t in SPECIAL)

@@ -59,6 +59,10 @@ class ChunkStore(ABC):
     def __contains__(self, key: object) -> bool:
         """Whether ``get`` is expected to find it; reads no payload and is not a use."""
 
+    def touch(self, key: str) -> None:
+        """Count a use that another tier served, so that eviction here does not take what is popular there."""
+        return
+
     def close(self) -> None:
         """Release handles; the store may be used again afterwards. Does nothing by default."""
         return

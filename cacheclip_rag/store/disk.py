@@ -74,10 +74,7 @@ class DiskStore(ChunkStore):
             self._misses += 1
             return None
         self._hits += 1
-        try:
-            self._record(key, entry)
-        except StoreError as error:  # order of eviction only: reading goes on with a full disk
-            logger.debug("use of %s… was not recorded: %s", key[:12], error)
+        self._best_effort(*self._row(key, entry))
         return entry
 
     def put(self, key: str, entry: ChunkEntry) -> None:
@@ -87,6 +84,7 @@ class DiskStore(ChunkStore):
                 entry.num_bytes,
                 self._max_bytes,
             )
+            self.delete(key)  # an older version must not go on being served
             return
         metadata = {
             "format": str(FORMAT_VERSION),
@@ -102,8 +100,11 @@ class DiskStore(ChunkStore):
                 f"could not write a chunk cache of {entry.num_bytes / 1e6:.1f} MB under {self.folder}: {error}. Free "
                 "some space, set a smaller limit, or choose another folder; nothing stored before was touched."
             ) from error
-        self._record(key, entry)
+        self._database.execute(*self._row(key, entry))
         self._evict(keep=key)
+
+    def touch(self, key: str) -> None:
+        self._best_effort("UPDATE entries SET last_used = ? WHERE key = ?", (time.time(), key))
 
     def delete(self, key: str) -> bool:
         path = self.path_of(key)
@@ -124,12 +125,17 @@ class DiskStore(ChunkStore):
     def close(self) -> None:
         self._database.close()
 
-    def _record(self, key: str, entry: ChunkEntry) -> None:
-        """Note a use; also adopts a whole payload whose row a killed process never wrote."""
-        self._database.execute(
-            "INSERT OR REPLACE INTO entries VALUES (?, ?, ?, ?)",
-            (key, entry.num_bytes, entry.num_tokens, time.time()),
-        )
+    def _row(self, key: str, entry: ChunkEntry) -> tuple[str, tuple[str, int, int, float]]:
+        """Statement that notes a use; it also adopts a whole payload whose row a killed process never wrote."""
+        row = (key, entry.num_bytes, entry.num_tokens, time.time())
+        return "INSERT OR REPLACE INTO entries VALUES (?, ?, ?, ?)", row
+
+    def _best_effort(self, sql: str, arguments: tuple[object, ...]) -> None:
+        """Run a statement that only orders eviction: reading goes on with a full disk."""
+        try:
+            self._database.execute(sql, arguments)
+        except StoreError as error:
+            logger.debug("a use was not recorded: %s", error)
 
     def _forget(self, key: str) -> bool:
         return self._database.execute("DELETE FROM entries WHERE key = ?", (key,)) > 0
@@ -158,6 +164,8 @@ def _read(path: Path, key: str) -> ChunkEntry:
         if header.get("format") != str(FORMAT_VERSION) or header.get("key") != key or header.get("codec") not in CODECS:
             raise ValueError("its header belongs to another entry or version")
         tensors = {name: payload.get_tensor(name) for name in payload.keys()}  # noqa: SIM118 - not a dict
+    if "kv" not in tensors:
+        raise ValueError("it holds no KV")
     if _checksum(tensors) != header.get("checksum"):
         raise ValueError("its checksum does not match its content")
     return ChunkEntry(tensors, header["codec"])

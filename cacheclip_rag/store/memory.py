@@ -33,6 +33,7 @@ class MemoryStore(ChunkStore):
 
     def put(self, key: str, entry: ChunkEntry) -> None:
         if self._max_bytes is not None and entry.num_bytes > self._max_bytes:
+            self.delete(key)  # an older version must not go on being served
             return
         # A tensor read by another tier may be a view of a mapped file: keep our own copy.
         own = ChunkEntry({name: tensor.clone() for name, tensor in entry.tensors.items()}, entry.codec)
@@ -44,6 +45,11 @@ class MemoryStore(ChunkStore):
                 _, evicted = self._entries.popitem(last=False)
                 self._bytes -= evicted.num_bytes
                 self._evictions += 1
+
+    def touch(self, key: str) -> None:
+        with self._lock:
+            if key in self._entries:
+                self._entries.move_to_end(key)
 
     def delete(self, key: str) -> bool:
         with self._lock:

@@ -30,11 +30,14 @@ REGION = 256
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS texts (
-    serial INTEGER PRIMARY KEY AUTOINCREMENT, namespace TEXT NOT NULL, digest BLOB NOT NULL,
-    anchor INTEGER NOT NULL, start INTEGER NOT NULL, length INTEGER NOT NULL, UNIQUE (namespace, digest)
+    serial INTEGER PRIMARY KEY AUTOINCREMENT, namespace TEXT NOT NULL, digest BLOB NOT NULL, anchor INTEGER NOT NULL,
+    start INTEGER NOT NULL, length INTEGER NOT NULL, removed INTEGER NOT NULL, UNIQUE (namespace, digest)
 );
-CREATE TABLE IF NOT EXISTS removals (serial INTEGER PRIMARY KEY AUTOINCREMENT, namespace TEXT, digest BLOB);
 """
+# A text has one row, replaced under a new serial number when it is removed or added again: reading the rows behind the
+# last serial seen, by one query, brings an index up to date whatever others did meanwhile.
+_WRITE = "INSERT OR REPLACE INTO texts (namespace, digest, anchor, start, length, removed) SELECT ?, ?, ?, ?, ?, ?"
+_UNLESS_THERE = " WHERE NOT EXISTS (SELECT 1 FROM texts WHERE namespace = ? AND digest = ? AND removed = 0)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,30 +63,21 @@ class TextIndex:
         self._database = Database(folder / "index.sqlite3" if folder else None, _SCHEMA)
         self._namespace = namespace
         self._anchors: dict[int, list[_Anchor]] = {}
-        self._last_serial = self._last_removal = 0
+        self._last_serial = 0
         self._lock = threading.Lock()
 
     def add(self, texts: Iterable[str]) -> None:
         """Remember texts; those shorter than ``WINDOW`` are left out, known ones are kept as they are."""
-        anchors = [anchor for text in texts if (anchor := _anchor_of(text)) is not None]
-        self._database.execute_many(
-            (
-                "INSERT OR IGNORE INTO texts (namespace, digest, anchor, start, length) VALUES (?, ?, ?, ?, ?)",
-                (self._namespace, a.digest, a.value, a.start, a.length),
-            )
-            for a in anchors
-        )
+        rows = [self._row(anchor, removed=0) for text in texts if (anchor := _anchor_of(text)) is not None]
+        self._database.execute_many((_WRITE + _UNLESS_THERE, (*row, *row[:2])) for row in rows)
 
     def remove(self, texts: Iterable[str]) -> None:
         """Forget texts, here and in every process that shares the database."""
-        for text in texts:
-            row = (self._namespace, _digest(text))
-            self._database.execute_many(
-                [
-                    ("DELETE FROM texts WHERE namespace = ? AND digest = ?", row),
-                    ("INSERT INTO removals (namespace, digest) VALUES (?, ?)", row),
-                ]
-            )
+        rows = [self._row(anchor, removed=1) for text in texts if (anchor := _anchor_of(text)) is not None]
+        self._database.execute_many((_WRITE, row) for row in rows)
+
+    def _row(self, anchor: _Anchor, removed: int) -> tuple[str, bytes, int, int, int, int]:
+        return self._namespace, anchor.digest, anchor.value, anchor.start, anchor.length, removed
 
     def find(self, prompt: str, candidates: Iterable[str] = ()) -> list[TextMatch]:
         """Stored texts and ``candidates`` occurring in ``prompt``: leftmost, longest, not overlapping, in order."""
@@ -107,22 +101,18 @@ class TextIndex:
 
     def _refresh(self) -> None:
         """Take in what this or another process added or removed since the last look."""
-        removed = self._database.query(
-            "SELECT serial, digest FROM removals WHERE namespace = ? AND serial > ?",
-            (self._namespace, self._last_removal),
-        )
-        if removed:
-            self._last_removal = max(serial for serial, _ in removed)
-            gone = {digest for _, digest in removed}
-            for value, anchors in list(self._anchors.items()):
-                self._anchors[value] = [a for a in anchors if a.digest not in gone]
-        added = self._database.query(
-            "SELECT serial, anchor, start, length, digest FROM texts WHERE namespace = ? AND serial > ?",
+        rows = self._database.query(
+            "SELECT serial, anchor, start, length, digest, removed FROM texts "
+            "WHERE namespace = ? AND serial > ? ORDER BY serial",
             (self._namespace, self._last_serial),
         )
-        for serial, value, start, length, digest in added:
-            self._last_serial = max(self._last_serial, serial)
-            self._anchors.setdefault(value, []).append(_Anchor(value, start, length, digest))
+        for serial, value, start, length, digest, removed in rows:
+            self._last_serial = serial
+            others = [a for a in self._anchors.pop(value, ()) if a.digest != digest]
+            if not removed:
+                others.append(_Anchor(value, start, length, digest))
+            if others:
+                self._anchors[value] = others
 
 
 def _digest(text: str) -> bytes:

@@ -26,6 +26,8 @@ class TieredStore(ChunkStore):
             if entry is not None:
                 for faster in self.tiers[:number]:
                     faster.put(key, entry)
+                for slower in self.tiers[number + 1 :]:
+                    slower.touch(key)
                 self._hits += 1
                 return entry
         self._misses += 1

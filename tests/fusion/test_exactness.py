@@ -41,10 +41,10 @@ def reference_logits(folder: str, ids: torch.Tensor) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def reference_greedy(folder: str, ids: torch.Tensor, count: int, eos_ids: frozenset[int]) -> list[int]:
+def reference_greedy(folder: str, ids: torch.Tensor, count: int) -> list[int]:
     """Greedy decoding the slow way: the whole sequence again for each token."""
     new: list[int] = []
-    while len(new) < count and (not new or new[-1] not in eos_ids):
+    for _ in range(count):
         logits = reference_logits(folder, torch.cat((ids, torch.tensor(new, dtype=torch.int64))))
         new.append(int(logits.argmax()))
     return new
@@ -141,16 +141,19 @@ class TestRatioOne:
         assert fused.stats.effective_ratio == 1.0 and fused.stats.fallback is None
         assert gap(fused.logits, reference_logits(case.folder, case.layout.ids)) < EXACT
 
-    def test_greedy_text_equals_plain_transformers(self, case: Case) -> None:
+    def test_greedy_text_equals_plain_transformers(self, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(case.runtime, "eos_ids", frozenset())  # a random model may end its turn at once
         segments = [span.segment for span in case.layout.spans]
         answer = case.engine.generate(segments, SamplingParams(max_tokens=16), method="cacheclip", recompute_ratio=1.0)
-        expected = reference_greedy(case.folder, case.layout.ids, 16, case.runtime.eos_ids)
+        expected = reference_greedy(case.folder, case.layout.ids, 16)
         assert list(answer.token_ids) == expected
         assert answer.text == case.runtime.decode_ids(expected)
 
     def test_full_method_equals_plain_transformers(self, case: Case) -> None:
         segments = [span.segment for span in case.layout.spans]
-        assert gap(prefilled(case.engine, segments, "full").logits, reference_logits(case.folder, case.layout.ids)) < EXACT
+        assert (
+            gap(prefilled(case.engine, segments, "full").logits, reference_logits(case.folder, case.layout.ids)) < EXACT
+        )
 
     def test_decoding_goes_on_as_after_full_prefill(self, case: Case) -> None:
         segments = [span.segment for span in case.layout.spans]
@@ -405,9 +408,10 @@ class TestPrompts:
     def test_same_chunk_twice(self, primary: str, make_case: Callable[..., Case], chunks: list[str]) -> None:
         case = make_case(primary, [chunks[0], chunks[1], chunks[0]])
         segments = [span.segment for span in case.layout.spans]
-        assert gap(
-            prefilled(case.engine, segments, "cacheclip", 1.0).logits, reference_logits(primary, case.layout.ids)
-        ) < EXACT
+        assert (
+            gap(prefilled(case.engine, segments, "cacheclip", 1.0).logits, reference_logits(primary, case.layout.ids))
+            < EXACT
+        )
 
 
 class ScatterLayer(DynamicLayer):

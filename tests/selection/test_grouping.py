@@ -224,9 +224,7 @@ def brute_top(scores: list[list[int]], budget: int) -> set[tuple[int, int]]:
 def brute_window_score(scores: list[list[float]], budget: int, window: int) -> set[tuple[int, int]]:
     """By the definition, with exact fractions: windows ranked by mean, then position; tokens by (window, score)."""
     windows = [(c, run) for c, chunk in enumerate(scores) for run in brute_windows(len(chunk), window)]
-    mean = {
-        (c, run): sum((Fraction(scores[c][t]) for t in run), Fraction(0)) / len(run) for c, run in windows
-    }
+    mean = {(c, run): sum((Fraction(scores[c][t]) for t in run), Fraction(0)) / len(run) for c, run in windows}
     ranked = sorted(windows, key=lambda w: (-mean[w], w[0], w[1].start))
     best: dict[tuple[int, int], int] = {}
     for rank, (c, run) in enumerate(ranked):

@@ -116,8 +116,6 @@ def right_header_without_kv(path: Path, other: Path) -> None:
     save_file({"other": torch.ones(2)}, path, metadata=metadata)
 
 
-
-
 DAMAGE = [
     truncated,
     cut_in_the_header,

@@ -40,7 +40,9 @@ class TestFinding:
     def test_several_times(self) -> None:
         assert found(index_of(LETTERS), f"{LETTERS} {LETTERS}\n{LETTERS}") == [LETTERS] * 3
 
-    @pytest.mark.parametrize("prompt", ["", "short", LETTERS[:-1], LETTERS[1:], LETTERS.upper(), LETTERS.replace("4", "5")])
+    @pytest.mark.parametrize(
+        "prompt", ["", "short", LETTERS[:-1], LETTERS[1:], LETTERS.upper(), LETTERS.replace("4", "5")]
+    )
     def test_nothing_else(self, prompt: str) -> None:
         assert found(index_of(LETTERS), prompt) == []
 
@@ -89,7 +91,12 @@ class TestFinding:
 
     @pytest.mark.parametrize(
         "text",
-        ["東京タワーは高さ333メートルの電波塔です。", "🗼🇫🇷👩‍👩‍👧‍👦 emoji families count as well 🎉", "e\u0301toiles combinées e\u0301", "\u0000 control \u0001\u0002 chars \x7f"],
+        [
+            "東京タワーは高さ333メートルの電波塔です。",
+            "🗼🇫🇷👩‍👩‍👧‍👦 emoji families count as well 🎉",
+            "e\u0301toiles combinées e\u0301",
+            "\u0000 control \u0001\u0002 chars \x7f",
+        ],
     )
     def test_unicode(self, text: str) -> None:
         assert found(index_of(text), f"«{text}» {text}?") == [text, text]

@@ -1,0 +1,67 @@
+"""The catalogue of package-shipped weights: pinned, complete, consistent."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from cacheclip_rag import EngineConfig
+from cacheclip_rag.models.catalog import (
+    DEFAULT_AUXILIARY,
+    DEFAULT_EMBEDDING,
+    DEFAULT_PRIMARY,
+    PACKAGED_MODELS,
+    PackagedModel,
+)
+
+
+@pytest.fixture(params=list(PACKAGED_MODELS))
+def model(request: pytest.FixtureRequest) -> PackagedModel:
+    return PACKAGED_MODELS[request.param]
+
+
+def test_digest_is_a_sha256(model: PackagedModel) -> None:
+    assert re.fullmatch(r"[0-9a-f]{64}", model.sha256)
+
+
+def test_name_is_a_safe_folder_name(model: PackagedModel) -> None:
+    assert re.fullmatch(r"[A-Za-z0-9][\w.\-]*", model.name)
+    assert PACKAGED_MODELS[model.name] is model
+
+
+def test_every_part_is_pinned_and_named_once(model: PackagedModel) -> None:
+    assert model.parts and len({p.requirement for p in model.parts}) == len(model.parts)
+    for part in model.parts:
+        assert re.fullmatch(r"[a-z0-9][a-z0-9.\-]*==\d[\w.]*", part.requirement)
+        assert not part.member.startswith("/") and ".." not in part.member
+
+
+def test_parts_are_numbered_in_order(model: PackagedModel) -> None:
+    """Concatenation order is the order of the tuple, in the package names and in the files they hold."""
+    if len(model.parts) == 1:
+        return
+    packages = [int(re.findall(r"part(\d+)", p.requirement)[-1]) for p in model.parts]
+    files = [int(re.findall(r"part(\d+)", p.member)[-1]) for p in model.parts]
+    assert packages == list(range(1, len(model.parts) + 1))
+    assert files == list(range(files[0], files[0] + len(model.parts))) and files[0] in (0, 1)
+
+
+def test_kind_and_sizes(model: PackagedModel) -> None:
+    assert model.kind in ("gguf", "sentence-transformers")
+    assert 10**6 < model.num_bytes < 10**11 and model.context_tokens > 0
+    assert model.license and model.description and model.architecture
+    if model.kind == "sentence-transformers":
+        assert len(model.parts) == 1 and model.parts[0].member.endswith("/")
+    else:
+        assert not any(p.member.endswith("/") for p in model.parts)
+
+
+def test_digests_are_of_different_files() -> None:
+    assert len({m.sha256 for m in PACKAGED_MODELS.values()}) == len(PACKAGED_MODELS)
+
+
+def test_defaults_are_in_it() -> None:
+    assert {DEFAULT_PRIMARY, DEFAULT_AUXILIARY, DEFAULT_EMBEDDING} <= set(PACKAGED_MODELS)
+    assert PACKAGED_MODELS[DEFAULT_EMBEDDING].kind == "sentence-transformers"
+    assert (EngineConfig().primary, EngineConfig().auxiliary) == (DEFAULT_PRIMARY, DEFAULT_AUXILIARY)

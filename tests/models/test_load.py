@@ -1,0 +1,221 @@
+"""From a name to a model: what is found, what is refused, and how a model is identified."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from cacheclip_rag.errors import ConfigurationError, DownloadError, ModelError, UnknownModelError, UnsupportedModelError
+from cacheclip_rag.models.architectures import SUPPORTED, check_supported, rope_pin
+from cacheclip_rag.models.catalog import PACKAGED_MODELS
+from cacheclip_rag.models.load import _fingerprint as fingerprint
+from cacheclip_rag.models.load import load_model, resolve
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def folder(tiny_models: dict[str, str], tmp_path: Path) -> Path:
+    """A copy of a tiny model that a test may spoil."""
+    return Path(shutil.copytree(tiny_models["llama"], tmp_path / "model"))
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+class TestNames:
+    @pytest.mark.parametrize("name", ["no-such-model", "smollm2", "", "  ", "a/b/c", "../outside", "C:\\models\\x"])
+    def test_unknown_lists_the_known(self, name: str) -> None:
+        with pytest.raises(UnknownModelError) as caught:
+            resolve(name)
+        assert repr(name) in str(caught.value)
+        if "holds no config.json" not in str(caught.value):
+            assert all(known in str(caught.value) for known in PACKAGED_MODELS)
+
+    def test_local_folder(self, folder: Path) -> None:
+        assert resolve(str(folder)) == folder.resolve()
+
+    def test_relative_folder_and_home(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(folder.parent)
+        assert resolve("model") == folder.resolve()
+        monkeypatch.setenv("HOME", str(folder.parent))
+        assert resolve("~/model") == folder.resolve()
+
+    def test_folder_without_config(self, tmp_path: Path) -> None:
+        (tmp_path / "weights.gguf").write_bytes(b"GGUF")
+        with pytest.raises(UnknownModelError, match=r"holds no config\.json.*GGUF"):
+            resolve(str(tmp_path))
+
+    def test_hub_without_network(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        monkeypatch.setenv("HF_HOME", str(tmp_path))
+        with pytest.raises(DownloadError, match=r"owner/model.*network"):
+            resolve("owner/model")
+
+    def test_same_folder_under_two_names_is_one_model(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(folder.parent)
+        assert load_model("model") is load_model(str(folder))
+
+
+class TestRefused:
+    def test_unknown_dtype(self, folder: Path) -> None:
+        with pytest.raises(ConfigurationError, match="float32, bfloat16, float16"):
+            load_model(str(folder), dtype="float64")
+
+    def test_device_that_is_not_there(self, folder: Path) -> None:
+        """A GPU number that no machine has: refused in our words with and without CUDA."""
+        with pytest.raises(ConfigurationError, match="device"):
+            load_model(str(folder), device="cuda:99")
+
+    @pytest.mark.parametrize("device", ["nonsense", ""])
+    def test_device_that_is_none(self, folder: Path, device: str) -> None:
+        with pytest.raises(ConfigurationError, match="device"):
+            load_model(str(folder), device=device)
+
+    def test_unsupported_architecture(self, tmp_path: Path) -> None:
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        config = GPT2Config(vocab_size=100, n_positions=64, n_embd=16, n_layer=1, n_head=2)
+        GPT2LMHeadModel(config).save_pretrained(tmp_path)
+        with pytest.raises(UnsupportedModelError, match=r"'gpt2'.*Supported: llama, qwen2"):
+            load_model(str(tmp_path))
+
+    def test_unknown_model_type_is_our_error(self, folder: Path) -> None:
+        """A config that this transformers does not know at all (a newer model)."""
+        change_config(folder, model_type="model-of-next-year")
+        with pytest.raises(ModelError, match="model-of-next-year"):
+            load_model(str(folder))
+
+    @pytest.mark.parametrize("rope", ["dynamic", "longrope"])
+    def test_rope_that_depends_on_length(self, folder: Path, rope: str) -> None:
+        """Refused from the config alone, before any weights are read."""
+        for file in folder.glob("*.safetensors"):
+            file.unlink()
+        factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8} if rope == "longrope" else {}
+        parameters = {
+            "rope_type": rope,
+            "rope_theta": 10000.0,
+            "factor": 2.0,
+            "original_max_position_embeddings": 512,
+            **factors,
+        }
+        change_config(folder, rope_parameters=parameters)
+        with pytest.raises(UnsupportedModelError, match=f"'{rope}'.*length.*default, linear, llama3, yarn"):
+            load_model(str(folder))
+
+    def test_sliding_window(self, tiny_models: dict[str, str], tmp_path: Path) -> None:
+        folder = Path(shutil.copytree(tiny_models["qwen2"], tmp_path / "model"))
+        change_config(folder, use_sliding_window=True, sliding_window=64, layer_types=["sliding_attention"] * 4)
+        with pytest.raises(UnsupportedModelError, match="sliding-window"):
+            load_model(str(folder))
+
+    def test_without_weights(self, folder: Path) -> None:
+        for file in folder.glob("*.safetensors"):
+            file.unlink()
+        with pytest.raises(ModelError):
+            load_model(str(folder))
+
+    def test_without_tokenizer(self, folder: Path) -> None:
+        for file in folder.glob("tokenizer*"):
+            file.unlink()
+        with pytest.raises(ModelError, match="tokenizer"):
+            load_model(str(folder))
+
+    def test_damaged_config(self, folder: Path) -> None:
+        (folder / "config.json").write_text("{ not json")
+        with pytest.raises(ModelError, match=r"config\.json"):
+            load_model(str(folder))
+
+    def test_supported_table(self, tiny_models: dict[str, str]) -> None:
+        from transformers import AutoConfig
+
+        seen = {AutoConfig.from_pretrained(path).model_type for path in tiny_models.values()}
+        assert seen == set(SUPPORTED)  # a new architecture needs a row in the exactness matrix
+
+
+class TestRopePin:
+    def test_differs_with_the_rope(self, tiny_models: dict[str, str]) -> None:
+        from transformers import AutoConfig
+
+        names = ["llama", "llama-rope-llama3", "llama-rope-linear", "qwen2-rope-yarn"]
+        configs = [AutoConfig.from_pretrained(tiny_models[name]) for name in names]
+        assert len({rope_pin(c) for c in configs}) == len(names)
+        assert all(check_supported(c, "x") for c in configs)
+
+    def test_is_stable(self, folder: Path) -> None:
+        from transformers import AutoConfig
+
+        assert rope_pin(AutoConfig.from_pretrained(folder)) == rope_pin(AutoConfig.from_pretrained(folder))
+
+
+@pytest.mark.usefixtures("home")
+class TestFingerprint:
+    def test_is_the_content_not_the_place(self, folder: Path, tmp_path: Path) -> None:
+        moved = Path(shutil.copytree(folder, tmp_path / "elsewhere"))
+        assert fingerprint(folder) == fingerprint(moved)
+
+    def test_changes_with_the_weights(self, folder: Path) -> None:
+        before = fingerprint(folder)
+        weights = load_file(folder / "model.safetensors")
+        weights["model.norm.weight"] = weights["model.norm.weight"] + 1e-3
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        assert fingerprint(folder) != before
+
+    def test_changes_with_the_config(self, folder: Path) -> None:
+        before = fingerprint(folder)
+        change_config(folder, rms_norm_eps=1e-5)
+        assert fingerprint(folder) != before
+
+    def test_changes_with_a_second_weights_file(self, folder: Path) -> None:
+        before = fingerprint(folder)
+        save_file({"extra": torch.ones(1)}, folder / "model-2.safetensors")
+        assert fingerprint(folder) != before
+
+    def test_same_size_other_bytes(self, folder: Path) -> None:
+        """Rewritten in place with the same length: the modification time tells."""
+        before = fingerprint(folder)
+        path = folder / "model.safetensors"
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+        stat = path.stat()
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+        assert fingerprint(folder) != before
+
+    def test_is_remembered(self, folder: Path, home: Path) -> None:
+        first = fingerprint(folder)
+        (memo,) = (home / "fingerprints").glob("*.json")
+        assert json.loads(memo.read_text())["sha256"] == first
+        memo.write_text(json.dumps({"sha256": "remembered"}))
+        assert fingerprint(folder) == "remembered"  # the weights were not read again
+
+    def test_damaged_memory_is_computed_again(self, folder: Path, home: Path) -> None:
+        first = fingerprint(folder)
+        (memo,) = (home / "fingerprints").glob("*.json")
+        for damage in ("", "{", "[]", '{"other": 1}', "null"):
+            memo.write_text(damage)
+            assert fingerprint(folder) == first
+
+    def test_home_that_cannot_be_written(self, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("")
+        expected = fingerprint(folder)
+        monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "file" / "home"))
+        assert fingerprint(folder) == expected
+
+    def test_dtype_is_a_part_of_the_identity(self, folder: Path) -> None:
+        one, other = load_model(str(folder)), load_model(str(folder), dtype="bfloat16")
+        assert one.fingerprint != other.fingerprint
+        assert one is load_model(str(folder))
