@@ -28,6 +28,7 @@ test: setup
 lint: setup
 	$(BIN)/ruff check cacheclip_rag integrations examples tests
 	$(BIN)/mypy
+	MYPYPATH=integrations $(BIN)/mypy --namespace-packages --explicit-package-bases integrations
 
 bench: setup
 	$(BIN)/cacheclip bench

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .config import EngineConfig
-    from .decoding import SamplingParams
     from .engine import Answer, CacheClipEngine, StreamEvent, get_engine
     from .errors import CacheClipError
     from .prompt import Chunk, Fresh
+    from .sampling import SamplingParams
     from .stats import FusionStats
 
 __version__ = "0.1.0"
@@ -40,7 +40,7 @@ _HOMES = {
     "EngineConfig": "config",
     "Fresh": "prompt",
     "FusionStats": "stats",
-    "SamplingParams": "decoding",
+    "SamplingParams": "sampling",
     "StreamEvent": "engine",
     "get_engine": "engine",
 }

@@ -1,45 +1,14 @@
-"""Choosing tokens and turning them into text: sampling settings, stop strings, streaming detokenisation."""
+"""Choosing tokens and turning them into text: sampling, stop strings, streaming detokenisation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
-from .errors import ConfigurationError
+from .sampling import SamplingParams
 
-__all__ = ["Sampler", "SamplingParams", "TextStream"]
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How to decode.
-
-    Raises:
-        ConfigurationError: a value out of range.
-    """
-
-    max_tokens: int = 256
-    """Most new tokens; fewer if the model's context ends first."""
-    temperature: float = 0.0
-    """0 is greedy; otherwise logits are divided by it."""
-    top_p: float = 1.0
-    """Sample from the smallest set of tokens whose probability reaches this."""
-    stop: tuple[str, ...] = ()
-    """The answer ends before the first of these strings."""
-    seed: int | None = None
-    """Makes sampling repeatable."""
-
-    def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise ConfigurationError(f"max_tokens must be 1 or more, got {self.max_tokens}.")
-        if not 0.0 <= self.temperature <= 100.0:
-            raise ConfigurationError(f"temperature must be between 0 (greedy) and 100, got {self.temperature}.")
-        if not 0.0 < self.top_p <= 1.0:
-            raise ConfigurationError(f"top_p must be above 0 and at most 1, got {self.top_p}.")
-        if not isinstance(self.stop, tuple) or not all(isinstance(s, str) and s for s in self.stop):
-            raise ConfigurationError(f"stop must be a tuple of non-empty strings, got {self.stop!r}.")
+__all__ = ["Sampler", "TextStream"]
 
 
 class Sampler:

@@ -20,7 +20,7 @@ import torch
 
 from .chunks import ChunkCaches
 from .config import EngineConfig
-from .decoding import Sampler, SamplingParams, TextStream
+from .decoding import Sampler, TextStream
 from .errors import CacheClipError, ConfigurationError, PromptTooLongError
 from .fusion.layout import Layout, Span, lay_out
 from .fusion.recompute import assemble, choose_rows, recompute
@@ -29,6 +29,7 @@ from .methods.base import Method, SelectionRequest
 from .models.load import load_model
 from .models.runtime import FusedCache, ModelRuntime, TokenizedText
 from .prompt import Fresh, Prompt, Segment, check_segments, normalise_chunk, segment_chat, segment_text
+from .sampling import SamplingParams
 from .selection.auxiliary import score_chunks
 from .selection.mapping import map_scores
 from .stats import FusionStats, PhaseClock

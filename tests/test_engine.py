@@ -684,7 +684,7 @@ class TestProcess:
     def test_importing_is_fast_and_loads_no_torch(self) -> None:
         program = (
             "import sys, time; begin = time.perf_counter(); import cacheclip_rag; spent = time.perf_counter() - begin; "
-            "heavy = [m for m in ('torch', 'transformers', 'numpy', 'langchain_core', 'llama_index') if m in sys.modules]; "
+            "heavy = {'torch', 'transformers', 'numpy', 'langchain_core', 'llama_index'} & set(sys.modules); "
             "assert not heavy, heavy; print(spent)"
         )
         seconds = [
@@ -695,14 +695,9 @@ class TestProcess:
 
     def test_making_a_config_loads_no_torch(self) -> None:
         program = (
-            "import sys; from cacheclip_rag import EngineConfig, SamplingParams; EngineConfig(method='direct'); "
-            "from cacheclip_rag import CacheClipError"
-        )
-        subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
-        program = (
             "import sys; from cacheclip_rag import EngineConfig; EngineConfig(); assert 'torch' not in sys.modules"
         )
-        subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+        subprocess.run([sys.executable, "-c", program], check=True)
 
     def test_public_names(self) -> None:
         for name in cacheclip_rag.__all__:

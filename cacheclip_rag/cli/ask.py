@@ -51,11 +51,11 @@ def ask(
 ) -> None:
     """Retrieve, fuse and stream the answer; then the sources and where the time went."""
     from ..config import check_ratio
-    from ..decoding import SamplingParams
     from ..engine import CacheClipEngine
     from ..errors import ConfigurationError
     from ..ingest.embedding import Embedder
     from ..ingest.library import Library
+    from ..sampling import SamplingParams
     from .settings import engine_config, merge_settings
 
     if not question.strip():

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from ..config import EngineConfig, check_ratio
-from ..decoding import SamplingParams
 from ..engine import CacheClipEngine
 from ..errors import ConfigurationError
 from ..methods import check_method
 from ..progress import progress_bar
+from ..sampling import SamplingParams
 from ..stats import PHASES, FusionStats
 from ..store import DiskStore
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -20,6 +19,7 @@ from cacheclip_rag.aio import iterate_in_thread
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.models.catalog import DEFAULT_AUXILIARY, DEFAULT_PRIMARY
+from cacheclip_rag.sampling import merge_call_options
 
 if TYPE_CHECKING:
     from cacheclip_rag import Answer, CacheClipEngine, StreamEvent
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 __all__ = ["ChatCacheClip"]
 
 _SAMPLING = ("max_tokens", "temperature", "top_p", "stop", "seed")
-_PER_CALL = (*_SAMPLING, "max_new_tokens", "method", "recompute_ratio", "documents")
 _OWN = ("store", "namespace", "dtype", "device", "auxiliary")
 _ROLES = {"human": "user", "ai": "assistant", "system": "system"}
 
@@ -101,6 +100,7 @@ class ChatCacheClip(BaseChatModel):
             raise ConfigurationError(f"unknown field {', '.join(unknown)}. Known: {', '.join(sorted(known))}.")
         super().__init__(**fields)
         self._full_config()
+        merge_call_options(self._call_settings(), {})
 
     @property
     def _llm_type(self) -> str:
@@ -190,28 +190,16 @@ class ChatCacheClip(BaseChatModel):
         self, call: str, messages: Sequence[BaseMessage], stop: list[str] | None, options: dict[str, Any]
     ) -> Callable[[], Any]:
         """The engine's call, ready to run: everything is checked now, the engine is touched where it is run."""
-        unknown = sorted(set(options) - {*_PER_CALL, "stream"})
-        if unknown:
-            raise ConfigurationError(f"unknown call option {', '.join(unknown)}. Known: {', '.join(_PER_CALL)}.")
-        given = {name: value for name, value in {**options, "stop": stop}.items() if value is not None}
-        candidates = _document_texts(given.get("documents", ()))
-        return partial(self._run, call, _messages(messages), given, candidates)
+        options = {name: value for name, value in options.items() if name != "stream"}
+        candidates = _document_texts(options.pop("documents", None) or ())
+        if stop is not None:
+            options["stop"] = stop
+        settings = merge_call_options(self._call_settings(), options)
+        prompt = _messages(messages)
+        return lambda: getattr(self.engine, call)(prompt, **settings, candidates=candidates)
 
-    def _run(self, call: str, prompt: list[dict[str, str]], given: dict[str, Any], candidates: list[str]) -> Any:
-        from cacheclip_rag import SamplingParams  # loads torch: in a worker thread if the caller is asynchronous
-
-        stop = given.get("stop", self.stop) or ()
-        params = SamplingParams(
-            max_tokens=given.get("max_tokens", given.get("max_new_tokens", self.max_tokens)),
-            temperature=given.get("temperature", self.temperature),
-            top_p=given.get("top_p", self.top_p),
-            stop=(stop,) if isinstance(stop, str) else tuple(stop),
-            seed=given.get("seed", self.seed),
-        )
-        method = given.get("method", self.method)
-        ratio = given.get("recompute_ratio", self.recompute_ratio)
-        run = getattr(self.engine, call)
-        return run(prompt, params, method=method, recompute_ratio=ratio, candidates=candidates)
+    def _call_settings(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in (*_SAMPLING, "method", "recompute_ratio")}
 
     # -- answers as LangChain has them --------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ from cacheclip_rag.aio import iterate_in_thread
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.models.catalog import DEFAULT_AUXILIARY, DEFAULT_PRIMARY, PACKAGED_MODELS
+from cacheclip_rag.sampling import merge_call_options
 
 if TYPE_CHECKING:
     from typing import Self
@@ -41,7 +42,6 @@ __all__ = ["CacheClipLLM", "EngineFields"]
 _CONFIG_NAMES = {"model_name": "primary", "auxiliary_model_name": "auxiliary"}
 """Fields that have another name in :class:`EngineConfig`."""
 _SHARED = ("model_name", "auxiliary_model_name", "store", "namespace", "system_prompt", "dtype", "device")
-_PER_CALL = ("max_tokens", "max_new_tokens", "temperature", "top_p", "stop", "method", "recompute_ratio", "seed")
 _ROLES = {
     MessageRole.SYSTEM: "system",
     MessageRole.DEVELOPER: "system",
@@ -156,6 +156,7 @@ class CacheClipLLM(EngineFields, CustomLLM):
 
     def _check(self) -> None:
         replace(self._engine_config(), method=self.method, recompute_ratio=self.recompute_ratio)
+        merge_call_options(self._call_settings(), {})
 
     def _prefix_system_prompt(self) -> str | None:
         # LlamaIndex sends it as a system message to chat models; to others it is pasted before the text
@@ -223,26 +224,12 @@ class CacheClipLLM(EngineFields, CustomLLM):
         return self._bind("generate_stream", prompt, options)
 
     def _bind(self, call: str, prompt: Any, options: dict[str, Any]) -> Callable[[], Any]:
-        unknown = sorted(set(options) - set(_PER_CALL))
-        if unknown:
-            raise ConfigurationError(f"unknown call option {', '.join(unknown)}. Known: {', '.join(_PER_CALL)}.")
-        given = {name: value for name, value in options.items() if value is not None}
-        return partial(self._run, call, prompt, given)
+        settings = merge_call_options(self._call_settings(), options)
+        return lambda: getattr(self.engine, call)(prompt, **settings)
 
-    def _run(self, call: str, prompt: Any, given: dict[str, Any]) -> Any:
-        from cacheclip_rag import SamplingParams  # loads torch: in a worker thread if the caller is asynchronous
-
-        stop = given.get("stop", self.stop)
-        params = SamplingParams(
-            max_tokens=given.get("max_tokens", given.get("max_new_tokens", self.max_new_tokens)),
-            temperature=given.get("temperature", self.temperature),
-            top_p=given.get("top_p", self.top_p),
-            stop=(stop,) if isinstance(stop, str) else tuple(stop),
-            seed=given.get("seed"),
-        )
-        method = given.get("method", self.method)
-        ratio = given.get("recompute_ratio", self.recompute_ratio)
-        return getattr(self.engine, call)(prompt, params, method=method, recompute_ratio=ratio)
+    def _call_settings(self) -> dict[str, Any]:
+        own = {name: getattr(self, name) for name in ("temperature", "top_p", "stop", "method", "recompute_ratio")}
+        return {**own, "max_tokens": self.max_new_tokens, "seed": None}
 
 
 def _identity(config: EngineConfig) -> EngineConfig:

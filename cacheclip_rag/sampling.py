@@ -1,0 +1,84 @@
+"""Settings of one call: how to decode, with which method. Free of torch, so that front ends check them at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import ConfigurationError
+
+__all__ = ["CALL_OPTIONS", "SamplingParams", "merge_call_options"]
+
+CALL_OPTIONS = (
+    "max_tokens",
+    "max_new_tokens",
+    "temperature",
+    "top_p",
+    "stop",
+    "seed",
+    "method",
+    "recompute_ratio",
+)
+"""What a front end may set per call; ``max_new_tokens`` is another name of ``max_tokens``."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to decode.
+
+    Raises:
+        ConfigurationError: a value out of range.
+    """
+
+    max_tokens: int = 256
+    """Most new tokens; fewer if the model's context ends first."""
+    temperature: float = 0.0
+    """0 is greedy; otherwise logits are divided by it."""
+    top_p: float = 1.0
+    """Sample from the smallest set of tokens whose probability reaches this."""
+    stop: tuple[str, ...] = ()
+    """The answer ends before the first of these strings."""
+    seed: int | None = None
+    """Makes sampling repeatable."""
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ConfigurationError(f"max_tokens must be 1 or more, got {self.max_tokens}.")
+        if not 0.0 <= self.temperature <= 100.0:
+            raise ConfigurationError(f"temperature must be between 0 (greedy) and 100, got {self.temperature}.")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ConfigurationError(f"top_p must be above 0 and at most 1, got {self.top_p}.")
+        if not isinstance(self.stop, tuple) or not all(isinstance(s, str) and s for s in self.stop):
+            raise ConfigurationError(f"stop must be a tuple of non-empty strings, got {self.stop!r}.")
+
+
+def merge_call_options(own: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """A front end's own settings with a call's options on top, as keyword arguments of ``engine.generate``.
+
+    Args:
+        own: values of all :data:`CALL_OPTIONS` but ``max_new_tokens``.
+        options: the call's; None means not given.
+
+    Returns:
+        ``params``, ``method`` and ``recompute_ratio``.
+
+    Raises:
+        ConfigurationError: an unknown option, or a value out of range.
+    """
+    unknown = sorted(set(options) - set(CALL_OPTIONS))
+    if unknown:
+        raise ConfigurationError(f"unknown call option {', '.join(unknown)}. Known: {', '.join(CALL_OPTIONS)}.")
+    given = {name: value for name, value in options.items() if value is not None}
+    if "max_new_tokens" in given:
+        given.setdefault("max_tokens", given.pop("max_new_tokens"))
+    merged = {**own, **given}
+    stop = merged["stop"] or ()
+    params = SamplingParams(
+        max_tokens=merged["max_tokens"],
+        temperature=merged["temperature"],
+        top_p=merged["top_p"],
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        seed=merged["seed"],
+    )
+    return {"params": params, "method": merged["method"], "recompute_ratio": merged["recompute_ratio"]}
