@@ -12,7 +12,6 @@ import logging
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -93,22 +92,34 @@ class CacheClipEngine:
         self.config = EngineConfig.from_options(config, options)
         self._lock = threading.RLock()
         self._caches: dict[str, ChunkCaches] = {}
+        self._store: ChunkStore | None = None
+        self._texts: TextIndex | None = None
 
     # -- parts, made at first use -------------------------------------------------------------------------------
 
-    @cached_property
+    @property
     def store(self) -> ChunkStore:
         """The chunk-cache store: memory only, disk, or memory before disk, as configured."""
+        with self._lock:
+            if self._store is None:
+                self._store = self._make_store()
+            return self._store
+
+    def _make_store(self) -> ChunkStore:
         config = self.config
         if config.store is None:
             return MemoryStore(config.max_bytes)
         disk = DiskStore(config.store, config.max_bytes)
         return TieredStore([MemoryStore(config.memory_bytes), disk]) if config.memory_bytes else disk
 
-    @cached_property
+    @property
     def texts(self) -> TextIndex:
         """Which texts were precomputed in this namespace."""
-        return TextIndex(Path(self.config.store).expanduser() if self.config.store else None, self.config.namespace)
+        with self._lock:
+            if self._texts is None:
+                folder = Path(self.config.store).expanduser() if self.config.store else None
+                self._texts = TextIndex(folder, self.config.namespace)
+            return self._texts
 
     @property
     def primary(self) -> ModelRuntime:
@@ -295,7 +306,9 @@ class CacheClipEngine:
             self._caches_of(self.config.auxiliary)  # weights are loaded before the clock starts, as for the primary
         clock = PhaseClock()
         with clock.phase("lookup"):
-            segments = _as_segments(prompt) or self.segment(prompt, candidates)  # type: ignore[arg-type]
+            segments = _as_segments(prompt)
+            if segments is None:
+                segments = self.segment(prompt, candidates)  # type: ignore[arg-type]
             layout = lay_out(segments, lambda s: _tokenize(caches, s), caches.prefix_ids)
             self._check_length(layout)
             found = self._stored(layout.chunks, method)
@@ -309,6 +322,8 @@ class CacheClipEngine:
         cache = caches.runtime.new_cache(_capacity(layout, params))
         with clock.phase("assemble"):
             reused = self._assemble(cache, layout, found, clock)
+        if not reused:
+            return self._prefill_plain(layout, method, clock, params)
         with clock.phase("select"):
             scorable = [span for span in scorable if span in reused]
             request = self._selection_request(layout, reused, scorable, question, clock)
@@ -327,14 +342,14 @@ class CacheClipEngine:
             cache, logits = runtime.prefill(layout.ids.to(runtime.device), _capacity(layout, params))
         fallback = None
         if method.reuses_chunks:
-            count = len(layout.chunks)
-            fallback = (
-                f"none of the prompt's {count} chunks is stored yet" if count else "no stored chunk found in the prompt"
-            )
+            fallback = "no stored chunk found in the prompt"
+            if layout.chunks:
+                fallback = f"none of the prompt's {len(layout.chunks)} chunks is in the store"
             logger.info("answered by plain prefill: %s", fallback)
         stats = self._stats(layout, create("full", {}), clock, [], recomputed=0)
         stats = replace(stats, fallback=fallback, nominal_ratio=method.nominal_ratio, prefix_tokens=0)
-        stats = replace(stats, fresh_tokens=stats.prompt_tokens)
+        misses = len(layout.chunks) if method.reuses_chunks else 0
+        stats = replace(stats, fresh_tokens=stats.prompt_tokens, misses=misses)
         return _Prefilled(layout, cache, logits, stats, self._missing(layout, []) if method.reuses_chunks else [])
 
     def _stored(self, chunks: Sequence[Span], method: Method) -> list[Span]:
@@ -479,11 +494,15 @@ def _tokenize(caches: ChunkCaches, segment: Segment) -> TokenizedText:
 
 def _as_segments(prompt: Prompt | Sequence[Segment]) -> list[Segment] | None:
     """The prompt itself if it is a list of segments, else None. Raises on an empty prompt."""
+    empty = ConfigurationError("the prompt is empty: expected a string, chat messages or segments that hold text.")
     if not prompt or (isinstance(prompt, str) and not prompt.strip()):
-        raise ConfigurationError("the prompt is empty: expected a string, chat messages or segments.")
+        raise empty
     if isinstance(prompt, str) or isinstance(prompt[0], dict):
         return None
-    return check_segments(prompt)  # type: ignore[arg-type]
+    segments = check_segments(prompt)  # type: ignore[arg-type]
+    if not segments:
+        raise empty
+    return segments
 
 
 def _question_in(layout: Layout) -> str:

@@ -43,12 +43,12 @@ class SamplingParams:
     """Makes sampling repeatable."""
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise ConfigurationError(f"max_tokens must be 1 or more, got {self.max_tokens}.")
-        if not 0.0 <= self.temperature <= 100.0:
-            raise ConfigurationError(f"temperature must be between 0 (greedy) and 100, got {self.temperature}.")
-        if not 0.0 < self.top_p <= 1.0:
-            raise ConfigurationError(f"top_p must be above 0 and at most 1, got {self.top_p}.")
+        if not isinstance(self.max_tokens, int) or self.max_tokens < 1:
+            raise ConfigurationError(f"max_tokens must be a whole number, 1 or more, got {self.max_tokens!r}.")
+        if not isinstance(self.temperature, int | float) or not 0.0 <= self.temperature <= 100.0:
+            raise ConfigurationError(f"temperature must be between 0 (greedy) and 100, got {self.temperature!r}.")
+        if not isinstance(self.top_p, int | float) or not 0.0 < self.top_p <= 1.0:
+            raise ConfigurationError(f"top_p must be above 0 and at most 1, got {self.top_p!r}.")
         if not isinstance(self.stop, tuple) or not all(isinstance(s, str) and s for s in self.stop):
             raise ConfigurationError(f"stop must be a tuple of non-empty strings, got {self.stop!r}.")
 

@@ -38,7 +38,7 @@ class FusionStats:
     hits: int
     """Chunks found in the store."""
     misses: int
-    """Chunks not found: computed as fresh text for this answer, and stored after it."""
+    """Chunks not found: computed as fresh text for this answer and (``on_miss="store"``) stored after it."""
     phases_s: dict[str, float]
     """Seconds per phase of the time to the first token, keys as in :data:`PHASES`."""
     ttft_s: float

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from langchain_cacheclip import ChatCacheClip
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
 from langchain_classic.chains.retrieval import create_retrieval_chain
 from langchain_core.callbacks import BaseCallbackHandler
@@ -22,6 +23,7 @@ from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.instrumentation.events.llm import LLMChatEndEvent
 from llama_index.core.schema import TextNode
+from llama_index.llms.cacheclip import CacheClipLLM
 from rich.console import Console
 from rich.table import Table
 
@@ -30,8 +32,6 @@ from cacheclip_rag.cli.settings import DEFAULT_SETTINGS, engine_config
 from cacheclip_rag.ingest.embedding import Embedder
 from cacheclip_rag.ingest.job import ingest
 from cacheclip_rag.ingest.library import Library
-from langchain_cacheclip import ChatCacheClip
-from llama_index.llms.cacheclip import CacheClipLLM
 
 HERE = Path(__file__).resolve().parent
 STORE = str(HERE.parent / ".demo" / "store")
@@ -191,7 +191,9 @@ def print_table(engine: CacheClipEngine, outcomes: list[Outcome]) -> None:
     full_s = median(rows["full"], "ttft_s")
     for method, stats in rows.items():
         ttft_s = median(stats, "ttft_s")
-        ratio, reused, recomputed = (median(stats, k) for k in ("effective_ratio", "reused_tokens", "recomputed_tokens"))
+        ratio, reused, recomputed = (
+            median(stats, k) for k in ("effective_ratio", "reused_tokens", "recomputed_tokens")
+        )
         table.add_row(
             method, f"{ttft_s:.2f} s", f"{full_s / ttft_s:.2f}x", f"{ratio:.3f}", f"{reused:.0f}", f"{recomputed:.0f}"
         )

@@ -40,8 +40,20 @@ CHUNKS = [
 ]
 QUESTION = "What is the magic number of the harbour master?"
 
-LLAMA = {"architecture": "llama", "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
-QWEN2 = {"architecture": "qwen2", "hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 2}
+LLAMA = {
+    "architecture": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+QWEN2 = {
+    "architecture": "qwen2",
+    "hidden_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -82,7 +94,9 @@ def make_tokenizer(vocab_size: int) -> Any:
     return fast
 
 
-def build_model(folder: Path, spec: dict[str, Any], *, vocab_size: int = 400, seed: int = 0, context: int = 2048) -> Path:
+def build_model(
+    folder: Path, spec: dict[str, Any], *, vocab_size: int = 400, seed: int = 0, context: int = 2048
+) -> Path:
     """Save a random tiny model under ``folder`` and return it."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -136,7 +150,9 @@ def engine(tiny_models: dict[str, str], tmp_path: Path) -> Any:
     """An engine on the tiny llama with a disk store of its own."""
     from cacheclip_rag import CacheClipEngine
 
-    return CacheClipEngine(primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"], store=str(tmp_path / "store"))
+    return CacheClipEngine(
+        primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"], store=str(tmp_path / "store")
+    )
 
 
 @pytest.fixture

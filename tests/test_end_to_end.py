@@ -64,7 +64,9 @@ def test_logits_at_ratio_one_are_those_of_transformers_alone(engine: CacheClipEn
     runtime = engine.primary
     caches = engine._caches_of("smollm2-135m")
     segments = engine.segment(PROMPT)
-    layout = lay_out(segments, lambda s: runtime.tokenize(s.text, control=getattr(s, "control", False)), caches.prefix_ids)
+    layout = lay_out(
+        segments, lambda s: runtime.tokenize(s.text, control=getattr(s, "control", False)), caches.prefix_ids
+    )
     expected = reference_logits(runtime, layout.ids)
 
     def fused(rotten: int = 0) -> torch.Tensor:

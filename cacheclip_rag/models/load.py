@@ -8,11 +8,14 @@ import logging
 import os
 import re
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError
 
 from ..config import DTYPES
-from ..errors import ConfigurationError, DownloadError, UnknownModelError, UnsupportedModelError
+from ..errors import ConfigurationError, DownloadError, ModelError, UnknownModelError, UnsupportedModelError
 from ..paths import atomic_path, cache_home
 from .catalog import PACKAGED_MODELS
 from .pull import known_names, pull
@@ -108,23 +111,45 @@ def _load(folder: Path, name: str, dtype: str, device: str) -> ModelRuntime:
     from .architectures import check_supported, rope_pin
     from .runtime import ModelRuntime, quiet_transformers
 
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigurationError(f"device {device!r} was asked for, but this torch sees no CUDA device; use 'cpu'.")
-    config = AutoConfig.from_pretrained(folder)
+    _check_device(device)
+    config = _read(name, "config.json", lambda: AutoConfig.from_pretrained(folder))
     check_supported(config, name)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = _read(name, "tokenizer.json", lambda: AutoTokenizer.from_pretrained(folder))
     if not getattr(tokenizer, "is_fast", False):
         raise UnsupportedModelError(
             f"model {name!r} has no fast tokenizer (tokenizer.json), which is needed for character offsets."
         )
+    options = {"dtype": getattr(torch, dtype), "use_safetensors": True, "attn_implementation": "sdpa"}
     with quiet_transformers():
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=getattr(torch, dtype), use_safetensors=True, attn_implementation="sdpa"
-        )
+        model = _read(name, "*.safetensors", lambda: AutoModelForCausalLM.from_pretrained(folder, **options))
     logger.debug("loaded %s from %s as %s on %s", name, folder, dtype, device)
     return ModelRuntime(
         model.to(device), tokenizer, name=name, fingerprint=f"{_fingerprint(folder)}:{dtype}", rope_pin=rope_pin(config)
     )
+
+
+def _read(name: str, file: str, read: Callable[[], Any]) -> Any:
+    """Run a loader of transformers; whatever it finds wrong with the folder becomes our error, naming the file."""
+    try:
+        return read()
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise ModelError(
+            f"model {name!r}: {file} is missing, damaged, or of a kind that this transformers does not know "
+            f"({type(error).__name__}: {_first_line(error)}). Fetch the model again, or update transformers."
+        ) from error
+
+
+def _check_device(device: str) -> None:
+    """Raise ConfigurationError unless torch can put a model there."""
+    import torch
+
+    try:
+        torch.empty(0, device=torch.device(device))
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigurationError(
+            f"device {device!r} is not one this torch can use ({_first_line(error)}). "
+            "Use 'cpu', or 'cuda' where there is a GPU."
+        ) from error
 
 
 def _fingerprint(folder: Path) -> str:
@@ -134,7 +159,7 @@ def _fingerprint(folder: Path) -> str:
     memo_path = cache_home() / "fingerprints" / f"{hashlib.sha256(identity.encode()).hexdigest()}.json"
     try:
         return str(json.loads(memo_path.read_text())["sha256"])
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):  # absent or damaged: computed again
         pass
     total = hashlib.sha256()
     for file in files:

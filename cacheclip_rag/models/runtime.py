@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from ..errors import ConfigurationError
 from .attention import AttentionPlan, block_attention, causal_plan, query_attention_mass
 from .rotary import rotate, unrotate
 
@@ -168,11 +170,18 @@ class ModelRuntime:
         return bool(getattr(self.tokenizer, "chat_template", None))
 
     def render_chat(self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool = True) -> str:
-        return str(
-            self.tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+                )
             )
-        )
+        except TemplateError as error:  # templates raise on roles or orders that they do not know
+            roles = ", ".join(message["role"] for message in messages)
+            raise ConfigurationError(
+                f"the chat template of model {self.name!r} refuses messages of roles {roles}: {error}. Change roles or "
+                "order, or pass the prompt as one string."
+            ) from error
 
     def _find_eos_ids(self) -> frozenset[int]:
         """Ends of text and of turn: GGUF conversions often record only one of the two."""

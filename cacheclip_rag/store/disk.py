@@ -63,7 +63,8 @@ class DiskStore(ChunkStore):
             entry = _read(self.path_of(key), key)
         except FileNotFoundError:
             entry = None
-            self._forget(key)
+            if self._database.query("SELECT 1 FROM entries WHERE key = ?", (key,)):
+                self._forget(key)
         except (SafetensorError, ValueError, KeyError, OSError) as error:
             logger.warning(
                 "chunk cache %s… is damaged (%s); it was removed and will be computed again", key[:12], error

@@ -32,9 +32,7 @@ class Workshop:
         self.corpus, self.store = root / "corpus", root / "store"
         self.corpus.mkdir()
         self.settings = LibrarySettings(models["llama"], models["auxiliary"], "letters", "float32", "default", 32, 0)
-        self.engine = CacheClipEngine(
-            primary=models["llama"], auxiliary=models["auxiliary"], store=str(self.store)
-        )
+        self.engine = CacheClipEngine(primary=models["llama"], auxiliary=models["auxiliary"], store=str(self.store))
         self.library = Library(self.store)
 
     def write(self, name: str, text: str) -> None:
@@ -43,7 +41,11 @@ class Workshop:
     def run(self, **changes: object) -> IngestReport:
         settings = dataclasses.replace(self.settings, **changes)
         return ingest(
-            [self.corpus], library=self.library, engine=self.engine, embedder=LetterEmbedder("letters"), settings=settings
+            [self.corpus],
+            library=self.library,
+            engine=self.engine,
+            embedder=LetterEmbedder("letters"),
+            settings=settings,
         )
 
 
@@ -149,7 +151,9 @@ def test_opening_a_library_that_is_not_there_says_what_to_do(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("overlap", [0, 8])
-def test_passages_are_within_size_and_cover_the_text(tiny_models: dict[str, str], chunks: list[str], overlap: int) -> None:
+def test_passages_are_within_size_and_cover_the_text(
+    tiny_models: dict[str, str], chunks: list[str], overlap: int
+) -> None:
     from cacheclip_rag.models.load import load_model
 
     runtime = load_model(tiny_models["llama"])
