@@ -16,8 +16,8 @@ pytestmark = pytest.mark.slow
 FACTS = [
     "Mount Kestrel is the highest summit of the Varn range. It rises to 2,914 metres and was first climbed in 1891 by "
     "Ottilie Brandt and two guides from the village of Sarn. The north face is climbed only in winter.",
-    "The Sarn valley railway opened in 1903. It carries timber and, since 1950, visitors. The line is 31 kilometres long "
-    "and has four stations: Sarn, Mill Bridge, Upper Lake and Kestrel Foot.",
+    "The Sarn valley railway opened in 1903. It carries timber and, since 1950, visitors. The line is 31 kilometres "
+    "long and has four stations: Sarn, Mill Bridge, Upper Lake and Kestrel Foot.",
     "The observatory at Upper Lake holds a refracting telescope of 42 centimetres. The special code of the observatory "
     "is 7316042. It is open to the public on the first Friday of each month.",
 ]

@@ -1,0 +1,80 @@
+"""The README's code runs as it stands there, and its facts are those of the package."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+README = (Path(__file__).resolve().parent.parent / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def block(marker: str) -> str:
+    (found,) = [b for b in BLOCKS if marker in b]
+    return found
+
+
+@pytest.mark.slow
+def test_engine_block_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    """On the small packaged model in both roles: the default primary is a download of half a gigabyte."""
+    code = block("CacheClipEngine").replace("qwen2.5-coder-0.5b", "smollm2-135m")
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert "1847" in names["answer"].text
+    assert names["answer"].stats.hits == 2
+    assert names["answer"].text in capsys.readouterr().out
+
+
+def test_llama_index_block() -> None:
+    from llama_index.core import MockEmbedding, VectorStoreIndex
+    from llama_index.core.query_engine import RetrieverQueryEngine
+    from llama_index.core.schema import TextNode
+
+    index = VectorStoreIndex([TextNode(text="Its lamp burned whale oil.")], embed_model=MockEmbedding(8))
+    names: dict[str, Any] = {"index": index}
+    exec(block("CacheClipLLM"), names)
+    assert isinstance(names["query_engine"], RetrieverQueryEngine)
+    assert names["CacheClipTransform"].from_llm(names["llm"]).store == names["llm"].store == "my-store"
+
+
+def test_langchain_block() -> None:
+    from langchain_classic.chains.combine_documents import create_stuff_documents_chain
+    from langchain_classic.chains.retrieval import create_retrieval_chain
+    from langchain_core.prompts import ChatPromptTemplate
+    from langchain_core.runnables import Runnable, RunnableLambda
+
+    names: dict[str, Any] = {
+        "create_retrieval_chain": create_retrieval_chain,
+        "create_stuff_documents_chain": create_stuff_documents_chain,
+        "retriever": RunnableLambda(lambda question: []),
+        "prompt": ChatPromptTemplate.from_messages([("human", "{context}\n\n{input}")]),
+    }
+    exec(block("ChatCacheClip"), names)
+    assert isinstance(names["chain"], Runnable)
+
+
+def test_every_block_is_run_here() -> None:
+    assert len(BLOCKS) == 3
+
+
+def test_methods_table_lists_the_registry() -> None:
+    from cacheclip_rag.methods import METHODS
+
+    table = README.partition("## Methods")[2].partition("##")[0]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(METHODS)
+
+
+def test_no_weights_needed_to_read_the_public_names() -> None:
+    import cacheclip_rag
+
+    assert all(getattr(cacheclip_rag, name) is not None for name in cacheclip_rag.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = cacheclip_rag.nothing
