@@ -32,7 +32,7 @@ class ChunkCaches:
         self._namespace = namespace
         self._codec = codec
         self._prefix: torch.Tensor | None = None
-        self.tokenize = lru_cache(maxsize=_TOKENIZED_TEXTS)(runtime.tokenize)
+        self._tokenize = lru_cache(maxsize=_TOKENIZED_TEXTS)(runtime.tokenize)
 
     @property
     def prefix(self) -> torch.Tensor:
@@ -40,6 +40,10 @@ class ChunkCaches:
         if self._prefix is None:
             self._prefix = self._read_or_encode_prefix()
         return self._prefix
+
+    def tokenize(self, text: str, *, control: bool = False) -> TokenizedText:
+        """As :meth:`ModelRuntime.tokenize`, remembered."""
+        return self._tokenize(text, control=control)
 
     def key(self, text: str) -> str:
         """Store key of a chunk's text."""

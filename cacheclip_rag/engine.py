@@ -2,8 +2,7 @@
 
 Read top to bottom, ``generate_stream`` is the data flow of the whole library::
 
-    prompt -> segments -> lookup -> score with the auxiliary -> read and assemble the primary's KV -> choose tokens
-           -> recompute -> first token -> decode
+    prompt -> segments -> layout -> prefill (fused, or plain where nothing is stored) -> first token -> decode
 """
 
 from __future__ import annotations
@@ -21,16 +20,14 @@ from .chunks import ChunkCaches
 from .config import EngineConfig
 from .decoding import Sampler, TextStream
 from .errors import CacheClipError, ConfigurationError, PromptTooLongError
-from .fusion.layout import Layout, Span, lay_out
-from .fusion.recompute import assemble, choose_rows, recompute
+from .fusion.layout import Layout, lay_out
 from .methods import create
-from .methods.base import Method, SelectionRequest
+from .methods.base import Method
 from .models.load import load_model
-from .models.runtime import FusedCache, ModelRuntime, TokenizedText
+from .models.runtime import ModelRuntime
+from .prefill import Prefill, Prefilled
 from .prompt import Fresh, Prompt, Segment, check_segments, normalise_chunk, segment_chat, segment_text
 from .sampling import SamplingParams
-from .selection.auxiliary import score_chunks
-from .selection.mapping import map_scores
 from .stats import FusionStats, PhaseClock
 from .store import ChunkStore, DiskStore, MemoryStore, TextIndex, TieredStore
 
@@ -38,9 +35,8 @@ __all__ = ["Answer", "CacheClipEngine", "StreamEvent", "get_engine"]
 
 logger = logging.getLogger(__name__)
 
-_MAX_QUESTION_TOKENS = 96
-"""Question tokens that score the chunks, the last ones if there are more: each costs one row per chunk."""
 _RESERVED_TOKENS = 512
+"""Tokens of an answer that a cache has room for from the start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +59,6 @@ class StreamEvent:
     """New text since the last event; joined over all events it is the answer."""
     answer: Answer | None = None
     """Set on the last event only."""
-
-
-@dataclass(slots=True)
-class _Prefilled:
-    """A prompt in the cache, ready to decode."""
-
-    layout: Layout
-    cache: FusedCache
-    logits: torch.Tensor
-    stats: FusionStats
-    missing: list[str]
 
 
 class CacheClipEngine:
@@ -155,7 +140,7 @@ class CacheClipEngine:
             messages = [*system, {"role": "user", "content": content}]
             segments = segment_chat(messages, runtime.render_chat, self.texts)
             opening = segments[: segments.index(Fresh(content))]
-        return [token for s in opening for token in runtime.tokenize(s.text, control=_is_control(s)).ids]
+        return [token for s in opening for token in runtime.tokenize(s.text, control=s.control).ids]
 
     # -- the three calls ----------------------------------------------------------------------------------------
 
@@ -298,138 +283,22 @@ class CacheClipEngine:
         method: Method,
         question: str | None,
         candidates: Iterable[str],
-    ) -> _Prefilled:
+    ) -> Prefilled:
         """Everything up to the first token's logits."""
-        caches = self._caches_of(self.config.primary)
-        if method.needs_auxiliary:
-            assert self.config.auxiliary
-            self._caches_of(self.config.auxiliary)  # weights are loaded before the clock starts, as for the primary
+        primary = self._caches_of(self.config.primary)  # weights are loaded before the clock starts
+        auxiliary = self._caches_of(self.config.auxiliary) if method.needs_auxiliary and self.config.auxiliary else None
         clock = PhaseClock()
         with clock.phase("lookup"):
             segments = _as_segments(prompt)
             if segments is None:
                 segments = self.segment(prompt, candidates)  # type: ignore[arg-type]
-            layout = lay_out(segments, lambda s: _tokenize(caches, s), caches.prefix_ids)
-            self._check_length(layout)
-            found = self._stored(layout.chunks, method)
-        if not found:
-            return self._prefill_plain(layout, method, clock, params)
+            layout = lay_out(segments, lambda s: primary.tokenize(s.text, control=s.control), primary.prefix_ids)
+            _check_length(layout, primary.runtime)
+        # room for the prompt and a usual answer; the cache grows if the answer gets longer
+        capacity = layout.num_tokens + min(params.max_tokens, _RESERVED_TOKENS)
+        return Prefill(layout, method, primary, auxiliary, capacity, clock, question).run()
 
-        with clock.phase("select"):
-            scorable = [span for span in found if not layout.is_exact(span)]
-            request = self._selection_request(layout, found, scorable, question, clock)
-            scores = dict(zip(scorable, method.score(request), strict=True))
-        cache = caches.runtime.new_cache(_capacity(layout, params))
-        with clock.phase("assemble"):
-            reused = self._assemble(cache, layout, found, clock)
-        if not reused:
-            return self._prefill_plain(layout, method, clock, params)
-        with clock.phase("select"):
-            scorable = [span for span in scorable if span in reused]
-            request = self._selection_request(layout, reused, scorable, question, clock)
-            masks = method.select(request, [scores[span] for span in scorable])
-            selected = list(zip(scorable, masks, strict=True))
-        with clock.phase("recompute"):
-            rows = choose_rows(layout, reused, selected)
-            logits = recompute(caches.runtime, cache, layout, rows)
-        stats = self._stats(layout, method, clock, reused, recomputed=sum(int(mask.sum()) for mask in masks))
-        return _Prefilled(layout, cache, logits, stats, self._missing(layout, reused))
-
-    def _prefill_plain(self, layout: Layout, method: Method, clock: PhaseClock, params: SamplingParams) -> _Prefilled:
-        """Ordinary prefill of the same token ids: asked for, or the only correct way."""
-        with clock.phase("recompute"):
-            runtime = self.primary
-            cache, logits = runtime.prefill(layout.ids.to(runtime.device), _capacity(layout, params))
-        fallback = None
-        if method.reuses_chunks:
-            fallback = "no stored chunk found in the prompt"
-            if layout.chunks:
-                fallback = f"none of the prompt's {len(layout.chunks)} chunks is in the store"
-            logger.info("answered by plain prefill: %s", fallback)
-        stats = self._stats(layout, create("full", {}), clock, [], recomputed=0)
-        stats = replace(stats, fallback=fallback, nominal_ratio=method.nominal_ratio, prefix_tokens=0)
-        misses = len(layout.chunks) if method.reuses_chunks else 0
-        stats = replace(stats, fresh_tokens=stats.prompt_tokens, misses=misses)
-        return _Prefilled(layout, cache, logits, stats, self._missing(layout, []) if method.reuses_chunks else [])
-
-    def _stored(self, chunks: Sequence[Span], method: Method) -> list[Span]:
-        if not method.reuses_chunks:
-            return []
-        return [s for s in chunks if self.is_stored(s.segment.text, needs_auxiliary=method.needs_auxiliary)]
-
-    def _selection_request(
-        self, layout: Layout, found: Sequence[Span], scorable: Sequence[Span], question: str | None, clock: PhaseClock
-    ) -> SelectionRequest:
-        return SelectionRequest(
-            spans=scorable,
-            num_chunk_tokens=sum(len(span.tokens) for span in found),
-            auxiliary_scores=lambda: self._auxiliary_scores(scorable, question or _question_in(layout), clock),
-        )
-
-    def _auxiliary_scores(self, spans: Sequence[Span], question: str, clock: PhaseClock) -> list[torch.Tensor]:
-        """Scores of the auxiliary model for each span, in the primary's tokens."""
-        assert self.config.auxiliary
-        caches = self._caches_of(self.config.auxiliary)
-        texts = [span.segment.text for span in spans]
-        question_ids = caches.tokenize(question).ids[-_MAX_QUESTION_TOKENS:]
-        if not spans or not question_ids:
-            return [torch.zeros(len(span.tokens)) for span in spans]
-
-        def chunks() -> Iterator[torch.Tensor]:
-            for text in texts:
-                with clock.phase_within("read", "select"):
-                    kv = caches.read(text)
-                # Damaged or evicted since the look-up: the auxiliary is small, compute it here.
-                yield caches.runtime.encode(caches.tokenize(text).ids, caches.prefix) if kv is None else kv
-
-        lengths = [len(caches.tokenize(text)) for text in texts]
-        raw = score_chunks(caches.runtime, caches.prefix, chunks(), question_ids, lengths)
-        return [
-            map_scores(score, caches.tokenize(text).offsets, span.tokens.offsets)
-            for score, text, span in zip(raw, texts, spans, strict=True)
-        ]
-
-    def _assemble(self, cache: FusedCache, layout: Layout, found: Sequence[Span], clock: PhaseClock) -> list[Span]:
-        """Put prefix and chunk KV into ``cache``; returns the spans that were there (a damaged one is a miss)."""
-        caches = self._caches_of(self.config.primary)
-        reused = []
-
-        def pieces() -> Iterator[tuple[int, torch.Tensor]]:
-            if layout.num_prefix:
-                yield 0, caches.prefix
-            for span in found:
-                with clock.phase_within("read", "assemble"):
-                    kv = caches.read(span.segment.text)
-                if kv is not None:
-                    reused.append(span)
-                    yield span.start, kv
-
-        assemble(caches.runtime, cache, pieces())
-        return reused
-
-    def _stats(
-        self, layout: Layout, method: Method, clock: PhaseClock, reused: Sequence[Span], *, recomputed: int
-    ) -> FusionStats:
-        chunk_tokens = sum(len(span.tokens) for span in reused)
-        return FusionStats(
-            method=method.name,
-            fallback=None,
-            prompt_tokens=layout.num_tokens,
-            prefix_tokens=layout.num_prefix,
-            fresh_tokens=layout.num_tokens - layout.num_prefix - chunk_tokens,
-            chunk_tokens=chunk_tokens,
-            recomputed_tokens=recomputed,
-            nominal_ratio=method.nominal_ratio,
-            hits=len(reused),
-            misses=len(layout.chunks) - len(reused),
-            phases_s=clock.seconds,
-            ttft_s=clock.elapsed(),
-        )
-
-    def _missing(self, layout: Layout, reused: Sequence[Span]) -> list[str]:
-        return [span.segment.text for span in layout.chunks if span not in reused]
-
-    def _decode(self, prefilled: _Prefilled, params: SamplingParams) -> Iterator[StreamEvent]:
+    def _decode(self, prefilled: Prefilled, params: SamplingParams) -> Iterator[StreamEvent]:
         """From the first logits to the end of the answer."""
         runtime, cache = self.primary, prefilled.cache
         started = PhaseClock()
@@ -452,44 +321,11 @@ class CacheClipEngine:
         logger.debug("answered: %s", stats)
         yield StreamEvent(rest, Answer(stream.text, tuple(ids), "stop" if ended else "length", stats))
 
-    def _check_length(self, layout: Layout) -> None:
-        room = self.primary.context_tokens - 1  # one token at least must be generated
-        excess = layout.num_tokens - room
-        if excess <= 0:
-            return
-        dropped, count = 0, 0
-        for span in reversed(layout.chunks):
-            if dropped >= excess:
-                break
-            dropped, count = dropped + len(span.tokens), count + 1
-        advice = (
-            f"drop the last {count} of its {len(layout.chunks)} chunks"
-            if dropped >= excess
-            else "shorten the question or split the text"
-        )
-        raise PromptTooLongError(
-            f"the prompt has {layout.num_tokens} tokens, {excess} more than the {room} that fit model "
-            f"{self.primary.name!r}: {advice}, or use a model with a longer context."
-        )
-
     def _all_caches(self, with_auxiliary: bool = True) -> list[ChunkCaches]:
         names = [self.config.primary]
         if with_auxiliary and self.config.auxiliary:
             names.append(self.config.auxiliary)
         return [self._caches_of(name) for name in names]
-
-
-def _capacity(layout: Layout, params: SamplingParams) -> int:
-    """Room for the prompt and a usual answer; the cache grows if the answer gets longer."""
-    return layout.num_tokens + min(params.max_tokens, _RESERVED_TOKENS)
-
-
-def _is_control(segment: Segment) -> bool:
-    return isinstance(segment, Fresh) and segment.control
-
-
-def _tokenize(caches: ChunkCaches, segment: Segment) -> TokenizedText:
-    return caches.tokenize(segment.text, control=True) if _is_control(segment) else caches.tokenize(segment.text)
 
 
 def _as_segments(prompt: Prompt | Sequence[Segment]) -> list[Segment] | None:
@@ -505,12 +341,25 @@ def _as_segments(prompt: Prompt | Sequence[Segment]) -> list[Segment] | None:
     return segments
 
 
-def _question_in(layout: Layout) -> str:
-    """The user's words that score the chunks: what follows the last chunk, else what precedes the first."""
-    chunks = layout.chunks
-    own = [s for s in layout.spans if isinstance(s.segment, Fresh) and not s.segment.control]
-    after = "".join(s.segment.text for s in own if s.start >= chunks[-1].stop).strip()
-    return after or "".join(s.segment.text for s in own if s.stop <= chunks[0].start).strip()
+def _check_length(layout: Layout, runtime: ModelRuntime) -> None:
+    room = runtime.context_tokens - 1  # one token at least must be generated
+    excess = layout.num_tokens - room
+    if excess <= 0:
+        return
+    dropped, count = 0, 0
+    for span in reversed(layout.chunks):
+        if dropped >= excess:
+            break
+        dropped, count = dropped + len(span.tokens), count + 1
+    advice = (
+        f"drop the last {count} of its {len(layout.chunks)} chunks"
+        if dropped >= excess
+        else "shorten the question or split the text"
+    )
+    raise PromptTooLongError(
+        f"the prompt has {layout.num_tokens} tokens, {excess} more than the {room} that fit model "
+        f"{runtime.name!r}: {advice}, or use a model with a longer context."
+    )
 
 
 _engines: dict[EngineConfig, CacheClipEngine] = {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from .errors import ConfigurationError
 from .store.texts import TextIndex
@@ -45,6 +46,7 @@ class Chunk:
     """A retrieved text exactly as the model reads it; its KV is in the store, or will be after this answer."""
 
     text: str
+    control: ClassVar[bool] = False
 
 
 Segment = Fresh | Chunk
@@ -111,7 +113,7 @@ def check_messages(messages: Sequence[Message]) -> None:
 
 
 def check_segments(segments: Iterable[Segment]) -> list[Segment]:
-    """Check the segment types and drop empty ones.
+    """Check the segment types, drop empty ones and take blanks around a chunk's text for fresh text.
 
     Raises:
         ConfigurationError: something else than Fresh or Chunk was given.
@@ -122,6 +124,11 @@ def check_segments(segments: Iterable[Segment]) -> list[Segment]:
             raise ConfigurationError(
                 f"segments must be Fresh or Chunk, got {type(segment).__name__}. Make them with engine.segment(prompt)."
             )
-        if segment.text:
+        core = normalise_chunk(segment.text)
+        if isinstance(segment, Fresh) or segment.text == core:
             checked.append(segment)
-    return checked
+            continue
+        start = segment.text.find(core)
+        before, after = segment.text[:start], segment.text[start + len(core) :]
+        checked += [Fresh(before), Chunk(core), Fresh(after)]
+    return [segment for segment in checked if segment.text]

@@ -227,6 +227,10 @@ class TestCheckSegments:
     def test_empty_ones_are_dropped(self) -> None:
         assert check_segments([Fresh(""), Chunk("x"), Chunk("")]) == [Chunk("x")]
 
+    def test_blanks_around_a_chunk_are_fresh_text(self) -> None:
+        segments = check_segments([Chunk(" \n"), Chunk("\tone two\n"), Chunk("three")])
+        assert segments == [Fresh(" \n"), Fresh("\t"), Chunk("one two"), Fresh("\n"), Chunk("three")]
+
     @pytest.mark.parametrize("wrong", ["text", 3, None, {"role": "user"}])
     def test_others_are_refused(self, wrong: Any) -> None:
         with pytest.raises(ConfigurationError, match="Fresh or Chunk"):

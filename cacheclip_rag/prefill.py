@@ -1,0 +1,188 @@
+"""The way of one prompt to its first logits, with the KV of its chunks taken from the store.
+
+Read top to bottom, :meth:`Prefill.run` is the heart of the library::
+
+    stored chunks -> score with the auxiliary -> read and assemble the primary's KV -> choose tokens -> recompute
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from .chunks import ChunkCaches
+from .fusion.layout import Layout, Span
+from .fusion.recompute import assemble, choose_rows, recompute
+from .methods.base import Method, SelectionRequest
+from .models.runtime import FusedCache
+from .prompt import Fresh
+from .selection.auxiliary import score_chunks
+from .selection.mapping import map_scores
+from .stats import FusionStats, PhaseClock
+
+__all__ = ["Prefill", "Prefilled"]
+
+logger = logging.getLogger(__name__)
+
+_MAX_QUESTION_TOKENS = 96
+"""Question tokens that score the chunks, the last ones if there are more: each costs one row per chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """A prompt in the cache, ready to decode."""
+
+    layout: Layout
+    cache: FusedCache
+    logits: torch.Tensor
+    """Of the prompt's last token, ``(vocab_size,)``."""
+    stats: FusionStats
+    missing: tuple[str, ...]
+    """Chunks that were not stored (or damaged) and were computed as fresh text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """One prompt, one method, and the chunk caches of the models it needs."""
+
+    layout: Layout
+    method: Method
+    primary: ChunkCaches
+    auxiliary: ChunkCaches | None
+    """None if the method needs no auxiliary model."""
+    capacity: int
+    """Tokens to make room for, those of the answer included."""
+    clock: PhaseClock
+    """Started when the request came in."""
+    question: str | None = None
+    """Text that scores the chunks; default the text after the last chunk."""
+
+    def run(self) -> Prefilled:
+        """Everything up to the first token's logits."""
+        layout, method, clock = self.layout, self.method, self.clock
+        with clock.phase("lookup"):
+            found = [span for span in layout.chunks if self._is_stored(span)]
+        if not found:
+            return self._run_plain()
+        with clock.phase("select"):
+            scorable = [span for span in found if not layout.is_exact(span)]
+            scores = dict(zip(scorable, method.score(self._selection_request(found, scorable)), strict=True))
+        with clock.phase("assemble"):
+            cache = self.primary.runtime.new_cache(self.capacity)
+            reused = self._assemble(cache, found)
+        if not reused:
+            return self._run_plain()
+        with clock.phase("select"):
+            scorable = [span for span in scorable if span in reused]
+            request = self._selection_request(reused, scorable)
+            masks = method.select(request, [scores[span] for span in scorable])
+        with clock.phase("recompute"):
+            rows = choose_rows(layout, reused, zip(scorable, masks, strict=True))
+            logits = recompute(self.primary.runtime, cache, layout, rows)
+        return Prefilled(layout, cache, logits, self._stats(reused, masks), self._missing(reused))
+
+    def _run_plain(self) -> Prefilled:
+        """Ordinary prefill of the same token ids: asked for, or the only correct way."""
+        layout, method, runtime = self.layout, self.method, self.primary.runtime
+        with self.clock.phase("recompute"):
+            cache, logits = runtime.prefill(layout.ids.to(runtime.device), self.capacity)
+        stats = replace(
+            self._stats([], []),
+            method="full",
+            prefix_tokens=0,
+            fresh_tokens=layout.num_tokens,
+            misses=len(layout.chunks) if method.reuses_chunks else 0,
+        )
+        if not method.reuses_chunks:
+            return Prefilled(layout, cache, logits, stats, ())
+        fallback = "no stored chunk found in the prompt"
+        if layout.chunks:
+            fallback = f"none of the prompt's {len(layout.chunks)} chunks is in the store"
+        logger.info("answered by plain prefill: %s", fallback)
+        return Prefilled(layout, cache, logits, replace(stats, fallback=fallback), self._missing([]))
+
+    def _is_stored(self, span: Span) -> bool:
+        """Whether the KV of a chunk is there for every model the method needs."""
+        if not self.method.reuses_chunks:
+            return False
+        text = span.segment.text
+        return text in self.primary and (self.auxiliary is None or text in self.auxiliary)
+
+    def _selection_request(self, reused: Sequence[Span], scorable: Sequence[Span]) -> SelectionRequest:
+        return SelectionRequest(
+            spans=scorable,
+            num_chunk_tokens=sum(len(span.tokens) for span in reused),
+            auxiliary_scores=lambda: self._auxiliary_scores(scorable),
+        )
+
+    def _auxiliary_scores(self, spans: Sequence[Span]) -> list[torch.Tensor]:
+        """Scores of the auxiliary model for each span, in the primary's tokens."""
+        caches = self.auxiliary
+        assert caches is not None, "a method that asks for the auxiliary's scores declares needs_auxiliary"
+        texts = [span.segment.text for span in spans]
+        question_ids = caches.tokenize(self.question or _question_in(self.layout)).ids[-_MAX_QUESTION_TOKENS:]
+        if not spans or not question_ids:
+            return [torch.zeros(len(span.tokens)) for span in spans]
+
+        def chunks() -> Iterator[torch.Tensor]:
+            for text in texts:
+                with self.clock.phase_within("read", "select"):
+                    kv = caches.read(text)
+                # Damaged or evicted since the look-up: the auxiliary is small, compute it here.
+                yield caches.runtime.encode(caches.tokenize(text).ids, caches.prefix) if kv is None else kv
+
+        lengths = [len(caches.tokenize(text)) for text in texts]
+        raw = score_chunks(caches.runtime, caches.prefix, chunks(), question_ids, lengths)
+        return [
+            map_scores(score, caches.tokenize(text).offsets, span.tokens.offsets)
+            for score, text, span in zip(raw, texts, spans, strict=True)
+        ]
+
+    def _assemble(self, cache: FusedCache, found: Sequence[Span]) -> list[Span]:
+        """Put prefix and chunk KV into ``cache``; returns the spans that were there (a damaged one is a miss)."""
+        reused = []
+
+        def pieces() -> Iterator[tuple[int, torch.Tensor]]:
+            if self.layout.num_prefix:
+                yield 0, self.primary.prefix
+            for span in found:
+                with self.clock.phase_within("read", "assemble"):
+                    kv = self.primary.read(span.segment.text)
+                if kv is not None:
+                    reused.append(span)
+                    yield span.start, kv
+
+        assemble(self.primary.runtime, cache, pieces())
+        return reused
+
+    def _stats(self, reused: Sequence[Span], masks: Sequence[torch.Tensor]) -> FusionStats:
+        layout = self.layout
+        chunk_tokens = sum(len(span.tokens) for span in reused)
+        return FusionStats(
+            method=self.method.name,
+            fallback=None,
+            prompt_tokens=layout.num_tokens,
+            prefix_tokens=layout.num_prefix,
+            fresh_tokens=layout.num_tokens - layout.num_prefix - chunk_tokens,
+            chunk_tokens=chunk_tokens,
+            recomputed_tokens=sum(int(mask.sum()) for mask in masks),
+            nominal_ratio=self.method.nominal_ratio,
+            hits=len(reused),
+            misses=len(layout.chunks) - len(reused),
+            phases_s=self.clock.seconds,
+            ttft_s=self.clock.elapsed(),
+        )
+
+    def _missing(self, reused: Sequence[Span]) -> tuple[str, ...]:
+        return tuple(span.segment.text for span in self.layout.chunks if span not in reused)
+
+
+def _question_in(layout: Layout) -> str:
+    """The user's words that score the chunks: what follows the last chunk, else what precedes the first."""
+    chunks = layout.chunks
+    own = [s for s in layout.spans if isinstance(s.segment, Fresh) and not s.segment.control]
+    after = "".join(s.segment.text for s in own if s.start >= chunks[-1].stop).strip()
+    return after or "".join(s.segment.text for s in own if s.stop <= chunks[0].start).strip()
