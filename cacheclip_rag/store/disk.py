@@ -63,14 +63,16 @@ class DiskStore(ChunkStore):
             entry = _read(self.path_of(key), key)
         except FileNotFoundError:
             entry = None
-            if self._database.query("SELECT 1 FROM entries WHERE key = ?", (key,)):
+            # asked again: out of file handles looks the same
+            if not self.path_of(key).exists() and self._database.query("SELECT 1 FROM entries WHERE key = ?", (key,)):
                 self._forget(key)
-        except (SafetensorError, ValueError, KeyError, OSError) as error:
-            logger.warning(
-                "chunk cache %s… is damaged (%s); it was removed and will be computed again", key[:12], error
-            )
+        except OSError as error:  # the disk or the process is in trouble: no verdict on the file
+            logger.warning("chunk cache %s… cannot be read now (%s); it is computed for this answer", key[:12], error)
             entry = None
-            self.delete(key)
+        except (SafetensorError, ValueError, KeyError) as error:
+            logger.warning("chunk cache %s… is damaged (%s); it is removed and will be computed again", key[:12], error)
+            entry = None
+            self._remove_damaged(key)
         if entry is None:
             self._misses += 1
             return None
@@ -137,6 +139,12 @@ class DiskStore(ChunkStore):
             self._database.execute(sql, arguments)
         except StoreError as error:
             logger.debug("a use was not recorded: %s", error)
+
+    def _remove_damaged(self, key: str) -> None:
+        try:
+            self.delete(key)
+        except (OSError, StoreError) as error:  # a store that may not be written still serves the rest
+            logger.warning("the damaged chunk cache %s… could not be removed: %s", key[:12], error)
 
     def _forget(self, key: str) -> bool:
         return self._database.execute("DELETE FROM entries WHERE key = ?", (key,)) > 0

@@ -225,6 +225,34 @@ class TestCrashes:
         assert not caplog.records  # nothing is damaged
         assert list(store.keys()) == [key(2)]
 
+    @pytest.mark.parametrize("error", [OSError(5, "Input/output error"), PermissionError(13, "denied")])
+    def test_trouble_while_reading_loses_nothing(
+        self, store: DiskStore, error: OSError, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """An error of the disk says nothing about the file: a miss and a warning, and the entry is still there after."""
+        import cacheclip_rag.store.disk as disk
+
+        def fail(*args: object, **kwargs: object) -> None:
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(disk, "safe_open", fail)
+            assert store.get(key(1)) is None
+        assert "cannot be read" in caplog.text
+        assert is_intact(store, 1) and store.stats().entries == 2
+
+    def test_out_of_file_handles_loses_nothing(self, store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The payload library reports this as a missing file."""
+        import cacheclip_rag.store.disk as disk
+
+        def fail(*args: object, **kwargs: object) -> None:
+            raise FileNotFoundError("No such file or directory")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(disk, "safe_open", fail)
+            assert store.get(key(1)) is None
+        assert is_intact(store, 1) and store.stats().entries == 2
+
     def test_failed_write_leaves_nothing(self, store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
         """No space left at the last moment: an error that says so, the old entries as they were, no leftovers."""
         import cacheclip_rag.store.disk as disk
