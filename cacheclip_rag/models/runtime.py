@@ -8,6 +8,7 @@ rows into a fused KV, and an attention function (registered under ``cacheclip``)
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import sys
 from collections.abc import Iterator, Sequence
@@ -308,13 +309,17 @@ class ModelRuntime:
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Keep transformers' own progress bars off unless stderr is a terminal."""
+    from transformers import modeling_gguf_pytorch_utils as gguf
     from transformers.utils import logging as transformers_logging
 
     if sys.stderr.isatty() or not transformers_logging.is_progress_bar_enabled():
         yield
         return
+    bar = gguf.tqdm  # the one bar that transformers' own switch does not reach
     transformers_logging.disable_progress_bar()
+    gguf.tqdm = functools.partial(bar, disable=True)
     try:
         yield
     finally:
+        gguf.tqdm = bar
         transformers_logging.enable_progress_bar()

@@ -219,3 +219,15 @@ class TestFingerprint:
         one, other = load_model(str(folder)), load_model(str(folder), dtype="bfloat16")
         assert one.fingerprint != other.fingerprint
         assert one is load_model(str(folder))
+
+
+def test_progress_bars_of_transformers_are_off_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import modeling_gguf_pytorch_utils as gguf
+
+    from cacheclip_rag.models.runtime import quiet_transformers
+
+    before = gguf.tqdm
+    with quiet_transformers():
+        assert list(gguf.tqdm(range(3), desc="converting")) == [0, 1, 2]
+    assert gguf.tqdm is before
+    assert capsys.readouterr().err == ""
