@@ -229,7 +229,7 @@ class TestCrashes:
     def test_trouble_while_reading_loses_nothing(
         self, store: DiskStore, error: OSError, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """An error of the disk says nothing about the file: a miss and a warning, and the entry is still there after."""
+        """An error of the disk says nothing about the file: a miss, a warning, and the entry stays."""
         import cacheclip_rag.store.disk as disk
 
         def fail(*args: object, **kwargs: object) -> None:
