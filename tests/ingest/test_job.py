@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.errors import ConfigurationError, DocumentError, StoreError
+from cacheclip_rag.errors import ConfigurationError, DocumentError, StoreError, UnknownModelError
 from cacheclip_rag.ingest.embedding import Embedder, Vectors
 from cacheclip_rag.ingest.job import IngestReport, ingest
 from cacheclip_rag.ingest.library import Library, LibrarySettings
@@ -170,3 +170,15 @@ def test_passages_are_within_size_and_cover_the_text(
 def test_senseless_sizes_are_refused(size: int, overlap: int) -> None:
     with pytest.raises(ConfigurationError, match="expected chunk size"):
         Splitter(None, size, overlap)
+
+
+def test_a_model_that_cannot_load_binds_the_store_to_nothing(workshop: Workshop, tmp_path: Path) -> None:
+    """The first run fails for a wrong model's name; the next one, with the right name, goes on in the same folder."""
+    wrong = CacheClipEngine(primary=str(tmp_path / "no-model"), auxiliary=None, store=str(workshop.store))
+    right, workshop.engine = workshop.engine, wrong
+    with pytest.raises(UnknownModelError):
+        workshop.run(primary=wrong.config.primary)
+    assert workshop.library.settings is None
+    workshop.engine = right
+    assert workshop.run().added == 2
+    assert workshop.library.settings == workshop.settings

@@ -165,14 +165,15 @@ class TestInterruption:
             pull(MODEL.name)
         assert index.fetched == []
 
-    def test_leftover_of_a_killed_run_is_no_model(self, index: Index, home: Path) -> None:
-        staging = home / "models" / f".tmp-{MODEL.name}-xyz"
+    def test_leftover_of_a_killed_run_is_no_model_and_is_cleared_away(self, index: Index, home: Path) -> None:
+        staging = home / "models" / f".tmp-{MODEL.name}~xyz"
         staging.mkdir(parents=True)
         (staging / "config.json").write_text("half")
         scratch = home / "downloads" / MODEL.name / ".tmp-abc"
         scratch.mkdir(parents=True)
         (scratch / "member").write_bytes(b"half")
         assert contents(pull(MODEL.name)) == FILES
+        assert not list(home.rglob(".tmp-*"))
 
 
 class TestWrongBytes:
