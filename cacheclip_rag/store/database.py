@@ -14,6 +14,8 @@ from ..errors import StoreError
 __all__ = ["Database"]
 
 _BUSY_TIMEOUT_S = 30.0
+_SCHEMA_VERSION = 1
+"""Raise when a table changes: a file of another version is refused, not misread."""
 
 
 class Database:
@@ -68,12 +70,34 @@ class Database:
         connection = sqlite3.connect(self._path or ":memory:", timeout=_BUSY_TIMEOUT_S, check_same_thread=False)
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA synchronous=NORMAL")  # payloads are re-checked on reading: no fsync per row
+        self._check_version(connection)
         connection.executescript(self._schema)
         self._connection, self._owner_pid = connection, os.getpid()
         return connection
+
+    def _check_version(self, connection: sqlite3.Connection) -> None:
+        if _version(connection) == _SCHEMA_VERSION:
+            return
+        connection.execute("BEGIN IMMEDIATE")  # another process may be making the tables at this moment
+        with connection:
+            found = _version(connection)
+            if found == _SCHEMA_VERSION:
+                return
+            if connection.execute("SELECT 1 FROM sqlite_master").fetchone() is None:
+                connection.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
+                return
+        connection.close()
+        raise StoreError(
+            f"the index {self._path} has format {found}, this version of cacheclip-rag reads {_SCHEMA_VERSION}. "
+            "Ingest the documents into another folder, or use the version that wrote it."
+        )
 
     def _explain(self, error: sqlite3.Error) -> StoreError:
         return StoreError(
             f"the index {self._path} cannot be used: {error}. If the disk is full, free some space; if the file is "
             "damaged, move it away: chunk caches are found again by name, documents by running ingest again."
         )
+
+
+def _version(connection: sqlite3.Connection) -> int:
+    return int(connection.execute("PRAGMA user_version").fetchone()[0])

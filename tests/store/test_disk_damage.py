@@ -382,3 +382,15 @@ class TestUnwritable:
         (folder / "index.sqlite3").write_bytes(b"this is no database, " * 100)
         with pytest.raises(StoreError, match="index"):
             DiskStore(folder).stats()
+
+    def test_index_of_another_version(self, store: DiskStore) -> None:
+        store.close()
+        sql(store, "PRAGMA user_version = 99")
+        with pytest.raises(StoreError, match="format 99"):
+            DiskStore(store.folder).stats()
+
+    def test_opened_by_many_at_once(self, tmp_path: Path) -> None:
+        """Nobody mistakes an index that another process is just making for one of another version."""
+        code = "import sys; from cacheclip_rag.store import DiskStore; DiskStore(sys.argv[1]).stats()"
+        opened = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "new")]) for _ in range(4)]
+        assert [process.wait() for process in opened] == [0, 0, 0, 0]
