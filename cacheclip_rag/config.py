@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from os import PathLike
 from typing import Any
 
 from .errors import ConfigurationError
@@ -28,7 +29,7 @@ def check_grouping(mode: str, window: int, threshold: int) -> None:
     """Raise ConfigurationError unless mode, window and threshold make sense together."""
     if mode not in GROUPING_NAMES:
         raise ConfigurationError(f"grouping must be one of {', '.join(GROUPING_NAMES)}, got {mode!r}.")
-    if window < 1 or not 0 <= threshold < window:
+    if not isinstance(window, int) or not isinstance(threshold, int) or window < 1 or not 0 <= threshold < window:
         raise ConfigurationError(
             f"expected window >= 1 and 0 <= threshold < window, got window={window}, threshold={threshold}."
         )
@@ -42,7 +43,7 @@ class EngineConfig:
     """Model that answers: local folder, packaged name or hub id."""
     auxiliary: str | None = DEFAULT_AUXILIARY
     """Small model that scores tokens; None for methods that need none."""
-    store: str | None = None
+    store: str | PathLike[str] | None = None
     """Folder of the chunk-cache store; None keeps chunk caches in memory only."""
     namespace: str = "default"
     """Tenant: two namespaces never share an entry."""
@@ -81,10 +82,20 @@ class EngineConfig:
             _check_choice(name, getattr(self, name), allowed)
         if self.codec is not None:
             _check_choice("codec", self.codec, DTYPES)
-        if not self.primary:
-            raise ConfigurationError("primary must name a model, got an empty string.")
-        if self.memory_bytes < 0 or (self.max_bytes is not None and self.max_bytes < 0):
-            raise ConfigurationError("memory_bytes and max_bytes must be 0 or more.")
+        if self.store is not None:
+            object.__setattr__(self, "store", str(self.store))  # a Path names the same folder as its string
+        for name in ("primary", "namespace"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or not value:
+                raise ConfigurationError(f"{name} must be a non-empty string, got {value!r}.")
+        for name in ("auxiliary", "system_prompt"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise ConfigurationError(f"{name} must be a string or None, got {value!r}.")
+        for name, may_be_none in (("memory_bytes", False), ("max_bytes", True)):
+            value = getattr(self, name)
+            if not (isinstance(value, int) and value >= 0) and not (value is None and may_be_none):
+                raise ConfigurationError(f"{name} must be a whole number of bytes, 0 or more, got {value!r}.")
 
     @classmethod
     def from_options(cls, config: EngineConfig | None, options: dict[str, Any]) -> EngineConfig:

@@ -26,7 +26,7 @@ from .methods.base import Method
 from .models.load import load_model
 from .models.runtime import ModelRuntime
 from .prefill import Prefill, Prefilled
-from .prompt import Fresh, Prompt, Segment, check_segments, normalise_chunk, segment_chat, segment_text
+from .prompt import Fresh, Prompt, Segment, check_segments, chunk_texts, normalise_chunk, segment_chat, segment_text
 from .sampling import SamplingParams
 from .stats import FusionStats, PhaseClock
 from .store import ChunkStore, DiskStore, MemoryStore, TextIndex, TieredStore
@@ -94,7 +94,7 @@ class CacheClipEngine:
         config = self.config
         if config.store is None:
             return MemoryStore(config.max_bytes)
-        disk = DiskStore(config.store, config.max_bytes)
+        disk = DiskStore(Path(config.store), config.max_bytes)
         return TieredStore([MemoryStore(config.memory_bytes), disk]) if config.memory_bytes else disk
 
     @property
@@ -157,8 +157,7 @@ class CacheClipEngine:
             PromptTooLongError: a text longer than the model's context.
         """
         computed = 0
-        for text in texts:
-            chunk = normalise_chunk(text)
+        for chunk in chunk_texts(texts):
             if not chunk:
                 raise ConfigurationError("a chunk must hold text, got an empty or blank string.")
             # every role must run: no short-circuit
@@ -169,8 +168,7 @@ class CacheClipEngine:
     def release(self, texts: Iterable[str]) -> int:
         """Delete the KV of chunk texts, for both models; returns how many texts had any."""
         released = 0
-        for text in texts:
-            chunk = normalise_chunk(text)
+        for chunk in chunk_texts(texts):
             released += any([caches.delete(chunk) for caches in self._all_caches()])
             self.texts.remove([chunk])
         return released
@@ -251,6 +249,8 @@ class CacheClipEngine:
             PromptTooLongError: the prompt does not fit the model's context.
         """
         params = params or SamplingParams()
+        if question is not None and not isinstance(question, str):
+            raise ConfigurationError(f"the question must be a string, got {type(question).__name__}.")
         chosen = self._method(method, recompute_ratio)
         prefilled = self._prefill(prompt, params, chosen, question, candidates)
         yield from self._decode(prefilled, params)
@@ -329,15 +329,17 @@ class CacheClipEngine:
 
 
 def _as_segments(prompt: Prompt | Sequence[Segment]) -> list[Segment] | None:
-    """The prompt itself if it is a list of segments, else None. Raises on an empty prompt."""
-    empty = ConfigurationError("the prompt is empty: expected a string, chat messages or segments that hold text.")
+    """The prompt itself if it is a list of segments, else None. Raises on an empty prompt and on other types."""
+    expected = "expected a string, a list of chat messages or a list of segments"
+    if not isinstance(prompt, str | list | tuple):
+        raise ConfigurationError(f"{expected}, got {type(prompt).__name__}.")
     if not prompt or (isinstance(prompt, str) and not prompt.strip()):
-        raise empty
+        raise ConfigurationError(f"the prompt is empty: {expected} that holds text.")
     if isinstance(prompt, str) or isinstance(prompt[0], dict):
         return None
-    segments = check_segments(prompt)  # type: ignore[arg-type]
+    segments = check_segments(prompt)
     if not segments:
-        raise empty
+        raise ConfigurationError(f"the prompt is empty: {expected} that holds text.")
     return segments
 
 

@@ -7,7 +7,7 @@ ids are concatenated: nothing is tokenised again after joining, so a stored chun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -22,6 +22,7 @@ __all__ = [
     "Segment",
     "check_messages",
     "check_segments",
+    "chunk_texts",
     "normalise_chunk",
     "segment_chat",
     "segment_text",
@@ -54,14 +55,28 @@ Segment = Fresh | Chunk
 
 def normalise_chunk(text: str) -> str:
     """The identity of a chunk's text: stripped, because frameworks strip chunks before they paste them."""
+    if not isinstance(text, str):
+        raise ConfigurationError(f"a text must be a string, got {type(text).__name__}.")
     return text.strip()
+
+
+def chunk_texts(texts: Iterable[str]) -> Iterator[str]:
+    """Each text, normalised.
+
+    Raises:
+        ConfigurationError: a single string (its characters would pass for texts), or something that is no string.
+    """
+    if isinstance(texts, str) or not isinstance(texts, Iterable):
+        found = "one string: put it in a list" if isinstance(texts, str) else type(texts).__name__
+        raise ConfigurationError(f"expected a list of texts, got {found}.")
+    return map(normalise_chunk, texts)
 
 
 def segment_text(text: str, index: TextIndex, candidates: Iterable[str] = ()) -> list[Segment]:
     """Cut ``text`` into stored (or candidate) chunks and the fresh text between them; joined again it is ``text``."""
     segments: list[Segment] = []
     position = 0
-    for match in index.find(text, (normalise_chunk(c) for c in candidates)):
+    for match in index.find(text, chunk_texts(candidates)):
         if match.start > position:
             segments.append(Fresh(text[position : match.start]))
         segments.append(Chunk(text[match.start : match.stop]))
@@ -83,7 +98,7 @@ def segment_chat(
     through the template's string handling, and no content can speak in the template's voice.
     """
     check_messages(messages)
-    candidates = list(candidates)
+    candidates = list(chunk_texts(candidates))
     sentinels = [f"\u2063cacheclip{number}\u2063" for number in range(len(messages))]
     rest = render([{**m, "content": s} for m, s in zip(messages, sentinels, strict=True)])
     segments: list[Segment] = []
@@ -105,6 +120,8 @@ def check_messages(messages: Sequence[Message]) -> None:
     if not messages:
         raise ConfigurationError("a chat prompt needs at least one message, got none.")
     for message in messages:
+        if not isinstance(message, dict):
+            raise ConfigurationError(f"each message must be a dict, got {type(message).__name__}.")
         if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
             raise ConfigurationError(
                 "each message must be a dict with string 'role' and 'content', got "

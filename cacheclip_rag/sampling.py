@@ -51,6 +51,8 @@ class SamplingParams:
             raise ConfigurationError(f"top_p must be above 0 and at most 1, got {self.top_p!r}.")
         if not isinstance(self.stop, tuple) or not all(isinstance(s, str) and s for s in self.stop):
             raise ConfigurationError(f"stop must be a tuple of non-empty strings, got {self.stop!r}.")
+        if self.seed is not None and (not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**63):
+            raise ConfigurationError(f"seed must be a whole number of 64 bits or None, got {self.seed!r}.")
 
 
 def merge_call_options(own: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:

@@ -311,6 +311,14 @@ class TestRefusals:
             ("primary", ""),
             ("memory_bytes", -1),
             ("max_bytes", -1),
+            ("memory_bytes", "1 GB"),
+            ("max_bytes", 1.5),
+            ("window", 2.5),
+            ("namespace", None),
+            ("namespace", ""),
+            ("primary", None),
+            ("auxiliary", 3),
+            ("system_prompt", 3),
         ],
     )
     def test_senseless_options(self, option: str, value: Any) -> None:
@@ -324,6 +332,32 @@ class TestRefusals:
             CacheClipEngine(recompute_ration=0.2)
         with pytest.raises(ConfigurationError, match="unknown option"):
             get_engine(tempo=3)
+
+    def test_a_path_names_the_same_store_as_its_string(self, tmp_path: Path) -> None:
+        assert EngineConfig(store=tmp_path) == EngineConfig(store=str(tmp_path))
+
+    @pytest.mark.parametrize("prompt", [5, b"text", {"role": "user", "content": "x"}, iter(["x"]), None, [[]], ["x"]])
+    def test_prompt_of_another_type(self, engine: CacheClipEngine, prompt: Any) -> None:
+        with pytest.raises(ConfigurationError, match=r"segments"):
+            engine.generate(prompt, SHORT)
+
+    @pytest.mark.parametrize("texts", ["one string", [1], None, 5, [b"bytes"]])
+    def test_texts_of_another_type(self, engine: CacheClipEngine, texts: Any) -> None:
+        """A single string would otherwise be taken for a list of letters."""
+        for call in (engine.precompute, engine.release, lambda t: engine.generate("Hello", SHORT, candidates=t)):
+            with pytest.raises(ConfigurationError, match=r"list of texts|must be a string"):
+                call(texts)
+        assert engine.store.stats().entries == 0
+
+    def test_question_of_another_type(self, engine: CacheClipEngine) -> None:
+        with pytest.raises(ConfigurationError, match="question"):
+            engine.generate("Hello", SHORT, question=5)  # type: ignore[arg-type]
+
+    def test_half_a_character(self, engine: CacheClipEngine) -> None:
+        text = "A text of some length with half of an emoji: \ud83d and more."
+        for call in (lambda: engine.precompute([text]), lambda: engine.generate(text, SHORT)):
+            with pytest.raises(ConfigurationError, match="half a character"):
+                call()
 
     def test_unknown_method_of_one_call(self, engine: CacheClipEngine) -> None:
         with pytest.raises(ConfigurationError, match="full, direct, cacheclip"):

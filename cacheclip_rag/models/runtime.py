@@ -44,6 +44,17 @@ class TokenizedText:
         return len(self.ids)
 
 
+def check_encodable(text: str) -> None:
+    """Raise ConfigurationError for half characters (lone surrogates), which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigurationError(
+            f"the text holds half a character ({text[error.start]!r} at {error.start}), which cannot be written as "
+            "UTF-8. Read its source with errors='replace', or remove it."
+        ) from error
+
+
 class FusedLayer(DynamicLayer):  # type: ignore[misc]
     """KV of one layer in a preallocated buffer: rows are scattered into it while prefilling, appended while decoding.
 
@@ -158,6 +169,7 @@ class ModelRuntime:
         With ``control`` False (anything a user or a document wrote) the text of a special token such as
         ``<|im_end|>`` stays ordinary text, so a document cannot close its own turn.
         """
+        check_encodable(text)
         encoded = self.tokenizer(
             text, add_special_tokens=False, return_offsets_mapping=True, split_special_tokens=not control, verbose=False
         )
