@@ -139,6 +139,10 @@ class ChatCacheClip(BaseChatModel):
 
         return get_engine(self._engine_config())
 
+    def get_token_ids(self, text: str) -> list[int]:
+        """Token ids of ``text`` in the primary's own tokenizer; loads the model."""
+        return list(self.engine.primary.tokenize(text).ids)
+
     # -- LangChain's four calls ---------------------------------------------------------------------------------
 
     def _generate(

@@ -179,6 +179,12 @@ async def test_async_calls_keep_the_model_off_the_loop(llm: ChatCacheClip, monke
     assert threading.main_thread() not in threads
 
 
+def test_tokens_are_counted_with_the_models_own_tokenizer(llm: ChatCacheClip, chunks: list[str]) -> None:
+    ids = llm.get_token_ids(chunks[0])
+    assert llm.engine.primary.decode_ids(ids) == chunks[0]
+    assert llm.get_num_tokens(chunks[0]) == len(ids)
+
+
 def test_messages_become_roles(llm: ChatCacheClip, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
