@@ -50,19 +50,18 @@ class ChunkCaches:
         return self._key(self.prefix_ids, self.tokenize(text).ids)
 
     def __contains__(self, text: str) -> bool:
-        return self.key(text) in self._store
+        """Whether the chunk is stored at least as finely as this engine's codec keeps it."""
+        codec = self._store.codec_of(self.key(text))
+        return codec is not None and keeps(codec, self._codec)
 
     def read(self, text: str) -> torch.Tensor | None:
         """Stored KV of a chunk, or None; its tensor is shared, do not write to it."""
-        key = self.key(text)
+        return self._read(self.key(text))
+
+    def _read(self, key: str) -> torch.Tensor | None:
         entry = self._store.get(key)
-        if entry is None:
-            return None
-        if not keeps(entry.codec, self._codec):
-            # Written more coarsely by an engine in which this model is the auxiliary: our answers need more.
-            self._store.delete(key)
-            return None
-        return decode(entry)
+        # Written more coarsely by an engine in which this model is the auxiliary: our answers need more.
+        return decode(entry) if entry is not None and keeps(entry.codec, self._codec) else None
 
     def write(self, text: str) -> bool:
         """Compute and store a chunk's KV unless it is there; True if it was computed."""
@@ -99,11 +98,12 @@ class ChunkCaches:
         if not self.prefix_ids:
             return torch.empty(runtime.num_layers, 2, runtime.num_kv_heads, 0, runtime.head_dim, dtype=runtime.dtype)
         key = self._key((), self.prefix_ids)
-        entry = self._store.get(key)
-        if entry is None:
-            entry = encode(runtime.encode(self.prefix_ids), self._codec)
-            try:
-                self._store.put(key, entry)
-            except StoreError as error:  # a full disk must not keep us from answering
-                logger.warning("the shared prefix could not be stored: %s", error)
-        return decode(entry).clone()  # a stored tensor may be a view of a mapped file
+        stored = self._read(key)
+        if stored is not None:
+            return stored.clone()  # it may be a view of a mapped file
+        entry = encode(runtime.encode(self.prefix_ids), self._codec)
+        try:
+            self._store.put(key, entry)
+        except StoreError as error:  # a full disk must not keep us from answering
+            logger.warning("the shared prefix could not be stored: %s", error)
+        return decode(entry)

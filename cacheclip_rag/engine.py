@@ -19,14 +19,25 @@ import torch
 from .chunks import ChunkCaches
 from .config import EngineConfig
 from .decoding import Sampler, TextStream
-from .errors import CacheClipError, ConfigurationError, PromptTooLongError
+from .errors import CacheClipError, ConfigurationError, ModelError, PromptTooLongError
 from .fusion.layout import Layout, lay_out
 from .methods import create
 from .methods.base import Method
 from .models.load import load_model
 from .models.runtime import ModelRuntime
 from .prefill import Prefill, Prefilled
-from .prompt import Fresh, Prompt, Segment, check_segments, chunk_texts, normalise_chunk, segment_chat, segment_text
+from .prompt import (
+    Fresh,
+    Message,
+    Prompt,
+    Segment,
+    check_messages,
+    check_segments,
+    chunk_texts,
+    normalise_chunk,
+    segment_chat,
+    segment_text,
+)
 from .sampling import SamplingParams
 from .stats import FusionStats, PhaseClock
 from .store import ChunkStore, DiskStore, MemoryStore, TextIndex, TieredStore
@@ -116,7 +127,6 @@ class CacheClipEngine:
 
     def _caches_of(self, name: str) -> ChunkCaches:
         with self._lock:
-            # cached under the role, since one model may play both with different codecs
             role = "primary" if name == self.config.primary else "auxiliary"
             if role not in self._caches:
                 runtime = load_model(name, dtype=self.config.dtype, device=self.config.device)
@@ -133,14 +143,20 @@ class CacheClipEngine:
     def _prefix_ids(self, runtime: ModelRuntime) -> list[int]:
         """Token ids of the shared prefix: the chat template's opening, up to the first word of the user."""
         content = "\u2063"
-        if not runtime.has_chat_template:
-            opening: list[Segment] = [Fresh(self.config.system_prompt)] if self.config.system_prompt else []
-        else:
-            system = [{"role": "system", "content": self.config.system_prompt}] if self.config.system_prompt else []
-            messages = [*system, {"role": "user", "content": content}]
+        opening = self._opening(runtime)
+        if runtime.has_chat_template:
+            messages = [*self._system_messages(), {"role": "user", "content": content}]
             segments = segment_chat(messages, runtime.render_chat, self.texts)
             opening = segments[: segments.index(Fresh(content))]
         return [token for s in opening for token in runtime.tokenize(s.text, control=s.control).ids]
+
+    def _system_messages(self) -> list[Message]:
+        return [{"role": "system", "content": self.config.system_prompt}] if self.config.system_prompt else []
+
+    def _opening(self, runtime: ModelRuntime) -> list[Segment]:
+        """How the prompt of a model without a chat template opens: its BOS, then the system prompt."""
+        opening = [Fresh(runtime.opening, control=True), Fresh(self.config.system_prompt or "")]
+        return [segment for segment in opening if segment.text]
 
     # -- the three calls ----------------------------------------------------------------------------------------
 
@@ -166,10 +182,10 @@ class CacheClipEngine:
         return computed
 
     def release(self, texts: Iterable[str]) -> int:
-        """Delete the KV of chunk texts, for both models; returns how many texts had any."""
+        """Delete the KV of chunk texts, for every model that can be loaded; returns how many texts had any."""
         released = 0
         for chunk in chunk_texts(texts):
-            released += any([caches.delete(chunk) for caches in self._all_caches()])
+            released += any([caches.delete(chunk) for caches in self._usable_caches()])
             self.texts.remove([chunk])
         return released
 
@@ -194,12 +210,11 @@ class CacheClipEngine:
         if not isinstance(prompt, str):
             if runtime.has_chat_template:
                 return segment_chat(prompt, runtime.render_chat, self.texts, candidates)
+            check_messages(prompt)
             prompt = "\n\n".join(message["content"] for message in prompt)
         if not runtime.has_chat_template:
-            opening: list[Segment] = [Fresh(self.config.system_prompt)] if self.config.system_prompt else []
-            return opening + segment_text(prompt, self.texts, candidates)
-        system = [{"role": "system", "content": self.config.system_prompt}] if self.config.system_prompt else []
-        messages = [*system, {"role": "user", "content": prompt}]
+            return self._opening(runtime) + segment_text(prompt, self.texts, candidates)
+        messages = [*self._system_messages(), {"role": "user", "content": prompt}]
         return segment_chat(messages, runtime.render_chat, self.texts, candidates)
 
     def generate(
@@ -255,24 +270,45 @@ class CacheClipEngine:
         prefilled = self._prefill(prompt, params, chosen, question, candidates)
         yield from self._decode(prefilled, params)
         if prefilled.missing and self.config.on_miss == "store":
+            self._store_missing(prefilled.missing)
+
+    def _store_missing(self, chunks: Sequence[str]) -> None:
+        """What was missing in an answer, for the next. The answer is out: a full disk must not take it back."""
+        try:
+            for chunk in chunks:
+                for caches in self._usable_caches():
+                    caches.write(chunk)
+                self.texts.add([chunk])
+        except CacheClipError as error:
+            logger.warning("chunks of this prompt could not be stored: %s", error)
+
+    def _usable_caches(self) -> Iterator[ChunkCaches]:
+        """The primary's caches, then the auxiliary's unless that model cannot be had: other methods work without."""
+        yield self._caches_of(self.config.primary)
+        if self.config.auxiliary:
             try:
-                self.precompute(prefilled.missing)
-            except CacheClipError as error:  # the answer is out already: a full disk must not take it back
-                logger.warning("chunks of this prompt could not be stored: %s", error)
+                yield self._caches_of(self.config.auxiliary)
+            except ModelError as error:
+                logger.warning("going on without the auxiliary model: %s", error)
 
     # -- answering ----------------------------------------------------------------------------------------------
 
     def _method(self, method: str | Method | None, recompute_ratio: float | None) -> Method:
         if isinstance(method, Method):
             chosen = method
+            if recompute_ratio is not None:
+                raise ConfigurationError(
+                    f"recompute_ratio={recompute_ratio} was given beside a {type(method).__name__} that has its own "
+                    "settings. Give the ratio to the method, or the method by name."
+                )
         else:
             config = self.config if recompute_ratio is None else replace(self.config, recompute_ratio=recompute_ratio)
             settings = {name: getattr(config, name) for name in ("recompute_ratio", "grouping", "window", "threshold")}
             chosen = create(method or config.method, settings)
         if chosen.needs_auxiliary and not self.config.auxiliary:
             raise ConfigurationError(
-                f"method {chosen.name!r} needs an auxiliary model and this engine has none. Give one (auxiliary=…), or "
-                "use method='direct' or 'full'."
+                f"method {chosen.name!r} needs an auxiliary model and none is set. Set one (auxiliary), or use method "
+                "'direct' or 'full'."
             )
         return chosen
 

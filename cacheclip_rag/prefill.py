@@ -123,7 +123,10 @@ class Prefill:
         caches = self.auxiliary
         assert caches is not None, "a method that asks for the auxiliary's scores declares needs_auxiliary"
         texts = [span.segment.text for span in spans]
-        question_ids = caches.tokenize(self.question or _question_in(self.layout)).ids[-_MAX_QUESTION_TOKENS:]
+        lengths = [len(caches.tokenize(text)) for text in texts]
+        room = caches.runtime.context_tokens - len(caches.prefix_ids) - max(lengths, default=0)
+        question_ids = caches.tokenize(self.question or _question_in(self.layout)).ids
+        question_ids = question_ids[max(0, len(question_ids) - min(_MAX_QUESTION_TOKENS, room)) :]
         if not spans or not question_ids:
             return [torch.zeros(len(span.tokens)) for span in spans]
 
@@ -134,7 +137,6 @@ class Prefill:
                 # Damaged or evicted since the look-up: the auxiliary is small, compute it here.
                 yield caches.runtime.encode(caches.tokenize(text).ids, caches.prefix) if kv is None else kv
 
-        lengths = [len(caches.tokenize(text)) for text in texts]
         raw = score_chunks(caches.runtime, caches.prefix, chunks(), question_ids, lengths)
         return [
             map_scores(score, caches.tokenize(text).offsets, span.tokens.offsets)
@@ -171,6 +173,7 @@ class Prefill:
             recomputed_tokens=sum(int(mask.sum()) for mask in masks),
             nominal_ratio=self.method.nominal_ratio,
             hits=len(reused),
+            exact_tokens=sum(len(span.tokens) for span in reused if layout.is_exact(span)),
             misses=len(layout.chunks) - len(reused),
             phases_s=self.clock.seconds,
             ttft_s=self.clock.elapsed(),

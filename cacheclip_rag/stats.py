@@ -31,6 +31,8 @@ class FusionStats:
     """Tokens of glue, question and chunks that were not stored: computed."""
     chunk_tokens: int
     """Tokens of the chunks found in the store."""
+    exact_tokens: int
+    """Chunk tokens among these right behind the very prefix they were encoded behind: exact, never computed again."""
     recomputed_tokens: int
     """Chunk tokens among these that were computed again."""
     nominal_ratio: float
@@ -60,13 +62,22 @@ class FusionStats:
         return self.recomputed_tokens / self.chunk_tokens if self.chunk_tokens else 0.0
 
     @property
+    def effective_ratio_of_stale(self) -> float:
+        """Recomputed over the chunk tokens that are not exact anyway: 1.0 means that nothing stale is left."""
+        if self.method == "full":
+            return 1.0
+        stale = self.chunk_tokens - self.exact_tokens
+        return self.recomputed_tokens / stale if stale else 1.0
+
+    @property
     def charged_ratio(self) -> float:
         """Share of (layer, chunk token) pairs given fresh KV: the effective ratio, as all layers run the same rows."""
         return self.effective_ratio
 
     def to_dict(self) -> dict[str, Any]:
         """All fields and ratios, ready for JSON."""
-        ratios = {"effective_ratio": self.effective_ratio, "charged_ratio": self.charged_ratio}
+        names = ("effective_ratio", "effective_ratio_of_stale", "charged_ratio")
+        ratios = {name: getattr(self, name) for name in names}
         return {**asdict(self), "reused_tokens": self.reused_tokens, **ratios}
 
 

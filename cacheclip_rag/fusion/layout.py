@@ -40,6 +40,8 @@ class Layout:
     spans: tuple[Span, ...]
     num_prefix: int
     """Leading tokens that are the engine's shared prefix (0 when the prompt opens otherwise): exact in the store."""
+    opens_with_prefix: bool
+    """Whether the prompt opens with the shared prefix; trivially true of an empty one."""
 
     @property
     def num_tokens(self) -> int:
@@ -51,7 +53,7 @@ class Layout:
 
     def is_exact(self, span: Span) -> bool:
         """Whether a chunk sits right behind the very prefix it was encoded behind: its cache is the full prefill's."""
-        return span.is_chunk and 0 < self.num_prefix == span.start
+        return span.is_chunk and self.opens_with_prefix and span.start == self.num_prefix
 
 
 def lay_out(
@@ -70,4 +72,6 @@ def lay_out(
     num_prefix = len(prefix_ids)
     # At least one token must be left to compute, or there would be no logits to answer from.
     opens_with_prefix = num_prefix <= min(first_chunk, position - 1) and ids[:num_prefix] == list(prefix_ids)
-    return Layout(torch.tensor(ids, dtype=torch.int64), tuple(spans), num_prefix if opens_with_prefix else 0)
+    return Layout(
+        torch.tensor(ids, dtype=torch.int64), tuple(spans), num_prefix if opens_with_prefix else 0, opens_with_prefix
+    )

@@ -2,7 +2,8 @@
 
 Source: CacheClip (arXiv:2510.10129v1). Departures: the auxiliary is used as it comes (the paper fine-tunes it and
 does not say how); scores are mapped to the primary's tokens before grouping, so that the ratio counts what costs time;
-the default grouping fills its budget; nothing is spent on a chunk that is exact already.
+the default grouping fills its budget; nothing is spent on a chunk that is exact already; of a long question the last
+96 tokens score.
 ``grouping="v1_literal"`` is the paper's own rule.
 """
 

@@ -11,8 +11,10 @@ import contextlib
 import functools
 import logging
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -148,6 +150,7 @@ class ModelRuntime:
         model.set_attn_implementation(ATTENTION_NAME)
         self.model = model.eval()
         self.tokenizer = tokenizer
+        self._tokenizer_lock = threading.Lock()
         self.name = name
         self.fingerprint = fingerprint
         self.rope_pin = rope_pin
@@ -170,10 +173,24 @@ class ModelRuntime:
         ``<|im_end|>`` stays ordinary text, so a document cannot close its own turn.
         """
         check_encodable(text)
-        encoded = self.tokenizer(
-            text, add_special_tokens=False, return_offsets_mapping=True, split_special_tokens=not control, verbose=False
-        )
+        with self._tokenizer_lock:  # split_special_tokens is a setting of the shared tokenizer, made before each call
+            encoded = self.tokenizer(
+                text,
+                add_special_tokens=False,
+                return_offsets_mapping=True,
+                split_special_tokens=not control,
+                verbose=False,
+            )
         return TokenizedText(tuple(encoded["input_ids"]), tuple(map(tuple, encoded["offset_mapping"])))
+
+    @cached_property
+    def opening(self) -> str:
+        """Special tokens that the tokenizer puts before any text, as text: usually one BOS token, or nothing."""
+        with self._tokenizer_lock:
+            ids = self.tokenizer("a", add_special_tokens=True)["input_ids"]
+            plain = self.tokenizer("a", add_special_tokens=False)["input_ids"]
+        leading = next((ids[:n] for n in range(len(ids)) if ids[n : n + len(plain)] == plain), [])
+        return "".join(self.tokenizer.convert_ids_to_tokens(leading))
 
     def decode_ids(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))

@@ -56,8 +56,11 @@ class ChunkStore(ABC):
         """Sizes and counters."""
 
     @abstractmethod
+    def codec_of(self, key: str) -> str | None:
+        """Codec of the entry that ``get`` is expected to find, None if there is none; reads no payload, is no use."""
+
     def __contains__(self, key: object) -> bool:
-        """Whether ``get`` is expected to find it; reads no payload and is not a use."""
+        return isinstance(key, str) and self.codec_of(key) is not None
 
     def touch(self, key: str) -> None:
         """Count a use that another tier served, so that eviction here does not take what is popular there."""

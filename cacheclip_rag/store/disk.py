@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -122,8 +122,13 @@ class DiskStore(ChunkStore):
         ((count, total),) = self._database.query("SELECT COUNT(*), COALESCE(SUM(bytes), 0) FROM entries")
         return StoreStats(count, total, self._max_bytes, self._hits, self._misses, self._evictions)
 
-    def __contains__(self, key: object) -> bool:
-        return isinstance(key, str) and self.path_of(key).exists()
+    def codec_of(self, key: str) -> str | None:
+        path = self.path_of(key)
+        try:
+            with safe_open(path, framework="pt") as payload:
+                return _codec_in(payload.metadata() or {}, key)
+        except (SafetensorError, ValueError, OSError):  # missing or damaged: get says which
+            return None
 
     def close(self) -> None:
         self._database.close()
@@ -170,14 +175,20 @@ def _read(path: Path, key: str) -> ChunkEntry:
         raise FileNotFoundError(path)
     with safe_open(path, framework="pt") as payload:
         header = payload.metadata() or {}
-        if header.get("format") != str(FORMAT_VERSION) or header.get("key") != key or header.get("codec") not in CODECS:
-            raise ValueError("its header belongs to another entry or version")
+        codec = _codec_in(header, key)
         tensors = {name: payload.get_tensor(name) for name in payload.keys()}  # noqa: SIM118 - not a dict
     if "kv" not in tensors:
         raise ValueError("it holds no KV")
     if _checksum(tensors) != header.get("checksum"):
         raise ValueError("its checksum does not match its content")
-    return ChunkEntry(tensors, header["codec"])
+    return ChunkEntry(tensors, codec)
+
+
+def _codec_in(header: Mapping[str, str], key: str) -> str:
+    """Codec named by a payload's header. Raises ValueError if the header is not this key's."""
+    if header.get("format") != str(FORMAT_VERSION) or header.get("key") != key or header.get("codec") not in CODECS:
+        raise ValueError("its header belongs to another entry or version")
+    return header["codec"]
 
 
 def _checksum(tensors: object) -> str:

@@ -67,5 +67,7 @@ class MemoryStore(ChunkStore):
                 len(self._entries), self._bytes, self._max_bytes, self._hits, self._misses, self._evictions
             )
 
-    def __contains__(self, key: object) -> bool:
-        return key in self._entries
+    def codec_of(self, key: str) -> str | None:
+        with self._lock:
+            entry = self._entries.get(key)
+            return entry.codec if entry else None

@@ -47,8 +47,8 @@ class TieredStore(ChunkStore):
         last = self.tiers[-1].stats()
         return StoreStats(last.entries, last.bytes, last.max_bytes, self._hits, self._misses, last.evictions)
 
-    def __contains__(self, key: object) -> bool:
-        return any(key in tier for tier in self.tiers)
+    def codec_of(self, key: str) -> str | None:
+        return next((codec for tier in self.tiers if (codec := tier.codec_of(key)) is not None), None)
 
     def close(self) -> None:
         for tier in self.tiers:
