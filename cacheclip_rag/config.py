@@ -7,32 +7,14 @@ from os import PathLike
 from typing import Any
 
 from .errors import ConfigurationError
-from .methods import check_method
+from .methods import check_method, check_ratio
 from .models.catalog import DEFAULT_AUXILIARY, DEFAULT_PRIMARY
+from .selection.modes import check_grouping
 
-__all__ = ["DTYPES", "GROUPING_NAMES", "EngineConfig", "check_grouping", "check_ratio"]
+__all__ = ["DTYPES", "EngineConfig"]
 
-GROUPING_NAMES = ("window_score", "vote_sliding", "v1_literal")
 DTYPES = ("float32", "bfloat16", "float16")
 _ON_MISS = ("store", "ignore")
-
-
-def check_ratio(recompute_ratio: float) -> None:
-    """Raise ConfigurationError unless the ratio is a number from 0 to 1."""
-    if not isinstance(recompute_ratio, int | float) or not 0.0 <= recompute_ratio <= 1.0:
-        raise ConfigurationError(
-            f"recompute_ratio must be between 0 (reuse all) and 1 (recompute all), got {recompute_ratio!r}."
-        )
-
-
-def check_grouping(mode: str, window: int, threshold: int) -> None:
-    """Raise ConfigurationError unless mode, window and threshold make sense together."""
-    if mode not in GROUPING_NAMES:
-        raise ConfigurationError(f"grouping must be one of {', '.join(GROUPING_NAMES)}, got {mode!r}.")
-    if not isinstance(window, int) or not isinstance(threshold, int) or window < 1 or not 0 <= threshold < window:
-        raise ConfigurationError(
-            f"expected window >= 1 and 0 <= threshold < window, got window={window}, threshold={threshold}."
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from .config import EngineConfig
 from .decoding import Sampler, TextStream
 from .errors import CacheClipError, ConfigurationError, ModelError, PromptTooLongError
 from .fusion.layout import Layout, lay_out
-from .methods import create
+from .methods import check_auxiliary, create
 from .methods.base import Method
 from .models.load import load_model
 from .models.runtime import ModelRuntime
@@ -305,11 +305,7 @@ class CacheClipEngine:
             config = self.config if recompute_ratio is None else replace(self.config, recompute_ratio=recompute_ratio)
             settings = {name: getattr(config, name) for name in ("recompute_ratio", "grouping", "window", "threshold")}
             chosen = create(method or config.method, settings)
-        if chosen.needs_auxiliary and not self.config.auxiliary:
-            raise ConfigurationError(
-                f"method {chosen.name!r} needs an auxiliary model and none is set. Set one (auxiliary), or use method "
-                "'direct' or 'full'."
-            )
+        check_auxiliary(chosen, self.config.auxiliary)
         return chosen
 
     def _prefill(

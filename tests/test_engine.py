@@ -276,7 +276,7 @@ class TestRefusals:
 
     def test_no_auxiliary(self, make: Callable[..., CacheClipEngine], chunks: list[str]) -> None:
         engine = make(auxiliary=None)
-        with pytest.raises(ConfigurationError, match=r"auxiliary.*'direct'"):
+        with pytest.raises(ConfigurationError, match=r"auxiliary.*full, direct"):
             engine.generate(rag(chunks), SHORT)
         with pytest.raises(ConfigurationError, match="auxiliary"):
             engine.generate(rag(chunks), SHORT, method=CacheClip(0.3))

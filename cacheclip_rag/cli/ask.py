@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -50,11 +51,11 @@ def ask(
     as_json: JsonOption = False,
 ) -> None:
     """Retrieve, fuse and stream the answer; then the sources and where the time went."""
-    from ..config import check_ratio
     from ..engine import CacheClipEngine
     from ..errors import ConfigurationError
     from ..ingest.embedding import Embedder
     from ..ingest.library import Library
+    from ..methods import check_ratio
     from ..sampling import SamplingParams
     from .settings import engine_config, merge_settings
 
@@ -62,8 +63,25 @@ def ask(
         raise ConfigurationError("the question is empty.")
     check_ratio(ratio)
     library = Library.open(store)
-    settings = merge_settings(library, primary=primary, auxiliary=auxiliary, embedding=embedding, dtype=dtype)
-    config = engine_config(settings, store, device=device, method=method, recompute_ratio=ratio, grouping=grouping)
+    without_auxiliary = auxiliary == "none"  # this once: the store stays what it was made with
+    settings = merge_settings(
+        library,
+        primary=primary,
+        auxiliary=None if without_auxiliary else auxiliary,
+        embedding=embedding,
+        dtype=dtype,
+    )
+    if without_auxiliary:
+        settings = replace(settings, auxiliary=None)
+    config = engine_config(
+        settings,
+        store,
+        device=device,
+        method=method,
+        recompute_ratio=ratio,
+        grouping=grouping,
+        max_bytes=library.max_bytes,
+    )
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
     engine = CacheClipEngine(config)
     passages = library.search(Embedder(settings.embedding, device).embed([question]), top_k)

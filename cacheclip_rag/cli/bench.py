@@ -6,7 +6,16 @@ from typing import Annotated, Any
 
 import typer
 
-from .common import AuxiliaryOption, DeviceOption, DtypeOption, JsonOption, PrimaryOption, RatioOption, print_json
+from .common import (
+    AuxiliaryOption,
+    DeviceOption,
+    DtypeOption,
+    EmbeddingOption,
+    JsonOption,
+    PrimaryOption,
+    RatioOption,
+    print_json,
+)
 
 
 def bench(
@@ -21,11 +30,15 @@ def bench(
         str | None, typer.Option("--store", help="Keep the chunk caches here. [default: temporary]")
     ] = None,
     keep_page_cache: Annotated[bool, typer.Option(help="Do not drop chunk caches from memory before a run.")] = False,
+    embedding: EmbeddingOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = "cpu",
     as_json: JsonOption = False,
 ) -> None:
-    """Measure methods on a prompt of generated text; the speed does not depend on what the text says."""
+    """Measure methods on a prompt of generated text; the speed does not depend on what the text says.
+
+    Nothing is retrieved, so --embedding is taken, as everywhere, and not used.
+    """
     from ..config import EngineConfig
     from ..evaluation.bench import bench as run
     from .settings import DEFAULT_SETTINGS, parse_auxiliary

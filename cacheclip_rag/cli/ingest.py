@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -30,7 +31,9 @@ def ingest(
     namespace: NamespaceOption = None,
     chunk_tokens: Annotated[int | None, typer.Option(help="Most tokens in a chunk. [default: 512]")] = None,
     overlap: Annotated[int | None, typer.Option(help="Tokens shared by neighbouring chunks. [default: 0]")] = None,
-    max_bytes: Annotated[int | None, typer.Option(help="Limit of the store; least recently used go first.")] = None,
+    max_bytes: Annotated[
+        int | None, typer.Option(help="Limit of the store, kept for later; 0: none. [default: as before]")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Precompute the chunk caches of documents and index them for retrieval. Run again: only what changed is done."""
@@ -53,7 +56,10 @@ def ingest(
         overlap_tokens=overlap,
     )
     check_sizes(settings.chunk_tokens, settings.overlap_tokens)
-    config = engine_config(settings, store, device=device, max_bytes=max_bytes)
+    config = engine_config(settings, store, device=device, max_bytes=max_bytes or None)
+    if max_bytes is not None:
+        library.set_max_bytes(max_bytes)
+    config = replace(config, max_bytes=library.max_bytes)
     report = run(
         paths,
         library=library,

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..models.architectures import SUPPORTED
 from ..models.catalog import PACKAGED_MODELS
 from ..models.load import resolve
 from ..models.pull import model_folder
@@ -24,6 +25,8 @@ def list_models(as_json: JsonOption = False) -> None:
         return
     for row in rows:
         state = "local" if row["folder"] else "      "
+        if not row["supported"]:
+            row["description"] += " (not supported by this version)"
         typer.echo(
             f"{row['name']:20} {state}  {format_bytes(row['num_bytes']):>9}  {row['license']:16} {row['description']}"
         )
@@ -34,7 +37,8 @@ def _row(name: str) -> dict[str, Any]:
     model = asdict(PACKAGED_MODELS[name])
     folder = model_folder(name)
     del model["parts"]
-    return {**model, "folder": str(folder) if folder.is_dir() else None}
+    supported = model["kind"] != "gguf" or model["architecture"] in SUPPORTED
+    return {**model, "supported": supported, "folder": str(folder) if folder.is_dir() else None}
 
 
 @app.command("pull")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from ..config import EngineConfig
 from ..ingest.library import Library, LibrarySettings
@@ -21,6 +22,9 @@ DEFAULT_SETTINGS = LibrarySettings(
 )
 
 
+_MODEL_OPTIONS = ("primary", "auxiliary", "embedding")
+
+
 def parse_auxiliary(name: str | None) -> str | None:
     """``none`` on the command line means no auxiliary model."""
     return None if name == "none" else name
@@ -33,12 +37,18 @@ def merge_settings(library: Library, **given: str | int | None) -> LibrarySettin
         ConfigurationError: an option contradicts what the library was made with.
     """
     known = library.settings
-    chosen = {name: value for name, value in given.items() if value is not None}
+    chosen = {name: _absolute(name, value) for name, value in given.items() if value is not None}
     if "auxiliary" in chosen:
         chosen["auxiliary"] = parse_auxiliary(str(chosen["auxiliary"]))  # type: ignore[assignment]
     settings = replace(known or DEFAULT_SETTINGS, **chosen)  # type: ignore[arg-type]
     library.check_settings(settings)
     return settings
+
+
+def _absolute(option: str, value: str | int) -> str | int:
+    """A model's folder is recorded in full: the next command may run elsewhere."""
+    folder = Path(str(value)).expanduser()
+    return str(folder.resolve()) if option in _MODEL_OPTIONS and (folder / "config.json").is_file() else value
 
 
 def engine_config(settings: LibrarySettings, store: str, *, device: str, **options: object) -> EngineConfig:

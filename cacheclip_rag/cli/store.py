@@ -27,8 +27,10 @@ def stats(store: StoreOption, as_json: JsonOption = False) -> None:
     library = Library.open(folder) if has_library else None
     documents = len(library.documents()) if library else 0
     passages = len(library.passages()) if library else 0
+    result["max_bytes"] = library.max_bytes if library else None
     if as_json:
         print_json({"store": str(folder), **result, "documents": documents, "passages": passages})
         return
-    typer.echo(f"chunk caches  {result['entries']}  ({format_bytes(result['bytes'] or 0)})")
+    limit = f", limit {format_bytes(result['max_bytes'])}" if result["max_bytes"] else ""
+    typer.echo(f"chunk caches  {result['entries']}  ({format_bytes(result['bytes'] or 0)}{limit})")
     typer.echo(f"documents     {documents}\npassages      {passages}")

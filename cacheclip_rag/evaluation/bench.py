@@ -17,10 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..config import EngineConfig, check_ratio
+from ..config import EngineConfig
 from ..engine import CacheClipEngine
 from ..errors import ConfigurationError
-from ..methods import check_method
+from ..methods import check_auxiliary, check_ratio, method_class
 from ..progress import progress_bar
 from ..sampling import SamplingParams
 from ..stats import PHASES, FusionStats
@@ -28,6 +28,7 @@ from ..store import DiskStore
 
 __all__ = ["bench", "make_texts"]
 
+_CAN_DROP_PAGE_CACHE = hasattr(os, "posix_fadvise")
 _QUESTION = "Which harbour does the northern ferry reach before the winter timetable begins?"
 _WORDS = (
     "the of and to in a is that for it as was with be by on not he his but at are this have from or had an they which "
@@ -65,6 +66,8 @@ def bench(
         ConfigurationError: unknown method, or numbers that make no sense.
     """
     _check(config, methods, context_tokens, chunk_tokens, runs)
+    if not any(method_class(name).needs_auxiliary for name in methods):
+        config = replace(config, auxiliary=None)
     with ExitStack() as stack:
         if config.store is None:
             config = replace(config, store=stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheclip-bench-")))
@@ -84,7 +87,7 @@ def bench(
         "chunks": len(texts),
         "ratio": config.recompute_ratio,
         "runs": runs,
-        "page_cache": "kept" if keep_page_cache else "dropped",
+        "page_cache": "kept" if keep_page_cache or not _CAN_DROP_PAGE_CACHE else "dropped",
         "methods": {name: _summary(samples, reference) for name, samples in results.items()},
     }
 
@@ -92,7 +95,7 @@ def bench(
 def _check(config: EngineConfig, methods: Sequence[str], context_tokens: int, chunk_tokens: int, runs: int) -> None:
     check_ratio(config.recompute_ratio)
     for name in methods:
-        check_method(name)
+        check_auxiliary(method_class(name), config.auxiliary)
     if not methods:
         raise ConfigurationError("name at least one method to measure.")
     if runs < 1 or chunk_tokens < 16 or context_tokens < chunk_tokens:
@@ -141,9 +144,9 @@ def _summary(samples: Sequence[tuple[FusionStats, int]], reference_s: float | No
 
 
 def _drop_page_cache(engine: CacheClipEngine) -> None:
-    """Ask the operating system to forget the payloads, so that the next read comes from the disk (Linux, macOS)."""
+    """Ask the operating system to forget the payloads, so that the next read comes from the disk (Linux)."""
     store = engine.store
-    if not isinstance(store, DiskStore) or not hasattr(os, "posix_fadvise"):
+    if not isinstance(store, DiskStore) or not _CAN_DROP_PAGE_CACHE:
         return
     for key in store.keys():  # noqa: SIM118 - not a dict
         descriptor = os.open(store.path_of(key), os.O_RDONLY)

@@ -102,7 +102,7 @@ def _read_all(files: Iterable[Path], report: IngestReport) -> dict[Path, str]:
         try:
             texts[file] = read_document(file)
         except DocumentError as error:
-            logger.warning("skipped: %s", error)
+            logger.info("skipped: %s", error)
             report.failed.append({"path": str(file), "error": str(error)})
     return texts
 

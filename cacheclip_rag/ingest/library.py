@@ -74,7 +74,7 @@ class Library:
             StoreError: there is none in ``folder``.
         """
         library = cls(folder)
-        if not (library.folder / "library.sqlite3").is_file():
+        if not (library.folder / "library.sqlite3").is_file() or library.settings is None:
             raise StoreError(f"no documents are stored in {folder}. Make some: cacheclip ingest PATH --store {folder}")
         return library
 
@@ -104,6 +104,18 @@ class Library:
         value = json.dumps(asdict(settings))
         self._database.execute("INSERT OR IGNORE INTO meta VALUES ('settings', ?)", (value,))
         self.check_settings(settings)
+
+    @property
+    def max_bytes(self) -> int | None:
+        """Limit of the chunk-cache store beside this library, kept here for every command; None is no limit."""
+        rows = self._database.query("SELECT value FROM meta WHERE name = 'max_bytes'")
+        return int(rows[0][0]) if rows else None
+
+    def set_max_bytes(self, max_bytes: int | None) -> None:
+        """Record the limit; 0 or None removes it."""
+        self._database.execute("DELETE FROM meta WHERE name = 'max_bytes'")
+        if max_bytes:
+            self._database.execute("INSERT OR REPLACE INTO meta VALUES ('max_bytes', ?)", (str(max_bytes),))
 
     # -- documents ----------------------------------------------------------------------------------------------
 

@@ -15,8 +15,9 @@ from typing import ClassVar
 
 import torch
 
-from ..config import check_grouping, check_ratio
 from ..selection.grouping import group
+from ..selection.modes import check_grouping
+from . import check_ratio
 from .base import Method, SelectionRequest
 
 __all__ = ["CacheClip"]

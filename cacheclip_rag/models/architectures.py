@@ -6,42 +6,36 @@ exactness tests then run on it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from ..errors import UnsupportedModelError
 
-__all__ = ["SUPPORTED", "Architecture", "check_supported", "rope_pin"]
+__all__ = ["SUPPORTED", "check_architecture", "check_supported", "rope_pin"]
 
 _EXACT_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary types whose frequencies do not depend on the total length, so that a key can be moved exactly."""
 
 
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """What the runtime must know about one transformers ``model_type``."""
-
-    model_type: str
-    rotary_attribute: str = "rotary_emb"
-    """Name of the rotary module on the base model."""
+SUPPORTED = ("llama", "qwen2")
+"""Values of ``model_type`` in a transformers config."""
 
 
-SUPPORTED: dict[str, Architecture] = {a.model_type: a for a in (Architecture("llama"), Architecture("qwen2"))}
-
-
-def check_supported(config: Any, name: str) -> Architecture:
-    """Return the architecture of a transformers ``config``.
-
-    Raises:
-        UnsupportedModelError: unknown architecture, rotary frequencies that depend on length, or active sliding window.
-    """
-    model_type = getattr(config, "model_type", "unknown")
-    architecture = SUPPORTED.get(model_type)
-    if architecture is None:
+def check_architecture(model_type: str, name: str) -> None:
+    """Raise UnsupportedModelError unless KV of this ``model_type`` can be reused exactly."""
+    if model_type not in SUPPORTED:
         raise UnsupportedModelError(
             f"model {name!r} has architecture {model_type!r}, whose KV this version cannot reuse exactly. "
             f"Supported: {', '.join(SUPPORTED)}. Choose such a model, or add the architecture (CONTRIBUTING.md)."
         )
+
+
+def check_supported(config: Any, name: str) -> None:
+    """Check a transformers ``config``.
+
+    Raises:
+        UnsupportedModelError: unknown architecture, rotary frequencies that depend on length, or active sliding window.
+    """
+    check_architecture(getattr(config, "model_type", "unknown"), name)
     rope_type = _rope_parameters(config).get("rope_type", "default")
     if rope_type not in _EXACT_ROPE_TYPES:
         raise UnsupportedModelError(
@@ -53,7 +47,6 @@ def check_supported(config: Any, name: str) -> Architecture:
             f"model {name!r} uses sliding-window attention, which this version does not reuse. "
             "Choose a model with full attention in every layer."
         )
-    return architecture
 
 
 def rope_pin(config: Any) -> str:

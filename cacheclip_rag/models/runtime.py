@@ -189,7 +189,7 @@ class ModelRuntime:
         with self._tokenizer_lock:
             ids = self.tokenizer("a", add_special_tokens=True)["input_ids"]
             plain = self.tokenizer("a", add_special_tokens=False)["input_ids"]
-        leading = next((ids[:n] for n in range(len(ids)) if ids[n : n + len(plain)] == plain), [])
+        leading: list[int] = next((ids[:n] for n in range(len(ids)) if ids[n : n + len(plain)] == plain), [])
         return "".join(self.tokenizer.convert_ids_to_tokens(leading))
 
     def decode_ids(self, ids: Sequence[int]) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..config import check_grouping
+from .modes import check_grouping
 
 __all__ = ["GROUPINGS", "group", "v1_literal", "vote_sliding", "window_score"]
 

@@ -128,7 +128,7 @@ def test_ask_without_auxiliary_refuses_cacheclip_and_offers_the_others(
     )
     assert made.code == 0, made.err
     refused = cacheclip("ask", "When?", "--store", store)
-    assert refused.code == 2 and "method='direct'" in refused.err
+    assert refused.code == 2 and "full, direct" in refused.err
     direct = cacheclip("ask", "When?", "--store", store, "--method", "direct", "--max-tokens", "4", "--json")
     assert direct.json["stats"]["hits"] == 1
 

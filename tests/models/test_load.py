@@ -153,7 +153,8 @@ class TestRopePin:
         names = ["llama", "llama-rope-llama3", "llama-rope-linear", "qwen2-rope-yarn"]
         configs = [AutoConfig.from_pretrained(tiny_models[name]) for name in names]
         assert len({rope_pin(c) for c in configs}) == len(names)
-        assert all(check_supported(c, "x") for c in configs)
+        for config in configs:
+            check_supported(config, "x")
 
     def test_is_stable(self, folder: Path) -> None:
         from transformers import AutoConfig
