@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -25,8 +27,12 @@ from cacheclip_rag import (
     get_engine,
 )
 from cacheclip_rag.errors import ConfigurationError, PromptTooLongError, UnknownModelError
+from cacheclip_rag.methods.base import Method
 from cacheclip_rag.methods.cacheclip import CacheClip
+from cacheclip_rag.methods.direct import Direct
+from cacheclip_rag.methods.full import Full
 from cacheclip_rag.models.load import load_model, loaded_models
+from cacheclip_rag.prefill import Prefilled
 from cacheclip_rag.stats import PHASES
 
 SHORT = SamplingParams(max_tokens=12)
@@ -50,6 +56,12 @@ def make(tiny_models: dict[str, str]) -> Callable[..., CacheClipEngine]:
 
 def rag(chunks: list[str], question: str = "What is the magic number?") -> str:
     return "\n\n".join(chunks) + f"\n\nQuestion: {question}"
+
+
+def logits(engine: CacheClipEngine, prompt: Any, method: Method) -> Prefilled:
+    """The engine's own prefill, up to the logits that its answer is sampled from."""
+    with torch.inference_mode():
+        return engine._prefill(prompt, SHORT, method, None, ())
 
 
 def check_sums(answer: Answer) -> None:
@@ -118,6 +130,13 @@ class TestStats:
         stats = engine.generate(rag(chunks), SHORT).stats
         assert 0 < stats.ttft_s <= time.perf_counter() - begin
         assert stats.phases_s["recompute"] > 0 and stats.phases_s["select"] > 0
+
+    def test_exact_tokens_explain_a_ratio_below_one(self, engine: CacheClipEngine, chunks: list[str]) -> None:
+        engine.precompute(chunks)
+        stats = engine.generate(rag(chunks), SHORT, recompute_ratio=1.0).stats
+        assert stats.exact_tokens == len(engine.primary.tokenize(chunks[0]))
+        assert stats.recomputed_tokens == stats.chunk_tokens - stats.exact_tokens
+        assert stats.effective_ratio < 1.0 == stats.effective_ratio_of_stale
 
 
 class TestMisses:
@@ -367,6 +386,24 @@ class TestRefusals:
         with pytest.raises(CacheClipError):
             CacheClipEngine(primary="no-such-model").primary  # noqa: B018
 
+    def test_ratio_beside_a_method_that_has_one(self, engine: CacheClipEngine) -> None:
+        with pytest.raises(ConfigurationError, match="own settings"):
+            engine.generate("Hello", SHORT, method=CacheClip(0.3), recompute_ratio=0.9)
+
+    def test_other_methods_work_while_the_auxiliary_cannot_be_had(
+        self, make: Callable[..., CacheClipEngine], chunks: list[str], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        engine = make(auxiliary="no-such-model")
+        first = engine.generate(rag(chunks), SHORT, method="direct", candidates=chunks)
+        assert (first.stats.hits, first.stats.misses) == (0, 4)
+        assert "without the auxiliary" in caplog.text
+        assert engine.generate(rag(chunks), SHORT, method="direct").stats.hits == 4
+        assert engine.release(chunks) == 4
+        with pytest.raises(UnknownModelError):
+            engine.generate(rag(chunks), SHORT)
+        with pytest.raises(UnknownModelError):
+            engine.precompute(chunks)
+
     def test_unknown_model_only_when_used(self) -> None:
         engine = CacheClipEngine(primary="no-such-model")
         with pytest.raises(UnknownModelError, match="no-such-model"):
@@ -540,14 +577,17 @@ class TestStore:
         self, make: Callable[..., CacheClipEngine], tiny_models: dict[str, str], chunks: list[str], tmp_path: Path
     ) -> None:
         """One engine's auxiliary is another's primary, over one store: the primary reads no bfloat16 rounding."""
-        make(primary=tiny_models["qwen2"], auxiliary=tiny_models["llama"], store=str(tmp_path)).precompute(chunks)
-        engine = make(auxiliary=None, store=str(tmp_path))
-        engine.generate(rag(chunks), SHORT, method="direct")
-        clean = make(auxiliary=None)
-        clean.precompute(chunks)
-        answer = engine.generate(rag(chunks), SHORT, method="direct")
-        assert answer.stats.hits == 4
-        assert answer.token_ids == clean.generate(rag(chunks), SHORT, method="direct").token_ids
+        first = make(primary=tiny_models["qwen2"], auxiliary=tiny_models["llama"], store=str(tmp_path))
+        first.precompute(chunks)
+        engine, clean = make(auxiliary=None, store=str(tmp_path)), make(auxiliary=None)
+        assert not engine.is_stored(chunks[0]) and first.is_stored(chunks[0])
+        assert engine.precompute(chunks) == clean.precompute(chunks) == 4
+        for method in (Direct(), CacheClip(1.0)):
+            ours, theirs = logits(engine, rag(chunks), method), logits(clean, rag(chunks), method)
+            assert ours.stats.hits == theirs.stats.hits == 4
+            assert torch.equal(ours.logits, theirs.logits)
+        assert (ours.logits - logits(engine, rag(chunks), Full()).logits).abs().max() < 1e-4
+        assert first.is_stored(chunks[0]) and first.precompute(chunks) == 0  # finer than it needs is good enough
 
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
     def test_other_dtypes_run(self, make: Callable[..., CacheClipEngine], chunks: list[str], dtype: str) -> None:
@@ -659,6 +699,54 @@ class TestPrefix:
     def test_prompt_that_is_the_prefix_and_nothing_else(self, engine: CacheClipEngine) -> None:
         opening = "<|im_start|>system\nYou answer questions.<|im_end|>\n<|im_start|>user\n"
         check_sums(engine.generate([Fresh(opening, control=True)], SHORT))
+
+
+class TestModelsWithoutATemplate:
+    """Base models: the prompt opens with what their tokenizer puts before any text."""
+
+    @pytest.fixture
+    def build(self, tmp_path: Path, tiny_models: dict[str, str]) -> Callable[[bool], str]:
+        def build(with_bos: bool) -> str:
+            folder = tmp_path / f"base-{with_bos}"
+            shutil.copytree(tiny_models["llama"], folder)
+            (folder / "chat_template.jinja").unlink()
+            if with_bos:
+                tokenizer = json.loads((folder / "tokenizer.json").read_text())
+                bos = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}
+                tokenizer["post_processor"] = {
+                    "type": "TemplateProcessing",
+                    "single": [bos, {"Sequence": {"id": "A", "type_id": 0}}],
+                    "pair": [bos, {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+                    "special_tokens": {
+                        "<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}
+                    },
+                }
+                (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+            return str(folder)
+
+        return build
+
+    def test_bos_comes_first_and_is_the_shared_prefix(
+        self, make: Callable[..., CacheClipEngine], build: Callable[[bool], str], chunks: list[str]
+    ) -> None:
+        engine = make(primary=build(True))
+        engine.precompute(chunks)
+        fused = logits(engine, rag(chunks), CacheClip(1.0))
+        tokenizer = engine.primary.tokenizer
+        assert fused.layout.ids[0] == 0 and tokenizer("x")["input_ids"][0] == 0
+        assert fused.stats.prefix_tokens == 1 and fused.stats.hits == 4
+        assert (fused.logits - logits(engine, rag(chunks), Full()).logits).abs().max() < 1e-4
+
+    @pytest.mark.parametrize("with_bos", [True, False])
+    def test_first_chunk_is_exact_and_costs_nothing(
+        self, make: Callable[..., CacheClipEngine], build: Callable[[bool], str], chunks: list[str], with_bos: bool
+    ) -> None:
+        engine = make(primary=build(with_bos))
+        engine.precompute(chunks)
+        for ratio in (0.0, 0.5, 1.0):
+            one = logits(engine, rag(chunks[:1]), CacheClip(ratio))
+            assert one.stats.recomputed_tokens == 0 and one.stats.exact_tokens == one.stats.chunk_tokens > 0
+            assert (one.logits - logits(engine, rag(chunks[:1]), Full()).logits).abs().max() < 1e-4
 
 
 class TestProcess:

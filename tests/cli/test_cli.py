@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,51 @@ def test_ask_without_auxiliary_refuses_cacheclip_and_offers_the_others(
     assert direct.json["stats"]["hits"] == 1
 
 
+def test_ask_may_leave_the_auxiliary_out(cacheclip: Any, stored: Path) -> None:
+    ask = ("ask", "Who was the last keeper?", "--store", stored, "--max-tokens", "4", "--json")
+    assert cacheclip(*ask, "--auxiliary", "none", "--method", "direct").json["stats"]["hits"] >= 3
+    assert cacheclip(*ask).json["stats"]["method"] == "cacheclip"  # the store is what it was made with
+
+
+def test_ask_where_ingestion_never_succeeded(cacheclip: Any, models: list[str], tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").touch()
+    assert cacheclip("ingest", tmp_path / "empty.txt", "--store", tmp_path / "store", *models).code == 1
+    result = cacheclip("ask", "Why?", "--store", tmp_path / "store")
+    assert result.code == 1 and "cacheclip ingest" in result.err
+
+
+def test_the_limit_given_once_holds_for_every_command(
+    cacheclip: Any, stored: Path, models: list[str], tmp_path: Path, chunks: list[str]
+) -> None:
+    entry_bytes = cacheclip("store", "stats", "--store", stored, "--json").json["bytes"]
+    limit = str(entry_bytes // 2)
+    corpus = stored.parent / "corpus"
+    (corpus / "more.txt").write_text(chunks[3])
+    assert cacheclip("ingest", corpus, "--store", stored, "--max-bytes", limit, "--json").code == 0
+    for question in ("When was the lighthouse built?", "Who was the last keeper?"):
+        assert cacheclip("ask", question, "--store", stored, "--max-tokens", "2", "--json").code == 0
+        stats = cacheclip("store", "stats", "--store", stored, "--json").json
+        assert stats["bytes"] <= int(limit) == stats["max_bytes"]
+    cacheclip("ingest", corpus, "--store", stored, "--max-bytes", "0", "--json")
+    assert cacheclip("store", "stats", "--store", stored, "--json").json["max_bytes"] is None
+
+
+def test_model_folders_are_found_from_anywhere(
+    cacheclip: Any, tiny_models: dict[str, str], minilm: str, chunks: list[str], tmp_path: Path, monkeypatch: Any
+) -> None:
+    root, name = os.path.split(tiny_models["llama"])
+    monkeypatch.chdir(root)
+    (tmp_path / "a.txt").write_text(chunks[0])
+    made = cacheclip(
+        *("ingest", tmp_path / "a.txt", "--store", tmp_path / "store", "--primary", f"./{name}"),
+        *("--auxiliary", "none", "--embedding", minilm, "--json"),
+    )
+    assert made.code == 0, made.err
+    monkeypatch.chdir(tmp_path)
+    ask = ("ask", "When?", "--store", "store", "--method", "direct", "--max-tokens", "2", "--json")
+    assert cacheclip(*ask).json["stats"]["hits"] == 1
+
+
 def test_unreadable_documents_are_named_and_the_exit_code_says_so(
     cacheclip: Any, stored: Path, models: list[str]
 ) -> None:
@@ -159,6 +205,16 @@ def test_bench_prints_one_object(cacheclip: Any, tiny_models: dict[str, str]) ->
     assert result.code == 0, result.err
     assert list(result.json["methods"]) == ["full", "direct", "cacheclip"]
     assert len(result.out.splitlines()) == 1
+
+
+def test_bench_without_an_auxiliary(cacheclip: Any, tiny_models: dict[str, str]) -> None:
+    """Its model is not even looked for unless a method needs it; a method that does is refused before any work."""
+    bench = ("bench", "--primary", tiny_models["llama"], "--embedding", "any", "--runs", "1", "--json")
+    sizes = ("--context-tokens", "64", "--chunk-tokens", "32")
+    result = cacheclip(*bench, *sizes, "--auxiliary", "no-such-model", "--methods", "full,direct")
+    assert list(result.json["methods"]) == ["full", "direct"]
+    refused = cacheclip(*bench, *sizes, "--auxiliary", "none")
+    assert refused.code == 2 and "full, direct" in refused.err and refused.out == ""
 
 
 def test_usage_errors_exit_with_two(cacheclip: Any) -> None:

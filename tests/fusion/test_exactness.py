@@ -174,6 +174,15 @@ class TestRatioOne:
             assert gap(ours.keys, theirs.keys) < EXACT
             assert gap(ours.values, theirs.values) < EXACT
 
+    def test_twin_rows_at_wrong_positions(self, case: Case) -> None:
+        rows = case.rows(1.0)
+        expected = reference_logits(case.folder, case.layout.ids)
+        for shift, test in ((0, lambda g: g < EXACT), (3, lambda g: g > BROKEN)):
+            logits = case.runtime.run_rows(
+                case.assembled(), case.layout.ids[rows], rows + shift, causal_plan(rows), slots=rows
+            )
+            assert test(gap(logits, expected)), shift
+
     def test_twin_a_mask_that_sees_the_future_is_not_exact(self, case: Case) -> None:
         """At ratio 1 prefix rows are the only ones left out, so even the bottom-right mask is right: the reason why
         nobody noticed. With rows left out it is not."""

