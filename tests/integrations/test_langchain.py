@@ -100,7 +100,10 @@ async def test_prompt_pipe_llm(llm: ChatCacheClip, chunks: list[str]) -> None:
     message = chain.invoke(query)
     assert message.response_metadata["cacheclip"]["hits"] == 2
     assert (chain | StrOutputParser()).invoke(query) == message.content
-    assert [m.content for m in await chain.abatch([query, query])] == [message.content] * 2
+    other = {"context": "\n\n".join(chunks[1::-1]), "question": "Who kept the light?"}
+    expected = [message.content, chain.invoke(other).content, message.content]
+    assert [m.content for m in await chain.abatch([query, other, query])] == expected
+    assert [m.content for m in chain.batch([query, other, query])] == expected
     streamed = None
     for chunk in chain.stream(query):
         streamed = chunk if streamed is None else streamed + chunk
