@@ -10,14 +10,15 @@ import torch
 
 from .errors import PromptTooLongError, StoreError
 from .models.runtime import ModelRuntime, TokenizedText
+from .prompt import Chunk, Segment
 from .store import ChunkStore, chunk_key, decode, encode, keeps
 
 __all__ = ["ChunkCaches"]
 
 logger = logging.getLogger(__name__)
 
-_TOKENIZED_TEXTS = 4096
-"""Tokenised chunks remembered per model: a popular chunk is tokenised once (about 1 ms for 512 tokens)."""
+_TOKENIZED_CHUNKS = 256
+"""Tokenised chunks remembered per model: each is needed several times an answer. About 80 kB for 512 tokens."""
 
 
 class ChunkCaches:
@@ -32,7 +33,7 @@ class ChunkCaches:
         self._namespace = namespace
         self._codec = codec
         self._prefix: torch.Tensor | None = None
-        self._tokenize = lru_cache(maxsize=_TOKENIZED_TEXTS)(runtime.tokenize)
+        self.tokenize = lru_cache(maxsize=_TOKENIZED_CHUNKS)(runtime.tokenize)
 
     @property
     def prefix(self) -> torch.Tensor:
@@ -41,9 +42,11 @@ class ChunkCaches:
             self._prefix = self._read_or_encode_prefix()
         return self._prefix
 
-    def tokenize(self, text: str, *, control: bool = False) -> TokenizedText:
-        """As :meth:`ModelRuntime.tokenize`, remembered."""
-        return self._tokenize(text, control=control)
+    def tokenize_segment(self, segment: Segment) -> TokenizedText:
+        """Tokens of a segment; only chunks are remembered, since other text seldom comes twice."""
+        if isinstance(segment, Chunk):
+            return self.tokenize(segment.text)
+        return self.runtime.tokenize(segment.text, control=segment.control)
 
     def key(self, text: str) -> str:
         """Store key of a chunk's text."""

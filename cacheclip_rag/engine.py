@@ -46,6 +46,8 @@ __all__ = ["Answer", "CacheClipEngine", "StreamEvent", "get_engine"]
 
 logger = logging.getLogger(__name__)
 
+_PREFIX_DATE = "01 Jan 2025"
+"""Date in the shared prefix of a chat template that states today's: else every night would make all chunks misses."""
 _RESERVED_TOKENS = 512
 """Tokens of an answer that a cache has room for from the start."""
 
@@ -146,7 +148,7 @@ class CacheClipEngine:
         opening = self._opening(runtime)
         if runtime.has_chat_template:
             messages = [*self._system_messages(), {"role": "user", "content": content}]
-            segments = segment_chat(messages, runtime.render_chat, self.texts)
+            segments = segment_chat(messages, lambda m: runtime.render_chat(m, date=_PREFIX_DATE), self.texts)
             opening = segments[: segments.index(Fresh(content))]
         return [token for s in opening for token in runtime.tokenize(s.text, control=s.control).ids]
 
@@ -324,7 +326,7 @@ class CacheClipEngine:
             segments = _as_segments(prompt)
             if segments is None:
                 segments = self.segment(prompt, candidates)  # type: ignore[arg-type]
-            layout = lay_out(segments, lambda s: primary.tokenize(s.text, control=s.control), primary.prefix_ids)
+            layout = lay_out(segments, primary.tokenize_segment, primary.prefix_ids)
             _check_length(layout, primary.runtime)
         # room for the prompt and a usual answer; the cache grows if the answer gets longer
         capacity = layout.num_tokens + min(params.max_tokens, _RESERVED_TOKENS)

@@ -125,7 +125,7 @@ class Prefill:
         texts = [span.segment.text for span in spans]
         lengths = [len(caches.tokenize(text)) for text in texts]
         room = caches.runtime.context_tokens - len(caches.prefix_ids) - max(lengths, default=0)
-        question_ids = caches.tokenize(self.question or _question_in(self.layout)).ids
+        question_ids = caches.runtime.tokenize(self.question or _question_in(self.layout)).ids
         question_ids = question_ids[max(0, len(question_ids) - min(_MAX_QUESTION_TOKENS, room)) :]
         if not spans or not question_ids:
             return [torch.zeros(len(span.tokens)) for span in spans]

@@ -701,6 +701,25 @@ class TestPrefix:
         check_sums(engine.generate([Fresh(opening, control=True)], SHORT))
 
 
+class TestTemplateWithADate:
+    def test_chunks_outlive_the_day(
+        self, make: Callable[..., CacheClipEngine], tiny_models: dict[str, str], chunks: list[str], tmp_path: Path
+    ) -> None:
+        """The prefix states a fixed date, so its chunks are found tomorrow; the prompt states today's."""
+        folder = tmp_path / "dated"
+        shutil.copytree(tiny_models["llama"], folder)
+        dated = (folder / "chat_template.jinja").read_text().replace("You answer questions.", "It is {{ DATE }}.")
+        (folder / "chat_template.jinja").write_text(dated.replace("DATE", "strftime_now('%d %b %Y')"))
+        engine = make(primary=str(folder))
+        engine.precompute(chunks)
+        caches = engine._caches_of(str(folder))
+        assert "01 Jan 2025" in engine.primary.decode_ids(caches.prefix_ids)
+        fused = logits(engine, rag(chunks), CacheClip(1.0))
+        assert time.strftime("%Y") in engine.primary.decode_ids(fused.layout.ids.tolist())
+        assert (fused.stats.hits, fused.stats.prefix_tokens, fused.stats.exact_tokens) == (4, 0, 0)
+        assert (fused.logits - logits(engine, rag(chunks), Full()).logits).abs().max() < 1e-4
+
+
 class TestModelsWithoutATemplate:
     """Base models: the prompt opens with what their tokenizer puts before any text."""
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import codecs
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ..errors import DocumentError
 
-__all__ = ["MARKDOWN_SUFFIXES", "SUFFIXES", "find_files", "read_document"]
+__all__ = ["MARKDOWN_SUFFIXES", "SUFFIXES", "find_files", "printable", "read_document"]
 
 MARKDOWN_SUFFIXES = frozenset({".md", ".markdown"})
 SUFFIXES = MARKDOWN_SUFFIXES | {".txt", ".text", ".rst"}
@@ -40,12 +41,21 @@ def _wanted(path: Path, root: Path) -> bool:
     return path.is_file() and not hidden and path.suffix.lower() in SUFFIXES
 
 
+def printable(path: Path) -> str:
+    """A path for messages, whatever bytes its name holds."""
+    return os.fsencode(path).decode("utf-8", "replace")
+
+
 def read_document(path: Path) -> str:
     """Text of a file: UTF-8, or UTF-16 with a byte-order mark.
 
     Raises:
         DocumentError: unreadable, empty, binary, or in another encoding; the message says which.
     """
+    try:
+        str(path).encode()
+    except UnicodeEncodeError as error:
+        raise DocumentError(f"the name of {printable(path)} is not UTF-8. Rename the file or folder.") from error
     try:
         data = path.read_bytes()
     except OSError as error:

@@ -16,7 +16,7 @@ from typing import Any
 from ..engine import CacheClipEngine
 from ..errors import DocumentError
 from ..progress import Advance, progress_bar
-from .documents import MARKDOWN_SUFFIXES, find_files, read_document
+from .documents import MARKDOWN_SUFFIXES, find_files, printable, read_document
 from .embedding import Embedder
 from .library import Library, LibrarySettings
 from .splitting import Splitter
@@ -103,7 +103,7 @@ def _read_all(files: Iterable[Path], report: IngestReport) -> dict[Path, str]:
             texts[file] = read_document(file)
         except DocumentError as error:
             logger.info("skipped: %s", error)
-            report.failed.append({"path": str(file), "error": str(error)})
+            report.failed.append({"path": printable(file), "error": str(error)})
     return texts
 
 
@@ -136,6 +136,7 @@ def _changed(
         digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
         if known.get(str(path)) == digest:
             report.unchanged += 1
+            engine.texts.add(library.passages_of(str(path)))  # known already, unless the store's index was lost
             continue
         splitter = splitter or Splitter(engine.primary.tokenizer, settings.chunk_tokens, settings.overlap_tokens)
         passages = splitter.split(text, markdown=path.suffix.lower() in MARKDOWN_SUFFIXES)

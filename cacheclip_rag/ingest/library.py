@@ -7,6 +7,7 @@ or older, it is built again, so a run killed at any point leaves a library that 
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -127,6 +128,11 @@ class Library:
         """All passages as (path, ordinal, text), in order."""
         return self._database.query("SELECT path, ordinal, text FROM passages ORDER BY path, ordinal")
 
+    def passages_of(self, path: str) -> list[str]:
+        """Texts of one document, in order."""
+        rows = self._database.query("SELECT text FROM passages WHERE path = ? ORDER BY ordinal", (path,))
+        return [text for (text,) in rows]
+
     def replace(self, path: str, digest: str, texts: Sequence[str], vectors: Vectors) -> list[str]:
         """Put a document in place of its older version, all or nothing; returns texts that nothing uses any more."""
         rows = [(path, n, text, vectors[n].tobytes()) for n, text in enumerate(texts)]
@@ -143,16 +149,14 @@ class Library:
         return self._change(path, [])
 
     def _change(self, path: str, additions: Sequence[tuple[str, Sequence[Any]]]) -> list[str]:
-        before = {text for (text,) in self._database.query("SELECT text FROM passages WHERE path = ?", (path,))}
+        before = set(self.passages_of(path))
         self._database.execute_many(
             [
                 ("DELETE FROM passages WHERE path = ?", (path,)),
                 ("DELETE FROM documents WHERE path = ?", (path,)),
                 *additions,
-                (
-                    "INSERT INTO meta VALUES ('revision', '1') ON CONFLICT (name) DO UPDATE SET value = value + 1",
-                    (),
-                ),
+                # random, not counted: a library made anew beside old index files must not take one for its own
+                ("INSERT OR REPLACE INTO meta VALUES ('revision', ?)", (secrets.token_hex(8),)),
             ]
         )
         return [t for t in before if not self._database.query("SELECT 1 FROM passages WHERE text = ? LIMIT 1", (t,))]

@@ -199,11 +199,20 @@ class ModelRuntime:
     def has_chat_template(self) -> bool:
         return bool(getattr(self.tokenizer, "chat_template", None))
 
-    def render_chat(self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool = True) -> str:
+    def render_chat(
+        self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool = True, date: str | None = None
+    ) -> str:
+        """The chat template's text; ``date`` is what a template that states the date writes (default today's)."""
+        template = self.tokenizer.get_chat_template()
+        if date is not None:  # transformers hands its templates this function; a macro of that name comes before it
+            template = f"{{% macro strftime_now(format) %}}{date}{{% endmacro %}}{template}"
         try:
             return str(
                 self.tokenizer.apply_chat_template(
-                    list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+                    list(messages),
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                    chat_template=template,
                 )
             )
         except TemplateError as error:  # templates raise on roles or orders that they do not know

@@ -63,6 +63,7 @@ class TextIndex:
         self._database = Database(folder / "index.sqlite3" if folder else None, _SCHEMA)
         self._namespace = namespace
         self._anchors: dict[int, list[_Anchor]] = {}
+        self._known: set[bytes] = set()
         self._last_serial = 0
         self._lock = threading.Lock()
 
@@ -108,11 +109,13 @@ class TextIndex:
         )
         for serial, value, start, length, digest, removed in rows:
             self._last_serial = serial
-            others = [a for a in self._anchors.pop(value, ()) if a.digest != digest]
+            # texts with one head share an anchor, so a bucket may be long: looked through only when it holds the text
+            if digest in self._known:
+                self._known.remove(digest)
+                self._anchors[value] = [a for a in self._anchors[value] if a.digest != digest]
             if not removed:
-                others.append(_Anchor(value, start, length, digest))
-            if others:
-                self._anchors[value] = others
+                self._known.add(digest)
+                self._anchors.setdefault(value, []).append(_Anchor(value, start, length, digest))
 
 
 def _digest(text: str) -> bytes:

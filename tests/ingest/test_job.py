@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from cacheclip_rag import CacheClipEngine
+from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.errors import ConfigurationError, DocumentError, StoreError, UnknownModelError
 from cacheclip_rag.ingest.embedding import Embedder, Vectors
 from cacheclip_rag.ingest.job import IngestReport, ingest
@@ -170,6 +172,42 @@ def test_passages_are_within_size_and_cover_the_text(
 def test_senseless_sizes_are_refused(size: int, overlap: int) -> None:
     with pytest.raises(ConfigurationError, match="expected chunk size"):
         Splitter(None, size, overlap)
+
+
+def test_a_lost_index_is_made_again(workshop: Workshop, chunks: list[str]) -> None:
+    """As its error message advises: move a damaged index away, ingest again; chunks are found in prompts as before."""
+    workshop.run()
+    workshop.engine.close()
+    for file in workshop.store.glob("index.sqlite3*"):
+        file.unlink()
+    workshop.engine = CacheClipEngine(workshop.engine.config)
+    assert workshop.run().unchanged == 2
+    prompt = "\n\n".join(text for _, _, text in workshop.library.passages())
+    assert workshop.engine.generate(prompt, SamplingParams(max_tokens=1)).stats.hits >= 3
+
+
+def test_a_library_made_anew_does_not_take_an_old_search_index(workshop: Workshop, chunks: list[str]) -> None:
+    workshop.run()
+    workshop.library.close()
+    for file in workshop.store.glob("library.sqlite3*"):
+        file.unlink()
+    for name in ("a.txt", "b.md"):
+        (workshop.corpus / name).unlink()
+    workshop.write("c.txt", "Iron melts at one thousand five hundred and thirty-eight degrees.")
+    workshop.write("d.txt", "The parliament of Norway sits in Oslo.")
+    workshop.library = Library(workshop.store)
+    workshop.run()
+    found = workshop.library.search(LetterEmbedder("letters").embed(["iron melts at degrees"]), 5)
+    assert {Path(passage.path).name for passage in found} == {"c.txt", "d.txt"}
+
+
+def test_a_file_name_that_is_not_utf8(workshop: Workshop) -> None:
+    with open(os.fsencode(workshop.corpus) + b"/bad\xff.txt", "wb") as file:
+        file.write(b"Some text.")
+    workshop.write("two\nlines \u00e9.txt", "Some other text of some length.")
+    report = workshop.run()
+    assert report.added == 3 and "not UTF-8" in report.failed[0]["error"]
+    json.dumps(report.to_dict()).encode()
 
 
 def test_a_model_that_cannot_load_binds_the_store_to_nothing(workshop: Workshop, tmp_path: Path) -> None:
