@@ -70,8 +70,8 @@ class ChunkCaches:
         """Compute and store a chunk's KV unless it is there; True if it was computed."""
         if text in self:
             return False
+        self.check_length(text)
         tokens = self.tokenize(text)
-        self._check_length(tokens)
         kv = self.runtime.encode(tokens.ids, self.prefix if self.prefix_ids else None)
         self._store.put(self.key(text), encode(kv, self._codec))
         return True
@@ -79,7 +79,9 @@ class ChunkCaches:
     def delete(self, text: str) -> bool:
         return self._store.delete(self.key(text))
 
-    def _check_length(self, tokens: TokenizedText) -> None:
+    def check_length(self, text: str) -> None:
+        """Raise PromptTooLongError unless the chunk fits the model's context behind the prefix."""
+        tokens = self.tokenize(text)
         room = self.runtime.context_tokens - len(self.prefix_ids)
         if len(tokens) > room:
             raise PromptTooLongError(

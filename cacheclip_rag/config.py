@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, fields, replace
 from os import PathLike
 from typing import Any
@@ -65,7 +66,10 @@ class EngineConfig:
         if self.codec is not None:
             _check_choice("codec", self.codec, DTYPES)
         if self.store is not None:
-            object.__setattr__(self, "store", str(self.store))  # a Path names the same folder as its string
+            if not isinstance(self.store, str | PathLike) or not str(self.store):
+                raise ConfigurationError(f"store must be a folder, or None for memory only, got {self.store!r}.")
+            # in full: however the folder was named, and wherever the process goes, it stays the same
+            object.__setattr__(self, "store", os.path.abspath(os.path.expanduser(self.store)))
         for name in ("primary", "namespace"):
             value = getattr(self, name)
             if not isinstance(value, str) or not value:

@@ -11,13 +11,17 @@ from .sampling import SamplingParams
 __all__ = ["Sampler", "TextStream"]
 
 
+_GREEDY_BELOW = 1e-5
+"""Temperatures below this overflow float32 logits, and choose the likeliest token anyway."""
+
+
 class Sampler:
     """Picks the next token from logits."""
 
     def __init__(self, params: SamplingParams, device: torch.device) -> None:
         from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
-        self._greedy = params.temperature == 0.0
+        self._greedy = params.temperature < _GREEDY_BELOW
         self._warpers = LogitsProcessorList()
         if not self._greedy:
             self._warpers.append(TemperatureLogitsWarper(float(params.temperature)))

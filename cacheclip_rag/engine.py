@@ -93,6 +93,12 @@ class CacheClipEngine:
         self._store: ChunkStore | None = None
         self._texts: TextIndex | None = None
 
+    def __deepcopy__(self, memo: object) -> CacheClipEngine:
+        return self  # frameworks copy what holds an engine; the store and the weights stay one
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return get_engine, (self.config,)  # in another process: the engine of these settings there
+
     # -- parts, made at first use -------------------------------------------------------------------------------
 
     @property
@@ -148,7 +154,8 @@ class CacheClipEngine:
         opening = self._opening(runtime)
         if runtime.has_chat_template:
             messages = [*self._system_messages(), {"role": "user", "content": content}]
-            segments = segment_chat(messages, lambda m: runtime.render_chat(m, date=_PREFIX_DATE), self.texts)
+            # no stored text is looked for: what is in the store must not change the prefix
+            segments = segment_chat(messages, lambda m: runtime.render_chat(m, date=_PREFIX_DATE), TextIndex())
             opening = segments[: segments.index(Fresh(content))]
         return [token for s in opening for token in runtime.tokenize(s.text, control=s.control).ids]
 
@@ -178,6 +185,8 @@ class CacheClipEngine:
         for chunk in chunk_texts(texts):
             if not chunk:
                 raise ConfigurationError("a chunk must hold text, got an empty or blank string.")
+            for caches in self._all_caches():
+                caches.check_length(chunk)
             # every role must run: no short-circuit
             computed += any([caches.write(chunk) for caches in self._all_caches()])
             self.texts.add([chunk])
@@ -205,19 +214,20 @@ class CacheClipEngine:
         """Cut a prompt into stored chunks and fresh text.
 
         Args:
-            prompt: a string (taken as one user message if the model has a chat template) or a list of messages.
+            prompt: a string (taken as one user message if the model has a chat template) or a list of messages. The
+                engine's system prompt comes before messages that hold none.
             candidates: chunk texts known to be in the prompt, stored or not (retrieved nodes, documents).
         """
         runtime = self.primary
-        if not isinstance(prompt, str):
-            if runtime.has_chat_template:
-                return segment_chat(prompt, runtime.render_chat, self.texts, candidates)
-            check_messages(prompt)
-            prompt = "\n\n".join(message["content"] for message in prompt)
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else check_messages(prompt)
         if not runtime.has_chat_template:
-            return self._opening(runtime) + segment_text(prompt, self.texts, candidates)
-        messages = [*self._system_messages(), {"role": "user", "content": prompt}]
-        return segment_chat(messages, runtime.render_chat, self.texts, candidates)
+            text = "\n\n".join(message["content"] for message in messages)
+            return self._opening(runtime) + segment_text(text, self.texts, candidates)
+        if all(message["role"] != "system" for message in messages):
+            messages = [*self._system_messages(), *messages]
+        # the system prompt is prefix, whatever of it the store may hold
+        own = self.config.system_prompt
+        return segment_chat(messages, runtime.render_chat, self.texts, candidates, verbatim=(own,) if own else ())
 
     def generate(
         self,
@@ -266,6 +276,8 @@ class CacheClipEngine:
             PromptTooLongError: the prompt does not fit the model's context.
         """
         params = params or SamplingParams()
+        if not isinstance(params, SamplingParams):
+            raise ConfigurationError(f"params must be SamplingParams, got {type(params).__name__}.")
         if question is not None and not isinstance(question, str):
             raise ConfigurationError(f"the question must be a string, got {type(question).__name__}.")
         chosen = self._method(method, recompute_ratio)
@@ -276,13 +288,13 @@ class CacheClipEngine:
 
     def _store_missing(self, chunks: Sequence[str]) -> None:
         """What was missing in an answer, for the next. The answer is out: a full disk must not take it back."""
-        try:
-            for chunk in chunks:
+        for chunk in chunks:
+            try:
                 for caches in self._usable_caches():
                     caches.write(chunk)
                 self.texts.add([chunk])
-        except CacheClipError as error:
-            logger.warning("chunks of this prompt could not be stored: %s", error)
+            except CacheClipError as error:
+                logger.warning("a chunk of this prompt could not be stored: %s", error)
 
     def _usable_caches(self) -> Iterator[ChunkCaches]:
         """The primary's caches, then the auxiliary's unless that model cannot be had: other methods work without."""

@@ -82,7 +82,8 @@ class Prefill:
         with clock.phase("recompute"):
             rows = choose_rows(layout, reused, zip(scorable, masks, strict=True))
             logits = recompute(self.primary.runtime, cache, layout, rows)
-        return Prefilled(layout, cache, logits, self._stats(reused, masks), self._missing(reused))
+        recomputed = sum(int(((rows >= span.start) & (rows < span.stop)).sum()) for span in reused)
+        return Prefilled(layout, cache, logits, self._stats(reused, recomputed), self._missing(reused))
 
     def _run_plain(self) -> Prefilled:
         """Ordinary prefill of the same token ids: asked for, or the only correct way."""
@@ -90,7 +91,7 @@ class Prefill:
         with self.clock.phase("recompute"):
             cache, logits = runtime.prefill(layout.ids.to(runtime.device), self.capacity)
         stats = replace(
-            self._stats([], []),
+            self._stats([], recomputed=0),
             method="full",
             prefix_tokens=0,
             fresh_tokens=layout.num_tokens,
@@ -160,7 +161,7 @@ class Prefill:
         assemble(self.primary.runtime, cache, pieces())
         return reused
 
-    def _stats(self, reused: Sequence[Span], masks: Sequence[torch.Tensor]) -> FusionStats:
+    def _stats(self, reused: Sequence[Span], recomputed: int) -> FusionStats:
         layout = self.layout
         chunk_tokens = sum(len(span.tokens) for span in reused)
         return FusionStats(
@@ -170,7 +171,7 @@ class Prefill:
             prefix_tokens=layout.num_prefix,
             fresh_tokens=layout.num_tokens - layout.num_prefix - chunk_tokens,
             chunk_tokens=chunk_tokens,
-            recomputed_tokens=sum(int(mask.sum()) for mask in masks),
+            recomputed_tokens=recomputed,
             nominal_ratio=self.method.nominal_ratio,
             hits=len(reused),
             exact_tokens=sum(len(span.tokens) for span in reused if layout.is_exact(span)),

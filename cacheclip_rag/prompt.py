@@ -7,7 +7,8 @@ ids are concatenated: nothing is tokenised again after joining, so a stored chun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -91,32 +92,50 @@ def segment_chat(
     render: Callable[[Sequence[Message]], str],
     index: TextIndex,
     candidates: Iterable[str] = (),
+    verbatim: Collection[str] = (),
 ) -> list[Segment]:
     """Segments of a chat: the template's text as control segments, each content cut by :func:`segment_text`.
 
     The template is rendered with a sentinel in place of each content and split there. So the contents never pass
-    through the template's string handling, and no content can speak in the template's voice.
+    through the template's string handling, and no content can speak in the template's voice. The blanks around a
+    content do pass, since some templates strip them. Contents in ``verbatim`` are not searched for chunks.
     """
-    check_messages(messages)
+    messages = check_messages(messages)
     candidates = list(chunk_texts(candidates))
-    sentinels = [f"\u2063cacheclip{number}\u2063" for number in range(len(messages))]
-    rest = render([{**m, "content": s} for m, s in zip(messages, sentinels, strict=True)])
+    cores = [message["content"].strip() for message in messages]
+    around = [m["content"].split(c, 1) if c else (m["content"], "") for m, c in zip(messages, cores, strict=True)]
+    marked = [f"{lead}{_sentinel(n)}{trail}" for n, (lead, trail) in enumerate(around)]
+    rendered = render([{**message, "content": text} for message, text in zip(messages, marked, strict=True)])
+    pieces = _SENTINEL.split(rendered)
+    for number in set(range(len(messages))) - set(map(int, pieces[1::2])):
+        raise ConfigurationError(
+            f"this model's chat template drops a message of role {messages[number]['role']!r}. Use roles it knows "
+            "(usually system, user, assistant, in alternation), or pass the prompt as one string."
+        )
     segments: list[Segment] = []
-    for message, sentinel in zip(messages, sentinels, strict=True):
-        before, found, rest = rest.partition(sentinel)
-        if not found:
-            raise ConfigurationError(
-                f"this model's chat template drops or moves a message of role {message['role']!r}. Use roles it knows "
-                "(usually system, user, assistant, in alternation), or pass the prompt as one string."
-            )
-        segments.append(Fresh(before, control=True))
-        segments.extend(segment_text(message["content"], index, candidates))
-    segments.append(Fresh(rest, control=True))
-    return [s for s in segments if s.text]
+    for position in range(1, len(pieces), 2):
+        number = int(pieces[position])
+        text, (lead, trail) = cores[number], around[number]
+        if lead and pieces[position - 1].endswith(lead):
+            pieces[position - 1], text = pieces[position - 1].removesuffix(lead), lead + text
+        if trail and pieces[position + 1].startswith(trail):
+            pieces[position + 1], text = pieces[position + 1].removeprefix(trail), text + trail
+        segments.append(Fresh(pieces[position - 1], control=True))
+        whole = messages[number]["content"] in verbatim
+        segments.extend([Fresh(text)] if whole else segment_text(text, index, candidates))
+    segments.append(Fresh(pieces[-1], control=True))
+    return [segment for segment in segments if segment.text]
 
 
-def check_messages(messages: Sequence[Message]) -> None:
-    """Raise ConfigurationError unless ``messages`` is a list of role and content strings."""
+_SENTINEL = re.compile("\u2063cacheclip([0-9]+)\u2063")
+
+
+def _sentinel(number: int) -> str:
+    return f"\u2063cacheclip{number}\u2063"
+
+
+def check_messages(messages: Sequence[Message]) -> list[Message]:
+    """The messages, if they are a list of role and content strings; else ConfigurationError."""
     if not messages:
         raise ConfigurationError("a chat prompt needs at least one message, got none.")
     for message in messages:
@@ -127,6 +146,7 @@ def check_messages(messages: Sequence[Message]) -> None:
                 "each message must be a dict with string 'role' and 'content', got "
                 f"{ {k: type(v).__name__ for k, v in message.items()} }."
             )
+    return list(messages)
 
 
 def check_segments(segments: Iterable[Segment]) -> list[Segment]:

@@ -76,6 +76,8 @@ def merge_call_options(own: Mapping[str, Any], options: Mapping[str, Any]) -> di
         given.setdefault("max_tokens", given.pop("max_new_tokens"))
     merged = {**own, **given}
     stop = merged["stop"] or ()
+    if not isinstance(stop, str | list | tuple | set | frozenset):
+        raise ConfigurationError(f"stop must be a string or a list of strings, got {stop!r}.")
     params = SamplingParams(
         max_tokens=merged["max_tokens"],
         temperature=merged["temperature"],

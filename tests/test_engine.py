@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import shutil
 import subprocess
 import sys
@@ -336,6 +338,8 @@ class TestRefusals:
             ("namespace", None),
             ("namespace", ""),
             ("primary", None),
+            ("store", ""),
+            ("store", 5),
             ("auxiliary", 3),
             ("system_prompt", 3),
         ],
@@ -352,8 +356,11 @@ class TestRefusals:
         with pytest.raises(ConfigurationError, match="unknown option"):
             get_engine(tempo=3)
 
-    def test_a_path_names_the_same_store_as_its_string(self, tmp_path: Path) -> None:
-        assert EngineConfig(store=tmp_path) == EngineConfig(store=str(tmp_path))
+    def test_however_a_store_is_named_it_is_the_same(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        named = [EngineConfig(store=name) for name in (tmp_path / "st", str(tmp_path / "st"), "st", "./x/../st")]
+        assert len(set(named)) == 1
+        assert EngineConfig(store="~/st").store == str(Path.home() / "st")
 
     @pytest.mark.parametrize("prompt", [5, b"text", {"role": "user", "content": "x"}, iter(["x"]), None, [[]], ["x"]])
     def test_prompt_of_another_type(self, engine: CacheClipEngine, prompt: Any) -> None:
@@ -371,6 +378,10 @@ class TestRefusals:
     def test_question_of_another_type(self, engine: CacheClipEngine) -> None:
         with pytest.raises(ConfigurationError, match="question"):
             engine.generate("Hello", SHORT, question=5)  # type: ignore[arg-type]
+
+    def test_params_of_another_type(self, engine: CacheClipEngine) -> None:
+        with pytest.raises(ConfigurationError, match="SamplingParams"):
+            engine.generate("Hello", {"max_tokens": 3})  # type: ignore[arg-type]
 
     def test_half_a_character(self, engine: CacheClipEngine) -> None:
         text = "A text of some length with half of an emoji: \ud83d and more."
@@ -554,6 +565,28 @@ class TestStore:
         make(store=str(tmp_path)).precompute(chunks)
         assert not make(store=str(tmp_path), system_prompt="Be brief.").is_stored(chunks[0])
 
+    def test_one_chunk_that_cannot_be_stored_does_not_keep_out_the_others(
+        self, make: Callable[..., CacheClipEngine], tiny_models: dict[str, str], chunks: list[str], tmp_path: Path
+    ) -> None:
+        """Too long for the auxiliary's short context: that chunk alone stays fresh text."""
+        short = tmp_path / "short"
+        shutil.copytree(tiny_models["auxiliary"], short)
+        config = json.loads((short / "config.json").read_text())
+        (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 200}))
+        engine = make(auxiliary=str(short))
+        texts = [" ".join(chunks), *chunks[1:3]]
+        assert engine.generate(rag(texts), SHORT, candidates=texts).stats.misses == 3
+        assert [engine.is_stored(text) for text in texts] == [False, True, True]
+        assert engine.generate(rag(texts), SHORT, candidates=texts).stats.hits == 2
+        keys = set(engine.store.keys())
+        with pytest.raises(PromptTooLongError):
+            engine.precompute([texts[0] + " More."])
+        assert set(engine.store.keys()) == keys  # nothing of it was written for the other model either
+
+    def test_copies_are_the_same_engine(self, engine: CacheClipEngine) -> None:
+        assert copy.deepcopy(engine) is engine
+        assert pickle.loads(pickle.dumps(engine)) is get_engine(engine.config)
+
     def test_evicted_chunks_are_misses(
         self, make: Callable[..., CacheClipEngine], chunks: list[str], tmp_path: Path
     ) -> None:
@@ -686,7 +719,7 @@ class TestPrefix:
         segments = [Fresh(opening, control=True), Chunk(chunks[0])]
         answer = engine.generate(segments, SHORT, method=method)
         check_sums(answer)
-        assert (answer.stats.fresh_tokens, answer.stats.recomputed_tokens, answer.stats.hits) == (0, 0, 1)
+        assert (answer.stats.fresh_tokens, answer.stats.recomputed_tokens, answer.stats.hits) == (0, 1, 1)
         assert answer.token_ids == engine.generate(segments, SHORT, method="full").token_ids
 
     def test_prompt_that_is_one_chunk_and_nothing_else(self, engine: CacheClipEngine, chunks: list[str]) -> None:
@@ -699,6 +732,30 @@ class TestPrefix:
     def test_prompt_that_is_the_prefix_and_nothing_else(self, engine: CacheClipEngine) -> None:
         opening = "<|im_start|>system\nYou answer questions.<|im_end|>\n<|im_start|>user\n"
         check_sums(engine.generate([Fresh(opening, control=True)], SHORT))
+
+
+class TestSystemPrompt:
+    def test_a_stored_text_inside_it_does_not_change_the_prefix(
+        self, make: Callable[..., CacheClipEngine], chunks: list[str], tmp_path: Path
+    ) -> None:
+        options = {"store": str(tmp_path), "system_prompt": f"You are a guide. {chunks[3]} Be brief."}
+        first = make(**options)
+        first.precompute(chunks)
+        again = make(**options)  # as after a restart: the store holds the text by now
+        assert again._caches_of(again.config.primary).prefix_ids == first._caches_of(first.config.primary).prefix_ids
+        stats = again.generate(rag(chunks[:2]), SHORT).stats
+        assert (stats.hits, stats.misses) == (2, 0) and stats.prefix_tokens > 0
+
+    def test_comes_before_messages_that_hold_none(
+        self, make: Callable[..., CacheClipEngine], chunks: list[str]
+    ) -> None:
+        engine = make(system_prompt="Talk like a pirate.")
+        engine.precompute(chunks)
+        messages = [{"role": "user", "content": rag(chunks)}]
+        assert engine.segment(messages) == engine.segment(rag(chunks))
+        assert engine.generate(messages, SHORT).stats.prefix_tokens > 0
+        own = [{"role": "system", "content": "Be brief."}, *messages]
+        assert "pirate" not in "".join(segment.text for segment in engine.segment(own))
 
 
 class TestTemplateWithADate:

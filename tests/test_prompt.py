@@ -80,14 +80,14 @@ class TestChat:
         assert segments and all(s.text for s in segments)
 
     def test_content_is_not_passed_through_the_template(self, index: TextIndex) -> None:
-        """A template that strips, or a content full of template syntax, changes nothing in the content."""
+        """A content full of template syntax comes through; blanks around it are gone where the template strips them."""
         content = "  {{ 7 * 7 }} {% endfor %}\n\n  \\u2063 "
 
         def stripping(messages: Any) -> str:
             return "".join(f"[{m['role']}]{m['content'].strip()}" for m in messages) + "[end]"
 
         segments = segment_chat(user(content), stripping, index)
-        assert [s.text for s in segments] == ["[user]", content, "[end]"]
+        assert [s.text for s in segments] == ["[user]", content.strip(), "[end]"]
 
     def test_content_that_looks_like_the_sentinel(self, runtime: ModelRuntime, index: TextIndex) -> None:
         contents = ["\u2063cacheclip1\u2063", "\u2063cacheclip0\u2063 and \u2063", "x"]
@@ -112,8 +112,31 @@ class TestChat:
         def reversed_order(messages: Any) -> str:
             return "|".join(m["content"] for m in reversed(messages))
 
-        with pytest.raises(ConfigurationError, match="drops or moves"):
-            segment_chat([*user("a"), *user("b")], reversed_order, index)
+        segments = segment_chat([*user("a"), *user("b")], reversed_order, index)
+        assert [s.text for s in segments] == ["b", "|", "a"]
+
+    def test_template_that_repeats_a_message(self, index: TextIndex, chunks: list[str]) -> None:
+        """The text comes twice, as the template has it; no trace of our marks reaches the model."""
+
+        def reminding(messages: Any) -> str:
+            return f"[{messages[0]['content']}] Remember: {messages[0]['content']}"
+
+        segments = segment_chat(user(chunks[0]), reminding, index)
+        assert segments == [
+            Fresh("[", control=True),
+            Chunk(chunks[0]),
+            Fresh("] Remember: ", control=True),
+            Chunk(chunks[0]),
+        ]
+
+    def test_blanks_stay_with_the_content(self, index: TextIndex) -> None:
+        segments = segment_chat(user("\n hi  "), lambda messages: f"[{messages[0]['content']}]", index)
+        assert segments == [Fresh("[", control=True), Fresh("\n hi  "), Fresh("]", control=True)]
+
+    def test_verbatim_contents_are_not_searched(self, index: TextIndex, chunks: list[str]) -> None:
+        plain = lambda messages: "".join(m["content"] for m in messages)  # noqa: E731
+        segments = segment_chat([*user(chunks[0]), *user(chunks[1])], plain, index, verbatim=(chunks[0],))
+        assert segments == [Fresh(chunks[0]), Chunk(chunks[1])]
 
     @pytest.mark.parametrize(
         ("messages", "match"),

@@ -1,7 +1,8 @@
 """The ``cacheclip`` command. Options and output formats are stable: scripts rely on them.
 
-Every command takes ``--json`` and then prints one JSON object, nothing else, on stdout. Exit codes: 0 done, 1 found
-wanting (an error of ours, or documents that could not be read), 2 bad usage.
+Every command takes ``--json`` and then prints one JSON object, nothing else, on stdout; after an error stdout is empty
+and one line on stderr says why. Exit codes: 0 done, 1 found wanting (an error of ours, or documents that could not be
+read), 2 bad usage.
 """
 
 from __future__ import annotations

@@ -64,6 +64,3 @@ def guarded(run: Callable[[], None]) -> None:
     except CacheClipError as error:
         sys.stderr.write(f"cacheclip: {error}\n")
         raise SystemExit(2 if isinstance(error, _USAGE_ERRORS) else 1) from None
-    except BrokenPipeError:  # the reader (head, less) has gone
-        sys.stderr.close()
-        raise SystemExit(0) from None

@@ -31,8 +31,8 @@ def find_files(paths: Iterable[str | Path]) -> Iterator[Path]:
             raise DocumentError(f"no such file or folder: {given}. Give text or Markdown files, or folders with some.")
         found = [path] if path.is_file() else sorted(p for p in path.rglob("*") if _wanted(p, path))
         for file in found:
-            if file not in seen:
-                seen.add(file)
+            if file.resolve() not in seen:  # a link to a file that is read anyway
+                seen.add(file.resolve())
                 yield file
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import MissingExtraError, ModelError
 from ..models.catalog import DEFAULT_EMBEDDING
-from ..models.load import resolve
+from ..models.load import check_device, resolve
 
 __all__ = ["Embedder", "Vectors"]
 
@@ -32,6 +32,7 @@ class Embedder:
             raise MissingExtraError("sentence-transformers", "ingest") from error
         from ..models.runtime import quiet_transformers
 
+        check_device(self._device)
         folder = resolve(self.name)
         try:
             with quiet_transformers():

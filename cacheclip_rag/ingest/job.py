@@ -85,12 +85,12 @@ def ingest(
     report = IngestReport()
     texts = _read_all(files, report)
     library.check_settings(settings)
-    _remove_gone(library, engine, roots, files, report)
     work = _changed(library, engine, texts, settings, report)
     total = sum(len(item.passages) for item in work)
     with progress_bar("precomputing", total, "chunks") as advance:
         for item in work:
             _ingest_one(item, library, engine, embedder, settings, report, advance)
+    _remove_gone(library, engine, roots, files, report)  # last: a renamed document's texts are in use by now
     library.index()  # built now, so that the first question need not wait for it
     report.documents = len(library.documents())
     return report
@@ -117,7 +117,7 @@ def _remove_gone(
 ) -> None:
     present = {str(file) for file in files}
     for path in _known_under(library, roots):
-        if path not in present:
+        if path not in present and not Path(path).exists():  # a file named on its own may be one a folder passes over
             report.released += engine.release(library.remove(path))
             report.removed += 1
 

@@ -173,12 +173,17 @@ class Library:
         index = self.index()
         if index is None:
             return []
-        scores, ids = index.search(vector, min(index.ntotal, top_k * 2))  # twice: identical passages are merged
         passages: dict[str, Passage] = {}
-        for score, passage_id in zip(scores[0].tolist(), ids[0].tolist(), strict=True):
-            rows = self._database.query("SELECT text, path, ordinal FROM passages WHERE id = ?", (passage_id,))
-            for text, path, ordinal in rows:
-                passages.setdefault(text, Passage(text, path, ordinal, score))
+        wanted = top_k
+        while len(passages) < top_k:  # identical passages are merged: look further if too few are left
+            wanted *= 2
+            scores, ids = index.search(vector, min(index.ntotal, wanted))
+            for score, passage_id in zip(scores[0].tolist(), ids[0].tolist(), strict=True):
+                rows = self._database.query("SELECT text, path, ordinal FROM passages WHERE id = ?", (passage_id,))
+                for text, path, ordinal in rows:
+                    passages.setdefault(text, Passage(text, path, ordinal, score))
+            if wanted >= index.ntotal:
+                break
         return list(passages.values())[:top_k]
 
     def index(self) -> Any | None:

@@ -24,7 +24,7 @@ from .pull import known_names, pull
 if TYPE_CHECKING:
     from .runtime import ModelRuntime
 
-__all__ = ["load_model", "loaded_models", "resolve", "unload_models"]
+__all__ = ["check_device", "load_model", "loaded_models", "resolve", "unload_models"]
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ def _load(folder: Path, name: str, dtype: str, device: str) -> ModelRuntime:
 
     from .runtime import ModelRuntime, quiet_transformers
 
-    _check_device(device)
+    check_device(device)
     config = _read(name, "config.json", lambda: AutoConfig.from_pretrained(folder))
     check_supported(config, name)
     tokenizer = _read(name, "tokenizer.json", lambda: AutoTokenizer.from_pretrained(folder))
@@ -141,7 +141,7 @@ def _read(name: str, file: str, read: Callable[[], Any]) -> Any:
         ) from error
 
 
-def _check_device(device: str) -> None:
+def check_device(device: str) -> None:
     """Raise ConfigurationError unless torch can put a model there."""
     import torch
 

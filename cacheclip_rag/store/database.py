@@ -41,6 +41,20 @@ class Database:
         """Run one statement in its own transaction; returns the number of rows changed."""
         return self.execute_many([(sql, arguments)])
 
+    def execute_at_once(self, sql: str, arguments: Sequence[Any] = ()) -> None:
+        """Run one statement, or raise StoreError at once if another process is writing."""
+        with self._lock:
+            try:
+                connection = self._open()
+                connection.execute("PRAGMA busy_timeout = 0")
+                try:
+                    with connection:
+                        connection.execute(sql, arguments)
+                finally:
+                    connection.execute(f"PRAGMA busy_timeout = {int(_BUSY_TIMEOUT_S * 1000)}")
+            except sqlite3.Error as error:
+                raise self._explain(error) from error
+
     def execute_many(self, statements: Iterable[tuple[str, Sequence[Any]]]) -> int:
         """Run statements in one transaction, all or none; returns the number of rows changed."""
         with self._lock:

@@ -139,9 +139,9 @@ class DiskStore(ChunkStore):
         return "INSERT OR REPLACE INTO entries VALUES (?, ?, ?, ?)", row
 
     def _best_effort(self, sql: str, arguments: tuple[object, ...]) -> None:
-        """Run a statement that only orders eviction: reading goes on with a full disk."""
+        """Run a statement that only orders eviction: reading goes on with a full disk, and waits for no writer."""
         try:
-            self._database.execute(sql, arguments)
+            self._database.execute_at_once(sql, arguments)
         except StoreError as error:
             logger.debug("a use was not recorded: %s", error)
 

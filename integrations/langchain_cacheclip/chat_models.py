@@ -248,9 +248,10 @@ def _role(message: BaseMessage) -> str:
     kind = message.type.removesuffix("MessageChunk").lower()
     if kind == "chat" and getattr(message, "role", None) in _ROLES.values():
         return str(message.role)  # type: ignore[attr-defined]
-    if kind not in _ROLES:
+    if kind not in _ROLES or getattr(message, "tool_calls", None):
         raise ConfigurationError(
-            f"ChatCacheClip takes system, human and AI messages, got a {message.type!r} message. Tool calling is not "
+            f"ChatCacheClip takes system, human and AI messages, got a {message.type!r} message"
+            f"{' with tool calls' if kind in _ROLES else ''}. Tool calling is not "
             "supported: give the tool's result as a human message."
         )
     return _ROLES[kind]

@@ -103,6 +103,7 @@ def test_ask_methods_and_ratio_one_agree_with_full(cacheclip: Any, stored: Path)
         (["--top-k", "0"], 2, "1 or more"),
         (["--max-tokens", "0"], 2, "1 or more"),
         (["--primary", "other"], 2, "was made with"),
+        (["--device", "abacus"], 2, "abacus"),
     ],
 )
 def test_ask_refuses_bad_options_in_one_line(

@@ -201,6 +201,37 @@ def test_a_library_made_anew_does_not_take_an_old_search_index(workshop: Worksho
     assert {Path(passage.path).name for passage in found} == {"c.txt", "d.txt"}
 
 
+def test_a_file_that_its_folder_passes_over_is_not_gone(workshop: Workshop) -> None:
+    """Named on its own a file may have any suffix; a later run over its folder leaves it alone while it is there."""
+    log = workshop.corpus / "notes.log"
+    log.write_text("A log of the harbour, of some length.")
+    common = {"library": workshop.library, "engine": workshop.engine, "settings": workshop.settings}
+    ingest([log, workshop.corpus], embedder=LetterEmbedder("letters"), **common)
+    assert (workshop.run().removed, str(log) in workshop.library.documents()) == (0, True)
+    log.unlink()
+    assert (workshop.run().removed, str(log) in workshop.library.documents()) == (1, False)
+
+
+def test_a_renamed_file_costs_nothing(workshop: Workshop) -> None:
+    workshop.run()
+    (workshop.corpus / "a.txt").rename(workshop.corpus / "z.txt")
+    report = workshop.run()
+    assert (report.added, report.removed, report.computed, report.released) == (1, 1, 0, 0)
+
+
+def test_a_link_is_not_a_second_document(workshop: Workshop) -> None:
+    (workshop.corpus / "link.txt").symlink_to(workshop.corpus / "a.txt")
+    assert workshop.run().documents == 2
+
+
+def test_identical_passages_do_not_crowd_out_others(workshop: Workshop) -> None:
+    for number in range(10):
+        workshop.write(f"copy{number}.txt", "The same words in every one of these files.")
+    workshop.run()
+    found = workshop.library.search(LetterEmbedder("letters").embed(["the same words"]), 3)
+    assert len({passage.text for passage in found}) == 3
+
+
 def test_a_file_name_that_is_not_utf8(workshop: Workshop) -> None:
     with open(os.fsencode(workshop.corpus) + b"/bad\xff.txt", "wb") as file:
         file.write(b"Some text.")

@@ -204,6 +204,12 @@ def test_messages_become_roles(llm: ChatCacheClip, monkeypatch: pytest.MonkeyPat
     assert [m["content"] for m in seen] == ["s", "ab", "x", "y", "z"]
 
 
+def test_tool_calls_are_refused(llm: ChatCacheClip) -> None:
+    call = {"name": "f", "args": {}, "id": "1"}
+    with pytest.raises(ConfigurationError, match="Tool calling"):
+        llm.invoke([HumanMessage("hi"), AIMessage(content="", tool_calls=[call]), HumanMessage("so?")])
+
+
 def test_messages_that_cannot_be_read_are_refused(llm: ChatCacheClip) -> None:
     with pytest.raises(ConfigurationError, match="'tool' message"):
         llm.invoke([HumanMessage(PROMPT), ToolMessage("42", tool_call_id="1")])

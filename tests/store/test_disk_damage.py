@@ -394,6 +394,15 @@ class TestUnwritable:
         with pytest.raises(StoreError, match="format 99"):
             DiskStore(store.folder).stats()
 
+    def test_reading_waits_for_no_writer(self, store: DiskStore) -> None:
+        other = sqlite3.connect(store.folder / "index.sqlite3", isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        started = time.monotonic()
+        assert is_intact(store, 1) and is_intact(store, 2)
+        other.execute("ROLLBACK")
+        other.close()
+        assert time.monotonic() - started < 5.0  # far below the 30 seconds that a writer waits
+
     def test_opened_by_many_at_once(self, tmp_path: Path) -> None:
         """Nobody mistakes an index that another process is just making for one of another version."""
         code = "import sys; from cacheclip_rag.store import DiskStore; DiskStore(sys.argv[1]).stats()"
