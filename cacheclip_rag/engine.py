@@ -185,10 +185,11 @@ class CacheClipEngine:
         for chunk in chunk_texts(texts):
             if not chunk:
                 raise ConfigurationError("a chunk must hold text, got an empty or blank string.")
-            for caches in self._all_caches():
-                caches.check_length(chunk)
+            models = self._all_caches()
+            for caches in models:
+                caches.check_length(chunk)  # before anything is written for any of them
             # every role must run: no short-circuit
-            computed += any([caches.write(chunk) for caches in self._all_caches()])
+            computed += any([caches.write(chunk) for caches in models])
             self.texts.add([chunk])
         return computed
 

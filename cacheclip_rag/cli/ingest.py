@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -56,10 +55,10 @@ def ingest(
         overlap_tokens=overlap,
     )
     check_sizes(settings.chunk_tokens, settings.overlap_tokens)
-    config = engine_config(settings, store, device=device, max_bytes=max_bytes or None)
+    limit = library.max_bytes if max_bytes is None else max_bytes or None
+    config = engine_config(settings, store, device=device, max_bytes=limit)
     if max_bytes is not None:
-        library.set_max_bytes(max_bytes)
-    config = replace(config, max_bytes=library.max_bytes)
+        library.set_max_bytes(limit)
     report = run(
         paths,
         library=library,

@@ -113,9 +113,9 @@ class Library:
         return int(rows[0][0]) if rows else None
 
     def set_max_bytes(self, max_bytes: int | None) -> None:
-        """Record the limit; 0 or None removes it."""
+        """Record the limit; None removes it."""
         self._database.execute("DELETE FROM meta WHERE name = 'max_bytes'")
-        if max_bytes:
+        if max_bytes is not None:
             self._database.execute("INSERT OR REPLACE INTO meta VALUES ('max_bytes', ?)", (str(max_bytes),))
 
     # -- documents ----------------------------------------------------------------------------------------------
