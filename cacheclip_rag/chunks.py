@@ -8,8 +8,9 @@ from functools import lru_cache
 
 import torch
 
-from .errors import PromptTooLongError, StoreError
-from .models.runtime import ModelRuntime, TokenizedText
+from .errors import ConfigurationError, PromptTooLongError, StoreError
+from .models.runtime import ModelRuntime
+from .models.text import TextModel, TokenizedText
 from .prompt import Chunk, Segment
 from .store import ChunkStore, chunk_key, decode, encode, keeps
 
@@ -25,7 +26,7 @@ class ChunkCaches:
     """Reads and writes the KV of chunks for one model behind one shared prefix."""
 
     def __init__(
-        self, runtime: ModelRuntime, store: ChunkStore, *, prefix_ids: Sequence[int], namespace: str, codec: str
+        self, runtime: TextModel, store: ChunkStore, *, prefix_ids: Sequence[int], namespace: str, codec: str
     ) -> None:
         self.runtime = runtime
         self.prefix_ids = tuple(prefix_ids)
@@ -34,6 +35,17 @@ class ChunkCaches:
         self._codec = codec
         self._prefix: torch.Tensor | None = None
         self.tokenize = lru_cache(maxsize=_TOKENIZED_CHUNKS)(runtime.tokenize)
+
+    @property
+    def can_reuse(self) -> bool:
+        """Whether this model's KV can be stored and reused; if not, nothing ever is in here."""
+        return isinstance(self.runtime, ModelRuntime)
+
+    @property
+    def kv_runtime(self) -> ModelRuntime:
+        """The runtime, of a model whose KV can be reused."""
+        assert isinstance(self.runtime, ModelRuntime), "asked for KV of a model that cannot reuse it"
+        return self.runtime
 
     @property
     def prefix(self) -> torch.Tensor:
@@ -54,6 +66,8 @@ class ChunkCaches:
 
     def __contains__(self, text: str) -> bool:
         """Whether the chunk is stored at least as finely as this engine's codec keeps it."""
+        if not self.can_reuse:
+            return False
         codec = self._store.codec_of(self.key(text))
         return codec is not None and keeps(codec, self._codec)
 
@@ -67,12 +81,12 @@ class ChunkCaches:
         return decode(entry) if entry is not None and keeps(entry.codec, self._codec) else None
 
     def write(self, text: str) -> bool:
-        """Compute and store a chunk's KV unless it is there; True if it was computed."""
-        if text in self:
+        """Compute and store a chunk's KV unless it is there (or cannot be reused); True if it was computed."""
+        if not self.can_reuse or text in self:
             return False
         self.check_length(text)
         tokens = self.tokenize(text)
-        kv = self.runtime.encode(tokens.ids, self.prefix if self.prefix_ids else None)
+        kv = self.kv_runtime.encode(tokens.ids, self.prefix if self.prefix_ids else None)
         self._store.put(self.key(text), encode(kv, self._codec))
         return True
 
@@ -80,10 +94,15 @@ class ChunkCaches:
         return self._store.delete(self.key(text))
 
     def check_length(self, text: str) -> None:
-        """Raise PromptTooLongError unless the chunk fits the model's context behind the prefix."""
+        """Raise PromptTooLongError unless the chunk fits behind the prefix, ConfigurationError if it has no token."""
         tokens = self.tokenize(text)
-        room = self.runtime.context_tokens - len(self.prefix_ids)
-        if len(tokens) > room:
+        if not len(tokens):
+            raise ConfigurationError(
+                f"a chunk has no token for model {self.runtime.name!r}: its tokenizer drops all of {text[:40]!r}. "
+                "Leave it out."
+            )
+        room = self.runtime.reuse_tokens - len(self.prefix_ids)
+        if self.can_reuse and len(tokens) > room:
             raise PromptTooLongError(
                 f"a chunk of {len(tokens)} tokens does not fit model {self.runtime.name!r}, which has room for {room} "
                 "behind the shared prefix. Split the document into smaller chunks."
@@ -99,7 +118,7 @@ class ChunkCaches:
         )
 
     def _read_or_encode_prefix(self) -> torch.Tensor:
-        runtime = self.runtime
+        runtime = self.kv_runtime
         if not self.prefix_ids:
             return torch.empty(runtime.num_layers, 2, runtime.num_kv_heads, 0, runtime.head_dim, dtype=runtime.dtype)
         key = self._key((), self.prefix_ids)

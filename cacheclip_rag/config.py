@@ -16,6 +16,7 @@ __all__ = ["DTYPES", "EngineConfig"]
 
 DTYPES = ("float32", "bfloat16", "float16")
 _ON_MISS = ("store", "ignore")
+_FALLBACK = ("error", "full")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,13 @@ class EngineConfig:
     dtype: str = "float32"
     """Compute dtype of both models: ``float32``, ``bfloat16`` or ``float16``."""
     device: str = "cpu"
-    """Device of the primary and the auxiliary model."""
+    """Device of the models: ``cpu``, ``cuda``, ``cuda:1``; or ``auto`` (also ``balanced``, ``balanced_low_0``,
+    ``sequential``), with which accelerate spreads the layers over what there is."""
+    auxiliary_device: str | None = None
+    """Device of the auxiliary model where it is another, such as ``cpu`` beside a primary on a GPU."""
+    fallback: str = "error"
+    """What happens with a model whose KV cannot be reused exactly: ``error`` refuses it, ``full`` lets it answer by
+    ordinary prefill and says so in every answer."""
     codec: str | None = None
     """How the primary's chunk caches are stored; None keeps the compute dtype, so that storing loses nothing."""
     auxiliary_codec: str = "bfloat16"
@@ -61,7 +68,8 @@ class EngineConfig:
         check_ratio(self.recompute_ratio)
         check_method(self.method)
         check_grouping(self.grouping, self.window, self.threshold)
-        for name, allowed in (("dtype", DTYPES), ("auxiliary_codec", DTYPES), ("on_miss", _ON_MISS)):
+        choices = {"dtype": DTYPES, "auxiliary_codec": DTYPES, "on_miss": _ON_MISS, "fallback": _FALLBACK}
+        for name, allowed in choices.items():
             _check_choice(name, getattr(self, name), allowed)
         if self.codec is not None:
             _check_choice("codec", self.codec, DTYPES)
@@ -70,11 +78,11 @@ class EngineConfig:
                 raise ConfigurationError(f"store must be a folder, or None for memory only, got {self.store!r}.")
             # in full: however the folder was named, and wherever the process goes, it stays the same
             object.__setattr__(self, "store", os.path.abspath(os.path.expanduser(self.store)))
-        for name in ("primary", "namespace"):
+        for name in ("primary", "namespace", "device"):
             value = getattr(self, name)
             if not isinstance(value, str) or not value:
                 raise ConfigurationError(f"{name} must be a non-empty string, got {value!r}.")
-        for name in ("auxiliary", "system_prompt"):
+        for name in ("auxiliary", "auxiliary_device", "system_prompt"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 raise ConfigurationError(f"{name} must be a string or None, got {value!r}.")

@@ -23,8 +23,8 @@ from .errors import CacheClipError, ConfigurationError, ModelError, PromptTooLon
 from .fusion.layout import Layout, lay_out
 from .methods import check_auxiliary, create
 from .methods.base import Method
-from .models.load import load_model
-from .models.runtime import ModelRuntime
+from .models.load import load_any
+from .models.text import TextModel
 from .prefill import Prefill, Prefilled
 from .prompt import (
     Fresh,
@@ -126,19 +126,21 @@ class CacheClipEngine:
             return self._texts
 
     @property
-    def primary(self) -> ModelRuntime:
+    def primary(self) -> TextModel:
         return self._caches_of(self.config.primary).runtime
 
     @property
-    def auxiliary(self) -> ModelRuntime | None:
+    def auxiliary(self) -> TextModel | None:
         return self._caches_of(self.config.auxiliary).runtime if self.config.auxiliary else None
 
     def _caches_of(self, name: str) -> ChunkCaches:
         with self._lock:
             role = "primary" if name == self.config.primary else "auxiliary"
             if role not in self._caches:
-                runtime = load_model(name, dtype=self.config.dtype, device=self.config.device)
-                codec = self.config.codec or self.config.dtype
+                config = self.config
+                device = config.device if role == "primary" else config.auxiliary_device or config.device
+                runtime = load_any(name, dtype=config.dtype, device=device, fallback=config.fallback)
+                codec = config.codec or config.dtype
                 self._caches[role] = ChunkCaches(
                     runtime,
                     self.store,
@@ -148,7 +150,7 @@ class CacheClipEngine:
                 )
             return self._caches[role]
 
-    def _prefix_ids(self, runtime: ModelRuntime) -> list[int]:
+    def _prefix_ids(self, runtime: TextModel) -> list[int]:
         """Token ids of the shared prefix: the chat template's opening, up to the first word of the user."""
         content = "\u2063"
         opening = self._opening(runtime)
@@ -162,7 +164,7 @@ class CacheClipEngine:
     def _system_messages(self) -> list[Message]:
         return [{"role": "system", "content": self.config.system_prompt}] if self.config.system_prompt else []
 
-    def _opening(self, runtime: ModelRuntime) -> list[Segment]:
+    def _opening(self, runtime: TextModel) -> list[Segment]:
         """How the prompt of a model without a chat template opens: its BOS, then the system prompt."""
         opening = [Fresh(runtime.opening, control=True), Fresh(self.config.system_prompt or "")]
         return [segment for segment in opening if segment.text]
@@ -390,7 +392,7 @@ def _as_segments(prompt: Prompt | Sequence[Segment]) -> list[Segment] | None:
     return segments
 
 
-def _check_length(layout: Layout, runtime: ModelRuntime) -> None:
+def _check_length(layout: Layout, runtime: TextModel) -> None:
     room = runtime.context_tokens - 1  # one token at least must be generated
     excess = layout.num_tokens - room
     if excess <= 0:

@@ -17,7 +17,8 @@ from .chunks import ChunkCaches
 from .fusion.layout import Layout, Span
 from .fusion.recompute import assemble, choose_rows, recompute
 from .methods.base import Method, SelectionRequest
-from .models.runtime import FusedCache
+from .models.cache import FusedCache
+from .models.plain import PlainState
 from .prompt import Fresh
 from .selection.auxiliary import score_chunks
 from .selection.mapping import map_scores
@@ -36,7 +37,7 @@ class Prefilled:
     """A prompt in the cache, ready to decode."""
 
     layout: Layout
-    cache: FusedCache
+    cache: FusedCache | PlainState
     logits: torch.Tensor
     """Of the prompt's last token, ``(vocab_size,)``."""
     stats: FusionStats
@@ -64,14 +65,15 @@ class Prefill:
         """Everything up to the first token's logits."""
         layout, method, clock = self.layout, self.method, self.clock
         with clock.phase("lookup"):
-            found = [span for span in layout.chunks if self._is_stored(span)]
+            obstacle = self._obstacle()
+            found = [] if obstacle else [span for span in layout.chunks if self._is_stored(span)]
         if not found:
-            return self._run_plain()
+            return self._run_plain(obstacle)
         with clock.phase("select"):
             scorable = [span for span in found if not layout.is_exact(span)]
             scores = dict(zip(scorable, method.score(self._selection_request(found, scorable)), strict=True))
         with clock.phase("assemble"):
-            cache = self.primary.runtime.new_cache(self.capacity)
+            cache = self.primary.kv_runtime.new_cache(self.capacity)
             reused = self._assemble(cache, found)
         if not reused:
             return self._run_plain()
@@ -81,15 +83,28 @@ class Prefill:
             masks = method.select(request, [scores[span] for span in scorable])
         with clock.phase("recompute"):
             rows = choose_rows(layout, reused, zip(scorable, masks, strict=True))
-            logits = recompute(self.primary.runtime, cache, layout, rows)
+            logits = recompute(self.primary.kv_runtime, cache, layout, rows)
         recomputed = sum(int(((rows >= span.start) & (rows < span.stop)).sum()) for span in reused)
         return Prefilled(layout, cache, logits, self._stats(reused, recomputed), self._missing(reused))
 
-    def _run_plain(self) -> Prefilled:
+    def _obstacle(self) -> str | None:
+        """Why nothing could be reused exactly, whatever is stored; None if it could."""
+        for caches in (self.primary, self.auxiliary):
+            if caches is not None and caches.runtime.unsupported:
+                return caches.runtime.unsupported
+        runtime, num_tokens = self.primary.runtime, self.layout.num_tokens
+        if num_tokens > runtime.reuse_tokens:
+            return (
+                f"the prompt has {num_tokens} tokens, and the rotary frequencies of model {runtime.name!r} change above "
+                f"{runtime.reuse_tokens}: reuse would not be exact"
+            )
+        return None
+
+    def _run_plain(self, obstacle: str | None = None) -> Prefilled:
         """Ordinary prefill of the same token ids: asked for, or the only correct way."""
         layout, method, runtime = self.layout, self.method, self.primary.runtime
         with self.clock.phase("recompute"):
-            cache, logits = runtime.prefill(layout.ids.to(runtime.device), self.capacity)
+            cache, logits = runtime.prefill(layout.ids, self.capacity)
         stats = replace(
             self._stats([], recomputed=0),
             method="full",
@@ -99,8 +114,8 @@ class Prefill:
         )
         if not method.reuses_chunks:
             return Prefilled(layout, cache, logits, stats, ())
-        fallback = "no stored chunk found in the prompt"
-        if layout.chunks:
+        fallback = obstacle or "no stored chunk found in the prompt"
+        if layout.chunks and not obstacle:
             fallback = f"none of the prompt's {len(layout.chunks)} chunks is in the store"
         logger.info("answered by plain prefill: %s", fallback)
         return Prefilled(layout, cache, logits, replace(stats, fallback=fallback), self._missing([]))
@@ -125,8 +140,9 @@ class Prefill:
         assert caches is not None, "a method that asks for the auxiliary's scores declares needs_auxiliary"
         texts = [span.segment.text for span in spans]
         lengths = [len(caches.tokenize(text)) for text in texts]
-        room = caches.runtime.context_tokens - len(caches.prefix_ids) - max(lengths, default=0)
-        question_ids = caches.runtime.tokenize(self.question or _question_in(self.layout)).ids
+        runtime = caches.kv_runtime
+        room = runtime.reuse_tokens - len(caches.prefix_ids) - max(lengths, default=0)
+        question_ids = runtime.tokenize(self.question or _question_in(self.layout)).ids
         question_ids = question_ids[max(0, len(question_ids) - min(_MAX_QUESTION_TOKENS, room)) :]
         if not spans or not question_ids:
             return [torch.zeros(len(span.tokens)) for span in spans]
@@ -136,9 +152,9 @@ class Prefill:
                 with self.clock.phase_within("read", "select"):
                     kv = caches.read(text)
                 # Damaged or evicted since the look-up: the auxiliary is small, compute it here.
-                yield caches.runtime.encode(caches.tokenize(text).ids, caches.prefix) if kv is None else kv
+                yield runtime.encode(caches.tokenize(text).ids, caches.prefix) if kv is None else kv
 
-        raw = score_chunks(caches.runtime, caches.prefix, chunks(), question_ids, lengths)
+        raw = score_chunks(runtime, caches.prefix, chunks(), question_ids, lengths)
         return [
             map_scores(score, caches.tokenize(text).offsets, span.tokens.offsets)
             for score, text, span in zip(raw, texts, spans, strict=True)
@@ -158,7 +174,7 @@ class Prefill:
                     reused.append(span)
                     yield span.start, kv
 
-        assemble(self.primary.runtime, cache, pieces())
+        assemble(self.primary.kv_runtime, cache, pieces())
         return reused
 
     def _stats(self, reused: Sequence[Span], recomputed: int) -> FusionStats:

@@ -64,12 +64,60 @@ LLAMA3 = {
     "original_max_position_embeddings": 512,
 }
 
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+    "long_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 4.0],
+    "original_max_position_embeddings": 512,
+    "partial_rotary_factor": 0.75,
+}
+WINDOW = {"sliding_window": 24}
+"""Shorter than every test prompt and than most chunks."""
+WIDE_WINDOW = {"sliding_window": 96, "num_hidden_layers": 4}
+"""For models that slide in every layer: what stands before a chunk must still reach the end of the prompt."""
+ALTERNATING = {**WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "hidden_size": 64}
+
+
+def of(architecture: str, **settings: Any) -> dict[str, Any]:
+    return {"architecture": architecture, **HEADS, "num_hidden_layers": 3, **settings}
+
+
 TINY_MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "llama-rope-llama3": {**LLAMA, "rope_parameters": LLAMA3},
     "llama-rope-linear": {**LLAMA, "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
+    "llama-rope-dynamic": {**LLAMA, "rope_parameters": DYNAMIC},
     "qwen2": QWEN2,
     "qwen2-rope-yarn": {**QWEN2, "rope_parameters": YARN},
+    "qwen2-sliding": {**QWEN2, **ALTERNATING, "use_sliding_window": True, "max_window_layers": 0},
+    "qwen3": of("qwen3"),
+    "smollm3": of("smollm3", num_hidden_layers=4, no_rope_layers=[1, 0, 1, 0]),
+    "mistral-sliding": of("mistral", **WIDE_WINDOW),
+    "phi3-partial": of("phi3", rope_parameters={**DEFAULT_ROPE, "partial_rotary_factor": 0.75}),
+    "phi3-sliding": of("phi3", **WIDE_WINDOW),
+    "phi3-longrope": of("phi3", rope_parameters=LONGROPE),
+    "gemma2": of(
+        "gemma2", **ALTERNATING, query_pre_attn_scalar=16, attn_logit_softcapping=5.0, final_logit_softcapping=30.0
+    ),
+    "gemma3": of(
+        "gemma3_text",
+        **ALTERNATING,
+        query_pre_attn_scalar=16,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+            "sliding_attention": DEFAULT_ROPE,
+        },
+    ),
+    "olmo2": of("olmo2"),
+    "granite": of("granite", embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.6),
+    "gpt-oss": of("gpt_oss", **ALTERNATING, num_local_experts=4, num_experts_per_tok=2, rope_parameters=YARN),
+    "mixtral": of("mixtral", num_local_experts=4, num_experts_per_tok=2),
+    "qwen3-moe": of("qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True),
 }
 """The exactness matrix: one row per supported architecture and rotary scaling."""
 
@@ -111,6 +159,8 @@ def build_model(
             "initializer_range": 0.25,
             "tie_word_embeddings": False,
             "eos_token_id": 2,
+            "bos_token_id": None,
+            "pad_token_id": 0,
             **spec,
         }
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..models.runtime import TokenizedText
+from ..models.text import TokenizedText
 from ..prompt import Chunk, Segment
 
 __all__ = ["Layout", "Span", "lay_out"]

@@ -12,7 +12,8 @@ from collections.abc import Iterable
 import torch
 
 from ..models.attention import causal_plan
-from ..models.runtime import FusedCache, ModelRuntime
+from ..models.cache import FusedCache
+from ..models.runtime import ModelRuntime
 from .layout import Layout, Span
 
 __all__ = ["assemble", "choose_rows", "recompute"]
@@ -51,7 +52,6 @@ def choose_rows(layout: Layout, reused: Iterable[Span], selected: Iterable[tuple
 
 def recompute(primary: ModelRuntime, cache: FusedCache, layout: Layout, rows: torch.Tensor) -> torch.Tensor:
     """One forward pass over ``rows``; overwrites their KV in ``cache`` and returns the last row's logits."""
-    rows = rows.to(primary.device)
-    logits = primary.run_rows(cache, layout.ids.to(primary.device)[rows], rows, causal_plan(rows))
+    logits = primary.run_rows(cache, layout.ids[rows], rows, causal_plan(rows, primary.device))
     assert logits is not None
     return logits

@@ -30,7 +30,7 @@ class Embedder:
             from sentence_transformers import SentenceTransformer
         except ImportError as error:
             raise MissingExtraError("sentence-transformers", "ingest") from error
-        from ..models.runtime import quiet_transformers
+        from ..models.text import quiet_transformers
 
         check_device(self._device)
         folder = resolve(self.name)

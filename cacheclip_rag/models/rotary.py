@@ -1,14 +1,19 @@
 """Rotary position embedding as a reversible map on keys: position-free in the store, rotated when assembled.
 
 Source: RoFormer (arXiv:2104.09864), in the half-split layout that transformers uses for every supported architecture.
-Everything is computed in float32 and cast once.
+Everything is computed in float32 and cast once. Tables narrower than the head rotate its first dimensions and leave
+the rest (partial rotary); layers without positions have no tables at all.
 """
 
 from __future__ import annotations
 
 import torch
 
-__all__ = ["rotate", "unrotate"]
+__all__ = ["Tables", "rotate", "unrotate"]
+
+Tables = tuple[torch.Tensor, torch.Tensor]
+"""cos and sin, each ``(num_tokens, rotary_dim)`` float32, as the model's own rotary module gives them: they carry the
+attention scaling of YaRN and longrope already."""
 
 
 def _rotate_half(keys: torch.Tensor) -> torch.Tensor:
@@ -16,22 +21,30 @@ def _rotate_half(keys: torch.Tensor) -> torch.Tensor:
     return torch.cat((-keys[..., half:], keys[..., :half]), dim=-1)
 
 
-def rotate(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate(keys: torch.Tensor, tables: Tables | None) -> torch.Tensor:
     """Rotate position-free keys to the positions of the tables.
 
     Args:
         keys: ``(..., num_tokens, head_dim)``, before RoPE, any float dtype.
-        cos, sin: ``(num_tokens, head_dim)`` float32, as the model's own rotary module gives them (so they already
-            carry the attention scaling of YaRN).
+        tables: None for a layer without rotary embedding.
 
     Returns:
         float32 keys after RoPE, same shape.
     """
     keys = keys.float()
-    return keys * cos + _rotate_half(keys) * sin
+    if tables is None:
+        return keys
+    cos, sin = tables
+    turned, rest = keys[..., : cos.shape[-1]], keys[..., cos.shape[-1] :]
+    return torch.cat((turned * cos + _rotate_half(turned) * sin, rest), dim=-1)
 
 
-def unrotate(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention_scaling: float = 1.0) -> torch.Tensor:
-    """Inverse of :func:`rotate`: float32 keys before RoPE. ``attention_scaling`` is the factor inside cos and sin."""
+def unrotate(keys: torch.Tensor, tables: Tables | None) -> torch.Tensor:
+    """Inverse of :func:`rotate`: float32 keys before RoPE."""
     keys = keys.float()
-    return (keys * cos - _rotate_half(keys) * sin) / attention_scaling**2
+    if tables is None:
+        return keys
+    cos, sin = tables
+    turned, rest = keys[..., : cos.shape[-1]], keys[..., cos.shape[-1] :]
+    scaling = cos.square() + sin.square()  # the attention scaling squared; 1 without
+    return torch.cat(((turned * cos - _rotate_half(turned) * sin) / scaling, rest), dim=-1)

@@ -54,10 +54,11 @@ def score_chunks(
         auxiliary.fill(cache, chunk, slot=start + num_prefix, position=num_prefix)
         rows = torch.arange(context, context + num_question)
         blocks.append(
-            Block(
+            Block.of(
                 slice(number * num_question, (number + 1) * num_question),
                 slice(start, start + context + num_question),
-                rows.to(auxiliary.device),
+                rows,
+                auxiliary.device,
             )
         )
         positions.append(rows)
@@ -66,10 +67,10 @@ def score_chunks(
     plan = AttentionPlan(blocks, probe_layer=auxiliary.num_layers - 1)
     auxiliary.run_rows(
         cache,
-        torch.tensor(list(question_ids) * len(lengths), device=auxiliary.device),
-        torch.cat(positions).to(auxiliary.device),
+        torch.tensor(list(question_ids) * len(lengths)),
+        torch.cat(positions),
         plan,
-        slots=torch.cat(slots).to(auxiliary.device),
+        slots=torch.cat(slots),
         head=False,
     )
     return [mass[num_prefix : num_prefix + length].cpu() for mass, length in zip(plan.masses, lengths, strict=True)]

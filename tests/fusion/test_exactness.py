@@ -15,13 +15,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from cacheclip_rag import CacheClipEngine, Chunk, Fresh, SamplingParams
 from cacheclip_rag.fusion.layout import Layout, lay_out
 from cacheclip_rag.fusion.recompute import assemble, choose_rows
 from cacheclip_rag.methods import create
-from cacheclip_rag.models.attention import AttentionPlan, Block, block_attention, causal_plan
+from cacheclip_rag.models.attention import AttentionPlan, AttentionRule, Block, block_attention, causal_plan
 from cacheclip_rag.models.rotary import rotate
 
 EXACT = 1e-4
@@ -92,7 +92,7 @@ class Case:
 def bottom_right_plan(rows: torch.Tensor, num_tokens: int) -> AttentionPlan:
     """The mistake of the published implementations: row i of R sees keys up to T - R + i, whatever its position."""
     visible = torch.arange(num_tokens - len(rows), num_tokens)
-    return AttentionPlan([Block(slice(0, len(rows)), slice(0, num_tokens), visible)])
+    return AttentionPlan([Block.of(slice(0, len(rows)), slice(0, num_tokens), visible)])
 
 
 def make_engine(folder: str, auxiliary: str, store: str | None = None, **options: Any) -> CacheClipEngine:
@@ -178,8 +178,10 @@ class TestRatioOne:
         rows = case.rows(1.0)
         expected = reference_logits(case.folder, case.layout.ids)
         for shift, test in ((0, lambda g: g < EXACT), (3, lambda g: g > BROKEN)):
+            # every other row: were all moved alike, a sliding window would not notice
+            positions = rows + shift * (rows % 2)
             logits = case.runtime.run_rows(
-                case.assembled(), case.layout.ids[rows], rows + shift, causal_plan(rows), slots=rows
+                case.assembled(), case.layout.ids[rows], positions, causal_plan(rows), slots=rows
             )
             assert test(gap(logits, expected)), shift
 
@@ -189,7 +191,8 @@ class TestRatioOne:
         rows = case.rows(1.0)
         expected = reference_logits(case.folder, case.layout.ids)
         assert gap(case.run(case.assembled(), rows, bottom_right_plan(rows, case.layout.num_tokens)), expected) < EXACT
-        past = AttentionPlan([Block(slice(0, len(rows)), slice(0, case.layout.num_tokens), (rows - 5).clamp(min=0))])
+        early = (rows - 5).clamp(min=0)
+        past = AttentionPlan([Block.of(slice(0, len(rows)), slice(0, case.layout.num_tokens), early)])
         assert gap(case.run(case.assembled(), rows, past), expected) > BROKEN
 
 
@@ -325,12 +328,13 @@ class TestRotation:
             filler = torch.full((position,), 5, dtype=torch.int64)
             ids = torch.cat((filler, torch.tensor(span.tokens.ids)))
             with torch.inference_mode():
-                output = reference_model(case.folder)(input_ids=ids[None], use_cache=True)
+                # a cache made without the config keeps all keys of sliding layers
+                output = reference_model(case.folder)(input_ids=ids[None], past_key_values=DynamicCache())
             expected = output.past_key_values.layers[0].keys[0, :, position:]
-            tables = runtime.rotary_tables(position, position + len(span.tokens))
-            assert gap(rotate(stored[0, 0], *tables), expected) < 1e-5
-            wrong = runtime.rotary_tables(position + 5, position + 5 + len(span.tokens))
-            assert gap(rotate(stored[0, 0], *wrong), expected) > BROKEN
+            tables = runtime.rotary_tables(position, position + len(span.tokens))[0]
+            assert gap(rotate(stored[0, 0], tables), expected) < 1e-5
+            wrong = runtime.rotary_tables(position + 5, position + 5 + len(span.tokens))[0]
+            assert gap(rotate(stored[0, 0], wrong), expected) > BROKEN
 
     @pytest.mark.parametrize("position", [0, 13, 777])
     def test_extract_is_the_inverse_of_fill(self, case: Case, position: int) -> None:
@@ -345,28 +349,33 @@ class TestRotation:
         span = case.layout.chunks[1]
         ids = torch.tensor([*caches.prefix_ids, *span.tokens.ids])
         with torch.inference_mode():
-            output = reference_model(case.folder)(input_ids=ids[None], use_cache=True)
+            output = reference_model(case.folder)(input_ids=ids[None], past_key_values=DynamicCache())
         start = len(caches.prefix_ids)
-        cos, sin = case.runtime.rotary_tables(start, len(ids))
-        for stored, layer in zip(case.kv[span.start], output.past_key_values.layers, strict=True):
-            assert gap(rotate(stored[0], cos, sin), layer.keys[0, :, start:]) < EXACT
+        tables = case.runtime.rotary_tables(start, len(ids))
+        for stored, layer, of_layer in zip(case.kv[span.start], output.past_key_values.layers, tables, strict=True):
+            assert gap(rotate(stored[0], of_layer), layer.keys[0, :, start:]) < EXACT
             assert gap(stored[1], layer.values[0, :, start:]) < EXACT
 
 
 class TestBlockAttention:
     @staticmethod
     def dense(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor, scaling: float
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor, rule: AttentionRule
     ) -> torch.Tensor:
         """Softmax over all slots in float64, hidden ones at minus infinity; KV heads repeated for their group."""
         groups = query.shape[1] // key.shape[1]
         q, k, v = (t[0].double() for t in (query, key, value))
         k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
-        logits = q @ k.transpose(-1, -2) * scaling
-        hidden = torch.arange(k.shape[1])[None] > visible[:, None]
-        return (logits.masked_fill(hidden, float("-inf")).softmax(-1) @ v).transpose(0, 1)[None]
+        logits = q @ k.transpose(-1, -2) * rule.scaling
+        if rule.softcap:
+            logits = rule.softcap * torch.tanh(logits / rule.softcap)
+        distance = visible[:, None] - torch.arange(k.shape[1])[None]
+        hidden = (distance < 0) | (distance >= (rule.window or 10**9))
+        weights = logits.masked_fill(hidden, float("-inf")).exp()
+        sinks = torch.zeros(q.shape[0]) if rule.sinks is None else rule.sinks.double().exp()
+        return (weights / (weights.sum(-1, keepdim=True) + sinks[:, None, None]) @ v).transpose(0, 1)[None]
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=100, deadline=None)
     @given(data=st.data())
     def test_equals_dense_reference(self, data: st.DataObject) -> None:
         num_slots = data.draw(st.integers(1, 400), "slots")
@@ -377,26 +386,35 @@ class TestBlockAttention:
         query = torch.randn(1, kv_heads * groups, num_rows, head_dim, generator=generator) * 2
         key, value = torch.randn(2, 1, kv_heads, num_slots, head_dim, generator=generator)
         rows = torch.randperm(num_slots, generator=generator)[:num_rows].sort().values
-        scaling = head_dim**-0.5
-        got = block_attention(query, key, value, causal_plan(rows).blocks, scaling)
-        assert gap(got.double(), self.dense(query, key, value, rows, scaling)) < 1e-5
+        rule = AttentionRule(
+            scaling=head_dim**-0.5,
+            window=data.draw(st.none() | st.integers(1, 450), "window"),
+            softcap=data.draw(st.sampled_from([None, 3.0]), "softcap"),
+            sinks=torch.randn(kv_heads * groups, generator=generator) if data.draw(st.booleans(), "sinks") else None,
+        )
+        got = block_attention(query, key, value, causal_plan(rows).blocks, rule)
+        assert gap(got.double(), self.dense(query, key, value, rows, rule)) < 1e-5
 
     @settings(max_examples=30, deadline=None)
-    @given(lengths=st.lists(st.tuples(st.integers(1, 12), st.integers(1, 6)), min_size=1, max_size=4))
-    def test_side_by_side_blocks_do_not_meet(self, lengths: list[tuple[int, int]]) -> None:
+    @given(
+        lengths=st.lists(st.tuples(st.integers(1, 12), st.integers(1, 6)), min_size=1, max_size=4),
+        window=st.sampled_from([None, 1, 5]),
+    )
+    def test_side_by_side_blocks_do_not_meet(self, lengths: list[tuple[int, int]], window: int | None) -> None:
         """Stretches laid side by side give what each gives alone."""
         generator = torch.Generator().manual_seed(len(lengths))
         num_rows, num_slots = sum(r for _, r in lengths), sum(c + r for c, r in lengths)
         query = torch.randn(1, 4, num_rows, 8, generator=generator)
         key, value = torch.randn(2, 1, 2, num_slots, 8, generator=generator)
         blocks, alone, row, slot = [], [], 0, 0
+        rule = AttentionRule(0.35, window=window)
         for context, rows in lengths:
             visible = torch.arange(context, context + rows)
-            blocks.append(Block(slice(row, row + rows), slice(slot, slot + context + rows), visible))
+            blocks.append(Block.of(slice(row, row + rows), slice(slot, slot + context + rows), visible))
             part = slice(slot, slot + context + rows)
-            alone.append(self.dense(query[:, :, row : row + rows], key[:, :, part], value[:, :, part], visible, 0.35))
+            alone.append(self.dense(query[:, :, row : row + rows], key[:, :, part], value[:, :, part], visible, rule))
             row, slot = row + rows, slot + context + rows
-        got = block_attention(query, key, value, blocks, 0.35)
+        got = block_attention(query, key, value, blocks, rule)
         assert gap(got.double(), torch.cat(alone, 1)) < 1e-5
 
     def test_plan_covers_every_row_once(self) -> None:
@@ -450,9 +468,24 @@ def scatter_reference(case: Case, rows: torch.Tensor) -> tuple[Cache, torch.Tens
         keys[:, :, : layer.length], values[:, :, : layer.length] = layer.keys, layer.values
         layers.append(ScatterLayer(keys, values, rows))
     past = Cache(layers=layers)
-    hidden = torch.arange(num_tokens)[None] > rows[:, None]
-    mask = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min)[None, None]
     output = model(
-        input_ids=case.layout.ids[rows][None], position_ids=rows[None], attention_mask=mask, past_key_values=past
+        input_ids=case.layout.ids[rows][None],
+        position_ids=rows[None],
+        attention_mask=reference_mask(model.config, rows, num_tokens),
+        past_key_values=past,
     )
     return past, output.logits[0, -1]
+
+
+def reference_mask(config: Any, rows: torch.Tensor, num_tokens: int) -> Any:
+    """The additive 4-D mask that transformers takes as it is: one for all layers, or one for each type of layer."""
+    distance = rows[:, None] - torch.arange(num_tokens)[None]
+    hidden = {"full_attention": distance < 0}
+    if window := getattr(config, "sliding_window", None):
+        hidden["sliding_attention"] = (distance < 0) | (distance >= window)
+    lowest = torch.finfo(torch.float32).min
+    masks = {k: torch.zeros(h.shape).masked_fill(h, lowest)[None, None] for k, h in hidden.items()}
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types:
+        return {kind: masks[kind] for kind in set(layer_types)}
+    return masks["sliding_attention" if window else "full_attention"]

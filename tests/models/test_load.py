@@ -252,7 +252,7 @@ def test_unsupported_packaged_model_is_refused_before_its_download(home: Path) -
 def test_progress_bars_of_transformers_are_off_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import modeling_gguf_pytorch_utils as gguf
 
-    from cacheclip_rag.models.runtime import quiet_transformers
+    from cacheclip_rag.models.text import quiet_transformers
 
     before = gguf.tqdm
     with quiet_transformers():

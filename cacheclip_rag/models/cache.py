@@ -1,0 +1,82 @@
+"""The KV of a whole prompt, as a cache that transformers' models write to and read from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, DynamicLayer
+
+__all__ = ["FusedCache", "FusedLayer"]
+
+
+class FusedLayer(DynamicLayer):  # type: ignore[misc]
+    """KV of one layer in a preallocated buffer: rows are scattered into it while prefilling, appended while decoding.
+
+    Growing by concatenation would copy the whole prompt's KV at every generated token.
+    """
+
+    is_croppable = False
+
+    def __init__(self, num_kv_heads: int, head_dim: int, capacity: int, dtype: torch.dtype, device: torch.device):
+        super().__init__()
+        self.dtype, self.device, self.is_initialized = dtype, device, True
+        self._keys = torch.empty(1, num_kv_heads, capacity, head_dim, dtype=dtype, device=device)
+        self._values = torch.empty_like(self._keys)
+        self.slots: torch.Tensor | None = None
+        """``(num_rows,)`` int64 slots the next update writes; None appends behind the last."""
+        self.last_slot = 0
+        """The last of ``slots``, as a number: asking the tensor would make an accelerator wait."""
+        self._resize(0)
+
+    def _resize(self, length: int) -> None:
+        self.length = length
+        self.keys, self.values = self._keys[:, :, :length], self._values[:, :, :length]
+
+    def write(self, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Put KV of shape ``(num_kv_heads, num_tokens, head_dim)`` at slots ``start`` and following."""
+        stop = start + keys.shape[-2]
+        self._keys[0, :, start:stop] = keys
+        self._values[0, :, start:stop] = values
+        self._resize(max(self.length, stop))
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Called by the model's attention with KV after RoPE, ``(1, num_kv_heads, num_rows, head_dim)``."""
+        if self.slots is None:
+            stop = self.length + key_states.shape[-2]
+            self._reserve(stop)
+            self._keys[:, :, self.length : stop] = key_states
+            self._values[:, :, self.length : stop] = value_states
+        else:
+            stop = max(self.length, self.last_slot + 1)
+            self._keys.index_copy_(2, self.slots, key_states)
+            self._values.index_copy_(2, self.slots, value_states)
+        self._resize(stop)
+        return self.keys, self.values
+
+    def _reserve(self, length: int) -> None:
+        capacity = self._keys.shape[2]
+        if length <= capacity:
+            return
+        for name in ("_keys", "_values"):
+            old = getattr(self, name)
+            new = old.new_empty(1, old.shape[1], max(length, capacity + capacity // 4), old.shape[3])
+            new[:, :, :capacity] = old
+            setattr(self, name, new)
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return (self.length if self.slots is not None else self.length + query_length), 0
+
+
+class FusedCache(Cache):  # type: ignore[misc]
+    """The KV of a whole prompt, one :class:`FusedLayer` a layer."""
+
+    def scatter(self, slots: torch.Tensor | None) -> None:
+        """Direct the next forward's rows to these slots (strictly increasing); None goes back to appending."""
+        last = 0 if slots is None else int(slots[-1])
+        for layer in self.layers:
+            layer.slots = None if slots is None else slots.to(layer.device)
+            layer.last_slot = last

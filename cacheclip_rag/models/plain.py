@@ -1,0 +1,79 @@
+"""A model without reuse: what ``fallback="full"`` answers with where chunk caches would not be exact.
+
+Everything is transformers' own: its attention, its cache or recurrent state, its positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .text import TextModel
+
+__all__ = ["PlainRuntime", "PlainState", "auto_classes"]
+
+_STATES = ("past_key_values", "cache_params", "state", "encoder_outputs")
+"""Names under which models return what the next step needs: attention caches, recurrent states."""
+
+
+@dataclass(slots=True)
+class PlainState:
+    """Where a model stands in an answer."""
+
+    arguments: dict[str, Any]
+    """What the next pass is given beside its token."""
+    num_tokens: int
+
+    def get_seq_length(self) -> int:
+        return self.num_tokens
+
+
+def auto_classes() -> Iterator[Any]:
+    """Transformers' automatic classes that can answer a text prompt, in the order to try them."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
+
+    yield from (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForImageTextToText)
+
+
+class PlainRuntime(TextModel):
+    """A running model that only prefills and decodes; ``unsupported`` says why."""
+
+    def __init__(self, model: Any, tokenizer: Any, *, name: str, fingerprint: str, unsupported: str) -> None:
+        super().__init__(model, tokenizer, name)
+        self.unsupported: str = unsupported
+        config = model.config.get_text_config(decoder=True)
+        self.fingerprint = fingerprint
+        self.rope_pin = ""
+        self.context_tokens: int = getattr(config, "max_position_embeddings", None) or 2**31
+        """A recurrent model has no limit."""
+        self.reuse_tokens = 0
+        self.dtype: torch.dtype = model.dtype
+        self.device: torch.device = model.device
+
+    @torch.inference_mode()
+    def prefill(self, ids: torch.Tensor, capacity: int) -> tuple[PlainState, torch.Tensor]:
+        ids = ids[None].to(self.device)
+        if not self.model.config.is_encoder_decoder:
+            return self._step(PlainState({}, 0), ids)
+        encoded = self.model.get_encoder()(input_ids=ids)
+        first = self.model.generation_config.decoder_start_token_id
+        if first is None:
+            first = self.model.config.decoder_start_token_id
+        start = torch.tensor([[first]], device=self.device)
+        return self._step(PlainState({"encoder_outputs": encoded}, ids.shape[1]), start)
+
+    @torch.inference_mode()
+    def decode_step(self, state: PlainState, token_id: int) -> torch.Tensor:
+        after, logits = self._step(state, torch.tensor([[token_id]], device=self.device))
+        state.arguments, state.num_tokens = after.arguments, after.num_tokens
+        return logits
+
+    def _step(self, state: PlainState, ids: torch.Tensor) -> tuple[PlainState, torch.Tensor]:
+        given = {"decoder_input_ids" if self.model.config.is_encoder_decoder else "input_ids": ids}
+        output = self.model(**given, **state.arguments, use_cache=True)
+        found = {name: getattr(output, name, None) for name in _STATES}
+        arguments = {**state.arguments, **{name: value for name, value in found.items() if value is not None}}
+        return PlainState(arguments, state.num_tokens + ids.shape[1]), output.logits[0, -1]
