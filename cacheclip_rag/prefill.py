@@ -95,8 +95,8 @@ class Prefill:
         runtime, num_tokens = self.primary.runtime, self.layout.num_tokens
         if num_tokens > runtime.reuse_tokens:
             return (
-                f"the prompt has {num_tokens} tokens, and the rotary frequencies of model {runtime.name!r} change above "
-                f"{runtime.reuse_tokens}: reuse would not be exact"
+                f"the prompt has {num_tokens} tokens, and the rotary frequencies of model {runtime.name!r} change "
+                f"above {runtime.reuse_tokens}: reuse would not be exact"
             )
         return None
 

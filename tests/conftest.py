@@ -100,7 +100,7 @@ TINY_MODELS: dict[str, dict[str, Any]] = {
     "mistral-sliding": of("mistral", **WIDE_WINDOW),
     "phi3-partial": of("phi3", rope_parameters={**DEFAULT_ROPE, "partial_rotary_factor": 0.75}),
     "phi3-sliding": of("phi3", **WIDE_WINDOW),
-    "phi3-longrope": of("phi3", rope_parameters=LONGROPE),
+    "phi3-longrope": of("phi3", rope_parameters=LONGROPE, original_max_position_embeddings=512),
     "gemma2": of(
         "gemma2", **ALTERNATING, query_pre_attn_scalar=16, attn_logit_softcapping=5.0, final_logit_softcapping=30.0
     ),

@@ -13,7 +13,15 @@ from typing import Any
 
 from ..errors import UnsupportedModelError
 
-__all__ = ["SUPPORTED", "Architecture", "check_architecture", "check_supported", "has_pinned_rope", "reuse_tokens", "rope_pin"]
+__all__ = [
+    "SUPPORTED",
+    "Architecture",
+    "check_architecture",
+    "check_supported",
+    "has_pinned_rope",
+    "reuse_tokens",
+    "rope_pin",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +81,25 @@ def check_supported(config: Any, name: str) -> None:
     """
     model_type = getattr(config, "model_type", "unknown")
     if getattr(config, "is_encoder_decoder", False) or model_type in _ENCODER_DECODERS:
-        _refuse(name, f"is an encoder-decoder ({model_type!r}): it reads the prompt in both directions, so no part of it "
-                "can be computed ahead")
+        _refuse(
+            name,
+            f"is an encoder-decoder ({model_type!r}): it reads the prompt in both directions, so no part of it "
+            "can be computed ahead",
+        )
     if model_type not in SUPPORTED:
         if model_type in _RECURRENT or _linear_layers(config):
-            _refuse(name, f"({model_type!r}) has recurrent layers, whose state after a chunk depends on all text before")
+            _refuse(
+                name, f"({model_type!r}) has recurrent layers, whose state after a chunk depends on all text before"
+            )
         if any("mrope_section" in rope for rope in _ropes(getattr(config, "text_config", config))):
             _refuse(name, f"({model_type!r}) uses multimodal rotary embedding, whose positions depend on images")
         if getattr(config, "text_config", None) is not None:
             _refuse(name, f"({model_type!r}) is a multimodal model; only text-only checkpoints are reused")
         check_architecture(model_type, name)
     if getattr(config, "quantization_config", None):
-        _refuse(name, "has quantised weights, whose results depend on what else is in the pass; use the dense checkpoint")
+        _refuse(
+            name, "has quantised weights, whose results depend on what else is in the pass; use the dense checkpoint"
+        )
     if getattr(config, "use_bidirectional_attention", False):
         _refuse(name, "attends in both directions, so no part of a prompt can be computed ahead")
     for rope in _ropes(config):
@@ -100,9 +115,9 @@ def reuse_tokens(config: Any) -> int:
     The model's context, except for longrope, which changes its frequencies above
     ``original_max_position_embeddings`` tokens, and dynamic NTK, which does so above ``max_position_embeddings``.
     """
-    context: int = config.max_position_embeddings
+    context = config.max_position_embeddings
     limits = (r["original_max_position_embeddings"] for r in _ropes(config) if r.get("rope_type") == "longrope")
-    return min((context, *limits))
+    return int(min((context, *limits)))
 
 
 def rope_pin(config: Any) -> str:

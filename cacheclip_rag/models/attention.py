@@ -18,7 +18,15 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-__all__ = ["AttentionPlan", "AttentionRule", "Block", "block_attention", "causal_plan", "query_attention_mass", "sdpa_backends"]
+__all__ = [
+    "AttentionPlan",
+    "AttentionRule",
+    "Block",
+    "block_attention",
+    "causal_plan",
+    "query_attention_mass",
+    "sdpa_backends",
+]
 
 _ROWS_PER_BLOCK = 128
 """Small enough that few masked keys are multiplied, large enough that the products stay efficient."""
@@ -49,7 +57,7 @@ class AttentionRule:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Rows of the forward pass that look at one contiguous slice of keys; slots in it follow each other like positions."""
+    """Rows of the forward pass that look at one slice of keys, in which slots follow each other like positions."""
 
     rows: slice
     """Rows of the query tensor."""
@@ -125,7 +133,7 @@ def block_attention(
 
 
 def query_attention_mass(query: torch.Tensor, key: torch.Tensor, block: Block, rule: AttentionRule) -> torch.Tensor:
-    """Softmax attention of one block's rows on each of its keys, averaged over heads and rows: ``(num_keys,)`` float32."""
+    """Attention of one block's rows on each of its keys, averaged over heads and rows: ``(num_keys,)`` float32."""
     num_kv_heads = key.shape[1]
     rows = query[0, :, block.rows].unflatten(0, (num_kv_heads, -1)).float()  # (num_kv_heads, groups, rows, head_dim)
     keys = key[0, :, block.keys].float().unsqueeze(1)  # (num_kv_heads, 1, num_keys, head_dim)

@@ -61,8 +61,8 @@ def resolve(name: str) -> Path:
         return pull(name)
     if folder.suffix == ".gguf":
         raise UnsupportedModelError(
-            f"model {name!r} is a GGUF file: the runtimes that run it quantised (llama.cpp) keep a KV that this library "
-            "cannot read. Give a transformers folder or hub id of the same model, or a packaged name."
+            f"model {name!r} is a GGUF file: the runtimes that run it quantised (llama.cpp) keep a KV that this "
+            "library cannot read. Give a transformers folder or hub id of the same model, or a packaged name."
         )
     if folder.is_dir():
         raise UnknownModelError(
@@ -110,9 +110,7 @@ def load_model(name: str, *, dtype: str = "float32", device: str = "cpu") -> Mod
     return runtime
 
 
-def load_any(
-    name: str, *, dtype: str = "float32", device: str = "cpu", fallback: str = "error"
-) -> TextModel:
+def load_any(name: str, *, dtype: str = "float32", device: str = "cpu", fallback: str = "error") -> TextModel:
     """As :func:`load_model`; with ``fallback="full"``, a model whose KV cannot be reused becomes a
     :class:`~cacheclip_rag.models.plain.PlainRuntime`, which answers by ordinary prefill."""
     if dtype not in DTYPES:

@@ -384,7 +384,7 @@ assert "torch" not in sys.modules and "transformers" not in sys.modules
 
 
 def test_metadata_reads_the_context_without_loading(llm: CacheClipLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cacheclip_rag.engine.load_model", None)
+    monkeypatch.setattr("cacheclip_rag.engine.load_any", None)
     assert llm.metadata.context_window == 2048
     assert llm.metadata.num_output == 12
     assert llm.metadata.is_chat_model

@@ -1,0 +1,298 @@
+"""Models that cannot be reused exactly: one error with the reason and what works, or plain prefill with fallback."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from cacheclip_rag import CacheClipEngine, SamplingParams
+from cacheclip_rag.errors import UnsupportedModelError
+from cacheclip_rag.models.architectures import SUPPORTED, check_supported, reuse_tokens, rope_pin
+from cacheclip_rag.models.load import load_any, load_model
+from cacheclip_rag.models.plain import PlainRuntime, auto_classes
+from tests.conftest import DYNAMIC, TINY_MODELS, build_model, make_tokenizer, rag_prompt
+
+SMALL = {
+    "vocab_size": 400,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.25,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "gpt2": (
+        {"vocab_size": 400, "n_positions": 1024, "n_embd": 32, "n_layer": 2, "n_head": 2},
+        "not among those proven",
+    ),
+    "mamba": ({**SMALL, "state_size": 8}, "recurrent"),
+    "qwen3_next": ({**SMALL, "layer_types": ["linear_attention", "full_attention"]}, "recurrent"),
+    "lfm2": ({**SMALL, "layer_types": ["conv", "full_attention"]}, "recurrent"),
+    "t5": (
+        {
+            "vocab_size": 400,
+            "d_model": 32,
+            "d_kv": 8,
+            "d_ff": 64,
+            "num_layers": 2,
+            "num_heads": 4,
+            "decoder_start_token_id": 0,
+            "pad_token_id": 0,
+            "eos_token_id": 2,
+        },
+        "encoder-decoder",
+    ),
+    "bart": (
+        {
+            "vocab_size": 400,
+            "d_model": 32,
+            "encoder_layers": 1,
+            "decoder_layers": 1,
+            "encoder_attention_heads": 2,
+            "decoder_attention_heads": 2,
+            "encoder_ffn_dim": 64,
+            "decoder_ffn_dim": 64,
+            "decoder_start_token_id": 2,
+        },
+        "encoder-decoder",
+    ),
+}
+"""Architectures that transformers runs and this library does not reuse: config, and a word of the reason."""
+
+
+def build(folder: Path, architecture: str) -> str:
+    config = CONFIG_MAPPING[architecture](**REFUSED[architecture][0])
+    torch.manual_seed(0)
+    cls = next(cls for cls in auto_classes() if type(config) in cls._model_mapping)
+    cls.from_config(config).save_pretrained(folder)
+    make_tokenizer(400).save_pretrained(folder)
+    return str(folder)
+
+
+class TestRefusal:
+    @pytest.mark.parametrize("architecture", list(REFUSED))
+    def test_says_why_and_what_works(self, architecture: str, tmp_path: Path) -> None:
+        folder = build(tmp_path, architecture)
+        with pytest.raises(UnsupportedModelError) as error:
+            load_model(folder)
+        message = str(error.value)
+        assert REFUSED[architecture][1] in message
+        assert "llama" in message and "fallback='full'" in message
+
+    def test_before_any_weights_are_read(self, tmp_path: Path) -> None:
+        folder = build(tmp_path, "mamba")
+        for file in tmp_path.glob("*.safetensors"):
+            file.unlink()
+        with pytest.raises(UnsupportedModelError):
+            load_model(folder)
+
+    def test_multimodal_rotary_embedding(self) -> None:
+        from transformers import Qwen2VLConfig
+
+        rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+        with pytest.raises(UnsupportedModelError, match="multimodal rotary"):
+            check_supported(Qwen2VLConfig(text_config={"rope_parameters": rope}), "m")
+
+    def test_multimodal_model(self) -> None:
+        from transformers import Gemma3Config
+
+        with pytest.raises(UnsupportedModelError, match="text-only"):
+            check_supported(Gemma3Config(), "m")
+
+    def test_quantised_weights(self) -> None:
+        config = LlamaConfig(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+        with pytest.raises(UnsupportedModelError, match=r"quantised.*dense checkpoint"):
+            check_supported(config, "m")
+
+    def test_gguf_file(self, tmp_path: Path) -> None:
+        (tmp_path / "model.gguf").write_bytes(b"GGUF")
+        with pytest.raises(UnsupportedModelError, match=r"GGUF.*transformers folder"):
+            load_model(str(tmp_path / "model.gguf"))
+
+    def test_attention_in_both_directions(self) -> None:
+        from transformers import Gemma3TextConfig
+
+        with pytest.raises(UnsupportedModelError, match="both directions"):
+            check_supported(Gemma3TextConfig(use_bidirectional_attention=True), "m")
+
+    def test_unknown_rotary_scaling(self) -> None:
+        config = LlamaConfig()
+        config.rope_parameters = {"rope_type": "of-next-year", "rope_theta": 1e4}
+        with pytest.raises(UnsupportedModelError, match=r"'of-next-year'.*default, linear, llama3, yarn"):
+            check_supported(config, "m")
+
+    def test_tokenizer_without_offsets(self, tmp_path: Path) -> None:
+        with pytest.raises(UnsupportedModelError, match=r"offsets.*fallback='full'"):
+            load_model(without_offsets(tmp_path))
+
+
+def without_offsets(folder: Path) -> str:
+    """A model whose tokenizer is written in Python, byte by byte, as ByT5 has it."""
+    from transformers import ByT5Tokenizer
+
+    build_model(folder, TINY_MODELS["llama"], vocab_size=259)
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    ByT5Tokenizer(extra_ids=0).save_pretrained(folder)
+    return str(folder)
+
+
+class TestFallback:
+    @pytest.fixture
+    def make(self, tiny_models: dict[str, str]) -> Callable[..., CacheClipEngine]:
+        return lambda primary, **options: CacheClipEngine(
+            primary=primary, auxiliary=tiny_models["auxiliary"], fallback="full", **options
+        )
+
+    @pytest.mark.parametrize("architecture", list(REFUSED))
+    def test_answers_as_transformers_would(
+        self, architecture: str, tmp_path: Path, chunks: list[str], make: Callable[..., CacheClipEngine]
+    ) -> None:
+        folder = build(tmp_path, architecture)
+        engine = make(folder)
+        assert engine.precompute(chunks[:2]) == 2  # for the auxiliary; nothing for this model
+        answer = engine.generate(rag_prompt(chunks[:2]), SamplingParams(max_tokens=12))
+        assert answer.stats.method == "full" and answer.stats.reused_tokens == 0
+        assert REFUSED[architecture][1] in str(answer.stats.fallback)
+        runtime = engine.primary
+        assert isinstance(runtime, PlainRuntime)
+        assert list(answer.token_ids) == generate(runtime, engine, rag_prompt(chunks[:2]), 12)
+
+    def test_streams_too(self, tmp_path: Path, chunks: list[str], make: Callable[..., CacheClipEngine]) -> None:
+        engine = make(build(tmp_path, "mamba"))
+        events = list(engine.generate_stream(rag_prompt(chunks), SamplingParams(max_tokens=8)))
+        assert events[-1].answer is not None
+        assert "".join(event.text for event in events) == events[-1].answer.text
+
+    def test_without_offsets(self, tmp_path: Path, chunks: list[str], make: Callable[..., CacheClipEngine]) -> None:
+        engine = make(without_offsets(tmp_path))
+        answer = engine.generate(rag_prompt(chunks[:1]), SamplingParams(max_tokens=4))
+        assert "offsets" in str(answer.stats.fallback) and len(answer.token_ids) > 0
+
+    def test_of_an_auxiliary_model(
+        self, tiny_models: dict[str, str], tmp_path: Path, chunks: list[str], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        folder = build(tmp_path, "gpt2")
+        engine = CacheClipEngine(primary=tiny_models["llama"], auxiliary=folder, fallback="full")
+        engine.precompute(chunks)
+        stats = engine.generate(rag_prompt(chunks), SamplingParams(max_tokens=2)).stats
+        assert stats.method == "full" and "gpt2" in str(stats.fallback)
+        assert engine.generate(rag_prompt(chunks), SamplingParams(max_tokens=2), method="direct").stats.fallback is None
+        assert any("without reuse" in record.message for record in caplog.records)
+
+    def test_of_a_model_that_needs_none_changes_nothing(
+        self, tiny_models: dict[str, str], chunks: list[str], make: Callable[..., CacheClipEngine]
+    ) -> None:
+        engine = make(tiny_models["llama"])
+        engine.precompute(chunks)
+        assert engine.generate(rag_prompt(chunks), SamplingParams(max_tokens=2)).stats.fallback is None
+
+    def test_one_engine_with_and_one_without(self, tmp_path: Path) -> None:
+        """The loaded model is shared; the refusal is not lost."""
+        folder = build(tmp_path, "gpt2")
+        assert load_any(folder, fallback="full").unsupported
+        with pytest.raises(UnsupportedModelError, match="gpt2"):
+            load_any(folder)
+
+
+@torch.inference_mode()
+def generate(runtime: PlainRuntime, engine: CacheClipEngine, prompt: str, count: int) -> list[int]:
+    """New tokens by transformers' own generate on the same prompt ids."""
+    ids = [t for s in engine.segment(prompt) for t in runtime.tokenize(s.text, control=s.control).ids]
+    output = runtime.model.generate(
+        torch.tensor([ids]),
+        attention_mask=torch.ones(1, len(ids), dtype=torch.int64),
+        max_new_tokens=count,
+        do_sample=False,
+        eos_token_id=sorted(runtime.eos_ids),
+        forced_eos_token_id=None,
+        forced_bos_token_id=None,
+        num_beams=1,
+    )[0].tolist()
+    return output[1:] if runtime.model.config.is_encoder_decoder else output[len(ids) :]
+
+
+def longrope(limit: int) -> Any:
+    spec = {**TINY_MODELS["phi3-longrope"], "original_max_position_embeddings": limit}
+    del spec["architecture"]
+    return CONFIG_MAPPING["phi3"](max_position_embeddings=2048, pad_token_id=0, **spec)
+
+
+class TestRopesThatDependOnLength:
+    """Reused up to the length at which their frequencies change, and plain above."""
+
+    def test_limit(self) -> None:
+        assert reuse_tokens(longrope(512)) == 512
+        assert reuse_tokens(LlamaConfig(max_position_embeddings=700, rope_parameters=DYNAMIC)) == 700
+        assert reuse_tokens(LlamaConfig(max_position_embeddings=700)) == 700
+
+    def test_the_limit_is_part_of_the_key(self) -> None:
+        pins = {rope_pin(longrope(limit)) for limit in (256, 512)}
+        assert len(pins) == 2 and all("up to" in pin for pin in pins)
+        assert "up to" not in rope_pin(LlamaConfig())
+
+    def test_longer_prompts_are_answered_plainly(self, tiny_models: dict[str, str], chunks: list[str]) -> None:
+        engine = CacheClipEngine(primary=tiny_models["phi3-longrope"], auxiliary=tiny_models["auxiliary"])
+        engine.precompute(chunks)
+        short = engine.generate(rag_prompt(chunks[:2]), SamplingParams(max_tokens=2), recompute_ratio=1.0).stats
+        assert short.fallback is None and short.prompt_tokens <= 512
+        texts = chunks * 4
+        long = engine.generate(rag_prompt(texts), SamplingParams(max_tokens=2), recompute_ratio=1.0).stats
+        assert long.prompt_tokens > 512 and long.method == "full"
+        assert "change above 512" in str(long.fallback)
+        again = engine.generate(rag_prompt(chunks[:2]), SamplingParams(max_tokens=2), recompute_ratio=1.0)
+        assert again.stats.fallback is None
+
+    def test_short_prompts_are_exact_after_a_long_one(self, tiny_models: dict[str, str], chunks: list[str]) -> None:
+        """The model's rotary module remembers the last length; an answer must not."""
+        engine = CacheClipEngine(primary=tiny_models["phi3-longrope"], auxiliary=tiny_models["auxiliary"])
+        engine.precompute(chunks)
+        params = SamplingParams(max_tokens=16)
+        before = engine.generate(rag_prompt(chunks[:2]), params)
+        engine.generate(rag_prompt(chunks * 4), params)
+        assert engine.generate(rag_prompt(chunks[:2]), params).token_ids == before.token_ids
+
+    def test_chunk_beyond_the_limit(self, tiny_models: dict[str, str], chunks: list[str]) -> None:
+        from cacheclip_rag.errors import PromptTooLongError
+
+        engine = CacheClipEngine(primary=tiny_models["phi3-longrope"], auxiliary=None, method="direct")
+        with pytest.raises(PromptTooLongError, match="Split"):
+            engine.precompute([" ".join(chunks * 4)])
+
+
+def test_every_supported_architecture_has_a_row_in_the_matrix(tmp_path: Path) -> None:
+    rows = {"gemma3_text" if s["architecture"] == "gemma3_text" else s["architecture"] for s in TINY_MODELS.values()}
+    assert rows == set(SUPPORTED)
+
+
+def test_every_row_is_what_it_says(tiny_models: dict[str, str]) -> None:
+    """The saved configs keep what the rows are there for: windows, soft caps, layers without positions."""
+    configs: dict[str, PreTrainedConfig] = {n: AutoConfig.from_pretrained(tiny_models[n]) for n in TINY_MODELS}
+    for name in ("gemma2", "gemma3", "gpt-oss", "qwen2-sliding"):
+        assert set(configs[name].layer_types) == {"full_attention", "sliding_attention"}
+        assert configs[name].sliding_window == 24
+    assert configs["mistral-sliding"].sliding_window == configs["phi3-sliding"].sliding_window == 96
+    assert configs["gemma2"].attn_logit_softcapping == 5.0
+    assert configs["smollm3"].no_rope_layers == [1, 0, 1, 0]
+    for name, kind in (("phi3-longrope", "longrope"), ("llama-rope-dynamic", "dynamic"), ("gpt-oss", "yarn")):
+        assert configs[name].rope_parameters["rope_type"] == kind
+    assert configs["phi3-partial"].rope_parameters["partial_rotary_factor"] == 0.75
+
+
+def test_folder_names_do_not_matter(tmp_path: Path) -> None:
+    """The kind of a model is read from its config."""
+    folder = build_model(tmp_path / "called-mamba", TINY_MODELS["llama"])
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "llama"
+    assert load_model(str(folder)).unsupported is None
