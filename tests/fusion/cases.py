@@ -1,0 +1,175 @@
+"""Engines with stored chunks, laid open, and references from a transformers model that this library never touched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.cache_utils import Cache, DynamicLayer
+
+from cacheclip_rag import CacheClipEngine, Fresh, SamplingParams
+from cacheclip_rag.fusion.layout import Layout, lay_out
+from cacheclip_rag.fusion.recompute import assemble, choose_rows
+from cacheclip_rag.methods import create
+from cacheclip_rag.models.attention import AttentionPlan, Block
+from cacheclip_rag.models.cache import FusedCache
+
+EXACT = 1e-4
+BROKEN = 1e-2
+
+
+@cache
+def reference_model(folder: str) -> Any:
+    """The same weights in an unmodified transformers model, eager attention."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+@torch.inference_mode()
+def reference_logits(folder: str, ids: torch.Tensor) -> torch.Tensor:
+    return reference_model(folder)(input_ids=ids[None], use_cache=False).logits[0, -1]
+
+
+@torch.inference_mode()
+def reference_greedy(folder: str, ids: torch.Tensor, count: int) -> list[int]:
+    """Greedy decoding the slow way: the whole sequence again for each token."""
+    new: list[int] = []
+    for _ in range(count):
+        logits = reference_logits(folder, torch.cat((ids, torch.tensor(new, dtype=torch.int64))))
+        new.append(int(logits.argmax()))
+    return new
+
+
+@dataclass
+class Case:
+    """One engine with three stored chunks in a prompt, and the pieces of its fusion laid open."""
+
+    folder: str
+    engine: CacheClipEngine
+    layout: Layout
+    kv: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Stored KV by start position, the prefix's included."""
+
+    @property
+    def runtime(self) -> Any:
+        return self.engine.primary
+
+    def masks(self, ratio: float, seed: int = 0) -> list[tuple[Any, torch.Tensor]]:
+        """A random selection in every chunk."""
+        generator = torch.Generator().manual_seed(seed)
+        return [(s, torch.rand(len(s.tokens), generator=generator) < ratio) for s in self.layout.chunks]
+
+    def rows(self, ratio: float) -> torch.Tensor:
+        return choose_rows(self.layout, self.layout.chunks, self.masks(ratio))
+
+    def assembled(self, shift: int = 0, kv: dict[int, torch.Tensor] | None = None) -> Any:
+        """The cache before recompute; with ``shift`` the chunks' keys are rotated to wrong positions."""
+        cache = self.runtime.new_cache(self.layout.num_tokens + 64)
+        pieces = kv or self.kv
+        if not shift:
+            assemble(self.runtime, cache, pieces.items())
+        for start, piece in pieces.items() if shift else ():
+            self.runtime.fill(cache, piece, slot=start, position=start + (shift if start else 0))
+        return cache
+
+    def run(self, cache: Any, rows: torch.Tensor, plan: AttentionPlan, ids: torch.Tensor | None = None) -> torch.Tensor:
+        ids = self.layout.ids if ids is None else ids
+        logits = self.runtime.run_rows(cache, ids[rows], rows, plan)
+        assert logits is not None
+        return logits
+
+
+def bottom_right_plan(rows: torch.Tensor, num_tokens: int) -> AttentionPlan:
+    """The mistake of the published implementations: row i of R sees keys up to T - R + i, whatever its position."""
+    visible = torch.arange(num_tokens - len(rows), num_tokens)
+    return AttentionPlan([Block.of(slice(0, len(rows)), slice(0, num_tokens), visible)])
+
+
+def make_engine(folder: str, auxiliary: str, store: str | None = None, **options: Any) -> CacheClipEngine:
+    return CacheClipEngine(primary=folder, auxiliary=auxiliary, store=store, **options)
+
+
+def make_case(
+    folder: str, auxiliary: str, texts: Sequence[str], opening: str = "Read this first.\n\n", **options: Any
+) -> Case:
+    """The texts precomputed and in a prompt together."""
+    engine = make_engine(folder, auxiliary, **options)
+    engine.precompute(texts)
+    prompt = opening + "\n\n".join(texts) + "\n\nQuestion: What is the magic number?"
+    caches = engine._caches_of(folder)
+    layout = lay_out(
+        engine.segment(prompt),
+        lambda s: caches.runtime.tokenize(s.text, control=isinstance(s, Fresh) and s.control),
+        caches.prefix_ids,
+    )
+    kv = {0: caches.prefix} | {s.start: caches.read(s.segment.text) for s in layout.chunks}
+    assert layout.num_prefix and len(layout.chunks) == len(texts) and all(v is not None for v in kv.values())
+    return Case(folder, engine, layout, kv)
+
+
+def prefilled(engine: CacheClipEngine, prompt: Any, method: str, ratio: float = 0.2) -> Any:
+    """The engine's own prefill, up to the logits that its public answer is sampled from."""
+    options = {"recompute_ratio": ratio, "grouping": "window_score", "window": 8, "threshold": 5}
+    with torch.inference_mode():
+        return engine._prefill(prompt, SamplingParams(max_tokens=64), create(method, options), None, ())
+
+
+def gap(left: torch.Tensor, right: torch.Tensor) -> float:
+    return float((left - right).abs().max())
+
+
+class ScatterLayer(DynamicLayer):
+    """The reference's cache: whole tensors in, chosen rows replaced by indexing, whole tensors out."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, rows: torch.Tensor) -> None:
+        super().__init__()
+        self.keys, self.values, self.rows = keys.clone(), values.clone(), rows
+        self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.keys[:, :, self.rows] = key_states
+        self.values[:, :, self.rows] = value_states
+        return self.keys, self.values
+
+
+def scatter_reference(case: Case, rows: torch.Tensor) -> tuple[Cache, torch.Tensor]:
+    """Recompute by an unmodified eager model with a 4-D additive mask: its cache and its last logits."""
+    return scatter(case.folder, case.assembled(), case.layout.ids, rows)
+
+
+@torch.inference_mode()
+def scatter(folder: str, start: FusedCache, ids: torch.Tensor, rows: torch.Tensor) -> tuple[Cache, torch.Tensor]:
+    """:func:`scatter_reference` for any ids, from any assembled cache."""
+    num_tokens = len(ids)
+    model = reference_model(folder)
+    layers = []
+    for layer in start.layers:
+        shape = (1, layer.keys.shape[1], num_tokens, layer.keys.shape[3])
+        keys, values = torch.zeros(shape), torch.zeros(shape)
+        keys[:, :, : layer.length], values[:, :, : layer.length] = layer.keys, layer.values
+        layers.append(ScatterLayer(keys, values, rows))
+    past = Cache(layers=layers)
+    output = model(
+        input_ids=ids[rows][None],
+        position_ids=rows[None],
+        attention_mask=reference_mask(model.config, rows, num_tokens),
+        past_key_values=past,
+    )
+    return past, output.logits[0, -1]
+
+
+def reference_mask(config: Any, rows: torch.Tensor, num_tokens: int) -> Any:
+    """The additive 4-D mask that transformers takes as it is: one for all layers, or one for each type of layer."""
+    distance = rows[:, None] - torch.arange(num_tokens)[None]
+    hidden = {"full_attention": distance < 0}
+    if window := getattr(config, "sliding_window", None):
+        hidden["sliding_attention"] = (distance < 0) | (distance >= window)
+    lowest = torch.finfo(torch.float32).min
+    masks = {k: torch.zeros(h.shape).masked_fill(h, lowest)[None, None] for k, h in hidden.items()}
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types:
+        return {kind: masks[kind] for kind in set(layer_types)}
+    return masks["sliding_attention" if window else "full_attention"]

@@ -1,0 +1,232 @@
+"""What a fused result may not depend on, mistakes that only some architectures can show, and random prompts."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cacheclip_rag import CacheClipEngine, SamplingParams
+from cacheclip_rag.models.attention import causal_plan
+from cacheclip_rag.models.cache import FusedLayer
+from cacheclip_rag.models.load import load_model
+from cacheclip_rag.selection.auxiliary import score_chunks
+from tests.conftest import CHUNKS, QUESTION, rag_prompt
+from tests.fusion.cases import BROKEN, EXACT, Case, gap, make_engine, prefilled, reference_logits, scatter
+
+K_NORM = ("qwen3", "qwen3-moe", "gemma3", "olmo2")
+SLIDING = ("qwen2-sliding", "mistral-sliding", "phi3-sliding", "gemma2", "gemma3", "gpt-oss")
+DENSE = (
+    "llama",
+    "qwen2-rope-yarn",
+    "qwen3",
+    "smollm3",
+    "mistral-sliding",
+    "phi3-longrope",
+    "gemma2",
+    "gemma3",
+    "olmo2",
+)
+"""Without experts: a router that hesitates between two turns a rounding error into another expert."""
+
+
+class TestTwins:
+    @pytest.mark.parametrize("primary", K_NORM, indirect=True)
+    def test_keys_stored_before_their_norm(self, case: Case) -> None:
+        """At ratio 1 only the prefix is left of what was stored: even that must show."""
+        expected = reference_logits(case.folder, case.layout.ids)
+        rows = case.rows(1.0)
+        assert gap(case.run(case.assembled(), rows, causal_plan(rows)), expected) < EXACT
+        prefix_ids = case.layout.ids[: case.layout.num_prefix].tolist()
+        with pytest.MonkeyPatch.context() as patch:
+            for layer in case.runtime.model.base_model.layers:
+                patch.setattr(layer.self_attn.k_norm, "forward", lambda keys: keys)
+            unnormed = case.runtime.encode(prefix_ids)
+        wrong = case.assembled(kv={**case.kv, 0: unnormed})
+        assert gap(case.run(wrong, rows, causal_plan(rows)), expected) > BROKEN
+
+    @pytest.mark.parametrize("primary", SLIDING, indirect=True)
+    def test_sliding_cache_cut_to_its_window(self, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What stock caches do: sliding layers keep the last ``window - 1`` tokens. Earlier rows then miss theirs."""
+        expected = reference_logits(case.folder, case.layout.ids)
+        config = case.runtime.model.config
+        kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+        rows = case.rows(1.0)
+        cache = case.assembled()
+        sliding = {id(layer) for layer, kind in zip(cache.layers, kinds, strict=True) if kind == "sliding_attention"}
+        original = FusedLayer.update
+
+        def update(layer: FusedLayer, *args: Any, **kwargs: Any) -> Any:
+            keys, values = original(layer, *args, **kwargs)
+            if id(layer) in sliding:
+                keys, values = keys.clone(), values.clone()
+                keys[:, :, : 1 - config.sliding_window] = values[:, :, : 1 - config.sliding_window] = 0
+            return keys, values
+
+        monkeypatch.setattr(FusedLayer, "update", update)
+        assert gap(case.run(cache, rows, causal_plan(rows)), expected) > BROKEN
+
+    @pytest.mark.parametrize("primary", SLIDING, indirect=True)
+    def test_window_forgotten(self, case: Case) -> None:
+        """A mask without the window: what one 4-D mask for all layers does in transformers."""
+        import cacheclip_rag.models.runtime as runtime
+
+        rows = case.rows(1.0)
+        expected = reference_logits(case.folder, case.layout.ids)
+        rule = runtime.AttentionRule
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(runtime, "AttentionRule", lambda **given: rule(**{**given, "window": None}))
+            assert gap(case.run(case.assembled(), rows, causal_plan(rows)), expected) > BROKEN
+        assert gap(case.run(case.assembled(), rows, causal_plan(rows)), expected) < EXACT
+
+    @pytest.mark.parametrize("primary", ["gemma2", "gpt-oss"], indirect=True)
+    def test_soft_cap_or_sinks_forgotten(self, case: Case) -> None:
+        import cacheclip_rag.models.runtime as runtime
+
+        rows = case.rows(1.0)
+        expected = reference_logits(case.folder, case.layout.ids)
+        rule = runtime.AttentionRule
+        with pytest.MonkeyPatch.context() as patch:
+            without = {"softcap": None, "sinks": None}
+            patch.setattr(runtime, "AttentionRule", lambda **given: rule(**{**given, **without}))
+            assert gap(case.run(case.assembled(), rows, causal_plan(rows)), expected) > BROKEN
+
+
+class TestIndependence:
+    """The same bits, whatever happened around them."""
+
+    def test_of_the_order_of_precomputing(self, primary: str, tiny_models: dict[str, str]) -> None:
+        logits = []
+        for order in itertools.islice(itertools.permutations(CHUNKS[:3]), 0, 6, 2):
+            engine = make_engine(primary, tiny_models["auxiliary"])
+            for text in order:
+                engine.precompute([text])
+            logits.append(prefilled(engine, rag_prompt(CHUNKS[:3]), "cacheclip", 0.3).logits)
+        assert all(torch.equal(logits[0], other) for other in logits[1:])
+
+    def test_of_being_precomputed_together(self, primary: str, tiny_models: dict[str, str]) -> None:
+        together, apart = (make_engine(primary, tiny_models["auxiliary"]) for _ in range(2))
+        together.precompute(CHUNKS)
+        for text in CHUNKS:
+            apart.precompute([text])
+        for text in CHUNKS:
+            left, right = (engine._caches_of(primary).read(text) for engine in (together, apart))
+            assert left is not None and right is not None and torch.equal(left, right)
+
+    def test_scores_of_the_other_chunks_in_the_pass(self, primary: str, tiny_models: dict[str, str]) -> None:
+        """A chunk is scored alike alone and beside others, in any order, whatever the auxiliary's architecture."""
+        runtime = load_model(primary)
+        prefix = runtime.encode(runtime.tokenize("Read.").ids)
+        kv = [runtime.encode(runtime.tokenize(text).ids, prefix) for text in CHUNKS[:3]]
+        question = runtime.tokenize(QUESTION).ids
+        together = score_chunks(runtime, prefix, kv, question)
+        for number, alone in enumerate(kv):
+            assert gap(score_chunks(runtime, prefix, [alone], question)[0], together[number]) < 1e-5
+        turned = score_chunks(runtime, prefix, kv[::-1], question)[::-1]
+        assert all(gap(left, right) < 1e-5 for left, right in zip(together, turned, strict=True))
+        assert all(float(score.sum()) > 0 for score in together)
+
+    def test_of_another_answer_under_way(self, primary: str, tiny_models: dict[str, str]) -> None:
+        engine = make_engine(primary, tiny_models["auxiliary"])
+        engine.precompute(CHUNKS)
+        params = SamplingParams(max_tokens=12)
+        prompts = [rag_prompt(CHUNKS[:2]), rag_prompt(CHUNKS[1:], "Who was the last keeper?")]
+        alone = [engine.generate(prompt, params).token_ids for prompt in prompts]
+        streams = [engine.generate_stream(prompt, params) for prompt in prompts]
+        answers: list[Any] = [None, None]
+        for events in itertools.zip_longest(*streams):
+            for number, event in enumerate(events):
+                answers[number] = getattr(event, "answer", None) or answers[number]
+        assert [answer.token_ids for answer in answers] == alone
+
+    def test_of_the_tier_that_served(self, primary: str, tiny_models: dict[str, str], tmp_path: Path) -> None:
+        memory = make_engine(primary, tiny_models["auxiliary"])
+        disk = make_engine(primary, tiny_models["auxiliary"], str(tmp_path / "disk"))
+        tiered = make_engine(primary, tiny_models["auxiliary"], str(tmp_path / "tiered"), memory_bytes=10**8)
+        for engine in (memory, disk, tiered):
+            engine.precompute(CHUNKS)
+        again = make_engine(primary, tiny_models["auxiliary"], str(tmp_path / "tiered"), memory_bytes=10**8)
+        prompt = rag_prompt(CHUNKS)
+        logits = [prefilled(e, prompt, "cacheclip", 0.3).logits for e in (memory, disk, tiered, tiered, again, again)]
+        assert all(torch.equal(logits[0], other) for other in logits[1:])
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> tuple[list[list[int]], list[int], list[bool]]:
+    """Chunks of token ids, ids of a question, and which chunk tokens are recomputed."""
+    token = st.integers(3, 390)
+    chunks = draw(st.lists(st.lists(token, min_size=1, max_size=40), min_size=1, max_size=5))
+    question = draw(st.lists(token, min_size=1, max_size=12))
+    total = sum(map(len, chunks))
+    ratio = draw(st.sampled_from([0.0, 0.1, 0.5, 1.0]))
+    chosen = draw(st.lists(st.floats(0, 1, exclude_max=True), min_size=total, max_size=total))
+    return chunks, question, [value < ratio for value in chosen]
+
+
+class TestRandomPrompts:
+    """Any number of chunks of any length, any selection: what unmodified transformers gives with the exact mask."""
+
+    @settings(max_examples=60, deadline=None)
+    @given(prompt=prompts(), name=st.sampled_from(DENSE), data=st.data())
+    def test_equals_the_reference(
+        self, tiny_models: dict[str, str], prompt: Any, name: str, data: st.DataObject
+    ) -> None:
+        folder = tiny_models[name]
+        runtime = load_model(folder)
+        chunks, question, chosen = prompt
+        prefix_ids = runtime.tokenize("You answer.").ids
+        prefix = runtime.encode(prefix_ids)
+        ids = torch.tensor([*prefix_ids, *(token for chunk in chunks for token in chunk), *question])
+        active = torch.tensor([False] * len(prefix_ids) + chosen + [True] * len(question))
+
+        def assembled() -> Any:
+            cache = runtime.new_cache(len(ids))
+            runtime.fill(cache, prefix, slot=0, position=0)
+            position = len(prefix_ids)
+            for chunk in chunks:
+                runtime.fill(cache, runtime.encode(chunk, prefix), slot=position, position=position)
+                position += len(chunk)
+            return cache
+
+        rows = active.nonzero().flatten()
+        ours = assembled()
+        logits = runtime.run_rows(ours, ids[rows], rows, causal_plan(rows))
+        assert logits is not None
+        assert gap(logits, scatter(folder, assembled(), ids, rows)[1]) < EXACT
+        if all(chosen):
+            assert gap(logits, reference_logits(folder, ids)) < EXACT
+        # and no token's change reaches what stands before it
+        at = data.draw(st.sampled_from(rows.tolist()), "changed token")
+        changed = ids.clone()
+        changed[at] = 3 + (changed[at] - 2) % 388
+        after = assembled()
+        runtime.run_rows(after, changed[rows], rows, causal_plan(rows))
+        for left, right in zip(ours.layers, after.layers, strict=True):
+            assert gap_or_0(left.keys[:, :, :at], right.keys[:, :, :at]) <= 1e-5
+            assert gap_or_0(left.values[:, :, :at], right.values[:, :, :at]) <= 1e-5
+
+
+def gap_or_0(left: torch.Tensor, right: torch.Tensor) -> float:
+    return gap(left, right) if left.numel() else 0.0
+
+
+class TestManyChunks:
+    def test_three_hundred(self, tiny_models: dict[str, str]) -> None:
+        texts = [f"Ledger {number}: {number * 7919 % 1000} crowns." for number in range(300)]
+        from tests.conftest import LLAMA, build_model
+
+        folder = Path(tiny_models["llama"]).parent / "llama-long"
+        if not folder.exists():
+            build_model(folder, LLAMA, context=16384)
+        engine = CacheClipEngine(primary=str(folder), auxiliary=tiny_models["auxiliary"])
+        engine.precompute(texts)
+        fused = prefilled(engine, rag_prompt(texts), "cacheclip", 1.0)
+        assert fused.stats.hits == 300 and fused.stats.fallback is None
+        assert gap(fused.logits, reference_logits(str(folder), fused.layout.ids)) < EXACT
+        partial = prefilled(engine, rag_prompt(texts), "cacheclip", 0.2).stats
+        assert partial.recomputed_tokens == round(0.2 * partial.chunk_tokens)
