@@ -32,7 +32,7 @@ class ChunkCaches:
         self.prefix_ids = tuple(prefix_ids)
         self._store = store
         self._namespace = namespace
-        self._codec = codec
+        self.codec = codec
         self._prefix: torch.Tensor | None = None
         self.tokenize = lru_cache(maxsize=_TOKENIZED_CHUNKS)(runtime.tokenize)
 
@@ -69,7 +69,7 @@ class ChunkCaches:
         if not self.can_reuse:
             return False
         codec = self._store.codec_of(self.key(text))
-        return codec is not None and keeps(codec, self._codec)
+        return codec is not None and keeps(codec, self.codec)
 
     def read(self, text: str) -> torch.Tensor | None:
         """Stored KV of a chunk, or None; its tensor is shared, do not write to it."""
@@ -78,7 +78,7 @@ class ChunkCaches:
     def _read(self, key: str) -> torch.Tensor | None:
         entry = self._store.get(key)
         # Written more coarsely by an engine in which this model is the auxiliary: our answers need more.
-        return decode(entry) if entry is not None and keeps(entry.codec, self._codec) else None
+        return decode(entry) if entry is not None and keeps(entry.codec, self.codec) else None
 
     def write(self, text: str) -> bool:
         """Compute and store a chunk's KV unless it is there (or cannot be reused); True if it was computed."""
@@ -87,7 +87,7 @@ class ChunkCaches:
         self.check_length(text)
         tokens = self.tokenize(text)
         kv = self.kv_runtime.encode(tokens.ids, self.prefix if self.prefix_ids else None)
-        self._store.put(self.key(text), encode(kv, self._codec))
+        self._store.put(self.key(text), encode(kv, self.codec))
         return True
 
     def delete(self, text: str) -> bool:
@@ -125,7 +125,7 @@ class ChunkCaches:
         stored = self._read(key)
         if stored is not None:
             return stored.clone()  # it may be a view of a mapped file
-        entry = encode(runtime.encode(self.prefix_ids), self._codec)
+        entry = encode(runtime.encode(self.prefix_ids), self.codec)
         try:
             self._store.put(key, entry)
         except StoreError as error:  # a full disk must not keep us from answering

@@ -12,11 +12,12 @@ from .methods import check_method, check_ratio
 from .models.catalog import DEFAULT_AUXILIARY, DEFAULT_PRIMARY
 from .selection.modes import check_grouping
 
-__all__ = ["DTYPES", "EngineConfig"]
+__all__ = ["DTYPES", "SHADOW_MODES", "EngineConfig"]
 
 DTYPES = ("float32", "bfloat16", "float16")
 _ON_MISS = ("store", "ignore")
 _FALLBACK = ("error", "full")
+SHADOW_MODES = ("background", "inline")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +64,33 @@ class EngineConfig:
     """Limit of the store; the least recently used chunk caches are evicted above it. None: no limit."""
     on_miss: str = "store"
     """What happens, after the answer, to a chunk that was not stored: ``store`` it, or ``ignore``."""
+    require_certificate: bool = False
+    """True refuses to reuse chunks without a certificate of ``cacheclip certify`` that covers these models, this
+    method and this ratio; False warns once."""
+    shadow_rate: float = 0.0
+    """Share of the answers, 0 to 1, that are compared with full prefill (a full prefill each): into metrics and log."""
+    shadow_mode: str = "background"
+    """When: ``background``, after the answer in a thread of its own, or ``inline``, before the call returns."""
 
     def __post_init__(self) -> None:
         check_ratio(self.recompute_ratio)
         check_method(self.method)
         check_grouping(self.grouping, self.window, self.threshold)
-        choices = {"dtype": DTYPES, "auxiliary_codec": DTYPES, "on_miss": _ON_MISS, "fallback": _FALLBACK}
+        choices = {
+            "dtype": DTYPES,
+            "auxiliary_codec": DTYPES,
+            "on_miss": _ON_MISS,
+            "fallback": _FALLBACK,
+            "shadow_mode": SHADOW_MODES,
+        }
         for name, allowed in choices.items():
             _check_choice(name, getattr(self, name), allowed)
+        if isinstance(self.shadow_rate, bool) or not isinstance(self.shadow_rate, int | float):
+            raise ConfigurationError(f"shadow_rate must be a number from 0 to 1, got {self.shadow_rate!r}.")
+        if not 0.0 <= self.shadow_rate <= 1.0:
+            raise ConfigurationError(f"shadow_rate must be between 0 (none) and 1 (all), got {self.shadow_rate!r}.")
+        if not isinstance(self.require_certificate, bool):
+            raise ConfigurationError(f"require_certificate must be True or False, got {self.require_certificate!r}.")
         if self.codec is not None:
             _check_choice("codec", self.codec, DTYPES)
         if self.store is not None:

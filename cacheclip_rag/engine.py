@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from .certificate import Identity, check_certificate, identity_of
 from .chunks import ChunkCaches
 from .config import EngineConfig
 from .decoding import Sampler, TextStream
@@ -23,7 +24,9 @@ from .errors import CacheClipError, ConfigurationError, ModelError, PromptTooLon
 from .fusion.layout import Layout, lay_out
 from .methods import check_auxiliary, create
 from .methods.base import Method
+from .metrics import Metrics
 from .models.load import load_any
+from .models.runtime import ModelRuntime
 from .models.text import TextModel
 from .prefill import Prefill, Prefilled
 from .prompt import (
@@ -39,6 +42,7 @@ from .prompt import (
     segment_text,
 )
 from .sampling import SamplingParams
+from .shadow import ShadowChecker, ShadowRequest
 from .stats import FusionStats, PhaseClock
 from .store import ChunkStore, DiskStore, MemoryStore, TextIndex, TieredStore
 
@@ -92,6 +96,10 @@ class CacheClipEngine:
         self._caches: dict[str, ChunkCaches] = {}
         self._store: ChunkStore | None = None
         self._texts: TextIndex | None = None
+        self._shadow: ShadowChecker | None = None
+        self._checked: set[Method] = set()
+        self.metrics = Metrics()
+        """Counts over all answers: :meth:`~cacheclip_rag.metrics.Metrics.to_prometheus` for a dashboard."""
 
     def __deepcopy__(self, memo: object) -> CacheClipEngine:
         return self  # frameworks copy what holds an engine; the store and the weights stay one
@@ -210,8 +218,16 @@ class CacheClipEngine:
 
     def close(self) -> None:
         """Release file handles; the engine may be used again afterwards. Weights stay with the process."""
+        with self._lock:
+            shadow, self._shadow = self._shadow, None
+        if shadow is not None:
+            shadow.close()
         self.store.close()
         self.texts.close()
+
+    def wait_for_shadows(self, timeout_s: float = 60.0) -> bool:
+        """Wait until every comparison with full prefill that is under way is done; False if it took longer."""
+        return self._shadow is None or self._shadow.wait(timeout_s)
 
     def segment(self, prompt: Prompt, candidates: Iterable[str] = ()) -> list[Segment]:
         """Cut a prompt into stored chunks and fresh text.
@@ -284,8 +300,12 @@ class CacheClipEngine:
         if question is not None and not isinstance(question, str):
             raise ConfigurationError(f"the question must be a string, got {type(question).__name__}.")
         chosen = self._method(method, recompute_ratio)
-        prefilled = self._prefill(prompt, params, chosen, question, candidates)
-        yield from self._decode(prefilled, params)
+        self._check_certificate(chosen)
+        prefilled = self.prefill(prompt, params, method=chosen, question=question, candidates=candidates)
+        for event in self._decode(prefilled, params):
+            if event.answer is not None:
+                self._record(prefilled, event.answer)
+            yield event
         if prefilled.missing and self.config.on_miss == "store":
             self._store_missing(prefilled.missing)
 
@@ -308,6 +328,31 @@ class CacheClipEngine:
             except ModelError as error:
                 logger.warning("going on without the auxiliary model: %s", error)
 
+    @torch.inference_mode()
+    def prefill(
+        self,
+        prompt: Prompt | Sequence[Segment],
+        params: SamplingParams | None = None,
+        *,
+        method: Method,
+        question: str | None = None,
+        candidates: Iterable[str] = (),
+    ) -> Prefilled:
+        """Everything up to the first token's logits, for those who evaluate. Arguments as in ``generate``."""
+        params = params or SamplingParams()
+        primary = self._caches_of(self.config.primary)  # weights are loaded before the clock starts
+        auxiliary = self._auxiliary_of(method)
+        clock = PhaseClock()
+        with clock.phase("lookup"):
+            segments = _as_segments(prompt)
+            if segments is None:
+                segments = self.segment(prompt, candidates)  # type: ignore[arg-type]
+            layout = lay_out(segments, primary.tokenize_segment, primary.prefix_ids)
+            _check_length(layout, primary.runtime)
+        # room for the prompt and a usual answer; the cache grows if the answer gets longer
+        capacity = layout.num_tokens + min(params.max_tokens, _RESERVED_TOKENS)
+        return Prefill(layout, method, primary, auxiliary, capacity, clock, question).run()
+
     # -- answering ----------------------------------------------------------------------------------------------
 
     def _method(self, method: str | Method | None, recompute_ratio: float | None) -> Method:
@@ -324,28 +369,6 @@ class CacheClipEngine:
             chosen = create(method or config.method, settings)
         check_auxiliary(chosen, self.config.auxiliary)
         return chosen
-
-    def _prefill(
-        self,
-        prompt: Prompt | Sequence[Segment],
-        params: SamplingParams,
-        method: Method,
-        question: str | None,
-        candidates: Iterable[str],
-    ) -> Prefilled:
-        """Everything up to the first token's logits."""
-        primary = self._caches_of(self.config.primary)  # weights are loaded before the clock starts
-        auxiliary = self._caches_of(self.config.auxiliary) if method.needs_auxiliary and self.config.auxiliary else None
-        clock = PhaseClock()
-        with clock.phase("lookup"):
-            segments = _as_segments(prompt)
-            if segments is None:
-                segments = self.segment(prompt, candidates)  # type: ignore[arg-type]
-            layout = lay_out(segments, primary.tokenize_segment, primary.prefix_ids)
-            _check_length(layout, primary.runtime)
-        # room for the prompt and a usual answer; the cache grows if the answer gets longer
-        capacity = layout.num_tokens + min(params.max_tokens, _RESERVED_TOKENS)
-        return Prefill(layout, method, primary, auxiliary, capacity, clock, question).run()
 
     def _decode(self, prefilled: Prefilled, params: SamplingParams) -> Iterator[StreamEvent]:
         """From the first logits to the end of the answer."""
@@ -369,6 +392,34 @@ class CacheClipEngine:
         stats = replace(stats, generated_tokens=len(ids), decode_s=started.elapsed())
         logger.debug("answered: %s", stats)
         yield StreamEvent(rest, Answer(stream.text, tuple(ids), "stop" if ended else "length", stats))
+
+    def _record(self, prefilled: Prefilled, answer: Answer) -> None:
+        """Count an answer, and have a share of those that reused something compared with full prefill."""
+        self.metrics.record_answer(answer.stats)
+        runtime = self.primary
+        if not self.config.shadow_rate or answer.stats.method == "full" or not isinstance(runtime, ModelRuntime):
+            return
+        with self._lock:
+            if self._shadow is None:
+                config = self.config
+                self._shadow = ShadowChecker(runtime, self.metrics, rate=config.shadow_rate, mode=config.shadow_mode)
+        self._shadow.offer(
+            ShadowRequest(prefilled.layout.ids, prefilled.logits.clone(), answer.token_ids, answer.stats)
+        )
+
+    def identity(self, method: Method) -> Identity:
+        """What a certificate must be about to cover this engine with this method."""
+        return identity_of(self.config, method, self._caches_of(self.config.primary), self._auxiliary_of(method))
+
+    def _check_certificate(self, method: Method) -> None:
+        """Once per method: warn, or refuse where a certificate is required, unless one covers what is about to run."""
+        if method in self._checked or not method.reuses_chunks or self.primary.unsupported:
+            return
+        check_certificate(self.config, method, self.identity(method))
+        self._checked.add(method)
+
+    def _auxiliary_of(self, method: Method) -> ChunkCaches | None:
+        return self._caches_of(self.config.auxiliary) if method.needs_auxiliary and self.config.auxiliary else None
 
     def _all_caches(self, with_auxiliary: bool = True) -> list[ChunkCaches]:
         names = [self.config.primary]

@@ -6,6 +6,7 @@
     ├── ModelError
     │   ├── UnknownModelError               no folder, packaged name or hub id answers to that name
     │   ├── UnsupportedModelError           the architecture or its rotary embedding cannot be reused exactly
+    │   ├── CertificateError                a certificate is required and there is none that covers this engine
     │   ├── DownloadError                   no network, interrupted transfer, no space: nothing half-done is kept
     │   └── DigestMismatchError             bytes arrived that are not the expected ones
     ├── PromptTooLongError (ValueError)     the prompt does not fit the model's context
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 __all__ = [
     "CacheClipError",
+    "CertificateError",
     "ConfigurationError",
     "DigestMismatchError",
     "DocumentError",
@@ -57,6 +59,10 @@ class UnknownModelError(ModelError):
 
 class UnsupportedModelError(ModelError):
     """The model's architecture or rotary embedding is not one whose KV can be reused exactly."""
+
+
+class CertificateError(ModelError):
+    """``require_certificate`` is set and no certificate covers these models, or theirs says "not faithful"."""
 
 
 class DownloadError(ModelError):

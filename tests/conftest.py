@@ -70,10 +70,9 @@ LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
     "factor": 4.0,
-    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
-    "long_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 4.0],
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
+    "long_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0],
     "original_max_position_embeddings": 512,
-    "partial_rotary_factor": 0.75,
 }
 WINDOW = {"sliding_window": 24}
 """Shorter than every test prompt and than most chunks."""

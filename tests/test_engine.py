@@ -63,7 +63,7 @@ def rag(chunks: list[str], question: str = "What is the magic number?") -> str:
 def logits(engine: CacheClipEngine, prompt: Any, method: Method) -> Prefilled:
     """The engine's own prefill, up to the logits that its answer is sampled from."""
     with torch.inference_mode():
-        return engine._prefill(prompt, SHORT, method, None, ())
+        return engine.prefill(prompt, SHORT, method=method)
 
 
 def check_sums(answer: Answer) -> None:

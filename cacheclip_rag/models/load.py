@@ -40,6 +40,8 @@ _HUB_ID = re.compile(r"^[\w.\-]+/[\w.\-]+$")
 _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "1_Pooling/*", "2_Normalize/*"]
 """What is fetched from a hub: weights as safetensors, never pickles or code."""
 
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
+
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 """Devices that are not one: accelerate spreads the layers over what there is."""
 
@@ -141,7 +143,7 @@ def unload_models() -> None:
 
 def _load(folder: Path, name: str, dtype: str, device: str, fallback: str) -> TextModel:
     import torch
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig
 
     from .plain import PlainRuntime
     from .runtime import ModelRuntime
@@ -149,11 +151,16 @@ def _load(folder: Path, name: str, dtype: str, device: str, fallback: str) -> Te
 
     check_device(device)
     config = _read(name, "config.json", lambda: AutoConfig.from_pretrained(folder))
-    tokenizer = _read(name, "tokenizer.json", lambda: AutoTokenizer.from_pretrained(folder))
-    reason = _why_unsupported(config, tokenizer, name)
-    if reason is not None:
+    reason = _refused(config, name, fallback)
+    tokenizer = _load_tokenizer(folder, name)
+    if reason is None and not getattr(tokenizer, "is_fast", False):
+        reason = (
+            f"model {name!r} has no fast tokenizer (tokenizer.json), which is needed for character offsets. Save one "
+            "beside the weights, or set fallback='full' to have this model answer by ordinary prefill, without reuse."
+        )
         if fallback == "error":
             raise UnsupportedModelError(reason)
+    if reason is not None:
         logger.warning("answering by ordinary prefill, without reuse: %s", reason)
     options: dict[str, Any] = {"dtype": getattr(torch, dtype), "use_safetensors": True}
     if device in DEVICE_MAPS:
@@ -172,17 +179,24 @@ def _load(folder: Path, name: str, dtype: str, device: str, fallback: str) -> Te
     return ModelRuntime(model, tokenizer, **identity)
 
 
-def _why_unsupported(config: Any, tokenizer: Any, name: str) -> str | None:
+def _refused(config: Any, name: str, fallback: str) -> str | None:
+    """Why the KV of such a model cannot be reused, None if it can; without fallback that is an error."""
     try:
         check_supported(config, name)
     except UnsupportedModelError as error:
+        if fallback == "error":
+            raise
         return str(error)
-    if not getattr(tokenizer, "is_fast", False):
-        return (
-            f"model {name!r} has no fast tokenizer (tokenizer.json), which is needed for character offsets. Save one "
-            "beside the weights, or set fallback='full' to have this model answer by ordinary prefill, without reuse."
-        )
     return None
+
+
+def _load_tokenizer(folder: Path, name: str) -> Any:
+    from transformers import AutoTokenizer
+
+    if not any(next(folder.glob(pattern), None) for pattern in _TOKENIZER_FILES):
+        # some versions of transformers make an empty tokenizer of nothing
+        raise ModelError(f"model {name!r}: tokenizer.json is missing in {folder}. Fetch the model again.")
+    return _read(name, "tokenizer.json", lambda: AutoTokenizer.from_pretrained(folder))
 
 
 def _auto_class(config: Any) -> Any:

@@ -5,6 +5,7 @@ Everything is transformers' own: its attention, its cache or recurrent state, it
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +51,8 @@ class PlainRuntime(TextModel):
         self.context_tokens: int = getattr(config, "max_position_embeddings", None) or 2**31
         """A recurrent model has no limit."""
         self.reuse_tokens = 0
+        # recurrent models of older transformers do not count their tokens themselves
+        self._wants_cache_position = "cache_position" in inspect.signature(model.forward).parameters
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
 
@@ -73,6 +76,8 @@ class PlainRuntime(TextModel):
 
     def _step(self, state: PlainState, ids: torch.Tensor) -> tuple[PlainState, torch.Tensor]:
         given = {"decoder_input_ids" if self.model.config.is_encoder_decoder else "input_ids": ids}
+        if "cache_params" in state.arguments and self._wants_cache_position:
+            given["cache_position"] = torch.tensor([state.num_tokens], device=self.device)
         output = self.model(**given, **state.arguments, use_cache=True)
         found = {name: getattr(output, name, None) for name in _STATES}
         arguments = {**state.arguments, **{name: value for name, value in found.items() if value is not None}}

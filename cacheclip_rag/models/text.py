@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import sys
 import threading
 from abc import ABC, abstractmethod
@@ -102,6 +103,14 @@ class TextModel(ABC):
             plain = self.tokenizer("a", add_special_tokens=False)["input_ids"]
         leading: list[int] = next((ids[:n] for n in range(len(ids)) if ids[n : n + len(plain)] == plain), [])
         return "".join(self.tokenizer.convert_ids_to_tokens(leading))
+
+    @cached_property
+    def tokenizer_sha256(self) -> str:
+        """Digest of the tokenizer and its chat template: what turns text into ids."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        definition = backend.to_str() if backend is not None else repr(sorted(self.tokenizer.get_vocab().items()))
+        template = getattr(self.tokenizer, "chat_template", None)
+        return hashlib.sha256(f"{definition}\0{template}".encode("utf-8", "surrogatepass")).hexdigest()
 
     def decode_ids(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))

@@ -114,7 +114,7 @@ def prefilled(engine: CacheClipEngine, prompt: Any, method: str, ratio: float = 
     """The engine's own prefill, up to the logits that its public answer is sampled from."""
     options = {"recompute_ratio": ratio, "grouping": "window_score", "window": 8, "threshold": 5}
     with torch.inference_mode():
-        return engine._prefill(prompt, SamplingParams(max_tokens=64), create(method, options), None, ())
+        return engine.prefill(prompt, SamplingParams(max_tokens=64), method=create(method, options))
 
 
 def gap(left: torch.Tensor, right: torch.Tensor) -> float:

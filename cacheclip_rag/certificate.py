@@ -1,0 +1,257 @@
+"""Certificates: what ``cacheclip certify`` found out about a pair of models, and whether it covers an engine.
+
+A certificate holds for exactly one combination of weights, tokenizers, method, dtype, kind of device and versions of
+the libraries that compute. It lies in the cache folder, and is worth what that folder's permissions are worth: the
+digest inside finds damage, not forgery.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from . import __version__
+from .chunks import ChunkCaches
+from .config import EngineConfig
+from .errors import CertificateError
+from .methods.base import Method
+from .paths import atomic_path, cache_home
+
+__all__ = [
+    "VERDICTS",
+    "Certificate",
+    "Identity",
+    "RatioFigures",
+    "check_certificate",
+    "find_certificate",
+    "identity_of",
+    "verdict_at",
+]
+
+logger = logging.getLogger(__name__)
+
+FORMAT_VERSION = 1
+VERDICTS = ("exact", "faithful", "not faithful")
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a certificate is about: it says nothing about anything else."""
+
+    primary_sha256: str
+    """Digest of the primary's config and weights."""
+    primary_tokenizer_sha256: str
+    """Digest of its tokenizer and chat template."""
+    auxiliary_sha256: str | None
+    """The same for the auxiliary; None for a method that needs none."""
+    auxiliary_tokenizer_sha256: str | None
+    method: str
+    method_settings: str
+    """JSON of the method's settings, the recompute ratio left out."""
+    dtype: str
+    device: str
+    """Kind of device of both models, ``cpu`` or ``cuda+cpu``."""
+    codec: str
+    """How the primary's and the auxiliary's chunk caches are stored."""
+    transformers: str
+    torch: str
+    cacheclip_rag: str
+
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class RatioFigures:
+    """Fidelity to full prefill at one recompute ratio, over all prompts."""
+
+    ratio: float
+    """Nominal recompute ratio."""
+    effective_ratio: float
+    """Mean over prompts, as :class:`~cacheclip_rag.stats.FusionStats` counts it."""
+    first_token_kl: Mapping[str, float]
+    """``mean``, ``median`` and ``max`` over prompts, nats."""
+    answer_kl: Mapping[str, float]
+    """The same of the mean KL along full prefill's answer."""
+    agreement: float
+    """Mean share of full prefill's greedy tokens that are also chosen here."""
+    needle_accuracy: float
+    """Share of needle prompts whose answer holds the needle."""
+    verdict: str
+    """One of :data:`VERDICTS`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """What was measured, and the verdict at the ratio it was asked for."""
+
+    primary: str
+    """Names as they were given: for people, not part of the identity."""
+    auxiliary: str | None
+    identity: Identity
+    verdict: str
+    ratio: float
+    """Recompute ratio of the verdict."""
+    exactness: Mapping[str, Any]
+    """Checks on this very model: each with its figure, its limit, and whether it passed."""
+    needle_accuracy_of_full: float
+    ratios: Sequence[RatioFigures]
+    """Increasing ratios."""
+    thresholds: Mapping[str, float]
+    prompts: int
+    quick: bool
+    seconds: float
+    created: str
+    """UTC, ISO 8601."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"format": FORMAT_VERSION, **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> Certificate:
+        """Inverse of :meth:`to_dict`; raises KeyError, TypeError or ValueError on anything else."""
+        if value["format"] != FORMAT_VERSION:
+            raise ValueError(f"certificate format {value['format']!r}")
+        fields = {key: value[key] for key in value if key not in ("format", "identity", "ratios")}
+        certificate = cls(
+            identity=Identity(**value["identity"]), ratios=[RatioFigures(**row) for row in value["ratios"]], **fields
+        )
+        if certificate.verdict not in VERDICTS or any(row.verdict not in VERDICTS for row in certificate.ratios):
+            raise ValueError("unknown verdict")
+        return certificate
+
+    @property
+    def path(self) -> Path:
+        return _folder() / f"{self.identity.digest()}.json"
+
+    def save(self) -> Path:
+        """Write it where engines look; replaces an older one of the same identity."""
+        content = self.to_dict()
+        content["sha256"] = _digest(content)
+        path = self.path
+        with atomic_path(path) as temporary:
+            temporary.write_text(json.dumps(content, indent=2) + "\n")
+        return path
+
+
+def find_certificate(identity: Identity) -> tuple[Certificate | None, str]:
+    """The certificate of this identity, or None and why there is none: the nearest one's differences, if any."""
+    path = _folder() / f"{identity.digest()}.json"
+    found = _read(path)
+    if found is not None and found.identity == identity:
+        return found, ""
+    if path.exists():
+        return None, f"its certificate {path} is damaged"
+    others = [c for p in sorted(_folder().glob("*.json")) if (c := _read(p)) is not None]
+    same = [c.identity for c in others if c.identity.primary_sha256 == identity.primary_sha256]
+    if not same:
+        return None, "it has not been certified"
+    differences = min((_differences(identity, other) for other in same), key=len)
+    return None, f"its certificate is of other {', '.join(differences)}"
+
+
+def verdict_at(certificate: Certificate, ratio: float) -> str:
+    """Verdict for a recompute ratio: that of the nearest certified ratio not above it."""
+    if not certificate.exactness["passed"]:
+        return "not faithful"
+    if ratio >= 1.0:
+        return "exact"
+    below = [row for row in certificate.ratios if row.ratio <= ratio + 1e-9]
+    return below[-1].verdict if below else "not faithful"
+
+
+def identity_of(config: EngineConfig, method: Method, primary: ChunkCaches, auxiliary: ChunkCaches | None) -> Identity:
+    """What a certificate must be about to cover an engine of these settings, models and method."""
+    caches = [primary] if auxiliary is None else [primary, auxiliary]
+    settings = {name: value for name, value in asdict(method).items() if name != "recompute_ratio"}
+    return Identity(
+        primary_sha256=primary.runtime.fingerprint,
+        primary_tokenizer_sha256=primary.runtime.tokenizer_sha256,
+        auxiliary_sha256=auxiliary.runtime.fingerprint if auxiliary else None,
+        auxiliary_tokenizer_sha256=auxiliary.runtime.tokenizer_sha256 if auxiliary else None,
+        method=method.name,
+        method_settings=json.dumps(settings, sort_keys=True),
+        dtype=config.dtype,
+        device="+".join(dict.fromkeys(each.runtime.device.type for each in caches)),
+        codec="+".join(each.codec for each in caches),
+        transformers=transformers.__version__,
+        torch=torch.__version__,
+        cacheclip_rag=__version__,
+    )
+
+
+def check_certificate(config: EngineConfig, method: Method, identity: Identity) -> None:
+    """Warn, once a process, unless a certificate covers this method at its ratio.
+
+    Raises:
+        CertificateError: instead of the warning, where the settings require a certificate.
+    """
+    certificate, why = find_certificate(identity)
+    if certificate is not None:
+        verdict = verdict_at(certificate, method.nominal_ratio)
+        if verdict != "not faithful":
+            return
+        why = f"its certificate says {verdict!r} at recompute ratio {method.nominal_ratio}"
+    message = (
+        f"model {config.primary!r} with method {method.name!r} has no valid certificate that it answers as with full "
+        f"prefill: {why}. Measure it: {_command(config, method)}"
+    )
+    if config.require_certificate:
+        raise CertificateError(f"{message}; or set require_certificate=False, or use method 'full'.")
+    if (identity, why) not in _warned:
+        _warned.add((identity, why))
+        logger.warning(message)
+
+
+_warned: set[tuple[Identity, str]] = set()
+"""What was said already: once a process, however many engines use the models."""
+
+
+def _command(config: EngineConfig, method: Method) -> str:
+    options = {
+        "primary": config.primary,
+        "auxiliary": config.auxiliary if method.needs_auxiliary else None,
+        "method": method.name,
+        "ratio": method.nominal_ratio,
+        "dtype": config.dtype,
+        "device": config.device,
+    }
+    given = [f"--{name} {shlex.quote(str(value))}" for name, value in options.items() if value is not None]
+    return " ".join(["cacheclip certify", *given])
+
+
+def _differences(wanted: Identity, found: Identity) -> list[str]:
+    left, right = asdict(wanted), asdict(found)
+    return [name.replace("_sha256", "").replace("_", " ") for name in left if left[name] != right[name]]
+
+
+def _read(path: Path) -> Certificate | None:
+    """None for a file that is not there, damaged, or of another format."""
+    try:
+        content = json.loads(path.read_text())
+        recorded = content.pop("sha256")
+        if recorded != _digest(content):
+            raise ValueError("digest")
+        return Certificate.from_dict(content)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        logger.debug("not a certificate: %s (%s)", path, error)
+        return None
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _folder() -> Path:
+    return cache_home() / "certificates"

@@ -1,0 +1,142 @@
+"""Self-check in production: a share of the answers is compared with full prefill, which costs a full prefill each.
+
+The comparison never changes an answer. In the background it runs after the answer, in one thread, and takes time from
+whatever else the device computes; inline it runs before the call returns (after the last piece of a stream).
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import random
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .fidelity import kl_divergence, read_along
+from .metrics import Metrics
+from .models.runtime import ModelRuntime
+from .stats import FusionStats
+
+__all__ = ["ShadowChecker", "ShadowRequest"]
+
+logger = logging.getLogger(__name__)
+
+_MAX_WAITING = 8
+"""Comparisons that wait at most; more are skipped and counted, or a busy server would fall ever further behind."""
+_ALARM_KL = 1.0
+"""First-token KL above which the log says so as a warning, nats: the answer may well begin otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShadowRequest:
+    """An answer to compare."""
+
+    ids: torch.Tensor
+    """Prompt, ``(num_tokens,)`` int64."""
+    logits: torch.Tensor
+    """What the answer's first token was chosen from, ``(vocab_size,)``."""
+    answer_ids: Sequence[int]
+    stats: FusionStats
+
+
+class ShadowChecker:
+    """Draws answers at random and compares them."""
+
+    def __init__(self, runtime: ModelRuntime, metrics: Metrics, *, rate: float, mode: str) -> None:
+        self._runtime = runtime
+        self._metrics = metrics
+        self._rate = rate
+        self._inline = mode == "inline"
+        self._random = random.Random()
+        self._waiting: queue.Queue[ShadowRequest | None] = queue.Queue(_MAX_WAITING)
+        self._worker: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def offer(self, request: ShadowRequest) -> None:
+        """Take an answer for comparison, or let it pass: the draw decides."""
+        if self._random.random() >= self._rate:
+            return
+        if self._inline:
+            self._check(request)
+            return
+        self._start()
+        try:
+            self._waiting.put_nowait(request)
+        except queue.Full:
+            self._metrics.record_shadow_skipped()
+            logger.info("shadow: skipped, %d comparisons are waiting already", _MAX_WAITING)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until nothing is waiting or running any more; False if it took longer."""
+        deadline = time.monotonic() + timeout_s
+        while self._waiting.unfinished_tasks:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+        return True
+
+    def close(self) -> None:
+        """Drop what waits and end the thread after the comparison it is at."""
+        with self._lock:
+            worker, self._worker = self._worker, None
+        if worker is None:
+            return
+        while True:
+            try:
+                self._waiting.get_nowait()
+            except queue.Empty:
+                break
+            self._metrics.record_shadow_skipped()
+            self._waiting.task_done()
+        self._waiting.put(None)
+        worker.join()
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._worker is None:
+                self._worker = threading.Thread(target=self._work, name="cacheclip-shadow", daemon=True)
+                self._worker.start()
+
+    def _work(self) -> None:
+        while True:
+            request = self._waiting.get()
+            try:
+                if request is None:
+                    return
+                self._check(request)
+            finally:
+                self._waiting.task_done()
+
+    def _check(self, request: ShadowRequest) -> None:
+        try:
+            kl, agreement = self._compare(request)
+        except Exception:  # out of memory, say: the answer is out and right as it is
+            self._metrics.record_shadow_skipped()
+            logger.warning("shadow: comparison with full prefill failed", exc_info=True)
+            return
+        self._metrics.record_shadow(kl, agreement)
+        level = logging.WARNING if kl > _ALARM_KL else logging.INFO
+        stats = request.stats
+        logger.log(
+            level,
+            "shadow: first-token KL to full prefill %.4f nats, %.0f %% of %d tokens agree (%s, effective ratio %.3f)",
+            kl,
+            100 * agreement,
+            len(request.answer_ids),
+            stats.method,
+            stats.effective_ratio,
+        )
+
+    @torch.inference_mode()
+    def _compare(self, request: ShadowRequest) -> tuple[float, float]:
+        """First-token KL, and the share of the answer's tokens that full prefill would have chosen greedily."""
+        runtime = self._runtime
+        cache, logits = runtime.prefill(request.ids, len(request.ids) + len(request.answer_ids))
+        kl = float(kl_divergence(logits, request.logits.to(logits.device)))
+        along = read_along(runtime, cache, logits, request.answer_ids)
+        answer = torch.tensor(request.answer_ids, device=along.device)
+        return kl, float((along.argmax(-1) == answer).float().mean())
