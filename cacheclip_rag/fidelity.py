@@ -48,14 +48,14 @@ def compare(reference: torch.Tensor, logits: torch.Tensor) -> Fidelity:
 
 
 def greedy(
-    runtime: ModelRuntime, cache: FusedCache, logits: torch.Tensor, count: int
+    runtime: ModelRuntime, cache: FusedCache, logits: torch.Tensor, count: int, *, stop: bool = True
 ) -> tuple[list[int], torch.Tensor]:
     """Decode up to ``count`` tokens greedily, the end of turn included; the tokens, and the logits each came from.
 
-    ``cache`` is used up.
+    ``cache`` is used up. With ``stop`` False an end of turn is a token like any other.
     """
     ids, rows = [int(logits.argmax())], [logits]
-    while len(ids) < count and ids[-1] not in runtime.eos_ids:
+    while len(ids) < count and not (stop and ids[-1] in runtime.eos_ids):
         rows.append(runtime.decode_step(cache, ids[-1]))
         ids.append(int(rows[-1].argmax()))
     return ids, torch.stack(rows)

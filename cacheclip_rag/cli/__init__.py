@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import typer
 
-from . import ask, bench, ingest, models, store
+from . import ask, bench, certify, ingest, models, store
 from .common import guarded
 
 __all__ = ["app", "main"]
@@ -26,6 +26,7 @@ app.add_typer(store.app, name="store")
 app.command("ingest")(ingest.ingest)
 app.command("ask")(ask.ask)
 app.command("bench")(bench.bench)
+app.command("certify")(certify.certify)
 
 
 def main() -> None:

@@ -54,6 +54,10 @@ class FusedLayer(DynamicLayer):  # type: ignore[misc]
         self._resize(stop)
         return self.keys, self.values
 
+    def cut(self, length: int) -> None:
+        """Forget all tokens from ``length`` on."""
+        self._resize(min(length, self.length))
+
     def _reserve(self, length: int) -> None:
         capacity = self._keys.shape[2]
         if length <= capacity:
@@ -73,6 +77,11 @@ class FusedLayer(DynamicLayer):  # type: ignore[misc]
 
 class FusedCache(Cache):  # type: ignore[misc]
     """The KV of a whole prompt, one :class:`FusedLayer` a layer."""
+
+    def cut(self, length: int) -> None:
+        """Forget all tokens from ``length`` on."""
+        for layer in self.layers:
+            layer.cut(length)
 
     def scatter(self, slots: torch.Tensor | None) -> None:
         """Direct the next forward's rows to these slots (strictly increasing); None goes back to appending."""

@@ -1,0 +1,108 @@
+"""``cacheclip certify``: exactness and fidelity of a pair of models, and the certificate that engines look for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .common import (
+    AuxiliaryOption,
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    PrimaryOption,
+    RatioOption,
+    print_json,
+)
+
+if TYPE_CHECKING:
+    from ..certificate import Certificate
+
+
+def certify(
+    primary: PrimaryOption = None,
+    auxiliary: AuxiliaryOption = None,
+    method: Annotated[str, typer.Option(help="Method to certify.")] = "cacheclip",
+    ratio: RatioOption = 0.2,
+    quick: Annotated[bool, typer.Option("--quick", help="6 prompts instead of 24.")] = False,
+    dtype: DtypeOption = None,
+    device: DeviceOption = "cpu",
+    auxiliary_device: Annotated[
+        str | None, typer.Option(help="Device of the auxiliary model, if it is another.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check that reuse is exact on these models, measure how close answers stay to full prefill, save the certificate.
+
+    Exit code 1 if the verdict is "not faithful".
+    """
+    from ..config import EngineConfig
+    from ..evaluation.certify import certify as run
+    from .settings import DEFAULT_SETTINGS, parse_auxiliary
+
+    config = EngineConfig(
+        primary=primary or DEFAULT_SETTINGS.primary,
+        auxiliary=parse_auxiliary(auxiliary) if auxiliary else DEFAULT_SETTINGS.auxiliary,
+        method=method,
+        recompute_ratio=ratio,
+        dtype=dtype or DEFAULT_SETTINGS.dtype,
+        device=device,
+        auxiliary_device=auxiliary_device,
+    )
+    certificate = run(config, quick=quick)
+    path = certificate.save()
+    if as_json:
+        print_json({**certificate.to_dict(), "path": str(path)})
+    else:
+        _print(certificate, path)
+    if certificate.verdict == "not faithful":
+        raise typer.Exit(1)
+
+
+def _print(certificate: Certificate, path: Path) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    out = Console()
+    exactness = certificate.exactness
+    checks = Table(title=f"Exactness of {certificate.primary}, {exactness['prompt_tokens']} tokens")
+    for column in ("check", "figure", "limit", "", "what it is"):
+        checks.add_column(column, justify="right" if column in ("figure", "limit") else "left")
+    for name, check in exactness["checks"].items():
+        verdict = "passed" if check["passed"] else "FAILED"
+        checks.add_row(name, f"{check['figure']:.3g}", f"{check['limit']:.3g}", verdict, check["says"])
+    out.print(checks)
+    floor = exactness["noise_floor"]
+    out.print(f"Noise floor of plain transformers here: logits {floor['logits']:.2g}, KL {floor['kl']:.2g} nats.")
+    fidelity = Table(
+        title=f"Fidelity of {certificate.identity.method} ({certificate.auxiliary}) to full prefill, "
+        f"{certificate.prompts} prompts"
+    )
+    columns = ("ratio", "effective", "first KL mean", "median", "answer KL mean", "median", "max", "agree", "needles")
+    for column in columns:
+        fidelity.add_column(column, justify="right")
+    fidelity.add_column("verdict")
+    for row in certificate.ratios:
+        figures = [row.first_token_kl["mean"], row.first_token_kl["median"]]
+        figures += [row.answer_kl[key] for key in ("mean", "median", "max")]
+        fidelity.add_row(
+            f"{row.ratio:g}",
+            f"{row.effective_ratio:.3f}",
+            *(f"{figure:.4f}" for figure in figures),
+            f"{row.agreement:.1%}",
+            f"{row.needle_accuracy:.0%}",
+            row.verdict,
+        )
+    out.print(fidelity)
+    limits = certificate.thresholds
+    out.print(
+        f"Full prefill finds {certificate.needle_accuracy_of_full:.0%} of the needles. 'faithful' needs a mean answer "
+        f"KL of at most {limits['answer_kl']:g} nats, {limits['agreement']:.0%} equal greedy tokens, and "
+        f"{limits['needle_accuracy_of_full']:.0%} of the needles that full prefill finds."
+    )
+    out.print(
+        f"Verdict at ratio {certificate.ratio:g}: [bold]{certificate.verdict}[/bold] ({certificate.seconds:.0f} s)"
+    )
+    out.print(f"Certificate: {path}", soft_wrap=True)

@@ -1,0 +1,194 @@
+"""Certify a pair of models: is reuse exact on them, and how close to full prefill does it stay at which ratio?
+
+The verdict at a ratio is ``exact`` if nothing tells the answers from full prefill's, ``faithful`` if the means over
+the bundled prompts stay within :data:`THRESHOLDS`, and else ``not faithful``. Failed exactness checks make every
+verdict ``not faithful``.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+
+from ..certificate import Certificate, RatioFigures, verdict_at
+from ..config import EngineConfig
+from ..engine import CacheClipEngine
+from ..errors import ConfigurationError, UnsupportedModelError
+from ..fidelity import Fidelity, compare, greedy, read_along
+from ..methods import check_auxiliary, create, method_class
+from ..methods.base import Method
+from ..models.cache import FusedCache
+from ..models.runtime import ModelRuntime
+from ..prefill import Prefilled
+from ..progress import progress_bar
+from .exactness import check_exactness
+from .prompts import EvaluationPrompt, bundled_prompts
+
+__all__ = ["RATIOS", "THRESHOLDS", "certify"]
+
+RATIOS = (0.05, 0.1, 0.2, 0.3, 0.5)
+THRESHOLDS = {"answer_kl": 0.1, "agreement": 0.9, "needle_accuracy_of_full": 0.9}
+"""``faithful`` means: mean KL along the answer at most 0.1 nats, at least 90 % of full prefill's greedy tokens, and as
+many needles as 90 % of those that full prefill finds."""
+_EXACT_KL = 1e-4
+"""Nats, at most on any prompt, for ``exact`` (or twice the noise floor, in half precision); float32's own is 1e-7."""
+_PROMPTS, _QUICK_PROMPTS = 24, 6
+_ANSWER_TOKENS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class _Reference:
+    """What full prefill answers."""
+
+    ids: list[int]
+    logits: torch.Tensor
+    """``(num_answer_tokens, vocab_size)``."""
+    finds_needle: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """One prompt at one ratio."""
+
+    fidelity: Fidelity
+    effective_ratio: float
+    finds_needle: bool | None
+
+
+def certify(config: EngineConfig, *, quick: bool = False) -> Certificate:
+    """Measure the pair of models of ``config`` with its method, and return the certificate (not saved yet).
+
+    Args:
+        config: its ``recompute_ratio`` is the one that the verdict is about, measured beside :data:`RATIOS`; its store
+            is not used.
+        quick: 6 of the 24 prompts: a first look, with a verdict that can still change.
+
+    Raises:
+        ConfigurationError: the method reuses nothing, or needs an auxiliary model and there is none.
+        UnsupportedModelError: a model whose KV cannot be reused: there is nothing to certify.
+    """
+    started = time.perf_counter()
+    cls = method_class(config.method)
+    check_auxiliary(cls, config.auxiliary)
+    if not cls.reuses_chunks:
+        raise ConfigurationError(f"method {config.method!r} reuses nothing, so there is nothing to certify.")
+    config = replace(config, store=None, shadow_rate=0.0, auxiliary=config.auxiliary if cls.needs_auxiliary else None)
+    engine = CacheClipEngine(config)
+    runtime = engine.primary
+    if not isinstance(runtime, ModelRuntime):
+        raise UnsupportedModelError(str(runtime.unsupported))
+    prompts = bundled_prompts(_QUICK_PROMPTS if quick else _PROMPTS)
+    methods = _methods(engine)
+    outcomes: dict[float, list[_Outcome]] = {ratio: [] for ratio in methods}
+    references = []
+    with progress_bar("certifying", len(prompts) + 1, "prompts") as advance:
+        engine.precompute(prompts[0].chunks)
+        exactness = check_exactness(engine, prompts[0])
+        advance(1)
+        for number, prompt in enumerate(prompts, 2):
+            engine.precompute(prompt.chunks)
+            reference = _reference(engine, runtime, prompt)
+            references.append(reference)
+            for ratio, method in methods.items():
+                outcomes[ratio].append(_measure(engine, runtime, prompt, method, reference))
+            engine.release(set(prompt.chunks) - {text for later in prompts[number - 1 :] for text in later.chunks})
+            advance(number)
+    needles = [reference.finds_needle for reference in references if reference.finds_needle is not None]
+    needles_of_full = statistics.mean(needles)
+    rows = [_figures(ratio, outcomes[ratio], needles_of_full, exactness) for ratio in sorted(outcomes)]
+    certificate = Certificate(
+        primary=config.primary,
+        auxiliary=config.auxiliary,
+        identity=engine.identity(methods[max(methods)]),
+        verdict="",
+        ratio=methods[max(methods)].nominal_ratio if len(methods) == 1 else config.recompute_ratio,
+        exactness=exactness,
+        needle_accuracy_of_full=needles_of_full,
+        ratios=rows,
+        thresholds=dict(THRESHOLDS),
+        prompts=len(prompts),
+        quick=quick,
+        seconds=time.perf_counter() - started,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+    return replace(certificate, verdict=verdict_at(certificate, certificate.ratio))
+
+
+def _methods(engine: CacheClipEngine) -> dict[float, Method]:
+    """The method at each ratio, ratio 0 (direct reuse) included; one entry for a method without a ratio."""
+    config = engine.config
+    settings = {name: getattr(config, name) for name in ("grouping", "window", "threshold")}
+    ratios = sorted({0.0, *RATIOS, config.recompute_ratio})
+    made = {ratio: create(config.method, {**settings, "recompute_ratio": ratio}) for ratio in ratios}
+    return {method.nominal_ratio: method for method in made.values()}
+
+
+def _reference(engine: CacheClipEngine, runtime: ModelRuntime, prompt: EvaluationPrompt) -> _Reference:
+    prefilled = engine.prefill(prompt.text, method=create("full", {}))
+    ids, logits = greedy(runtime, _cache_of(prefilled), prefilled.logits, _ANSWER_TOKENS)
+    return _Reference(ids, logits, _finds(prompt, runtime.decode_ids(ids)))
+
+
+def _measure(
+    engine: CacheClipEngine, runtime: ModelRuntime, prompt: EvaluationPrompt, method: Method, reference: _Reference
+) -> _Outcome:
+    prefilled = engine.prefill(prompt.text, method=method, question=prompt.question)
+    end = prefilled.layout.num_tokens
+    along = read_along(runtime, _cache_of(prefilled), prefilled.logits, reference.ids)
+    fidelity = compare(reference.logits, along)
+    finds = reference.finds_needle
+    if prompt.needle and fidelity.agreement < 1.0:  # else its own answer is the reference's
+        cache = _cache_of(prefilled)
+        cache.cut(end)
+        answer, _ = greedy(runtime, cache, prefilled.logits, _ANSWER_TOKENS)
+        finds = _finds(prompt, runtime.decode_ids(answer))
+    return _Outcome(fidelity, prefilled.stats.effective_ratio, finds)
+
+
+def _cache_of(prefilled: Prefilled) -> FusedCache:
+    assert isinstance(prefilled.cache, FusedCache)
+    return prefilled.cache
+
+
+def _finds(prompt: EvaluationPrompt, answer: str) -> bool | None:
+    """Whether an answer holds the needle, however its digits are grouped."""
+    if prompt.needle is None:
+        return None
+    return prompt.needle in answer.replace(",", "").replace(" ", "")
+
+
+def _figures(
+    ratio: float, outcomes: Sequence[_Outcome], needles_of_full: float, exactness: Mapping[str, Any]
+) -> RatioFigures:
+    answer_kl = _spread(outcomes, lambda f: f.answer_kl)
+    agreement = statistics.mean(outcome.fidelity.agreement for outcome in outcomes)
+    needles = statistics.mean(o.finds_needle for o in outcomes if o.finds_needle is not None)
+    same = max(_EXACT_KL, 2 * exactness["noise_floor"]["kl"])
+    if not exactness["passed"]:
+        verdict = "not faithful"
+    elif answer_kl["max"] <= same and agreement == 1.0:
+        verdict = "exact"
+    else:
+        near = answer_kl["mean"] <= THRESHOLDS["answer_kl"] and agreement >= THRESHOLDS["agreement"]
+        finds = needles >= THRESHOLDS["needle_accuracy_of_full"] * needles_of_full
+        verdict = "faithful" if near and finds else "not faithful"
+    return RatioFigures(
+        ratio=ratio,
+        effective_ratio=statistics.mean(outcome.effective_ratio for outcome in outcomes),
+        first_token_kl=_spread(outcomes, lambda f: f.first_token_kl),
+        answer_kl=answer_kl,
+        agreement=agreement,
+        needle_accuracy=needles,
+        verdict=verdict,
+    )
+
+
+def _spread(outcomes: Sequence[_Outcome], of: Callable[[Fidelity], float]) -> dict[str, float]:
+    values = [of(outcome.fidelity) for outcome in outcomes]
+    return {"mean": statistics.mean(values), "median": statistics.median(values), "max": max(values)}

@@ -1,0 +1,84 @@
+"""The prompts that ``cacheclip certify`` measures on: written for it, shipped with it, the same for every model.
+
+Half of them ask about the passages, some across two of them. Half hide a number in one passage, and ask for it among
+numbers for other places. Passages and questions are original texts about invented places.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+__all__ = ["EvaluationPrompt", "bundled_prompts"]
+
+_PASSAGES_PER_PROMPT = 5
+_DISTRACTORS = 2
+"""Numbers for other places in the other passages of a needle prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationPrompt:
+    """Passages and a question."""
+
+    chunks: tuple[str, ...]
+    question: str
+    needle: str | None
+    """What a right answer holds; None for questions without one right wording."""
+
+    @property
+    def text(self) -> str:
+        """The prompt as an application would write it, chunks first."""
+        return "\n\n".join(self.chunks) + f"\n\nQuestion: {self.question}"
+
+
+def bundled_prompts(count: int) -> list[EvaluationPrompt]:
+    """The first ``count`` (at most 24) prompts, questions and needles in turn."""
+    data = _data()
+    made = []
+    for number, asked in enumerate(data["questions"]):
+        made += [_question(number, asked, data), _needle(number, data)]
+    return made[:count]
+
+
+def _question(number: int, asked: dict[str, Any], data: dict[str, Any]) -> EvaluationPrompt:
+    generator = random.Random(number)
+    needed = asked["passages"]
+    others = [index for index in range(len(data["passages"])) if index not in needed]
+    order = generator.sample(others, _PASSAGES_PER_PROMPT - len(needed))
+    for index in needed:
+        # never first: the first chunk of a prompt is exact by itself, and would make the question too easy
+        order.insert(generator.randrange(1, len(order) + 1), index)
+    return EvaluationPrompt(tuple(_passage(data, index) for index in order), asked["question"], None)
+
+
+def _needle(number: int, data: dict[str, Any]) -> EvaluationPrompt:
+    generator = random.Random(1000 + number)
+    places: Sequence[str] = data["places"]
+    order = generator.sample(range(len(data["passages"])), _PASSAGES_PER_PROMPT)
+    hidden = generator.sample(range(1, _PASSAGES_PER_PROMPT), _DISTRACTORS + 1)
+    others = generator.sample([place for place in places if place != places[number]], _DISTRACTORS)
+    numbers = [str(generator.randrange(10**6, 10**7)) for _ in hidden]
+    chunks = [_passage(data, index) for index in order]
+    for position, place, value in zip(hidden, [places[number], *others], numbers, strict=True):
+        title, _, body = chunks[position].partition("\n")
+        sentences = body.split(". ")
+        sentences.insert(generator.randrange(1, len(sentences)), f"The access number of the {place} is {value}")
+        chunks[position] = f"{title}\n{'. '.join(sentences)}"
+    question = f"What is the access number of the {places[number]}? Answer with the number only."
+    return EvaluationPrompt(tuple(chunks), question, numbers[0])
+
+
+def _passage(data: dict[str, Any], index: int) -> str:
+    passage = data["passages"][index]
+    return f"{passage['title']}\n{passage['text']}"
+
+
+@cache
+def _data() -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(files(__package__).joinpath("prompts.json").read_text(encoding="utf-8"))
+    return loaded
