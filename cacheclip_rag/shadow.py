@@ -1,16 +1,15 @@
 """Self-check in production: a share of the answers is compared with full prefill, which costs a full prefill each.
 
 The comparison never changes an answer. In the background it runs after the answer, in one thread, and takes time from
-whatever else the device computes; inline it runs before the call returns (after the last piece of a stream).
+whatever else the device computes; inline it runs before the call returns (before the last event of a stream).
 """
 
 from __future__ import annotations
 
 import logging
-import queue
 import random
 import threading
-import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -52,9 +51,10 @@ class ShadowChecker:
         self._rate = rate
         self._inline = mode == "inline"
         self._random = random.Random()
-        self._waiting: queue.Queue[ShadowRequest | None] = queue.Queue(_MAX_WAITING)
+        self._waiting: deque[ShadowRequest] = deque()
         self._worker: threading.Thread | None = None
-        self._lock = threading.Lock()
+        """Lives while there is something to compare."""
+        self._changed = threading.Condition()
 
     def offer(self, request: ShadowRequest) -> None:
         """Take an answer for comparison, or let it pass: the draw decides."""
@@ -63,53 +63,40 @@ class ShadowChecker:
         if self._inline:
             self._check(request)
             return
-        self._start()
-        try:
-            self._waiting.put_nowait(request)
-        except queue.Full:
-            self._metrics.record_shadow_skipped()
-            logger.info("shadow: skipped, %d comparisons are waiting already", _MAX_WAITING)
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until nothing is waiting or running any more; False if it took longer."""
-        deadline = time.monotonic() + timeout_s
-        while self._waiting.unfinished_tasks:
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.01)
-        return True
-
-    def close(self) -> None:
-        """Drop what waits and end the thread after the comparison it is at."""
-        with self._lock:
-            worker, self._worker = self._worker, None
-        if worker is None:
-            return
-        while True:
-            try:
-                self._waiting.get_nowait()
-            except queue.Empty:
-                break
-            self._metrics.record_shadow_skipped()
-            self._waiting.task_done()
-        self._waiting.put(None)
-        worker.join()
-
-    def _start(self) -> None:
-        with self._lock:
+        with self._changed:
+            if len(self._waiting) >= _MAX_WAITING:
+                self._metrics.record_shadow_skipped()
+                logger.info("shadow: skipped, %d comparisons are waiting already", _MAX_WAITING)
+                return
+            self._waiting.append(request)
             if self._worker is None:
                 self._worker = threading.Thread(target=self._work, name="cacheclip-shadow", daemon=True)
                 self._worker.start()
 
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until nothing is waiting or running any more; False if it took longer."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._worker is None, timeout_s)
+
+    def close(self) -> None:
+        """Drop what waits and return after the comparison under way."""
+        with self._changed:
+            for _ in self._waiting:
+                self._metrics.record_shadow_skipped()
+            self._waiting.clear()
+            worker = self._worker
+        if worker is not None:
+            worker.join()
+
     def _work(self) -> None:
         while True:
-            request = self._waiting.get()
-            try:
-                if request is None:
+            with self._changed:
+                if not self._waiting:
+                    self._worker = None
+                    self._changed.notify_all()
                     return
-                self._check(request)
-            finally:
-                self._waiting.task_done()
+                request = self._waiting.popleft()
+            self._check(request)
 
     def _check(self, request: ShadowRequest) -> None:
         try:
