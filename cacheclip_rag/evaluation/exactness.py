@@ -29,6 +29,8 @@ __all__ = ["Check", "check_exactness", "noise_floor", "reference_logits"]
 _GREEDY_TOKENS = 64
 _LIMIT, _LIMIT_DEEP, _DEEP = 1e-4, 1e-3, 24
 """float32: largest difference of logits, for models below and from ``_DEEP`` layers on."""
+_SHIFTS = (0, 3, 17)
+"""Positions of the first token in the noise floor."""
 _UNCHANGED = 1e-5
 """Largest change of KV before a token that was changed: rounding of differently shaped products, no more."""
 
@@ -96,11 +98,11 @@ def check_exactness(engine: CacheClipEngine, prompt: EvaluationPrompt) -> dict[s
 
 
 @contextmanager
-def _stock_attention(runtime: ModelRuntime) -> Iterator[Any]:
-    """The model with transformers' own eager attention; nobody else may use it meanwhile."""
+def _stock_attention(runtime: ModelRuntime, implementation: str = "eager") -> Iterator[Any]:
+    """The model with one of transformers' own attention functions; nobody else may use it meanwhile."""
     model = runtime.model
     ours = model.config._attn_implementation
-    model.set_attn_implementation("eager")
+    model.set_attn_implementation(implementation)
     try:
         yield model
     finally:
@@ -108,27 +110,34 @@ def _stock_attention(runtime: ModelRuntime) -> Iterator[Any]:
 
 
 @torch.inference_mode()
-def reference_logits(runtime: ModelRuntime, ids: torch.Tensor) -> torch.Tensor:
-    """Logits of the last of ``ids`` by the unmodified model: its own attention, its own masks, no cache of ours."""
-    with _stock_attention(runtime) as model:
-        logits: torch.Tensor = model(input_ids=ids[None].to(runtime.device), use_cache=False, logits_to_keep=1).logits
+def reference_logits(
+    runtime: ModelRuntime, ids: torch.Tensor, *, implementation: str = "eager", shift: int = 0
+) -> torch.Tensor:
+    """Logits of the last of ``ids`` by the unmodified model: its own attention, its own masks, no cache of ours.
+
+    Args:
+        implementation: one of transformers' own attention functions.
+        shift: position of the first token. Rotary embedding is relative, so the result is the same but for rounding.
+    """
+    positions = torch.arange(shift, shift + len(ids), device=runtime.device)[None]
+    with _stock_attention(runtime, implementation) as model:
+        logits: torch.Tensor = model(
+            input_ids=ids[None].to(runtime.device), position_ids=positions, use_cache=False, logits_to_keep=1
+        ).logits
     return logits[0, -1]
 
 
-@torch.inference_mode()
-def noise_floor(runtime: ModelRuntime, ids: torch.Tensor, pieces: Sequence[int] = (1, 2, 3, 5)) -> dict[str, float]:
-    """How far correct ways of computing the same logits are apart: the prompt read whole and in pieces.
+def noise_floor(runtime: ModelRuntime, ids: torch.Tensor) -> dict[str, float]:
+    """How far correct ways of computing the same logits are apart, all of them by plain transformers: with two
+    attention functions (where the model has both), and with all positions shifted.
 
-    All of it is plain transformers with its own attention and cache. ``logits``: largest absolute difference between
-    any two ways; ``kl``: largest KL between the first way and another, nats.
+    Returns:
+        ``logits``: largest absolute difference between any two ways; ``kl``: largest KL from the first, nats.
     """
-    found = [reference_logits(runtime, ids)]
-    with _stock_attention(runtime) as model:
-        for count in pieces[1:]:
-            cache = DynamicCache()  # made without the config it keeps all keys of sliding layers
-            for piece in ids.to(runtime.device).tensor_split(count):
-                output = model(input_ids=piece[None], past_key_values=cache, use_cache=True, logits_to_keep=1)
-            found.append(output.logits[0, -1])
+    room = runtime.reuse_tokens - len(ids)
+    found = [reference_logits(runtime, ids, shift=min(shift, max(0, room))) for shift in _SHIFTS]
+    if runtime.model._supports_sdpa:
+        found.append(reference_logits(runtime, ids, implementation="sdpa"))
     gaps = [float((left - right).abs().max()) for n, left in enumerate(found) for right in found[:n]]
     return {"logits": max(gaps), "kl": max(float(kl_divergence(found[0], other)) for other in found[1:])}
 

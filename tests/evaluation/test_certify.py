@@ -1,0 +1,222 @@
+"""Certification on tiny models: every check passes on a right implementation, and the right one fails on a wrong."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import cacheclip_rag.evaluation.certify as module
+from cacheclip_rag import CacheClipEngine, EngineConfig, SamplingParams
+from cacheclip_rag.certificate import find_certificate
+from cacheclip_rag.cli import app
+from cacheclip_rag.errors import ConfigurationError, UnsupportedModelError
+from cacheclip_rag.evaluation.certify import certify
+from cacheclip_rag.evaluation.exactness import check_exactness, noise_floor, reference_logits
+from cacheclip_rag.evaluation.prompts import EvaluationPrompt, bundled_prompts
+from cacheclip_rag.models import runtime as runtime_module
+from cacheclip_rag.models.attention import AttentionPlan, Block
+from cacheclip_rag.models.load import load_model
+from cacheclip_rag.models.runtime import ModelRuntime
+from tests.conftest import CHUNKS, QUESTION, TINY_MODELS
+
+PROMPT = EvaluationPrompt(tuple(CHUNKS[:3]), QUESTION, None)
+
+
+@pytest.fixture(autouse=True)
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(module, "_QUICK_PROMPTS", 2)
+    monkeypatch.setattr(module, "_ANSWER_TOKENS", 6)
+
+
+@pytest.fixture
+def config(tiny_models: dict[str, str]) -> EngineConfig:
+    return EngineConfig(primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"])
+
+
+def engine_for(folder: str, auxiliary: str, **options: Any) -> CacheClipEngine:
+    engine = CacheClipEngine(primary=folder, auxiliary=auxiliary, **options)
+    engine.precompute(PROMPT.chunks)
+    return engine
+
+
+class TestExactness:
+    def test_passes_on_every_architecture(self, primary: str, tiny_models: dict[str, str]) -> None:
+        result = check_exactness(engine_for(primary, tiny_models["auxiliary"]), PROMPT)
+        failed = {name: check for name, check in result["checks"].items() if not check["passed"]}
+        assert result["passed"] and not failed
+        assert set(result["checks"]) == {"full_prefill", "ratio_1", "ratio_0", "first_chunk", "no_future", "greedy"}
+        assert 0 < result["noise_floor"]["logits"] < 1e-3
+
+    @pytest.fixture
+    def leaky(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The mask of the published implementations, aligned to the bottom-right corner."""
+        import cacheclip_rag.fusion.recompute as recompute
+
+        def plan(rows: torch.Tensor, device: torch.device | None = None) -> AttentionPlan:
+            visible = torch.arange(int(rows[-1]) + 1 - len(rows), int(rows[-1]) + 1)
+            return AttentionPlan([Block.of(slice(0, len(rows)), slice(0, int(rows[-1]) + 1), visible, device)])
+
+        monkeypatch.setattr(recompute, "causal_plan", plan)
+
+    @pytest.mark.parametrize("primary", ["llama", "gemma3"], indirect=True)
+    def test_twin_mask_that_sees_the_future(self, primary: str, tiny_models: dict[str, str], leaky: None) -> None:
+        checks = check_exactness(engine_for(primary, tiny_models["auxiliary"]), PROMPT)["checks"]
+        assert not checks["no_future"]["passed"]
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    @pytest.mark.parametrize("primary", ["llama", "qwen2-rope-yarn", "smollm3"], indirect=True)
+    def test_twin_keys_moved_to_wrong_positions(
+        self, primary: str, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch, dtype: str
+    ) -> None:
+        original = ModelRuntime.fill
+
+        def fill(self: ModelRuntime, cache: Any, kv: Any, *, slot: int, position: int) -> None:
+            original(self, cache, kv, slot=slot, position=position + 2 * (slot > 0))
+
+        engine = engine_for(primary, tiny_models["auxiliary"], dtype=dtype)
+        monkeypatch.setattr(ModelRuntime, "fill", fill)
+        checks = check_exactness(engine, PROMPT)["checks"]
+        assert not checks["first_chunk"]["passed"]
+
+    @pytest.mark.parametrize("primary", ["gemma2", "mistral-sliding"], indirect=True)
+    def test_twin_window_forgotten(
+        self, primary: str, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        rule = runtime_module.AttentionRule
+        monkeypatch.setattr(runtime_module, "AttentionRule", lambda **given: rule(**{**given, "window": None}))
+        checks = check_exactness(engine_for(primary, tiny_models["auxiliary"]), PROMPT)["checks"]
+        assert not checks["full_prefill"]["passed"] and not checks["ratio_1"]["passed"]
+
+    def test_leaves_the_model_as_it_was(self, tiny_models: dict[str, str]) -> None:
+        engine = engine_for(tiny_models["llama"], tiny_models["auxiliary"])
+        before = engine.generate(PROMPT.text, SamplingParams(max_tokens=8)).token_ids
+        check_exactness(engine, PROMPT)
+        assert engine.primary.model.config._attn_implementation == runtime_module.ATTENTION_NAME
+        assert engine.generate(PROMPT.text, SamplingParams(max_tokens=8)).token_ids == before
+
+
+class TestHalfPrecision:
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+    @pytest.mark.parametrize(
+        "primary", [n for n in TINY_MODELS if "moe" not in n and n not in ("mixtral", "gpt-oss")], indirect=True
+    )
+    def test_within_twice_the_noise_floor(self, primary: str, tiny_models: dict[str, str], dtype: str) -> None:
+        """Ratio 1.0 against plain transformers; the floor is what two correct ways of plain transformers differ by.
+        (Models with experts are left out: a rounding error may choose another expert.)"""
+        result = check_exactness(engine_for(primary, tiny_models["auxiliary"], dtype=dtype), PROMPT)
+        failed = {name: check for name, check in result["checks"].items() if not check["passed"]}
+        assert not failed, result
+        assert result["noise_floor"]["logits"] > 1e-3  # not float32 in disguise
+
+    def test_the_floor_tells_precisions_apart(self, tiny_models: dict[str, str]) -> None:
+        floors = {}
+        for dtype in ("float32", "float16", "bfloat16"):
+            runtime = load_model(tiny_models["llama"], dtype=dtype)
+            ids = torch.tensor(runtime.tokenize(PROMPT.text).ids)
+            floors[dtype] = noise_floor(runtime, ids)["logits"]
+            assert reference_logits(runtime, ids).dtype == getattr(torch, dtype)
+        assert floors["float32"] < floors["float16"] / 10 < floors["bfloat16"]
+
+
+class TestCertify:
+    def test_what_it_holds(self, config: EngineConfig) -> None:
+        certificate = certify(config, quick=True)
+        assert certificate.exactness["passed"]
+        assert [row.ratio for row in certificate.ratios] == [0.0, 0.05, 0.1, 0.2, 0.3, 0.5]
+        assert certificate.ratio == 0.2 and certificate.prompts == 2 and certificate.quick
+        assert certificate.verdict == next(row.verdict for row in certificate.ratios if row.ratio == 0.2)
+        for row in certificate.ratios:
+            assert row.effective_ratio == pytest.approx(row.ratio, abs=0.01)
+        # a model of random weights that never saw the chunks together: far from full prefill, and it is told
+        assert certificate.ratios[0].answer_kl["mean"] > certificate.thresholds["answer_kl"]
+        assert certificate.ratios[0].verdict == "not faithful"
+
+    def test_ratio_one_is_exact(self, config: EngineConfig) -> None:
+        certificate = certify(replace(config, recompute_ratio=1.0), quick=True)
+        assert certificate.ratios[-1].ratio == 1.0 and certificate.verdict == "exact"
+        assert certificate.ratios[-1].agreement == 1.0 and certificate.ratios[-1].answer_kl["max"] < 1e-6
+
+    def test_method_without_a_ratio(self, config: EngineConfig) -> None:
+        certificate = certify(replace(config, method="direct"), quick=True)
+        assert [row.ratio for row in certificate.ratios] == [0.0] and certificate.ratio == 0.0
+        assert certificate.auxiliary is None and certificate.identity.auxiliary_sha256 is None
+
+    def test_saved_it_covers_an_engine(self, config: EngineConfig, tmp_path: Path) -> None:
+        certify(replace(config, recompute_ratio=1.0), quick=True).save()
+        engine = CacheClipEngine(
+            replace(config, recompute_ratio=1.0, require_certificate=True, store=str(tmp_path / "store"))
+        )
+        engine.generate(PROMPT.text, SamplingParams(max_tokens=1))
+        assert find_certificate(engine.identity(engine._method(None, None)))[0] is not None
+
+    def test_failed_checks_make_it_not_faithful(self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+        def failing(*args: Any) -> dict[str, Any]:
+            return {"passed": False, "noise_floor": {"logits": 0.0, "kl": 0.0}, "checks": {}, "prompt_tokens": 1}
+
+        monkeypatch.setattr(module, "check_exactness", failing)
+        certificate = certify(replace(config, recompute_ratio=1.0), quick=True)
+        assert certificate.verdict == "not faithful"
+        assert {row.verdict for row in certificate.ratios} == {"not faithful"}
+
+    def test_nothing_to_certify(self, config: EngineConfig, tmp_path: Path) -> None:
+        with pytest.raises(ConfigurationError, match="reuses nothing"):
+            certify(replace(config, method="full"))
+        with pytest.raises(ConfigurationError, match="auxiliary"):
+            certify(replace(config, auxiliary=None))
+
+    def test_unsupported_even_with_fallback(self, config: EngineConfig, tmp_path: Path) -> None:
+        from tests.models.test_architectures import build
+
+        with pytest.raises(UnsupportedModelError, match="gpt2"):
+            certify(replace(config, primary=build(tmp_path / "gpt2", "gpt2"), fallback="full"))
+
+
+class TestCommand:
+    @pytest.fixture
+    def arguments(self, tiny_models: dict[str, str]) -> list[str]:
+        models = ["--primary", tiny_models["llama"], "--auxiliary", tiny_models["auxiliary"]]
+        return ["certify", *models, "--quick"]
+
+    def test_json(self, arguments: list[str]) -> None:
+        result = CliRunner().invoke(app, [*arguments, "--ratio", "1.0", "--json"])
+        assert result.exit_code == 0, result.output
+        [line] = result.stdout.splitlines()
+        value = json.loads(line)
+        assert value["verdict"] == "exact" and Path(value["path"]).is_file()
+        assert value["thresholds"] and value["identity"]["transformers"] and value["identity"]["cacheclip_rag"]
+
+    def test_found_wanting_is_exit_code_1(self, arguments: list[str]) -> None:
+        result = CliRunner().invoke(app, [*arguments, "--ratio", "0.05"])
+        assert result.exit_code == 1
+        for word in ("Verdict at ratio 0.05: not faithful", "Noise floor", "no_future", "0.1 nats", "Certificate:"):
+            assert word in " ".join(result.stdout.split()), word
+
+
+class TestPrompts:
+    def test_are_the_same_every_time(self) -> None:
+        assert bundled_prompts(24) == bundled_prompts(24) and bundled_prompts(6) == bundled_prompts(24)[:6]
+        assert len({prompt.text for prompt in bundled_prompts(24)}) == 24
+
+    def test_needles_stand_once_and_never_in_the_first_chunk(self) -> None:
+        needles = [prompt for prompt in bundled_prompts(24) if prompt.needle]
+        assert len(needles) == 12
+        for prompt in needles:
+            assert prompt.text.count(prompt.needle or "") == 1
+            assert (prompt.needle or "") not in prompt.chunks[0]
+            assert prompt.text.count("access number of") == 4  # three places, and the question
+
+    def test_questions_are_answered_behind_the_first_chunk(self) -> None:
+        """The first chunk is exact by itself: a question about it would measure nothing."""
+        from cacheclip_rag.evaluation.prompts import _data
+
+        data = _data()
+        for number, prompt in enumerate(p for p in bundled_prompts(24) if not p.needle):
+            for index in data["questions"][number]["passages"]:
+                assert any(data["passages"][index]["text"] in chunk for chunk in prompt.chunks[1:])
