@@ -62,10 +62,12 @@ def _causal_attention(
 
 
 def device_of(module: torch.nn.Module) -> torch.device:
-    """Where a module computes: that of its weights, or under a device map the one its hook moves inputs to."""
-    hook = getattr(module, "_hf_hook", None)
-    device = getattr(hook, "execution_device", None)
-    return next(module.parameters()).device if device is None else torch.device(device)
+    """Where a module computes: that of its weights, or where accelerate's hooks on it or its parts move them."""
+    for part in module.modules():
+        device = getattr(getattr(part, "_hf_hook", None), "execution_device", None)
+        if device is not None:
+            return torch.device(device)
+    return next(module.parameters()).device
 
 
 class ModelRuntime(TextModel):
