@@ -3,10 +3,13 @@ VENV := .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 # Models live inside the clone unless you say otherwise.
-export CACHECLIP_HOME ?= $(CURDIR)/$(VENV)/cacheclip-home
+export CACHECLIP_HOME ?= $(CURDIR)/.venv/cacheclip-home
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup demo test lint bench clean
+# One more requirement for the environment, such as a version of transformers.
+PIN ?=
+
+.PHONY: setup demo test test-oldest lint bench clean
 
 setup: $(VENV)/.installed
 
@@ -16,7 +19,7 @@ $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
 	$(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "torch==2.13.0"
-	$(BIN)/python -m pip install --quiet --group test --group lint -e ".[all]"
+	$(BIN)/python -m pip install --quiet --group test --group lint -e ".[all]" $(PIN)
 	touch $@
 
 demo: setup
@@ -24,6 +27,11 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest
+
+# The oldest transformers that pyproject.toml allows, on the tests that touch it; an environment of its own.
+test-oldest:
+	$(MAKE) setup VENV=.venv-oldest PIN="transformers==5.0.0"
+	.venv-oldest/bin/python -m pytest tests/models tests/fusion tests/evaluation tests/test_engine.py
 
 lint: setup
 	$(BIN)/ruff check cacheclip_rag integrations examples tests
@@ -34,4 +42,4 @@ bench: setup
 	$(BIN)/cacheclip bench
 
 clean:
-	rm -rf $(VENV) .demo
+	rm -rf $(VENV) .venv-oldest .demo

@@ -14,6 +14,7 @@ from .common import (
     DeviceOption,
     DtypeOption,
     EmbeddingOption,
+    FallbackOption,
     JsonOption,
     PrimaryOption,
     RatioOption,
@@ -48,6 +49,11 @@ def ask(
     embedding: EmbeddingOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = "cpu",
+    fallback: FallbackOption = "error",
+    require_certificate: Annotated[
+        bool,
+        typer.Option("--require-certificate", help="Refuse models that 'cacheclip certify' has not found faithful."),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Retrieve, fuse and stream the answer; then the sources and where the time went."""
@@ -80,6 +86,8 @@ def ask(
         method=method,
         recompute_ratio=ratio,
         grouping=grouping,
+        fallback=fallback,
+        require_certificate=require_certificate,
         max_bytes=library.max_bytes,
     )
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature)

@@ -26,7 +26,7 @@ def certify(
     auxiliary: AuxiliaryOption = None,
     method: Annotated[str, typer.Option(help="Method to certify.")] = "cacheclip",
     ratio: RatioOption = 0.2,
-    quick: Annotated[bool, typer.Option("--quick", help="6 prompts instead of 24.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="4 prompts instead of 20: a first look.")] = False,
     dtype: DtypeOption = None,
     device: DeviceOption = "cpu",
     auxiliary_device: Annotated[

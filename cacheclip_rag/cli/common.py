@@ -16,6 +16,7 @@ __all__ = [
     "DeviceOption",
     "DtypeOption",
     "EmbeddingOption",
+    "FallbackOption",
     "JsonOption",
     "NamespaceOption",
     "PrimaryOption",
@@ -36,7 +37,10 @@ AuxiliaryOption = Annotated[
 ]
 EmbeddingOption = Annotated[str | None, typer.Option("--embedding", help="sentence-transformers model for retrieval.")]
 DtypeOption = Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16 or float16.")]
-DeviceOption = Annotated[str, typer.Option("--device", help="Device of the models.")]
+DeviceOption = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1; auto spreads the layers.")]
+FallbackOption = Annotated[
+    str, typer.Option("--fallback", help="'full': models that cannot be reused answer by plain prefill.")
+]
 RatioOption = Annotated[float, typer.Option("--ratio", help="Share of chunk tokens to recompute, 0 to 1.")]
 NamespaceOption = Annotated[str | None, typer.Option("--namespace", help="Tenant; tenants never share chunk caches.")]
 

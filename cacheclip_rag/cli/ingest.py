@@ -11,6 +11,7 @@ from .common import (
     DeviceOption,
     DtypeOption,
     EmbeddingOption,
+    FallbackOption,
     JsonOption,
     NamespaceOption,
     PrimaryOption,
@@ -27,6 +28,7 @@ def ingest(
     embedding: EmbeddingOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = "cpu",
+    fallback: FallbackOption = "error",
     namespace: NamespaceOption = None,
     chunk_tokens: Annotated[int | None, typer.Option(help="Most tokens in a chunk. [default: 512]")] = None,
     overlap: Annotated[int | None, typer.Option(help="Tokens shared by neighbouring chunks. [default: 0]")] = None,
@@ -56,7 +58,7 @@ def ingest(
     )
     check_sizes(settings.chunk_tokens, settings.overlap_tokens)
     limit = library.max_bytes if max_bytes is None else max_bytes or None
-    config = engine_config(settings, store, device=device, max_bytes=limit)
+    config = engine_config(settings, store, device=device, fallback=fallback, max_bytes=limit)
     if max_bytes is not None:
         library.set_max_bytes(limit)
     report = run(

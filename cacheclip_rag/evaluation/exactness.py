@@ -15,7 +15,7 @@ import torch
 from transformers import DynamicCache
 
 from ..engine import CacheClipEngine
-from ..fidelity import greedy, kl_divergence
+from ..fidelity import greedy, kl_divergence, read_along
 from ..fusion.recompute import assemble, choose_rows, recompute
 from ..methods import create
 from ..methods.base import Method, SelectionRequest
@@ -63,8 +63,8 @@ def check_exactness(engine: CacheClipEngine, prompt: EvaluationPrompt) -> dict[s
     full = engine.prefill(prompt.text, method=create("full", {}))
     ids = full.layout.ids
     expected = reference_logits(runtime, ids)
-    floor = noise_floor(runtime, ids)
     precise = runtime.dtype == torch.float32
+    floor = noise_floor(runtime, ids)
     limit = (_LIMIT_DEEP if runtime.num_layers >= _DEEP else _LIMIT) if precise else 2 * floor["logits"]
     everything = engine.prefill(prompt.text, method=_RecomputeAll())
     nothing = create("direct", {})
@@ -134,8 +134,8 @@ def noise_floor(runtime: ModelRuntime, ids: torch.Tensor) -> dict[str, float]:
     Returns:
         ``logits``: largest absolute difference between any two ways; ``kl``: largest KL from the first, nats.
     """
-    room = runtime.reuse_tokens - len(ids)
-    found = [reference_logits(runtime, ids, shift=min(shift, max(0, room))) for shift in _SHIFTS]
+    room = max(0, runtime.reuse_tokens - len(ids))
+    found = [reference_logits(runtime, ids, shift=min(shift, room)) for shift in _SHIFTS]
     if runtime.model._supports_sdpa:
         found.append(reference_logits(runtime, ids, implementation="sdpa"))
     gaps = [float((left - right).abs().max()) for n, left in enumerate(found) for right in found[:n]]
@@ -206,11 +206,13 @@ def _no_future(engine: CacheClipEngine, prompt: EvaluationPrompt) -> Check:
 
 
 def _same_text(runtime: ModelRuntime, full: Prefilled, everything: Prefilled, *, required: bool) -> Check:
-    """Greedy decoding after full prefill and after ratio 1.0, 64 tokens, ends of turn ignored."""
-    texts = []
-    for prefilled in (full, everything):
-        assert isinstance(prefilled.cache, FusedCache)
-        texts.append(greedy(runtime, prefilled.cache, prefilled.logits, _GREEDY_TOKENS, stop=False)[0])
-    equal = sum(left == right for left, right in zip(*texts, strict=True)) / _GREEDY_TOKENS
+    """Greedy decoding after full prefill and after ratio 1.0, 64 tokens, ends of turn ignored.
+
+    Where reading full prefill's tokens gives the same greedy choice at each of them, decoding would have given them.
+    """
+    assert isinstance(full.cache, FusedCache) and isinstance(everything.cache, FusedCache)
+    ids, _ = greedy(runtime, full.cache, full.logits, _GREEDY_TOKENS, stop=False)
+    chosen = read_along(runtime, everything.cache, everything.logits, ids).argmax(-1).tolist()
+    equal = sum(left == right for left, right in zip(chosen, ids, strict=True)) / _GREEDY_TOKENS
     limit = 1.0 if required else 0.0
     return Check(equal, limit, equal >= limit, f"share of {_GREEDY_TOKENS} greedy tokens at ratio 1.0 equal to full's")

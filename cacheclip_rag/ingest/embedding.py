@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import MissingExtraError, ModelError
 from ..models.catalog import DEFAULT_EMBEDDING
-from ..models.load import check_device, resolve
+from ..models.load import DEVICE_MAPS, check_device, resolve
 
 __all__ = ["Embedder", "Vectors"]
 
@@ -33,10 +33,11 @@ class Embedder:
         from ..models.text import quiet_transformers
 
         check_device(self._device)
+        device = None if self._device in DEVICE_MAPS else self._device  # not spread: where the library finds best
         folder = resolve(self.name)
         try:
             with quiet_transformers():
-                return SentenceTransformer(str(folder), device=self._device, local_files_only=True)
+                return SentenceTransformer(str(folder), device=device, local_files_only=True)
         except (OSError, ValueError, KeyError) as error:
             raise ModelError(
                 f"{self.name!r} cannot be loaded as a sentence-transformers model: {error}. Expected a folder or hub "

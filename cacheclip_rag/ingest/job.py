@@ -140,6 +140,8 @@ def _changed(
             continue
         splitter = splitter or Splitter(engine.primary.tokenizer, settings.chunk_tokens, settings.overlap_tokens)
         passages = splitter.split(text, markdown=path.suffix.lower() in MARKDOWN_SUFFIXES)
+        # some tokenizers drop all of a text: invisible characters, say
+        passages = [passage for passage in passages if len(engine.primary.tokenize(passage))]
         work.append(_Work(str(path), digest, passages, str(path) not in known))
     return work
 
