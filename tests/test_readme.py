@@ -57,12 +57,28 @@ def test_langchain_block() -> None:
         "retriever": RunnableLambda(lambda question: []),
         "prompt": ChatPromptTemplate.from_messages([("human", "{context}\n\n{input}")]),
     }
-    exec(block("ChatCacheClip"), names)
+    exec(block("create_retrieval_chain"), names)
     assert isinstance(names["chain"], Runnable)
 
 
+def test_guarded_block() -> None:
+    names: dict[str, Any] = {}
+    exec(block("guarded"), names)
+    config = names["guarded"].engine.config
+    assert config.require_certificate and config.shadow_rate == 0.01
+
+
+def test_architectures_table_names_them_all() -> None:
+    """By the words of the table, without punctuation: Qwen2/2.5 for qwen2, OLMo 2 for olmo2."""
+    from cacheclip_rag.models.architectures import SUPPORTED
+
+    table = re.sub(r"[^a-z0-9|]", "", README.partition("| architecture |")[2].partition("\n\n")[0].lower())
+    for model_type in SUPPORTED:
+        assert model_type.removesuffix("_text").replace("_", "") in table, model_type
+
+
 def test_every_block_is_run_here() -> None:
-    assert len(BLOCKS) == 3
+    assert len(BLOCKS) == 4
 
 
 def test_methods_table_lists_the_registry() -> None:
