@@ -293,6 +293,8 @@ class CacheClipEngine:
         Raises:
             ConfigurationError: settings out of range, or a method whose auxiliary model is not configured.
             PromptTooLongError: the prompt does not fit the model's context.
+            UnsupportedModelError: a model whose KV cannot be reused exactly, without ``fallback="full"``.
+            CertificateError: ``require_certificate`` is set, and no certificate covers models, method and ratio.
         """
         params = params or SamplingParams()
         if not isinstance(params, SamplingParams):
@@ -415,6 +417,9 @@ class CacheClipEngine:
         """Once per method: warn, or refuse where a certificate is required, unless one covers what is about to run."""
         if method in self._checked or not method.reuses_chunks or self.primary.unsupported:
             return
+        auxiliary = self._auxiliary_of(method)
+        if auxiliary is not None and auxiliary.runtime.unsupported:
+            return  # answered by plain prefill
         check_certificate(self.config, method, self.identity(method))
         self._checked.add(method)
 

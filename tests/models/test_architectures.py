@@ -191,6 +191,8 @@ class TestFallback:
         assert stats.method == "full" and "gpt2" in str(stats.fallback)
         assert engine.generate(rag_prompt(chunks), SamplingParams(max_tokens=2), method="direct").stats.fallback is None
         assert any("without reuse" in record.message for record in caplog.records)
+        strict = CacheClipEngine(engine.config, require_certificate=True)  # nothing is reused: nothing to certify
+        assert strict.generate(rag_prompt(chunks), SamplingParams(max_tokens=2)).stats.method == "full"
 
     def test_of_a_model_that_needs_none_changes_nothing(
         self, tiny_models: dict[str, str], chunks: list[str], make: Callable[..., CacheClipEngine]
