@@ -85,7 +85,11 @@ class FusedCache(Cache):  # type: ignore[misc]
 
     def scatter(self, slots: torch.Tensor | None) -> None:
         """Direct the next forward's rows to these slots (strictly increasing); None goes back to appending."""
-        last = 0 if slots is None else int(slots[-1])
+        if slots is None:
+            for layer in self.layers:
+                layer.slots = None
+            return
+        last = int(slots[-1])
+        copies = {device: slots.to(device) for device in {layer.device for layer in self.layers}}
         for layer in self.layers:
-            layer.slots = None if slots is None else slots.to(layer.device)
-            layer.last_slot = last
+            layer.slots, layer.last_slot = copies[layer.device], last
