@@ -33,9 +33,9 @@ from .prompts import EvaluationPrompt, bundled_prompts
 __all__ = ["RATIOS", "THRESHOLDS", "certify"]
 
 RATIOS = (0.05, 0.1, 0.2, 0.3, 0.5)
-THRESHOLDS = {"answer_kl": 0.1, "agreement": 0.9, "needle_accuracy_of_full": 0.9}
-"""``faithful`` means: mean KL along the answer at most 0.1 nats, at least 90 % of full prefill's greedy tokens, and as
-many needles as 90 % of those that full prefill finds."""
+THRESHOLDS = {"first_token_kl": 0.1, "answer_kl": 0.05, "agreement": 0.95, "needle_accuracy_of_full": 0.95}
+"""``faithful`` means, over all prompts: mean KL of at most 0.1 nats at the first token, where an answer takes its
+direction, and 0.05 along the answer; at least 95 % of full prefill's greedy tokens; and at least 95 % as many needles."""
 _EXACT_KL = 1e-4
 """Nats, at most on any prompt, for ``exact`` (or twice the noise floor, in half precision); float32's own is 1e-7."""
 _PROMPTS, _QUICK_PROMPTS = 20, 4
@@ -176,6 +176,7 @@ def _finds(prompt: EvaluationPrompt, answer: str) -> bool | None:
 def _figures(
     ratio: float, outcomes: Sequence[_Outcome], needles_of_full: float, exactness: Mapping[str, Any]
 ) -> RatioFigures:
+    first_token_kl = _spread(outcomes, lambda f: f.first_token_kl)
     answer_kl = _spread(outcomes, lambda f: f.answer_kl)
     agreement = statistics.mean(outcome.fidelity.agreement for outcome in outcomes)
     needles = statistics.mean(o.finds_needle for o in outcomes if o.finds_needle is not None)
@@ -185,13 +186,17 @@ def _figures(
     elif answer_kl["max"] <= same and agreement == 1.0:
         verdict = "exact"
     else:
-        near = answer_kl["mean"] <= THRESHOLDS["answer_kl"] and agreement >= THRESHOLDS["agreement"]
-        finds = needles >= THRESHOLDS["needle_accuracy_of_full"] * needles_of_full
-        verdict = "faithful" if near and finds else "not faithful"
+        kept = (
+            first_token_kl["mean"] <= THRESHOLDS["first_token_kl"],
+            answer_kl["mean"] <= THRESHOLDS["answer_kl"],
+            agreement >= THRESHOLDS["agreement"],
+            needles >= THRESHOLDS["needle_accuracy_of_full"] * needles_of_full,
+        )
+        verdict = "faithful" if all(kept) else "not faithful"
     return RatioFigures(
         ratio=ratio,
         effective_ratio=statistics.mean(outcome.effective_ratio for outcome in outcomes),
-        first_token_kl=_spread(outcomes, lambda f: f.first_token_kl),
+        first_token_kl=first_token_kl,
         answer_kl=answer_kl,
         agreement=agreement,
         needle_accuracy=needles,
