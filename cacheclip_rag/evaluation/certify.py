@@ -35,7 +35,7 @@ __all__ = ["RATIOS", "THRESHOLDS", "certify"]
 RATIOS = (0.05, 0.1, 0.2, 0.3, 0.5)
 THRESHOLDS = {"first_token_kl": 0.1, "answer_kl": 0.05, "agreement": 0.95, "needle_accuracy_of_full": 0.95}
 """``faithful`` means, over all prompts: mean KL of at most 0.1 nats at the first token, where an answer takes its
-direction, and 0.05 along the answer; at least 95 % of full prefill's greedy tokens; and at least 95 % as many needles."""
+direction, and 0.05 along the answer; at least 95 % of full prefill's greedy tokens; 95 % as many needles, or more."""
 _EXACT_KL = 1e-4
 """Nats, at most on any prompt, for ``exact`` (or twice the noise floor, in half precision); float32's own is 1e-7."""
 _PROMPTS, _QUICK_PROMPTS = 20, 4
