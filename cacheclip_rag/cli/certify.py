@@ -98,10 +98,10 @@ def _print(certificate: Certificate, path: Path) -> None:
     out.print(fidelity)
     limits = certificate.thresholds
     out.print(
-        f"Full prefill finds {certificate.needle_accuracy_of_full:.0%} of the needles. 'faithful' needs a mean KL of at "
-        f"most {limits['first_token_kl']:g} nats at the first token and {limits['answer_kl']:g} along the answer, "
-        f"{limits['agreement']:.0%} equal greedy tokens, and {limits['needle_accuracy_of_full']:.0%} of the needles that "
-        "full prefill finds."
+        f"Full prefill finds {certificate.needle_accuracy_of_full:.0%} of the needles. 'faithful' needs a mean KL of "
+        f"at most {limits['first_token_kl']:g} nats at the first token and {limits['answer_kl']:g} along the answer, "
+        f"{limits['agreement']:.0%} equal greedy tokens, and {limits['needle_accuracy_of_full']:.0%} of the needles "
+        "that full prefill finds."
     )
     out.print(
         f"Verdict at ratio {certificate.ratio:g}: [bold]{certificate.verdict}[/bold] ({certificate.seconds:.0f} s)"
