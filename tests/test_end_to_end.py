@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
+from cacheclip_rag.evaluation.exactness import check_exactness
+from cacheclip_rag.evaluation.prompts import bundled_prompts
 from cacheclip_rag.fusion.layout import lay_out
 from cacheclip_rag.models.runtime import ModelRuntime
 
@@ -91,3 +93,16 @@ def test_streamed_text_is_the_answer_and_the_store_serves_a_new_engine(engine: C
     assert (stats.hits, stats.misses, stats.fallback) == (3, 0, None)
     assert stats.effective_ratio == pytest.approx(0.2, abs=0.01)
     assert Path(engine.config.store, "index.sqlite3").is_file()
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m", "gemma-3-270m"])
+def test_exact_on_real_weights(name: str) -> None:
+    """Every check of certification, 64 greedy tokens at ratio 1.0 among them; Gemma with a prompt beyond its window."""
+    engine = CacheClipEngine(primary=name, auxiliary=None, method="direct")
+    prompt = bundled_prompts(1)[0]
+    engine.precompute(prompt.chunks)
+    result = check_exactness(engine, prompt)
+    assert result["passed"], result
+    assert result["checks"]["greedy"]["figure"] == 1.0
+    window = getattr(engine.primary.model.config, "sliding_window", None)
+    assert (window is not None) == name.startswith("gemma") and result["prompt_tokens"] > (window or 0)
