@@ -12,7 +12,7 @@ import json
 import logging
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +23,18 @@ from . import __version__
 from .chunks import ChunkCaches
 from .config import EngineConfig
 from .errors import CertificateError
+from .methods import METHODS, method_class
 from .methods.base import Method
 from .paths import atomic_path, cache_home
 
 __all__ = [
+    "THRESHOLDS",
     "VERDICTS",
     "Certificate",
     "Identity",
     "RatioFigures",
     "check_certificate",
+    "check_writable",
     "find_certificate",
     "identity_of",
     "verdict_at",
@@ -41,6 +44,9 @@ logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 VERDICTS = ("exact", "faithful", "not faithful")
+THRESHOLDS = {"first_token_kl": 0.1, "answer_kl": 0.05, "agreement": 0.95, "needle_accuracy_of_full": 0.95}
+"""``faithful`` means, over all prompts: mean KL of at most 0.1 nats at the first token, where an answer takes its
+direction, and 0.05 along the answer; at least 95 % of full prefill's greedy tokens; 95 % as many needles, or more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,7 @@ class Identity:
     """The same for the auxiliary; None for a method that needs none."""
     auxiliary_tokenizer_sha256: str | None
     method: str
+    """Its name; with its class, if that is not the one registered under the name."""
     method_settings: str
     """JSON of the method's settings, the recompute ratio left out."""
     dtype: str
@@ -134,13 +141,55 @@ class Certificate:
         return _folder() / f"{self.identity.digest()}.json"
 
     def save(self) -> Path:
-        """Write it where engines look; replaces an older one of the same identity."""
+        """Write it where engines look.
+
+        It replaces an older one of the same identity, whose other ratios it takes over if as much was measured for
+        them. A quick one never replaces a thorough one: that is left as it is.
+
+        Raises:
+            CertificateError: the folder cannot be written.
+        """
+        older = _read(self.path)
+        if older is not None and older.thresholds == self.thresholds and older.exactness["passed"]:
+            if self.quick and not older.quick:
+                logger.warning("the certificate %s is a thorough one and stays; this quick one is not saved", self.path)
+                return self.path
+            if self.quick == older.quick and self.exactness["passed"]:
+                return replace(self, ratios=_merged(older.ratios, self.ratios))._write()
+        return self._write()
+
+    def _write(self) -> Path:
         content = self.to_dict()
         content["sha256"] = _digest(content)
         path = self.path
-        with atomic_path(path) as temporary:
-            temporary.write_text(json.dumps(content, indent=2) + "\n")
+        try:
+            with atomic_path(path) as temporary:
+                temporary.write_text(json.dumps(content, indent=2) + "\n")
+        except OSError as error:
+            raise _not_writable(error) from error
         return path
+
+
+def check_writable() -> None:
+    """Raise CertificateError unless a certificate could be saved: asked before an hour of work, not after it."""
+    try:
+        with atomic_path(_folder() / "probe.txt") as temporary:
+            temporary.write_text("")
+        (_folder() / "probe.txt").unlink(missing_ok=True)
+    except OSError as error:
+        raise _not_writable(error) from error
+
+
+def _not_writable(error: OSError) -> CertificateError:
+    return CertificateError(
+        f"the certificate cannot be written to {_folder()} ({error}). Make that folder writable, or set CACHECLIP_HOME "
+        "to one that is."
+    )
+
+
+def _merged(older: Sequence[RatioFigures], newer: Sequence[RatioFigures]) -> list[RatioFigures]:
+    rows = {row.ratio: row for row in (*older, *newer)}
+    return [rows[ratio] for ratio in sorted(rows)]
 
 
 def find_certificate(identity: Identity) -> tuple[Certificate | None, str]:
@@ -148,6 +197,8 @@ def find_certificate(identity: Identity) -> tuple[Certificate | None, str]:
     path = _folder() / f"{identity.digest()}.json"
     found = _read(path)
     if found is not None and found.identity == identity:
+        if found.thresholds != THRESHOLDS:
+            return None, "its certificate was judged by other thresholds"
         return found, ""
     if path.exists():
         return None, f"its certificate {path} is damaged"
@@ -160,12 +211,16 @@ def find_certificate(identity: Identity) -> tuple[Certificate | None, str]:
 
 
 def verdict_at(certificate: Certificate, ratio: float) -> str:
-    """Verdict for a recompute ratio: that of the nearest certified ratio not above it."""
+    """Verdict for a recompute ratio: that of the nearest certified ratio not above it.
+
+    Ratio 1.0 was not measured on prompts unless asked for; the exactness checks then say that it is ``exact`` where
+    64 greedy tokens were equal, and (half precision) ``faithful`` where noise chose another one.
+    """
     if not certificate.exactness["passed"]:
         return "not faithful"
-    if ratio >= 1.0:
-        return "exact"
     below = [row for row in certificate.ratios if row.ratio <= ratio + 1e-9]
+    if ratio >= 1.0 and not (below and below[-1].ratio >= 1.0):
+        return "exact" if certificate.exactness["checks"]["greedy"]["figure"] == 1.0 else "faithful"
     return below[-1].verdict if below else "not faithful"
 
 
@@ -173,13 +228,15 @@ def identity_of(config: EngineConfig, method: Method, primary: ChunkCaches, auxi
     """What a certificate must be about to cover an engine of these settings, models and method."""
     caches = [primary] if auxiliary is None else [primary, auxiliary]
     settings = {name: value for name, value in asdict(method).items() if name != "recompute_ratio"}
+    cls = type(method)
+    registered = method.name in METHODS and method_class(method.name) is cls
     return Identity(
         primary_sha256=primary.runtime.fingerprint,
         primary_tokenizer_sha256=primary.runtime.tokenizer_sha256,
         auxiliary_sha256=auxiliary.runtime.fingerprint if auxiliary else None,
         auxiliary_tokenizer_sha256=auxiliary.runtime.tokenizer_sha256 if auxiliary else None,
-        method=method.name,
-        method_settings=json.dumps(settings, sort_keys=True),
+        method=method.name if registered else f"{method.name} ({cls.__module__}.{cls.__qualname__})",
+        method_settings=json.dumps(settings, sort_keys=True, default=repr),
         dtype=config.dtype,
         device="+".join(dict.fromkeys(each.runtime.device.type for each in caches)),
         codec="+".join(each.codec for each in caches),
@@ -198,9 +255,11 @@ def check_certificate(config: EngineConfig, method: Method, identity: Identity) 
     certificate, why = find_certificate(identity)
     if certificate is not None:
         verdict = verdict_at(certificate, method.nominal_ratio)
-        if verdict != "not faithful":
+        if verdict == "exact" or (verdict == "faithful" and not (certificate.quick and config.require_certificate)):
             return
         why = f"its certificate says {verdict!r} at recompute ratio {method.nominal_ratio}"
+        if verdict == "faithful":
+            why += ", but it is a quick one, and one is required"
     message = (
         f"model {config.primary!r} with method {method.name!r} has no valid certificate that it answers as with full "
         f"prefill: {why}. Measure it: {_command(config, method)}"
@@ -217,14 +276,26 @@ _warned: set[tuple[Identity, str]] = set()
 
 
 def _command(config: EngineConfig, method: Method) -> str:
-    options = {
+    """What makes the certificate that is missing: a shell command, or Python for a method that the command line does
+    not know."""
+    if method.name not in METHODS or method_class(method.name) is not type(method):
+        return f"cacheclip_rag.evaluation.certify.certify(config, method={type(method).__name__}(...)).save()"
+    settings = asdict(method)
+    options: dict[str, Any] = {
         "primary": config.primary,
         "auxiliary": config.auxiliary if method.needs_auxiliary else None,
         "method": method.name,
-        "ratio": method.nominal_ratio,
+        "ratio": method.nominal_ratio if "recompute_ratio" in settings else None,
         "dtype": config.dtype,
         "device": config.device,
+        "auxiliary-device": config.auxiliary_device if method.needs_auxiliary else None,
+        "codec": config.codec,
     }
+    defaults = {field.name: field.default for field in fields(EngineConfig)}
+    others = {**settings, "auxiliary_codec": config.auxiliary_codec if method.needs_auxiliary else None}
+    for name in ("grouping", "window", "threshold", "auxiliary_codec"):
+        if others.get(name, defaults[name]) != defaults[name]:
+            options[name.replace("_", "-")] = others[name]
     given = [f"--{name} {shlex.quote(str(value))}" for name, value in options.items() if value is not None]
     return " ".join(["cacheclip certify", *given])
 

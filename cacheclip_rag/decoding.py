@@ -8,11 +8,16 @@ import torch
 
 from .sampling import SamplingParams
 
-__all__ = ["Sampler", "TextStream"]
+__all__ = ["Sampler", "TextStream", "is_greedy"]
 
 
 _GREEDY_BELOW = 1e-5
 """Temperatures below this overflow float32 logits, and choose the likeliest token anyway."""
+
+
+def is_greedy(params: SamplingParams) -> bool:
+    """Whether these settings always choose the likeliest token."""
+    return params.temperature < _GREEDY_BELOW
 
 
 class Sampler:
@@ -21,7 +26,7 @@ class Sampler:
     def __init__(self, params: SamplingParams, device: torch.device) -> None:
         from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
-        self._greedy = params.temperature < _GREEDY_BELOW
+        self._greedy = is_greedy(params)
         self._warpers = LogitsProcessorList()
         if not self._greedy:
             self._warpers.append(TemperatureLogitsWarper(float(params.temperature)))

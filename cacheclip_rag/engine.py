@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from .certificate import Identity, check_certificate, identity_of
 from .chunks import ChunkCaches
 from .config import EngineConfig
-from .decoding import Sampler, TextStream
+from .decoding import Sampler, TextStream, is_greedy
 from .errors import CacheClipError, ConfigurationError, ModelError, PromptTooLongError
 from .fusion.layout import Layout, lay_out
 from .methods import check_auxiliary, create
@@ -97,7 +97,7 @@ class CacheClipEngine:
         self._store: ChunkStore | None = None
         self._texts: TextIndex | None = None
         self._shadow: ShadowChecker | None = None
-        self._checked: set[Method] = set()
+        self._checked: set[tuple[str, float]] = set()
         self.metrics = Metrics()
         """Counts over all answers: :meth:`~cacheclip_rag.metrics.Metrics.to_prometheus` for a dashboard."""
 
@@ -302,11 +302,10 @@ class CacheClipEngine:
         if question is not None and not isinstance(question, str):
             raise ConfigurationError(f"the question must be a string, got {type(question).__name__}.")
         chosen = self._method(method, recompute_ratio)
-        self._check_certificate(chosen)
-        prefilled = self.prefill(prompt, params, method=chosen, question=question, candidates=candidates)
+        prefilled = self._prefill(prompt, params, chosen, question, candidates, lambda: self._check_certificate(chosen))
         for event in self._decode(prefilled, params):
             if event.answer is not None:
-                self._record(prefilled, event.answer)
+                self._record(prefilled, event.answer, params)
             yield event
         if prefilled.missing and self.config.on_miss == "store":
             self._store_missing(prefilled.missing)
@@ -340,8 +339,19 @@ class CacheClipEngine:
         question: str | None = None,
         candidates: Iterable[str] = (),
     ) -> Prefilled:
-        """Everything up to the first token's logits, for those who evaluate. Arguments as in ``generate``."""
-        params = params or SamplingParams()
+        """Everything up to the first token's logits, for those who evaluate: no certificate is asked for, nothing is
+        counted or stored. Arguments as in :meth:`generate_stream`."""
+        return self._prefill(prompt, params or SamplingParams(), method, question, candidates, lambda: None)
+
+    def _prefill(
+        self,
+        prompt: Prompt | Sequence[Segment],
+        params: SamplingParams,
+        method: Method,
+        question: str | None,
+        candidates: Iterable[str],
+        before_reuse: Callable[[], None],
+    ) -> Prefilled:
         primary = self._caches_of(self.config.primary)  # weights are loaded before the clock starts
         auxiliary = self._auxiliary_of(method)
         clock = PhaseClock()
@@ -353,7 +363,7 @@ class CacheClipEngine:
             _check_length(layout, primary.runtime)
         # room for the prompt and a usual answer; the cache grows if the answer gets longer
         capacity = layout.num_tokens + min(params.max_tokens, _RESERVED_TOKENS)
-        return Prefill(layout, method, primary, auxiliary, capacity, clock, question).run()
+        return Prefill(layout, method, primary, auxiliary, capacity, clock, question, before_reuse).run()
 
     # -- answering ----------------------------------------------------------------------------------------------
 
@@ -375,6 +385,7 @@ class CacheClipEngine:
     def _decode(self, prefilled: Prefilled, params: SamplingParams) -> Iterator[StreamEvent]:
         """From the first logits to the end of the answer."""
         runtime, cache = self.primary, prefilled.cache
+        capacity = prefilled.layout.num_tokens + min(params.max_tokens, _RESERVED_TOKENS)
         started = PhaseClock()
         room = runtime.context_tokens - prefilled.layout.num_tokens
         sampler = Sampler(params, prefilled.logits.device)
@@ -387,7 +398,12 @@ class CacheClipEngine:
                 yield StreamEvent(piece)
             if stream.stopped or len(ids) >= min(params.max_tokens, room):
                 break
-            token = sampler.pick(runtime.decode_step(cache, token))
+            if runtime.pinned_rope and cache.get_seq_length() == runtime.reuse_tokens:
+                # the model's rotary frequencies change here: as transformers' generate does, read all anew
+                cache, logits = runtime.prefill(torch.cat((prefilled.layout.ids, torch.tensor(ids))), capacity)
+            else:
+                logits = runtime.decode_step(cache, token)
+            token = sampler.pick(logits)
             ids.append(token)
         ended = stream.stopped or token in runtime.eos_ids
         rest = stream.flush()
@@ -395,7 +411,7 @@ class CacheClipEngine:
         logger.debug("answered: %s", stats)
         yield StreamEvent(rest, Answer(stream.text, tuple(ids), "stop" if ended else "length", stats))
 
-    def _record(self, prefilled: Prefilled, answer: Answer) -> None:
+    def _record(self, prefilled: Prefilled, answer: Answer, params: SamplingParams) -> None:
         """Count an answer, and have a share of those that reused something compared with full prefill."""
         self.metrics.record_answer(answer.stats)
         runtime = self.primary
@@ -406,7 +422,9 @@ class CacheClipEngine:
                 config = self.config
                 self._shadow = ShadowChecker(runtime, self.metrics, rate=config.shadow_rate, mode=config.shadow_mode)
         self._shadow.offer(
-            ShadowRequest(prefilled.layout.ids, prefilled.logits.clone(), answer.token_ids, answer.stats)
+            ShadowRequest(
+                prefilled.layout.ids, prefilled.logits.clone(), answer.token_ids, is_greedy(params), answer.stats
+            )
         )
 
     def identity(self, method: Method) -> Identity:
@@ -414,14 +432,12 @@ class CacheClipEngine:
         return identity_of(self.config, method, self._caches_of(self.config.primary), self._auxiliary_of(method))
 
     def _check_certificate(self, method: Method) -> None:
-        """Once per method: warn, or refuse where a certificate is required, unless one covers what is about to run."""
-        if method in self._checked or not method.reuses_chunks or self.primary.unsupported:
-            return
-        auxiliary = self._auxiliary_of(method)
-        if auxiliary is not None and auxiliary.runtime.unsupported:
-            return  # answered by plain prefill
-        check_certificate(self.config, method, self.identity(method))
-        self._checked.add(method)
+        """Before something is reused: warn, or refuse where one is required, unless a certificate covers it."""
+        identity = self.identity(method)
+        checked = (identity.digest(), method.nominal_ratio)
+        if checked not in self._checked:
+            check_certificate(self.config, method, identity)
+            self._checked.add(checked)
 
     def _auxiliary_of(self, method: Method) -> ChunkCaches | None:
         return self._caches_of(self.config.auxiliary) if method.needs_auxiliary and self.config.auxiliary else None

@@ -20,12 +20,14 @@ _HELP = {
     "shadow_skipped_total": "Answers drawn for comparison while too many were waiting, and those that failed.",
     "shadow_first_token_kl_sum": "KL to full prefill at the first token in nats, summed over comparisons.",
     "shadow_first_token_kl_max": "Largest KL to full prefill at the first token, nats.",
-    "shadow_agreement_sum": "Share of answer tokens that full prefill would have chosen too, summed over comparisons.",
+    "shadow_greedy_checks_total": "Comparisons of greedy answers, the only ones with an agreement.",
+    "shadow_agreement_sum": "Share of their tokens that full prefill would have chosen too, summed.",
 }
 
 
 class Metrics:
-    """Safe to share between threads. Sums over counts give means: ``shadow_agreement_sum / shadow_checks_total``."""
+    """Safe to share between threads. Sums over counts give means, for instance
+    ``shadow_agreement_sum / shadow_greedy_checks_total``."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -43,12 +45,14 @@ class Metrics:
             self._values["prompt_tokens_total", 'source="computed"'] += computed
             self._values["ttft_seconds_sum", ""] += stats.ttft_s
 
-    def record_shadow(self, first_token_kl: float, agreement: float) -> None:
-        """Count one comparison with full prefill."""
+    def record_shadow(self, first_token_kl: float, agreement: float | None) -> None:
+        """Count one comparison with full prefill; a sampled answer has no agreement."""
         with self._lock:
             self._values["shadow_checks_total", ""] += 1
             self._values["shadow_first_token_kl_sum", ""] += first_token_kl
-            self._values["shadow_agreement_sum", ""] += agreement
+            if agreement is not None:
+                self._values["shadow_greedy_checks_total", ""] += 1
+                self._values["shadow_agreement_sum", ""] += agreement
             highest = self._values["shadow_first_token_kl_max", ""]
             self._values["shadow_first_token_kl_max", ""] = max(highest, first_token_kl)
 

@@ -8,7 +8,7 @@ Read top to bottom, :meth:`Prefill.run` is the heart of the library::
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_QUESTION_TOKENS = 96
 """Question tokens that score the chunks, the last ones if there are more: each costs one row per chunk."""
+_LEAST_QUESTION_TOKENS = 16
+"""Fewer say too little: a chunk that leaves the auxiliary model's context less room is not scored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,8 @@ class Prefill:
     """Started when the request came in."""
     question: str | None = None
     """Text that scores the chunks; default the text after the last chunk."""
+    before_reuse: Callable[[], None] = lambda: None
+    """Called once it is clear that something will be reused; may raise to forbid it."""
 
     def run(self) -> Prefilled:
         """Everything up to the first token's logits."""
@@ -69,6 +73,7 @@ class Prefill:
             found = [] if obstacle else [span for span in layout.chunks if self._is_stored(span)]
         if not found:
             return self._run_plain(obstacle)
+        self.before_reuse()
         with clock.phase("select"):
             scorable = [span for span in found if not layout.is_exact(span)]
             scores = dict(zip(scorable, method.score(self._selection_request(found, scorable)), strict=True))
@@ -138,14 +143,23 @@ class Prefill:
         """Scores of the auxiliary model for each span, in the primary's tokens."""
         caches = self.auxiliary
         assert caches is not None, "a method that asks for the auxiliary's scores declares needs_auxiliary"
-        texts = [span.segment.text for span in spans]
-        lengths = [len(caches.tokenize(text)) for text in texts]
         runtime = caches.kv_runtime
-        room = runtime.reuse_tokens - len(caches.prefix_ids) - max(lengths, default=0)
-        question_ids = runtime.tokenize(self.question or _question_in(self.layout)).ids
-        question_ids = question_ids[max(0, len(question_ids) - min(_MAX_QUESTION_TOKENS, room)) :]
-        if not spans or not question_ids:
+        question_ids = runtime.tokenize(self.question or _question_in(self.layout)).ids[-_MAX_QUESTION_TOKENS:]
+        least = min(len(question_ids), _LEAST_QUESTION_TOKENS)
+        room = {s: runtime.reuse_tokens - len(caches.prefix_ids) - len(caches.tokenize(s.segment.text)) for s in spans}
+        scorable = [span for span in spans if room[span] >= least]
+        if len(scorable) < len(spans):
+            logger.warning(
+                "%d of %d chunks leave the auxiliary model %r no room for the question: none of their tokens is chosen",
+                len(spans) - len(scorable),
+                len(spans),
+                runtime.name,
+            )
+        if not scorable or not question_ids:
             return [torch.zeros(len(span.tokens)) for span in spans]
+        question_ids = question_ids[-min(room[span] for span in scorable) :]
+        texts = [span.segment.text for span in scorable]
+        lengths = [len(caches.tokenize(text)) for text in texts]
 
         def chunks() -> Iterator[torch.Tensor]:
             for text in texts:
@@ -155,10 +169,11 @@ class Prefill:
                 yield runtime.encode(caches.tokenize(text).ids, caches.prefix) if kv is None else kv
 
         raw = score_chunks(runtime, caches.prefix, chunks(), question_ids, lengths)
-        return [
-            map_scores(score, caches.tokenize(text).offsets, span.tokens.offsets)
-            for score, text, span in zip(raw, texts, spans, strict=True)
-        ]
+        scores = {
+            span: map_scores(score, caches.tokenize(text).offsets, span.tokens.offsets)
+            for score, text, span in zip(raw, texts, scorable, strict=True)
+        }
+        return [scores[span] if span in scores else torch.zeros(len(span.tokens)) for span in spans]
 
     def _assemble(self, cache: FusedCache, found: Sequence[Span]) -> list[Span]:
         """Put prefix and chunk KV into ``cache``; returns the spans that were there (a damaged one is a miss)."""

@@ -39,6 +39,8 @@ class ShadowRequest:
     logits: torch.Tensor
     """What the answer's first token was chosen from, ``(vocab_size,)``."""
     answer_ids: Sequence[int]
+    is_greedy: bool
+    """Whether each token was the likeliest: only then does agreement say anything."""
     stats: FusionStats
 
 
@@ -106,24 +108,26 @@ class ShadowChecker:
             logger.warning("shadow: comparison with full prefill failed", exc_info=True)
             return
         self._metrics.record_shadow(kl, agreement)
-        level = logging.WARNING if kl > _ALARM_KL else logging.INFO
-        stats = request.stats
         logger.log(
-            level,
-            "shadow: first-token KL to full prefill %.4f nats, %.0f %% of %d tokens agree (%s, effective ratio %.3f)",
+            logging.WARNING if kl > _ALARM_KL else logging.INFO,
+            "shadow: first-token KL to full prefill %.4f nats%s (%s, effective ratio %.3f)",
             kl,
-            100 * agreement,
-            len(request.answer_ids),
-            stats.method,
-            stats.effective_ratio,
+            "" if agreement is None else f", {agreement:.0%} of {len(request.answer_ids)} tokens agree",
+            request.stats.method,
+            request.stats.effective_ratio,
         )
 
     @torch.inference_mode()
-    def _compare(self, request: ShadowRequest) -> tuple[float, float]:
-        """First-token KL, and the share of the answer's tokens that full prefill would have chosen greedily."""
-        runtime = self._runtime
-        cache, logits = runtime.prefill(request.ids, len(request.ids) + len(request.answer_ids))
+    def _compare(self, request: ShadowRequest) -> tuple[float, float | None]:
+        """First-token KL, and for a greedy answer the share of its tokens that full prefill would have chosen too."""
+        runtime, num_tokens = self._runtime, len(request.ids)
+        cache, logits = runtime.prefill(request.ids, num_tokens + len(request.answer_ids))
         kl = float(kl_divergence(logits, request.logits.to(logits.device)))
-        along = read_along(runtime, cache, logits, request.answer_ids)
-        answer = torch.tensor(request.answer_ids, device=along.device)
+        if not request.is_greedy:
+            return kl, None
+        answer_ids = request.answer_ids
+        if runtime.pinned_rope:  # the answer went on with other rotary frequencies there
+            answer_ids = answer_ids[: max(1, runtime.reuse_tokens - num_tokens)]
+        along = read_along(runtime, cache, logits, answer_ids)
+        answer = torch.tensor(answer_ids, device=along.device)
         return kl, float((along.argmax(-1) == answer).float().mean())

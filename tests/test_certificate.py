@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,18 @@ import pytest
 
 import cacheclip_rag.certificate as certificates
 from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.certificate import Certificate, Identity, RatioFigures, find_certificate, verdict_at
+from cacheclip_rag.certificate import (
+    THRESHOLDS,
+    Certificate,
+    Identity,
+    RatioFigures,
+    check_writable,
+    find_certificate,
+    verdict_at,
+)
 from cacheclip_rag.errors import CertificateError, ModelError
 from cacheclip_rag.methods import create
+from cacheclip_rag.methods.cacheclip import CacheClip
 from tests.conftest import rag_prompt
 
 ONE = SamplingParams(max_tokens=1)
@@ -47,10 +57,10 @@ def certificate_for(engine: CacheClipEngine, method: str = "cacheclip", **change
         identity=engine.identity(create(method, settings)),
         verdict="faithful",
         ratio=0.2,
-        exactness={"passed": True, "checks": {}},
+        exactness={"passed": True, "checks": {"greedy": {"figure": 1.0}}},
         needle_accuracy_of_full=1.0,
         ratios=rows,
-        thresholds={"answer_kl": 0.1},
+        thresholds=dict(THRESHOLDS),
         prompts=24,
         quick=False,
         seconds=1.0,
@@ -99,8 +109,69 @@ class TestFile:
         made = certificate_for(make())
         verdicts = [verdict_at(made, ratio) for ratio in (0.0, 0.15, 0.2, 0.3, 0.5, 0.9, 1.0)]
         assert verdicts == ["not faithful", "not faithful", "faithful", "faithful", "exact", "exact", "exact"]
+        noisy = replace(made, exactness={"passed": True, "checks": {"greedy": {"figure": 0.9}}})
+        assert verdict_at(noisy, 1.0) == "faithful"
+        measured = replace(made, ratios=[*made.ratios, replace(made.ratios[0], ratio=1.0, verdict="faithful")])
+        assert verdict_at(measured, 1.0) == "faithful" and verdict_at(measured, 0.9) == "exact"
         failed = replace(made, exactness={"passed": False})
         assert {verdict_at(failed, ratio) for ratio in (0.0, 0.5, 1.0)} == {"not faithful"}
+
+
+class TestSaving:
+    def test_quick_does_not_replace_thorough(self, make: Callable[..., CacheClipEngine]) -> None:
+        made = certificate_for(make())
+        path = made.save()
+        assert replace(made, quick=True, prompts=4, verdict="not faithful").save() == path
+        assert find_certificate(made.identity)[0] == made
+
+    def test_thorough_replaces_quick(self, make: Callable[..., CacheClipEngine]) -> None:
+        made = certificate_for(make())
+        replace(made, quick=True, ratios=[replace(made.ratios[0], ratio=0.75)]).save()
+        made.save()
+        assert find_certificate(made.identity)[0] == made
+
+    def test_ratios_come_together(self, make: Callable[..., CacheClipEngine]) -> None:
+        made = certificate_for(make())
+        made.save()
+        newer = [replace(made.ratios[0], ratio=0.3, verdict="faithful"), replace(made.ratios[2], verdict="exact")]
+        replace(made, ratios=newer, ratio=0.3).save()
+        found = find_certificate(made.identity)[0]
+        assert found is not None
+        rows = {row.ratio: row.verdict for row in found.ratios}
+        assert rows == {0.0: "not faithful", 0.1: "not faithful", 0.2: "exact", 0.3: "faithful", 0.5: "exact"}
+
+    def test_failed_checks_replace_everything(self, make: Callable[..., CacheClipEngine]) -> None:
+        made = certificate_for(make())
+        made.save()
+        failed = replace(made, exactness={**made.exactness, "passed": False}, ratios=made.ratios[:1])
+        failed.save()
+        assert find_certificate(made.identity)[0] == failed
+
+    def test_other_thresholds_are_no_certificate(
+        self, make: Callable[..., CacheClipEngine], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        made = certificate_for(make())
+        made.save()
+        monkeypatch.setattr(certificates, "THRESHOLDS", {**THRESHOLDS, "agreement": 0.99})
+        found, why = find_certificate(made.identity)
+        assert found is None and "thresholds" in why
+
+    def test_folder_that_cannot_be_written(
+        self, make: Callable[..., CacheClipEngine], home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        made = certificate_for(make())
+        (tmp_path / "file").write_text("")
+        monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "file"))
+        for attempt in (made.save, check_writable):
+            with pytest.raises(CertificateError, match=r"cannot be written.*CACHECLIP_HOME"):
+                attempt()
+
+
+@dataclass(frozen=True, slots=True)
+class Mine(CacheClip):
+    """Somebody's own method under a name that is taken, with settings that are neither hashable nor JSON."""
+
+    notes: Any = field(default_factory=lambda: [Path("x")])
 
 
 class TestEngine:
@@ -113,6 +184,7 @@ class TestEngine:
     ) -> None:
         caplog.set_level(logging.WARNING)
         for engine in (make(), make()):
+            engine.precompute(chunks)
             for _ in range(2):
                 engine.generate(rag_prompt(chunks), ONE)
         warnings = [record.getMessage() for record in caplog.records if "certificate" in record.getMessage()]
@@ -120,11 +192,13 @@ class TestEngine:
         assert "has not been certified" in warnings[0]
         command = f"cacheclip certify --primary {tiny_models['llama']} --auxiliary {tiny_models['auxiliary']}"
         assert f"{command} --method cacheclip --ratio 0.2 --dtype float32 --device cpu" in warnings[0]
+        assert warnings[0].endswith("--device cpu")
 
     def test_with_it_is_silent(
         self, make: Callable[..., CacheClipEngine], chunks: list[str], caplog: pytest.LogCaptureFixture
     ) -> None:
         engine = make(require_certificate=True)
+        engine.precompute(chunks)
         certificate_for(engine).save()
         engine.generate(rag_prompt(chunks), ONE)
         engine.generate(rag_prompt(chunks), ONE, recompute_ratio=1.0)
@@ -132,6 +206,7 @@ class TestEngine:
 
     def test_required(self, make: Callable[..., CacheClipEngine], chunks: list[str]) -> None:
         engine = make(require_certificate=True)
+        engine.precompute(chunks)
         with pytest.raises(CertificateError, match="cacheclip certify") as error:
             engine.generate(rag_prompt(chunks), ONE)
         assert isinstance(error.value, ModelError)
@@ -141,25 +216,77 @@ class TestEngine:
 
     def test_not_faithful_at_this_ratio(self, make: Callable[..., CacheClipEngine], chunks: list[str]) -> None:
         engine = make(require_certificate=True)
+        engine.precompute(chunks)
         certificate_for(engine).save()
         with pytest.raises(CertificateError, match=r"says 'not faithful' at recompute ratio 0\.1"):
             engine.generate(rag_prompt(chunks), ONE, recompute_ratio=0.1)
 
     def test_of_another_method(self, make: Callable[..., CacheClipEngine], chunks: list[str]) -> None:
         engine = make(require_certificate=True)
+        engine.precompute(chunks)
         certificate_for(engine).save()
         with pytest.raises(CertificateError, match="method 'direct'"):
             engine.generate(rag_prompt(chunks), ONE, method="direct")
 
     def test_of_another_dtype(self, make: Callable[..., CacheClipEngine], chunks: list[str]) -> None:
         certificate_for(make()).save()
+        other = make(require_certificate=True, dtype="bfloat16")
+        other.precompute(chunks)
         with pytest.raises(CertificateError, match="certify"):
-            make(require_certificate=True, dtype="bfloat16").generate(rag_prompt(chunks), ONE)
+            other.generate(rag_prompt(chunks), ONE)
 
-    def test_refuses_before_the_store_is_touched(
-        self, make: Callable[..., CacheClipEngine], chunks: list[str], tmp_path: Path
-    ) -> None:
-        engine = make(require_certificate=True, store=str(tmp_path / "store"))
-        with pytest.raises(CertificateError):
+    def test_what_reuses_nothing_needs_none(self, make: Callable[..., CacheClipEngine], chunks: list[str]) -> None:
+        engine = make(require_certificate=True)
+        assert engine.generate("Hello there.", ONE).stats.method == "full"
+        assert engine.generate(rag_prompt(chunks), ONE, candidates=chunks).stats.misses == len(chunks)
+        with pytest.raises(CertificateError):  # now they are stored
             engine.generate(rag_prompt(chunks), ONE)
-        assert list(engine.store.keys()) == []
+
+    def test_quick_is_not_enough_where_one_is_required(
+        self, make: Callable[..., CacheClipEngine], chunks: list[str], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        engine, strict = make(), make(require_certificate=True)
+        for each in (engine, strict):
+            each.precompute(chunks)
+        certificate_for(engine, quick=True, prompts=4).save()
+        engine.generate(rag_prompt(chunks), ONE)
+        assert "certificate" not in caplog.text
+        with pytest.raises(CertificateError, match="quick one"):
+            strict.generate(rag_prompt(chunks), ONE)
+        strict.generate(rag_prompt(chunks), ONE, recompute_ratio=0.5)  # exact there
+
+    def test_method_of_another_class(self, make: Callable[..., CacheClipEngine], chunks: list[str]) -> None:
+        engine = make(require_certificate=True)
+        engine.precompute(chunks)
+        certificate_for(engine).save()
+        with pytest.raises(CertificateError, match=r"evaluation\.certify.*method=Mine"):
+            engine.generate(rag_prompt(chunks), ONE, method=Mine(0.2))
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {},
+            {"grouping": "vote_sliding", "window": 6, "threshold": 4},
+            {"auxiliary_codec": "float32", "codec": "bfloat16"},
+            {"method": "direct", "auxiliary": None},
+            {"recompute_ratio": 0.35, "dtype": "bfloat16", "auxiliary_device": "cpu"},
+        ],
+    )
+    def test_the_command_makes_what_is_missing(
+        self, make: Callable[..., CacheClipEngine], chunks: list[str], monkeypatch: pytest.MonkeyPatch, options: Any
+    ) -> None:
+        from typer.testing import CliRunner
+
+        import cacheclip_rag.evaluation.certify as certify
+        from cacheclip_rag.cli import app
+
+        monkeypatch.setattr(certify, "_PROMPTS", 2)
+        monkeypatch.setattr(certify, "_ANSWER_TOKENS", 2)
+        engine = make(require_certificate=True, **options)
+        engine.precompute(chunks)
+        with pytest.raises(CertificateError) as error:
+            engine.generate(rag_prompt(chunks), ONE)
+        command = str(error.value).partition("Measure it: cacheclip ")[2].partition("; or set")[0]
+        CliRunner().invoke(app, shlex.split(command))
+        found, why = find_certificate(engine.identity(engine._method(None, None)))
+        assert found is not None, why

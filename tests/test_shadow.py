@@ -156,6 +156,17 @@ class TestShadow:
         assert engine.wait_for_shadows(10)
         assert engine.metrics.snapshot()["shadow_checks_total"] == values["shadow_checks_total"] + 1
 
+    def test_sampled_answers_have_no_agreement(self, make: Callable[..., CacheClipEngine]) -> None:
+        """At temperature 1 even an exact answer's tokens are often not the likeliest: that says nothing."""
+        engine = make(shadow_rate=1.0, shadow_mode="inline", recompute_ratio=1.0)
+        engine.generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=10, temperature=1.0, seed=3))
+        values = engine.metrics.snapshot()
+        assert values["shadow_checks_total"] == 1 and values["shadow_first_token_kl_sum"] < 1e-6
+        assert "shadow_agreement_sum" not in values and "shadow_greedy_checks_total" not in values
+        engine.generate(rag_prompt(CHUNKS), PARAMS)
+        values = engine.metrics.snapshot()
+        assert values["shadow_greedy_checks_total"] == values["shadow_agreement_sum"] == 1
+
     def test_streamed_answers_too(self, make: Callable[..., CacheClipEngine]) -> None:
         engine = make(shadow_rate=1.0, shadow_mode="inline")
         for _ in engine.generate_stream(rag_prompt(CHUNKS), PARAMS):

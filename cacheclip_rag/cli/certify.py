@@ -29,9 +29,12 @@ def certify(
     quick: Annotated[bool, typer.Option("--quick", help="4 prompts instead of 20: a first look.")] = False,
     dtype: DtypeOption = None,
     device: DeviceOption = "cpu",
-    auxiliary_device: Annotated[
-        str | None, typer.Option(help="Device of the auxiliary model, if it is another.")
-    ] = None,
+    auxiliary_device: Annotated[str | None, typer.Option(help="Device of the auxiliary model, if another.")] = None,
+    grouping: Annotated[str, typer.Option(help="window_score, vote_sliding or v1_literal.")] = "window_score",
+    window: Annotated[int, typer.Option(help="Window of the grouping, tokens.")] = 8,
+    threshold: Annotated[int, typer.Option(help="Threshold of the grouping, tokens.")] = 5,
+    codec: Annotated[str | None, typer.Option(help="How the primary's chunk caches are stored.")] = None,
+    auxiliary_codec: Annotated[str, typer.Option(help="How the auxiliary's are.")] = "bfloat16",
     as_json: JsonOption = False,
 ) -> None:
     """Check that reuse is exact on these models, measure how close answers stay to full prefill, save the certificate.
@@ -50,6 +53,11 @@ def certify(
         dtype=dtype or DEFAULT_SETTINGS.dtype,
         device=device,
         auxiliary_device=auxiliary_device,
+        grouping=grouping,
+        window=window,
+        threshold=threshold,
+        codec=codec,
+        auxiliary_codec=auxiliary_codec,
     )
     certificate = run(config, quick=quick)
     path = certificate.save()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -48,8 +49,16 @@ _USAGE_ERRORS = (ConfigurationError, UnknownModelError, DocumentError)
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """One object on one line."""
-    sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
+    """One object on one line; numbers that JSON does not know (infinity, not a number) become null."""
+    sys.stdout.write(json.dumps(_finite(value), ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def format_bytes(count: float) -> str:

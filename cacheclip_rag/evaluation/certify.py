@@ -1,8 +1,8 @@
 """Certify a pair of models: is reuse exact on them, and how close to full prefill does it stay at which ratio?
 
 The verdict at a ratio is ``exact`` if nothing tells the answers from full prefill's, ``faithful`` if the means over
-the bundled prompts stay within :data:`THRESHOLDS`, and else ``not faithful``. Failed exactness checks make every
-verdict ``not faithful``.
+the bundled prompts stay within :data:`~cacheclip_rag.certificate.THRESHOLDS`, and else ``not faithful``. Failed
+exactness checks make every verdict ``not faithful``.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from typing import Any
 
 import torch
 
-from ..certificate import Certificate, RatioFigures, verdict_at
+from ..certificate import THRESHOLDS, Certificate, RatioFigures, check_writable, verdict_at
 from ..config import EngineConfig
 from ..engine import CacheClipEngine
 from ..errors import ConfigurationError, UnsupportedModelError
@@ -27,15 +27,12 @@ from ..models.cache import FusedCache
 from ..models.runtime import ModelRuntime
 from ..prefill import Prefilled
 from ..progress import progress_bar
-from .exactness import check_exactness
+from .exactness import check_exactness, check_reuse
 from .prompts import EvaluationPrompt, bundled_prompts
 
-__all__ = ["RATIOS", "THRESHOLDS", "certify"]
+__all__ = ["RATIOS", "certify"]
 
 RATIOS = (0.05, 0.1, 0.2, 0.3, 0.5)
-THRESHOLDS = {"first_token_kl": 0.1, "answer_kl": 0.05, "agreement": 0.95, "needle_accuracy_of_full": 0.95}
-"""``faithful`` means, over all prompts: mean KL of at most 0.1 nats at the first token, where an answer takes its
-direction, and 0.05 along the answer; at least 95 % of full prefill's greedy tokens; 95 % as many needles, or more."""
 _EXACT_KL = 1e-4
 """Nats, at most on any prompt, for ``exact`` (or twice the noise floor, in half precision); float32's own is 1e-7."""
 _PROMPTS, _QUICK_PROMPTS = 20, 4
@@ -61,30 +58,38 @@ class _Outcome:
     finds_needle: bool | None
 
 
-def certify(config: EngineConfig, *, quick: bool = False) -> Certificate:
+def certify(config: EngineConfig, *, method: Method | None = None, quick: bool = False) -> Certificate:
     """Measure the pair of models of ``config`` with its method, and return the certificate (not saved yet).
 
     Args:
         config: its ``recompute_ratio`` is the one that the verdict is about, measured beside :data:`RATIOS`; its store
             is not used.
-        quick: 4 of the 20 prompts: a first look, with a verdict that can still change.
+        method: an instance, in place of the one that ``config`` names.
+        quick: 4 of the 20 prompts: a first look, with a verdict that can still change. Where engines require a
+            certificate, only its ``exact`` counts.
 
     Raises:
-        ConfigurationError: the method reuses nothing, or needs an auxiliary model and there is none.
+        ConfigurationError: the method reuses nothing, needs an auxiliary model and there is none, or the models'
+            contexts are too short for the prompts.
         UnsupportedModelError: a model whose KV cannot be reused: there is nothing to certify.
+        CertificateError: the certificate could not be saved afterwards.
     """
     started = time.perf_counter()
-    cls = method_class(config.method)
+    cls = type(method) if method else method_class(config.method)
     check_auxiliary(cls, config.auxiliary)
     if not cls.reuses_chunks:
-        raise ConfigurationError(f"method {config.method!r} reuses nothing, so there is nothing to certify.")
+        raise ConfigurationError(f"method {cls.name!r} reuses nothing, so there is nothing to certify.")
+    check_writable()
     config = replace(config, store=None, shadow_rate=0.0, auxiliary=config.auxiliary if cls.needs_auxiliary else None)
     engine = CacheClipEngine(config)
-    runtime = engine.primary
-    if not isinstance(runtime, ModelRuntime):
-        raise UnsupportedModelError(str(runtime.unsupported))
+    runtime, auxiliary = engine.primary, engine.auxiliary
+    for each in (runtime, auxiliary):
+        if each is not None and each.unsupported:
+            raise UnsupportedModelError(each.unsupported)
+    assert isinstance(runtime, ModelRuntime), "all others are unsupported"
     prompts = bundled_prompts(_QUICK_PROMPTS if quick else _PROMPTS)
-    methods = _methods(engine)
+    methods = _methods(engine, method)
+    asked = max(methods) if len(methods) == 1 else (method.nominal_ratio if method else config.recompute_ratio)
     outcomes: dict[float, list[_Outcome]] = {ratio: [] for ratio in methods}
     references = []
     with progress_bar("certifying", len(prompts) + 1, "prompts") as advance:
@@ -107,7 +112,7 @@ def certify(config: EngineConfig, *, quick: bool = False) -> Certificate:
         auxiliary=config.auxiliary,
         identity=engine.identity(methods[max(methods)]),
         verdict="",
-        ratio=methods[max(methods)].nominal_ratio if len(methods) == 1 else config.recompute_ratio,
+        ratio=asked,
         exactness=exactness,
         needle_accuracy_of_full=needles_of_full,
         ratios=rows,
@@ -120,13 +125,16 @@ def certify(config: EngineConfig, *, quick: bool = False) -> Certificate:
     return replace(certificate, verdict=verdict_at(certificate, certificate.ratio))
 
 
-def _methods(engine: CacheClipEngine) -> dict[float, Method]:
+def _methods(engine: CacheClipEngine, given: Method | None) -> dict[float, Method]:
     """The method at each ratio, ratio 0 (direct reuse) included; one entry for a method without a ratio."""
     config = engine.config
-    settings = {name: getattr(config, name) for name in ("grouping", "window", "threshold")}
-    ratios = sorted({0.0, *RATIOS, config.recompute_ratio})
-    made = {ratio: create(config.method, {**settings, "recompute_ratio": ratio}) for ratio in ratios}
-    return {method.nominal_ratio: method for method in made.values()}
+    if given is None:
+        settings = {name: getattr(config, name) for name in ("recompute_ratio", "grouping", "window", "threshold")}
+        given = create(config.method, settings)
+    if not any(field.name == "recompute_ratio" for field in fields(given)):
+        return {given.nominal_ratio: given}
+    ratios = sorted({0.0, *RATIOS, given.nominal_ratio})
+    return {ratio: replace(given, recompute_ratio=ratio) for ratio in ratios}  # type: ignore[call-arg]
 
 
 def _reference(engine: CacheClipEngine, runtime: ModelRuntime, prompt: EvaluationPrompt) -> _Reference:
@@ -138,7 +146,7 @@ def _reference(engine: CacheClipEngine, runtime: ModelRuntime, prompt: Evaluatio
 def _measure(
     engine: CacheClipEngine, runtime: ModelRuntime, prompt: EvaluationPrompt, method: Method, reference: _Reference
 ) -> _Outcome:
-    prefilled = engine.prefill(prompt.text, method=method, question=prompt.question)
+    prefilled = check_reuse(engine.prefill(prompt.text, method=method, question=prompt.question))
     cache, end = _cache_of(prefilled), prefilled.layout.num_tokens
     along = read_along(runtime, cache, prefilled.logits, reference.ids)
     finds = None

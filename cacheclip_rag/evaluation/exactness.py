@@ -15,6 +15,7 @@ import torch
 from transformers import DynamicCache
 
 from ..engine import CacheClipEngine
+from ..errors import ConfigurationError
 from ..fidelity import greedy, kl_divergence, read_along
 from ..fusion.recompute import assemble, choose_rows, recompute
 from ..methods import create
@@ -24,7 +25,7 @@ from ..models.runtime import ModelRuntime
 from ..prefill import Prefilled
 from .prompts import EvaluationPrompt
 
-__all__ = ["Check", "check_exactness", "noise_floor", "reference_logits"]
+__all__ = ["Check", "check_exactness", "check_reuse", "noise_floor", "reference_logits"]
 
 _GREEDY_TOKENS = 64
 _LIMIT, _LIMIT_DEEP, _DEEP = 1e-4, 1e-3, 24
@@ -66,10 +67,10 @@ def check_exactness(engine: CacheClipEngine, prompt: EvaluationPrompt) -> dict[s
     precise = runtime.dtype == torch.float32
     floor = noise_floor(runtime, ids)
     limit = (_LIMIT_DEEP if runtime.num_layers >= _DEEP else _LIMIT) if precise else 2 * floor["logits"]
-    everything = engine.prefill(prompt.text, method=_RecomputeAll())
+    everything = check_reuse(engine.prefill(prompt.text, method=_RecomputeAll()))
     nothing = create("direct", {})
     single = f"{prompt.chunks[0]}\n\nQuestion: {prompt.question}"
-    behind_prefix = engine.prefill(single, method=nothing)
+    behind_prefix = check_reuse(engine.prefill(single, method=nothing))
     checks = {
         "full_prefill": _gap(full.logits, expected, limit, "logits of our full prefill against plain transformers"),
         "ratio_1": _gap(everything.logits, expected, limit, "logits at ratio 1.0 against plain transformers"),
@@ -97,16 +98,30 @@ def check_exactness(engine: CacheClipEngine, prompt: EvaluationPrompt) -> dict[s
     }
 
 
+def check_reuse(prefilled: Prefilled) -> Prefilled:
+    """What was prefilled, if it reused all its chunks; a plain prefill would pass every check and say nothing.
+
+    Raises:
+        ConfigurationError: something was not reused; the message says why.
+    """
+    stats = prefilled.stats
+    if stats.fallback is not None or stats.misses:
+        why = stats.fallback or f"{stats.misses} chunks were not found in the store"
+        raise ConfigurationError(f"these models cannot be certified, since a bundled prompt was not reused: {why}.")
+    return prefilled
+
+
 @contextmanager
 def _stock_attention(runtime: ModelRuntime, implementation: str = "eager") -> Iterator[Any]:
-    """The model with one of transformers' own attention functions; nobody else may use it meanwhile."""
+    """The model with one of transformers' own attention functions; all other passes wait meanwhile."""
     model = runtime.model
-    ours = model.config._attn_implementation
-    model.set_attn_implementation(implementation)
-    try:
-        yield model
-    finally:
-        model.set_attn_implementation(ours)
+    with runtime.passes.alone():
+        ours = model.config._attn_implementation
+        model.set_attn_implementation(implementation)
+        try:
+            yield model
+        finally:
+            model.set_attn_implementation(ours)
 
 
 @torch.inference_mode()

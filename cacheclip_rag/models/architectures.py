@@ -116,7 +116,9 @@ def reuse_tokens(config: Any) -> int:
     ``original_max_position_embeddings`` tokens, and dynamic NTK, which does so above ``max_position_embeddings``.
     """
     context = config.max_position_embeddings
-    limits = (r["original_max_position_embeddings"] for r in _ropes(config) if r.get("rope_type") == "longrope")
+    limits = (
+        r.get("original_max_position_embeddings", context) for r in _ropes(config) if r.get("rope_type") == "longrope"
+    )
     return int(min((context, *limits)))
 
 

@@ -122,7 +122,7 @@ def block_attention(
         # A key head is shared by its group through a stride of 0: no copy, unlike repeat_interleave.
         keys = key[0, :, reach].unsqueeze(1).expand(-1, groups, -1, -1)
         values = value[0, :, reach].unsqueeze(1).expand(-1, groups, -1, -1)
-        mask = _additive_mask(block, skipped, rule, query.dtype)
+        mask = _additive_mask(block, skipped, rule, query)
         if rule.is_dense:
             with sdpa_backends(query.device):
                 attended = scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=rule.scaling)
@@ -137,7 +137,7 @@ def query_attention_mass(query: torch.Tensor, key: torch.Tensor, block: Block, r
     num_kv_heads = key.shape[1]
     rows = query[0, :, block.rows].unflatten(0, (num_kv_heads, -1)).float()  # (num_kv_heads, groups, rows, head_dim)
     keys = key[0, :, block.keys].float().unsqueeze(1)  # (num_kv_heads, 1, num_keys, head_dim)
-    mass: torch.Tensor = _weights(rows, keys, _additive_mask(block, 0, rule, rows.dtype), rule).mean(dim=(0, 1, 2))
+    mass: torch.Tensor = _weights(rows, keys, _additive_mask(block, 0, rule, rows), rule).mean(dim=(0, 1, 2))
     return mass
 
 
@@ -171,14 +171,15 @@ def _weights(rows: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor | None, 
     return torch.cat((logits, sinks), dim=-1).softmax(dim=-1)[..., :-1]
 
 
-def _additive_mask(block: Block, skipped: int, rule: AttentionRule, dtype: torch.dtype) -> torch.Tensor | None:
+def _additive_mask(block: Block, skipped: int, rule: AttentionRule, query: torch.Tensor) -> torch.Tensor | None:
     """``(num_rows, num_keys - skipped)``: 0 where a row sees a key, minus infinity elsewhere (additive: right
-    everywhere). None when every row sees every key."""
+    everywhere), dtype and device as ``query``. None when every row sees every key."""
     num_keys = block.keys.stop - block.keys.start
     if block.first >= num_keys - 1 and (rule.window is None or skipped + rule.window >= num_keys):
         return None
-    slots = torch.arange(skipped, num_keys, device=block.positions.device)
-    hidden = slots[None, :] > block.positions[:, None]
+    positions = block.positions.to(query.device)  # a layer may sit on another device than the first
+    slots = torch.arange(skipped, num_keys, device=query.device)
+    hidden = slots[None, :] > positions[:, None]
     if rule.window is not None:
-        hidden |= slots[None, :] <= block.positions[:, None] - rule.window
-    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+        hidden |= slots[None, :] <= positions[:, None] - rule.window
+    return torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill_(hidden, float("-inf"))

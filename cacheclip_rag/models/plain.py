@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .architectures import has_pinned_rope, reuse_tokens
 from .text import TextModel
 
 __all__ = ["PlainRuntime", "PlainState", "auto_classes"]
@@ -50,9 +51,13 @@ class PlainRuntime(TextModel):
         self.rope_pin = ""
         self.context_tokens: int = getattr(config, "max_position_embeddings", None) or 2**31
         """A recurrent model has no limit."""
-        self.reuse_tokens = 0
+        self.pinned_rope = has_pinned_rope(config)
+        self.reuse_tokens = reuse_tokens(config) if self.pinned_rope else 0
+        parameters = inspect.signature(model.forward).parameters
         # recurrent models of older transformers do not count their tokens themselves
-        self._wants_cache_position = "cache_position" in inspect.signature(model.forward).parameters
+        self._wants_cache_position = "cache_position" in parameters
+        # logits of a whole prompt can be larger than the model
+        self._last_logits = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
 
@@ -78,7 +83,7 @@ class PlainRuntime(TextModel):
         given = {"decoder_input_ids" if self.model.config.is_encoder_decoder else "input_ids": ids}
         if "cache_params" in state.arguments and self._wants_cache_position:
             given["cache_position"] = torch.tensor([state.num_tokens], device=self.device)
-        output = self.model(**given, **state.arguments, use_cache=True)
+        output = self.model(**given, **state.arguments, **self._last_logits, use_cache=True)
         found = {name: getattr(output, name, None) for name in _STATES}
         arguments = {**state.arguments, **{name: value for name, value in found.items() if value is not None}}
         return PlainState(arguments, state.num_tokens + ids.shape[1]), output.logits[0, -1]

@@ -9,9 +9,7 @@ rows into a fused KV, and an attention function (registered under ``cacheclip``)
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +19,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from .architectures import SUPPORTED, has_pinned_rope, reuse_tokens, rope_pin
 from .attention import AttentionPlan, AttentionRule, block_attention, causal_plan, query_attention_mass, sdpa_backends
 from .cache import FusedCache, FusedLayer
+from .passes import Passes
 from .rotary import Tables, rotate, unrotate
 from .text import TextModel
 
@@ -70,6 +69,13 @@ def device_of(module: torch.nn.Module) -> torch.device:
     return next(module.parameters()).device
 
 
+def _is_offloaded(model: torch.nn.Module) -> bool:
+    """Whether accelerate loads weights for each pass and drops them after it."""
+    hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
+    each = (single for hook in hooks for single in getattr(hook, "hooks", [hook]))
+    return any(getattr(hook, "offload", False) for hook in each)
+
+
 class ModelRuntime(TextModel):
     """One loaded causal language model: tokenise, encode chunks, fill caches, run rows, decode.
 
@@ -96,8 +102,9 @@ class ModelRuntime(TextModel):
         self.layer_devices = [device_of(layer) for layer in model.base_model.layers]
         self._architecture = SUPPORTED[config.model_type]
         self._layer_kinds = self._find_layer_kinds(config)
-        # such a module changes its frequencies in place with each pass's length: one pass at a time
-        self._pass_lock: AbstractContextManager[Any] = threading.Lock() if has_pinned_rope(config) else nullcontext()
+        self.pinned_rope: bool = has_pinned_rope(config)
+        # such a rotary module changes its frequencies in place with each pass's length
+        self.passes = Passes(one_at_a_time=self.pinned_rope or _is_offloaded(model))
 
     def _find_layer_kinds(self, config: Any) -> list[str | None]:
         """Per layer which rotary tables it uses: None for none, else a layer type (``""`` where all are alike)."""
@@ -124,7 +131,7 @@ class ModelRuntime(TextModel):
     def rotary_tables(self, start: int, stop: int) -> list[Tables | None]:
         """Per layer the model's own float32 cos and sin, each ``(stop - start, rotary_dim)``, for positions start to
         stop - 1; None for layers that do not rotate. Layers that rotate alike share them."""
-        with self._pass_lock:
+        with self.passes.shared():
             by_kind = {kind: self._tables(kind, start, stop) for kind in set(self._layer_kinds) if kind is not None}
         tables: list[Tables | None] = []
         for kind, device in zip(self._layer_kinds, self.layer_devices, strict=True):
@@ -173,7 +180,7 @@ class ModelRuntime(TextModel):
     @torch.inference_mode()
     def prefill(self, ids: torch.Tensor, capacity: int) -> tuple[FusedCache, torch.Tensor]:
         cache = self.new_cache(capacity)
-        with self._pass_lock:
+        with self.passes.shared():
             output = self.model(
                 input_ids=ids[None].to(self.device), past_key_values=cache, use_cache=True, logits_to_keep=1
             )
@@ -211,7 +218,7 @@ class ModelRuntime(TextModel):
             "cacheclip_plan": plan,
         }
         try:
-            with self._pass_lock:
+            with self.passes.shared():
                 if not head:
                     self.model.base_model(**arguments)
                     return None
@@ -231,7 +238,7 @@ class ModelRuntime(TextModel):
     @torch.inference_mode()
     def decode_step(self, state: FusedCache, token_id: int) -> torch.Tensor:
         position = state.get_seq_length()
-        with self._pass_lock:
+        with self.passes.shared():
             output = self.model(
                 input_ids=torch.tensor([[token_id]], device=self.device),
                 position_ids=torch.tensor([[position]], device=self.device),

@@ -57,6 +57,8 @@ class TextModel(ABC):
     context_tokens: int
     reuse_tokens: int
     """Longest prompt for which reuse is exact; longer ones are answered by plain prefill."""
+    pinned_rope: bool
+    """Whether the rotary frequencies change above ``reuse_tokens``, so that KV from below is wrong above."""
     dtype: torch.dtype
     device: torch.device
     """Where token ids go in."""

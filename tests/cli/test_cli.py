@@ -221,3 +221,10 @@ def test_bench_without_an_auxiliary(cacheclip: Any, tiny_models: dict[str, str])
 def test_usage_errors_exit_with_two(cacheclip: Any) -> None:
     assert cacheclip("ask").code == 2
     assert cacheclip("frobnicate").code == 2
+
+
+def test_json_knows_no_infinity(capsys: pytest.CaptureFixture[str]) -> None:
+    from cacheclip_rag.cli.common import print_json
+
+    print_json({"a": float("nan"), "b": [1.5, float("inf")], "c": {"d": (float("-inf"), 2)}})
+    assert json.loads(capsys.readouterr().out) == {"a": None, "b": [1.5, None], "c": {"d": [None, 2]}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ import cacheclip_rag.evaluation.certify as module
 from cacheclip_rag import CacheClipEngine, EngineConfig, SamplingParams
 from cacheclip_rag.certificate import find_certificate
 from cacheclip_rag.cli import app
-from cacheclip_rag.errors import ConfigurationError, UnsupportedModelError
+from cacheclip_rag.errors import CertificateError, ConfigurationError, UnsupportedModelError
 from cacheclip_rag.evaluation.certify import certify
 from cacheclip_rag.evaluation.exactness import check_exactness, noise_floor, reference_logits
 from cacheclip_rag.evaluation.prompts import EvaluationPrompt, bundled_prompts
+from cacheclip_rag.methods.cacheclip import CacheClip
 from cacheclip_rag.models import runtime as runtime_module
 from cacheclip_rag.models.attention import AttentionPlan, Block
 from cacheclip_rag.models.load import load_model
@@ -94,6 +96,17 @@ class TestExactness:
         checks = check_exactness(engine_for(primary, tiny_models["auxiliary"]), PROMPT)["checks"]
         assert not checks["full_prefill"]["passed"] and not checks["ratio_1"]["passed"]
 
+    def test_does_not_disturb_other_engines(self, tiny_models: dict[str, str]) -> None:
+        """Checks borrow the loaded model for plain transformers' attention, while others answer with it."""
+        engine = engine_for(tiny_models["llama"], tiny_models["auxiliary"])
+        expected = engine.generate(PROMPT.text, SamplingParams(max_tokens=8)).token_ids
+        checking = threading.Thread(target=lambda: [check_exactness(engine, PROMPT) for _ in range(3)])
+        checking.start()
+        answers = []
+        while checking.is_alive():
+            answers.append(engine.generate(PROMPT.text, SamplingParams(max_tokens=8)).token_ids)
+        assert answers and set(answers) == {expected}
+
     def test_leaves_the_model_as_it_was(self, tiny_models: dict[str, str]) -> None:
         engine = engine_for(tiny_models["llama"], tiny_models["auxiliary"])
         before = engine.generate(PROMPT.text, SamplingParams(max_tokens=8)).token_ids
@@ -105,11 +118,11 @@ class TestExactness:
 class TestHalfPrecision:
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
     @pytest.mark.parametrize(
-        "primary", [n for n in TINY_MODELS if "moe" not in n and n not in ("mixtral", "gpt-oss")], indirect=True
+        "primary", [n for n in TINY_MODELS if n not in ("mixtral", "qwen3-moe", "gpt-oss")], indirect=True
     )
     def test_within_twice_the_noise_floor(self, primary: str, tiny_models: dict[str, str], dtype: str) -> None:
         """Ratio 1.0 against plain transformers; the floor is what two correct ways of plain transformers differ by.
-        (Models with experts are left out: a rounding error may choose another expert.)"""
+        (Models with experts are left out: where a router hesitates, rounding chooses another expert.)"""
         result = check_exactness(engine_for(primary, tiny_models["auxiliary"], dtype=dtype), PROMPT)
         failed = {name: check for name, check in result["checks"].items() if not check["passed"]}
         assert not failed, result
@@ -171,11 +184,31 @@ class TestCertify:
         with pytest.raises(ConfigurationError, match="auxiliary"):
             certify(replace(config, auxiliary=None))
 
-    def test_unsupported_even_with_fallback(self, config: EngineConfig, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("role", ["primary", "auxiliary"])
+    def test_unsupported_even_with_fallback(self, config: EngineConfig, tmp_path: Path, role: str) -> None:
         from tests.models.test_architectures import build
 
         with pytest.raises(UnsupportedModelError, match="gpt2"):
-            certify(replace(config, primary=build(tmp_path / "gpt2", "gpt2"), fallback="full"))
+            certify(replace(config, **{role: build(tmp_path / "gpt2", "gpt2")}, fallback="full"), quick=True)
+
+    def test_prompts_that_were_not_reused_certify_nothing(
+        self, config: EngineConfig, tiny_models: dict[str, str]
+    ) -> None:
+        """Longer than the rotary pin: plain prefill, which would pass every check."""
+        with pytest.raises(ConfigurationError, match="not reused.*change above 512"):
+            certify(replace(config, primary=tiny_models["phi3-longrope"]), quick=True)
+
+    def test_a_method_of_ones_own(self, config: EngineConfig) -> None:
+        certificate = certify(config, method=CacheClip(recompute_ratio=1.0, window=4, threshold=3), quick=True)
+        assert certificate.verdict == "exact" and '"window": 4' in certificate.identity.method_settings
+
+    def test_folder_that_cannot_be_written_is_noticed_before(
+        self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        (tmp_path / "file").write_text("")
+        monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "file"))
+        with pytest.raises(CertificateError, match="cannot be written"):
+            certify(replace(config, primary="never-looked-for"))
 
 
 class TestCommand:

@@ -85,9 +85,9 @@ class TestRatioOne:
             )
             assert test(gap(logits, expected)), shift
 
-    def test_twin_a_mask_that_sees_the_future_is_not_exact(self, case: Case) -> None:
-        """At ratio 1 prefix rows are the only ones left out, so even the bottom-right mask is right: the reason why
-        nobody noticed. With rows left out it is not."""
+    def test_bottom_right_mask_is_right_here_and_a_wrong_one_is_not(self, case: Case) -> None:
+        """At ratio 1 only leading rows are left out, so even the mask aligned to the bottom-right corner is right: the
+        reason why nobody noticed. Below ratio 1 it fails: ``TestPartialRecompute.test_twin_bottom_right_mask``."""
         rows = case.rows(1.0)
         expected = reference_logits(case.folder, case.layout.ids)
         assert gap(case.run(case.assembled(), rows, bottom_right_plan(rows, case.layout.num_tokens)), expected) < EXACT

@@ -17,7 +17,7 @@ from cacheclip_rag.errors import UnsupportedModelError
 from cacheclip_rag.models.architectures import SUPPORTED, check_supported, reuse_tokens, rope_pin
 from cacheclip_rag.models.load import load_any, load_model
 from cacheclip_rag.models.plain import PlainRuntime, auto_classes
-from tests.conftest import DYNAMIC, TINY_MODELS, build_model, make_tokenizer, rag_prompt
+from tests.conftest import CHUNKS, DYNAMIC, TINY_MODELS, build_model, make_tokenizer, rag_prompt
 
 SMALL = {
     "vocab_size": 400,
@@ -265,6 +265,40 @@ class TestRopesThatDependOnLength:
         before = engine.generate(rag_prompt(chunks[:2]), params)
         engine.generate(rag_prompt(chunks * 4), params)
         assert engine.generate(rag_prompt(chunks[:2]), params).token_ids == before.token_ids
+
+    @pytest.mark.parametrize("method", ["full", "cacheclip"])
+    def test_an_answer_that_crosses_the_limit(
+        self, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch, method: str
+    ) -> None:
+        """Transformers' generate reads everything anew there, since the KV below is of other frequencies."""
+        from transformers import AutoModelForCausalLM
+
+        folder = tiny_models["phi3-longrope"]
+        engine = CacheClipEngine(primary=folder, auxiliary=tiny_models["auxiliary"], method=method, recompute_ratio=1.0)
+        runtime = engine.primary
+        monkeypatch.setattr(runtime, "eos_ids", frozenset())
+        chunk = CHUNKS[0]
+        engine.precompute([chunk])
+        filler = " ".join(CHUNKS)
+        words = filler.split()
+        while True:
+            prompt = f"{chunk} {' '.join(words)}"
+            ids = [t for s in engine.segment(prompt) for t in runtime.tokenize(s.text, control=s.control).ids]
+            if len(ids) <= 500:
+                break
+            words.pop()
+        answer = engine.generate(prompt, SamplingParams(max_tokens=40))
+        assert len(ids) + 40 > 512 and answer.stats.method == method
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        model.generation_config.eos_token_id = None
+        expected = model.generate(
+            torch.tensor([ids]),
+            attention_mask=torch.ones(1, len(ids), dtype=torch.int64),
+            max_new_tokens=40,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        assert list(answer.token_ids) == expected[0, len(ids) :].tolist()
 
     def test_chunk_beyond_the_limit(self, tiny_models: dict[str, str], chunks: list[str]) -> None:
         from cacheclip_rag.errors import PromptTooLongError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,21 @@ class TestDeviceMap:
         runtime.fill(cache, torch.zeros(3, 2, 2, 4, 16), slot=0, position=0)
         assert [layer.length for layer in cache.layers] == [4, 4, 4]
 
+    def test_offloaded_weights_in_many_threads(self, tiny_models: dict[str, str]) -> None:
+        """Such weights come and go with each pass: two at once would take them from each other."""
+        from accelerate import cpu_offload
+
+        plain = load_model(tiny_models["llama"])
+        ids = torch.arange(5, 120)
+        expected = plain.prefill(ids, 130)[1]
+        unload_models()
+        model = load_model(tiny_models["llama"]).model
+        cpu_offload(model, execution_device=torch.device("cpu"))
+        runtime = ModelRuntime(model, plain.tokenizer, name="offloaded", fingerprint="f")
+        with ThreadPoolExecutor(4) as pool:
+            logits = list(pool.map(lambda _: runtime.prefill(ids, 130)[1], range(24)))
+        assert all(gap(each, expected) < 1e-5 for each in logits)
+
     def test_device_of_a_hooked_module(self) -> None:
         module = torch.nn.Linear(2, 2)
         assert device_of(module).type == "cpu"
@@ -118,6 +134,15 @@ class TestAttentionKernels:
         with sdpa_kernel([backend, SDPBackend.MATH]):
             got = block_attention(query, key, value, causal_plan(rows).blocks, rule)
         assert gap(got, default) < 1e-5
+
+    @pytest.mark.parametrize(
+        "rule", [AttentionRule(0.25), AttentionRule(0.25, window=7), AttentionRule(0.25, softcap=3.0)]
+    )
+    def test_mask_goes_where_the_layer_is(self, rule: AttentionRule) -> None:
+        """Under a device map the plan is made for the first layer's device; others take it to theirs."""
+        query, key, value = (torch.empty(1, heads, n, 16, device="meta") for heads, n in ((6, 40), (2, 90), (2, 90)))
+        blocks = causal_plan(torch.arange(0, 80, 2)).blocks
+        assert block_attention(query, key, value, blocks, rule).device.type == "meta"
 
     def test_no_cudnn_on_cuda(self) -> None:
         """Only what the choice is; whether the kernels run is for the GPU tests."""

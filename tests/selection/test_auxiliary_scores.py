@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -121,3 +122,24 @@ def test_stored_kv_is_not_written_to(scored: Scored) -> None:
     before = [kv.clone() for kv in (scored.prefix, *scored.kv)]
     scored.scores(0, 1, 2)
     assert all(torch.equal(a, b) for a, b in zip(before, (scored.prefix, *scored.kv), strict=True))
+
+
+def test_chunk_that_fills_the_auxiliary_context(
+    tiny_models: dict[str, str], tmp_path: Path, chunks: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It cannot be scored; the others are, and the log says so."""
+    from cacheclip_rag import CacheClipEngine, SamplingParams
+    from tests.conftest import LLAMA, build_model, rag_prompt
+
+    small = build_model(tmp_path / "small", {**LLAMA, "num_hidden_layers": 2}, seed=1, context=256)
+    engine = CacheClipEngine(primary=tiny_models["llama"], auxiliary=str(small))
+    caches = engine._caches_of(str(small))
+    words = " ".join(chunks * 2).split()
+    while len(caches.tokenize(long := " ".join(words))) > 256 - len(caches.prefix_ids) - 4:
+        words.pop()
+    engine.precompute([chunks[0], chunks[1], long])
+    stats = engine.generate(
+        rag_prompt([chunks[0], long, chunks[1]]), SamplingParams(max_tokens=1), recompute_ratio=0.1
+    ).stats
+    assert stats.fallback is None and stats.recomputed_tokens == round(0.1 * stats.chunk_tokens)
+    assert "1 of 2 chunks leave the auxiliary model" in caplog.text
