@@ -88,6 +88,18 @@ def test_methods_table_lists_the_registry() -> None:
     assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(METHODS)
 
 
+def test_nothing_is_left_to_fill_in() -> None:
+    assert not re.findall(r"\b[A-Z]{3,}_[A-Z]{3,}\b", README.replace("CACHECLIP_HOME", "").replace("TORCH_INDEX", ""))
+    assert "TODO" not in README
+
+
+def test_thresholds_are_those_of_the_package() -> None:
+    from cacheclip_rag.certificate import THRESHOLDS
+
+    said = "mean KL {first_token_kl:g} at the first token and {answer_kl:g} along the answer, {agreement:.0%} equal"
+    assert said.format(**THRESHOLDS).replace("95%", "95 %") in " ".join(README.split())
+
+
 def test_no_weights_needed_to_read_the_public_names() -> None:
     import cacheclip_rag
 
