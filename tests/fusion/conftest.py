@@ -2,10 +2,15 @@ from __future__ import annotations
 
 import pytest
 
+from tests.conftest import CHUNKS
 from tests.fusion.cases import Case, make_case
+
+_cases: dict[str, Case] = {}
 
 
 @pytest.fixture
-def case(primary: str, tiny_models: dict[str, str], chunks: list[str]) -> Case:
-    """Three stored chunks in a prompt, for every model of the matrix."""
-    return make_case(primary, tiny_models["auxiliary"], chunks[:3])
+def case(primary: str, tiny_models: dict[str, str]) -> Case:
+    """Three stored chunks in a prompt, for every model of the matrix. One for all its tests: leave it as it is."""
+    if primary not in _cases:
+        _cases[primary] = make_case(primary, tiny_models["auxiliary"], CHUNKS[:3])
+    return _cases[primary]
