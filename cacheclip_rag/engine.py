@@ -20,8 +20,8 @@ from .certificate import Identity, check_certificate, identity_of
 from .chunks import ChunkCaches
 from .config import EngineConfig
 from .decoding import Sampler, TextStream, is_greedy
-from .errors import CacheClipError, ConfigurationError, ModelError, PromptTooLongError
-from .fusion.layout import Layout, lay_out
+from .errors import CacheClipError, ConfigurationError, ModelError
+from .fusion.layout import check_length, lay_out
 from .methods import check_auxiliary, create
 from .methods.base import Method
 from .metrics import Metrics
@@ -34,8 +34,8 @@ from .prompt import (
     Message,
     Prompt,
     Segment,
+    as_segments,
     check_messages,
-    check_segments,
     chunk_texts,
     normalise_chunk,
     segment_chat,
@@ -356,11 +356,11 @@ class CacheClipEngine:
         auxiliary = self._auxiliary_of(method)
         clock = PhaseClock()
         with clock.phase("lookup"):
-            segments = _as_segments(prompt)
+            segments = as_segments(prompt)
             if segments is None:
                 segments = self.segment(prompt, candidates)  # type: ignore[arg-type]
             layout = lay_out(segments, primary.tokenize_segment, primary.prefix_ids)
-            _check_length(layout, primary.runtime)
+            check_length(layout, primary.runtime.context_tokens, primary.runtime.name)
         # room for the prompt and a usual answer; the cache grows if the answer gets longer
         capacity = layout.num_tokens + min(params.max_tokens, _RESERVED_TOKENS)
         return Prefill(layout, method, primary, auxiliary, capacity, clock, question, before_reuse).run()
@@ -447,42 +447,6 @@ class CacheClipEngine:
         if with_auxiliary and self.config.auxiliary:
             names.append(self.config.auxiliary)
         return [self._caches_of(name) for name in names]
-
-
-def _as_segments(prompt: Prompt | Sequence[Segment]) -> list[Segment] | None:
-    """The prompt itself if it is a list of segments, else None. Raises on an empty prompt and on other types."""
-    expected = "expected a string, a list of chat messages or a list of segments"
-    if not isinstance(prompt, str | list | tuple):
-        raise ConfigurationError(f"{expected}, got {type(prompt).__name__}.")
-    if not prompt or (isinstance(prompt, str) and not prompt.strip()):
-        raise ConfigurationError(f"the prompt is empty: {expected} that holds text.")
-    if isinstance(prompt, str) or isinstance(prompt[0], dict):
-        return None
-    segments = check_segments(prompt)
-    if not segments:
-        raise ConfigurationError(f"the prompt is empty: {expected} that holds text.")
-    return segments
-
-
-def _check_length(layout: Layout, runtime: TextModel) -> None:
-    room = runtime.context_tokens - 1  # one token at least must be generated
-    excess = layout.num_tokens - room
-    if excess <= 0:
-        return
-    dropped, count = 0, 0
-    for span in reversed(layout.chunks):
-        if dropped >= excess:
-            break
-        dropped, count = dropped + len(span.tokens), count + 1
-    advice = (
-        f"drop the last {count} of its {len(layout.chunks)} chunks"
-        if dropped >= excess
-        else "shorten the question or split the text"
-    )
-    raise PromptTooLongError(
-        f"the prompt has {layout.num_tokens} tokens, {excess} more than the {room} that fit model "
-        f"{runtime.name!r}: {advice}, or use a model with a longer context."
-    )
 
 
 _engines: dict[EngineConfig, CacheClipEngine] = {}

@@ -21,6 +21,7 @@ __all__ = [
     "Message",
     "Prompt",
     "Segment",
+    "as_segments",
     "check_messages",
     "check_segments",
     "chunk_texts",
@@ -169,3 +170,18 @@ def check_segments(segments: Iterable[Segment]) -> list[Segment]:
         before, after = segment.text[:start], segment.text[start + len(core) :]
         checked += [Fresh(before), Chunk(core), Fresh(after)]
     return [segment for segment in checked if segment.text]
+
+
+def as_segments(prompt: Prompt | Sequence[Segment]) -> list[Segment] | None:
+    """The prompt itself if it is a list of segments, else None. Raises on an empty prompt and on other types."""
+    expected = "expected a string, a list of chat messages or a list of segments"
+    if not isinstance(prompt, str | list | tuple):
+        raise ConfigurationError(f"{expected}, got {type(prompt).__name__}.")
+    if not prompt or (isinstance(prompt, str) and not prompt.strip()):
+        raise ConfigurationError(f"the prompt is empty: {expected} that holds text.")
+    if isinstance(prompt, str) or isinstance(prompt[0], dict):
+        return None
+    segments = check_segments(prompt)
+    if not segments:
+        raise ConfigurationError(f"the prompt is empty: {expected} that holds text.")
+    return segments

@@ -6,6 +6,7 @@ nearly uniform, and a wrong position changes the logits so little that a broken 
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,20 @@ def make_tokenizer(vocab_size: int) -> Any:
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     fast.chat_template = CHAT_TEMPLATE
     return fast
+
+
+def add_bos(folder: Path) -> None:
+    """Change a saved tokenizer so that it puts ``<|endoftext|>``, id 0, before every text."""
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    bos = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [bos, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [bos, {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
+    }
+    file.write_text(json.dumps(tokenizer))
 
 
 def build_model(

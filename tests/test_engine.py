@@ -36,6 +36,7 @@ from cacheclip_rag.methods.full import Full
 from cacheclip_rag.models.load import load_model, loaded_models
 from cacheclip_rag.prefill import Prefilled
 from cacheclip_rag.stats import PHASES
+from tests.conftest import add_bos
 
 SHORT = SamplingParams(max_tokens=12)
 
@@ -787,17 +788,7 @@ class TestModelsWithoutATemplate:
             shutil.copytree(tiny_models["llama"], folder)
             (folder / "chat_template.jinja").unlink()
             if with_bos:
-                tokenizer = json.loads((folder / "tokenizer.json").read_text())
-                bos = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}
-                tokenizer["post_processor"] = {
-                    "type": "TemplateProcessing",
-                    "single": [bos, {"Sequence": {"id": "A", "type_id": 0}}],
-                    "pair": [bos, {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-                    "special_tokens": {
-                        "<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}
-                    },
-                }
-                (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+                add_bos(folder)
             return str(folder)
 
         return build

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from cacheclip_rag import CacheClipEngine, Chunk, Fresh, SamplingParams
 from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.models.load import load_model
-from tests.conftest import CHUNKS, rag_prompt
+from tests.conftest import CHUNKS, add_bos, rag_prompt
 from tests.fusion.cases import EXACT, gap, prefilled, reference_logits
 
 ONE = SamplingParams(max_tokens=1)
@@ -141,15 +141,7 @@ class TestBosAppearsOnce:
     @pytest.fixture
     def folder(self, tiny_models: dict[str, str], tmp_path: Path) -> str:
         folder = Path(shutil.copytree(tiny_models["llama"], tmp_path / "bos"))
-        tokenizer = json.loads((folder / "tokenizer.json").read_text())
-        bos = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}
-        tokenizer["post_processor"] = {
-            "type": "TemplateProcessing",
-            "single": [bos, {"Sequence": {"id": "A", "type_id": 0}}],
-            "pair": [bos, {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-            "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
-        }
-        (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+        add_bos(folder)
         return str(folder)
 
     @pytest.mark.parametrize("template_writes_it", [True, False])

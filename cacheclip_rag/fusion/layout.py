@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
+from ..errors import PromptTooLongError
 from ..models.text import TokenizedText
 from ..prompt import Chunk, Segment
 
-__all__ = ["Layout", "Span", "lay_out"]
+__all__ = ["Layout", "Span", "check_length", "lay_out"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,4 +75,26 @@ def lay_out(
     opens_with_prefix = num_prefix <= min(first_chunk, position - 1) and ids[:num_prefix] == list(prefix_ids)
     return Layout(
         torch.tensor(ids, dtype=torch.int64), tuple(spans), num_prefix if opens_with_prefix else 0, opens_with_prefix
+    )
+
+
+def check_length(layout: Layout, context_tokens: int, model: str) -> None:
+    """Raise PromptTooLongError, with what to drop, unless the prompt and a first token fit the model's context."""
+    room = context_tokens - 1  # one token at least must be generated
+    excess = layout.num_tokens - room
+    if excess <= 0:
+        return
+    dropped, count = 0, 0
+    for span in reversed(layout.chunks):
+        if dropped >= excess:
+            break
+        dropped, count = dropped + len(span.tokens), count + 1
+    advice = (
+        f"drop the last {count} of its {len(layout.chunks)} chunks"
+        if dropped >= excess
+        else "shorten the question or split the text"
+    )
+    raise PromptTooLongError(
+        f"the prompt has {layout.num_tokens} tokens, {excess} more than the {room} that fit model "
+        f"{model!r}: {advice}, or use a model with a longer context."
     )
