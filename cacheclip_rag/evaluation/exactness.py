@@ -151,7 +151,8 @@ def noise_floor(runtime: ModelRuntime, ids: torch.Tensor) -> dict[str, float]:
     """
     room = max(0, runtime.reuse_tokens - len(ids))
     found = [reference_logits(runtime, ids, shift=min(shift, room)) for shift in _SHIFTS]
-    if runtime.model._supports_sdpa:
+    # transformers 5.0 runs sdpa on Gemma 2 too, without its soft capping.
+    if runtime.model._supports_sdpa and getattr(runtime.model.config, "attn_logit_softcapping", None) is None:
         found.append(reference_logits(runtime, ids, implementation="sdpa"))
     gaps = [float((left - right).abs().max()) for n, left in enumerate(found) for right in found[:n]]
     return {"logits": max(gaps), "kl": max(float(kl_divergence(found[0], other)) for other in found[1:])}
