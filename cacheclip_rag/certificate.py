@@ -12,7 +12,7 @@ import json
 import logging
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from . import __version__
 from .chunks import ChunkCaches
 from .config import EngineConfig
 from .errors import CertificateError
-from .methods import METHODS, method_class
+from .methods import METHODS, method_class, spec_of
 from .methods.base import Method
 from .paths import atomic_path, cache_home
 
@@ -284,18 +284,15 @@ def _command(config: EngineConfig, method: Method) -> str:
     options: dict[str, Any] = {
         "primary": config.primary,
         "auxiliary": config.auxiliary if method.needs_auxiliary else None,
-        "method": method.name,
+        "method": spec_of(method),
         "ratio": method.nominal_ratio if "recompute_ratio" in settings else None,
         "dtype": config.dtype,
         "device": config.device,
         "auxiliary-device": config.auxiliary_device if method.needs_auxiliary else None,
         "codec": config.codec,
     }
-    defaults = {field.name: field.default for field in fields(EngineConfig)}
-    others = {**settings, "auxiliary_codec": config.auxiliary_codec if method.needs_auxiliary else None}
-    for name in ("grouping", "window", "threshold", "auxiliary_codec"):
-        if others.get(name, defaults[name]) != defaults[name]:
-            options[name.replace("_", "-")] = others[name]
+    if method.needs_auxiliary and config.auxiliary_codec != EngineConfig().auxiliary_codec:
+        options["auxiliary-codec"] = config.auxiliary_codec
     given = [f"--{name} {shlex.quote(str(value))}" for name, value in options.items() if value is not None]
     return " ".join(["cacheclip certify", *given])
 

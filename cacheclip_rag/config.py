@@ -33,7 +33,8 @@ class EngineConfig:
     namespace: str = "default"
     """Tenant: two namespaces never share an entry."""
     method: str = "cacheclip"
-    """Default method of :meth:`~cacheclip_rag.engine.CacheClipEngine.generate`."""
+    """Default method of :meth:`~cacheclip_rag.engine.CacheClipEngine.generate`: a name, and settings of its own behind
+    it where they differ from the defaults (``epic:k_init=16``)."""
     recompute_ratio: float = 0.2
     """Share of chunk tokens to recompute, 0 to 1."""
     grouping: str = "window_score"
@@ -110,6 +111,13 @@ class EngineConfig:
             value = getattr(self, name)
             if not (isinstance(value, int) and value >= 0) and not (value is None and may_be_none):
                 raise ConfigurationError(f"{name} must be a whole number of bytes, 0 or more, got {value!r}.")
+
+    def method_settings(self) -> dict[str, Any]:
+        """What methods take from here: the ratio, and a grouping where it is not the default (else a method's own)."""
+        defaults = {field.name: field.default for field in fields(self)}
+        grouping = {name: getattr(self, name) for name in ("grouping", "window", "threshold")}
+        changed = {name: value for name, value in grouping.items() if value != defaults[name]}
+        return {"recompute_ratio": self.recompute_ratio, **changed}
 
     @classmethod
     def from_options(cls, config: EngineConfig | None, options: dict[str, Any]) -> EngineConfig:

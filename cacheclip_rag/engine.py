@@ -377,8 +377,7 @@ class CacheClipEngine:
                 )
         else:
             config = self.config if recompute_ratio is None else replace(self.config, recompute_ratio=recompute_ratio)
-            settings = {name: getattr(config, name) for name in ("recompute_ratio", "grouping", "window", "threshold")}
-            chosen = create(method or config.method, settings)
+            chosen = create(method or config.method, config.method_settings())
         check_auxiliary(chosen, self.config.auxiliary)
         return chosen
 

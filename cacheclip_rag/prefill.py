@@ -3,6 +3,8 @@
 Read top to bottom, :meth:`Prefill.run` is the heart of the library::
 
     stored chunks -> score with the auxiliary -> read and assemble the primary's KV -> choose tokens -> recompute
+
+What a method needs on the way it declares (:class:`~cacheclip_rag.methods.base.Method`).
 """
 
 from __future__ import annotations
@@ -14,9 +16,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from .chunks import ChunkCaches
-from .fusion.layout import Layout, Span
+from .fusion.layout import Layout, Span, question_slots
 from .fusion.recompute import assemble, choose_rows, recompute
 from .methods.base import Method, SelectionRequest
+from .models.attention import Geometry
 from .models.cache import FusedCache
 from .models.plain import PlainState
 from .prompt import Fresh
@@ -64,6 +67,8 @@ class Prefill:
     """Text that scores the chunks; default the text after the last chunk."""
     before_reuse: Callable[[], None] = lambda: None
     """Called once it is clear that something will be reused; may raise to forbid it."""
+    ignored: frozenset[int] = frozenset()
+    """Starts of chunks that were found damaged, and are ordinary text now."""
 
     def run(self) -> Prefilled:
         """Everything up to the first token's logits."""
@@ -71,7 +76,9 @@ class Prefill:
         with clock.phase("lookup"):
             obstacle = self._obstacle()
             found = [] if obstacle else [span for span in layout.chunks if self._is_stored(span)]
-        if not found:
+            if found and (geometry := method.place(layout, found)) is not None:
+                obstacle = self._obstacle_of(geometry)
+        if not found or obstacle:
             return self._run_plain(obstacle)
         self.before_reuse()
         with clock.phase("select"):
@@ -79,18 +86,47 @@ class Prefill:
             scores = dict(zip(scorable, method.score(self._selection_request(found, scorable)), strict=True))
         with clock.phase("assemble"):
             cache = self.primary.kv_runtime.new_cache(self.capacity)
+            cache.geometry = geometry
             reused = self._assemble(cache, found)
         if not reused:
             return self._run_plain()
-        with clock.phase("select"):
-            scorable = [span for span in scorable if span in reused]
-            request = self._selection_request(reused, scorable)
-            masks = method.select(request, [scores[span] for span in scorable])
-        with clock.phase("recompute"):
+        if len(reused) < len(found) and geometry is not None:
+            # a damaged chunk is ordinary text, which such methods place elsewhere: begin again without it
+            return replace(self, ignored=frozenset(span.start for span in found if span not in reused)).run()
+        scorable = [span for span in scorable if span in reused]
+        return self._fuse(cache, reused, scorable, [scores[span] for span in scorable])
+
+    def _fuse(
+        self, cache: FusedCache, reused: Sequence[Span], scorable: Sequence[Span], scores: Sequence[torch.Tensor]
+    ) -> Prefilled:
+        """From the assembled cache to the logits: choose, then recompute."""
+        layout, method, clock, runtime = self.layout, self.method, self.clock, self.primary.kv_runtime
+        computed = torch.zeros(layout.num_tokens, dtype=torch.bool)
+        charged = 0
+
+        def recompute_now(masks: list[torch.Tensor]) -> None:
+            nonlocal charged
             rows = choose_rows(layout, reused, zip(scorable, masks, strict=True))
-            logits = recompute(self.primary.kv_runtime, cache, layout, rows)
-        recomputed = sum(int(((rows >= span.start) & (rows < span.stop)).sum()) for span in reused)
-        return Prefilled(layout, cache, logits, self._stats(reused, recomputed), self._missing(reused))
+            recompute(runtime, cache, layout, rows)
+            computed[rows] = True
+            charged += runtime.num_layers * sum(int(mask.sum()) for mask in masks)
+
+        with clock.phase("select"):
+            request = replace(self._selection_request(reused, scorable), cache=cache, recompute=recompute_now)
+            masks = method.select(request, scores)
+            rows = choose_rows(layout, reused, zip(scorable, masks, strict=True))
+            walk = method.walk(request, rows)
+        with clock.phase("recompute"):
+            method.prepare(request, masks)
+            logits = recompute(runtime, cache, layout, rows, walk)
+        if walk is not None:
+            rows, charged = rows[walk.alive], walk.charged
+        else:
+            charged += runtime.num_layers * sum(int(mask.sum()) for mask in masks)
+        computed[rows] = True
+        recomputed = sum(int(computed[span.start : span.stop].sum()) for span in reused)
+        stats = self._stats(reused, recomputed, charged / runtime.num_layers)
+        return Prefilled(layout, cache, logits, stats, self._missing(reused))
 
     def _obstacle(self) -> str | None:
         """Why nothing could be reused exactly, whatever is stored; None if it could."""
@@ -105,6 +141,17 @@ class Prefill:
             )
         return None
 
+    def _obstacle_of(self, geometry: Geometry) -> str | None:
+        """Why the method's own positions do not fit; None if they do."""
+        runtime = self.primary.runtime
+        last = int(geometry.positions.max())
+        if last < min(runtime.reuse_tokens, runtime.context_tokens - 1):
+            return None
+        return (
+            f"method {self.method.name!r} puts the prompt's {self.layout.num_tokens} tokens at positions up to {last}, "
+            f"and model {runtime.name!r} has {runtime.context_tokens}"
+        )
+
     def _run_plain(self, obstacle: str | None = None) -> Prefilled:
         """Ordinary prefill of the same token ids: asked for, or the only correct way."""
         layout, method, runtime = self.layout, self.method, self.primary.runtime
@@ -113,6 +160,7 @@ class Prefill:
         stats = replace(
             self._stats([], recomputed=0),
             method="full",
+            charged_ratio=1.0,
             prefix_tokens=0,
             fresh_tokens=layout.num_tokens,
             misses=len(layout.chunks) if method.reuses_chunks else 0,
@@ -127,15 +175,19 @@ class Prefill:
 
     def _is_stored(self, span: Span) -> bool:
         """Whether the KV of a chunk is there for every model the method needs."""
-        if not self.method.reuses_chunks:
+        if not self.method.reuses_chunks or span.start in self.ignored:
             return False
         text = span.segment.text
         return text in self.primary and (self.auxiliary is None or text in self.auxiliary)
 
     def _selection_request(self, reused: Sequence[Span], scorable: Sequence[Span]) -> SelectionRequest:
         return SelectionRequest(
+            layout=self.layout,
+            runtime=self.primary.kv_runtime,
             spans=scorable,
             num_chunk_tokens=sum(len(span.tokens) for span in reused),
+            question=question_slots(self.layout, self.question),
+            fresh=choose_rows(self.layout, reused, []),
             auxiliary_scores=lambda: self._auxiliary_scores(scorable),
         )
 
@@ -192,9 +244,12 @@ class Prefill:
         assemble(self.primary.kv_runtime, cache, pieces())
         return reused
 
-    def _stats(self, reused: Sequence[Span], recomputed: int) -> FusionStats:
+    def _stats(self, reused: Sequence[Span], recomputed: int, charged: float = 0.0) -> FusionStats:
+        """``charged``: chunk tokens given fresh KV, a token that only some layers computed counted by their share."""
         layout = self.layout
         chunk_tokens = sum(len(span.tokens) for span in reused)
+        if self.method.needs_reference:
+            charged += chunk_tokens
         return FusionStats(
             method=self.method.name,
             fallback=None,
@@ -209,6 +264,7 @@ class Prefill:
             misses=len(layout.chunks) - len(reused),
             phases_s=self.clock.seconds,
             ttft_s=self.clock.elapsed(),
+            charged_ratio=charged / chunk_tokens if chunk_tokens else 0.0,
         )
 
     def _missing(self, reused: Sequence[Span]) -> tuple[str, ...]:

@@ -45,6 +45,9 @@ class FusionStats:
     """Seconds per phase of the time to the first token, keys as in :data:`PHASES`."""
     ttft_s: float
     """Seconds from the call to the first new token, everything included."""
+    charged_ratio: float = 0.0
+    """Share of (layer, chunk token) pairs given fresh KV: what a method costs. Above the effective ratio where layers
+    run in full only to choose; 1.0 for plain prefill."""
     generated_tokens: int = 0
     decode_s: float = 0.0
     """Seconds from the first to the last new token."""
@@ -69,14 +72,9 @@ class FusionStats:
         stale = self.chunk_tokens - self.exact_tokens
         return self.recomputed_tokens / stale if stale else 1.0
 
-    @property
-    def charged_ratio(self) -> float:
-        """Share of (layer, chunk token) pairs given fresh KV: the effective ratio, as all layers run the same rows."""
-        return self.effective_ratio
-
     def to_dict(self) -> dict[str, Any]:
         """All fields and ratios, ready for JSON."""
-        names = ("effective_ratio", "effective_ratio_of_stale", "charged_ratio")
+        names = ("effective_ratio", "effective_ratio_of_stale")
         ratios = {name: getattr(self, name) for name in names}
         return {**asdict(self), "reused_tokens": self.reused_tokens, **ratios}
 

@@ -129,8 +129,7 @@ def _methods(engine: CacheClipEngine, given: Method | None) -> dict[float, Metho
     """The method at each ratio, ratio 0 (direct reuse) included; one entry for a method without a ratio."""
     config = engine.config
     if given is None:
-        settings = {name: getattr(config, name) for name in ("recompute_ratio", "grouping", "window", "threshold")}
-        given = create(config.method, settings)
+        given = create(config.method, config.method_settings())
     if not any(field.name == "recompute_ratio" for field in fields(given)):
         return {given.nominal_ratio: given}
     ratios = sorted({0.0, *RATIOS, given.nominal_ratio})

@@ -11,7 +11,7 @@ from ..errors import PromptTooLongError
 from ..models.text import TokenizedText
 from ..prompt import Chunk, Segment
 
-__all__ = ["Layout", "Span", "check_length", "lay_out"]
+__all__ = ["Layout", "Span", "check_length", "lay_out", "question_slots"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,3 +98,28 @@ def check_length(layout: Layout, context_tokens: int, model: str) -> None:
         f"the prompt has {layout.num_tokens} tokens, {excess} more than the {room} that fit model "
         f"{model!r}: {advice}, or use a model with a longer context."
     )
+
+
+def question_slots(layout: Layout, question: str | None = None) -> torch.Tensor:
+    """Slots of the tokens that ask, at least one: those of ``question`` where it stands behind the last chunk, else
+    all of the user's words there, else (no words there) the prompt's last token.
+
+    Text of the chat template is left out: it comes after every question, and says nothing of this one.
+    """
+    chunks = layout.chunks
+    behind = [s for s in layout.spans if not s.is_chunk and not s.segment.control and s.start >= chunks[-1].stop]
+    found: list[int] = []
+    for span in behind:
+        at = span.segment.text.rfind(question.strip()) if question and question.strip() else -1
+        if at >= 0:
+            assert question is not None
+            end = at + len(question.strip())
+            found = [span.start + n for n, (a, b) in enumerate(span.tokens.offsets) if b > at and a < end and b > a]
+    if not found:
+        found = [
+            span.start + n
+            for span in behind
+            for n, (a, b) in enumerate(span.tokens.offsets)
+            if span.segment.text[a:b].strip()
+        ]
+    return torch.tensor(found or [layout.num_tokens - 1], dtype=torch.int64)

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 
 import torch
 
-from ..models.attention import causal_plan
 from ..models.cache import FusedCache
 from ..models.runtime import ModelRuntime
+from ..models.walk import RowWalk
 from .layout import Layout, Span
 
 __all__ = ["assemble", "choose_rows", "recompute"]
@@ -25,7 +25,7 @@ def assemble(primary: ModelRuntime, cache: FusedCache, pieces: Iterable[tuple[in
     Taken one at a time, so that no more than one chunk is held beside the fused cache.
     """
     for start, kv in pieces:
-        primary.fill(cache, kv, slot=start, position=start)
+        primary.fill(cache, kv, slot=start, position=cache.position_of(start))
 
 
 def choose_rows(layout: Layout, reused: Iterable[Span], selected: Iterable[tuple[Span, torch.Tensor]]) -> torch.Tensor:
@@ -50,8 +50,14 @@ def choose_rows(layout: Layout, reused: Iterable[Span], selected: Iterable[tuple
     return active.nonzero().flatten()
 
 
-def recompute(primary: ModelRuntime, cache: FusedCache, layout: Layout, rows: torch.Tensor) -> torch.Tensor:
-    """One forward pass over ``rows``; overwrites their KV in ``cache`` and returns the last row's logits."""
-    logits = primary.run_rows(cache, layout.ids[rows], rows, causal_plan(rows, primary.device))
+def recompute(
+    primary: ModelRuntime, cache: FusedCache, layout: Layout, rows: torch.Tensor, walk: RowWalk | None = None
+) -> torch.Tensor:
+    """One forward pass over ``rows``; overwrites their KV in ``cache`` and returns the last row's logits.
+
+    Args:
+        walk: lets rows leave between layers (methods that select again while the pass runs).
+    """
+    logits = primary.run_slots(cache, layout.ids[rows], rows, walk=walk)
     assert logits is not None
     return logits

@@ -5,6 +5,7 @@ The registry holds import paths, not classes, so that names can be checked befor
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -14,20 +15,32 @@ from ..errors import ConfigurationError
 if TYPE_CHECKING:
     from .base import Method
 
-__all__ = ["METHODS", "check_auxiliary", "check_method", "check_ratio", "create", "method_class"]
+__all__ = ["METHODS", "check_auxiliary", "check_method", "check_ratio", "create", "method_class", "spec_of"]
 
 METHODS: dict[str, str] = {
     "full": "full:Full",
     "direct": "direct:Direct",
+    "direct_gapped": "direct:DirectGapped",
+    "ape": "ape:Ape",
+    "epic": "epic:Epic",
+    "cacheblend": "cacheblend:CacheBlend",
     "cacheclip": "cacheclip:CacheClip",
+    "query_attention": "query_attention:QueryAttention",
+    "prophetkv": "query_attention:ProphetKV",
+    "qcfuse": "query_attention:QCFuse",
+    "infoflow": "query_attention:InfoFlow",
+    "mixed": "mixed:Mixed",
+    "random": "random:Random",
+    "oracle": "oracle:Oracle",
 }
 """Name to ``module:Class`` in this package."""
 
 
-def check_method(name: str) -> None:
-    """Raise ConfigurationError, listing the known methods, unless ``name`` is one of them."""
-    if name not in METHODS:
-        raise ConfigurationError(f"method must be one of {', '.join(METHODS)}, got {name!r}.")
+def check_method(method: str) -> None:
+    """Raise ConfigurationError, listing the known methods, unless ``method`` names one of them (settings may follow
+    the name, as in ``epic:k_init=16``; they are checked when the method is made)."""
+    if method.partition(":")[0] not in METHODS:
+        raise ConfigurationError(f"method must be one of {', '.join(METHODS)}, got {method!r}.")
 
 
 def check_ratio(recompute_ratio: float) -> None:
@@ -48,16 +61,56 @@ def check_auxiliary(method: Method | type[Method], auxiliary: str | None) -> Non
         )
 
 
-def method_class(name: str) -> type[Method]:
-    """The class registered under ``name``."""
-    check_method(name)
-    module, _, cls = METHODS[name].partition(":")
+def method_class(method: str) -> type[Method]:
+    """The class registered under the name that ``method`` begins with."""
+    check_method(method)
+    module, _, cls = METHODS[method.partition(":")[0]].partition(":")
     found: type[Method] = getattr(import_module(f".{module}", __name__), cls)
     return found
 
 
-def create(name: str, settings: dict[str, Any]) -> Method:
-    """Make a method by name from engine settings, taking those it declares."""
-    cls = method_class(name)
-    declared = {field.name for field in fields(cls)}
-    return cls(**{key: value for key, value in settings.items() if key in declared})
+def create(method: str, settings: Mapping[str, Any]) -> Method:
+    """Make a method from its name and from engine settings, taking those it declares.
+
+    Args:
+        method: a name, or a name with settings of its own, which win: ``epic:k_init=16``,
+            ``query_attention:layers=upper:window=1``.
+
+    Raises:
+        ConfigurationError: an unknown method or setting, or a value that the method refuses.
+    """
+    cls = method_class(method)
+    defaults = {field.name: field.default for field in fields(cls)}
+    chosen = {key: value for key, value in settings.items() if key in defaults}
+    for part in method.split(":")[1:]:
+        key, separator, value = part.partition("=")
+        if not separator or key not in defaults:
+            raise ConfigurationError(
+                f"settings of method {cls.name!r} are written name=value, with names among "
+                f"{', '.join(defaults) or 'none'}; got {part!r}."
+            )
+        chosen[key] = _parse(cls.name, key, value, type(defaults[key]))
+    return cls(**chosen)
+
+
+def spec_of(method: Method) -> str:
+    """A method as :func:`create` takes it: its name, and the settings that are not its defaults, but for the ratio."""
+    changed = {
+        field.name: value
+        for field in fields(method)
+        if field.name != "recompute_ratio" and (value := getattr(method, field.name)) != field.default
+    }
+    return ":".join([method.name, *(f"{name}={value}" for name, value in changed.items())])
+
+
+def _parse(method: str, key: str, value: str, kind: type) -> Any:
+    if kind is bool:
+        if value.lower() not in ("true", "false"):
+            raise ConfigurationError(f"{key} of method {method!r} must be true or false, got {value!r}.")
+        return value.lower() == "true"
+    try:
+        return kind(value)
+    except ValueError:
+        raise ConfigurationError(
+            f"{key} of method {method!r} must be of type {kind.__name__}, got {value!r}."
+        ) from None

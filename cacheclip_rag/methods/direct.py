@@ -1,7 +1,8 @@
-"""Direct reuse: chunk caches put end to end at true positions, nothing recomputed. The lower baseline.
+"""Direct reuse: chunk caches put end to end, nothing recomputed. The lower baseline.
 
 Source: the "full KV reuse" baseline of CacheBlend (arXiv:2405.16444) and "direct precomputation" of CacheClip
-(arXiv:2510.10129v1, section 2.3). Departure: chunks are encoded behind the shared prefix, as for every method here.
+(arXiv:2510.10129v1, section 2.3); with gaps, Prompt Cache (arXiv:2311.04934), a union of modules per place.
+Departure: chunks are encoded behind the shared prefix, as for every method here.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ from typing import ClassVar
 
 import torch
 
+from ..errors import ConfigurationError
+from ..fusion.layout import Layout, Span
+from ..models.attention import Geometry
 from .base import Method, SelectionRequest
 
-__all__ = ["Direct"]
+__all__ = ["Direct", "DirectGapped"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +26,33 @@ class Direct(Method):
     """Fastest; exact only for a single chunk right behind its own prefix."""
 
     name: ClassVar[str] = "direct"
+    exact_at_one: ClassVar[bool] = False
 
     def select(self, request: SelectionRequest, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [torch.zeros(len(span.tokens), dtype=torch.bool) for span in request.spans]
+
+
+@dataclass(frozen=True, slots=True)
+class DirectGapped(Direct):
+    """Every chunk has a place of fixed length, and what follows it begins where the place ends.
+
+    A chunk's positions then depend on its number alone, as in a schema of Prompt Cache, at the price of gaps. The
+    last chunk leaves none, so that a single chunk is placed as by ``direct``.
+    """
+
+    name: ClassVar[str] = "direct_gapped"
+    own_positions: ClassVar[bool] = True
+
+    place_tokens: int = 0
+    """Length of a place in tokens; 0 takes the longest chunk of the prompt. Longer chunks take what they need."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.place_tokens, int) or self.place_tokens < 0:
+            raise ConfigurationError(f"place_tokens must be 0 or more, got {self.place_tokens!r}.")
+
+    def place(self, layout: Layout, reused: Sequence[Span]) -> Geometry:
+        length = self.place_tokens or max(len(span.tokens) for span in reused)
+        positions = torch.arange(layout.num_tokens)
+        for span in reused[:-1]:
+            positions[span.stop :] += max(0, length - len(span.tokens))
+        return Geometry(positions)

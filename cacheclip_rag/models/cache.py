@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
+
+from .attention import Geometry
 
 __all__ = ["FusedCache", "FusedLayer"]
 
@@ -27,6 +30,8 @@ class FusedLayer(DynamicLayer):  # type: ignore[misc]
         """``(num_rows,)`` int64 slots the next update writes; None appends behind the last."""
         self.last_slot = 0
         """The last of ``slots``, as a number: asking the tensor would make an accelerator wait."""
+        self.before_scatter: Callable[[FusedLayer, torch.Tensor, torch.Tensor], None] | None = None
+        """Called with fresh keys and values before they replace those in ``slots``: may change what else is stored."""
         self._resize(0)
 
     def _resize(self, length: int) -> None:
@@ -49,6 +54,9 @@ class FusedLayer(DynamicLayer):  # type: ignore[misc]
             self._values[:, :, self.length : stop] = value_states
         else:
             stop = max(self.length, self.last_slot + 1)
+            self._reserve(stop)
+            if self.before_scatter is not None:
+                self.before_scatter(self, key_states, value_states)
             self._keys.index_copy_(2, self.slots, key_states)
             self._values.index_copy_(2, self.slots, value_states)
         self._resize(stop)
@@ -77,6 +85,13 @@ class FusedLayer(DynamicLayer):  # type: ignore[misc]
 
 class FusedCache(Cache):  # type: ignore[misc]
     """The KV of a whole prompt, one :class:`FusedLayer` a layer."""
+
+    geometry: Geometry | None = None
+    """Positions and attention of a method that has its own; None where slot = position."""
+
+    def position_of(self, slot: int) -> int:
+        """Position of a slot, one not yet filled included."""
+        return slot if self.geometry is None else int(self.geometry.positions_of(torch.tensor([slot])))
 
     def cut(self, length: int) -> None:
         """Forget all tokens from ``length`` on."""

@@ -17,11 +17,21 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from .architectures import SUPPORTED, has_pinned_rope, reuse_tokens, rope_pin
-from .attention import AttentionPlan, AttentionRule, block_attention, causal_plan, query_attention_mass, sdpa_backends
+from .attention import (
+    AttentionPlan,
+    AttentionRule,
+    Geometry,
+    Probe,
+    block_attention,
+    causal_plan,
+    query_attention,
+    sdpa_backends,
+)
 from .cache import FusedCache, FusedLayer
 from .passes import Passes
 from .rotary import Tables, rotate, unrotate
 from .text import TextModel
+from .walk import RowWalk, install_walk_hooks
 
 __all__ = ["ModelRuntime", "device_of"]
 
@@ -30,7 +40,7 @@ logger = logging.getLogger(__name__)
 ATTENTION_NAME = "cacheclip"
 
 
-def _attention(module: torch.nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
+def _attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
     """The attention function given to transformers: follow the plan if there is one, else attend causally."""
     plan: AttentionPlan | None = kwargs.pop("cacheclip_plan", None)
     rule = AttentionRule(
@@ -41,9 +51,13 @@ def _attention(module: torch.nn.Module, query: Any, key: Any, value: Any, attent
     )
     if plan is None:
         return _causal_attention(module, query, key, value, rule, kwargs), None
-    if plan.probe_layer == module.layer_idx:
-        plan.masses.extend(query_attention_mass(query, key, block, rule) for block in plan.blocks)
-        return query.new_zeros(query.transpose(1, 2).shape), None
+    probe = plan.probe
+    layer = module.layer_idx
+    if probe is not None and layer in probe.layers:
+        for number, block in enumerate(probe.blocks):
+            probe.record(layer, number, query_attention(query, key, block, rule, logits=probe.logits))
+        if layer == probe.stop:
+            return query.new_zeros(query.transpose(1, 2).shape), None
     return block_attention(query, key, value, plan.blocks, rule), None
 
 
@@ -102,6 +116,7 @@ class ModelRuntime(TextModel):
         self.layer_devices = [device_of(layer) for layer in model.base_model.layers]
         self._architecture = SUPPORTED[config.model_type]
         self._layer_kinds = self._find_layer_kinds(config)
+        install_walk_hooks(model.base_model.layers)
         self.pinned_rope: bool = has_pinned_rope(config)
         # such a rotary module changes its frequencies in place with each pass's length
         self.passes = Passes(one_at_a_time=self.pinned_rope or _is_offloaded(model))
@@ -231,13 +246,36 @@ class ModelRuntime(TextModel):
         self, cache: FusedCache, ids: torch.Tensor, start: int, *, head: bool = True, logits_to_keep: int = 1
     ) -> torch.Tensor | None:
         """Run ``ids`` right behind the first ``start`` tokens of ``cache``, each seeing all before it."""
-        positions = torch.arange(start, start + len(ids))
-        plan = causal_plan(positions, self.device)
-        return self.run_rows(cache, ids, positions, plan, head=head, logits_to_keep=logits_to_keep)
+        slots = torch.arange(start, start + len(ids))
+        return self.run_slots(cache, ids, slots, head=head, logits_to_keep=logits_to_keep)
+
+    def run_slots(
+        self,
+        cache: FusedCache,
+        ids: torch.Tensor,
+        slots: torch.Tensor,
+        *,
+        visible: torch.Tensor | None = None,
+        probe: Probe | None = None,
+        walk: RowWalk | None = None,
+        head: bool = True,
+        logits_to_keep: int = 1,
+    ) -> torch.Tensor | None:
+        """:meth:`run_rows` at the positions of the cache's own geometry, each row seeing its slot and those before."""
+        geometry = cache.geometry
+        positions = slots if geometry is None else geometry.positions_of(slots)
+        plan = causal_plan(slots, self.device, geometry, visible)
+        plan.probe, plan.walk = probe, walk
+        return self.run_rows(cache, ids, positions, plan, slots=slots, head=head, logits_to_keep=logits_to_keep)
 
     @torch.inference_mode()
     def decode_step(self, state: FusedCache, token_id: int) -> torch.Tensor:
-        position = state.get_seq_length()
+        slot = state.get_seq_length()
+        if state.geometry is not None and self._needs_plan(state.geometry):
+            logits = self.extend(state, torch.tensor([token_id]), slot)
+            assert logits is not None
+            return logits
+        position = state.position_of(slot)
         with self.passes.shared():
             output = self.model(
                 input_ids=torch.tensor([[token_id]], device=self.device),
@@ -245,5 +283,9 @@ class ModelRuntime(TextModel):
                 past_key_values=state,
                 use_cache=True,
             )
-        logits: torch.Tensor = output.logits[0, -1]
-        return logits
+        following: torch.Tensor = output.logits[0, -1]
+        return following
+
+    def _needs_plan(self, geometry: Geometry) -> bool:
+        """Whether one appended row cannot simply attend to all keys."""
+        return geometry.contexts is not None or getattr(self.model.config, "sliding_window", None) is not None

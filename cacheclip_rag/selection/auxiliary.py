@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from ..models.attention import AttentionPlan, Block
+from ..models.attention import AttentionPlan, Block, Probe
 from ..models.runtime import ModelRuntime
 
 __all__ = ["score_chunks"]
@@ -24,21 +24,30 @@ def score_chunks(
     chunks: Iterable[torch.Tensor],
     question_ids: Sequence[int],
     lengths: Sequence[int] | None = None,
+    *,
+    layers: Iterable[int] | None = None,
+    heads: str = "mean",
+    queries: str = "mean",
+    pooled: bool = False,
 ) -> list[torch.Tensor]:
     """Attention mass of the question on every token of every chunk, by one packed forward.
 
     The cache is laid out as ``prefix | chunk | question`` once per chunk, side by side; all copies of the question run
     together, each seeing only its own stretch. Only the question's rows are computed: chunks and prefix come from the
-    store. The last layer's attention weights are formed for these rows alone.
+    store. Attention weights are formed for these rows alone.
 
     Args:
         prefix: KV of the auxiliary's shared prefix, ``(num_layers, 2, num_kv_heads, num_prefix_tokens, head_dim)``.
         chunks: KV of each chunk behind that prefix, same layout; taken one at a time.
         question_ids: token ids of the question, at least one.
         lengths: tokens of each chunk, needed only if ``chunks`` is an iterator.
+        layers: layers to look at, their scores averaged; default the last.
+        heads, queries: ``mean`` or ``max`` over heads and question tokens.
+        pooled: one softmax over the tokens of all chunks, so that scores compare between chunks; else each chunk has
+            its own, over all that the question sees there.
 
     Returns:
-        Per chunk ``(num_chunk_tokens,)`` float32, mean over heads and question tokens, each between 0 and 1.
+        Per chunk ``(num_chunk_tokens,)`` float32, each between 0 and 1.
     """
     assert question_ids, "scoring needs at least one question token"
     num_prefix, num_question = prefix.shape[3], len(question_ids)
@@ -64,13 +73,33 @@ def score_chunks(
         positions.append(rows)
         slots.append(rows + start)
         start += context + num_question
-    plan = AttentionPlan(blocks, probe_layer=auxiliary.num_layers - 1)
+    chosen = frozenset(layers) if layers is not None else frozenset([auxiliary.num_layers - 1])
+    scores = [torch.zeros(length) for length in lengths]
+    waiting: list[torch.Tensor] = []
+
+    def add(number: int, weights: torch.Tensor) -> None:
+        """``weights``: ``(num_heads, num_question_tokens, num_chunk_tokens)``."""
+        reduced = weights.mean(0) if heads == "mean" else weights.amax(0)
+        scores[number] += (reduced.mean(0) if queries == "mean" else reduced.amax(0)).cpu() / len(chosen)
+
+    def record(layer: int, number: int, found: torch.Tensor) -> None:
+        found = found[..., num_prefix : num_prefix + lengths[number]]
+        if not pooled:
+            add(number, found)
+            return
+        waiting.append(found)
+        if len(waiting) == len(lengths):
+            for index, part in enumerate(torch.cat(waiting, dim=-1).softmax(-1).split(list(lengths), dim=-1)):
+                add(index, part)
+            waiting.clear()
+
+    probe = Probe(chosen, blocks, record, stop=max(chosen), logits=pooled)
     auxiliary.run_rows(
         cache,
         torch.tensor(list(question_ids) * len(lengths)),
         torch.cat(positions),
-        plan,
+        AttentionPlan(blocks, probe),
         slots=torch.cat(slots),
         head=False,
     )
-    return [mass[num_prefix : num_prefix + length].cpu() for mass, length in zip(plan.masses, lengths, strict=True)]
+    return scores

@@ -21,7 +21,9 @@ Masks = list[torch.Tensor]
 """Per chunk ``(num_tokens,)`` bool, True where the token is recomputed."""
 
 
-def window_score(scores: Scores, budget: int, *, window: int = 8, threshold: int = 5) -> Masks:
+def window_score(
+    scores: Scores, budget: int, *, window: int = 8, threshold: int = 5, first: Masks | None = None
+) -> Masks:
     """Whole spans by their mean score, budget filled exactly (the default).
 
     Every run of ``window`` tokens inside a chunk has the mean of its scores; tokens are ordered by the best window
@@ -29,33 +31,37 @@ def window_score(scores: Scores, budget: int, *, window: int = 8, threshold: int
     ``min(budget, all)`` tokens are chosen, and a larger budget never drops a token. ``threshold`` is not used.
     Departure from the paper: no token is dropped without another taking its place.
     """
-    return _take_first(scores, _best_window_rank(scores, window, None), budget)
+    return _take_first(scores, _ahead(_best_window_rank(scores, window, None), first), budget)
 
 
-def vote_sliding(scores: Scores, budget: int, *, window: int = 8, threshold: int = 5) -> Masks:
+def vote_sliding(
+    scores: Scores, budget: int, *, window: int = 8, threshold: int = 5, first: Masks | None = None
+) -> Masks:
     """Whole windows, at any offset, in which more than ``threshold`` of the top ``budget`` tokens lie.
 
     The union of these windows is kept, trimmed to ``budget`` by window score. At most ``budget`` tokens.
     """
-    top = _top_tokens(scores, budget)
+    top = _top_tokens(scores, budget, first)
     qualifying = [_windows(mask.float(), window).sum(-1) > threshold for mask in top]
-    rank = _best_window_rank(scores, window, qualifying)
+    rank = _ahead(_best_window_rank(scores, window, qualifying), first)
     covered = sum(int((r < _NEVER).sum()) for r in rank)
     return _take_first(scores, rank, min(budget, covered))
 
 
-def v1_literal(scores: Scores, budget: int, *, window: int = 8, threshold: int = 5) -> Masks:
+def v1_literal(
+    scores: Scores, budget: int, *, window: int = 8, threshold: int = 5, first: Masks | None = None
+) -> Masks:
     """The paper to the letter: the top ``budget`` tokens, dropped in aligned windows that hold ``threshold`` or fewer.
 
     Windows start anew at each chunk; nothing takes the place of dropped tokens, so far fewer than ``budget`` may
     remain.
     """
-    masks = _top_tokens(scores, budget)
-    for mask in masks:
+    masks = _top_tokens(scores, budget, first)
+    for number, mask in enumerate(masks):
         for start in range(0, len(mask), window):
             part = mask[start : start + window]
             if int(part.sum()) <= threshold:
-                part[:] = False
+                part &= first[number][start : start + window] if first else False
     return masks
 
 
@@ -66,14 +72,25 @@ GROUPINGS: dict[str, Callable[..., Masks]] = {
 }
 
 
-def group(scores: Scores, budget: int, *, mode: str = "window_score", window: int = 8, threshold: int = 5) -> Masks:
+def group(
+    scores: Scores,
+    budget: int,
+    *,
+    mode: str = "window_score",
+    window: int = 8,
+    threshold: int = 5,
+    first: Masks | None = None,
+) -> Masks:
     """Apply a grouping by name.
+
+    Args:
+        first: per chunk a bool mask of tokens that come before all others, within the budget.
 
     Raises:
         ConfigurationError: unknown mode, or window and threshold that contradict each other.
     """
     check_grouping(mode, window, threshold)
-    return GROUPINGS[mode](scores, budget, window=window, threshold=threshold)
+    return GROUPINGS[mode](scores, budget, window=window, threshold=threshold, first=first)
 
 
 _NEVER = torch.iinfo(torch.int64).max
@@ -109,8 +126,13 @@ def _min_over_windows(values: torch.Tensor, num_tokens: int, window: int) -> tor
     return torch.cat((padding, values, padding)).unfold(0, reach + 1, 1).amin(-1)
 
 
-def _top_tokens(scores: Scores, budget: int) -> Masks:
-    return _take_first(scores, [torch.zeros(len(s), dtype=torch.int64) for s in scores], budget)
+def _top_tokens(scores: Scores, budget: int, first: Masks | None) -> Masks:
+    return _take_first(scores, _ahead([torch.zeros(len(s), dtype=torch.int64) for s in scores], first), budget)
+
+
+def _ahead(ranks: list[torch.Tensor], first: Masks | None) -> list[torch.Tensor]:
+    """Ranks with the tokens of ``first`` before all others."""
+    return ranks if first is None else [r.masked_fill(f, -1) for r, f in zip(ranks, first, strict=True)]
 
 
 def _take_first(scores: Scores, rank: Sequence[torch.Tensor], budget: int) -> Masks:

@@ -98,7 +98,7 @@ def test_ask_methods_and_ratio_one_agree_with_full(cacheclip: Any, stored: Path)
     ("arguments", "code", "message"),
     [
         (["--ratio", "1.5"], 2, "between 0"),
-        (["--method", "fastest"], 2, "full, direct, cacheclip"),
+        (["--method", "fastest"], 2, "full, direct, "),
         (["--grouping", "none"], 2, "window_score"),
         (["--top-k", "0"], 2, "1 or more"),
         (["--max-tokens", "0"], 2, "1 or more"),

@@ -1,0 +1,59 @@
+"""Post-correction: tokens that are not recomputed follow the mean change of those that are.
+
+Source: AgentKVShift (arXiv:2607.21604): what context changes in a chunk's KV is, per layer, one shared offset and
+noise. Departures: the tokens that a selector chose are the probes, not some chosen for it; the weight is one number,
+not one a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ..models.cache import FusedCache, FusedLayer
+from ..models.rotary import Tables, rotate, unrotate
+from ..models.runtime import ModelRuntime
+from .layout import Span
+
+__all__ = ["ResidualCorrection"]
+
+
+class ResidualCorrection:
+    """Acts within the next scattering pass, layer by layer: before a layer's rows attend, its stale KV is moved."""
+
+    def __init__(self, runtime: ModelRuntime, cache: FusedCache, weight: float) -> None:
+        """``weight``: share of the mean change that is added, 0 to 1."""
+        self._runtime, self._cache, self._weight = runtime, cache, weight
+
+    def install(self, spans: Sequence[Span], masks: Sequence[torch.Tensor]) -> None:
+        """For chunks at ``spans`` of which the tokens in ``masks`` are about to be recomputed."""
+        parts = []
+        for span, mask in zip(spans, masks, strict=True):
+            if bool(mask.any()) and not bool(mask.all()):
+                start = self._cache.position_of(span.start)
+                parts.append((span, mask, self._runtime.rotary_tables(start, start + len(span.tokens))))
+        for number, layer in enumerate(self._cache.layers):
+            layer.before_scatter = self._corrector(number, parts)
+
+    def _corrector(
+        self, number: int, parts: Sequence[tuple[Span, torch.Tensor, list[Tables | None]]]
+    ) -> Callable[[FusedLayer, torch.Tensor, torch.Tensor], None]:
+        def correct(layer: FusedLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
+            layer.before_scatter = None  # for this pass alone
+            assert layer.slots is not None
+            for span, mask, tables in parts:
+                chosen = mask.to(layer.device)
+                slots = torch.arange(span.start, span.stop, device=layer.device)
+                rows = torch.searchsorted(layer.slots, slots[chosen])
+                of_layer = tables[number]
+                probes = None if of_layer is None else (of_layer[0][chosen], of_layer[1][chosen])
+                others = None if of_layer is None else (of_layer[0][~chosen], of_layer[1][~chosen])
+                change = keys[0, :, rows].float() - layer.keys[0, :, slots[chosen]].float()
+                offset = unrotate(change, probes).mean(1, keepdim=True)
+                offset = offset.expand(-1, int((~chosen).sum()), -1)
+                layer.keys[0, :, slots[~chosen]] += (self._weight * rotate(offset, others)).to(keys.dtype)
+                change = values[0, :, rows].float() - layer.values[0, :, slots[chosen]].float()
+                layer.values[0, :, slots[~chosen]] += (self._weight * change.mean(1, keepdim=True)).to(values.dtype)
+
+        return correct

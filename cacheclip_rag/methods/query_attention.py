@@ -1,0 +1,185 @@
+"""Query attention: the primary's own attention from the question, over the stale cache, picks what to recompute.
+
+One scorer; the published methods are settings of it, each a class below with its source. The question runs through
+the model once more than in other methods: its rows are few, and nothing of the chunks is computed for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from ..errors import ConfigurationError
+from ..selection.auxiliary import score_chunks
+from ..selection.question import attention_to_tokens, pick_layers
+from .base import SelectionRequest, split_by_span
+from .selective import Selective
+
+__all__ = ["InfoFlow", "ProphetKV", "QCFuse", "QueryAttention"]
+
+_CHOICES = {"heads": ("mean", "max"), "queries": ("mean", "max"), "softmax": ("row", "chunks")}
+_REPEAT = "\n\nRepeat the previous context exactly."
+"""The prompt of KVzip (arXiv:2505.23416), as QCFuse shortens it: what it attends to is what the chunk says."""
+_SINK_TOKENS = 4
+"""First tokens of each chunk that always belong to its digest."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueryAttention(Selective):
+    """Exact at ``recompute_ratio`` 1.0; at 0.0 it equals direct reuse.
+
+    Our own default, apart from the published settings: the last layer, whole spans.
+    """
+
+    name: ClassVar[str] = "query_attention"
+
+    layers: str = "last"
+    """``all``, ``last``, ``upper``, ``middle``, a range of depth (``0.6-0.7``) or numbers joined by ``+``."""
+    heads: str = "mean"
+    """``mean`` or ``max`` over heads."""
+    queries: str = "mean"
+    """``mean`` (the same ranking as a sum) or ``max`` over question tokens."""
+    softmax: str = "row"
+    """``row``: over all that a question token sees; ``chunks``: over the reused tokens alone."""
+    digest: float = 1.0
+    """Share of each chunk that the question attends to on its way; 1.0 all of it, 0.0 nothing."""
+    rounds: int = 1
+    """Choose in so many rounds, each recomputed before the next looks: tokens that only make sense together."""
+
+    def __post_init__(self) -> None:
+        super(QueryAttention, self).__post_init__()
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ConfigurationError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}.")
+        try:
+            pick_layers(self.layers, 1024)
+        except ValueError as error:
+            raise ConfigurationError(f"layers must name layers: {error}.") from None
+        if not 0.0 <= self.digest <= 1.0:
+            raise ConfigurationError(f"digest must be between 0 (nothing) and 1 (all), got {self.digest!r}.")
+        if not isinstance(self.rounds, int) or not 1 <= self.rounds <= 8:
+            raise ConfigurationError(f"rounds must be a whole number from 1 to 8, got {self.rounds!r}.")
+
+    def rate(self, request: SelectionRequest, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        assert request.cache is not None, "attention is looked at after the caches are read"
+        try:
+            layers = pick_layers(self.layers, request.runtime.num_layers)
+        except ValueError as error:
+            raise ConfigurationError(f"layers must name layers of the model: {error}.") from None
+        found = attention_to_tokens(
+            request.runtime,
+            request.cache,
+            request.layout.ids,
+            request.fresh,
+            request.question,
+            layers,
+            heads=self.heads,
+            queries=self.queries,
+            among=self._chunk_slots(request) if self.softmax == "chunks" else None,
+            visible=self._digest(request) if self.digest < 1.0 else None,
+        )
+        return split_by_span(found, request.spans)
+
+    def select(self, request: SelectionRequest, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        if self.rounds == 1 or not self.is_open(request):
+            return super(QueryAttention, self).select(request, scores)
+        assert request.recompute is not None
+        budget = self.budget(request)
+        chosen = [torch.zeros(len(span.tokens), dtype=torch.bool) for span in request.spans]
+        for number in range(self.rounds):
+            share = budget * (number + 1) // self.rounds - budget * number // self.rounds
+            rated = self.rate(request, scores)
+            rated = [r.masked_fill(c, 0.0) for r, c in zip(rated, chosen, strict=True)]
+            picked = _only_new(
+                self.choose(request, rated, share + sum(map(int, map(torch.sum, chosen)))), chosen, rated, share
+            )
+            chosen = [c | p for c, p in zip(chosen, picked, strict=True)]
+            if number < self.rounds - 1:
+                request.recompute(picked)
+        return picked
+
+    def _chunk_slots(self, request: SelectionRequest) -> torch.Tensor:
+        among = torch.zeros(request.layout.num_tokens, dtype=torch.bool)
+        for span in request.spans:
+            among[span.start : span.stop] = True
+        return among
+
+    def _digest(self, request: SelectionRequest) -> torch.Tensor:
+        """``(num_tokens,)`` bool: everything but the chunks, and of each chunk its sinks and what says most."""
+        assert request.cache is not None
+        visible = torch.ones(request.layout.num_tokens, dtype=torch.bool)
+        for span, score in zip(request.spans, self._digest_scores(request), strict=True):
+            keep = round(self.digest * len(span.tokens))
+            inside = torch.zeros(len(span.tokens), dtype=torch.bool)
+            inside[score.argsort(descending=True, stable=True)[:keep]] = True
+            inside[: _SINK_TOKENS if self.digest else 0] = True
+            visible[span.start : span.stop] = inside
+        return visible
+
+    def _digest_scores(self, request: SelectionRequest) -> list[torch.Tensor]:
+        """What a request to repeat each chunk attends to. Computed when asked (a few rows a chunk), not stored."""
+        cache, runtime = request.cache, request.runtime
+        assert cache is not None
+        num_prefix = request.layout.num_prefix
+        prefix = runtime.extract(cache, 0, num_prefix)
+        chunks = [runtime.extract(cache, span.start, span.stop) for span in request.spans]
+        ids = runtime.tokenize(_REPEAT).ids
+        return score_chunks(runtime, prefix, chunks, ids, layers=range(runtime.num_layers), heads="max", queries="max")
+
+
+def _only_new(
+    picked: list[torch.Tensor], before: list[torch.Tensor], scores: Sequence[torch.Tensor], count: int
+) -> list[torch.Tensor]:
+    """The ``count`` best picked tokens that were not picked before."""
+    flat = torch.cat(picked) & ~torch.cat(before)
+    order = torch.cat(list(scores)).masked_fill(~flat, -1.0).argsort(descending=True, stable=True)
+    mask = torch.zeros_like(flat)
+    mask[order[:count]] = True
+    return list((mask & flat).split([len(p) for p in picked]))
+
+
+@dataclass(frozen=True, slots=True)
+class ProphetKV(QueryAttention):
+    """ProphetKV (arXiv:2602.02579): mean over all layers, heads and question tokens, single tokens.
+
+    The question sees the whole stale context on its way (the reading of QCFuse's benchmark).
+    """
+
+    name: ClassVar[str] = "prophetkv"
+
+    window: int = 1
+    threshold: int = 0
+    layers: str = "all"
+
+
+@dataclass(frozen=True, slots=True)
+class QCFuse(QueryAttention):
+    """QCFuse (arXiv:2606.05875): the question reads a tenth of each chunk, and three layers in the middle decide.
+
+    The layers are a share of the depth here (the paper profiles three per model, between 0.41 and 0.78 of it).
+    Departure: the digest is computed with the answer, not stored.
+    """
+
+    name: ClassVar[str] = "qcfuse"
+
+    window: int = 1
+    threshold: int = 0
+    layers: str = "0.5-0.62"
+    digest: float = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class InfoFlow(QueryAttention):
+    """InfoFlow KV (arXiv:2603.05353): four layers from 0.6 of the depth on, single tokens, no reordering of chunks.
+
+    The paper takes layers 22 to 25 of models with 32 to 40; we take the same share.
+    """
+
+    name: ClassVar[str] = "infoflow"
+
+    window: int = 1
+    threshold: int = 0
+    layers: str = "0.6-0.73"

@@ -1,0 +1,93 @@
+"""Base of the methods that score tokens and recompute the best: budget, grouping, and the parts they share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import ConfigurationError
+from ..fusion.correction import ResidualCorrection
+from ..selection.grouping import group
+from ..selection.modes import check_grouping
+from . import check_ratio
+from .base import Method, SelectionRequest
+
+__all__ = ["Selective"]
+
+
+@dataclass(frozen=True, slots=True)
+class Selective(Method):
+    """Scores in, exactly the budget out. Exact at ``recompute_ratio`` 1.0; at 0.0 it equals direct reuse."""
+
+    recompute_ratio: float = 0.2
+    """Share of all reused chunk tokens to recompute."""
+    grouping: str = "window_score"
+    """``window_score``, ``vote_sliding`` or ``v1_literal``, see :mod:`cacheclip_rag.selection.grouping`."""
+    window: int = 8
+    """Tokens in a window."""
+    threshold: int = 5
+    """A window counts if more than this many of its tokens are selected (not used by ``window_score``)."""
+    skip_first_chunk: bool = False
+    """True spends nothing on the first reused chunk, whatever stands before it."""
+    always_include_first: int = 0
+    """Tokens at the start of every chunk that are recomputed before all others, within the budget: each is a false
+    attention sink (EPIC, arXiv:2410.15332)."""
+    correction: float = 0.0
+    """Above 0, tokens that are not recomputed get this share of the mean change of those that are, per chunk and
+    layer (AgentKVShift, arXiv:2607.21604)."""
+
+    def __post_init__(self) -> None:
+        check_ratio(self.recompute_ratio)
+        check_grouping(self.grouping, self.window, self.threshold)
+        if not isinstance(self.always_include_first, int) or self.always_include_first < 0:
+            raise ConfigurationError(
+                f"always_include_first must be a number of tokens, 0 or more, got {self.always_include_first!r}."
+            )
+        if not 0.0 <= self.correction <= 1.0:
+            raise ConfigurationError(f"correction must be between 0 (none) and 1, got {self.correction!r}.")
+
+    @property
+    def nominal_ratio(self) -> float:
+        return self.recompute_ratio
+
+    def rate(self, request: SelectionRequest, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Final scores per span, now that the primary's KV is there; ``scores`` are those of :meth:`score`."""
+        return list(scores)
+
+    def is_open(self, request: SelectionRequest) -> bool:
+        """Whether there is anything to choose; if not, scoring is spared."""
+        return 0 < self.budget(request) < sum(len(span.tokens) for span in request.spans)
+
+    def budget(self, request: SelectionRequest) -> int:
+        """Tokens to recompute."""
+        return round(self.recompute_ratio * request.num_chunk_tokens)
+
+    def select(self, request: SelectionRequest, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        if not self.is_open(request):
+            everything = self.budget(request) > 0
+            return [torch.full((len(s.tokens),), everything) for s in request.spans]
+        return self.choose(request, self.rate(request, scores), self.budget(request))
+
+    def choose(self, request: SelectionRequest, scores: Sequence[torch.Tensor], budget: int) -> list[torch.Tensor]:
+        """The best ``budget`` tokens of all spans."""
+        skipped = int(self.skip_first_chunk and bool(request.spans) and self._holds_first(request))
+        first = [torch.arange(len(s)) < self.always_include_first for s in scores]
+        masks = group(
+            scores[skipped:],
+            budget,
+            mode=self.grouping,
+            window=self.window,
+            threshold=self.threshold,
+            first=first[skipped:],
+        )
+        return [torch.zeros(len(s), dtype=torch.bool) for s in scores[:skipped]] + masks
+
+    def _holds_first(self, request: SelectionRequest) -> bool:
+        """Whether the first span is the prompt's first chunk (an exact one is not among the spans)."""
+        return request.spans[0] == request.layout.chunks[0]
+
+    def prepare(self, request: SelectionRequest, masks: Sequence[torch.Tensor]) -> None:
+        if self.correction and request.cache is not None:
+            ResidualCorrection(request.runtime, request.cache, self.correction).install(request.spans, masks)

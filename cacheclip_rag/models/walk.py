@@ -1,0 +1,81 @@
+"""Rows that leave a forward pass between layers, in unmodified models.
+
+A method such as CacheBlend looks at a layer's fresh KV before it decides which tokens the next layers compute. The
+models' own loop over layers is kept: a forward pre-hook on each layer takes the rows that have left out of the hidden
+states, and out of the arguments that go with them. The hooks act only on a pass whose plan holds a walk.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .attention import AttentionPlan, causal_plan
+from .cache import FusedCache
+
+__all__ = ["RowWalk", "install_walk_hooks"]
+
+_OF_ROWS = {"position_embeddings": 1, "position_ids": 1, "cache_position": 0}
+"""Arguments of a decoder layer that have one entry a row, and the dimension of the rows."""
+
+
+class RowWalk(ABC):
+    """Decides, before each layer, which rows go on. One object for one pass."""
+
+    def __init__(self, cache: FusedCache, slots: torch.Tensor) -> None:
+        """``slots``: ``(num_rows,)`` of all rows at the start of the pass, strictly increasing."""
+        self.cache = cache
+        self.slots = slots
+        self.alive = torch.arange(len(slots))
+        """Rows still in the pass, as indices into ``slots``, increasing."""
+        self._plan: AttentionPlan | None = None
+
+    @abstractmethod
+    def before_layer(self, layer: int) -> torch.Tensor | None:
+        """Rows (a subset of ``alive``) that run from ``layer`` on; None for all of them.
+
+        The KV of layers below is already in the cache; that of this layer is still the stored one.
+        """
+
+    def enter(self, layer: int, hidden: torch.Tensor, kwargs: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Hidden states ``(1, num_alive, hidden_size)`` and arguments of a layer, for the rows that run in it."""
+        kept = self.before_layer(layer)
+        if kept is not None and len(kept) < len(self.alive):
+            stays = torch.isin(self.alive, kept)
+            hidden = hidden[:, stays.to(hidden.device)]
+            self.alive = self.alive[stays]
+            slots = self.slots[self.alive]
+            self.cache.scatter(slots)
+            old: AttentionPlan = kwargs["cacheclip_plan"]
+            self._plan = causal_plan(slots, old.blocks[0].positions.device, self.cache.geometry)
+            self._plan.walk = self
+        if self._plan is None:
+            return hidden, kwargs
+        cut = {name: _rows_of(kwargs[name], self.alive, dim) for name, dim in _OF_ROWS.items() if name in kwargs}
+        return hidden, {**kwargs, **cut, "cacheclip_plan": self._plan}
+
+
+def _rows_of(value: Any, rows: torch.Tensor, dim: int) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_rows_of(part, rows, dim) for part in value)
+    return value.index_select(dim, rows.to(value.device)) if isinstance(value, torch.Tensor) else value
+
+
+def install_walk_hooks(layers: Sequence[torch.nn.Module]) -> None:
+    """Let walks act on these decoder layers."""
+
+    def hook(number: int) -> Any:
+        def enter(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            walk: RowWalk | None = getattr(kwargs.get("cacheclip_plan"), "walk", None)
+            if walk is None:
+                return None
+            hidden, kwargs = walk.enter(number, args[0], kwargs)
+            return (hidden, *args[1:]), kwargs
+
+        return enter
+
+    for number, layer in enumerate(layers):
+        layer.register_forward_pre_hook(hook(number), with_kwargs=True)

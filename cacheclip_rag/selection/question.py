@@ -1,0 +1,113 @@
+"""The primary model's own attention from the question to the reused tokens, over the stale cache.
+
+Source: the family of query-aware selectors, ProphetKV (arXiv:2602.02579), QCFuse (arXiv:2606.05875), InfoFlow KV
+(arXiv:2603.05353), FusionRAG (arXiv:2601.12904): the question runs once over the cache as it is, its attention weights
+are reduced over heads, question tokens and layers, and what they attend to is recomputed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from ..models.attention import Block, Probe
+from ..models.cache import FusedCache
+from ..models.runtime import ModelRuntime
+
+__all__ = ["attention_to_tokens", "pick_layers"]
+
+
+def pick_layers(spec: str, num_layers: int) -> list[int]:
+    """Layers by name: ``all``, ``last``, ``upper`` (half), ``middle`` (third), a range of depth such as ``0.6-0.7``, or
+    numbers joined by ``+`` (``14+13+17``).
+
+    Raises:
+        ValueError: none of these, or a layer that the model does not have.
+    """
+    names = {"all": (0.0, 1.0), "upper": (0.5, 1.0), "middle": (1 / 3, 2 / 3)}
+    if spec == "last":
+        return [num_layers - 1]
+    if spec in names or "-" in spec:
+        low, high = names[spec] if spec in names else map(float, spec.split("-"))
+        if not 0.0 <= low < high <= 1.0:
+            raise ValueError(f"a range of depth is two shares of the layers, such as 0.6-0.7, got {spec!r}")
+        first = min(int(low * num_layers), num_layers - 1)
+        return list(range(first, max(first + 1, round(high * num_layers))))
+    layers = [int(part) for part in spec.split("+")]
+    if not layers or not all(0 <= layer < num_layers for layer in layers):
+        raise ValueError(f"layers {spec!r} for a model with layers 0 to {num_layers - 1}")
+    return sorted(set(layers))
+
+
+@torch.inference_mode()
+def attention_to_tokens(
+    runtime: ModelRuntime,
+    cache: FusedCache,
+    ids: torch.Tensor,
+    rows: torch.Tensor,
+    question: torch.Tensor,
+    layers: Iterable[int],
+    *,
+    heads: str = "mean",
+    queries: str = "mean",
+    among: torch.Tensor | None = None,
+    visible: torch.Tensor | None = None,
+    per_layer: bool = False,
+) -> torch.Tensor:
+    """Run ``rows`` over ``cache`` and reduce the attention of the ``question`` rows to one score a token.
+
+    The rows' own KV is left in the cache; the recompute that follows overwrites it.
+
+    Args:
+        ids: ``(num_tokens,)`` of the whole prompt.
+        rows: ``(num_rows,)`` slots to run, strictly increasing.
+        question: ``(num_question_tokens,)`` slots among ``rows`` whose attention counts.
+        heads, queries: ``mean`` or ``max`` over them.
+        among: ``(num_tokens,)`` bool: the softmax goes over these keys alone; default over all that a row sees.
+        visible: ``(num_tokens,)`` bool: keys the rows may attend to on their way (all others stay unseen).
+
+    Returns:
+        ``(num_tokens,)`` float32, mean over layers; with ``per_layer`` ``(num_layers, num_tokens)``.
+    """
+    chosen = sorted(layers)
+    num_tokens = len(ids)
+    found = torch.zeros(len(chosen), num_tokens)
+    asking = torch.isin(rows, question).nonzero().flatten()
+    blocks = (
+        [
+            Block.of(
+                slice(int(row), int(row) + 1), slice(0, num_tokens), rows[row : row + 1], runtime.device, cache.geometry
+            )
+            for row in asking
+        ]
+        if not _is_run(asking)
+        else [
+            Block.of(
+                slice(int(asking[0]), int(asking[-1]) + 1),
+                slice(0, num_tokens),
+                rows[asking],
+                runtime.device,
+                cache.geometry,
+            )
+        ]
+    )
+    weights_seen: list[list[torch.Tensor]] = [[] for _ in chosen]
+
+    def record(layer: int, number: int, weights: torch.Tensor) -> None:
+        if among is not None:
+            weights = weights.masked_fill(~among.to(weights.device), float("-inf")).softmax(-1).nan_to_num()
+        reduced = weights.mean(0) if heads == "mean" else weights.amax(0)
+        weights_seen[chosen.index(layer)].append(reduced.cpu())  # (num_rows, num_tokens)
+
+    probe = Probe(frozenset(chosen), blocks, record, stop=chosen[-1], logits=among is not None)
+    runtime.run_slots(cache, ids[rows], rows, visible=visible, probe=probe, head=False)
+    for number, parts in enumerate(weights_seen):
+        joined = torch.cat(parts)
+        found[number] = joined.mean(0) if queries == "mean" else joined.amax(0)
+    return found if per_layer else found.mean(0)
+
+
+def _is_run(indices: Sequence[int] | torch.Tensor) -> bool:
+    """Whether indices follow each other without a gap."""
+    return int(indices[-1]) - int(indices[0]) + 1 == len(indices)

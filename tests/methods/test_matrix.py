@@ -1,0 +1,132 @@
+"""Every method on every architecture: what holds whatever it selects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from cacheclip_rag import SamplingParams
+from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.methods import METHODS, create, method_class, spec_of
+from cacheclip_rag.methods.base import Method
+from cacheclip_rag.methods.selective import Selective
+from tests.fusion.cases import BROKEN, EXACT, Case, gap, prefilled, reference_logits
+
+REUSING = [name for name in METHODS if method_class(name).reuses_chunks]
+WITH_RATIO = [name for name in REUSING if "recompute_ratio" in method_class(name).__dataclass_fields__]
+SELECTIVE = [name for name in REUSING if issubclass(method_class(name), Selective)]
+few = pytest.mark.parametrize("primary", ["llama", "gemma3", "qwen3", "gpt-oss"], indirect=True)
+
+
+def run(case: Case, method: Method | str, ratio: float = 0.2) -> Any:
+    method = create(method, {"recompute_ratio": ratio}) if isinstance(method, str) else method
+    with torch.inference_mode():
+        segments = [span.segment for span in case.layout.spans]
+        return case.engine.prefill(segments, SamplingParams(max_tokens=16), method=method)
+
+
+@pytest.mark.parametrize("name", [n for n in WITH_RATIO if method_class(n).exact_at_one])
+def test_ratio_one_is_full_prefill(case: Case, name: str) -> None:
+    fused = run(case, name, 1.0)
+    assert fused.stats.fallback is None and fused.stats.method == name
+    assert gap(fused.logits, reference_logits(case.folder, case.layout.ids)) < EXACT
+    assert fused.stats.effective_ratio == 1.0
+
+
+@pytest.mark.parametrize("name", [n for n in WITH_RATIO if n != "cacheblend"])
+def test_ratio_zero_is_direct_reuse(case: Case, name: str) -> None:
+    direct = run(case, "direct")
+    assert gap(run(case, name, 0.0).logits, direct.logits) < EXACT
+    assert gap(direct.logits, reference_logits(case.folder, case.layout.ids)) > BROKEN, "direct reuse must differ"
+
+
+@pytest.mark.parametrize("name", [n for n in SELECTIVE if n != "oracle"])
+@few
+def test_nominal_is_effective_is_charged(case: Case, name: str) -> None:
+    stats = run(case, name, 0.3).stats
+    assert stats.fallback is None
+    assert stats.recomputed_tokens == round(0.3 * stats.chunk_tokens)
+    assert stats.charged_ratio == pytest.approx(stats.effective_ratio)
+
+
+def test_the_oracle_is_charged_its_full_prefill(case: Case) -> None:
+    stats = run(case, "oracle", 0.3).stats
+    assert stats.charged_ratio == pytest.approx(1.0 + stats.effective_ratio)
+
+
+@pytest.mark.parametrize("name", REUSING)
+@few
+def test_deterministic(case: Case, name: str) -> None:
+    first, second = run(case, name, 0.3), run(case, name, 0.3)
+    assert torch.equal(first.logits, second.logits)
+    assert first.stats.recomputed_tokens == second.stats.recomputed_tokens
+
+
+@pytest.mark.parametrize("name", [n for n in REUSING if method_class(n).own_positions])
+def test_decoding_goes_on(case: Case, name: str) -> None:
+    """One token at a time, or all read in one pass: the same logits, whatever the method's positions and attention."""
+    from cacheclip_rag.fidelity import greedy, read_along
+
+    stepped, read = run(case, name, 0.3), run(case, name, 0.3)
+    with torch.inference_mode():
+        ids, logits = greedy(case.runtime, stepped.cache, stepped.logits, 6, stop=False)
+        assert gap(read_along(case.runtime, read.cache, read.logits, ids), logits) < EXACT
+
+
+class TestOneChunkBehindThePrefix:
+    @pytest.mark.parametrize("name", REUSING)
+    @few
+    def test_is_exact(self, case: Case, name: str) -> None:
+        chunk = case.layout.chunks[0].segment.text
+        prompt = f"{chunk}\n\nQuestion: What is the magic number?"
+        neutral = {"ape": "ape:temperature=1.0:scale=1.0"}.get(name, name)
+        fused = prefilled(case.engine, prompt, neutral)
+        assert fused.stats.fallback is None and fused.stats.exact_tokens == fused.stats.chunk_tokens > 0
+        assert gap(fused.logits, reference_logits(case.folder, fused.layout.ids)) < EXACT
+
+
+class TestNames:
+    def test_settings_behind_the_name(self) -> None:
+        method: Any = create("epic:k_init=16:k_final=2", {"recompute_ratio": 0.1, "grouping": "v1_literal"})
+        assert (method.k_init, method.k_final, method.recompute_ratio) == (16, 2, 0.1)
+        assert spec_of(method) == "epic:k_init=16:k_final=2"
+        assert create(spec_of(method), {"recompute_ratio": 0.1}) == method
+        assert create("cacheclip:skip_first_chunk=true", {}).skip_first_chunk is True  # type: ignore[attr-defined]
+
+    @pytest.mark.parametrize(
+        ("spec", "message"),
+        [
+            ("nonsense", "method must be one of full"),
+            ("epic:k=16", "names among recompute_ratio, k_init, k_final"),
+            ("epic:k_init", "written name=value"),
+            ("epic:k_init=many", "of type int"),
+            ("epic:k_init=-1", "0 or more"),
+            ("cacheclip:skip_first_chunk=perhaps", "true or false"),
+            ("cacheclip:always_include_first=-1", "0 or more"),
+            ("cacheclip:correction=2", "between 0"),
+            ("query_attention:layers=some", "layers"),
+            ("query_attention:layers=0.9-0.2", "range of depth"),
+            ("query_attention:heads=median", "heads must be one of mean, max"),
+            ("query_attention:rounds=0", "from 1 to 8"),
+            ("query_attention:digest=2", "between 0"),
+            ("ape:temperature=0", "above 0"),
+            ("cacheblend:deviation=q", "one of v, k, kv"),
+            ("cacheblend:check_layer=-1", "0 or more"),
+            ("mixed:first=full", "first must be one of"),
+            ("mixed:weight=3", "between 0 and 1"),
+            ("direct_gapped:place_tokens=-1", "0 or more"),
+        ],
+    )
+    def test_wrong_settings(self, spec: str, message: str) -> None:
+        with pytest.raises(ConfigurationError, match=message):
+            create(spec, {})
+
+    def test_every_method_names_its_source(self) -> None:
+        import sys
+
+        for name in METHODS:
+            cls = method_class(name)
+            assert cls.name == name and cls.__doc__
+            assert len(sys.modules[cls.__module__].__doc__ or "") > 80

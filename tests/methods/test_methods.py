@@ -1,0 +1,506 @@
+"""What each method promises of itself, against brute force."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers.cache_utils import Cache
+
+from cacheclip_rag import Chunk, Fresh, SamplingParams
+from cacheclip_rag.fusion.recompute import choose_rows
+from cacheclip_rag.methods import create
+from cacheclip_rag.methods.base import Method
+from cacheclip_rag.methods.cacheblend import CacheBlend, DeviationWalk
+from cacheclip_rag.models.attention import Geometry
+from cacheclip_rag.models.walk import RowWalk
+from cacheclip_rag.selection.question import pick_layers
+from tests.fusion.cases import BROKEN, EXACT, Case, ScatterLayer, gap, reference_logits, reference_model
+from tests.methods.test_matrix import few, run
+
+plain = pytest.mark.parametrize("primary", ["llama", "qwen3"], indirect=True)
+
+
+class Spy(Method):
+    """Keeps the request that a method was asked with."""
+
+    name = "spy"
+
+    def __init__(self, inner: Method) -> None:
+        object.__setattr__(self, "inner", inner)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("inner", "request", "masks", "select", "score", "walk", "made"):
+            return object.__getattribute__(self, name)
+        return getattr(object.__getattribute__(self, "inner"), name)
+
+    def score(self, request: Any) -> Any:
+        return self.inner.score(request)
+
+    def select(self, request: Any, scores: Any) -> Any:
+        object.__setattr__(self, "request", request)
+        object.__setattr__(self, "masks", self.inner.select(request, scores))
+        return self.masks
+
+    def walk(self, request: Any, rows: Any) -> Any:
+        object.__setattr__(self, "made", self.inner.walk(request, rows))
+        return self.made
+
+
+def spied(case: Case, spec: str, ratio: float = 0.3) -> tuple[Any, Any]:
+    spy = Spy(create(spec, {"recompute_ratio": ratio}))
+    return run(case, spy), spy
+
+
+@torch.inference_mode()
+def placed_reference(case: Case, cache: Any, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Rows over assembled KV by an unmodified eager model: own positions, and all contexts visible to all rows."""
+    num_tokens = case.layout.num_tokens
+    layers = []
+    for layer in cache.layers:
+        shape = (1, layer.keys.shape[1], num_tokens, layer.keys.shape[3])
+        keys, values = torch.zeros(shape), torch.zeros(shape)
+        keys[:, :, : layer.length], values[:, :, : layer.length] = layer.keys, layer.values
+        layers.append(ScatterLayer(keys, values, rows))
+    hidden = rows[:, None] < torch.arange(num_tokens)[None]
+    geometry: Geometry = cache.geometry
+    if geometry.contexts is not None:
+        hidden = hidden & ~geometry.contexts[None]
+    mask = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min)[None, None]
+    output = reference_model(case.folder)(
+        input_ids=case.layout.ids[rows][None],
+        position_ids=positions[rows][None],
+        attention_mask=mask,
+        past_key_values=Cache(layers=layers),
+    )
+    return output.logits[0, -1]
+
+
+def assembled(case: Case, geometry: Geometry) -> Any:
+    cache = case.runtime.new_cache(case.layout.num_tokens + 8)
+    cache.geometry = geometry
+    for start, kv in case.kv.items():
+        case.runtime.fill(cache, kv, slot=start, position=cache.position_of(start))
+    return cache
+
+
+class TestOwnPositions:
+    @plain
+    @pytest.mark.parametrize(
+        "spec", ["direct_gapped", "direct_gapped:place_tokens=90", "ape:temperature=1.0:scale=1.0"]
+    )
+    def test_plain_transformers_at_these_positions(self, case: Case, spec: str) -> None:
+        geometry = create(spec, {}).place(case.layout, case.layout.chunks)
+        assert geometry is not None and not torch.equal(geometry.positions, torch.arange(case.layout.num_tokens))
+        rows = choose_rows(case.layout, case.layout.chunks, [])
+        expected = placed_reference(case, assembled(case, geometry), rows, geometry.positions)
+        assert gap(run(case, spec).logits, expected) < EXACT
+        assert gap(run(case, "direct").logits, expected) > BROKEN
+
+    def test_gaps(self, tiny_models: dict[str, str], case_of: Any) -> None:
+        layout = case_of("llama").layout
+        first, second, third = layout.chunks
+        positions = create("direct_gapped:place_tokens=100", {}).place(layout, layout.chunks).positions
+        assert positions[: first.stop].tolist() == list(range(first.stop))
+        assert int(positions[first.stop]) == first.start + 100
+        assert int(positions[second.start]) - int(positions[first.start]) == 100 + second.start - first.stop
+        assert int(positions[-1]) - int(positions[third.start]) == layout.num_tokens - 1 - third.start
+
+    def test_beyond_the_context_is_plain_prefill(self, case_of: Any) -> None:
+        result = run(case_of("llama"), "direct_gapped:place_tokens=100000")
+        assert result.stats.method == "full" and "positions up to" in result.stats.fallback
+
+    def test_a_damaged_chunk_is_placed_as_text(self, case_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        case = case_of("llama")
+        caches = case.engine._caches_of(case.folder)
+        lost = case.layout.chunks[1].segment.text
+        read = type(caches).read
+        monkeypatch.setattr(type(caches), "read", lambda self, text: None if text == lost else read(self, text))
+        result = run(case, "ape")
+        assert (result.stats.hits, result.stats.misses) == (2, 1) and result.missing == (lost,)
+        stored = [s for s in case.layout.chunks if s.segment.text != lost]
+        assert torch.equal(result.cache.geometry.positions, create("ape", {}).place(case.layout, stored).positions)
+
+
+@pytest.fixture
+def case_of(tiny_models: dict[str, str]) -> Any:
+    from tests.conftest import CHUNKS
+    from tests.fusion.cases import make_case
+
+    return lambda name: make_case(tiny_models[name], tiny_models["auxiliary"], CHUNKS[:3])
+
+
+class TestApe:
+    @few
+    def test_the_order_of_contexts_does_not_matter(self, case: Case) -> None:
+        opening, *_, closing = [
+            span.segment for span in case.layout.spans if not span.is_chunk and span.segment.control
+        ]
+        chunks = [span.segment.text for span in case.layout.chunks]
+        ask = Fresh("\n\nWhat is the magic number?")
+        ids = []
+        for order in ((0, 1, 2), (2, 0, 1)):
+            segments = [opening, *(Chunk(chunks[n]) for n in order), ask, closing]
+            ids.append(case.engine.prefill(segments, method=create("ape", {})))
+        assert gap(ids[0].logits, ids[1].logits) < EXACT
+        direct = [
+            case.engine.prefill(
+                [opening, *(Chunk(chunks[n]) for n in order), ask, closing], method=create("direct", {})
+            )
+            for order in ((0, 1, 2), (2, 0, 1))
+        ]
+        assert gap(direct[0].logits, direct[1].logits) > BROKEN
+
+    def test_merged_attention_is_the_weighted_sum(self) -> None:
+        from cacheclip_rag.models.attention import AttentionRule, block_attention, causal_plan
+
+        generator = torch.Generator().manual_seed(0)
+        query = torch.randn(1, 4, 3, 8, generator=generator)
+        key, value = (torch.randn(1, 2, 12, 8, generator=generator) for _ in range(2))
+        contexts = torch.zeros(12, dtype=torch.bool)
+        contexts[2:6] = contexts[7:9] = True
+        slots = torch.tensor([6, 10, 11])
+        positions = torch.arange(12)
+        geometry = Geometry(positions, contexts, temperature=0.8, scale=0.7)
+        ours = block_attention(query, key, value, causal_plan(slots, geometry=geometry).blocks, AttentionRule(0.35))
+        for head in range(4):
+            for row, slot in enumerate(slots.tolist()):
+                logits = (key[0, head // 2] @ query[0, head, row]) * 0.35
+                other = ~contexts & (torch.arange(12) <= slot)
+                inside, outside = logits[contexts] / 0.8, logits[other]
+                z_inside = float(inside.exp().sum()) ** (0.7 * 0.8)
+                z_outside = float(outside.exp().sum())
+                expected = (
+                    z_inside * (inside.softmax(0) @ value[0, head // 2][contexts])
+                    + z_outside * (outside.softmax(0) @ value[0, head // 2][other])
+                ) / (z_inside + z_outside)
+                assert gap(ours[0, row, head], expected) < 1e-5
+
+    def test_a_window_that_hides_every_context(self) -> None:
+        from cacheclip_rag.models.attention import AttentionRule, block_attention, causal_plan
+
+        generator = torch.Generator().manual_seed(0)
+        query, key, value = (torch.randn(1, 1, n, 4, generator=generator) for n in (1, 8, 8))
+        contexts = torch.arange(8) < 4
+        geometry = Geometry(torch.arange(8), contexts, 0.9, 0.9)
+        plan = causal_plan(torch.tensor([7]), geometry=geometry)
+        ours = block_attention(query, key, value, plan.blocks, AttentionRule(1.0, window=2))
+        weights = (key[0, 0, 6:] @ query[0, 0, 0]).softmax(0)
+        assert gap(ours[0, 0, 0], weights @ value[0, 0, 6:]) < 1e-6
+
+
+class TestEpic:
+    @few
+    @pytest.mark.parametrize("k", [1, 8, 10_000])
+    def test_first_tokens_of_every_chunk(self, case: Case, k: int) -> None:
+        result, spy = spied(case, f"epic:k_init={k}")
+        for span, mask in zip(spy.request.spans, spy.masks, strict=True):
+            assert mask.tolist() == [n < k for n in range(len(span.tokens))]
+        if k == 10_000:
+            assert gap(result.logits, reference_logits(case.folder, case.layout.ids)) < EXACT
+
+    @plain
+    def test_budget_goes_round(self, case: Case) -> None:
+        result, spy = spied(case, "epic", 0.3)
+        counts = [int(mask.sum()) for mask in spy.masks]
+        assert sum(counts) == round(0.3 * result.stats.chunk_tokens)
+        assert max(counts) - min(counts) <= 1
+        assert all(bool(mask[: int(mask.sum())].all()) for mask in spy.masks)
+
+    @plain
+    def test_last_tokens(self, case: Case) -> None:
+        _, spy = spied(case, "epic:k_final=3")
+        assert all(mask.nonzero().flatten().tolist() == list(range(len(mask) - 3, len(mask))) for mask in spy.masks)
+
+
+class TestCacheBlend:
+    def stale_and_full(self, case: Case, layer: int) -> tuple[Any, Any]:
+        full, _ = case.runtime.prefill(case.layout.ids, case.layout.num_tokens)
+        return case.assembled().layers[layer], full.layers[layer]
+
+    @few
+    @pytest.mark.parametrize("deviation", ["v", "k"])
+    def test_single_is_the_largest_change_at_the_check_layer(self, case: Case, deviation: str) -> None:
+        result, spy = spied(case, f"cacheblend:deviation={deviation}", 0.25)
+        stale, full = self.stale_and_full(case, 1)
+        of = {"v": (full.values, stale.values), "k": (full.keys, stale.keys)}[deviation]
+        length = min(of[0].shape[2], of[1].shape[2])
+        change = (of[0][0, :, :length] - of[1][0, :, :length]).square().sum((0, 2))
+        slots = torch.cat([torch.arange(s.start, s.stop) for s in spy.request.spans])
+        budget = round(0.25 * result.stats.chunk_tokens)
+        best = set(slots[change[slots].argsort(descending=True, stable=True)[:budget]].tolist())
+        alive = set(spy.made.slots[spy.made.alive].tolist())
+        assert alive & set(slots.tolist()) == best
+
+    @few
+    def test_charged_is_what_was_computed(self, case: Case) -> None:
+        stats = run(case, "cacheblend", 0.2).stats
+        layers = case.runtime.num_layers
+        stale = stats.chunk_tokens - stats.exact_tokens
+        expected = (2 * stale + (layers - 2) * stats.recomputed_tokens) / (layers * stats.chunk_tokens)
+        assert stats.charged_ratio == pytest.approx(expected)
+        assert stats.recomputed_tokens == round(0.2 * stats.chunk_tokens)
+
+    @few
+    def test_rows_that_stay_are_computed_exactly(self, case: Case) -> None:
+        """The tokens that went through all layers have the KV that a recompute of just their layers' rows gives."""
+        result, spy = spied(case, "cacheblend:check_layer=0", 0.4)
+        cache = case.assembled()
+        rows = spy.made.slots
+        alive = spy.made.slots[spy.made.alive]
+
+        class Replay(RowWalk):
+            def before_layer(self, layer: int) -> Any:
+                return None if layer == 0 else torch.isin(rows, alive).nonzero().flatten()
+
+        replay = Replay(cache, rows)
+        with torch.inference_mode():
+            logits = case.runtime.run_slots(cache, case.layout.ids[rows], rows, walk=replay)
+        assert gap(result.logits, logits) == 0.0
+
+    def test_gradual_sets_are_nested_and_average_to_the_ratio(self) -> None:
+        method = CacheBlend(recompute_ratio=0.2, schedule="gradual")
+        shares = [method.ratio_at(layer, 24) for layer in range(24)]
+        assert shares[:2] == [1.0, 1.0] and shares[2:] == sorted(shares[2:], reverse=True)
+        assert sum(shares[2:]) / 22 == pytest.approx(0.2)
+        assert shares[2] > 0.2 > shares[-1]
+
+    @plain
+    def test_gradual_filters_behind_every_layer(self, case: Case) -> None:
+        seen: list[set[int]] = []
+        walk_of = DeviationWalk.before_layer
+
+        def spy(self: DeviationWalk, layer: int) -> Any:
+            kept = walk_of(self, layer)
+            seen.append(set((self.alive if kept is None else kept).tolist()))
+            return kept
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(DeviationWalk, "before_layer", spy)
+            run(case, "cacheblend:schedule=gradual:check_layer=0", 0.3)
+        assert all(later <= earlier for earlier, later in zip(seen, seen[1:], strict=False))
+        assert len(seen[-1]) < len(seen[1]) < len(seen[0])
+
+    def test_equal_charge(self) -> None:
+        method = CacheBlend(recompute_ratio=0.2, equal_charge=True)
+        shares = [method.ratio_at(layer, 24) for layer in range(24)]
+        assert sum(shares) / 24 == pytest.approx(0.2)
+
+    @few
+    def test_a_later_token_changes_nothing_before(self, case: Case) -> None:
+        caches = []
+        rows = torch.arange(case.layout.num_prefix, case.layout.num_tokens)
+        border = case.layout.chunks[2].start
+        leaves = torch.zeros(len(rows), dtype=torch.bool)
+        for span in case.layout.chunks[:2]:
+            leaves |= (rows >= span.start) & (rows < span.stop) & (rows % 3 > 0)
+        keep = (~leaves).nonzero().flatten()
+        for shift in (0, 1):
+            ids = case.layout.ids.clone()
+            ids[border + 2 :] = (ids[border + 2 :] + shift) % 100
+            cache = case.assembled()
+
+            class Thin(RowWalk):
+                def before_layer(self, layer: int) -> Any:
+                    return keep if layer == 1 else None
+
+            case.runtime.run_slots(cache, ids[rows], rows, walk=Thin(cache, rows))
+            caches.append(cache)
+        for left, right in zip(caches[0].layers, caches[1].layers, strict=True):
+            assert gap(left.values[:, :, : border + 2], right.values[:, :, : border + 2]) == 0.0
+            assert gap(left.values[:, :, border + 2 :], right.values[:, :, border + 2 :]) > 0.0
+
+
+class TestQueryAttention:
+    def brute_force(self, case: Case, spy: Any) -> torch.Tensor:
+        """``(num_layers, num_tokens)`` from an eager model that returns its attention weights."""
+        request = spy.request
+        rows = request.fresh
+        num_tokens = case.layout.num_tokens
+        layers = []
+        for layer in case.assembled().layers:
+            shape = (1, layer.keys.shape[1], num_tokens, layer.keys.shape[3])
+            keys, values = torch.zeros(shape), torch.zeros(shape)
+            keys[:, :, : layer.length], values[:, :, : layer.length] = layer.keys, layer.values
+            layers.append(ScatterLayer(keys, values, rows))
+        hidden = rows[:, None] < torch.arange(num_tokens)[None]
+        mask = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min)[None, None]
+        output = reference_model(case.folder)(
+            input_ids=case.layout.ids[rows][None],
+            position_ids=rows[None],
+            attention_mask=mask,
+            past_key_values=Cache(layers=layers),
+            output_attentions=True,
+        )
+        asking = torch.isin(rows, request.question)
+        return torch.stack([weights[0].mean(0)[asking].mean(0) for weights in output.attentions])
+
+    @plain
+    @pytest.mark.parametrize("layers", ["all", "last", "0+1"])
+    def test_scores_are_those_of_an_eager_model(self, case: Case, layers: str) -> None:
+        _, spy = spied(case, f"query_attention:layers={layers}")
+        with torch.inference_mode():
+            expected = self.brute_force(case, spy)[pick_layers(layers, case.runtime.num_layers)].mean(0)
+            request = spy.request
+            cache = case.assembled()
+            from dataclasses import replace
+
+            ours = spy.inner.rate(replace(request, cache=cache), [])
+        for span, score in zip(request.spans, ours, strict=True):
+            assert gap(score, expected[span.start : span.stop]) < 1e-5
+            assert float(score.sum()) <= 1.0
+
+    def test_the_question_is_what_the_user_asks(self, case_of: Any) -> None:
+        _, spy = spied(case_of("llama"), "query_attention")
+        layout = spy.request.layout
+        words = [
+            s.segment.text[a:b]
+            for s in layout.spans
+            for n, (a, b) in enumerate(s.tokens.offsets)
+            if s.start + n in set(spy.request.question.tolist())
+        ]
+        assert "".join(words).replace(" ", "") == "Question:Whatisthemagicnumber?"
+
+    def test_a_given_question_is_found_in_the_prompt(self, case_of: Any) -> None:
+        from cacheclip_rag.fusion.layout import question_slots
+
+        layout = case_of("llama").layout
+        some = question_slots(layout, "What is the magic number?")
+        assert 0 < len(some) < len(question_slots(layout)) == len(question_slots(layout, "Not in there."))
+
+    @few
+    def test_a_whole_digest_is_the_whole_context(self, case: Case) -> None:
+        _, whole = spied(case, "query_attention:layers=all:digest=1.0")
+        _, almost = spied(case, "query_attention:layers=all:digest=0.9999999")
+        assert all(torch.equal(a, b) for a, b in zip(whole.masks, almost.masks, strict=True))
+
+    @plain
+    def test_a_digest_keeps_its_sinks_and_size(self, case: Case) -> None:
+        _, spy = spied(case, "qcfuse:digest=0.3")
+        from dataclasses import replace
+
+        with torch.inference_mode():
+            visible = spy.inner._digest(replace(spy.request, cache=case.assembled()))
+        for span in spy.request.spans:
+            inside = visible[span.start : span.stop]
+            assert (
+                bool(inside[:4].all()) and round(0.3 * len(inside)) <= int(inside.sum()) <= round(0.3 * len(inside)) + 4
+            )
+        assert bool(visible[: spy.request.spans[0].start].all())
+
+    @few
+    def test_rounds_spend_the_same_budget(self, case: Case) -> None:
+        stats = run(case, "query_attention:rounds=3", 0.3).stats
+        assert stats.recomputed_tokens == round(0.3 * stats.chunk_tokens)
+        assert stats.charged_ratio == pytest.approx(stats.effective_ratio)
+        assert (
+            gap(run(case, "query_attention:rounds=3", 1.0).logits, reference_logits(case.folder, case.layout.ids))
+            < EXACT
+        )
+
+    def test_layers_by_name(self) -> None:
+        assert pick_layers("all", 4) == [0, 1, 2, 3] and pick_layers("last", 4) == [3]
+        assert pick_layers("upper", 24) == list(range(12, 24)) and pick_layers("middle", 24) == list(range(8, 16))
+        assert pick_layers("14+13+17", 32) == [13, 14, 17] and pick_layers("0.5-0.62", 24) == [12, 13, 14]
+        with pytest.raises(ValueError, match="layers 0 to 3"):
+            pick_layers("9", 4)
+
+
+class TestParts:
+    @plain
+    def test_first_tokens_come_before_all_others(self, case: Case) -> None:
+        _, spy = spied(case, "random:always_include_first=4", 0.4)
+        assert all(bool(mask[:4].all()) for mask in spy.masks)
+        assert sum(int(m.sum()) for m in spy.masks) == round(0.4 * spy.request.num_chunk_tokens)
+
+    @plain
+    def test_a_skipped_first_chunk(self, case: Case) -> None:
+        _, spy = spied(case, "random:skip_first_chunk=true", 0.3)
+        first = int(case.layout.is_exact(case.layout.chunks[0]))
+        assert first or not bool(spy.masks[0].any())
+        assert sum(int(m.sum()) for m in spy.masks) == round(0.3 * spy.request.num_chunk_tokens)
+
+    def test_random_follows_its_seed(self, case_of: Any) -> None:
+        case = case_of("llama")
+        masks = [spied(case, f"random:seed={seed}")[1].masks for seed in (0, 0, 1)]
+        assert all(torch.equal(a, b) for a, b in zip(masks[0], masks[1], strict=True))
+        assert not all(torch.equal(a, b) for a, b in zip(masks[0], masks[2], strict=True))
+
+    @plain
+    def test_mixed_with_all_the_weight_on_one(self, case: Case) -> None:
+        for weight, part in ((1.0, "cacheclip"), (0.0, "query_attention")):
+            _, mixed = spied(case, f"mixed:weight={weight}:window=1:threshold=0")
+            _, alone = spied(case, f"{part}:window=1:threshold=0")
+            assert all(torch.equal(a, b) for a, b in zip(mixed.masks, alone.masks, strict=True))
+
+    @plain
+    def test_correction_moves_what_is_not_recomputed(self, case: Case) -> None:
+        """By the mean change of what is, keys compared before RoPE."""
+        result, spy = spied(case, "random:correction=1.0:grouping=window_score", 0.3)
+        bare, _ = spied(case, "random", 0.3)
+        runtime, before = case.runtime, case.assembled()
+        first = before.layers[0]
+        corrected, fresh = result.cache.layers[0], bare.cache.layers[0]
+        for span, mask in zip(spy.request.spans, spy.masks, strict=True):
+            slots = torch.arange(span.start, span.stop)
+            change = fresh.values[0, :, slots[mask]] - first.values[0, :, slots[mask]]
+            moved = corrected.values[0, :, slots[~mask]] - first.values[0, :, slots[~mask]]
+            assert gap(moved, change.mean(1, keepdim=True).expand_as(moved)) < 1e-5
+            free = [runtime.extract(c, span.start, span.stop)[0, 0] for c in (result.cache, bare.cache, before)]
+            assert (
+                gap((free[0] - free[2])[:, ~mask], (free[1] - free[2])[:, mask].mean(1, keepdim=True).expand_as(moved))
+                < 1e-4
+            )
+        assert gap(result.logits, bare.logits) > 0
+        assert all(layer.before_scatter is None for layer in result.cache.layers)
+
+    @plain
+    def test_the_oracle_knows_what_is_attended_and_stale(self, case: Case) -> None:
+        from dataclasses import replace
+
+        _, spy = spied(case, "oracle")
+        request = spy.request
+        with torch.inference_mode():
+            ours = spy.inner.rate(replace(request, cache=case.assembled()), [])
+            output = reference_model(case.folder)(
+                input_ids=case.layout.ids[None], use_cache=True, output_attentions=True
+            )
+        stale = case.assembled()
+        expected = torch.zeros(case.layout.num_tokens)
+        for weights, layer, old in zip(output.attentions, output.past_key_values.layers, stale.layers, strict=True):
+            attended = weights[0].mean(0)[request.question].mean(0)
+            change = (layer.values[0, :, : old.length] - old.values[0]).norm(dim=-1)
+            relative = (change / layer.values[0].norm(dim=-1).mean(-1, keepdim=True)).mean(0)
+            expected[: old.length] += attended[: old.length] * relative / len(stale.layers)
+        for span, score in zip(request.spans, ours, strict=True):
+            assert gap(score, expected[span.start : span.stop]) < 1e-5
+
+    def test_pooled_auxiliary_scores_share_one_softmax(self, case_of: Any) -> None:
+        from cacheclip_rag.selection.auxiliary import score_chunks
+
+        case = case_of("llama")
+        auxiliary = case.engine._caches_of(case.engine.config.auxiliary)
+        runtime = auxiliary.kv_runtime
+        kv = [auxiliary.read(span.segment.text) for span in case.layout.chunks]
+        question = runtime.tokenize("What is the magic number?").ids
+        pooled = score_chunks(runtime, auxiliary.prefix, kv, question, pooled=True)
+        assert sum(float(s.sum()) for s in pooled) == pytest.approx(1.0, abs=1e-5)
+        apart = score_chunks(runtime, auxiliary.prefix, kv, question)
+        assert all(float(s.sum()) < 1.0 for s in apart)
+        swapped = score_chunks(runtime, auxiliary.prefix, kv[::-1], question, pooled=True)[::-1]
+        assert all(gap(a, b) < 1e-6 for a, b in zip(pooled, swapped, strict=True))
+
+
+def test_a_store_of_half_a_prompt(case_of: Any) -> None:
+    """Chunks that are not stored are fresh text for every method."""
+    from cacheclip_rag.methods import METHODS, method_class
+
+    case = case_of("llama")
+    texts = [span.segment.text for span in case.layout.chunks]
+    case.engine.release([texts[1]])
+    for name in METHODS:
+        segments = [span.segment for span in case.layout.spans]
+        result = case.engine.prefill(segments, SamplingParams(max_tokens=4), method=create(name, {}))
+        reuses = method_class(name).reuses_chunks
+        assert (result.stats.hits, result.stats.misses) == ((2, 1) if reuses else (0, 0)), name
