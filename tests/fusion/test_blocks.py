@@ -1,0 +1,542 @@
+"""Prefix blocks: what is found, what is evicted and when, and that what is found is what a plain prefill computes.
+
+KV in the bookkeeping tests is a function of all tokens up to its slot, so that any wrong block shows in its numbers.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import takewhile
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.fusion import blocks
+from cacheclip_rag.fusion.blocks import Match, PrefixCache
+from cacheclip_rag.models.cache import FusedCache, FusedLayer
+from cacheclip_rag.models.load import load_model
+from tests.conftest import CHUNKS, QUESTION
+from tests.fusion.cases import BROKEN, EXACT, gap, reference_logits
+
+SIZE = 2
+"""Tokens of a block."""
+SHAPES = ((2, 4, torch.float32), (1, 8, torch.float32), (2, 4, torch.float32), (2, 4, torch.bfloat16))
+"""Heads, head_dim and dtype of each layer; layers 0 and 2 are alike."""
+BLOCK_BYTES = SIZE * 2 * (2 * 4 * 4 + 1 * 8 * 4 + 2 * 4 * 4 + 2 * 4 * 2)
+
+
+def empty(capacity: int) -> FusedCache:
+    return FusedCache(layers=[FusedLayer(h, d, capacity, dtype, torch.device("cpu")) for h, d, dtype in SHAPES])
+
+
+def filled(ids: Sequence[int]) -> FusedCache:
+    """The cache of a prompt: the numbers of a slot depend on its layer and on all tokens up to it."""
+    cache = empty(len(ids) + 3)
+    for index, (layer, (heads, head_dim, dtype)) in enumerate(zip(cache.layers, SHAPES, strict=True)):
+        for slot in range(len(ids)):
+            generator = torch.Generator().manual_seed(hash((index, *ids[: slot + 1])) % 2**40)
+            keys, values = torch.randn(2, heads, 1, head_dim, generator=generator).to(dtype)
+            layer.write(slot, keys, values)
+    return cache
+
+
+def assert_right(hit: Match, ids: Sequence[int]) -> None:
+    """What a match writes is what the prompt's own cache holds."""
+    cache, expected = empty(max(hit.num_tokens, 1)), filled(ids[: hit.num_tokens])
+    hit.write_to(cache)
+    assert cache.get_seq_length() == hit.num_tokens
+    for got, right in zip(cache.layers, expected.layers, strict=True):
+        assert torch.equal(got.keys, right.keys) and torch.equal(got.values, right.values)
+
+
+def found(cache: PrefixCache, ids: Sequence[int], at_most: int | None = None) -> int:
+    """Tokens that a match finds, after a look at their KV."""
+    with cache.match(ids, at_most=at_most) as hit:
+        assert_right(hit, ids)
+        return hit.num_tokens
+
+
+def put(cache: PrefixCache, ids: Sequence[int]) -> int:
+    return cache.insert(ids, filled(ids))
+
+
+def room(num_blocks: int, **options: Any) -> PrefixCache:
+    return PrefixCache(num_blocks * BLOCK_BYTES, block_tokens=SIZE, **options)
+
+
+def tokens_of(block: Any) -> tuple[int, ...]:
+    """All tokens up to the end of a stored block."""
+    before = tokens_of(block.parent) if block.parent else ()
+    return (*before, *memoryview(block.ids).cast("q"))
+
+
+def stored(cache: PrefixCache) -> set[tuple[int, ...]]:
+    return {tokens_of(block) for block in cache._blocks.values()}
+
+
+def refs(cache: PrefixCache) -> list[int]:
+    return [block.refs for block in cache._blocks.values()]
+
+
+class TestMatch:
+    def test_longest_start_in_whole_blocks(self) -> None:
+        cache = room(99)
+        assert put(cache, [1, 2, 3, 4, 5, 6, 7]) == 3
+        assert found(cache, [1, 2, 3, 4, 5, 6, 7, 8, 9]) == 6  # 7 was in no whole block
+        assert found(cache, [1, 2, 3, 4, 5, 9, 7]) == 4
+        assert found(cache, [1, 2, 3]) == 2
+        assert found(cache, [1]) == found(cache, []) == found(cache, [9, 2, 3, 4]) == 0
+
+    def test_start_shorter_than_a_block_is_not_stored(self) -> None:
+        cache = room(99)
+        assert put(cache, [1]) == put(cache, []) == 0
+        assert cache.stats.blocks == cache.stats.bytes == 0
+
+    def test_same_block_behind_another_start_is_no_hit(self) -> None:
+        cache = room(99)
+        put(cache, [1, 2, 3, 4])
+        put(cache, [5, 6])
+        assert found(cache, [5, 6, 3, 4]) == 2
+        assert found(cache, [3, 4]) == 0
+
+    @pytest.mark.parametrize(("at_most", "expected"), [(-1, 0), (0, 0), (3, 2), (4, 4), (5, 4), (99, 6), (None, 6)])
+    def test_at_most(self, at_most: int | None, expected: int) -> None:
+        cache = room(99)
+        put(cache, [1, 2, 3, 4, 5, 6])
+        assert found(cache, [1, 2, 3, 4, 5, 6], at_most) == expected
+
+    def test_only_new_blocks_are_stored(self) -> None:
+        cache = room(99)
+        assert put(cache, [1, 2, 3, 4]) == 2
+        assert put(cache, [1, 2, 3, 4]) == 0
+        assert put(cache, [1, 2, 3, 4, 5, 6]) == 1
+        assert put(cache, [1, 2, 9, 9, 5, 6]) == 2
+        assert cache.stats.blocks == 5
+
+    def test_stored_kv_is_a_copy(self) -> None:
+        cache, source = room(99), filled([1, 2, 3, 4])
+        cache.insert([1, 2, 3, 4], source)
+        for layer in source.layers:
+            layer.keys.zero_()
+            layer.values.zero_()
+        assert found(cache, [1, 2, 3, 4]) == 4
+
+    def test_written_behind_a_longer_cache(self) -> None:
+        """Slots after the match stay as they are."""
+        cache, target = room(99), filled([7, 7, 7])
+        put(cache, [1, 2])
+        with cache.match([1, 2]) as hit:
+            hit.write_to(target)
+        assert target.get_seq_length() == 3
+        for got, last, first in zip(target.layers, filled([7, 7, 7]).layers, filled([1, 2]).layers, strict=True):
+            assert torch.equal(got.keys, torch.cat((first.keys, last.keys[:, :, 2:]), dim=2))
+
+    def test_more_ids_than_the_cache_holds(self) -> None:
+        with pytest.raises(AssertionError, match="all 4 tokens, it holds 2"):
+            room(99).insert([1, 2, 3, 4], filled([1, 2]))
+
+    def test_counters(self) -> None:
+        cache = room(2)
+        put(cache, [1, 2, 3, 4])
+        found(cache, [1, 2, 3, 9, 9])
+        put(cache, [5, 6])
+        expected = {"blocks": 2, "bytes": 2 * BLOCK_BYTES, "max_bytes": 2 * BLOCK_BYTES}
+        assert asdict(cache.stats) == expected | {"hit_tokens": 2, "lookup_tokens": 5, "evictions": 1}
+
+    def test_bytes_are_those_of_the_tensors(self) -> None:
+        cache = room(99)
+        put(cache, [1, 2, 3, 4, 5, 6])
+        held = [kv for block in cache._blocks.values() for kv in block.kv.values()]
+        assert sum(kv.untyped_storage().nbytes() for kv in held) == cache.stats.bytes == 3 * BLOCK_BYTES
+
+    @pytest.mark.parametrize(("max_bytes", "block_tokens"), [(-1, 16), (0, 0), (0, -3)])
+    def test_settings_out_of_range(self, max_bytes: int, block_tokens: int) -> None:
+        with pytest.raises(ConfigurationError, match="must be"):
+            PrefixCache(max_bytes, block_tokens=block_tokens)
+
+
+class TestKeys:
+    def test_extra_keys_keep_tenants_apart(self) -> None:
+        """Also where keys joined end to end would be the same text."""
+        tenants: list[tuple[str, ...]] = [(), ("a",), ("b",), ("a", "b"), ("ab",), ("", "ab"), ("\ud800",)]
+        caches = [room(99, extra_keys=keys) for keys in tenants]
+        for cache in caches:
+            put(cache, [1, 2, 3, 4])
+        assert len({digest for cache in caches for digest in cache._blocks}) == 2 * len(tenants)
+        foreign = room(99, extra_keys=("other",))
+        for cache in caches:
+            foreign._blocks.update(cache._blocks)
+        assert found(foreign, [1, 2, 3, 4]) == 0
+
+    def test_same_tokens_same_digests(self) -> None:
+        one, other = room(99, extra_keys=("a",)), room(99, extra_keys=("a",))
+        put(one, [1, 2, 3, 4])
+        put(other, (1, 2, 3, 4, 5))
+        assert list(one._blocks) == list(other._blocks)
+
+    def test_collision_is_a_miss(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """All blocks have one digest: another block's KV is never taken for this one's, and what is stored stays."""
+        monkeypatch.setattr(blocks, "block_digest", lambda *_: b"the same")
+        cache = room(99)
+        assert put(cache, [1, 2, 3, 4]) == 1
+        assert found(cache, [1, 2, 3, 4]) == 2
+        assert found(cache, [1, 2, 1, 2]) == 2  # equal tokens, but behind another parent
+        assert found(cache, [5, 6]) == 0
+        assert put(cache, [5, 6, 7, 8]) == 0
+        assert stored(cache) == {(1, 2)} and refs(cache) == [0]
+
+    def test_collision_behind_a_true_hit(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Second blocks collide, whatever stands before them."""
+        digest = blocks.block_digest
+        first = bytes(32)
+        monkeypatch.setattr(blocks, "block_digest", lambda p, e, ids: digest(p, e, ids) if p == first else b"second")
+        cache = room(99)
+        put(cache, [1, 2, 3, 4])
+        put(cache, [5, 6])
+        assert found(cache, [5, 6, 3, 4]) == 2
+        assert found(cache, [1, 2, 3, 4]) == 4
+
+
+class TestEviction:
+    def test_tail_goes_first(self) -> None:
+        cache = room(4)
+        put(cache, [1, 2, 3, 4, 5, 6])
+        put(cache, [7, 8, 9, 9])
+        assert stored(cache) == {(1, 2), (1, 2, 3, 4), (7, 8), (7, 8, 9, 9)}
+
+    def test_least_recently_used_chain_goes_first(self) -> None:
+        cache = room(4)
+        put(cache, [1, 1, 2, 2])
+        put(cache, [3, 3, 4, 4])
+        assert found(cache, [1, 1, 2, 2]) == 4
+        put(cache, [5, 5, 6, 6])
+        assert stored(cache) == {(1, 1), (1, 1, 2, 2), (5, 5), (5, 5, 6, 6)}
+        assert cache.stats.evictions == 2
+
+    def test_an_insert_of_known_blocks_is_a_use(self) -> None:
+        cache = room(2)
+        put(cache, [1, 1])
+        put(cache, [2, 2])
+        put(cache, [1, 1])
+        put(cache, [3, 3])
+        assert stored(cache) == {(1, 1), (3, 3)}
+
+    def test_held_blocks_stay(self) -> None:
+        cache = room(2)
+        put(cache, [1, 1, 2, 2])
+        with cache.match([1, 1, 2, 2]) as hit:
+            assert put(cache, [3, 3]) == 0
+            assert_right(hit, [1, 1, 2, 2])
+        assert put(cache, [3, 3]) == 1
+        assert stored(cache) == {(1, 1), (3, 3)}
+
+    def test_held_by_two(self) -> None:
+        cache = room(1)
+        put(cache, [1, 1])
+        one, other = cache.match([1, 1]), cache.match([1, 1])
+        one.release()
+        one.release()
+        assert put(cache, [2, 2]) == 0 and refs(cache) == [1]
+        other.release()
+        assert put(cache, [2, 2]) == 1
+
+    def test_only_what_fits_is_stored_and_never_at_the_chain_s_own_cost(self) -> None:
+        cache = room(3)
+        assert put(cache, [1, 1]) == 1
+        assert put(cache, [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]) == 2
+        assert found(cache, [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]) == 6
+        assert cache.stats.evictions == 0
+
+    @pytest.mark.parametrize("max_bytes", [0, BLOCK_BYTES - 1])
+    def test_limit_smaller_than_a_block(self, max_bytes: int) -> None:
+        cache = PrefixCache(max_bytes, block_tokens=SIZE)
+        assert put(cache, [1, 2, 3, 4]) == 0
+        assert found(cache, [1, 2, 3, 4]) == cache.stats.bytes == 0
+
+    def test_clear(self) -> None:
+        cache = room(3)
+        put(cache, [1, 1, 2, 2])
+        put(cache, [5, 5])
+        with cache.match([1, 1]) as hit:
+            cache.clear()
+            assert found(cache, [1, 1, 2, 2]) == cache.stats.blocks == 0
+            assert_right(hit, [1, 1])
+            assert cache.stats.bytes == BLOCK_BYTES  # its memory is not free yet
+            assert put(cache, [1, 1]) == 1
+        assert cache.stats.bytes == BLOCK_BYTES and stored(cache) == {(1, 1)} and refs(cache) == [0]
+
+
+class TestFailures:
+    def test_exception_in_the_with_block(self) -> None:
+        cache = room(99)
+        put(cache, [1, 2, 3, 4])
+        hit = cache.match([1, 2, 3, 4])
+        assert refs(cache) == [1, 1]
+        with pytest.raises(ZeroDivisionError), hit:
+            raise ZeroDivisionError
+        assert refs(cache) == [0, 0]
+
+    def test_released_match_writes_nothing(self) -> None:
+        cache = room(99)
+        put(cache, [1, 2])
+        with cache.match([1, 2]) as hit:
+            pass
+        with pytest.raises(AssertionError, match="released"):
+            hit.write_to(empty(2))
+
+    def test_copy_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Blocks copied before stay, the others leave no trace."""
+        cut = blocks._cut
+
+        def fails(*arguments: Any) -> Iterator[Any]:
+            yield next(cut(*arguments))
+            raise MemoryError
+
+        cache = room(99)
+        put(cache, [1, 2])
+        monkeypatch.setattr(blocks, "_cut", fails)
+        with pytest.raises(MemoryError):
+            put(cache, [1, 2, 3, 4, 5, 6, 7, 8])
+        assert stored(cache) == {(1, 2), (1, 2, 3, 4)} and refs(cache) == [0, 0]
+        assert cache.stats.bytes == 2 * BLOCK_BYTES
+        monkeypatch.undo()
+        assert put(cache, [1, 2, 3, 4, 5, 6, 7, 8]) == 2
+        assert found(cache, [1, 2, 3, 4, 5, 6, 7, 8]) == 8
+
+    @pytest.mark.parametrize("cleared", [False, True])
+    def test_others_while_a_chain_is_copied(self, monkeypatch: pytest.MonkeyPatch, cleared: bool) -> None:
+        """Copying goes on outside the lock: unfinished blocks are not found, not stored again and not evicted."""
+        cut, seen = blocks._cut, list[int]()
+
+        def copies(*arguments: Any) -> Iterator[Any]:
+            for number, kv in enumerate(cut(*arguments)):
+                if not seen and number == 1:
+                    assert not cache._lock.locked()
+                    seen.append(found(cache, [1, 2, 3, 4]))
+                    seen.append(put(cache, [1, 2, 3, 4, 5, 6]))
+                    seen.append(put(cache, [7, 7]))
+                    if cleared:
+                        cache.clear()
+                yield kv
+
+        cache = room(2)
+        monkeypatch.setattr(blocks, "_cut", copies)
+        assert put(cache, [1, 2, 3, 4]) == 2
+        assert seen == [2, 0, 0]
+        assert cache.stats.bytes == (0 if cleared else 2 * BLOCK_BYTES)
+        assert found(cache, [1, 2, 3, 4]) == (0 if cleared else 4)
+        assert sorted(refs(cache)) == ([] if cleared else [0, 0])
+
+
+@dataclass
+class Whole:
+    """A block of the reference: all tokens up to its end."""
+
+    start: tuple[int, ...]
+    refs: int = 1
+    freed_at: int = 0
+
+
+class Reference:
+    """The same promises by brute force: nothing is hashed or linked, and every eviction looks at all blocks."""
+
+    def __init__(self, max_blocks: int) -> None:
+        self.max_blocks = max_blocks
+        self.blocks: dict[tuple[int, ...], Whole] = {}
+        self.cleared: list[Whole] = []
+        self.now = self.evictions = 0
+
+    @property
+    def taken(self) -> int:
+        """Blocks that take room: those stored and those still held after a clear."""
+        return len(self.blocks) + sum(block.refs > 0 for block in self.cleared)
+
+    def starts(self, ids: Sequence[int], at_most: int | None = None) -> list[tuple[int, ...]]:
+        limit = len(ids) if at_most is None else min(len(ids), at_most)
+        return [tuple(ids[:stop]) for stop in range(SIZE, limit + 1, SIZE)]
+
+    def hold(self, ids: Sequence[int], at_most: int | None = None) -> list[Whole]:
+        held = [self.blocks[s] for s in takewhile(self.blocks.__contains__, self.starts(ids, at_most))]
+        for block in held:
+            block.refs += 1
+        return held
+
+    def release(self, held: Sequence[Whole]) -> None:
+        self.now += 1
+        for block in held:
+            block.refs -= 1
+            block.freed_at = self.now
+
+    def insert(self, ids: Sequence[int]) -> int:
+        held = self.hold(ids)
+        known = len(held)
+        for start in self.starts(ids)[known:]:
+            unheld = [block for block in self.blocks.values() if not block.refs]
+            if self.taken >= self.max_blocks and unheld:
+                oldest = min(unheld, key=lambda block: (block.freed_at, -len(block.start)))
+                del self.blocks[oldest.start]
+                self.evictions += 1
+            if self.taken >= self.max_blocks:
+                break
+            self.blocks[start] = Whole(start)
+            held.append(self.blocks[start])
+        self.release(held)
+        return len(held) - known
+
+    def clear(self) -> None:
+        self.cleared += self.blocks.values()
+        self.blocks.clear()
+
+
+ids = st.lists(st.integers(0, 1), max_size=9)
+operations = st.lists(
+    st.one_of(
+        st.tuples(st.just("insert"), ids),
+        st.tuples(st.just("match"), ids, st.none() | st.integers(0, 9)),
+        st.tuples(st.just("hold"), ids, st.none() | st.integers(0, 9)),
+        st.tuples(st.just("release"), st.integers(0, 3)),
+        st.tuples(st.just("clear")),
+    ),
+    max_size=30,
+)
+
+
+class TestRandomTraces:
+    @settings(max_examples=300, deadline=None)
+    @given(max_blocks=st.integers(0, 7), spare=st.integers(0, BLOCK_BYTES - 1), trace=operations)
+    @example(3, 0, [("insert", [0] * 6), ("hold", [0] * 6, None), ("insert", [1] * 4), ("release", 0), ("insert", [1])])
+    def test_equal_to_brute_force(self, max_blocks: int, spare: int, trace: list[Any]) -> None:
+        """Same hits, blocks, holders and evictions; no child without its parent; the limit never exceeded."""
+        cache = PrefixCache(max_blocks * BLOCK_BYTES + spare, block_tokens=SIZE)
+        reference = Reference(max_blocks)
+        held: list[tuple[Match, list[Whole]]] = []
+
+        def let_go(number: int) -> None:
+            hit, blocks_held = held.pop(number)
+            hit.release()
+            reference.release(blocks_held)
+
+        for name, *arguments in trace:
+            if name == "insert":
+                assert put(cache, *arguments) == reference.insert(*arguments)
+            elif name == "clear":
+                cache.clear()
+                reference.clear()
+            elif name == "release" and held:
+                let_go(arguments[0] % len(held))
+            elif name in ("match", "hold"):
+                hit = cache.match(arguments[0], at_most=arguments[1])
+                held.append((hit, reference.hold(*arguments)))
+                assert hit.num_tokens == SIZE * len(held[-1][1])
+                if name == "match":
+                    let_go(-1)
+            for hit, blocks_held in held:
+                assert_right(hit, blocks_held[-1].start if blocks_held else ())
+            kept = {tokens_of(block): block.refs for block in cache._blocks.values()}
+            assert kept == {start: block.refs for start, block in reference.blocks.items()}
+            assert all(start[:-SIZE] in kept for start in kept if len(start) > SIZE)
+            assert cache.stats.bytes == BLOCK_BYTES * reference.taken <= cache.stats.max_bytes
+            assert cache.stats.evictions == reference.evictions
+        while held:
+            let_go(0)
+        assert not any(refs(cache)) and set(cache._free) == set(cache._blocks)
+        assert cache.stats.bytes == BLOCK_BYTES * cache.stats.blocks
+
+
+class TestThreads:
+    def test_many_at_once(self) -> None:
+        """Inserts, matches and clears in a small room, switched often: never wrong KV, nothing held in the end."""
+        prompts = [[a, b, c, d] for a in (0, 1) for b in (0, 1) for c in (0, 1) for d in (0, 1)]
+        caches = [filled(prompt) for prompt in prompts]
+        shared, errors, interval = room(5), [], sys.getswitchinterval()
+
+        def work(seed: int) -> None:
+            choice = random.Random(seed)
+            try:
+                for _ in range(60):
+                    number = choice.randrange(len(prompts))
+                    with shared.match(prompts[number]) as hit:
+                        assert shared.stats.bytes <= shared.stats.max_bytes
+                        shared.insert(prompts[number], caches[number])
+                        assert_right(hit, prompts[number])
+                    if choice.random() < 0.05:
+                        shared.clear()
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+        sys.setswitchinterval(1e-5)
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            sys.setswitchinterval(interval)
+        assert not errors
+        assert not any(refs(shared)) and set(shared._free) == set(shared._blocks)
+        assert shared.stats.bytes == BLOCK_BYTES * shared.stats.blocks
+        assert all(block.kv for block in shared._blocks.values())
+
+
+class TestWithModel:
+    """Every architecture: a start taken from blocks is the start a plain prefill computes."""
+
+    @staticmethod
+    def prompts(runtime: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two of one start, longer than the shorter sliding windows, with tails of their own."""
+        start = runtime.tokenize(CHUNKS[0] + "\n\n" + CHUNKS[1]).ids
+        one, other = (runtime.tokenize(tail).ids for tail in ("\n\n" + CHUNKS[2], "\n\n" + QUESTION))
+        return torch.tensor([*start, *one]), torch.tensor([*start, *other])
+
+    @staticmethod
+    def answered(runtime: Any, cache: PrefixCache, ids: torch.Tensor) -> tuple[int, FusedCache, torch.Tensor]:
+        """Tokens reused, the prompt's cache and its last logits."""
+        fused = runtime.new_cache(len(ids))
+        with cache.match(ids.tolist(), at_most=len(ids) - 1) as hit:
+            hit.write_to(fused)
+        logits = runtime.extend(fused, ids[hit.num_tokens :], hit.num_tokens)
+        assert logits is not None
+        return hit.num_tokens, fused, logits
+
+    def test_equals_plain_transformers(self, primary: str) -> None:
+        runtime, cache = load_model(primary), PrefixCache(2**26)
+        first, second = self.prompts(runtime)
+        cache.insert(first.tolist(), runtime.prefill(first, len(first))[0])
+        reused, fused, logits = self.answered(runtime, cache, second)
+        assert reused >= 48 and gap(logits, reference_logits(primary, second)) < EXACT
+        # what reuse has computed may be stored and reused in turn
+        assert cache.insert(second.tolist(), fused) == len(second) // 16 - reused // 16
+        again, _, logits = self.answered(runtime, cache, second)
+        assert again == (len(second) - 1) // 16 * 16 > reused
+        assert gap(logits, reference_logits(primary, second)) < EXACT
+
+    def test_twin_two_blocks_swapped(self, primary: str) -> None:
+        """Blocks of two prompts, at the same positions. Two of one prompt would not do: a key after RoPE carries its
+        position along, so attention without a window does not see in which slot it stands."""
+        runtime, cache = load_model(primary), PrefixCache(2**26)
+        first, second = self.prompts(runtime)
+        for ids in (first, first.flip(0)):
+            cache.insert(ids.tolist(), runtime.prefill(ids, len(ids))[0])
+        expected = reference_logits(primary, second)
+        reused, _, logits = self.answered(runtime, cache, second)
+        assert gap(logits, expected) < EXACT
+        chains = [cache.match(ids.tolist(), at_most=reused)._blocks or () for ids in (first, first.flip(0))]
+        one, other = (chain[-1] for chain in chains)
+        one.kv, other.kv = other.kv, one.kv
+        assert gap(self.answered(runtime, cache, second)[2], expected) > BROKEN
+
+    def test_whole_prompt_stored_leaves_a_token_to_compute(self, tiny_models: dict[str, str]) -> None:
+        runtime, cache = load_model(tiny_models["llama"]), PrefixCache(2**26)
+        ids = self.prompts(runtime)[0][:64]
+        cache.insert(ids.tolist(), runtime.prefill(ids, 64)[0])
+        reused, _, logits = self.answered(runtime, cache, ids)
+        assert reused == 48 and gap(logits, reference_logits(tiny_models["llama"], ids)) < EXACT
