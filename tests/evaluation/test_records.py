@@ -1,0 +1,151 @@
+"""Records are read whole or left out with a reason; nothing in between."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.evaluation.records import Passage, Record, Skipped, read_records
+
+GOOD: dict[str, Any] = {
+    "id": "q1",
+    "task": "harbours",
+    "question": "Who built the lighthouse?",
+    "answers": ["Ada Thornbury", "Thornbury"],
+    "chunks": [{"title": "Brindle Point", "text": "Built by Ada Thornbury."}, {"text": "Seabirds nest here."}],
+    "meta": {"gold_chunks": [0]},
+}
+
+
+def line(**changes: Any) -> str:
+    """A good record with changes; None removes a field."""
+    return json.dumps({key: value for key, value in {**GOOD, **changes}.items() if value is not None})
+
+
+def write(folder: Path, *lines: str, name: str = "harbours.dev.jsonl") -> Path:
+    path = folder / name
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def test_a_record(tmp_path: Path) -> None:
+    found = read_records(write(tmp_path, line()))
+    assert (found.name, found.skipped) == ("harbours.dev", ())
+    passages = (Passage("Brindle Point", "Built by Ada Thornbury."), Passage("", "Seabirds nest here."))
+    assert found.records == (
+        Record("q1", "harbours", GOOD["question"], ("Ada Thornbury", "Thornbury"), passages, {"gold_chunks": [0]}),
+    )
+
+
+def test_a_passage_is_read_with_its_title() -> None:
+    assert Passage("Brindle Point", "Built.").as_read == "Brindle Point\nBuilt."
+    assert Passage("", "Built.").as_read == "Built."
+
+
+@pytest.mark.parametrize("name", ["packed.jsonl.gz", "packed.jsonl"])
+def test_gzip_is_told_by_content(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(gzip.compress(f"{line()}\n\n{line(id='q2')}".encode()))
+    found = read_records(tmp_path / name)
+    assert found.name == "packed" and [record.id for record in found.records] == ["q1", "q2"]
+
+
+def test_plain_file_called_gz(tmp_path: Path) -> None:
+    assert len(read_records(write(tmp_path, line(), name="plain.jsonl.gz")).records) == 1
+
+
+def test_windows_line_ends_and_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "windows.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + f"{line()}\r\n{line(id='q2')}\r\n".encode())
+    assert len(read_records(path).records) == 2
+
+
+def test_limit_counts_usable_records(tmp_path: Path) -> None:
+    path = write(tmp_path, line(answers=[]), line(), line(id="q2"), line(id="q3"), "{")
+    found = read_records(str(path), limit=2)
+    assert [record.id for record in found.records] == ["q1", "q2"]
+    assert found.skipped == (Skipped(1, "no answers"),)
+
+
+def test_answers_in_lists_of_lists_are_joined(tmp_path: Path) -> None:
+    found = read_records(write(tmp_path, line(answers=[["Ozalj", " "], ["Ozalj town"]])))
+    assert found.records[0].answers == ("Ozalj", "Ozalj town")
+
+
+def test_meta_and_title_may_be_absent(tmp_path: Path) -> None:
+    [record] = read_records(write(tmp_path, line(meta=None, chunks=[{"title": None, "text": "Built."}]))).records
+    assert record.meta == {} and record.chunks == (Passage("", "Built."),)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (line(answers=None), "no answers"),
+        (line(answers=[]), "no answers"),
+        (line(answers=[[]]), "no answers"),
+        (line(answers=["", " "]), "no answers"),
+        (line(answers="Ada"), "answers: expected a list, got text"),
+        (line(answers=[1847]), "answers: expected text, got a number"),
+        (line(chunks=None), "no chunks"),
+        (line(chunks=[]), "no chunks"),
+        (line(chunks=["Built."]), "chunks[0]: expected an object, got text"),
+        (line(chunks=[{"text": "Built."}, {"title": "a"}]), "chunks[1].text: expected text, got nothing"),
+        (line(chunks=[{"title": 7, "text": "Built."}]), "chunks[0].title: expected text, got a number"),
+        (line(chunks=[{"text": " "}]), "chunks[0].text: expected text, got an empty one"),
+        (line(id=7), "id: expected text, got a number"),
+        (line(task=None), "task: expected text, got nothing"),
+        (line(question=True), "question: expected text, got true or false"),
+        (line(question=""), "question: expected text, got an empty one"),
+        (line(question="Who \ud83d?"), "question: half a character"),
+        (line(meta=[]), "meta: expected an object, got a list"),
+        (line(), "id 'q1' was there before"),
+        ('["q2"]', "expected a JSON object, got a list"),
+        ("null", "expected a JSON object, got nothing"),
+        ('{"id": ', "not JSON: Expecting value"),
+        ("[" * 100_000, "not JSON"),
+    ],
+)
+def test_what_cannot_be_used_is_counted_with_its_reason(tmp_path: Path, content: str, reason: str) -> None:
+    found = read_records(write(tmp_path, line(), "", content, line(id="q3")))
+    assert [record.id for record in found.records] == ["q1", "q3"]
+    [skipped] = found.skipped
+    assert skipped.line == 3 and skipped.reason.startswith(reason)
+
+
+def test_line_in_another_encoding(tmp_path: Path) -> None:
+    path = tmp_path / "latin.jsonl"
+    path.write_bytes(line().encode() + b"\n" + '{"id": "é"}'.encode("latin-1"))
+    assert read_records(path).skipped == (Skipped(2, "not UTF-8 (byte 8)"),)
+
+
+def test_not_one_usable_record(tmp_path: Path) -> None:
+    path = write(tmp_path, *[line(answers=[])] * 5)
+    with pytest.raises(ConfigurationError, match=r"got 5 that cannot.*line 1: no answers; .*line 3.*and 2 more.*Write"):
+        read_records(path)
+    with pytest.raises(ConfigurationError, match="an empty file"):
+        read_records(write(tmp_path, "", " "))
+
+
+def test_nothing_to_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="got nothing there"):
+        read_records(tmp_path / "missing.jsonl")
+    with pytest.raises(ConfigurationError, match="got a folder"):
+        read_records(tmp_path)
+    with pytest.raises(ConfigurationError, match="at least 1"):
+        read_records(write(tmp_path, line()), limit=0)
+
+
+@pytest.mark.parametrize("damage", ["cut", "checksum", "body", "header"])
+def test_damaged_gzip(tmp_path: Path, damage: str) -> None:
+    packed = bytearray(gzip.compress("\n".join(line(id=f"q{n}") for n in range(200)).encode()))
+    if damage == "cut":
+        del packed[-20:]
+    else:
+        packed[{"checksum": -6, "body": 12, "header": 2}[damage]] ^= 0xFF
+    (tmp_path / "damaged.jsonl.gz").write_bytes(packed)
+    with pytest.raises(ConfigurationError, match="unreadable file.*Fetch or pack it again"):
+        read_records(tmp_path / "damaged.jsonl.gz")
