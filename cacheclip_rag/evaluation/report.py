@@ -1,0 +1,277 @@
+"""From the answers of several methods to the same questions, to files that people read.
+
+Every figure against full prefill is paired: it is taken question by question, over the questions that both answered.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from ..errors import ConfigurationError, MissingExtraError
+from ..paths import atomic_path
+from .page import to_html
+from .plots import plots, to_png
+from .statistics import paired_bootstrap, trimmed_mean
+from .tables import to_markdown
+
+__all__ = [
+    "FILES",
+    "Comparison",
+    "ItemResult",
+    "Question",
+    "Run",
+    "summarise",
+    "to_html",
+    "to_markdown",
+    "to_png",
+    "write_report",
+]
+
+logger = logging.getLogger(__name__)
+
+FORMAT_VERSION = 1
+FILES = {"summary": "summary.json", "markdown": "report.md", "html": "report.html", "png": "quality_ttft.png"}
+"""What :func:`write_report` writes into its folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One way of answering: a method at a recompute ratio."""
+
+    label: str
+    """Name in tables; no two runs have the same."""
+    method: str
+    """Runs of one method are joined by a line in plots. ``full`` is what the others are held against."""
+    ratio: float | None
+    """Nominal recompute ratio; None for a method without one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What every run was asked."""
+
+    id: str
+    question: str
+    answers: list[str]
+    """Right ones, any of which will do (all of which, for ``string_match_all``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ItemResult:
+    """One run's answer to one question."""
+
+    id: str
+    """Of the question."""
+    label: str
+    """Of the run."""
+    answer: str
+    scores: dict[str, float]
+    """Name of a metric to 0..1; the dataset's own metric first, as it is the one that is plotted."""
+    fidelity: dict[str, float]
+    """``first_token_kl``, ``answer_kl`` (nats), ``agreement`` (0..1), ``gold_logprob`` (nats): as many as are known."""
+    nominal_ratio: float
+    effective_ratio: float
+    charged_ratio: float
+    """As :class:`~cacheclip_rag.stats.FusionStats` counts them."""
+    ttft_s: float
+    phases_s: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Everything that was measured."""
+
+    dataset: str
+    primary: str
+    auxiliary: str | None
+    runs: list[Run]
+    questions: list[Question]
+    items: list[ItemResult]
+    """Not every run need have answered every question."""
+    settings: dict[str, Any]
+    """For the reader, JSON values only."""
+    skipped: int
+    """Questions of the dataset that no run was asked."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"format": FORMAT_VERSION, **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> Comparison:
+        """Inverse of :meth:`to_dict`; raises KeyError, TypeError or ValueError on anything else."""
+        if value["format"] != FORMAT_VERSION:
+            raise ValueError(f"expected comparison format {FORMAT_VERSION}, got {value['format']!r}")
+        fields = {key: value[key] for key in value if key not in ("format", "runs", "questions", "items")}
+        return cls(
+            runs=[Run(**row) for row in value["runs"]],
+            questions=[Question(**row) for row in value["questions"]],
+            items=[ItemResult(**row) for row in value["items"]],
+            **fields,
+        )
+
+
+def summarise(comparison: Comparison) -> dict[str, Any]:
+    """Figures per run, ready for JSON; None where there is nothing to take one from.
+
+    Means are over the run's own items; ``difference_to_full`` and ``speedup_vs_full`` are over the ``n_paired`` items
+    that full prefill has too, and ``answerable`` over those of them that it gets right. Intervals are
+    :func:`~cacheclip_rag.evaluation.statistics.paired_bootstrap`'s.
+
+    Raises:
+        ConfigurationError: the comparison contradicts itself, or a figure is not a finite number.
+    """
+    _check(comparison)
+    by_run: dict[str, dict[str, ItemResult]] = {run.label: {} for run in comparison.runs}
+    for item in comparison.items:
+        by_run[item.label][item.id] = item
+    reference = next((run.label for run in comparison.runs if run.method == "full"), None)
+    full = by_run[reference] if reference is not None else {}
+    scores = list(dict.fromkeys(name for item in comparison.items for name in item.scores))
+    return {
+        "dataset": comparison.dataset,
+        "primary": comparison.primary,
+        "auxiliary": comparison.auxiliary,
+        "n": len(comparison.questions),
+        "skipped": comparison.skipped,
+        "settings": comparison.settings,
+        "scores": scores,
+        "methods": {run.label: _row(run, by_run[run.label], full, scores) for run in comparison.runs},
+    }
+
+
+def _row(run: Run, own: Mapping[str, ItemResult], full: Mapping[str, ItemResult], scores: list[str]) -> dict[str, Any]:
+    items = list(own.values())
+    pairs = [(item, full[item.id]) for item in items if item.id in full]
+    kl = [item.fidelity["answer_kl"] for item in items if "answer_kl" in item.fidelity]
+
+    def mean_fidelity(name: str) -> float | None:
+        return _mean(item.fidelity[name] for item in items if name in item.fidelity)
+
+    row = {
+        "method": run.method,
+        "ratio": run.ratio,
+        "n": len(items),
+        "n_paired": len(pairs),
+        "kl_to_full": _mean(kl),
+        "kl_interval": list(paired_bootstrap(kl)) if kl else None,
+        "kl_to_full_median": median(kl) if kl else None,
+        "kl_to_full_trimmed": trimmed_mean(kl) if kl else None,
+        "first_token_kl": mean_fidelity("first_token_kl"),
+        "agreement_with_full": mean_fidelity("agreement"),
+        "gold_logprob": mean_fidelity("gold_logprob"),
+        "nominal_ratio": _mean(item.nominal_ratio for item in items),
+        "effective_ratio": _mean(item.effective_ratio for item in items),
+        "charged_ratio": _mean(item.charged_ratio for item in items),
+        "ttft_s": _median(item.ttft_s for item in items),
+        "phases_s": _phases(items),
+        "speedup_vs_full": _median(other.ttft_s / item.ttft_s for item, other in pairs if item.ttft_s > 0),
+        "difference_to_full": {} if run.method == "full" else _differences(pairs, scores),
+        "answerable": _answerable(pairs, scores) if full else None,
+    }
+    if clash := row.keys() & set(scores):
+        raise ConfigurationError(f"expected scores with names of their own, got {', '.join(sorted(clash))}. Rename it.")
+    return {**row, **_means(items, scores)}
+
+
+def _means(items: Sequence[ItemResult], scores: Sequence[str]) -> dict[str, float | None]:
+    return {name: _mean(item.scores[name] for item in items if name in item.scores) for name in scores}
+
+
+def _differences(pairs: Sequence[tuple[ItemResult, ItemResult]], scores: Sequence[str]) -> dict[str, list[float]]:
+    found = {}
+    for name in scores:
+        gaps = [a.scores[name] - b.scores[name] for a, b in pairs if name in a.scores and name in b.scores]
+        if gaps:
+            found[name] = [fmean(gaps), *paired_bootstrap(gaps)]
+    return found
+
+
+def _answerable(pairs: Sequence[tuple[ItemResult, ItemResult]], scores: Sequence[str]) -> dict[str, Any]:
+    """Where full prefill is wrong, a method's answer says little about what reuse costs."""
+    right = [own for own, full in pairs if _is_right(full)]
+    return {"n": len(right), **_means(right, scores)}
+
+
+def _is_right(item: ItemResult) -> bool:
+    return any(item.scores.get(name, 0.0) >= 1.0 for name in ("contains", "string_match_all", "em"))
+
+
+def _phases(items: Sequence[ItemResult]) -> dict[str, float]:
+    names = dict.fromkeys(name for item in items for name in item.phases_s)
+    return {name: median(item.phases_s.get(name, 0.0) for item in items) for name in names}
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    return _over(fmean, values)
+
+
+def _median(values: Iterable[float]) -> float | None:
+    return _over(median, values)
+
+
+def _over(figure: Callable[[list[float]], float], values: Iterable[float]) -> float | None:
+    found = list(values)
+    return float(figure(found)) if found else None
+
+
+def _check(comparison: Comparison) -> None:
+    labels = [run.label for run in comparison.runs]
+    asked = [question.id for question in comparison.questions]
+    given = [(item.id, item.label) for item in comparison.items]
+    for what, names in (("run", labels), ("question", asked), ("answer", given)):
+        if len(set(names)) < len(names):
+            twice = next(name for n, name in enumerate(names) if name in names[:n])
+            raise ConfigurationError(f"expected each {what} once, got {twice!r} twice. Give each its own name.")
+    known, ids = set(labels), set(asked)
+    for item in comparison.items:
+        if item.label not in known or item.id not in ids:
+            raise ConfigurationError(f"expected answers of known runs to known questions, got {item.label} {item.id}.")
+        figures = {**item.scores, **item.fidelity, **item.phases_s, "ttft_s": item.ttft_s}
+        figures |= {name: getattr(item, name) for name in ("nominal_ratio", "effective_ratio", "charged_ratio")}
+        for name, value in figures.items():
+            if not math.isfinite(value):
+                raise ConfigurationError(
+                    f"expected finite figures, got {name}={value} for question {item.id!r} by {item.label!r}. Find out "
+                    "why before averaging: leaving it out would flatter the method."
+                )
+
+
+def write_report(comparison: Comparison, folder: Path, *, overwrite: bool = False) -> dict[str, Path]:
+    """Write :data:`FILES` into ``folder``, each at once or not at all; returns their paths by kind.
+
+    Without matplotlib the picture is left out with a warning: the page has the same plots.
+
+    Raises:
+        ConfigurationError: the folder holds a report and ``overwrite`` is False, or :func:`summarise` refuses.
+    """
+    present = [name for name in FILES.values() if (folder / name).exists()]
+    if present and not overwrite:
+        raise ConfigurationError(
+            f"expected a folder without a report, got {folder} with {', '.join(present)}. Choose another folder, or "
+            "pass overwrite=True."
+        )
+    summary = summarise(comparison)
+    texts = {
+        "summary": json.dumps(summary, indent=2, ensure_ascii=False) + "\n",
+        "markdown": to_markdown(summary),
+        "html": to_html(comparison, summary),
+    }
+    (folder / FILES["png"]).unlink(missing_ok=True)  # an older one would be of other figures
+    written = {kind: folder / FILES[kind] for kind in texts}
+    for kind, text in texts.items():
+        with atomic_path(written[kind]) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+    if plots(summary):
+        try:
+            to_png(summary, folder / FILES["png"])
+            written["png"] = folder / FILES["png"]
+        except MissingExtraError as error:
+            logger.warning("%s is left out: %s", FILES["png"], error)
+    return written

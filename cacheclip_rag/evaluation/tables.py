@@ -1,0 +1,187 @@
+"""The table of a comparison: which columns there are, what they mean, and which value of a column is the best."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+__all__ = ["Cell", "Column", "headline", "score_title", "table", "to_markdown", "unpaired_note"]
+
+Better = Literal["high", "low"]
+
+_SCORES = {
+    "f1": ("F1", "bag-of-words F1 with the nearest right answer"),
+    "f1_zh": ("F1 (zh)", "F1 over Chinese words"),
+    "em": ("EM", "share of answers equal to a right one, normalised"),
+    "contains": ("Contains", "share of answers that hold a right one as whole words"),
+    "rouge_l": ("ROUGE-L", "ROUGE-L F with the nearest right answer"),
+    "string_match_all": ("String match", "share of the right strings that occur in the answer"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One figure per run."""
+
+    title: str
+    meaning: str
+    value: Callable[[dict[str, Any]], float | None]
+    """Takes it from a run's row of the summary."""
+    show: Callable[[float], str]
+    better: Better | None = None
+    interval: Callable[[dict[str, Any]], Sequence[float] | None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    text: str
+    """``-`` where there is no figure."""
+    note: str = ""
+    """A 95 % interval in brackets."""
+    best: bool = False
+    """As good as any other than full prefill, to the digits shown."""
+
+
+def table(summary: dict[str, Any]) -> tuple[list[Column], dict[str, list[Cell]]]:
+    """Columns that have at least one figure, and each run's cells in their order."""
+    rows: dict[str, dict[str, Any]] = summary["methods"]
+    columns = [c for c in _columns(summary) if any(c.value(row) is not None for row in rows.values())]
+    cells: dict[str, list[Cell]] = {label: [] for label in rows}
+    for column in columns:
+        best = _best(column, rows)
+        for label, row in rows.items():
+            value = column.value(row)
+            text = "-" if value is None else column.show(value)
+            bounds = column.interval(row) if column.interval else None
+            note = f"[{', '.join(map(column.show, bounds))}]" if bounds else ""
+            cells[label].append(Cell(text, note, row["method"] != "full" and text == best))
+    return columns, cells
+
+
+def to_markdown(summary: dict[str, Any]) -> str:
+    """A heading, one table with the best of each column in bold, and what the columns mean."""
+    columns, cells = table(summary)
+    lines = [
+        f"# {_plain(summary['dataset'])}",
+        "",
+        _plain(headline(summary)),
+        "",
+        "| " + " | ".join(["Method", *(_plain(column.title) for column in columns)]) + " |",
+        "|:--" + "|--:" * len(columns) + "|",
+    ]
+    for label, row in cells.items():
+        lines.append("| " + " | ".join([_plain(label), *map(_markdown_cell, row)]) + " |")
+    lines += ["", *(f"- **{_plain(column.title)}**: {_plain(column.meaning)}." for column in columns)]
+    if note := unpaired_note(summary):
+        lines += ["", note]
+    if summary["settings"]:
+        dumped = json.dumps(summary["settings"], indent=2, ensure_ascii=False)
+        lines += ["", "Settings:", "", *(f"    {line}" for line in dumped.splitlines())]
+    return "\n".join(lines) + "\n"
+
+
+def headline(summary: dict[str, Any]) -> str:
+    """Models and numbers of questions, in one line."""
+    auxiliary = f", auxiliary {summary['auxiliary']}" if summary["auxiliary"] else ""
+    skipped = f", {summary['skipped']} skipped" if summary["skipped"] else ""
+    return f"Primary {summary['primary']}{auxiliary}. {summary['n']} questions{skipped}."
+
+
+def unpaired_note(summary: dict[str, Any]) -> str:
+    """A warning where runs did not answer the same questions, else empty."""
+    if not _has_gaps(summary) and len({row["n"] for row in summary["methods"].values()}) < 2:
+        return ""
+    return (
+        "Not every method answered the same questions. Means are over the n of each row, and cannot be held against "
+        "each other; differences to full and speed-ups are over the questions that both answered."
+    )
+
+
+def score_title(name: str) -> str:
+    """A metric's name for people."""
+    return _SCORES.get(name, (name, ""))[0]
+
+
+def _has_gaps(summary: dict[str, Any]) -> bool:
+    rows = summary["methods"].values()
+    return any(row["method"] == "full" for row in rows) and any(row["n"] != row["n_paired"] for row in rows)
+
+
+def _columns(summary: dict[str, Any]) -> list[Column]:
+    scores: list[str] = summary["scores"]
+    return [
+        _figure("ratio", "Ratio", "nominal recompute ratio", "{:g}"),
+        _figure("n", "n", "questions answered", "{}"),
+        *([_figure("n_paired", "Paired", "of them also by full", "{}")] if _has_gaps(summary) else []),
+        _figure("ttft_s", "TTFT (s)", "time to the first token, median over questions", "{:.3f}", "low"),
+        _figure("speedup_vs_full", "Speed-up", "full's TTFT over this one's, median over questions", "{:.2f}x", "high"),
+        *(_figure(name, *_SCORES.get(name, (name, "mean of this score")), "{:.3f}", "high") for name in scores),
+        *([_difference(scores[0]), _where_right(scores[0], summary)] if scores else []),
+        Column(
+            "KL to full",
+            "divergence from full prefill along its answer, nats a token, mean over questions (with its 95 % interval)",
+            lambda row: row["kl_to_full"],
+            "{:#.3g}".format,
+            "low",
+            lambda row: row["kl_interval"],
+        ),
+        _figure("kl_to_full_median", "KL median", "the same, median over questions", "{:#.3g}", "low"),
+        _figure("kl_to_full_trimmed", "KL trimmed", "the same, mean without a tenth at each end", "{:#.3g}", "low"),
+        _figure("first_token_kl", "First-token KL", "divergence at the answer's first token, nats", "{:#.3g}", "low"),
+        _figure("agreement_with_full", "Agreement", "share of full's greedy tokens also chosen here", "{:.3f}", "high"),
+        _figure("gold_logprob", "Gold log-prob", "log-probability of a right answer, nats", "{:.3f}", "high"),
+        _figure("effective_ratio", "Effective ratio", "recomputed over chunk tokens", "{:.3f}"),
+        _figure("charged_ratio", "Charged ratio", "share of (layer, chunk token) pairs given fresh KV", "{:.3f}"),
+    ]
+
+
+def _figure(key: str, title: str, meaning: str, shown: str, better: Better | None = None) -> Column:
+    return Column(title, meaning, lambda row: row[key], shown.format, better)
+
+
+def _difference(score: str) -> Column:
+    def value(row: dict[str, Any]) -> list[float]:
+        found: list[float] = row["difference_to_full"].get(score, [])
+        return found
+
+    return Column(
+        f"{score_title(score)} - full",
+        "mean difference to full over the questions that both answered (with its 95 % interval)",
+        lambda row: next(iter(value(row)), None),
+        "{:+.3f}".format,
+        "high",
+        lambda row: value(row)[1:],
+    )
+
+
+def _where_right(score: str, summary: dict[str, Any]) -> Column:
+    count = max((row["answerable"]["n"] for row in summary["methods"].values() if row["answerable"]), default=0)
+    return Column(
+        f"{score_title(score)} where full is right",
+        f"over the {count} questions that full answers rightly",
+        lambda row: row["answerable"][score] if row["answerable"] else None,
+        "{:.3f}".format,
+        "high",
+    )
+
+
+def _best(column: Column, rows: dict[str, dict[str, Any]]) -> str | None:
+    """The best figure as shown, among the runs other than full; None where nothing competes."""
+    values = [column.value(row) for row in rows.values() if row["method"] != "full"]
+    found = [value for value in values if value is not None]
+    if column.better is None or len(found) < 2:
+        return None
+    return column.show(max(found) if column.better == "high" else min(found))
+
+
+def _markdown_cell(cell: Cell) -> str:
+    text = f"**{cell.text}**" if cell.best else cell.text
+    return f"{text} {cell.note}".rstrip()
+
+
+def _plain(text: str) -> str:
+    """Names are the user's: none of them may end a table cell, or begin markup."""
+    return re.sub(r"([\\|*`<\[\]])", r"\\\1", " ".join(text.split()))

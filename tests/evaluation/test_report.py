@@ -1,0 +1,363 @@
+"""Reports: figures worked out by hand, and files that show what they were given and nothing that it smuggles in."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cacheclip_rag.errors import ConfigurationError, MissingExtraError
+from cacheclip_rag.evaluation.plots import linear_ticks, plots, tick_text, to_svg
+from cacheclip_rag.evaluation.report import (
+    FILES,
+    Comparison,
+    ItemResult,
+    Question,
+    Run,
+    summarise,
+    to_html,
+    to_markdown,
+    to_png,
+    write_report,
+)
+from cacheclip_rag.evaluation.statistics import paired_bootstrap
+
+RUNS = [Run("full", "full", None), Run("direct", "direct", 0.0), Run("clip 0.2", "clip", 0.2), Run("clip 1", "clip", 1)]
+QUESTIONS = [Question(f"q{n}", f"Who keeps lamp {n}?", ["Ada", "Ada Thornbury"]) for n in range(1, 6)]
+
+
+def item(label: str, number: int, f1: float, ttft_s: float, kl: float | None = None, answer: str = "Ada") -> ItemResult:
+    fidelity = {"answer_kl": kl, "first_token_kl": 2 * kl, "agreement": 1 - kl} if kl is not None else {}
+    scores = {"f1": f1, "contains": float(f1 == 1)}
+    ratio = {"full": 1.0, "direct": 0.0, "clip 0.2": 0.25, "clip 1": 1.0}[label]
+    return ItemResult(
+        f"q{number}", label, answer, scores, fidelity, ratio, ratio, ratio, ttft_s, {"read": 0.25, "recompute": ttft_s}
+    )
+
+
+ITEMS = [
+    *(item("full", n, f1, ttft) for n, f1, ttft in [(1, 1.0, 4.0), (2, 0.5, 4.0), (3, 0.0, 8.0), (4, 1.0, 2.0)]),
+    # question 5, which full does not have, and not question 4
+    *(
+        item("direct", n, f1, ttft, kl)
+        for n, f1, ttft, kl in [(1, 0.5, 1.0, 0.5), (2, 0.5, 2.0, 0.25), (3, 0.25, 1.0, 0.0), (5, 1.0, 3.0, 0.25)]
+    ),
+    *(
+        item("clip 0.2", n, f1, ttft, kl)
+        for n, f1, ttft, kl in [(1, 1.0, 2.0, 0.0), (2, 0.5, 2.0, 0.25), (3, 0.0, 4.0, 0.0), (4, 0.5, 1.0, 0.25)]
+    ),
+    *(item("clip 1", n, f1, 4.0, 0.0) for n, f1 in [(1, 1.0), (2, 0.5), (3, 0.0), (4, 1.0)]),
+]
+
+
+@pytest.fixture
+def comparison() -> Comparison:
+    settings = {"seed": 0, "dtype": "float32"}
+    return Comparison("lamps", "tiny-primary", "tiny-auxiliary", RUNS, QUESTIONS, ITEMS, settings, 2)
+
+
+@pytest.fixture
+def summary(comparison: Comparison) -> dict[str, Any]:
+    return summarise(comparison)
+
+
+def only(comparison: Comparison, *labels: str) -> Comparison:
+    return replace(
+        comparison,
+        runs=[run for run in comparison.runs if run.label in labels],
+        items=[one for one in comparison.items if one.label in labels],
+    )
+
+
+def test_comparisons_go_through_json(comparison: Comparison) -> None:
+    dumped = json.loads(json.dumps(comparison.to_dict()))
+    assert Comparison.from_dict(dumped) == comparison
+    with pytest.raises(ValueError, match="comparison format 1, got 2"):
+        Comparison.from_dict({**dumped, "format": 2})
+    with pytest.raises(TypeError):
+        Comparison.from_dict({**dumped, "colour": "red"})
+
+
+class TestSummary:
+    def test_means_are_over_the_runs_own_items(self, summary: dict[str, Any]) -> None:
+        assert (summary["n"], summary["skipped"], summary["scores"]) == (5, 2, ["f1", "contains"])
+        direct, clip = summary["methods"]["direct"], summary["methods"]["clip 0.2"]
+        assert (direct["n"], direct["f1"], direct["contains"]) == (4, 0.5625, 0.25)
+        assert (direct["kl_to_full"], direct["kl_to_full_median"], direct["kl_to_full_trimmed"]) == (0.25, 0.25, 0.25)
+        assert (direct["first_token_kl"], direct["agreement_with_full"], direct["ttft_s"]) == (0.5, 0.75, 1.5)
+        assert direct["kl_interval"] == list(paired_bootstrap([0.5, 0.25, 0.0, 0.25]))
+        assert (clip["nominal_ratio"], clip["effective_ratio"], clip["charged_ratio"]) == (0.25, 0.25, 0.25)
+        assert clip["phases_s"] == {"read": 0.25, "recompute": 2.0}
+        assert direct["gold_logprob"] is None
+
+    def test_figures_against_full_are_paired(self, summary: dict[str, Any]) -> None:
+        direct, clip, full = (summary["methods"][label] for label in ("direct", "clip 0.2", "full"))
+        assert direct["n_paired"] == 3
+        assert direct["difference_to_full"]["f1"] == pytest.approx([-0.25 / 3, *paired_bootstrap([-0.5, 0.0, 0.25])])
+        assert direct["speedup_vs_full"] == 4.0  # of 4, 2 and 8; the ratio of the medians is 2.7
+        assert clip["difference_to_full"]["f1"][0] == -0.125
+        assert clip["speedup_vs_full"] == 2.0
+        assert (full["speedup_vs_full"], full["difference_to_full"], full["kl_to_full"]) == (1.0, {}, None)
+
+    def test_answerable_is_where_full_is_right(self, summary: dict[str, Any]) -> None:
+        rows = summary["methods"]
+        assert rows["full"]["answerable"] == {"n": 2, "f1": 1.0, "contains": 1.0}
+        assert rows["clip 0.2"]["answerable"] == {"n": 2, "f1": 0.75, "contains": 0.5}
+        assert rows["direct"]["answerable"] == {"n": 1, "f1": 0.5, "contains": 0.0}
+
+    @pytest.mark.parametrize(
+        ("scores", "right"), [({"em": 1.0}, 1), ({"em": 0.0, "contains": 1.0}, 1), ({"string_match_all": 0.75}, 0)]
+    )
+    def test_right_means_one_by_any_such_score(
+        self, comparison: Comparison, scores: dict[str, float], right: int
+    ) -> None:
+        alone = replace(only(comparison, "full"), items=[replace(ITEMS[0], scores=scores)])
+        assert summarise(alone)["methods"]["full"]["answerable"]["n"] == right
+
+    def test_without_full_there_is_nothing_to_hold_against(self, comparison: Comparison) -> None:
+        row = summarise(only(comparison, "direct"))["methods"]["direct"]
+        assert (row["difference_to_full"], row["speedup_vs_full"], row["answerable"]) == ({}, None, None)
+        assert row["n_paired"] == 0
+
+    def test_runs_without_items_are_empty_rows(self, comparison: Comparison) -> None:
+        made = summarise(replace(comparison, items=ITEMS[:4]))
+        assert made["methods"]["direct"]["n"] == 0
+        assert made["methods"]["direct"]["ttft_s"] is made["methods"]["direct"]["f1"] is None
+        assert "| direct | 0 | 0 | - |" in to_markdown(made)
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"runs": [*RUNS, RUNS[1]]}, "each run once, got 'direct' twice"),
+            ({"questions": [*QUESTIONS, QUESTIONS[0]]}, "each question once, got 'q1' twice"),
+            ({"items": [*ITEMS, ITEMS[0]]}, "each answer once"),
+            ({"runs": RUNS[:2]}, "known runs"),
+            ({"questions": QUESTIONS[1:]}, "known questions"),
+            ({"items": [replace(ITEMS[4], fidelity={"answer_kl": float("nan")})]}, "answer_kl=nan .* 'q1' by 'direct'"),
+            ({"items": [replace(ITEMS[0], scores={"ratio": 1.0})]}, "names of their own, got ratio"),
+        ],
+    )
+    def test_contradictions_are_refused(self, comparison: Comparison, change: dict[str, Any], message: str) -> None:
+        with pytest.raises(ConfigurationError, match=message):
+            summarise(replace(comparison, **change))
+
+
+class TestMarkdown:
+    def test_table(self, summary: dict[str, Any]) -> None:
+        lines = to_markdown(summary).splitlines()
+        assert lines[0] == "# lamps"
+        assert lines[2] == "Primary tiny-primary, auxiliary tiny-auxiliary. 5 questions, 2 skipped."
+        rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+        titles, _, *body = rows
+        assert len({len(row) for row in rows}) == 1
+        cells = {row[0]: dict(zip(titles, row, strict=True)) for row in body}
+        assert list(cells) == ["full", "direct", "clip 0.2", "clip 1"]
+        # the best in bold: never full's, lowest of KL and time, highest of the rest
+        assert [cells[label]["F1"] for label in cells] == ["0.625", "0.562", "0.500", "**0.625**"]
+        assert [cells[label]["TTFT (s)"] for label in cells] == ["4.000", "**1.500**", "2.000", "4.000"]
+        assert [cells[label]["KL median"] for label in cells] == ["-", "0.250", "0.125", "**0.00**"]
+        assert [cells[label]["Speed-up"] for label in cells] == ["1.00x", "**4.00x**", "2.00x", "1.00x"]
+        assert cells["clip 0.2"]["KL to full"] == "0.125 [0.00, 0.250]"
+        assert cells["clip 1"]["F1 - full"] == "**+0.000** [+0.000, +0.000]"
+        assert [cells[label]["F1 where full is right"] for label in cells] == ["1.000", "0.500", "0.750", "**1.000**"]
+        assert [cells[label]["Ratio"] for label in cells] == ["-", "0", "0.2", "1"]
+
+    def test_only_columns_with_figures_each_of_them_explained(
+        self, comparison: Comparison, summary: dict[str, Any]
+    ) -> None:
+        made = to_markdown(summary)
+        assert "Gold log-prob" not in made and "ROUGE" not in made
+        assert "- **Speed-up**: " in made and "- **KL trimmed**: " in made
+        alone = to_markdown(summarise(only(comparison, "full")))
+        assert "KL" not in alone and "- full" not in alone and "**1.00x**" not in alone
+
+    def test_says_where_methods_answered_other_questions(self, comparison: Comparison, summary: dict[str, Any]) -> None:
+        made = to_markdown(summary)
+        assert "Not every method answered the same questions" in made and "| Paired |" in made
+        made = to_markdown(summarise(only(comparison, "full", "clip 0.2")))
+        assert "Not every method" not in made and "Paired" not in made
+
+    def test_names_cannot_break_the_table(self, comparison: Comparison) -> None:
+        run, one = Run("a|b\n*c* <i>", "full", None), replace(ITEMS[0], label="a|b\n*c* <i>")
+        made = to_markdown(summarise(replace(comparison, runs=[run], items=[one])))
+        assert r"| a\|b \*c\* \<i> | 1 |" in made
+
+
+class Page(HTMLParser):
+    """Tags with their attributes, and a check that all of them are closed in order."""
+
+    VOID = ("meta", "input")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.text: dict[str, str] = {}
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        tag = self.open[-1] if self.open else ""
+        self.text[tag] = self.text.get(tag, "") + data
+
+    def count(self, tag: str, **attributes: str | None) -> int:
+        return sum(name == tag and attributes.items() <= found.items() for name, found in self.tags)
+
+
+class TestPage:
+    def test_holds_table_plots_and_answers(self, comparison: Comparison, summary: dict[str, Any]) -> None:
+        page = Page(to_html(comparison, summary))
+        assert page.count("svg") == 2
+        assert page.count("details", **{"class": "item"}) == 5
+        assert page.count("td", **{"class": "answer"}) == len(ITEMS)
+        assert page.count("td", **{"class": "best"}) == to_markdown(summary).split("\n\n- ")[0].count("**") / 2
+        assert page.count("input", type="search") == 1
+        # direct is worse on question 1, clip 0.2 on question 4
+        lost = ["data-lost" in found for _, found in page.tags if found.get("class") == "item"]
+        assert lost == [True, False, False, True, False]
+
+    def test_needs_nothing_from_elsewhere(self, comparison: Comparison, summary: dict[str, Any]) -> None:
+        text = to_html(comparison, summary)
+        page = Page(text)
+        assert not [found for _, found in page.tags if {"src", "href", "srcset"} & found.keys()]
+        assert "http://" not in text and "https://" not in text and "url(" not in text and "@import" not in text
+        policy = next(found["content"] for tag, found in page.tags if tag == "meta" and "content" in found)
+        assert policy is not None and policy.startswith("default-src 'none'") and "script-src 'sha256-" in policy
+
+    def test_escapes_everything(self, comparison: Comparison) -> None:
+        bad = '<script>alert("1")</script><img src=x onerror=y>'
+        run = Run(bad, bad, 0.5)
+        hostile = Comparison(
+            bad,
+            bad,
+            bad,
+            [RUNS[0], run],
+            [Question("q1", bad, [bad])],
+            [replace(ITEMS[0], scores={bad: 1.0}), replace(ITEMS[4], label=bad, answer=bad, scores={bad: 0.5})],
+            {bad: bad},
+            0,
+        )
+        text = to_html(hostile, summarise(hostile))
+        page = Page(text)
+        assert (page.count("script"), page.count("img")) == (1, 0)
+        assert "&lt;script&gt;alert(&quot;1&quot;)&lt;/script&gt;" in text and bad not in text
+        assert bad in page.text["td"]
+
+    def test_without_full_and_without_answers(self, comparison: Comparison) -> None:
+        alone = only(comparison, "direct")
+        page = Page(to_html(alone, summarise(alone)))
+        assert page.count("input", type="checkbox") == 0
+        empty = replace(comparison, items=[])
+        assert Page(to_html(empty, summarise(empty))).count("svg") == 0
+
+
+class TestPlots:
+    def test_one_line_a_method_over_its_ratios(self, summary: dict[str, Any]) -> None:
+        kl, f1 = plots(summary)
+        assert [(one.method, [(p.x, p.y, p.label) for p in one.points]) for one in kl.series] == [
+            ("direct", [(1.5, 0.25, "0")]),
+            ("clip", [(2.0, 0.125, "0.2"), (4.0, 0.0, "1")]),
+        ]
+        assert (kl.log, f1.log) == (True, False)
+        assert f1.full is not None and (f1.full.x, f1.full.y) == (4.0, 0.625)
+        assert to_svg(kl).count("<polyline") == 1 and "stroke-dasharray" not in to_svg(kl)
+
+    def test_zero_stands_below_the_powers_of_ten(self, summary: dict[str, Any]) -> None:
+        kl, _ = plots(summary)
+        assert [tick_text(kl, tick) for tick in kl.y_ticks] == ["0", "0.1", "1"]
+        del summary["methods"]["clip 1"]
+        kl, _ = plots(summary)
+        assert [tick_text(kl, tick) for tick in kl.y_ticks] == ["0.1", "1"]
+
+    def test_runs_that_differ_in_more_than_the_ratio_are_not_joined(self, summary: dict[str, Any]) -> None:
+        summary["methods"]["clip 1"]["ratio"] = 0.2
+        series = plots(summary)[0].series[1]
+        assert not series.joined
+        assert [point.label for point in series.points] == ["clip 0.2", "clip 1"]
+        assert "<polyline" not in to_svg(plots(summary)[0])
+
+    @pytest.mark.parametrize(
+        ("low", "high", "expected"),
+        [
+            (0.0, 4.0, [0, 1, 2, 3, 4]),
+            (0.5, 0.625, [0.5, 0.52, 0.54, 0.56, 0.58, 0.6, 0.62, 0.64]),
+            (0.0, 0.0, [0, 0.2]),
+            (0.0, 137.0, [0, 20, 40, 60, 80, 100, 120, 140]),
+        ],
+    )
+    def test_ticks_are_round_and_cover_the_values(self, low: float, high: float, expected: list[float]) -> None:
+        assert linear_ticks(low, high) == pytest.approx(expected)
+
+    def test_png(self, summary: dict[str, Any], tmp_path: Path) -> None:
+        summary["methods"]["clip 1"] |= {"method": "$_蓝色", "ratio": None}
+        to_png(summary, tmp_path / "plot.png")
+        assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+        with pytest.raises(ConfigurationError, match="none to plot"):
+            to_png({**summary, "methods": {}}, tmp_path / "plot.png")
+
+    def test_png_says_how_to_get_matplotlib(
+        self, summary: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+        with pytest.raises(MissingExtraError, match=r"cacheclip-rag\[eval\]"):
+            to_png(summary, tmp_path / "plot.png")
+
+
+class TestFiles:
+    def test_writes_all_and_nothing_else(self, comparison: Comparison, tmp_path: Path) -> None:
+        folder = tmp_path / "new" / "report"
+        written = write_report(comparison, folder)
+        assert written == {kind: folder / name for kind, name in FILES.items()}
+        assert sorted(path.name for path in folder.iterdir()) == sorted(FILES.values())
+        assert json.loads(written["summary"].read_text(encoding="utf-8")) == summarise(comparison)
+        assert written["html"].read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+
+    def test_does_not_replace_a_report_unasked(self, comparison: Comparison, tmp_path: Path) -> None:
+        (tmp_path / "notes.txt").write_text("mine")
+        (tmp_path / "report.md").write_text("old")
+        with pytest.raises(ConfigurationError, match=r"with report\.md\. Choose another folder, or pass overwrite"):
+            write_report(comparison, tmp_path)
+        assert (tmp_path / "report.md").read_text() == "old"
+        write_report(comparison, tmp_path, overwrite=True)
+        assert (tmp_path / "report.md").read_text().startswith("# lamps")
+        assert (tmp_path / "notes.txt").read_text() == "mine"
+
+    def test_a_refused_comparison_leaves_the_old_report(self, comparison: Comparison, tmp_path: Path) -> None:
+        written = write_report(comparison, tmp_path)
+        before = {kind: path.read_bytes() for kind, path in written.items()}
+        with pytest.raises(ConfigurationError):
+            write_report(replace(comparison, runs=RUNS[:1]), tmp_path, overwrite=True)
+        assert {kind: path.read_bytes() for kind, path in written.items()} == before
+
+    def test_without_matplotlib_there_is_no_picture_not_even_an_old_one(
+        self,
+        comparison: Comparison,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        (tmp_path / FILES["png"]).write_bytes(b"old")
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+        with caplog.at_level(logging.WARNING):
+            written = write_report(comparison, tmp_path, overwrite=True)
+        assert set(written) == {"summary", "markdown", "html"}
+        assert not (tmp_path / FILES["png"]).exists()
+        assert "quality_ttft.png is left out" in caplog.text and "cacheclip-rag[eval]" in caplog.text
