@@ -14,7 +14,7 @@ import torch
 from .models.cache import FusedCache
 from .models.runtime import ModelRuntime
 
-__all__ = ["Fidelity", "compare", "greedy", "kl_divergence", "read_along"]
+__all__ = ["Fidelity", "compare", "greedy", "kl_divergence", "own_answer", "read_along"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,3 +75,25 @@ def read_along(
     rest = runtime.extend(cache, follow, cache.get_seq_length(), logits_to_keep=len(follow))
     assert rest is not None
     return torch.cat((logits[None], rest.reshape(len(follow), -1)))
+
+
+def own_answer(
+    runtime: ModelRuntime,
+    cache: FusedCache,
+    end: int,
+    along: torch.Tensor,
+    reference_ids: Sequence[int],
+    count: int,
+) -> list[int]:
+    """The greedy answer here, up to ``count`` tokens: the reference's as long as both choose alike, decoded from there.
+
+    ``along`` are the logits of :func:`read_along` at the reference's tokens, ``end`` the prompt's length; ``cache`` is
+    used up.
+    """
+    chosen = along.argmax(-1).tolist()
+    same = next((n for n, pair in enumerate(zip(chosen, reference_ids, strict=True)) if pair[0] != pair[1]), None)
+    if same is None:
+        return list(reference_ids)
+    cache.cut(end + same)
+    rest, _ = greedy(runtime, cache, along[same], count - same)
+    return [*reference_ids[:same], *rest]

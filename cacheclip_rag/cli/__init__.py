@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import typer
 
-from . import ask, bench, certify, ingest, models, store
+from . import ask, bench, certify, evaluate, ingest, models, store
 from .common import guarded
 
 __all__ = ["app", "main"]
@@ -27,6 +27,7 @@ app.command("ingest")(ingest.ingest)
 app.command("ask")(ask.ask)
 app.command("bench")(bench.bench)
 app.command("certify")(certify.certify)
+app.command("eval")(evaluate.evaluate)
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from ..certificate import THRESHOLDS, Certificate, RatioFigures, check_writable,
 from ..config import EngineConfig
 from ..engine import CacheClipEngine
 from ..errors import ConfigurationError, UnsupportedModelError
-from ..fidelity import Fidelity, compare, greedy, read_along
+from ..fidelity import Fidelity, compare, greedy, own_answer, read_along
 from ..methods import check_auxiliary, create, method_class
 from ..methods.base import Method
 from ..models.cache import FusedCache
@@ -77,8 +77,8 @@ def certify(config: EngineConfig, *, method: Method | None = None, quick: bool =
     started = time.perf_counter()
     cls = type(method) if method else method_class(config.method)
     check_auxiliary(cls, config.auxiliary)
-    if not cls.reuses_chunks:
-        raise ConfigurationError(f"method {cls.name!r} reuses nothing, so there is nothing to certify.")
+    if not cls.reuses_chunks or getattr(cls, "composes", False):
+        raise ConfigurationError(f"method {cls.name!r} fuses nothing, so there is nothing to certify.")
     check_writable()
     config = replace(config, store=None, shadow_rate=0.0, auxiliary=config.auxiliary if cls.needs_auxiliary else None)
     engine = CacheClipEngine(config)
@@ -150,24 +150,10 @@ def _measure(
     along = read_along(runtime, cache, prefilled.logits, reference.ids)
     finds = None
     if prompt.needle is not None:
-        finds = _finds(prompt, runtime.decode_ids(_own_answer(runtime, cache, end, along, reference.ids)))
+        finds = _finds(
+            prompt, runtime.decode_ids(own_answer(runtime, cache, end, along, reference.ids, _ANSWER_TOKENS))
+        )
     return _Outcome(compare(reference.logits, along), prefilled.stats.effective_ratio, finds)
-
-
-def _own_answer(
-    runtime: ModelRuntime, cache: FusedCache, end: int, along: torch.Tensor, reference_ids: Sequence[int]
-) -> list[int]:
-    """The greedy answer here: the reference's as long as both choose alike, decoded from there on.
-
-    ``along`` are the logits at the reference's tokens, ``end`` the prompt's length; ``cache`` is used up.
-    """
-    chosen = along.argmax(-1).tolist()
-    same = next((n for n, pair in enumerate(zip(chosen, reference_ids, strict=True)) if pair[0] != pair[1]), None)
-    if same is None:
-        return list(reference_ids)
-    cache.cut(end + same)
-    rest, _ = greedy(runtime, cache, along[same], _ANSWER_TOKENS - same)
-    return [*reference_ids[:same], *rest]
 
 
 def _cache_of(prefilled: Prefilled) -> FusedCache:

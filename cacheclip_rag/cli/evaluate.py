@@ -1,0 +1,137 @@
+"""``cacheclip eval``: methods side by side on questions with known answers, quality beside speed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..errors import ConfigurationError
+from .common import AuxiliaryOption, DeviceOption, DtypeOption, JsonOption, PrimaryOption, print_json
+
+if TYPE_CHECKING:
+    from ..config import EngineConfig
+    from ..evaluation.records import Record
+
+
+def evaluate(
+    dataset: Annotated[
+        Path | None, typer.Option(help="Records as JSON lines, plain or gzip: question, answers, chunks.")
+    ] = None,
+    ruler: Annotated[
+        str | None, typer.Option(help="Instead of a file: RULER needle tasks, comma-separated, or 'all'.")
+    ] = None,
+    length: Annotated[int, typer.Option(help="Tokens of a RULER prompt.")] = 4096,
+    haystack: Annotated[Path | None, typer.Option(help="Text file that RULER hides its needles in.")] = None,
+    chunk_tokens: Annotated[int, typer.Option(help="Tokens of a chunk of a RULER prompt.")] = 1000,
+    overlap_tokens: Annotated[int, typer.Option(help="Tokens that neighbouring chunks share.")] = 50,
+    primary: PrimaryOption = None,
+    auxiliary: AuxiliaryOption = None,
+    methods: Annotated[
+        str, typer.Option(help="Comma-separated names, with settings as in epic:k_init=16; 'all' for every method.")
+    ] = "full,direct,cacheclip",
+    ratios: Annotated[str, typer.Option(help="Comma-separated recompute ratios.")] = "0.2",
+    limit: Annotated[int | None, typer.Option(help="Questions; per task for RULER, 20 unless told.")] = None,
+    metrics: Annotated[
+        str | None, typer.Option(help="Comma-separated, instead of what the records name: f1, f1_zh, em, ...")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of generated needles.")] = 42,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for answers and report; an interrupted run goes on from it.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the report in that folder.")] = False,
+    dtype: DtypeOption = None,
+    device: DeviceOption = "cpu",
+    as_json: JsonOption = False,
+) -> None:
+    """Compare methods with full prefill on the same questions: scores, fidelity, time to the first token."""
+    from ..config import EngineConfig
+    from ..evaluation.lab import Lab, planned_runs
+    from ..evaluation.questions import INSTRUCTION
+    from ..evaluation.records import read_records
+    from ..evaluation.report import FILES, summarise, to_markdown, write_report
+    from .settings import DEFAULT_SETTINGS, parse_auxiliary
+
+    if (dataset is None) == (ruler is None):
+        raise ConfigurationError("give either --dataset FILE or --ruler TASKS.")
+    if out is not None and not overwrite and (out / FILES["summary"]).exists():
+        raise ConfigurationError(f"{out} holds a report already. Name another folder, or add --overwrite.")
+    config = EngineConfig(
+        primary=primary or DEFAULT_SETTINGS.primary,
+        auxiliary=parse_auxiliary(auxiliary) if auxiliary else DEFAULT_SETTINGS.auxiliary,
+        dtype=dtype or DEFAULT_SETTINGS.dtype,
+        device=device,
+    )
+    unreadable = 0
+    if dataset is not None:
+        found = read_records(dataset, limit=limit)
+        name, records, unreadable = found.name, list(found.records), len(found.skipped)
+        config = replace(config, system_prompt=INSTRUCTION)
+    else:
+        assert ruler is not None
+        name = f"ruler-{length}"
+        text = _read_haystack(haystack)
+        records = _needles(config, ruler, length, limit or 20, seed, text, chunk_tokens, overlap_tokens)
+    lab = Lab(
+        name=name,
+        records=records,
+        config=config,
+        runs=planned_runs(_split(methods), [_ratio(value) for value in _split(ratios)], config),
+        folder=out,
+        metrics=_split(metrics or ""),
+    )
+    comparison = lab.run()
+    comparison = replace(comparison, skipped=comparison.skipped + unreadable)
+    summary = summarise(comparison)
+    if out is not None:
+        write_report(comparison, out, overwrite=overwrite)
+    if as_json:
+        print_json(summary)
+    else:
+        typer.echo(to_markdown(summary))
+
+
+def _needles(
+    config: EngineConfig, tasks: str, length: int, count: int, seed: int, text: str | None, chunk: int, overlap: int
+) -> list[Record]:
+    from ..engine import CacheClipEngine
+    from ..evaluation.ruler import TASKS, generate
+
+    runtime = CacheClipEngine(replace(config, auxiliary=None)).primary
+    names = list(TASKS) if tasks == "all" else _split(tasks)
+    return [
+        record
+        for name in names
+        for record in generate(
+            name,
+            num_tokens=length,
+            count=count,
+            offsets=lambda part: runtime.tokenize(part).offsets,
+            seed=seed,
+            haystack=text,
+            chunk_tokens=chunk,
+            overlap_tokens=overlap,
+        )
+    ]
+
+
+def _read_haystack(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"the haystack must be a UTF-8 text file: {error}.") from error
+
+
+def _split(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _ratio(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigurationError(f"--ratios must be numbers from 0 to 1, comma-separated, got {text!r}.") from None

@@ -1,0 +1,282 @@
+"""The laboratory: methods side by side on the same questions, quality and time to the first token in one run.
+
+Every question's chunks are precomputed once and shared by all methods. Full prefill answers first; each method is held
+against it along full prefill's own answer, and then gives its own. Every answer is written at once, so that a killed
+run goes on where it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from .. import __version__
+from ..config import EngineConfig
+from ..engine import CacheClipEngine
+from ..errors import ConfigurationError, PromptTooLongError
+from ..fidelity import compare, greedy, own_answer, read_along
+from ..methods import METHODS, check_auxiliary, create, method_class, spec_of
+from ..methods.base import Method
+from ..models.cache import FusedCache
+from ..models.runtime import ModelRuntime
+from ..progress import progress_bar
+from ..sampling import SamplingParams
+from ..stats import FusionStats
+from .questions import AskedQuestion, ask
+from .records import Record
+from .report import Comparison, ItemResult, Question, Run
+from .scores import METRICS
+
+__all__ = ["Lab", "PlannedRun", "planned_runs"]
+
+logger = logging.getLogger(__name__)
+
+_FULL = "full"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRun:
+    """A method as it will be run."""
+
+    run: Run
+    method: Method
+
+
+def planned_runs(methods: Sequence[str], ratios: Sequence[float], config: EngineConfig) -> list[PlannedRun]:
+    """Every method at every ratio (once, if it has none); ``full`` comes first, asked for or not.
+
+    Args:
+        methods: names with settings of their own, ``all`` for every one there is.
+        ratios: recompute ratios, 0 to 1.
+
+    Raises:
+        ConfigurationError: an unknown method or setting, a ratio out of range, a missing auxiliary model.
+    """
+    names = [name for given in methods for name in (METHODS if given == "all" else [given])]
+    planned: dict[str, PlannedRun] = {}
+    for name in [_FULL, *names]:
+        check_auxiliary(method_class(name), config.auxiliary)
+        settings = config.method_settings()
+        has_ratio = any(each.name == "recompute_ratio" for each in fields(method_class(name)))
+        for ratio in ratios if has_ratio else [None]:
+            method = create(name, settings if ratio is None else {**settings, "recompute_ratio": ratio})
+            spec = spec_of(method)
+            label = spec if ratio is None else f"{spec}@{ratio:g}"
+            planned[label] = PlannedRun(Run(label, spec, ratio), method)
+    return list(planned.values())
+
+
+@dataclass(slots=True)
+class Lab:
+    """One comparison on one set of questions.
+
+    Raises, from :meth:`run`, ConfigurationError: a folder of another comparison, or no question that fits the model.
+    """
+
+    name: str
+    """Of the dataset."""
+    records: Sequence[Record]
+    config: EngineConfig
+    """Its store is not used; its ratio and method neither."""
+    runs: Sequence[PlannedRun]
+    folder: Path | None = None
+    """Where answers are kept as they come (``items.jsonl``), to go on from; None keeps them in memory."""
+    metrics: Sequence[str] = ()
+    """Instead of each record's own."""
+    skipped: dict[str, str] = field(default_factory=dict)
+    """Filled by :meth:`run`: ids of questions that no method was asked, and why."""
+
+    def run(self) -> Comparison:
+        """Ask what has not been asked yet; the whole comparison, earlier answers included."""
+        needs_auxiliary = any(planned.method.needs_auxiliary for planned in self.runs)
+        config = replace(self.config, store=None, shadow_rate=0.0, require_certificate=False, fallback="error")
+        engine = CacheClipEngine(config if needs_auxiliary else replace(config, auxiliary=None))
+        items: dict[tuple[str, str], ItemResult] = {}
+        with self._journal(items) as journal, progress_bar("asking", len(self.records), "questions") as advance:
+            for number, record in enumerate(self.records, 1):
+                for item in self._ask(engine, record, items):
+                    items[item.id, item.label] = item
+                    if journal is not None:
+                        journal.write(json.dumps(asdict(item), ensure_ascii=False) + "\n")
+                        journal.flush()
+                        os.fsync(journal.fileno())
+                advance(number)
+        if len(self.skipped) == len(self.records):
+            reason = next(iter(self.skipped.values()), "there is none")
+            raise ConfigurationError(f"no question of {self.name!r} could be asked: {reason}")
+        return self._comparison(engine, items)
+
+    # -- one question -------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _ask(
+        self, engine: CacheClipEngine, record: Record, known: dict[tuple[str, str], ItemResult]
+    ) -> Iterator[ItemResult]:
+        """Answers of the runs that have none yet."""
+        missing = [planned for planned in self.runs if (record.id, planned.run.label) not in known]
+        if not missing:
+            return
+        asked = ask(engine, record, self.metrics)
+        try:
+            engine.precompute(asked.chunks)
+            reference = _Reference.of(engine, asked)
+            for planned in missing:
+                yield _answer(engine, asked, planned, reference)
+        except PromptTooLongError as error:
+            self.skipped[record.id] = str(error)
+            logger.warning("question %s is left out: %s", record.id, error)
+        finally:
+            engine.release(asked.chunks)
+
+    # -- what is kept -------------------------------------------------------------------------------------------
+
+    def _settings(self) -> dict[str, Any]:
+        """What must be the same for answers to be compared; methods may be added."""
+        content = json.dumps([asdict(record) for record in self.records], sort_keys=True, default=repr)
+        config = self.config
+        return {
+            "dataset": self.name,
+            "questions": len(self.records),
+            "records_sha256": hashlib.sha256(content.encode()).hexdigest(),
+            "primary": config.primary,
+            "auxiliary": config.auxiliary,
+            "dtype": config.dtype,
+            "device": config.device,
+            "system_prompt": config.system_prompt,
+            "metrics": list(self.metrics),
+            "cacheclip_rag": __version__,
+            "torch": torch.__version__,
+        }
+
+    @contextmanager
+    def _journal(self, items: dict[tuple[str, str], ItemResult]) -> Iterator[TextIO | None]:
+        """The file that answers are added to; those already in it are put into ``items``."""
+        if self.folder is None:
+            yield None
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        settings, path = self.folder / "settings.json", self.folder / "items.jsonl"
+        mine = self._settings()
+        if settings.exists():
+            theirs = json.loads(settings.read_text())
+            other = sorted(key for key in mine if mine[key] != theirs.get(key))
+            if other:
+                raise ConfigurationError(
+                    f"{self.folder} holds a comparison with another {', '.join(other)}. Name another folder, or give "
+                    "the same settings to go on with it."
+                )
+        elif path.exists() or any(self.folder.iterdir()):
+            raise ConfigurationError(f"{self.folder} is not empty and holds no comparison. Name another folder.")
+        else:
+            settings.write_text(json.dumps(mine, indent=1))
+        asked = {record.id for record in self.records}
+        for item in _read_journal(path):
+            if item.id in asked:
+                items[item.id, item.label] = item
+        with path.open("a", encoding="utf-8") as journal:
+            yield journal
+
+    def _comparison(self, engine: CacheClipEngine, items: dict[tuple[str, str], ItemResult]) -> Comparison:
+        labels = {planned.run.label for planned in self.runs}
+        return Comparison(
+            dataset=self.name,
+            primary=self.config.primary,
+            auxiliary=engine.config.auxiliary,
+            runs=[planned.run for planned in self.runs],
+            questions=[Question(r.id, r.question, list(r.answers)) for r in self.records if r.id not in self.skipped],
+            items=[item for (_, label), item in items.items() if label in labels],
+            settings={key: value for key, value in self._settings().items() if key != "records_sha256"},
+            skipped=len(self.skipped),
+        )
+
+
+def _read_journal(path: Path) -> Iterator[ItemResult]:
+    """Answers written so far. A line that a kill cut short is cut off, and its question asked again."""
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):
+        with path.open("r+b") as file:
+            file.truncate(whole)
+    for line in content[:whole].splitlines():
+        yield ItemResult(**json.loads(line))
+
+
+@dataclass(frozen=True, slots=True)
+class _Reference:
+    """Full prefill's answer to a question."""
+
+    ids: list[int]
+    logits: torch.Tensor
+    """``(num_answer_tokens, vocab_size)``."""
+    gold_ids: list[int]
+    """The first right answer, as the model would write it."""
+
+    @classmethod
+    def of(cls, engine: CacheClipEngine, asked: AskedQuestion) -> _Reference:
+        runtime = _runtime(engine)
+        prefilled = engine.prefill(asked.segments, method=create(_FULL, {}))
+        ids, logits = greedy(runtime, _cache(prefilled.cache), prefilled.logits, asked.max_tokens)
+        last = asked.segments[-1]
+        space = "" if last.control or last.text[-1].isspace() else " "
+        return cls(ids, logits, list(runtime.tokenize(space + asked.record.answers[0]).ids))
+
+
+def _answer(engine: CacheClipEngine, asked: AskedQuestion, planned: PlannedRun, reference: _Reference) -> ItemResult:
+    """One run's answer, and how far it is from full prefill's."""
+    runtime = _runtime(engine)
+    if getattr(planned.method, "composes", False):
+        params = SamplingParams(max_tokens=asked.max_tokens)
+        answer = engine.generate(asked.segments, params, method=planned.method, question=asked.record.question)
+        return _item(asked, planned, answer.text, {}, answer.stats)
+    prefilled = engine.prefill(asked.segments, method=planned.method, question=asked.record.question)
+    cache, end = _cache(prefilled.cache), prefilled.layout.num_tokens
+    along = read_along(runtime, cache, prefilled.logits, reference.ids)
+    found = compare(reference.logits, along)
+    ids = own_answer(runtime, cache, end, along, reference.ids, asked.max_tokens)
+    cache.cut(end)
+    gold = read_along(runtime, cache, prefilled.logits, reference.gold_ids).log_softmax(-1)
+    fidelity = {
+        "first_token_kl": found.first_token_kl,
+        "answer_kl": found.answer_kl,
+        "agreement": found.agreement,
+        "gold_logprob": float(gold.gather(1, torch.tensor(reference.gold_ids, device=gold.device)[:, None]).mean()),
+    }
+    return _item(asked, planned, runtime.decode_ids(ids), fidelity, prefilled.stats)
+
+
+def _item(
+    asked: AskedQuestion, planned: PlannedRun, answer: str, fidelity: dict[str, float], stats: FusionStats
+) -> ItemResult:
+    return ItemResult(
+        id=asked.record.id,
+        label=planned.run.label,
+        answer=answer,
+        scores={name: METRICS[name](answer, asked.record.answers) for name in asked.metrics},
+        fidelity=fidelity,
+        nominal_ratio=stats.nominal_ratio,
+        effective_ratio=stats.effective_ratio,
+        charged_ratio=stats.charged_ratio,
+        ttft_s=stats.ttft_s,
+        phases_s=dict(stats.phases_s),
+    )
+
+
+def _runtime(engine: CacheClipEngine) -> ModelRuntime:
+    assert isinstance(engine.primary, ModelRuntime), "a model that cannot reuse is refused when it is loaded"
+    return engine.primary
+
+
+def _cache(cache: object) -> FusedCache:
+    assert isinstance(cache, FusedCache)
+    return cache
