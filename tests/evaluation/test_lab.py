@@ -1,0 +1,273 @@
+"""The laboratory on tiny models: shared chunk caches, honest figures, and a run that a kill does not lose."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from cacheclip_rag.config import EngineConfig
+from cacheclip_rag.engine import CacheClipEngine
+from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.evaluation.lab import Lab, planned_runs
+from cacheclip_rag.evaluation.questions import INSTRUCTION, ask
+from cacheclip_rag.evaluation.records import Passage, Record
+from cacheclip_rag.evaluation.report import Comparison, summarise
+from cacheclip_rag.prompt import Chunk, Fresh
+from tests.conftest import CHUNKS, SENTENCES
+
+METHODS = ["direct", "epic", "cacheclip", "query_attention"]
+
+
+def record(number: int, **meta: Any) -> Record:
+    passages = tuple(Passage(f"Title {n}", CHUNKS[(number + n) % 4]) for n in range(3))
+    return Record(f"q{number}", "tiny", f"What is said of number {number}?", ("7316042",), passages, meta)
+
+
+RECORDS = [record(number) for number in range(3)]
+
+
+@pytest.fixture
+def config(tiny_models: dict[str, str]) -> EngineConfig:
+    return EngineConfig(
+        primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"], system_prompt="Read and answer."
+    )
+
+
+def lab(config: EngineConfig, folder: Path | None = None, records: Any = RECORDS, methods: Any = METHODS) -> Lab:
+    return Lab("tiny", records, config, planned_runs(methods, [0.2, 1.0], config), folder)
+
+
+def without_times(comparison: Comparison) -> Any:
+    items = [replace(item, ttft_s=0.0, phases_s={}) for item in comparison.items]
+    return replace(comparison, items=sorted(items, key=lambda item: (item.id, item.label)))
+
+
+class TestRun:
+    def test_figures(self, config: EngineConfig) -> None:
+        comparison = lab(config).run()
+        assert len(comparison.items) == 3 * (1 + 1 + 3 * 2)
+        found = summarise(comparison)["methods"]
+        assert list(found) == [run.label for run in comparison.runs]
+        assert found["full"]["kl_to_full"] < 1e-6 and found["full"]["agreement_with_full"] == 1.0
+        for name in ("epic", "cacheclip", "query_attention"):
+            assert found[f"{name}@1"]["kl_to_full"] < 1e-6 and found[f"{name}@1"]["effective_ratio"] <= 1.0
+            # of each answer's chunks the first is exact, and the ratio is of all chunk tokens
+            assert found[f"{name}@0.2"]["effective_ratio"] == pytest.approx(0.2, abs=0.01)
+            assert found[f"{name}@0.2"]["kl_to_full"] > 1e-4
+        assert found["direct"]["kl_to_full"] > 1e-4
+
+    def test_answers_are_those_of_the_engine(self, config: EngineConfig) -> None:
+        from cacheclip_rag import SamplingParams
+
+        comparison = lab(config, methods=["cacheclip"]).run()
+        engine = CacheClipEngine(config)
+        for item in comparison.items:
+            asked = ask(engine, next(r for r in RECORDS if r.id == item.id))
+            engine.precompute(asked.chunks)
+            method, _, ratio = item.label.partition("@")
+            answer = engine.generate(
+                asked.segments,
+                SamplingParams(max_tokens=asked.max_tokens),
+                method=method,
+                recompute_ratio=float(ratio or 0.2),
+                question=asked.record.question,
+            )
+            assert answer.text == item.answer
+            assert answer.stats.effective_ratio == item.effective_ratio
+
+    def test_a_prompt_too_long_is_counted_not_scored(self, config: EngineConfig) -> None:
+        long = replace(record(9), chunks=(Passage("", " ".join(SENTENCES * 200)),))
+        comparison = lab(config, records=[*RECORDS, long]).run()
+        assert comparison.skipped == 1 and {q.id for q in comparison.questions} == {"q0", "q1", "q2"}
+        with pytest.raises(ConfigurationError, match="no question of 'tiny' could be asked"):
+            lab(config, records=[long]).run()
+
+    def test_chunk_caches_do_not_pile_up(self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+        engines = []
+        made = CacheClipEngine.__init__
+
+        def remember(self: Any, *args: Any, **options: Any) -> None:
+            made(self, *args, **options)
+            engines.append(self)
+
+        monkeypatch.setattr(CacheClipEngine, "__init__", remember)
+        lab(config).run()
+        assert len(engines) == 1 and not any(engines[0].is_stored(p.as_read) for r in RECORDS for p in r.chunks)
+
+
+class TestResume:
+    def test_a_resumed_run_equals_an_uninterrupted_one(self, config: EngineConfig, tmp_path: Path) -> None:
+        whole = lab(config, tmp_path / "whole").run()
+        folder = tmp_path / "killed"
+        lab(config, folder).run()
+        journal = folder / "items.jsonl"
+        lines = journal.read_bytes().splitlines(keepends=True)
+        assert len(lines) == len(whole.items)
+        journal.write_bytes(b"".join(lines[:11]) + lines[11][:40])  # killed while the twelfth was written
+        asked: list[str] = []
+        resumed = lab(config, folder)
+        original = Lab._ask
+
+        def spy(self: Lab, engine: Any, one: Record, known: Any) -> Any:
+            for item in original(self, engine, one, known):
+                asked.append(item.label)
+                yield item
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Lab, "_ask", spy)
+            comparison = resumed.run()
+        assert len(asked) == len(lines) - 11
+        assert without_times(comparison) == without_times(whole)
+        assert len(journal.read_text().splitlines()) == len(lines)
+
+    def test_methods_may_be_added(self, config: EngineConfig, tmp_path: Path) -> None:
+        lab(config, tmp_path / "run", methods=["direct"]).run()
+        comparison = lab(config, tmp_path / "run", methods=["direct", "epic"]).run()
+        assert {run.label for run in comparison.runs} == {"full", "direct", "epic@0.2", "epic@1"}
+        assert len(comparison.items) == 3 * 4
+
+    def test_other_questions_are_refused(self, config: EngineConfig, tmp_path: Path) -> None:
+        lab(config, tmp_path / "run", methods=["direct"]).run()
+        with pytest.raises(ConfigurationError, match="another questions, records_sha256"):
+            lab(config, tmp_path / "run", records=RECORDS[:2], methods=["direct"]).run()
+        with pytest.raises(ConfigurationError, match="another system_prompt"):
+            lab(replace(config, system_prompt="Else."), tmp_path / "run", methods=["direct"]).run()
+
+    def test_a_folder_of_something_else_is_refused(self, config: EngineConfig, tmp_path: Path) -> None:
+        (tmp_path / "thesis.tex").write_text("years of work")
+        with pytest.raises(ConfigurationError, match="not empty"):
+            lab(config, tmp_path).run()
+        assert (tmp_path / "thesis.tex").read_text() == "years of work"
+
+
+class TestQuestions:
+    def test_question_answering(self, config: EngineConfig) -> None:
+        engine = CacheClipEngine(config)
+        asked = ask(engine, RECORDS[0])
+        assert [s.text for s in asked.segments if isinstance(s, Chunk)] == asked.chunks
+        assert asked.chunks[0] == f"Title 0\n{CHUNKS[0]}"
+        assert Fresh("\n\nQuestion: What is said of number 0?\nAnswer:") in asked.segments
+        assert asked.metrics == ("f1", "em", "contains") and asked.max_tokens == 32
+        prefilled = engine.prefill(asked.segments, method=lab(config).runs[0].method)
+        assert prefilled.layout.is_exact(prefilled.layout.chunks[0]), "the instruction is shared prefix"
+
+    def test_needles_open_the_answer(self, config: EngineConfig) -> None:
+        meta = {"opening": "Some are hidden.\n", "closing": "\nWhat are they?", "answer_prefix": " They are"}
+        asked = ask(CacheClipEngine(config), record(0, **meta, metric="string_match_all", max_tokens=128))
+        assert asked.segments[-1] == Fresh(" They are")
+        assert asked.metrics[0] == "string_match_all" and asked.max_tokens == 128
+
+    def test_chinese_questions_have_their_own_f1(self, config: EngineConfig) -> None:
+        asked = ask(CacheClipEngine(config), replace(record(0), question="本产品安全手册由哪家公司出版？"))
+        assert asked.metrics[0] == "f1_zh" and asked.max_tokens == 64
+
+    def test_unknown_metric(self, config: EngineConfig) -> None:
+        with pytest.raises(ConfigurationError, match="metric must be one of"):
+            ask(CacheClipEngine(config), record(0, metric="bleu"))
+
+
+class TestPlan:
+    def test_full_comes_first_and_once(self, config: EngineConfig) -> None:
+        labels = [planned.run.label for planned in planned_runs(["epic", "full", "epic"], [0.1, 0.3], config)]
+        assert labels == ["full", "epic@0.1", "epic@0.3"]
+
+    def test_all_is_every_method(self, config: EngineConfig) -> None:
+        from cacheclip_rag.methods import METHODS as KNOWN
+
+        found = {planned.method.name for planned in planned_runs(["all"], [0.2], config)}
+        assert found == set(KNOWN)
+
+    def test_unknown_method(self, config: EngineConfig) -> None:
+        with pytest.raises(ConfigurationError, match="method must be one of full"):
+            planned_runs(["nonsense"], [0.2], config)
+
+    def test_no_auxiliary(self, config: EngineConfig) -> None:
+        with pytest.raises(ConfigurationError, match="needs an auxiliary model"):
+            planned_runs(["cacheclip"], [0.2], replace(config, auxiliary=None))
+
+
+class TestCommand:
+    def run(self, *arguments: Any) -> Any:
+        from cacheclip_rag.cli import app
+
+        return CliRunner().invoke(app, ["eval", *map(str, arguments)])
+
+    @pytest.fixture
+    def dataset(self, tmp_path: Path) -> Path:
+        path = tmp_path / "tiny.jsonl.gz"
+        lines = [
+            {
+                "id": r.id,
+                "task": r.task,
+                "question": r.question,
+                "answers": list(r.answers),
+                "chunks": [{"title": p.title, "text": p.text} for p in r.chunks],
+                "meta": {},
+            }
+            for r in RECORDS
+        ]
+        lines.append({"id": "bad", "task": "tiny", "question": "?", "answers": [], "chunks": [], "meta": {}})
+        path.write_bytes(gzip.compress("\n".join(map(json.dumps, lines)).encode()))
+        return path
+
+    def test_json_and_report(self, dataset: Path, tiny_models: dict[str, str], tmp_path: Path) -> None:
+        out = tmp_path / "out"
+        models = ("--primary", tiny_models["llama"], "--auxiliary", tiny_models["auxiliary"])
+        result = self.run("--dataset", dataset, *models, "--methods", "direct,epic:k_init=4", "--out", out, "--json")
+        assert result.exit_code == 0, result.output
+        summary = json.loads(result.stdout)
+        assert (summary["dataset"], summary["n"], summary["skipped"]) == ("tiny", 3, 1)
+        assert list(summary["methods"]) == ["full", "direct", "epic:k_init=4@0.2"]
+        row = summary["methods"]["direct"]
+        for key in ("f1", "em", "contains", "kl_to_full", "agreement_with_full", "effective_ratio", "ttft_s"):
+            assert isinstance(row[key], float), key
+        assert row["speedup_vs_full"] > 0
+        assert {path.name for path in out.iterdir()} == {
+            "items.jsonl",
+            "settings.json",
+            "summary.json",
+            "report.md",
+            "report.html",
+            "quality_ttft.png",
+        }
+        again = self.run("--dataset", dataset, *models, "--methods", "direct", "--out", out)
+        assert again.exit_code != 0 and "holds a report already" in str(again.exception)
+        assert (
+            self.run("--dataset", dataset, *models, "--methods", "direct", "--out", out, "--overwrite").exit_code == 0
+        )
+
+    def test_ruler(self, tiny_models: dict[str, str]) -> None:
+        result = self.run(
+            "--ruler", "niah_multikey_2,niah_single_1", "--length", 1200, "--limit", 2, "--chunk-tokens", 200,
+            "--overlap-tokens", 10, "--primary", tiny_models["llama"], "--auxiliary", "none", "--methods", "direct",
+            "--json",
+        )  # fmt: skip
+        assert result.exit_code == 0, result.output
+        summary = json.loads(result.stdout)
+        assert summary["n"] == 4 and "string_match_all" in summary["methods"]["full"]
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ([], "give either --dataset FILE or --ruler TASKS"),
+            (["--dataset", "nowhere.jsonl"], "nowhere.jsonl"),
+            (["--ruler", "niah_nonsense"], "niah_single_1"),
+            (["--ruler", "niah_single_2"], "haystack"),
+            (["--ruler", "niah_single_2", "--haystack", "nowhere.txt"], "UTF-8 text file"),
+            (["--ruler", "niah_single_1", "--ratios", "much"], "numbers from 0 to 1"),
+            (["--ruler", "niah_single_1", "--metrics", "bleu"], "metric must be one of"),
+        ],
+    )
+    def test_bad_input(self, arguments: list[str], message: str, tiny_models: dict[str, str]) -> None:
+        models = ["--primary", tiny_models["llama"], "--auxiliary", tiny_models["auxiliary"]]
+        result = self.run(*models, *arguments)
+        assert result.exit_code != 0 and message in str(result.exception)
+
+    def test_instruction_is_a_shared_prefix(self) -> None:
+        assert INSTRUCTION.startswith("Answer the question based on the given passages.")
