@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -14,7 +15,7 @@ from .models.text import TextModel, TokenizedText
 from .prompt import Chunk, Segment
 from .store import ChunkStore, chunk_key, decode, encode, keeps
 
-__all__ = ["ChunkCaches"]
+__all__ = ["DEFAULT_ENCODING", "ChunkCaches", "Encoding"]
 
 logger = logging.getLogger(__name__)
 
@@ -22,19 +23,56 @@ _TOKENIZED_CHUNKS = 256
 """Tokenised chunks remembered per model: each is needed several times an answer. About 80 kB for 512 tokens."""
 
 
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """What a chunk is computed behind and between. It is part of what the chunk's key is made of."""
+
+    isolated: bool = False
+    """True: with nothing before it; else behind the shared prefix."""
+    before: str = ""
+    """Special tokens that open every chunk."""
+    after: str = ""
+    """Special tokens that close it."""
+
+
+DEFAULT_ENCODING = Encoding()
+
+
 class ChunkCaches:
     """Reads and writes the KV of chunks for one model behind one shared prefix."""
 
     def __init__(
-        self, runtime: TextModel, store: ChunkStore, *, prefix_ids: Sequence[int], namespace: str, codec: str
+        self,
+        runtime: TextModel,
+        store: ChunkStore,
+        *,
+        prefix_ids: Sequence[int],
+        namespace: str,
+        codec: str,
+        encoding: Encoding = DEFAULT_ENCODING,
     ) -> None:
         self.runtime = runtime
-        self.prefix_ids = tuple(prefix_ids)
+        self.prefix_ids = () if encoding.isolated else tuple(prefix_ids)
         self._store = store
         self._namespace = namespace
         self.codec = codec
+        self._encoding = encoding
         self._prefix: torch.Tensor | None = None
-        self.tokenize = lru_cache(maxsize=_TOKENIZED_CHUNKS)(runtime.tokenize)
+        self.tokenize = lru_cache(maxsize=_TOKENIZED_CHUNKS)(self._tokenize)
+
+    def _tokenize(self, text: str) -> TokenizedText:
+        """Tokens of a chunk, those that wrap it covering none of its characters."""
+        tokens = self.runtime.tokenize(text)
+        if not self._encoding.before and not self._encoding.after:
+            return tokens
+        opening, closing = (
+            self.runtime.tokenize(wrapper, control=True).ids
+            for wrapper in (self._encoding.before, self._encoding.after)
+        )
+        nowhere = ((0, 0),)
+        return TokenizedText(
+            (*opening, *tokens.ids, *closing), (*nowhere * len(opening), *tokens.offsets, *nowhere * len(closing))
+        )
 
     @property
     def can_reuse(self) -> bool:

@@ -63,6 +63,8 @@ class EngineConfig:
     """Size of the memory tier before a disk store (the page cache already serves repeated reads)."""
     max_bytes: int | None = None
     """Limit of the store; the least recently used chunk caches are evicted above it. None: no limit."""
+    prefix_cache_bytes: int = 2**28
+    """Memory for the KV of prompts' starts, which other prompts that begin alike reuse exactly; 0 switches it off."""
     on_miss: str = "store"
     """What happens, after the answer, to a chunk that was not stored: ``store`` it, or ``ignore``."""
     require_certificate: bool = False
@@ -107,7 +109,7 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 raise ConfigurationError(f"{name} must be a string or None, got {value!r}.")
-        for name, may_be_none in (("memory_bytes", False), ("max_bytes", True)):
+        for name, may_be_none in (("memory_bytes", False), ("prefix_cache_bytes", False), ("max_bytes", True)):
             value = getattr(self, name)
             if not (isinstance(value, int) and value >= 0) and not (value is None and may_be_none):
                 raise ConfigurationError(f"{name} must be a whole number of bytes, 0 or more, got {value!r}.")

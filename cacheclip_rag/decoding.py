@@ -1,15 +1,30 @@
-"""Choosing tokens and turning them into text: sampling, stop strings, streaming detokenisation."""
+"""From the first logits to the end of the answer: sampling, stop strings, streaming detokenisation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
+from .answer import Answer, StreamEvent
 from .sampling import SamplingParams
+from .stats import PhaseClock
 
-__all__ = ["Sampler", "TextStream", "is_greedy"]
+if TYPE_CHECKING:
+    from .models.text import TextModel
+    from .prefill import Prefilled
 
+__all__ = ["Observer", "Sampler", "TextStream", "capacity_for", "decode", "is_greedy"]
+
+logger = logging.getLogger(__name__)
+
+_RESERVED_TOKENS = 512
+"""Tokens of an answer that a cache has room for from the start; it grows if the answer gets longer."""
+Observer = Callable[[torch.Tensor, int], None]
+"""Sees ``(vocab_size,)`` logits and the token that was chosen from them."""
 
 _GREEDY_BELOW = 1e-5
 """Temperatures below this overflow float32 logits, and choose the likeliest token anyway."""
@@ -23,9 +38,10 @@ def is_greedy(params: SamplingParams) -> bool:
 class Sampler:
     """Picks the next token from logits."""
 
-    def __init__(self, params: SamplingParams, device: torch.device) -> None:
+    def __init__(self, params: SamplingParams, device: torch.device, observe: Observer | None = None) -> None:
         from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
+        self._observe = observe
         self._greedy = is_greedy(params)
         self._warpers = LogitsProcessorList()
         if not self._greedy:
@@ -40,6 +56,12 @@ class Sampler:
 
     def pick(self, logits: torch.Tensor) -> int:
         """Token id chosen from ``(vocab_size,)`` logits."""
+        token = self._choose(logits)
+        if self._observe is not None:
+            self._observe(logits, token)
+        return token
+
+    def _choose(self, logits: torch.Tensor) -> int:
         if self._greedy:
             return int(logits.argmax())
         scores = self._warpers(None, logits.float()[None])
@@ -90,3 +112,42 @@ class TextStream:
             if any(s.startswith(text[-length:]) for s in self._stop):
                 return length
         return 0
+
+
+def capacity_for(num_tokens: int, params: SamplingParams) -> int:
+    """Tokens to make room for: a prompt of ``num_tokens`` and a usual answer."""
+    return num_tokens + min(params.max_tokens, _RESERVED_TOKENS)
+
+
+def decode(
+    runtime: TextModel, prefilled: Prefilled, params: SamplingParams, observe: Observer | None = None
+) -> Iterator[StreamEvent]:
+    """From the first logits to the end of the answer."""
+    cache, num_tokens = prefilled.cache, prefilled.layout.num_tokens
+    started = PhaseClock()
+    prefilled.keep_prefix(cache)  # now, for those who ask while this answer is written
+    room = runtime.context_tokens - num_tokens
+    sampler = Sampler(params, prefilled.logits.device, observe)
+    stream = TextStream(runtime.decode_ids, params.stop)
+    token = sampler.pick(prefilled.logits)
+    stats = replace(prefilled.stats, ttft_s=prefilled.stats.ttft_s + started.elapsed())
+    ids = [token]
+    while token not in runtime.eos_ids:
+        if piece := stream.push(token):
+            yield StreamEvent(piece)
+        if stream.stopped or len(ids) >= min(params.max_tokens, room):
+            break
+        if runtime.pinned_rope and cache.get_seq_length() == runtime.reuse_tokens:
+            # the model's rotary frequencies change here: as transformers' generate does, read all anew
+            read = torch.cat((prefilled.layout.ids, torch.tensor(ids)))
+            cache, logits = runtime.prefill(read, capacity_for(num_tokens, params))
+        else:
+            logits = runtime.decode_step(cache, token)
+        token = sampler.pick(logits)
+        ids.append(token)
+    ended = stream.stopped or token in runtime.eos_ids
+    rest = stream.flush()
+    prefilled.keep_prefix(cache, ids)
+    stats = replace(stats, generated_tokens=len(ids), decode_s=started.elapsed())
+    logger.debug("answered: %s", stats)
+    yield StreamEvent(rest, Answer(stream.text, tuple(ids), "stop" if ended else "length", stats))

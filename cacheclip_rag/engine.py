@@ -10,17 +10,21 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from .answer import Answer, StreamEvent
 from .certificate import Identity, check_certificate, identity_of
-from .chunks import ChunkCaches
+from .chunks import DEFAULT_ENCODING, ChunkCaches, Encoding
+from .composition import Composition, count_chunks, exact_method
 from .config import EngineConfig
-from .decoding import Sampler, TextStream, is_greedy
+from .decoding import Observer, capacity_for, decode, is_greedy
 from .errors import CacheClipError, ConfigurationError, ModelError
+from .fusion.blocks import PrefixCache
+from .fusion.capture import CapturedChunks
 from .fusion.layout import check_length, lay_out
 from .methods import check_auxiliary, create
 from .methods.base import Method
@@ -43,7 +47,7 @@ from .prompt import (
 )
 from .sampling import SamplingParams
 from .shadow import ShadowChecker, ShadowRequest
-from .stats import FusionStats, PhaseClock
+from .stats import PhaseClock
 from .store import ChunkStore, DiskStore, MemoryStore, TextIndex, TieredStore
 
 __all__ = ["Answer", "CacheClipEngine", "StreamEvent", "get_engine"]
@@ -52,30 +56,6 @@ logger = logging.getLogger(__name__)
 
 _PREFIX_DATE = "01 Jan 2025"
 """Date in the shared prefix of a chat template that states today's: else every night would make all chunks misses."""
-_RESERVED_TOKENS = 512
-"""Tokens of an answer that a cache has room for from the start."""
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A whole answer."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    """New tokens, the ending one included."""
-    finish_reason: str
-    """``stop`` (end of turn or a stop string) or ``length``."""
-    stats: FusionStats
-
-
-@dataclass(frozen=True, slots=True)
-class StreamEvent:
-    """One step of a streamed answer."""
-
-    text: str
-    """New text since the last event; joined over all events it is the answer."""
-    answer: Answer | None = None
-    """Set on the last event only."""
 
 
 class CacheClipEngine:
@@ -93,9 +73,11 @@ class CacheClipEngine:
         """Settings as an :class:`EngineConfig`, as keyword options with its field names, or both (options win)."""
         self.config = EngineConfig.from_options(config, options)
         self._lock = threading.RLock()
-        self._caches: dict[str, ChunkCaches] = {}
+        self._caches: dict[tuple[str, Encoding], ChunkCaches] = {}
         self._store: ChunkStore | None = None
         self._texts: TextIndex | None = None
+        self._prefixes: PrefixCache | None = None
+        self._captured: CapturedChunks | None = None
         self._shadow: ShadowChecker | None = None
         self._checked: set[tuple[str, float]] = set()
         self.metrics = Metrics()
@@ -134,6 +116,15 @@ class CacheClipEngine:
             return self._texts
 
     @property
+    def prefixes(self) -> PrefixCache:
+        """Exact KV of the starts of earlier prompts, in memory. As far as it reaches, approximate methods are exact:
+        whoever compares methods on one prompt clears it in between."""
+        with self._lock:
+            if self._prefixes is None:
+                self._prefixes = PrefixCache(self.config.prefix_cache_bytes, extra_keys=(self.config.namespace,))
+            return self._prefixes
+
+    @property
     def primary(self) -> TextModel:
         return self._caches_of(self.config.primary).runtime
 
@@ -141,22 +132,31 @@ class CacheClipEngine:
     def auxiliary(self) -> TextModel | None:
         return self._caches_of(self.config.auxiliary).runtime if self.config.auxiliary else None
 
-    def _caches_of(self, name: str) -> ChunkCaches:
+    @property
+    def captured(self) -> CapturedChunks:
+        """Chunk caches captured from answered prompts, in memory, for methods that use them."""
+        with self._lock:
+            if self._captured is None:
+                self._captured = CapturedChunks()
+            return self._captured
+
+    def _caches_of(self, name: str, encoding: Encoding = DEFAULT_ENCODING) -> ChunkCaches:
         with self._lock:
             role = "primary" if name == self.config.primary else "auxiliary"
-            if role not in self._caches:
+            if (role, encoding) not in self._caches:
                 config = self.config
                 device = config.device if role == "primary" else config.auxiliary_device or config.device
                 runtime = load_any(name, dtype=config.dtype, device=device, fallback=config.fallback)
                 codec = config.codec or config.dtype
-                self._caches[role] = ChunkCaches(
+                self._caches[role, encoding] = ChunkCaches(
                     runtime,
                     self.store,
                     prefix_ids=self._prefix_ids(runtime),
                     namespace=self.config.namespace,
                     codec=codec if role == "primary" else self.config.auxiliary_codec,
+                    encoding=encoding,
                 )
-            return self._caches[role]
+            return self._caches[role, encoding]
 
     def _prefix_ids(self, runtime: TextModel) -> list[int]:
         """Token ids of the shared prefix: the chat template's opening, up to the first word of the user."""
@@ -179,10 +179,14 @@ class CacheClipEngine:
 
     # -- the three calls ----------------------------------------------------------------------------------------
 
-    def precompute(self, texts: Iterable[str]) -> int:
+    def precompute(self, texts: Iterable[str], *, method: str | Method | None = None) -> int:
         """Compute and store the KV of chunk texts, for the primary and (if there is one) the auxiliary model.
 
         Idempotent: what is stored already costs a look-up. A killed run loses at most the chunk it was at.
+
+        Args:
+            method: encode chunks as this method needs them; default the engine's. All do so alike, except those for
+                checkpoints trained to read chunks apart.
 
         Returns:
             Number of texts for which something had to be computed.
@@ -195,7 +199,7 @@ class CacheClipEngine:
         for chunk in chunk_texts(texts):
             if not chunk:
                 raise ConfigurationError("a chunk must hold text, got an empty or blank string.")
-            models = self._all_caches()
+            models = self._all_caches(self._encoding_of(method))
             for caches in models:
                 caches.check_length(chunk)  # before anything is written for any of them
             # every role must run: no short-circuit
@@ -204,17 +208,22 @@ class CacheClipEngine:
         return computed
 
     def release(self, texts: Iterable[str]) -> int:
-        """Delete the KV of chunk texts, for every model that can be loaded; returns how many texts had any."""
+        """Delete the KV of chunk texts, for every model that can be loaded; returns how many texts had any.
+
+        The prefix cache forgets everything, since any of its blocks may hold such a text.
+        """
         released = 0
+        self.prefixes.clear()
         for chunk in chunk_texts(texts):
-            released += any([caches.delete(chunk) for caches in self._usable_caches()])
+            everywhere = [*self._usable_caches(), *self._caches.values()]
+            released += any([caches.delete(chunk) for caches in everywhere] + [self.captured.remove(chunk)])
             self.texts.remove([chunk])
         return released
 
     def is_stored(self, text: str, *, needs_auxiliary: bool = True) -> bool:
         """Whether the KV of this chunk text is there for every model a method needs."""
         chunk = normalise_chunk(text)
-        return all(chunk in caches for caches in self._all_caches(needs_auxiliary))
+        return all(chunk in caches for caches in self._all_caches(self._encoding_of(None), needs_auxiliary))
 
     def close(self) -> None:
         """Release file handles; the engine may be used again afterwards. Weights stay with the process."""
@@ -224,6 +233,7 @@ class CacheClipEngine:
             shadow.close()
         self.store.close()
         self.texts.close()
+        self.prefixes.clear()
 
     def wait_for_shadows(self, timeout_s: float = 60.0) -> bool:
         """Wait until every comparison with full prefill that is under way is done; False if it took longer."""
@@ -302,27 +312,55 @@ class CacheClipEngine:
         if question is not None and not isinstance(question, str):
             raise ConfigurationError(f"the question must be a string, got {type(question).__name__}.")
         chosen = self._method(method, recompute_ratio)
+        if chosen.composes:
+            yield from self._compose(chosen, prompt, params, candidates)
+            return
         prefilled = self._prefill(prompt, params, chosen, question, candidates, lambda: self._check_certificate(chosen))
-        for event in self._decode(prefilled, params):
+        for event in decode(self.primary, prefilled, params):
             if event.answer is not None:
                 self._record(prefilled, event.answer, params)
             yield event
-        if prefilled.missing and self.config.on_miss == "store":
-            self._store_missing(prefilled.missing)
+        self._store_missing(prefilled.missing, chosen.encoding)
 
-    def _store_missing(self, chunks: Sequence[str]) -> None:
+    def _compose(
+        self, method: Method, prompt: Prompt | Sequence[Segment], params: SamplingParams, candidates: Iterable[str]
+    ) -> Iterator[StreamEvent]:
+        """An answer made of several, each of them exact: no certificate is needed."""
+        missing: dict[str, None] = {}
+
+        def ask(
+            segments: Sequence[Segment], params: SamplingParams, observe: Observer | None = None
+        ) -> Iterator[StreamEvent]:
+            prefilled = self._prefill(segments, params, None, None, (), lambda: None)
+            missing.update(dict.fromkeys(prefilled.missing))
+            counted = count_chunks(prefilled.stats, prefilled.layout)
+            yield from decode(self.primary, replace(prefilled, stats=counted), params, observe)
+
+        self._caches_of(self.config.primary)  # weights are loaded before the clock starts
+        clock = PhaseClock()
+        segments = as_segments(prompt)
+        if segments is None:
+            segments = self.segment(prompt, candidates)  # type: ignore[arg-type]
+        parts = Composition(segments, params, ask, clock)
+        for event in method.compose(parts) if parts.chunks else parts.plain():
+            if event.answer is not None:
+                self.metrics.record_answer(event.answer.stats)
+            yield event
+        self._store_missing(tuple(missing))
+
+    def _store_missing(self, chunks: Sequence[str], encoding: Encoding = DEFAULT_ENCODING) -> None:
         """What was missing in an answer, for the next. The answer is out: a full disk must not take it back."""
-        for chunk in chunks:
+        for chunk in chunks if self.config.on_miss == "store" else ():
             try:
-                for caches in self._usable_caches():
+                for caches in self._usable_caches(encoding):
                     caches.write(chunk)
                 self.texts.add([chunk])
             except CacheClipError as error:
                 logger.warning("a chunk of this prompt could not be stored: %s", error)
 
-    def _usable_caches(self) -> Iterator[ChunkCaches]:
+    def _usable_caches(self, encoding: Encoding = DEFAULT_ENCODING) -> Iterator[ChunkCaches]:
         """The primary's caches, then the auxiliary's unless that model cannot be had: other methods work without."""
-        yield self._caches_of(self.config.primary)
+        yield self._caches_of(self.config.primary, encoding)
         if self.config.auxiliary:
             try:
                 yield self._caches_of(self.config.auxiliary)
@@ -340,30 +378,43 @@ class CacheClipEngine:
         candidates: Iterable[str] = (),
     ) -> Prefilled:
         """Everything up to the first token's logits, for those who evaluate: no certificate is asked for, nothing is
-        counted or stored. Arguments as in :meth:`generate_stream`."""
+        counted or stored, not in the prefix cache either (it is read). Arguments as in :meth:`generate_stream`."""
+        if method.composes:
+            raise ConfigurationError(
+                f"method {method.name!r} answers by several prompts, so that there is no single prefill to look at or "
+                "to certify. Use generate() or generate_stream()."
+            )
         return self._prefill(prompt, params or SamplingParams(), method, question, candidates, lambda: None)
 
     def _prefill(
         self,
         prompt: Prompt | Sequence[Segment],
         params: SamplingParams,
-        method: Method,
+        method: Method | None,
         question: str | None,
         candidates: Iterable[str],
         before_reuse: Callable[[], None],
     ) -> Prefilled:
+        """``method``: None for whichever of the exact ones costs least."""
         primary = self._caches_of(self.config.primary)  # weights are loaded before the clock starts
-        auxiliary = self._auxiliary_of(method)
+        auxiliary = self._auxiliary_of(method) if method else None
+        encoding = method.encoding if method else DEFAULT_ENCODING
+        encoded = self._caches_of(self.config.primary, encoding)
+        captures = method is not None and method.captures
         clock = PhaseClock()
         with clock.phase("lookup"):
             segments = as_segments(prompt)
             if segments is None:
                 segments = self.segment(prompt, candidates)  # type: ignore[arg-type]
-            layout = lay_out(segments, primary.tokenize_segment, primary.prefix_ids)
+            if method is not None:
+                segments = method.arrange(segments, primary.runtime)
+            layout = lay_out(segments, encoded.tokenize_segment, primary.prefix_ids)
+            layout = replace(layout, exact_behind_prefix=not (encoding.isolated or captures))
             check_length(layout, primary.runtime.context_tokens, primary.runtime.name)
-        # room for the prompt and a usual answer; the cache grows if the answer gets longer
-        capacity = layout.num_tokens + min(params.max_tokens, _RESERVED_TOKENS)
-        return Prefill(layout, method, primary, auxiliary, capacity, clock, question, before_reuse).run()
+        capacity = capacity_for(layout.num_tokens, params)
+        chunks = self.captured if captures else encoded
+        parts = (layout, method or exact_method(layout), primary, auxiliary, chunks, self.prefixes)
+        return Prefill(*parts, capacity, clock, question, before_reuse).run()
 
     # -- answering ----------------------------------------------------------------------------------------------
 
@@ -380,35 +431,6 @@ class CacheClipEngine:
             chosen = create(method or config.method, config.method_settings())
         check_auxiliary(chosen, self.config.auxiliary)
         return chosen
-
-    def _decode(self, prefilled: Prefilled, params: SamplingParams) -> Iterator[StreamEvent]:
-        """From the first logits to the end of the answer."""
-        runtime, cache = self.primary, prefilled.cache
-        capacity = prefilled.layout.num_tokens + min(params.max_tokens, _RESERVED_TOKENS)
-        started = PhaseClock()
-        room = runtime.context_tokens - prefilled.layout.num_tokens
-        sampler = Sampler(params, prefilled.logits.device)
-        stream = TextStream(runtime.decode_ids, params.stop)
-        token = sampler.pick(prefilled.logits)
-        stats = replace(prefilled.stats, ttft_s=prefilled.stats.ttft_s + started.elapsed())
-        ids = [token]
-        while token not in runtime.eos_ids:
-            if piece := stream.push(token):
-                yield StreamEvent(piece)
-            if stream.stopped or len(ids) >= min(params.max_tokens, room):
-                break
-            if runtime.pinned_rope and cache.get_seq_length() == runtime.reuse_tokens:
-                # the model's rotary frequencies change here: as transformers' generate does, read all anew
-                cache, logits = runtime.prefill(torch.cat((prefilled.layout.ids, torch.tensor(ids))), capacity)
-            else:
-                logits = runtime.decode_step(cache, token)
-            token = sampler.pick(logits)
-            ids.append(token)
-        ended = stream.stopped or token in runtime.eos_ids
-        rest = stream.flush()
-        stats = replace(stats, generated_tokens=len(ids), decode_s=started.elapsed())
-        logger.debug("answered: %s", stats)
-        yield StreamEvent(rest, Answer(stream.text, tuple(ids), "stop" if ended else "length", stats))
 
     def _record(self, prefilled: Prefilled, answer: Answer, params: SamplingParams) -> None:
         """Count an answer, and have a share of those that reused something compared with full prefill."""
@@ -441,11 +463,17 @@ class CacheClipEngine:
     def _auxiliary_of(self, method: Method) -> ChunkCaches | None:
         return self._caches_of(self.config.auxiliary) if method.needs_auxiliary and self.config.auxiliary else None
 
-    def _all_caches(self, with_auxiliary: bool = True) -> list[ChunkCaches]:
-        names = [self.config.primary]
+    def _encoding_of(self, method: str | Method | None) -> Encoding:
+        """How a method (default the engine's) wants its chunks encoded."""
+        if not isinstance(method, Method):
+            method = create(method or self.config.method, self.config.method_settings())
+        return method.encoding
+
+    def _all_caches(self, encoding: Encoding, with_auxiliary: bool = True) -> list[ChunkCaches]:
+        found = [self._caches_of(self.config.primary, encoding)]
         if with_auxiliary and self.config.auxiliary:
-            names.append(self.config.auxiliary)
-        return [self._caches_of(name) for name in names]
+            found.append(self._caches_of(self.config.auxiliary))
+        return found
 
 
 _engines: dict[EngineConfig, CacheClipEngine] = {}

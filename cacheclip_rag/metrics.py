@@ -41,7 +41,9 @@ class Metrics:
             self._values["chunk_hits_total", ""] += stats.hits
             self._values["chunk_misses_total", ""] += stats.misses
             computed = stats.prompt_tokens - stats.reused_tokens
-            self._values["prompt_tokens_total", 'source="store"'] += stats.reused_tokens
+            cached = stats.cached_prefix_tokens
+            self._values["prompt_tokens_total", 'source="store"'] += stats.reused_tokens - cached
+            self._values["prompt_tokens_total", 'source="prefix_cache"'] += cached
             self._values["prompt_tokens_total", 'source="computed"'] += computed
             self._values["ttft_seconds_sum", ""] += stats.ttft_s
 

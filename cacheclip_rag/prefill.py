@@ -2,7 +2,8 @@
 
 Read top to bottom, :meth:`Prefill.run` is the heart of the library::
 
-    stored chunks -> score with the auxiliary -> read and assemble the primary's KV -> choose tokens -> recompute
+    stored chunks, longest known start -> score with the auxiliary -> read and assemble the primary's KV
+                  -> choose tokens -> recompute
 
 What a method needs on the way it declares (:class:`~cacheclip_rag.methods.base.Method`).
 """
@@ -10,18 +11,21 @@ What a method needs on the way it declares (:class:`~cacheclip_rag.methods.base.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from .chunks import ChunkCaches
+from .fusion.blocks import Match, PrefixCache
+from .fusion.capture import CapturedChunks, Variant, capture
 from .fusion.layout import Layout, Span, question_slots
 from .fusion.recompute import assemble, choose_rows, recompute
 from .methods.base import Method, SelectionRequest
 from .models.attention import Geometry
 from .models.cache import FusedCache
 from .models.plain import PlainState
+from .models.runtime import ModelRuntime
 from .prompt import Fresh
 from .selection.auxiliary import score_chunks
 from .selection.mapping import map_scores
@@ -48,6 +52,21 @@ class Prefilled:
     stats: FusionStats
     missing: tuple[str, ...]
     """Chunks that were not stored (or damaged) and were computed as fresh text."""
+    prefixes: PrefixCache | None = None
+    """Where the cache's KV may be kept for prompts that begin alike: all of it is what plain prefill computes."""
+    prefix_limit: int = 0
+    """Most tokens of which that is so: beyond, the model's rotary frequencies may be others."""
+
+    def keep_prefix(self, cache: FusedCache | PlainState, answer: Sequence[int] = ()) -> None:
+        """Put the prompt and what was answered into the prefix cache, as far as ``cache`` has its KV: of the last
+        token it has not."""
+        length = cache.get_seq_length()
+        if self.prefixes is None or not isinstance(cache, FusedCache) or length > self.prefix_limit:
+            return
+        try:
+            self.prefixes.insert([*self.layout.ids.tolist(), *answer][:length], cache)
+        except RuntimeError as error:  # out of memory, say: the answer comes first
+            logger.warning("the start of this prompt could not be kept: %s", error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +78,10 @@ class Prefill:
     primary: ChunkCaches
     auxiliary: ChunkCaches | None
     """None if the method needs no auxiliary model."""
+    chunks: ChunkCaches | CapturedChunks
+    """Where chunk caches of the primary come from: as a rule ``primary`` itself."""
+    prefixes: PrefixCache
+    """Starts of earlier prompts; read here, filled while decoding."""
     capacity: int
     """Tokens to make room for, those of the answer included."""
     clock: PhaseClock
@@ -67,6 +90,8 @@ class Prefill:
     """Text that scores the chunks; default the text after the last chunk."""
     before_reuse: Callable[[], None] = lambda: None
     """Called once it is clear that something will be reused; may raise to forbid it."""
+    captured: Mapping[int, Variant] = field(default_factory=dict)
+    """Captured caches by start of chunk."""
     ignored: frozenset[int] = frozenset()
     """Starts of chunks that were found damaged, and are ordinary text now."""
 
@@ -75,19 +100,54 @@ class Prefill:
         layout, method, clock = self.layout, self.method, self.clock
         with clock.phase("lookup"):
             obstacle = self._obstacle()
+            captured = {} if obstacle else self._captured()
+            if captured is None:
+                return self._run_capturing()
             found = [] if obstacle else [span for span in layout.chunks if self._is_stored(span)]
             if found and (geometry := method.place(layout, found)) is not None:
                 obstacle = self._obstacle_of(geometry)
         if not found or obstacle:
             return self._run_plain(obstacle)
         self.before_reuse()
+        with self._match(usable=geometry is None) as match:
+            behind = replace(self, layout=layout.cached_until(match.num_tokens, found), captured=captured)
+            return behind._run_fused(found, geometry, match)
+
+    def _captured(self) -> dict[int, Variant] | None:
+        """Captured caches by start of chunk, for methods that use them; None if one is missing."""
+        if not isinstance(self.chunks, CapturedChunks):
+            return {}
+        texts = [span.segment.text for span in self.layout.chunks]
+        found = {}
+        for number, span in enumerate(self.layout.chunks):
+            variant = self.chunks.find(span.segment.text, texts[:number])
+            if variant is None:
+                return None
+            found[span.start] = variant
+        return found
+
+    def _run_capturing(self) -> Prefilled:
+        """Plain prefill whose chunks are kept for later prompts."""
+        assert isinstance(self.chunks, CapturedChunks)
+        num_chunks = len(self.layout.chunks)
+        with self.clock.phase("recompute"):
+            cache, logits, variants = capture(self.primary.kv_runtime, self.layout, self.capacity)
+            self.chunks.add(variants)
+        stats = replace(self._stats([], recomputed=0), method="full", charged_ratio=1.0, misses=num_chunks)
+        fallback = f"not all of the prompt's {num_chunks} chunks were captured before; now they are"
+        used = replace(stats, prefix_tokens=0, fresh_tokens=self.layout.num_tokens, fallback=fallback)
+        return Prefilled(self.layout, cache, logits, used, ())
+
+    def _run_fused(self, found: Sequence[Span], geometry: Geometry | None, match: Match) -> Prefilled:
+        """With stored chunks to reuse, behind what the prefix cache holds."""
+        layout, method, clock = self.layout, self.method, self.clock
         with clock.phase("select"):
             scorable = [span for span in found if not layout.is_exact(span)]
             scores = dict(zip(scorable, method.score(self._selection_request(found, scorable)), strict=True))
         with clock.phase("assemble"):
             cache = self.primary.kv_runtime.new_cache(self.capacity)
             cache.geometry = geometry
-            reused = self._assemble(cache, found)
+            reused = self._assemble(cache, found, match)
         if not reused:
             return self._run_plain()
         if len(reused) < len(found) and geometry is not None:
@@ -154,31 +214,60 @@ class Prefill:
 
     def _run_plain(self, obstacle: str | None = None) -> Prefilled:
         """Ordinary prefill of the same token ids: asked for, or the only correct way."""
-        layout, method, runtime = self.layout, self.method, self.primary.runtime
-        with self.clock.phase("recompute"):
-            cache, logits = runtime.prefill(layout.ids, self.capacity)
-        stats = replace(
-            self._stats([], recomputed=0),
-            method="full",
-            charged_ratio=1.0,
-            prefix_tokens=0,
-            fresh_tokens=layout.num_tokens,
-            misses=len(layout.chunks) if method.reuses_chunks else 0,
-        )
+        method = self.method
+        with self._match() as match:
+            # the stored shared prefix is not read: through a coarser codec it would not be fit to keep for others
+            used = replace(self.layout, num_prefix=0, num_cached=match.num_tokens)
+            cache, logits = self._extend(match) if match.num_tokens else self._prefill()
+        stats = replace(replace(self, layout=used)._stats([], recomputed=0), misses=0)
+        stats = replace(stats, charged_ratio=stats.effective_ratio)
+        layout = self.layout
+        keep = (self.prefixes, self.primary.runtime.reuse_tokens) if self._uses_prefixes else (None, 0)
         if not method.reuses_chunks:
-            return Prefilled(layout, cache, logits, stats, ())
+            return Prefilled(layout, cache, logits, stats, (), *keep)
+        stats = replace(stats, method="prefix" if match.num_tokens else "full", misses=len(layout.chunks))
         fallback = obstacle or "no stored chunk found in the prompt"
         if layout.chunks and not obstacle:
             fallback = f"none of the prompt's {len(layout.chunks)} chunks is in the store"
         logger.info("answered by plain prefill: %s", fallback)
-        return Prefilled(layout, cache, logits, replace(stats, fallback=fallback), self._missing([]))
+        return Prefilled(layout, cache, logits, replace(stats, fallback=fallback), self._missing([]), *keep)
+
+    def _prefill(self) -> tuple[FusedCache | PlainState, torch.Tensor]:
+        with self.clock.phase("recompute"):
+            cache, logits = self.primary.runtime.prefill(self.layout.ids, self.capacity)
+        return cache, logits
+
+    def _extend(self, match: Match) -> tuple[FusedCache, torch.Tensor]:
+        """Plain prefill behind a start that is known."""
+        runtime, start = self.primary.kv_runtime, match.num_tokens
+        with self.clock.phase("assemble"):
+            cache = runtime.new_cache(self.capacity)
+            match.write_to(cache)
+        with self.clock.phase("recompute"):
+            logits = runtime.extend(cache, self.layout.ids[start:], start)
+        assert logits is not None
+        return cache, logits
+
+    @property
+    def _uses_prefixes(self) -> bool:
+        """Whether KV computed here is the same in every prompt that begins alike, and the method wants to share it."""
+        runtime = self.primary.runtime
+        is_same = isinstance(runtime, ModelRuntime) and self.layout.num_tokens <= runtime.reuse_tokens
+        return is_same and self.method.reuses_prefixes
+
+    def _match(self, usable: bool = True) -> Match:
+        """The longest start of the prompt that the prefix cache holds, never its last token: the logits are needed."""
+        with self.clock.phase("lookup"):
+            return self.prefixes.match(self.layout.ids[:-1].tolist() if usable and self._uses_prefixes else [])
 
     def _is_stored(self, span: Span) -> bool:
         """Whether the KV of a chunk is there for every model the method needs."""
         if not self.method.reuses_chunks or span.start in self.ignored:
             return False
+        if isinstance(self.chunks, CapturedChunks):
+            return True
         text = span.segment.text
-        return text in self.primary and (self.auxiliary is None or text in self.auxiliary)
+        return text in self.chunks and (self.auxiliary is None or text in self.auxiliary)
 
     def _selection_request(self, reused: Sequence[Span], scorable: Sequence[Span]) -> SelectionRequest:
         return SelectionRequest(
@@ -188,6 +277,7 @@ class Prefill:
             num_chunk_tokens=sum(len(span.tokens) for span in reused),
             question=question_slots(self.layout, self.question),
             fresh=choose_rows(self.layout, reused, []),
+            captured=self.captured,
             auxiliary_scores=lambda: self._auxiliary_scores(scorable),
         )
 
@@ -227,16 +317,20 @@ class Prefill:
         }
         return [scores[span] if span in scores else torch.zeros(len(span.tokens)) for span in spans]
 
-    def _assemble(self, cache: FusedCache, found: Sequence[Span]) -> list[Span]:
+    def _assemble(self, cache: FusedCache, found: Sequence[Span], match: Match) -> list[Span]:
         """Put prefix and chunk KV into ``cache``; returns the spans that were there (a damaged one is a miss)."""
-        reused = []
+        layout = self.layout
+        reused = [span for span in found if layout.is_cached(span)]
+        unread = found[len(reused) :]
+        if layout.num_cached:
+            match.write_to(cache)  # what it holds beyond num_cached is overwritten
 
         def pieces() -> Iterator[tuple[int, torch.Tensor]]:
-            if self.layout.num_prefix:
+            if layout.num_prefix and not layout.num_cached:
                 yield 0, self.primary.prefix
-            for span in found:
+            for span in unread:
                 with self.clock.phase_within("read", "assemble"):
-                    kv = self.primary.read(span.segment.text)
+                    kv = self._read(span)
                 if kv is not None:
                     reused.append(span)
                     yield span.start, kv
@@ -244,18 +338,24 @@ class Prefill:
         assemble(self.primary.kv_runtime, cache, pieces())
         return reused
 
+    def _read(self, span: Span) -> torch.Tensor | None:
+        if isinstance(self.chunks, CapturedChunks):
+            return self.captured[span.start].kv
+        return self.chunks.read(span.segment.text)
+
     def _stats(self, reused: Sequence[Span], recomputed: int, charged: float = 0.0) -> FusionStats:
         """``charged``: chunk tokens given fresh KV, a token that only some layers computed counted by their share."""
         layout = self.layout
         chunk_tokens = sum(len(span.tokens) for span in reused)
+        prefix_tokens = layout.num_exact - sum(len(span.tokens) for span in reused if layout.is_cached(span))
         if self.method.needs_reference:
             charged += chunk_tokens
         return FusionStats(
             method=self.method.name,
             fallback=None,
             prompt_tokens=layout.num_tokens,
-            prefix_tokens=layout.num_prefix,
-            fresh_tokens=layout.num_tokens - layout.num_prefix - chunk_tokens,
+            prefix_tokens=prefix_tokens,
+            fresh_tokens=layout.num_tokens - prefix_tokens - chunk_tokens,
             chunk_tokens=chunk_tokens,
             recomputed_tokens=recomputed,
             nominal_ratio=self.method.nominal_ratio,
@@ -265,6 +365,7 @@ class Prefill:
             phases_s=self.clock.seconds,
             ttft_s=self.clock.elapsed(),
             charged_ratio=charged / chunk_tokens if chunk_tokens else 0.0,
+            cached_prefix_tokens=layout.num_cached,
         )
 
     def _missing(self, reused: Sequence[Span]) -> tuple[str, ...]:

@@ -298,7 +298,7 @@ class TestRefusals:
 
     def test_no_auxiliary(self, make: Callable[..., CacheClipEngine], chunks: list[str]) -> None:
         engine = make(auxiliary=None)
-        with pytest.raises(ConfigurationError, match=r"auxiliary.*full, direct"):
+        with pytest.raises(ConfigurationError, match=r"auxiliary.*full, prefix, direct"):
             engine.generate(rag(chunks), SHORT)
         with pytest.raises(ConfigurationError, match="auxiliary"):
             engine.generate(rag(chunks), SHORT, method=CacheClip(0.3))
@@ -332,6 +332,7 @@ class TestRefusals:
             ("on_miss", "explode"),
             ("primary", ""),
             ("memory_bytes", -1),
+            ("prefix_cache_bytes", -1),
             ("max_bytes", -1),
             ("memory_bytes", "1 GB"),
             ("max_bytes", 1.5),
@@ -391,7 +392,7 @@ class TestRefusals:
                 call()
 
     def test_unknown_method_of_one_call(self, engine: CacheClipEngine) -> None:
-        with pytest.raises(ConfigurationError, match="full, direct, "):
+        with pytest.raises(ConfigurationError, match="full, prefix, direct, "):
             engine.generate("Hello", SHORT, method="nonsense")
 
     def test_all_errors_have_one_root(self) -> None:

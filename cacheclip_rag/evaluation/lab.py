@@ -20,6 +20,7 @@ from typing import Any, TextIO
 import torch
 
 from .. import __version__
+from ..chunks import DEFAULT_ENCODING
 from ..config import EngineConfig
 from ..engine import CacheClipEngine
 from ..errors import ConfigurationError, PromptTooLongError
@@ -55,13 +56,14 @@ def planned_runs(methods: Sequence[str], ratios: Sequence[float], config: Engine
     """Every method at every ratio (once, if it has none); ``full`` comes first, asked for or not.
 
     Args:
-        methods: names with settings of their own, ``all`` for every one there is.
+        methods: names with settings of their own, ``all`` for every one that is not made for special checkpoints.
         ratios: recompute ratios, 0 to 1.
 
     Raises:
         ConfigurationError: an unknown method or setting, a ratio out of range, a missing auxiliary model.
     """
-    names = [name for given in methods for name in (METHODS if given == "all" else [given])]
+    every = [name for name in METHODS if create(name, {}).encoding == DEFAULT_ENCODING]
+    names = [name for given in methods for name in (every if given == "all" else [given])]
     planned: dict[str, PlannedRun] = {}
     for name in [_FULL, *names]:
         check_auxiliary(method_class(name), config.auxiliary)
@@ -127,9 +129,9 @@ class Lab:
             return
         asked = ask(engine, record, self.metrics)
         try:
-            engine.precompute(asked.chunks)
             reference = _Reference.of(engine, asked)
             for planned in missing:
+                engine.precompute(asked.chunks, method=planned.method)
                 yield _answer(engine, asked, planned, reference)
         except PromptTooLongError as error:
             self.skipped[record.id] = str(error)

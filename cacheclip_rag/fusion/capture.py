@@ -133,14 +133,14 @@ class CapturedChunks:
                 f"expected max_bytes >= 0 and max_variants >= 1, got {self.max_bytes} and {self.max_variants}."
             )
 
-    def find(self, text: str, before: Sequence[str], alpha: float) -> Variant | None:
+    def find(self, text: str, before: Sequence[str]) -> Variant | None:
         """The variant that needs the least recomputing behind the chunks ``before``; None if there is none."""
         with self._lock:
             self._clock += 1
             known = self._variants.get(text)
             if not known:
                 return None
-            best = min(known, key=lambda variant: variant.overhead(before, alpha))
+            best = min(known, key=lambda variant: variant.overhead(before, 1.0))
             best.hits, best.used = best.hits + 1, self._clock
             return best
 

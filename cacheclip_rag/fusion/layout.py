@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -43,6 +43,15 @@ class Layout:
     """Leading tokens that are the engine's shared prefix (0 when the prompt opens otherwise): exact in the store."""
     opens_with_prefix: bool
     """Whether the prompt opens with the shared prefix; trivially true of an empty one."""
+    exact_behind_prefix: bool = True
+    """Whether chunk caches were computed behind the shared prefix: one right behind it is then exact."""
+    num_cached: int = 0
+    """Leading tokens taken from the prefix cache, exact like the shared prefix and then more than it; 0 for none."""
+
+    @property
+    def num_exact(self) -> int:
+        """Leading tokens whose KV is there, and is that of plain prefill: nobody computes them again."""
+        return max(self.num_prefix, self.num_cached)
 
     @property
     def num_tokens(self) -> int:
@@ -53,8 +62,20 @@ class Layout:
         return tuple(span for span in self.spans if span.is_chunk)
 
     def is_exact(self, span: Span) -> bool:
-        """Whether a chunk sits right behind the very prefix it was encoded behind: its cache is the full prefill's."""
-        return span.is_chunk and self.opens_with_prefix and span.start == self.num_prefix
+        """Whether a chunk's KV is the full prefill's: it sits right behind the very prefix it was encoded behind, or
+        within what the prefix cache gave."""
+        behind_prefix = self.exact_behind_prefix and self.opens_with_prefix and span.start == self.num_prefix
+        return span.is_chunk and (behind_prefix or self.is_cached(span))
+
+    def is_cached(self, span: Span) -> bool:
+        """Whether a segment lies wholly within what the prefix cache gave."""
+        return span.stop <= self.num_cached
+
+    def cached_until(self, num_tokens: int, reused: Sequence[Span]) -> Layout:
+        """With that many leading tokens from the prefix cache, cut down to the start of a reused chunk that they end
+        within (its stored KV fits no other start); none if the shared prefix gives as many."""
+        num_cached = min((span.start for span in reused if span.start < num_tokens < span.stop), default=num_tokens)
+        return replace(self, num_cached=num_cached if num_cached > self.num_prefix else 0)
 
 
 def lay_out(

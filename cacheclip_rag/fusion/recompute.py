@@ -29,7 +29,7 @@ def assemble(primary: ModelRuntime, cache: FusedCache, pieces: Iterable[tuple[in
 
 
 def choose_rows(layout: Layout, reused: Iterable[Span], selected: Iterable[tuple[Span, torch.Tensor]]) -> torch.Tensor:
-    """Positions to compute: everything but the prefix and reused chunks, plus the selected tokens of these.
+    """Positions to compute: everything but the exact start and reused chunks, plus the selected tokens of these.
 
     The prompt's last token is always computed: its logits are the answer's first.
 
@@ -41,7 +41,7 @@ def choose_rows(layout: Layout, reused: Iterable[Span], selected: Iterable[tuple
         Strictly increasing int64 positions.
     """
     active = torch.ones(layout.num_tokens, dtype=torch.bool)
-    active[: layout.num_prefix] = False
+    active[: layout.num_exact] = False
     for span in reused:
         active[span.start : span.stop] = False
     for span, mask in selected:

@@ -19,6 +19,7 @@ __all__ = ["METHODS", "check_auxiliary", "check_method", "check_ratio", "create"
 
 METHODS: dict[str, str] = {
     "full": "full:Full",
+    "prefix": "prefix:Prefix",
     "direct": "direct:Direct",
     "direct_gapped": "direct:DirectGapped",
     "ape": "ape:Ape",
@@ -32,6 +33,11 @@ METHODS: dict[str, str] = {
     "mixed": "mixed:Mixed",
     "random": "random:Random",
     "oracle": "oracle:Oracle",
+    "cachecraft": "cachecraft:CacheCraft",
+    "block": "block:BlockAttention",
+    "link": "link:KVLink",
+    "map_reduce": "map_reduce:MapReduce",
+    "map_rerank": "map_reduce:MapRerank",
 }
 """Name to ``module:Class`` in this package."""
 

@@ -5,20 +5,32 @@ A method declares what it needs in class attributes, and the engine reads these;
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from ..answer import StreamEvent
+from ..chunks import Encoding
+from ..fusion.capture import Variant
 from ..fusion.layout import Layout, Span
 from ..models.attention import Geometry
 from ..models.cache import FusedCache
 from ..models.runtime import ModelRuntime
+from ..models.text import TextModel
 from ..models.walk import RowWalk
+from ..prompt import Segment
 
-__all__ = ["ChunkWalk", "Method", "SelectionRequest", "split_by_span"]
+if TYPE_CHECKING:
+    from ..composition import Composition
+
+__all__ = ["ChunkWalk", "Method", "SelectionRequest", "split_by_span", "warn_untuned"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +52,8 @@ class SelectionRequest:
     """Scores per span from the auxiliary model, ``(num_tokens,)`` in the primary's tokens. Costs a forward pass."""
     cache: FusedCache | None = None
     """The assembled KV at true positions, nothing recomputed yet; None while scoring comes before reading."""
+    captured: Mapping[int, Variant] = field(default_factory=dict)
+    """By start of span, where chunk caches were captured from answered prompts."""
     recompute: Callable[[list[torch.Tensor]], None] | None = None
     """Recompute chosen tokens (masks per span) now, to look again afterwards: for methods that choose in rounds."""
 
@@ -58,7 +72,8 @@ class Method(ABC):
     reuses_chunks: ClassVar[bool] = True
     """False: the store is not asked."""
     reuses_prefixes: ClassVar[bool] = True
-    """True: what earlier prompts share with the start of this one is taken from the prefix cache, exactly."""
+    """True: what earlier prompts share with the start of this one is taken from the prefix cache, exactly. Methods with
+    positions or attention of their own do so in plain prefill only."""
     needs_auxiliary: ClassVar[bool] = False
     """True: chunks must be stored for the auxiliary model too."""
     walks_layers: ClassVar[bool] = False
@@ -69,15 +84,28 @@ class Method(ABC):
     """True: :meth:`place` gives tokens other positions than their places in the prompt."""
     own_attention: ClassVar[bool] = False
     """True: it attends in its own way, also while decoding."""
-    isolated: ClassVar[bool] = False
-    """True: chunks are encoded without the shared prefix before them, for checkpoints trained that way."""
+    captures: ClassVar[bool] = False
+    """True: chunk caches come from answered prompts, not from the store; a prompt with one that was never captured is
+    answered by plain prefill, which captures."""
     exact_at_one: ClassVar[bool] = True
     """Whether recompute ratio 1.0 is full prefill."""
+    composes: ClassVar[bool] = False
+    """True: it answers by several prompts, each exactly, as :meth:`compose` says. There is no single prefill then, and
+    the other hooks are not called."""
 
     @property
     def nominal_ratio(self) -> float:
         """Share of chunk tokens that the user asked to recompute."""
         return 0.0
+
+    @property
+    def encoding(self) -> Encoding:
+        """What chunks are computed behind and between; anything but the default is for checkpoints trained that way."""
+        return Encoding()
+
+    def arrange(self, segments: Sequence[Segment], runtime: TextModel) -> list[Segment]:
+        """The prompt's segments with what the method puts between them."""
+        return list(segments)
 
     def place(self, layout: Layout, reused: Sequence[Span]) -> Geometry | None:
         """Positions and attention of its own; None for the places in the prompt and ordinary attention."""
@@ -95,6 +123,10 @@ class Method(ABC):
         """Who leaves the recompute between its layers; None if all ``rows`` stay."""
         return None
 
+    def compose(self, parts: Composition) -> Iterator[StreamEvent]:
+        """The answer to a prompt that has chunks, out of several; the last event carries it."""
+        raise NotImplementedError(f"method {self.name!r} does not declare that it composes")
+
     def prepare(self, request: SelectionRequest, masks: Sequence[torch.Tensor]) -> None:  # noqa: B027 (may stay empty)
         """Last look at the cache before the recompute: a correction may be set up here."""
 
@@ -102,3 +134,13 @@ class Method(ABC):
 def split_by_span(values: torch.Tensor, spans: Sequence[Span]) -> list[torch.Tensor]:
     """``(num_slots, ...)`` values of the whole prompt, cut into one tensor a span."""
     return [values[span.start : span.stop] for span in spans]
+
+
+@cache
+def warn_untuned(method: str, how: str) -> None:
+    """Say, once a process, that a method's answers are only as good as a checkpoint trained for it."""
+    logger.warning(
+        "method %r is made for checkpoints trained %s; with any other, answers suffer. Set tuned=true for one that is.",
+        method,
+        how,
+    )

@@ -15,45 +15,38 @@ from typing import ClassVar
 import torch
 
 from ..errors import ConfigurationError
-from . import check_ratio
-from .base import Method, SelectionRequest
+from .base import SelectionRequest
+from .selective import Selective
 
 __all__ = ["Epic"]
 
 
 @dataclass(frozen=True, slots=True)
-class Epic(Method):
+class Epic(Selective):
     """Exact where ``k_init`` reaches the longest chunk, or at ``recompute_ratio`` 1.0."""
 
     name: ClassVar[str] = "epic"
 
-    recompute_ratio: float = 0.2
-    """Share of all reused chunk tokens to recompute; used while ``k_init`` and ``k_final`` are 0."""
+    window: int = 1
+    threshold: int = 0
     k_init: int = 0
-    """First tokens of every chunk; 0 takes as many as the ratio allows."""
+    """First tokens of every chunk, whatever the ratio; 0 takes as many as the ratio allows."""
     k_final: int = 0
     """Last tokens of every chunk."""
 
     def __post_init__(self) -> None:
-        check_ratio(self.recompute_ratio)
+        super(Epic, self).__post_init__()
         for name in ("k_init", "k_final"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 0:
                 raise ConfigurationError(f"{name} must be a number of tokens, 0 or more, got {value!r}.")
 
-    @property
-    def nominal_ratio(self) -> float:
-        return self.recompute_ratio
+    def rate(self, request: SelectionRequest, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """First tokens of all chunks before second ones."""
+        return [-torch.arange(len(span.tokens), dtype=torch.float32) for span in request.spans]
 
     def select(self, request: SelectionRequest, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        if not self.k_init and not self.k_final:
+            return super(Epic, self).select(request, scores)
         places = [torch.arange(len(span.tokens)) for span in request.spans]
-        if self.k_init or self.k_final:
-            return [(p < self.k_init) | (p >= len(p) - self.k_final) for p in places]
-        budget = round(self.recompute_ratio * request.num_chunk_tokens)
-        if not places:
-            return []
-        # first tokens of all chunks, then second ones, until the budget is used up
-        order = torch.cat(places).argsort(stable=True)
-        mask = torch.zeros(len(order), dtype=torch.bool)
-        mask[order[:budget]] = True
-        return list(mask.split([len(p) for p in places]))
+        return [(p < self.k_init) | (p >= len(p) - self.k_final) for p in places]

@@ -19,6 +19,7 @@ class Full(Method):
 
     name: ClassVar[str] = "full"
     reuses_chunks: ClassVar[bool] = False
+    reuses_prefixes: ClassVar[bool] = False
 
     @property
     def nominal_ratio(self) -> float:

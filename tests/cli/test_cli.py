@@ -98,7 +98,7 @@ def test_ask_methods_and_ratio_one_agree_with_full(cacheclip: Any, stored: Path)
     ("arguments", "code", "message"),
     [
         (["--ratio", "1.5"], 2, "between 0"),
-        (["--method", "fastest"], 2, "full, direct, "),
+        (["--method", "fastest"], 2, "full, prefix, direct, "),
         (["--grouping", "none"], 2, "window_score"),
         (["--top-k", "0"], 2, "1 or more"),
         (["--max-tokens", "0"], 2, "1 or more"),
@@ -130,7 +130,7 @@ def test_ask_without_auxiliary_refuses_cacheclip_and_offers_the_others(
     )
     assert made.code == 0, made.err
     refused = cacheclip("ask", "When?", "--store", store)
-    assert refused.code == 2 and "full, direct" in refused.err
+    assert refused.code == 2 and "full, prefix, direct" in refused.err
     direct = cacheclip("ask", "When?", "--store", store, "--method", "direct", "--max-tokens", "4", "--json")
     assert direct.json["stats"]["hits"] == 1
 
@@ -215,7 +215,7 @@ def test_bench_without_an_auxiliary(cacheclip: Any, tiny_models: dict[str, str])
     result = cacheclip(*bench, *sizes, "--auxiliary", "no-such-model", "--methods", "full,direct")
     assert list(result.json["methods"]) == ["full", "direct"]
     refused = cacheclip(*bench, *sizes, "--auxiliary", "none")
-    assert refused.code == 2 and "full, direct" in refused.err and refused.out == ""
+    assert refused.code == 2 and "full, prefix, direct" in refused.err and refused.out == ""
 
 
 def test_usage_errors_exit_with_two(cacheclip: Any) -> None:

@@ -181,7 +181,7 @@ class TestPlan:
         from cacheclip_rag.methods import METHODS as KNOWN
 
         found = {planned.method.name for planned in planned_runs(["all"], [0.2], config)}
-        assert found == set(KNOWN)
+        assert found == set(KNOWN) - {"block", "link"}, "those are for checkpoints trained to read chunks apart"
 
     def test_unknown_method(self, config: EngineConfig) -> None:
         with pytest.raises(ConfigurationError, match="method must be one of full"):

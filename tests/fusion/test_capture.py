@@ -71,27 +71,27 @@ class TestRegistry:
         behind_a, behind_b = variant("a"), variant("b")
         chunks.add({"t": behind_a})
         chunks.add({"t": behind_b})
-        assert chunks.find("t", ["b"], 1.0) is behind_b and chunks.find("t", ["a"], 1.0) is behind_a
-        assert chunks.find("unknown", [], 1.0) is None
-        assert chunks.remove("t") and not chunks.remove("t") and chunks.find("t", [], 1.0) is None
+        assert chunks.find("t", ["b"]) is behind_b and chunks.find("t", ["a"]) is behind_a
+        assert chunks.find("unknown", []) is None
+        assert chunks.remove("t") and not chunks.remove("t") and chunks.find("t", []) is None
 
     def test_the_same_surroundings_replace(self) -> None:
         chunks = CapturedChunks()
         chunks.add({"t": variant("a")})
         newer = variant("a")
         chunks.add({"t": newer})
-        assert chunks.find("t", ["a"], 1.0) is newer and chunks.num_bytes == newer.num_bytes
+        assert chunks.find("t", ["a"]) is newer and chunks.num_bytes == newer.num_bytes
 
     def test_the_least_used_goes(self) -> None:
         chunks = CapturedChunks(max_variants=2)
         kept = variant("a")
         chunks.add({"t": kept})
         for _ in range(3):
-            chunks.find("t", ["a"], 1.0)
+            chunks.find("t", ["a"])
         chunks.add({"t": variant("b")})
         chunks.add({"t": variant("c")})
-        assert chunks.find("t", ["a"], 1.0) is kept
-        best = chunks.find("t", ["b"], 1.0)
+        assert chunks.find("t", ["a"]) is kept
+        best = chunks.find("t", ["b"])
         assert best is not None and best.before != ("b",)
 
     def test_never_above_its_bytes(self) -> None:
@@ -100,7 +100,7 @@ class TestRegistry:
         for n in range(10):
             chunks.add({str(n): variant("a")})
             assert chunks.num_bytes <= 3 * size
-        assert chunks.find("9", [], 1.0) is not None and chunks.find("0", [], 1.0) is None
+        assert chunks.find("9", []) is not None and chunks.find("0", []) is None
 
     def test_senseless_limits(self) -> None:
         with pytest.raises(ConfigurationError, match="max_variants >= 1"):

@@ -494,13 +494,12 @@ class TestParts:
 
 def test_a_store_of_half_a_prompt(case_of: Any) -> None:
     """Chunks that are not stored are fresh text for every method."""
-    from cacheclip_rag.methods import METHODS, method_class
+    from tests.methods.test_matrix import REUSING
 
     case = case_of("llama")
     texts = [span.segment.text for span in case.layout.chunks]
     case.engine.release([texts[1]])
-    for name in METHODS:
+    for name in REUSING:
         segments = [span.segment for span in case.layout.spans]
         result = case.engine.prefill(segments, SamplingParams(max_tokens=4), method=create(name, {}))
-        reuses = method_class(name).reuses_chunks
-        assert (result.stats.hits, result.stats.misses) == ((2, 1) if reuses else (0, 0)), name
+        assert (result.stats.hits, result.stats.misses) == (2, 1), name

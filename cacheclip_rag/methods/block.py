@@ -1,0 +1,64 @@
+"""Checkpoint adapters for models trained to read chunks apart: Block-Attention and TurboRAG.
+
+Source: Block-Attention (arXiv:2409.15355) and TurboRAG (arXiv:2410.07590). Their checkpoints are fine-tuned on a mask
+under which a chunk sees itself alone and only what follows the chunks sees everything; caches computed that way are
+then no approximation. Nothing is recomputed. The released checkpoints are not among the packaged models: with any other
+model this is direct reuse of chunks encoded without a prefix, and says so in a warning. TurboRAG wraps its chunks:
+``block:before=<|doc_start|>:after=<|doc_end|>``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from ..chunks import Encoding
+from ..errors import ConfigurationError
+from ..fusion.layout import Layout, Span
+from ..models.attention import Geometry
+from .base import Method, SelectionRequest, warn_untuned
+
+__all__ = ["BlockAttention"]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockAttention(Method):
+    """Equal to one forward pass under the block mask, whatever the checkpoint; good answers need one trained for it."""
+
+    name: ClassVar[str] = "block"
+    own_positions: ClassVar[bool] = True
+    exact_at_one: ClassVar[bool] = False
+    reuses_prefixes: ClassVar[bool] = False
+
+    positions: str = "reordered"
+    """``reordered``: places in the prompt; ``composite``: every chunk begins at position 0, as it was encoded."""
+    before: str = ""
+    """Special tokens that open every chunk."""
+    after: str = ""
+    """Special tokens that close it."""
+    tuned: bool = False
+    """Set for a checkpoint trained this way; otherwise a warning says that it is not known to be."""
+
+    def __post_init__(self) -> None:
+        if self.positions not in ("reordered", "composite"):
+            raise ConfigurationError(f"positions must be reordered or composite, got {self.positions!r}.")
+
+    @property
+    def encoding(self) -> Encoding:
+        return Encoding(isolated=True, before=self.before, after=self.after)
+
+    def place(self, layout: Layout, reused: Sequence[Span]) -> Geometry | None:
+        if not self.tuned:
+            warn_untuned(self.name, "to read chunks apart")
+        if self.positions == "reordered":
+            return None
+        positions = torch.arange(layout.num_tokens)
+        for span in reused:
+            positions[span.start : span.stop] = torch.arange(len(span.tokens))
+        return Geometry(positions)
+
+    def select(self, request: SelectionRequest, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [torch.zeros(len(span.tokens), dtype=torch.bool) for span in request.spans]

@@ -1,0 +1,89 @@
+"""KVLink: trained link tokens behind every chunk, computed in context, tie chunks together that were encoded apart.
+
+Source: KVLink (arXiv:2502.16002) and its released masks and token ids (Llama 3.2: link token o of chunk j is
+``128011 + n_link * j + o``, with one token before the chunks and one behind). A chunk sees itself alone; link tokens
+and question see everything before them. The two published checkpoints are not among the packaged models; with any
+other the link tokens mean nothing, and a warning says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from ..chunks import Encoding
+from ..errors import ConfigurationError
+from ..models.text import TextModel
+from ..prompt import Chunk, Fresh, Segment
+from .base import Method, SelectionRequest, warn_untuned
+
+__all__ = ["KVLink"]
+
+
+@dataclass(frozen=True, slots=True)
+class KVLink(Method):
+    """Equal to one forward pass under KVLink's mask; good answers need a checkpoint trained for it."""
+
+    name: ClassVar[str] = "link"
+    exact_at_one: ClassVar[bool] = False
+    reuses_prefixes: ClassVar[bool] = False
+
+    n_link: int = 5
+    """Link tokens behind every chunk; 0 is ``block``."""
+    first_id: int = 128011
+    """Token id of the first chunk's first link token."""
+    start_id: int = 128254
+    """Token id before the first chunk; -1 for none."""
+    end_id: int = 128255
+    """Token id behind the last; -1 for none."""
+    tuned: bool = False
+    """Set for a checkpoint trained this way; otherwise a warning says that it is not known to be."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.n_link, int) or self.n_link < 0:
+            raise ConfigurationError(f"n_link must be a number of tokens, 0 or more, got {self.n_link!r}.")
+
+    @property
+    def encoding(self) -> Encoding:
+        return Encoding(isolated=True)
+
+    def arrange(self, segments: Sequence[Segment], runtime: TextModel) -> list[Segment]:
+        chunks = [number for number, segment in enumerate(segments) if isinstance(segment, Chunk)]
+        if not chunks:
+            return list(segments)
+        if not self.tuned:
+            warn_untuned(self.name, "with link tokens")
+        arranged: list[Segment] = []
+        seen = 0
+        for number, segment in enumerate(segments):
+            if number == chunks[0] and self.start_id >= 0:
+                arranged.append(self._special(runtime, [self.start_id]))
+            arranged.append(segment)
+            if isinstance(segment, Chunk) and self.n_link:
+                first = self.first_id + self.n_link * seen
+                arranged.append(self._special(runtime, range(first, first + self.n_link)))
+                seen += 1
+            if number == chunks[-1] and self.end_id >= 0:
+                arranged.append(self._special(runtime, [self.end_id]))
+        return arranged
+
+    def _special(self, runtime: TextModel, ids: Sequence[int]) -> Fresh:
+        """A control segment of just these tokens.
+
+        Raises:
+            ConfigurationError: the model's tokenizer does not have them as special tokens.
+        """
+        if all(token in runtime.tokenizer.added_tokens_decoder for token in ids):
+            text = "".join(runtime.tokenizer.convert_ids_to_tokens(list(ids)))
+            if runtime.tokenize(text, control=True).ids == tuple(ids):
+                return Fresh(text, control=True)
+        raise ConfigurationError(
+            f"token ids {min(ids)} to {max(ids)} are not special tokens of model {runtime.name!r}. Method 'link' is "
+            "for KVLink's checkpoints; for others set first_id, start_id and end_id to special tokens, or -1 for none."
+        )
+
+    def select(self, request: SelectionRequest, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [torch.zeros(len(span.tokens), dtype=torch.bool) for span in request.spans]

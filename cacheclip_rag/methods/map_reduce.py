@@ -1,0 +1,79 @@
+"""The usual chains of RAG without fusion: every chunk is asked by itself, and one answer is made of the answers.
+
+Source: LangChain's map-reduce and map-rerank documents chains (``load_summarize_chain``, ``load_qa_chain``), baselines
+for methods that let the model read all chunks together. Alone right behind the shared prefix, a chunk's stored KV is
+exact, so nothing here is approximate but the idea: no token of one chunk sees another. Departures: each prompt is the
+user's own with one chunk left in it (text between chunks is dropped), in place of prompts for each step; and see
+:class:`MapRerank`. The effective ratio is the share of chunk tokens computed over all these prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import ClassVar
+
+import torch
+
+from ..answer import Answer, StreamEvent
+from ..composition import Composition
+from ..errors import ConfigurationError
+from ..prompt import Fresh, Segment
+from .full import Full
+
+__all__ = ["MapReduce", "MapRerank"]
+
+
+@dataclass(frozen=True, slots=True)
+class MapReduce(Full):
+    """The answers from each chunk, greedy and one a line, stand in for the chunks in a last prompt, which is answered.
+
+    The prompt with all its chunks may be longer than the model's context.
+    """
+
+    name: ClassVar[str] = "map_reduce"
+    reuses_chunks: ClassVar[bool] = True
+    composes: ClassVar[bool] = True
+
+    map_tokens: int = 64
+    """Most tokens of the answer from one chunk."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.map_tokens, int) or self.map_tokens < 1:
+            raise ConfigurationError(f"map_tokens must be a number of tokens, 1 or more, got {self.map_tokens!r}.")
+
+    def compose(self, parts: Composition) -> Iterator[StreamEvent]:
+        greedy = replace(parts.params, max_tokens=self.map_tokens, temperature=0.0)
+        answers = [parts.answer(parts.around(chunk), greedy) for chunk in parts.chunks]
+        lines = [" ".join(answer.text.split()) for answer in answers]
+        yield from parts.stream(parts.around(Fresh("\n".join(filter(None, lines)))), self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class MapRerank(Full):
+    """The answer from one chunk whose tokens the model was surest of (highest mean log-probability; empty ones last).
+
+    LangChain has the model write a score behind its answer. Small models cannot, so their certainty stands in for it.
+    """
+
+    name: ClassVar[str] = "map_rerank"
+    reuses_chunks: ClassVar[bool] = True
+    composes: ClassVar[bool] = True
+
+    def compose(self, parts: Composition) -> Iterator[StreamEvent]:
+        rated = [_rated(parts, parts.around(chunk)) for chunk in parts.chunks]
+        best, _ = max(rated, key=lambda pair: (bool(pair[0].text.strip()), pair[1]))
+        yield StreamEvent(best.text)
+        yield StreamEvent("", parts.closing(best, self.name, parts.clock.elapsed()))
+
+
+def _rated(parts: Composition, segments: Sequence[Segment]) -> tuple[Answer, float]:
+    """An answer, and the mean log-probability of its tokens."""
+    found: list[float] = []
+
+    def observe(logits: torch.Tensor, token: int) -> None:
+        found.append(float(logits.float().log_softmax(-1)[token]))
+
+    answer = parts.answer(segments, parts.params, observe)
+    return answer, fmean(found)

@@ -1,0 +1,197 @@
+"""Methods with chunk caches of their own: checkpoints that read chunks apart, and caches captured from prompts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from cacheclip_rag import CacheClipEngine, Chunk, SamplingParams
+from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.methods import create
+from tests.conftest import CHUNKS
+from tests.fusion.cases import BROKEN, EXACT, gap, make_engine, reference_logits, reference_model
+
+models = pytest.mark.parametrize("name", ["llama", "qwen3", "smollm3", "mixtral"])
+PROMPT = "\n\n".join(CHUNKS[:3]) + "\n\nQuestion: What is the magic number?"
+
+
+@pytest.fixture
+def engine(name: str, tiny_models: dict[str, str]) -> CacheClipEngine:
+    return make_engine(tiny_models[name], tiny_models["auxiliary"])
+
+
+@torch.inference_mode()
+def masked_reference(folder: str, layout: Any, positions: torch.Tensor | None = None) -> torch.Tensor:
+    """One forward pass in which a chunk's token sees its own chunk alone, and any other token everything before it."""
+    num_tokens = layout.num_tokens
+    block = torch.zeros(num_tokens, dtype=torch.int64)
+    for number, span in enumerate(layout.chunks, 1):
+        block[span.start : span.stop] = number
+    slots = torch.arange(num_tokens)
+    seen = slots[None, :] <= slots[:, None]
+    seen &= (block[:, None] == 0) | (block[:, None] == block[None, :])
+    mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)[None, None]
+    output = reference_model(folder)(
+        input_ids=layout.ids[None],
+        position_ids=(slots if positions is None else positions)[None],
+        attention_mask=mask,
+        use_cache=False,
+    )
+    return output.logits[0, -1]
+
+
+class TestBlockAttention:
+    @models
+    def test_equals_a_forward_pass_under_the_block_mask(self, engine: CacheClipEngine) -> None:
+        method = create("block:tuned=true", {})
+        engine.precompute(CHUNKS[:3], method=method)
+        result = engine.prefill(PROMPT, method=method)
+        assert result.stats.hits == 3 and result.stats.exact_tokens == 0
+        expected = masked_reference(engine.config.primary, result.layout)
+        assert gap(result.logits, expected) < EXACT
+        assert gap(engine.prefill(PROMPT, method=create("full", {})).logits, expected) > BROKEN
+
+    @models
+    def test_composite_positions(self, engine: CacheClipEngine) -> None:
+        method = create("block:tuned=true:positions=composite", {})
+        engine.precompute(CHUNKS[:3], method=method)
+        result = engine.prefill(PROMPT, method=method)
+        positions = torch.arange(result.layout.num_tokens)
+        for span in result.layout.chunks:
+            positions[span.start : span.stop] = torch.arange(len(span.tokens))
+        assert gap(result.logits, masked_reference(engine.config.primary, result.layout, positions)) < EXACT
+
+    @pytest.mark.parametrize("name", ["llama"])
+    def test_its_chunk_caches_are_its_own(self, engine: CacheClipEngine) -> None:
+        method = create("block:tuned=true", {})
+        engine.precompute(CHUNKS[:3])
+        assert engine.prefill(PROMPT, method=method).stats.misses == 3
+        answer = engine.generate(PROMPT, SamplingParams(max_tokens=2), method=method)
+        assert answer.stats.fallback is not None
+        again = engine.generate(PROMPT, SamplingParams(max_tokens=2), method=method)
+        assert again.stats.hits == 3, "what was missing was stored as the method needs it"
+        assert engine.generate(PROMPT, SamplingParams(max_tokens=2), method="direct").stats.hits == 3
+        assert engine.release(CHUNKS[:3]) == 3
+        for spec in ("block:tuned=true", "direct"):
+            stats = engine.prefill(PROMPT, candidates=CHUNKS[:3], method=create(spec, {})).stats
+            assert (stats.hits, stats.misses) == (0, 3)
+
+    @pytest.mark.parametrize("name", ["llama"])
+    def test_wrapped_chunks(self, engine: CacheClipEngine) -> None:
+        method = create("block:tuned=true:before=<|im_start|>:after=<|im_end|>", {})
+        engine.precompute(CHUNKS[:3], method=method)
+        result = engine.prefill(PROMPT, method=method)
+        start, end = (engine.primary.tokenizer.convert_tokens_to_ids(t) for t in ("<|im_start|>", "<|im_end|>"))
+        for span in result.layout.chunks:
+            assert (span.tokens.ids[0], span.tokens.ids[-1]) == (start, end)
+            assert len(span.tokens.ids) == len(span.tokens.offsets)
+        assert gap(result.logits, masked_reference(engine.config.primary, result.layout)) < EXACT
+
+    @pytest.mark.parametrize("name", ["llama"])
+    def test_other_checkpoints_are_warned_of(self, engine: CacheClipEngine, caplog: pytest.LogCaptureFixture) -> None:
+        from cacheclip_rag.methods.base import warn_untuned
+
+        warn_untuned.cache_clear()
+        engine.precompute(CHUNKS[:3], method="block")
+        for _ in range(2):
+            engine.prefill(PROMPT, method=create("block", {}))
+        assert caplog.text.count("made for checkpoints trained to read chunks apart") == 1
+
+    @pytest.mark.parametrize("name", ["llama"])
+    def test_as_the_engines_method(self, engine: CacheClipEngine, tiny_models: dict[str, str]) -> None:
+        own = make_engine(tiny_models["llama"], tiny_models["auxiliary"], method="block:tuned=true")
+        own.precompute(CHUNKS[:3])
+        assert all(own.is_stored(text) for text in CHUNKS[:3])
+        assert own.generate(PROMPT, SamplingParams(max_tokens=1)).stats.hits == 3
+
+
+class TestKVLink:
+    SPEC = "link:tuned=true:n_link=1:first_id=0:start_id=-1:end_id=2"
+
+    @models
+    def test_equals_a_forward_pass_under_its_mask(self, engine: CacheClipEngine) -> None:
+        texts = CHUNKS[:2]
+        prompt = "\n\n".join(texts) + "\n\nQuestion: What is the magic number?"
+        method = create(self.SPEC, {})
+        engine.precompute(texts, method=method)
+        result = engine.prefill(prompt, method=method)
+        first, second = result.layout.chunks
+        assert int(result.layout.ids[first.stop]) == 0 and int(result.layout.ids[second.stop]) == 1
+        assert int(result.layout.ids[second.stop + 1]) == 2, "the token behind the last chunk"
+        assert gap(result.logits, masked_reference(engine.config.primary, result.layout)) < EXACT
+
+    @pytest.mark.parametrize("name", ["llama"])
+    def test_without_link_tokens_it_is_block(self, engine: CacheClipEngine) -> None:
+        link = create("link:tuned=true:n_link=0:start_id=-1:end_id=-1", {})
+        engine.precompute(CHUNKS[:3], method=link)
+        block = engine.prefill(PROMPT, method=create("block:tuned=true", {}))
+        assert gap(engine.prefill(PROMPT, method=link).logits, block.logits) == 0.0
+
+    @pytest.mark.parametrize("name", ["llama"])
+    def test_a_model_without_its_tokens(self, engine: CacheClipEngine) -> None:
+        engine.precompute(CHUNKS[:3], method="link")
+        with pytest.raises(ConfigurationError, match="not special tokens of model"):
+            engine.prefill(PROMPT, method=create("link:tuned=true", {}))
+        with pytest.raises(ConfigurationError, match="not special tokens of model"):
+            engine.prefill(PROMPT, method=create("link:tuned=true:first_id=40:start_id=-1:end_id=-1", {}))
+
+
+class TestCacheCraft:
+    @models
+    def test_same_chunks_in_the_same_order_are_exact(self, engine: CacheClipEngine) -> None:
+        engine.texts.add(CHUNKS)
+        method = create("cachecraft", {})
+        first = engine.prefill(PROMPT, method=method)
+        expected = reference_logits(engine.config.primary, first.layout.ids)
+        assert first.stats.method == "full" and "captured" in str(first.stats.fallback)
+        assert gap(first.logits, expected) < EXACT
+        again = engine.prefill(PROMPT, method=method)
+        assert (again.stats.method, again.stats.hits, again.stats.recomputed_tokens) == ("cachecraft", 3, 0)
+        assert gap(again.logits, expected) < EXACT
+
+    @models
+    def test_elsewhere_it_recomputes_what_it_owed(self, engine: CacheClipEngine) -> None:
+        engine.texts.add(CHUNKS)
+        engine.prefill(PROMPT, method=create("cachecraft", {}))
+        other = "\n\n".join(CHUNKS[n] for n in (2, 0, 1)) + "\n\nQuestion: What is the magic number?"
+        result = engine.prefill(other, method=create("cachecraft", {}))
+        assert 0 < result.stats.recomputed_tokens < result.stats.chunk_tokens
+        assert result.stats.exact_tokens == 0, "a captured chunk is not exact by its place"
+        assert result.stats.charged_ratio == result.stats.effective_ratio
+        everything = engine.prefill(other, method=create("cachecraft:alpha=100", {}))
+        assert everything.stats.recomputed_tokens > result.stats.recomputed_tokens
+        nothing = engine.prefill(other, method=create("cachecraft:alpha=0", {}))
+        assert nothing.stats.recomputed_tokens == 0
+        expected = reference_logits(engine.config.primary, result.layout.ids)
+        assert gap(nothing.logits, expected) > BROKEN
+        if result.layout.chunks[0].start == result.layout.num_prefix:
+            assert gap(everything.logits, expected) < gap(nothing.logits, expected)
+
+    @pytest.mark.parametrize("name", ["llama"])
+    def test_a_chunk_never_seen_makes_a_plain_prefill(self, engine: CacheClipEngine) -> None:
+        engine.texts.add(CHUNKS)
+        engine.prefill(PROMPT, method=create("cachecraft", {}))
+        longer = "\n\n".join(CHUNKS) + "\n\nQuestion: What is the magic number?"
+        first = engine.generate(longer, SamplingParams(max_tokens=2), method="cachecraft")
+        assert first.stats.method == "full" and first.stats.charged_ratio == 1.0
+        assert engine.generate(longer, SamplingParams(max_tokens=2), method="cachecraft").stats.hits == 4
+        engine.release([CHUNKS[3]])
+        engine.texts.add([CHUNKS[3]])
+        assert engine.generate(longer, SamplingParams(max_tokens=2), method="cachecraft").stats.method == "full"
+
+    def test_alpha(self) -> None:
+        with pytest.raises(ConfigurationError, match="alpha must be a number"):
+            create("cachecraft:alpha=-1", {})
+
+
+@pytest.mark.parametrize("name", ["llama"])
+def test_segments_given_by_hand(engine: CacheClipEngine) -> None:
+    """A prompt of segments is arranged like any other."""
+    from cacheclip_rag import Fresh
+
+    method = create(TestKVLink.SPEC, {})
+    engine.precompute(CHUNKS[:1], method=method)
+    result = engine.prefill([Fresh("Read. "), Chunk(CHUNKS[0]), Fresh(" What?")], method=method)
+    assert result.stats.hits == 1 and int(result.layout.ids[result.layout.chunks[0].stop]) == 0
