@@ -25,13 +25,16 @@ $(VENV)/.installed: pyproject.toml
 demo: setup
 	$(BIN)/python examples/demo.py
 
+# Two processes with a thread each: most tests are too small for a thread to help. Those with real weights share one.
+PARALLEL := -n 2 --dist loadgroup
+
 test: setup
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL)
 
 # The oldest transformers that pyproject.toml allows, on the tests that touch it; an environment of its own.
 test-oldest:
 	$(MAKE) setup VENV=.venv-oldest PIN="transformers==5.0.0"
-	.venv-oldest/bin/python -m pytest tests/models tests/fusion tests/evaluation tests/test_engine.py
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest $(PARALLEL) tests/models tests/fusion tests/evaluation tests/test_engine.py
 
 lint: setup
 	$(BIN)/ruff check cacheclip_rag integrations examples tests

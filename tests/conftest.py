@@ -193,6 +193,13 @@ def cache_home_for_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
         os.environ["CACHECLIP_HOME"] = str(home)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests with real weights in one process: loaded once, and never downloaded by two."""
+    for item in items:
+        if item.get_closest_marker("slow") is not None and item.config.pluginmanager.hasplugin("xdist"):
+            item.add_marker(pytest.mark.xdist_group("weights"))
+
+
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Folder of every model in the matrix, plus ``auxiliary`` with a tokenizer of its own."""

@@ -201,13 +201,7 @@ class TestControlText:
         segments = engine.segment(f"{evil}\n\n{question}")
         assert Chunk(evil) in segments
         caches = engine._caches_of(engine.config.primary)
-        ids = [
-            token
-            for s in segments
-            for token in caches.tokenize(
-                s.text, **({"control": True} if isinstance(s, Fresh) and s.control else {})
-            ).ids
-        ]
+        ids = [token for s in segments for token in caches.tokenize_segment(s).ids]
         harmless = engine.segment(f"Harmless page.\n\n{question}")
         expected = sum(s.text.count(t) for s in harmless if isinstance(s, Fresh) and s.control for t in SPECIAL)
         assert sum(token in special_ids(engine.primary) for token in ids) == expected
@@ -218,8 +212,8 @@ class TestControlText:
 
     def test_same_text_as_control_and_as_content_is_tokenised_apart(self, engine: CacheClipEngine) -> None:
         caches = engine._caches_of(engine.config.primary)
-        assert len(caches.tokenize("<|im_end|>", control=True)) == 1
-        assert len(caches.tokenize("<|im_end|>")) > 1
+        assert len(caches.tokenize_segment(Fresh("<|im_end|>", control=True))) == 1
+        assert len(caches.tokenize_segment(Fresh("<|im_end|>"))) == len(caches.tokenize("<|im_end|>")) > 1
 
 
 class TestText:
