@@ -38,7 +38,9 @@ def rag_prompt(passages: list[str], question: str) -> str:
 def ask(
     question: Annotated[str, typer.Argument(help="What to ask of the documents.")],
     store: StoreOption,
-    method: Annotated[str, typer.Option(help="full, direct or cacheclip.")] = "cacheclip",
+    method: Annotated[
+        str, typer.Option(help="full, direct, cacheclip, query_attention, ... (README lists them).")
+    ] = "cacheclip",
     ratio: RatioOption = 0.2,
     grouping: Annotated[str, typer.Option(help="window_score, vote_sliding or v1_literal.")] = "window_score",
     top_k: Annotated[int, typer.Option(help="Passages to retrieve.")] = 6,

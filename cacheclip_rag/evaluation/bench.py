@@ -68,6 +68,7 @@ def bench(
     _check(config, methods, context_tokens, chunk_tokens, runs)
     if not any(method_class(name).needs_auxiliary for name in methods):
         config = replace(config, auxiliary=None)
+    config = replace(config, prefix_cache_bytes=0)  # one method's prompt would make the next one's free
     with ExitStack() as stack:
         if config.store is None:
             config = replace(config, store=stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheclip-bench-")))

@@ -77,8 +77,8 @@ def certify(config: EngineConfig, *, method: Method | None = None, quick: bool =
     started = time.perf_counter()
     cls = type(method) if method else method_class(config.method)
     check_auxiliary(cls, config.auxiliary)
-    if not cls.reuses_chunks or getattr(cls, "composes", False):
-        raise ConfigurationError(f"method {cls.name!r} fuses nothing, so there is nothing to certify.")
+    if not cls.reuses_chunks or cls.composes:
+        raise ConfigurationError(f"method {cls.name!r} reuses nothing inexactly, so there is nothing to certify.")
     check_writable()
     config = replace(config, store=None, shadow_rate=0.0, auxiliary=config.auxiliary if cls.needs_auxiliary else None)
     engine = CacheClipEngine(config)

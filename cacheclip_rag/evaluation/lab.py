@@ -101,6 +101,7 @@ class Lab:
         """Ask what has not been asked yet; the whole comparison, earlier answers included."""
         needs_auxiliary = any(planned.method.needs_auxiliary for planned in self.runs)
         config = replace(self.config, store=None, shadow_rate=0.0, require_certificate=False, fallback="error")
+        config = replace(config, prefix_cache_bytes=0)  # one method's prompt would make the next one's exact
         engine = CacheClipEngine(config if needs_auxiliary else replace(config, auxiliary=None))
         items: dict[tuple[str, str], ItemResult] = {}
         with self._journal(items) as journal, progress_bar("asking", len(self.records), "questions") as advance:
@@ -237,7 +238,7 @@ class _Reference:
 def _answer(engine: CacheClipEngine, asked: AskedQuestion, planned: PlannedRun, reference: _Reference) -> ItemResult:
     """One run's answer, and how far it is from full prefill's."""
     runtime = _runtime(engine)
-    if getattr(planned.method, "composes", False):
+    if planned.method.composes:
         params = SamplingParams(max_tokens=asked.max_tokens)
         answer = engine.generate(asked.segments, params, method=planned.method, question=asked.record.question)
         return _item(asked, planned, answer.text, {}, answer.stats)

@@ -59,13 +59,13 @@ class TestExactness:
     @pytest.fixture
     def leaky(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The mask of the published implementations, aligned to the bottom-right corner."""
-        import cacheclip_rag.fusion.recompute as recompute
+        import cacheclip_rag.models.runtime as runtime
 
-        def plan(rows: torch.Tensor, device: torch.device | None = None) -> AttentionPlan:
+        def plan(rows: torch.Tensor, device: torch.device | None = None, *_: object) -> AttentionPlan:
             visible = torch.arange(int(rows[-1]) + 1 - len(rows), int(rows[-1]) + 1)
             return AttentionPlan([Block.of(slice(0, len(rows)), slice(0, int(rows[-1]) + 1), visible, device)])
 
-        monkeypatch.setattr(recompute, "causal_plan", plan)
+        monkeypatch.setattr(runtime, "causal_plan", plan)
 
     @pytest.mark.parametrize("primary", ["llama", "gemma3"], indirect=True)
     def test_twin_mask_that_sees_the_future(self, primary: str, tiny_models: dict[str, str], leaky: None) -> None:
