@@ -29,6 +29,7 @@ from .models.runtime import ModelRuntime
 from .prompt import Fresh
 from .selection.auxiliary import score_chunks
 from .selection.mapping import map_scores
+from .selection.question import pick_layers
 from .stats import FusionStats, PhaseClock
 
 __all__ = ["Prefill", "Prefilled"]
@@ -278,10 +279,10 @@ class Prefill:
             question=question_slots(self.layout, self.question),
             fresh=choose_rows(self.layout, reused, []),
             captured=self.captured,
-            auxiliary_scores=lambda: self._auxiliary_scores(scorable),
+            auxiliary_scores=lambda layers, pooled: self._auxiliary_scores(scorable, layers, pooled),
         )
 
-    def _auxiliary_scores(self, spans: Sequence[Span]) -> list[torch.Tensor]:
+    def _auxiliary_scores(self, spans: Sequence[Span], layers: str, pooled: bool) -> list[torch.Tensor]:
         """Scores of the auxiliary model for each span, in the primary's tokens."""
         caches = self.auxiliary
         assert caches is not None, "a method that asks for the auxiliary's scores declares needs_auxiliary"
@@ -310,7 +311,8 @@ class Prefill:
                 # Damaged or evicted since the look-up: the auxiliary is small, compute it here.
                 yield runtime.encode(caches.tokenize(text).ids, caches.prefix) if kv is None else kv
 
-        raw = score_chunks(runtime, caches.prefix, chunks(), question_ids, lengths)
+        chosen = pick_layers(layers, runtime.num_layers)
+        raw = score_chunks(runtime, caches.prefix, chunks(), question_ids, lengths, layers=chosen, pooled=pooled)
         scores = {
             span: map_scores(score, caches.tokenize(text).offsets, span.tokens.offsets)
             for score, text, span in zip(raw, texts, scorable, strict=True)

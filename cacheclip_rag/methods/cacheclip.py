@@ -14,6 +14,7 @@ from typing import ClassVar
 
 import torch
 
+from ..selection.question import pick_layers
 from .base import SelectionRequest
 from .selective import Selective
 
@@ -27,7 +28,17 @@ class CacheClip(Selective):
     name: ClassVar[str] = "cacheclip"
     needs_auxiliary: ClassVar[bool] = True
 
+    layers: str = "last"
+    """Layers of the auxiliary whose attention scores: ``last`` (the paper), ``all``, ``upper``, ``middle``, a range of
+    depth (``0.3-0.6``) or numbers joined by ``+``."""
+    pooled: bool = False
+    """True takes one softmax over the tokens of all chunks, so that chunks compare; False (the paper) one a chunk."""
+
+    def __post_init__(self) -> None:
+        super(CacheClip, self).__post_init__()
+        pick_layers(self.layers, 1024)
+
     def score(self, request: SelectionRequest) -> list[torch.Tensor]:
         if not self.is_open(request):
             return [torch.zeros(len(span.tokens)) for span in request.spans]
-        return request.auxiliary_scores()
+        return request.auxiliary_scores(self.layers, self.pooled)

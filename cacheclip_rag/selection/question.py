@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from ..errors import ConfigurationError
 from ..models.attention import Block, Probe
 from ..models.cache import FusedCache
 from ..models.runtime import ModelRuntime
@@ -23,20 +24,30 @@ def pick_layers(spec: str, num_layers: int) -> list[int]:
     numbers joined by ``+`` (``14+13+17``).
 
     Raises:
-        ValueError: none of these, or a layer that the model does not have.
+        ConfigurationError: none of these, or a layer that the model does not have.
     """
+    try:
+        return _pick_layers(spec, num_layers)
+    except ValueError:
+        raise ConfigurationError(
+            f"layers must be all, last, upper, middle, a range of depth such as 0.6-0.7, or numbers below "
+            f"{num_layers} joined by +, got {spec!r}."
+        ) from None
+
+
+def _pick_layers(spec: str, num_layers: int) -> list[int]:
     names = {"all": (0.0, 1.0), "upper": (0.5, 1.0), "middle": (1 / 3, 2 / 3)}
     if spec == "last":
         return [num_layers - 1]
     if spec in names or "-" in spec:
         low, high = names[spec] if spec in names else map(float, spec.split("-"))
         if not 0.0 <= low < high <= 1.0:
-            raise ValueError(f"a range of depth is two shares of the layers, such as 0.6-0.7, got {spec!r}")
+            raise ValueError("range")
         first = min(int(low * num_layers), num_layers - 1)
         return list(range(first, max(first + 1, round(high * num_layers))))
     layers = [int(part) for part in spec.split("+")]
     if not layers or not all(0 <= layer < num_layers for layer in layers):
-        raise ValueError(f"layers {spec!r} for a model with layers 0 to {num_layers - 1}")
+        raise ValueError("number")
     return sorted(set(layers))
 
 

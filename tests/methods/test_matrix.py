@@ -117,6 +117,8 @@ class TestNames:
             ("cacheclip:correction=2", "between 0"),
             ("query_attention:layers=some", "layers"),
             ("query_attention:layers=0.9-0.2", "range of depth"),
+            ("cacheclip:layers=-3", "range of depth"),
+            ("cacheclip:pooled=maybe", "true or false"),
             ("query_attention:heads=median", "heads must be one of mean, max"),
             ("query_attention:rounds=0", "from 1 to 8"),
             ("query_attention:digest=2", "between 0"),

@@ -9,6 +9,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from cacheclip_rag import Chunk, Fresh, SamplingParams
+from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.fusion.recompute import choose_rows
 from cacheclip_rag.methods import create
 from cacheclip_rag.methods.base import Method
@@ -403,8 +404,9 @@ class TestQueryAttention:
         assert pick_layers("all", 4) == [0, 1, 2, 3] and pick_layers("last", 4) == [3]
         assert pick_layers("upper", 24) == list(range(12, 24)) and pick_layers("middle", 24) == list(range(8, 16))
         assert pick_layers("14+13+17", 32) == [13, 14, 17] and pick_layers("0.5-0.62", 24) == [12, 13, 14]
-        with pytest.raises(ValueError, match="layers 0 to 3"):
-            pick_layers("9", 4)
+        for wrong in ("9", "some", "0.9-0.2", "1-2-3", "", "+"):
+            with pytest.raises(ConfigurationError, match="numbers below 4 joined by"):
+                pick_layers(wrong, 4)
 
 
 class TestParts:
@@ -475,6 +477,18 @@ class TestParts:
             expected[: old.length] += attended[: old.length] * relative / len(stale.layers)
         for span, score in zip(request.spans, ours, strict=True):
             assert gap(score, expected[span.start : span.stop]) < 1e-5
+
+    @plain
+    def test_layers_and_pooling_of_the_auxiliary_change_the_choice(self, case: Case) -> None:
+        chosen = [
+            spied(case, f"cacheclip:layers={layers}:pooled={pooled}")[1].masks
+            for layers, pooled in (("last", "false"), ("last", "true"), ("0", "false"))
+        ]
+        counts = {sum(int(mask.sum()) for mask in masks) for masks in chosen}
+        assert len(counts) == 1
+        for n, masks in enumerate(chosen):
+            for other in chosen[:n]:
+                assert not all(torch.equal(a, b) for a, b in zip(masks, other, strict=True))
 
     def test_pooled_auxiliary_scores_share_one_softmax(self, case_of: Any) -> None:
         from cacheclip_rag.selection.auxiliary import score_chunks
