@@ -173,13 +173,16 @@ class Prefill:
             charged += runtime.num_layers * sum(int(mask.sum()) for mask in masks)
 
         with clock.phase("select"):
-            request = replace(self._selection_request(reused, scorable), cache=cache, recompute=recompute_now)
+            request = replace(
+                self._selection_request(reused, scorable), cache=cache, recompute=recompute_now, computed=computed
+            )
             masks = method.select(request, scores)
             rows = choose_rows(layout, reused, zip(scorable, masks, strict=True))
             walk = method.walk(request, rows)
         with clock.phase("recompute"):
             method.prepare(request, masks)
             logits = recompute(runtime, cache, layout, rows, walk)
+            _wait_for(logits)
         if walk is not None:
             rows, charged = rows[walk.alive], walk.charged
         else:
@@ -236,6 +239,7 @@ class Prefill:
     def _prefill(self) -> tuple[FusedCache | PlainState, torch.Tensor]:
         with self.clock.phase("recompute"):
             cache, logits = self.primary.runtime.prefill(self.layout.ids, self.capacity)
+            _wait_for(logits)
         return cache, logits
 
     def _extend(self, match: Match) -> tuple[FusedCache, torch.Tensor]:
@@ -246,7 +250,8 @@ class Prefill:
             match.write_to(cache)
         with self.clock.phase("recompute"):
             logits = runtime.extend(cache, self.layout.ids[start:], start)
-        assert logits is not None
+            assert logits is not None
+            _wait_for(logits)
         return cache, logits
 
     @property
@@ -372,6 +377,12 @@ class Prefill:
 
     def _missing(self, reused: Sequence[Span]) -> tuple[str, ...]:
         return tuple(span.segment.text for span in self.layout.chunks if span not in reused)
+
+
+def _wait_for(logits: torch.Tensor) -> None:
+    """Until an accelerator has computed them: seconds are stated of work done, not of work queued."""
+    if logits.device.type == "cuda":
+        torch.cuda.synchronize(logits.device)
 
 
 def _question_in(layout: Layout) -> str:

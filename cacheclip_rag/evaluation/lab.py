@@ -68,12 +68,17 @@ def planned_runs(methods: Sequence[str], ratios: Sequence[float], config: Engine
     for name in [_FULL, *names]:
         check_auxiliary(method_class(name), config.auxiliary)
         settings = config.method_settings()
+        if "recompute_ratio" in name:
+            raise ConfigurationError(f"give the ratio of {name!r} among the ratios, not among its settings.")
         has_ratio = any(each.name == "recompute_ratio" for each in fields(method_class(name)))
+        if has_ratio and not ratios:
+            raise ConfigurationError(f"method {name!r} needs a recompute ratio from 0 to 1; none was given.")
         for ratio in ratios if has_ratio else [None]:
             method = create(name, settings if ratio is None else {**settings, "recompute_ratio": ratio})
             spec = spec_of(method)
-            label = spec if ratio is None else f"{spec}@{ratio:g}"
-            planned[label] = PlannedRun(Run(label, spec, ratio), method)
+            follows = ratio is not None and method.nominal_ratio == ratio
+            label = f"{spec}@{ratio:g}" if follows else spec
+            planned[label] = PlannedRun(Run(label, spec, ratio if follows else None), method)
     return list(planned.values())
 
 
@@ -196,7 +201,7 @@ class Lab:
             auxiliary=engine.config.auxiliary,
             runs=[planned.run for planned in self.runs],
             questions=[Question(r.id, r.question, list(r.answers)) for r in self.records if r.id not in self.skipped],
-            items=[item for (_, label), item in items.items() if label in labels],
+            items=[item for (id_, label), item in items.items() if label in labels and id_ not in self.skipped],
             settings={key: value for key, value in self._settings().items() if key != "records_sha256"},
             skipped=len(self.skipped),
         )
@@ -272,6 +277,7 @@ def _item(
         charged_ratio=stats.charged_ratio,
         ttft_s=stats.ttft_s,
         phases_s=dict(stats.phases_s),
+        fallback=stats.fallback,
     )
 
 

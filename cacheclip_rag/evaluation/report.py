@@ -82,6 +82,8 @@ class ItemResult:
     """As :class:`~cacheclip_rag.stats.FusionStats` counts them."""
     ttft_s: float
     phases_s: dict[str, float]
+    fallback: str | None = None
+    """Why the answer came by plain prefill instead; None if it did not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +161,7 @@ def _row(run: Run, own: Mapping[str, ItemResult], full: Mapping[str, ItemResult]
         "ratio": run.ratio,
         "n": len(items),
         "n_paired": len(pairs),
+        "answered_plainly": sum(item.fallback is not None for item in items) or None,
         "kl_to_full": _mean(kl),
         "kl_interval": list(paired_bootstrap(kl)) if kl else None,
         "kl_to_full_median": median(kl) if kl else None,

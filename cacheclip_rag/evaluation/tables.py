@@ -116,6 +116,7 @@ def _columns(summary: dict[str, Any]) -> list[Column]:
         _figure("ratio", "Ratio", "nominal recompute ratio", "{:g}"),
         _figure("n", "n", "questions answered", "{}"),
         *([_figure("n_paired", "Paired", "of them also by full", "{}")] if _has_gaps(summary) else []),
+        _figure("answered_plainly", "Plain", "of them answered by plain prefill instead: the method did not fit", "{}"),
         _figure("ttft_s", "TTFT (s)", "time to the first token, median over questions", "{:.3f}", "low"),
         _figure("speedup_vs_full", "Speed-up", "full's TTFT over this one's, median over questions", "{:.2f}x", "high"),
         *(_figure(name, *_SCORES.get(name, (name, "mean of this score")), "{:.3f}", "high") for name in scores),

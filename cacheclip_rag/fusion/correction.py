@@ -26,34 +26,36 @@ class ResidualCorrection:
         """``weight``: share of the mean change that is added, 0 to 1."""
         self._runtime, self._cache, self._weight = runtime, cache, weight
 
-    def install(self, spans: Sequence[Span], masks: Sequence[torch.Tensor]) -> None:
-        """For chunks at ``spans`` of which the tokens in ``masks`` are about to be recomputed."""
+    def install(self, spans: Sequence[Span], masks: Sequence[torch.Tensor], computed: torch.Tensor) -> None:
+        """For chunks at ``spans`` of which the tokens in ``masks`` are about to be recomputed; those in ``computed``,
+        ``(num_tokens,)`` of the whole prompt, were before, and stay as they are."""
         parts = []
         for span, mask in zip(spans, masks, strict=True):
-            if bool(mask.any()) and not bool(mask.all()):
+            stale = ~mask & ~computed[span.start : span.stop]
+            if bool(mask.any()) and bool(stale.any()):
                 start = self._cache.position_of(span.start)
-                parts.append((span, mask, self._runtime.rotary_tables(start, start + len(span.tokens))))
+                parts.append((span, mask, stale, self._runtime.rotary_tables(start, start + len(span.tokens))))
         for number, layer in enumerate(self._cache.layers):
             layer.before_scatter = self._corrector(number, parts)
 
     def _corrector(
-        self, number: int, parts: Sequence[tuple[Span, torch.Tensor, list[Tables | None]]]
+        self, number: int, parts: Sequence[tuple[Span, torch.Tensor, torch.Tensor, list[Tables | None]]]
     ) -> Callable[[FusedLayer, torch.Tensor, torch.Tensor], None]:
         def correct(layer: FusedLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
             layer.before_scatter = None  # for this pass alone
             assert layer.slots is not None
-            for span, mask, tables in parts:
-                chosen = mask.to(layer.device)
+            for span, mask, left, tables in parts:
+                chosen, stale = mask.to(layer.device), left.to(layer.device)
                 slots = torch.arange(span.start, span.stop, device=layer.device)
                 rows = torch.searchsorted(layer.slots, slots[chosen])
                 of_layer = tables[number]
                 probes = None if of_layer is None else (of_layer[0][chosen], of_layer[1][chosen])
-                others = None if of_layer is None else (of_layer[0][~chosen], of_layer[1][~chosen])
+                others = None if of_layer is None else (of_layer[0][stale], of_layer[1][stale])
                 change = keys[0, :, rows].float() - layer.keys[0, :, slots[chosen]].float()
                 offset = unrotate(change, probes).mean(1, keepdim=True)
-                offset = offset.expand(-1, int((~chosen).sum()), -1)
-                layer.keys[0, :, slots[~chosen]] += (self._weight * rotate(offset, others)).to(keys.dtype)
+                offset = offset.expand(-1, int(stale.sum()), -1)
+                layer.keys[0, :, slots[stale]] += (self._weight * rotate(offset, others)).to(keys.dtype)
                 change = values[0, :, rows].float() - layer.values[0, :, slots[chosen]].float()
-                layer.values[0, :, slots[~chosen]] += (self._weight * change.mean(1, keepdim=True)).to(values.dtype)
+                layer.values[0, :, slots[stale]] += (self._weight * change.mean(1, keepdim=True)).to(values.dtype)
 
         return correct

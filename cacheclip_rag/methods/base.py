@@ -57,6 +57,8 @@ class SelectionRequest:
     """By start of span, where chunk caches were captured from answered prompts."""
     recompute: Callable[[list[torch.Tensor]], None] | None = None
     """Recompute chosen tokens (masks per span) now, to look again afterwards: for methods that choose in rounds."""
+    computed: torch.Tensor | None = None
+    """``(num_tokens,)`` bool: what was recomputed so far."""
 
 
 class ChunkWalk(RowWalk):

@@ -88,6 +88,7 @@ class DeviationWalk(ChunkWalk):
         """Rows that may leave."""
         for span in request.spans:
             self.of_chunks |= (rows >= span.start) & (rows < span.stop)
+        self.of_chunks[-1] = False  # the prompt's last row gives the answer's first logits, chunk or not
         self.charged = 0
         self.deviations: dict[int, torch.Tensor] = {}
         """Per layer looked at, ``(num_alive,)`` float32, in the order of ``alive`` at that layer."""

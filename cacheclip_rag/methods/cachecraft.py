@@ -23,7 +23,8 @@ __all__ = ["CacheCraft"]
 
 @dataclass(frozen=True, slots=True)
 class CacheCraft(Method):
-    """Exact where the same chunks come again in the same order; otherwise it recomputes what its statistics say."""
+    """Exact where a prompt comes again from its start, each chunk once; otherwise it recomputes what its statistics
+    say, which look at chunks alone: other text before the same chunks counts for nothing."""
 
     name: ClassVar[str] = "cachecraft"
     captures: ClassVar[bool] = True

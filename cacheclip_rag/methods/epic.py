@@ -41,12 +41,21 @@ class Epic(Selective):
             if not isinstance(value, int) or value < 0:
                 raise ConfigurationError(f"{name} must be a number of tokens, 0 or more, got {value!r}.")
 
+    @property
+    def nominal_ratio(self) -> float:
+        """0 where the numbers of tokens decide, not the ratio."""
+        return 0.0 if self._by_number else self.recompute_ratio
+
+    @property
+    def _by_number(self) -> bool:
+        return bool(self.k_init or self.k_final) and self.recompute_ratio < 1.0
+
     def rate(self, request: SelectionRequest, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """First tokens of all chunks before second ones."""
         return [-torch.arange(len(span.tokens), dtype=torch.float32) for span in request.spans]
 
     def select(self, request: SelectionRequest, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        if not self.k_init and not self.k_final:
+        if not self._by_number:
             return super(Epic, self).select(request, scores)
         places = [torch.arange(len(span.tokens)) for span in request.spans]
         return [(p < self.k_init) | (p >= len(p) - self.k_final) for p in places]

@@ -32,7 +32,7 @@ class KVLink(Method):
     reuses_prefixes: ClassVar[bool] = False
 
     n_link: int = 5
-    """Link tokens behind every chunk; 0 is ``block``."""
+    """Link tokens behind every chunk; 0, with no tokens around the chunks, is ``block``."""
     first_id: int = 128011
     """Token id of the first chunk's first link token."""
     start_id: int = 128254

@@ -85,11 +85,7 @@ class QueryAttention(Selective):
         chosen = [torch.zeros(len(span.tokens), dtype=torch.bool) for span in request.spans]
         for number in range(self.rounds):
             share = budget * (number + 1) // self.rounds - budget * number // self.rounds
-            rated = self.rate(request, scores)
-            rated = [r.masked_fill(c, 0.0) for r, c in zip(rated, chosen, strict=True)]
-            picked = _only_new(
-                self.choose(request, rated, share + sum(map(int, map(torch.sum, chosen)))), chosen, rated, share
-            )
+            picked = self.choose(request, self.rate(request, scores), share, taken=chosen)
             chosen = [c | p for c, p in zip(chosen, picked, strict=True)]
             if number < self.rounds - 1:
                 request.recompute(picked)
@@ -122,17 +118,6 @@ class QueryAttention(Selective):
         chunks = [runtime.extract(cache, span.start, span.stop) for span in request.spans]
         ids = runtime.tokenize(_REPEAT).ids
         return score_chunks(runtime, prefix, chunks, ids, layers=range(runtime.num_layers), heads="max", queries="max")
-
-
-def _only_new(
-    picked: list[torch.Tensor], before: list[torch.Tensor], scores: Sequence[torch.Tensor], count: int
-) -> list[torch.Tensor]:
-    """The ``count`` best picked tokens that were not picked before."""
-    flat = torch.cat(picked) & ~torch.cat(before)
-    order = torch.cat(list(scores)).masked_fill(~flat, -1.0).argsort(descending=True, stable=True)
-    mask = torch.zeros_like(flat)
-    mask[order[:count]] = True
-    return list((mask & flat).split([len(p) for p in picked]))
 
 
 @dataclass(frozen=True, slots=True)

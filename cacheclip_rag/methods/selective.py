@@ -16,6 +16,9 @@ from .base import Method, SelectionRequest
 
 __all__ = ["Selective"]
 
+_NEVER = -1e9
+"""Score of what was chosen already: below all others, and finite, so that means of windows stay so."""
+
 
 @dataclass(frozen=True, slots=True)
 class Selective(Method):
@@ -30,7 +33,7 @@ class Selective(Method):
     threshold: int = 5
     """A window counts if more than this many of its tokens are selected (not used by ``window_score``)."""
     skip_first_chunk: bool = False
-    """True spends nothing on the first reused chunk, whatever stands before it."""
+    """True spends nothing on the prompt's first chunk, whatever stands before it (but at ratio 1.0)."""
     always_include_first: int = 0
     """Tokens at the start of every chunk that are recomputed before all others, within the budget: each is a false
     attention sink (EPIC, arXiv:2410.15332)."""
@@ -70,10 +73,19 @@ class Selective(Method):
             return [torch.full((len(s.tokens),), everything) for s in request.spans]
         return self.choose(request, self.rate(request, scores), self.budget(request))
 
-    def choose(self, request: SelectionRequest, scores: Sequence[torch.Tensor], budget: int) -> list[torch.Tensor]:
-        """The best ``budget`` tokens of all spans."""
+    def choose(
+        self,
+        request: SelectionRequest,
+        scores: Sequence[torch.Tensor],
+        budget: int,
+        taken: Sequence[torch.Tensor] | None = None,
+    ) -> list[torch.Tensor]:
+        """The best ``budget`` tokens of all spans that are not among those ``taken`` (masks per span) before."""
         skipped = int(self.skip_first_chunk and bool(request.spans) and self._holds_first(request))
         first = [torch.arange(len(s)) < self.always_include_first for s in scores]
+        if taken is not None:
+            first = [f & ~t for f, t in zip(first, taken, strict=True)]
+            scores = [s.masked_fill(t, _NEVER) for s, t in zip(scores, taken, strict=True)]
         masks = group(
             scores[skipped:],
             budget,
@@ -90,4 +102,6 @@ class Selective(Method):
 
     def prepare(self, request: SelectionRequest, masks: Sequence[torch.Tensor]) -> None:
         if self.correction and request.cache is not None:
-            ResidualCorrection(request.runtime, request.cache, self.correction).install(request.spans, masks)
+            assert request.computed is not None
+            correction = ResidualCorrection(request.runtime, request.cache, self.correction)
+            correction.install(request.spans, masks, request.computed)

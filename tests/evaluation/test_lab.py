@@ -88,6 +88,27 @@ class TestRun:
         with pytest.raises(ConfigurationError, match="no question of 'tiny' could be asked"):
             lab(config, records=[long]).run()
 
+    def test_plain_answers_are_counted(self, config: EngineConfig) -> None:
+        found = summarise(lab(config, methods=["direct", "direct_gapped:place_tokens=100000"]).run())["methods"]
+        assert found["direct_gapped:place_tokens=100000"]["answered_plainly"] == 3
+        assert found["direct"]["answered_plainly"] is None
+
+    def test_a_question_left_out_later_takes_its_answers_along(self, config: EngineConfig, tmp_path: Path) -> None:
+        from cacheclip_rag.errors import PromptTooLongError
+
+        lab(config, tmp_path / "run", methods=["direct"]).run()
+        precompute = CacheClipEngine.precompute
+
+        def narrow(self: Any, texts: Any, **options: Any) -> int:
+            if any("Title 0" in text and CHUNKS[1] in text for text in texts):
+                raise PromptTooLongError("too long for the auxiliary")
+            return precompute(self, texts, **options)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(CacheClipEngine, "precompute", narrow)
+            comparison = lab(config, tmp_path / "run", methods=["direct", "cacheclip"]).run()
+        assert comparison.skipped == 1 and summarise(comparison)["n"] == 2
+
     def test_chunk_caches_do_not_pile_up(self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
         engines = []
         made = CacheClipEngine.__init__
@@ -187,6 +208,14 @@ class TestPlan:
         with pytest.raises(ConfigurationError, match="method must be one of full"):
             planned_runs(["nonsense"], [0.2], config)
 
+    def test_labels_say_the_ratio_that_runs(self, config: EngineConfig) -> None:
+        labels = [planned.run.label for planned in planned_runs(["epic:k_init=4", "epic"], [0.1, 0.3], config)]
+        assert labels == ["full", "epic:k_init=4", "epic@0.1", "epic@0.3"]
+        with pytest.raises(ConfigurationError, match="give the ratio"):
+            planned_runs(["epic:recompute_ratio=0.3"], [0.1], config)
+        with pytest.raises(ConfigurationError, match="needs a recompute ratio"):
+            planned_runs(["epic"], [], config)
+
     def test_no_auxiliary(self, config: EngineConfig) -> None:
         with pytest.raises(ConfigurationError, match="needs an auxiliary model"):
             planned_runs(["cacheclip"], [0.2], replace(config, auxiliary=None))
@@ -223,7 +252,7 @@ class TestCommand:
         assert result.exit_code == 0, result.output
         summary = json.loads(result.stdout)
         assert (summary["dataset"], summary["n"], summary["skipped"]) == ("tiny", 3, 1)
-        assert list(summary["methods"]) == ["full", "direct", "epic:k_init=4@0.2"]
+        assert list(summary["methods"]) == ["full", "direct", "epic:k_init=4"]
         row = summary["methods"]["direct"]
         for key in ("f1", "em", "contains", "kl_to_full", "agreement_with_full", "effective_ratio", "ttft_s"):
             assert isinstance(row[key], float), key

@@ -202,6 +202,12 @@ class TestEpic:
             assert gap(result.logits, reference_logits(case.folder, case.layout.ids)) < EXACT
 
     @plain
+    def test_numbers_give_way_to_ratio_one(self, case: Case) -> None:
+        method: Any = create("epic:k_init=3", {"recompute_ratio": 1.0})
+        assert method.nominal_ratio == 1.0 and create("epic:k_init=3", {}).nominal_ratio == 0.0
+        assert gap(run(case, method).logits, reference_logits(case.folder, case.layout.ids)) < EXACT
+
+    @plain
     def test_budget_goes_round(self, case: Case) -> None:
         result, spy = spied(case, "epic", 0.3)
         counts = [int(mask.sum()) for mask in spy.masks]
@@ -282,6 +288,28 @@ class TestCacheBlend:
             run(case, "cacheblend:schedule=gradual:check_layer=0", 0.3)
         assert all(later <= earlier for earlier, later in zip(seen, seen[1:], strict=False))
         assert len(seen[-1]) < len(seen[1]) < len(seen[0])
+
+    @few
+    @pytest.mark.parametrize("ratio", [0.0, 0.2, 1.0])
+    def test_a_prompt_that_ends_in_a_chunk(self, case: Case, ratio: float) -> None:
+        """Its last token gives the logits, whatever it scores."""
+        segments = [span.segment for span in case.layout.spans][: case.layout.spans.index(case.layout.chunks[-1]) + 1]
+        seen = []
+        recompute = case.runtime.run_slots
+
+        def watch(cache: Any, ids: Any, slots: Any, **options: Any) -> Any:
+            logits = recompute(cache, ids, slots, **options)
+            if options.get("walk") is not None:
+                seen.append(int(slots[options["walk"].alive][-1]))
+            return logits
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(case.runtime, "run_slots", watch)
+            method = create("cacheblend", {"recompute_ratio": ratio})
+            result = case.engine.prefill(segments, method=method, question="What?")
+        assert seen == ([] if ratio == 1.0 else [result.layout.num_tokens - 1])
+        if ratio == 1.0:
+            assert gap(result.logits, reference_logits(case.folder, result.layout.ids)) < EXACT
 
     def test_equal_charge(self) -> None:
         method = CacheBlend(recompute_ratio=0.2, equal_charge=True)
@@ -399,6 +427,31 @@ class TestQueryAttention:
             gap(run(case, "query_attention:rounds=3", 1.0).logits, reference_logits(case.folder, case.layout.ids))
             < EXACT
         )
+
+    @few
+    def test_rounds_keep_spans_together_and_leave_each_other_alone(self, case: Case) -> None:
+        from cacheclip_rag.methods.selective import Selective
+
+        picked: list[list[torch.Tensor]] = []
+        choose = Selective.choose
+
+        def watch(self: Any, *arguments: Any, **options: Any) -> Any:
+            picked.append(choose(self, *arguments, **options))
+            return picked[-1]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Selective, "choose", watch)
+            corrected = run(case, "query_attention:rounds=2:correction=1.0", 0.4)
+        first, second = (torch.cat(masks) for masks in picked)
+        assert not bool((first & second).any())
+        assert int(first.sum()) + int(second.sum()) == corrected.stats.recomputed_tokens
+        runs = int((second.int().diff() > 0).sum()) + 1
+        assert runs <= int(second.sum()) / 4, "spans, not single tokens"
+        bare = run(case, "query_attention:rounds=2", 0.4)
+        stale = [span for span in case.layout.chunks if not case.layout.is_exact(span)]
+        slots = torch.cat([torch.arange(span.start, span.stop) for span in stale])[first]
+        left, right = (result.cache.layers[0].values[0, :, slots] for result in (corrected, bare))
+        assert gap(left, right) < 1e-5, "what an earlier round recomputed is not moved"
 
     def test_layers_by_name(self) -> None:
         assert pick_layers("all", 4) == [0, 1, 2, 3] and pick_layers("last", 4) == [3]
