@@ -196,10 +196,11 @@ class CacheClipEngine:
             PromptTooLongError: a text longer than the model's context.
         """
         computed = 0
+        encoding = self._encoding_of(method)
         for chunk in chunk_texts(texts):
             if not chunk:
                 raise ConfigurationError("a chunk must hold text, got an empty or blank string.")
-            models = self._all_caches(self._encoding_of(method))
+            models = self._all_caches(encoding)
             for caches in models:
                 caches.check_length(chunk)  # before anything is written for any of them
             # every role must run: no short-circuit

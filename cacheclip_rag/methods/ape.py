@@ -18,19 +18,18 @@ import torch
 from ..errors import ConfigurationError
 from ..fusion.layout import Layout, Span
 from ..models.attention import Geometry
-from .base import Method, SelectionRequest
+from .direct import Direct
 
 __all__ = ["Ape"]
 
 
 @dataclass(frozen=True, slots=True)
-class Ape(Method):
+class Ape(Direct):
     """Never exact with several chunks; the order of chunks does not matter to it."""
 
     name: ClassVar[str] = "ape"
     own_positions: ClassVar[bool] = True
     own_attention: ClassVar[bool] = True
-    exact_at_one: ClassVar[bool] = False
 
     temperature: float = 0.9
     """Divides the attention logits within the contexts; below 1 sharpens."""
@@ -56,6 +55,3 @@ class Ape(Method):
         first = start + max(len(span.tokens) for span in reused)
         positions[behind] = torch.arange(first, first + len(behind))
         return Geometry(positions, contexts, self.temperature, self.scale)
-
-    def select(self, request: SelectionRequest, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [torch.zeros(len(span.tokens), dtype=torch.bool) for span in request.spans]

@@ -19,18 +19,18 @@ from ..chunks import Encoding
 from ..errors import ConfigurationError
 from ..fusion.layout import Layout, Span
 from ..models.attention import Geometry
-from .base import Method, SelectionRequest, warn_untuned
+from .base import warn_untuned
+from .direct import Direct
 
 __all__ = ["BlockAttention"]
 
 
 @dataclass(frozen=True, slots=True)
-class BlockAttention(Method):
+class BlockAttention(Direct):
     """Equal to one forward pass under the block mask, whatever the checkpoint; good answers need one trained for it."""
 
     name: ClassVar[str] = "block"
     own_positions: ClassVar[bool] = True
-    exact_at_one: ClassVar[bool] = False
     reuses_prefixes: ClassVar[bool] = False
 
     positions: str = "reordered"
@@ -59,6 +59,3 @@ class BlockAttention(Method):
         for span in reused:
             positions[span.start : span.stop] = torch.arange(len(span.tokens))
         return Geometry(positions)
-
-    def select(self, request: SelectionRequest, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [torch.zeros(len(span.tokens), dtype=torch.bool) for span in request.spans]

@@ -12,23 +12,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
 from ..chunks import Encoding
 from ..errors import ConfigurationError
 from ..models.text import TextModel
 from ..prompt import Chunk, Fresh, Segment
-from .base import Method, SelectionRequest, warn_untuned
+from .base import warn_untuned
+from .direct import Direct
 
 __all__ = ["KVLink"]
 
 
 @dataclass(frozen=True, slots=True)
-class KVLink(Method):
+class KVLink(Direct):
     """Equal to one forward pass under KVLink's mask; good answers need a checkpoint trained for it."""
 
     name: ClassVar[str] = "link"
-    exact_at_one: ClassVar[bool] = False
     reuses_prefixes: ClassVar[bool] = False
 
     n_link: int = 5
@@ -84,6 +82,3 @@ class KVLink(Method):
             f"token ids {min(ids)} to {max(ids)} are not special tokens of model {runtime.name!r}. Method 'link' is "
             "for KVLink's checkpoints; for others set first_id, start_id and end_id to special tokens, or -1 for none."
         )
-
-    def select(self, request: SelectionRequest, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [torch.zeros(len(span.tokens), dtype=torch.bool) for span in request.spans]

@@ -135,6 +135,17 @@ class ScatterLayer(DynamicLayer):
         return self.keys, self.values
 
 
+def scatter_cache(start: FusedCache, num_tokens: int, rows: torch.Tensor) -> Cache:
+    """The reference's cache with the KV of an assembled one, zeros where that has none."""
+    layers = []
+    for layer in start.layers:
+        shape = (1, layer.keys.shape[1], num_tokens, layer.keys.shape[3])
+        keys, values = torch.zeros(shape), torch.zeros(shape)
+        keys[:, :, : layer.length], values[:, :, : layer.length] = layer.keys, layer.values
+        layers.append(ScatterLayer(keys, values, rows))
+    return Cache(layers=layers)
+
+
 def scatter_reference(case: Case, rows: torch.Tensor) -> tuple[Cache, torch.Tensor]:
     """Recompute by an unmodified eager model with a 4-D additive mask: its cache and its last logits."""
     return scatter(case.folder, case.assembled(), case.layout.ids, rows)
@@ -145,13 +156,7 @@ def scatter(folder: str, start: FusedCache, ids: torch.Tensor, rows: torch.Tenso
     """:func:`scatter_reference` for any ids, from any assembled cache."""
     num_tokens = len(ids)
     model = reference_model(folder)
-    layers = []
-    for layer in start.layers:
-        shape = (1, layer.keys.shape[1], num_tokens, layer.keys.shape[3])
-        keys, values = torch.zeros(shape), torch.zeros(shape)
-        keys[:, :, : layer.length], values[:, :, : layer.length] = layer.keys, layer.values
-        layers.append(ScatterLayer(keys, values, rows))
-    past = Cache(layers=layers)
+    past = scatter_cache(start, num_tokens, rows)
     output = model(
         input_ids=ids[rows][None],
         position_ids=rows[None],

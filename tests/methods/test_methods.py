@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.cache_utils import Cache
 
 from cacheclip_rag import Chunk, Fresh, SamplingParams
 from cacheclip_rag.errors import ConfigurationError
@@ -17,7 +16,7 @@ from cacheclip_rag.methods.cacheblend import CacheBlend, DeviationWalk
 from cacheclip_rag.models.attention import Geometry
 from cacheclip_rag.models.walk import RowWalk
 from cacheclip_rag.selection.question import pick_layers
-from tests.fusion.cases import BROKEN, EXACT, Case, ScatterLayer, gap, reference_logits, reference_model
+from tests.fusion.cases import BROKEN, EXACT, Case, gap, reference_logits, reference_model, scatter_cache
 from tests.methods.test_matrix import few, run
 
 plain = pytest.mark.parametrize("primary", ["llama", "qwen3"], indirect=True)
@@ -58,12 +57,7 @@ def spied(case: Case, spec: str, ratio: float = 0.3) -> tuple[Any, Any]:
 def placed_reference(case: Case, cache: Any, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Rows over assembled KV by an unmodified eager model: own positions, and all contexts visible to all rows."""
     num_tokens = case.layout.num_tokens
-    layers = []
-    for layer in cache.layers:
-        shape = (1, layer.keys.shape[1], num_tokens, layer.keys.shape[3])
-        keys, values = torch.zeros(shape), torch.zeros(shape)
-        keys[:, :, : layer.length], values[:, :, : layer.length] = layer.keys, layer.values
-        layers.append(ScatterLayer(keys, values, rows))
+    past = scatter_cache(cache, num_tokens, rows)
     hidden = rows[:, None] < torch.arange(num_tokens)[None]
     geometry: Geometry = cache.geometry
     if geometry.contexts is not None:
@@ -73,7 +67,7 @@ def placed_reference(case: Case, cache: Any, rows: torch.Tensor, positions: torc
         input_ids=case.layout.ids[rows][None],
         position_ids=positions[rows][None],
         attention_mask=mask,
-        past_key_values=Cache(layers=layers),
+        past_key_values=past,
     )
     return output.logits[0, -1]
 
@@ -347,19 +341,14 @@ class TestQueryAttention:
         request = spy.request
         rows = request.fresh
         num_tokens = case.layout.num_tokens
-        layers = []
-        for layer in case.assembled().layers:
-            shape = (1, layer.keys.shape[1], num_tokens, layer.keys.shape[3])
-            keys, values = torch.zeros(shape), torch.zeros(shape)
-            keys[:, :, : layer.length], values[:, :, : layer.length] = layer.keys, layer.values
-            layers.append(ScatterLayer(keys, values, rows))
+        past = scatter_cache(case.assembled(), num_tokens, rows)
         hidden = rows[:, None] < torch.arange(num_tokens)[None]
         mask = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min)[None, None]
         output = reference_model(case.folder)(
             input_ids=case.layout.ids[rows][None],
             position_ids=rows[None],
             attention_mask=mask,
-            past_key_values=Cache(layers=layers),
+            past_key_values=past,
             output_attentions=True,
         )
         asking = torch.isin(rows, request.question)
