@@ -80,6 +80,11 @@ class ChunkCaches:
         return isinstance(self.runtime, ModelRuntime)
 
     @property
+    def is_lossy(self) -> bool:
+        """Whether what is stored is coarser than what the model computes."""
+        return not keeps(self.codec, str(self.kv_runtime.dtype).removeprefix("torch."))
+
+    @property
     def kv_runtime(self) -> ModelRuntime:
         """The runtime, of a model whose KV can be reused."""
         assert isinstance(self.runtime, ModelRuntime), "asked for KV of a model that cannot reuse it"

@@ -126,7 +126,7 @@ def decode(
     cache, num_tokens = prefilled.cache, prefilled.layout.num_tokens
     started = PhaseClock()
     prefilled.keep_prefix(cache)  # now, for those who ask while this answer is written
-    room = runtime.context_tokens - num_tokens
+    room = runtime.context_tokens - cache.position_of(num_tokens)
     sampler = Sampler(params, prefilled.logits.device, observe)
     stream = TextStream(runtime.decode_ids, params.stop)
     token = sampler.pick(prefilled.logits)
@@ -137,7 +137,7 @@ def decode(
             yield StreamEvent(piece)
         if stream.stopped or len(ids) >= min(params.max_tokens, room):
             break
-        if runtime.pinned_rope and cache.get_seq_length() == runtime.reuse_tokens:
+        if runtime.pinned_rope and cache.position_of(cache.get_seq_length()) == runtime.reuse_tokens:
             # the model's rotary frequencies change here: as transformers' generate does, read all anew
             read = torch.cat((prefilled.layout.ids, torch.tensor(ids)))
             cache, logits = runtime.prefill(read, capacity_for(num_tokens, params))

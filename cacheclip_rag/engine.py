@@ -26,7 +26,7 @@ from .errors import CacheClipError, ConfigurationError, ModelError
 from .fusion.blocks import PrefixCache
 from .fusion.capture import CapturedChunks
 from .fusion.layout import check_length, lay_out
-from .methods import check_auxiliary, create
+from .methods import METHODS, check_auxiliary, create
 from .methods.base import Method
 from .metrics import Metrics
 from .models.load import load_any
@@ -211,12 +211,15 @@ class CacheClipEngine:
     def release(self, texts: Iterable[str]) -> int:
         """Delete the KV of chunk texts, for every model that can be loaded; returns how many texts had any.
 
-        The prefix cache forgets everything, since any of its blocks may hold such a text.
+        The prefix cache forgets everything, since any of its blocks may hold such a text. Chunks that another process
+        stored in an encoding of its own settings (special tokens around each) are found by an engine that used it too.
         """
         released = 0
         self.prefixes.clear()
+        for encoding in {create(name, {}).encoding for name in METHODS}:
+            list(self._usable_caches(encoding))  # now among self._caches
         for chunk in chunk_texts(texts):
-            everywhere = [*self._usable_caches(), *self._caches.values()]
+            everywhere = list(self._caches.values())
             released += any([caches.delete(chunk) for caches in everywhere] + [self.captured.remove(chunk)])
             self.texts.remove([chunk])
         return released
@@ -235,6 +238,7 @@ class CacheClipEngine:
         self.store.close()
         self.texts.close()
         self.prefixes.clear()
+        self.captured.clear()
 
     def wait_for_shadows(self, timeout_s: float = 60.0) -> bool:
         """Wait until every comparison with full prefill that is under way is done; False if it took longer."""

@@ -18,7 +18,7 @@ import torch
 
 from .chunks import ChunkCaches
 from .fusion.blocks import Match, PrefixCache
-from .fusion.capture import CapturedChunks, Variant, capture
+from .fusion.capture import CapturedChunks, Variant, capture, digest_before
 from .fusion.layout import Layout, Span, question_slots
 from .fusion.recompute import assemble, choose_rows, recompute
 from .methods.base import Method, SelectionRequest
@@ -54,9 +54,11 @@ class Prefilled:
     missing: tuple[str, ...]
     """Chunks that were not stored (or damaged) and were computed as fresh text."""
     prefixes: PrefixCache | None = None
-    """Where the cache's KV may be kept for prompts that begin alike: all of it is what plain prefill computes."""
+    """Where the cache's KV may be kept for prompts that begin alike, as far as it is what plain prefill computes."""
     prefix_limit: int = 0
-    """Most tokens of which that is so: beyond, the model's rotary frequencies may be others."""
+    """Most tokens of prompt and answer of which that is so: beyond, the model's rotary frequencies may be others."""
+    num_plain: int | None = None
+    """Leading tokens of which it is so, if not all: behind them comes reused KV."""
 
     def keep_prefix(self, cache: FusedCache | PlainState, answer: Sequence[int] = ()) -> None:
         """Put the prompt and what was answered into the prefix cache, as far as ``cache`` has its KV: of the last
@@ -64,8 +66,9 @@ class Prefilled:
         length = cache.get_seq_length()
         if self.prefixes is None or not isinstance(cache, FusedCache) or length > self.prefix_limit:
             return
+        kept = length if self.num_plain is None else self.num_plain
         try:
-            self.prefixes.insert([*self.layout.ids.tolist(), *answer][:length], cache)
+            self.prefixes.insert([*self.layout.ids.tolist(), *answer][:kept], cache)
         except RuntimeError as error:  # out of memory, say: the answer comes first
             logger.warning("the start of this prompt could not be kept: %s", error)
 
@@ -121,7 +124,7 @@ class Prefill:
         texts = [span.segment.text for span in self.layout.chunks]
         found = {}
         for number, span in enumerate(self.layout.chunks):
-            variant = self.chunks.find(span.segment.text, texts[:number])
+            variant = self.chunks.find(span.segment.text, texts[:number], digest_before(self.layout, span))
             if variant is None:
                 return None
             found[span.start] = variant
@@ -190,7 +193,18 @@ class Prefill:
         computed[rows] = True
         recomputed = sum(int(computed[span.start : span.stop].sum()) for span in reused)
         stats = self._stats(reused, recomputed, charged / runtime.num_layers)
-        return Prefilled(layout, cache, logits, stats, self._missing(reused))
+        num_plain = self._num_plain(reused) if cache.geometry is None else 0
+        # what the store holds is not kept a second time
+        keep = (self.prefixes, runtime.reuse_tokens, num_plain) if num_plain > int(rows[0]) else ()
+        return Prefilled(layout, cache, logits, stats, self._missing(reused), *keep)
+
+    def _num_plain(self, reused: Sequence[Span]) -> int:
+        """Leading tokens whose KV, after the recompute, is what plain prefill computes: up to the first reused chunk
+        that was not, or was but has been through a coarser codec."""
+        if not self._uses_prefixes or self.primary.is_lossy and self.layout.num_prefix > self.layout.num_cached:
+            return 0
+        is_plain = self.layout.is_cached if self.primary.is_lossy else self.layout.is_exact
+        return min((span.start for span in reused if not is_plain(span)), default=self.layout.num_tokens)
 
     def _obstacle(self) -> str | None:
         """Why nothing could be reused exactly, whatever is stored; None if it could."""

@@ -8,9 +8,11 @@ variant is never an approximation of an approximation.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import threading
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,9 +21,9 @@ from ..errors import ConfigurationError
 from ..models.attention import Probe, causal_plan
 from ..models.cache import FusedCache
 from ..models.runtime import ModelRuntime
-from .layout import Layout
+from .layout import Layout, Span
 
-__all__ = ["CapturedChunks", "Variant", "capture", "context_overlap", "order_distance"]
+__all__ = ["CapturedChunks", "Variant", "capture", "context_overlap", "digest_before", "order_distance"]
 
 
 @dataclass(eq=False, slots=True)
@@ -32,6 +34,8 @@ class Variant:
     """``(num_layers, 2, num_kv_heads, num_tokens, head_dim)``, keys before RoPE."""
     before: tuple[str, ...]
     """Texts of the chunks before it, in order."""
+    start_digest: bytes
+    """Of all token ids before it, see :func:`digest_before`: behind the same ones it is exact."""
     owed: dict[str, float]
     """Attention that went to each of these, summed over the chunk's tokens, mean over heads and layers."""
     token_owed: torch.Tensor
@@ -42,14 +46,21 @@ class Variant:
     used: int = 0
     """When it was last used, in look-ups."""
 
-    def overhead(self, before: Sequence[str], alpha: float) -> float:
-        """Share of its tokens to recompute behind other chunks (CFO), 0 to 1."""
+    def overhead(self, before: Sequence[str], start_digest: bytes, alpha: float) -> float:
+        """Share of its tokens to recompute behind other chunks (CFO), 0 to 1; 0 behind the very same tokens."""
+        if start_digest == self.start_digest:
+            return 0.0
         overlap = context_overlap(self.owed, self.before, before)
         return min(1.0, max(0.0, alpha * self.impact * (1.0 - overlap)))
 
     @property
     def num_bytes(self) -> int:
         return self.kv.numel() * self.kv.element_size()
+
+
+def digest_before(layout: Layout, span: Span) -> bytes:
+    """SHA-256 of the prompt's token ids before a chunk."""
+    return hashlib.sha256(array("q", layout.ids[: span.start].tolist()).tobytes()).digest()
 
 
 def order_distance(old: Sequence[str], new: Sequence[str]) -> float:
@@ -76,8 +87,9 @@ def context_overlap(owed: dict[str, float], old: Sequence[str], new: Sequence[st
 @torch.inference_mode()
 def capture(
     runtime: ModelRuntime, layout: Layout, capacity: int
-) -> tuple[FusedCache, torch.Tensor, dict[str, Variant]]:
-    """Plain prefill that looks at its own attention: the cache, the last logits, and a variant of every chunk."""
+) -> tuple[FusedCache, torch.Tensor, list[tuple[str, Variant]]]:
+    """Plain prefill that looks at its own attention: the cache, the last logits, and a variant of every chunk, beside
+    its text."""
     chunks = layout.chunks
     slots = torch.arange(layout.num_tokens)
     plan = causal_plan(slots)
@@ -95,7 +107,7 @@ def capture(
     probe = Probe(frozenset(range(runtime.num_layers)), plan.blocks, record)
     logits = runtime.run_slots(cache, layout.ids, slots, probe=probe)
     assert logits is not None
-    variants: dict[str, Variant] = {}
+    variants: list[tuple[str, Variant]] = []
     for number, span in enumerate(chunks):
         mine = attended[span.start : span.stop]
         totals = mine.sum(0).tolist()
@@ -106,13 +118,15 @@ def capture(
         owed: dict[str, float] = {}
         for n, other in enumerate(earlier):
             owed[other.segment.text] = owed.get(other.segment.text, 0.0) + totals[n]
-        variants[span.segment.text] = Variant(
+        variant = Variant(
             kv=runtime.extract(cache, span.start, span.stop),
             before=tuple(other.segment.text for other in earlier),
+            start_digest=digest_before(layout, span),
             owed=owed,
             token_owed=mine[:, :number].sum(1),
             impact=1.0 / (1.0 + math.exp(-inter / intra)),
         )
+        variants.append((span.segment.text, variant))
     return cache, logits, variants
 
 
@@ -133,24 +147,25 @@ class CapturedChunks:
                 f"expected max_bytes >= 0 and max_variants >= 1, got {self.max_bytes} and {self.max_variants}."
             )
 
-    def find(self, text: str, before: Sequence[str]) -> Variant | None:
-        """The variant that needs the least recomputing behind the chunks ``before``; None if there is none."""
+    def find(self, text: str, before: Sequence[str], start_digest: bytes) -> Variant | None:
+        """The variant that needs the least recomputing behind the chunks ``before`` (and, to be exact, behind the very
+        tokens of ``start_digest``); None if there is none."""
         with self._lock:
             self._clock += 1
             known = self._variants.get(text)
             if not known:
                 return None
-            best = min(known, key=lambda variant: variant.overhead(before, 1.0))
+            best = min(known, key=lambda v: (v.start_digest != start_digest, v.overhead(before, start_digest, 1.0)))
             best.hits, best.used = best.hits + 1, self._clock
             return best
 
-    def add(self, variants: dict[str, Variant]) -> None:
-        """Keep variants, letting go of what is used least; one with the same chunks before it is replaced."""
+    def add(self, variants: Iterable[tuple[str, Variant]]) -> None:
+        """Keep variants, letting go of what is used least; one behind the very same tokens is replaced."""
         with self._lock:
             self._clock += 1
-            for text, variant in variants.items():
+            for text, variant in variants:
                 variant.used = self._clock
-                known = [other for other in self._variants.get(text, []) if other.before != variant.before]
+                known = [other for other in self._variants.get(text, []) if other.start_digest != variant.start_digest]
                 if len(known) >= self.max_variants:
                     known.remove(min(known, key=self._worth))
                 self._variants[text] = [*known, variant]
@@ -164,9 +179,21 @@ class CapturedChunks:
                     del self._variants[text]
 
     def remove(self, text: str) -> bool:
-        """Forget a chunk; True if there was something to forget."""
+        """Forget a chunk, and what others read of it; True if there was something to forget."""
         with self._lock:
-            return self._variants.pop(text, None) is not None
+            found = self._variants.pop(text, None) is not None
+            for other, known in list(self._variants.items()):
+                apart = [variant for variant in known if text not in variant.before]
+                found = found or len(apart) < len(known)
+                self._variants[other] = apart
+                if not apart:
+                    del self._variants[other]
+            return found
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._variants.clear()
 
     @property
     def num_bytes(self) -> int:

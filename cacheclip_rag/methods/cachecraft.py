@@ -16,6 +16,7 @@ from typing import ClassVar
 import torch
 
 from ..errors import ConfigurationError
+from ..fusion.capture import digest_before
 from .base import Method, SelectionRequest
 
 __all__ = ["CacheCraft"]
@@ -23,8 +24,8 @@ __all__ = ["CacheCraft"]
 
 @dataclass(frozen=True, slots=True)
 class CacheCraft(Method):
-    """Exact where a prompt comes again from its start, each chunk once; otherwise it recomputes what its statistics
-    say, which look at chunks alone: other text before the same chunks counts for nothing."""
+    """Exact where a prompt comes again from its start; otherwise it recomputes what its statistics say, which look at
+    chunks alone: other text between the same chunks counts for nothing."""
 
     name: ClassVar[str] = "cachecraft"
     captures: ClassVar[bool] = True
@@ -43,7 +44,9 @@ class CacheCraft(Method):
         for span in request.spans:
             variant = request.captured[span.start]
             before = chunks[: request.layout.chunks.index(span)]
-            count = math.ceil(variant.overhead(before, self.alpha) * len(span.tokens))
+            count = math.ceil(
+                variant.overhead(before, digest_before(request.layout, span), self.alpha) * len(span.tokens)
+            )
             mask = torch.zeros(len(span.tokens), dtype=torch.bool)
             mask[variant.token_owed.argsort(descending=True, stable=True)[:count]] = True
             masks.append(mask)

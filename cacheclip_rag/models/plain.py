@@ -32,6 +32,10 @@ class PlainState:
     def get_seq_length(self) -> int:
         return self.num_tokens
 
+    def position_of(self, slot: int) -> int:
+        """Position of a slot: the same."""
+        return slot
+
 
 def auto_classes() -> Iterator[Any]:
     """Transformers' automatic classes that can answer a text prompt, in the order to try them."""

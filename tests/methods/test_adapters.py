@@ -181,6 +181,26 @@ class TestCacheCraft:
         engine.texts.add([CHUNKS[3]])
         assert engine.generate(longer, SamplingParams(max_tokens=2), method="cachecraft").stats.method == "full"
 
+    @pytest.mark.parametrize("name", ["llama"])
+    def test_other_text_before_the_chunks_is_no_exact_repetition(self, engine: CacheClipEngine) -> None:
+        engine.texts.add(CHUNKS)
+        opened = "Read with care.\n\n" + PROMPT
+        for prompt in (PROMPT, opened):
+            engine.prefill(prompt, method=create("cachecraft", {}))
+        again = engine.prefill(opened, method=create("cachecraft", {}))
+        expected = reference_logits(engine.config.primary, again.layout.ids)
+        assert again.stats.recomputed_tokens == 0
+        assert gap(again.logits, expected) > BROKEN, "captured behind other text"
+
+    @models
+    def test_a_chunk_twice_in_a_prompt_is_two_captures(self, engine: CacheClipEngine) -> None:
+        engine.texts.add(CHUNKS)
+        prompt = "\n\n".join(CHUNKS[n] for n in (0, 1, 0)) + "\n\nQuestion: What is the magic number?"
+        first = engine.prefill(prompt, method=create("cachecraft", {}))
+        again = engine.prefill(prompt, method=create("cachecraft", {}))
+        assert again.stats.hits == 3 and again.stats.recomputed_tokens == 0
+        assert gap(again.logits, reference_logits(engine.config.primary, first.layout.ids)) < EXACT
+
     def test_alpha(self) -> None:
         with pytest.raises(ConfigurationError, match="alpha must be a number"):
             create("cachecraft:alpha=-1", {})

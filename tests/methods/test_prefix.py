@@ -191,10 +191,35 @@ class TestOtherMethodsBehindIt:
 
     @pytest.mark.parametrize("name", [n for n in METHODS if n in REUSING])
     @pytest.mark.parametrize("primary", ["llama"], indirect=True)
-    def test_fused_runs_fill_nothing(self, case: Case, name: str) -> None:
+    def test_fused_runs_keep_their_exact_start_alone(self, case: Case, name: str) -> None:
+        method = create(name, {})
+        for prompt in (segments_of(case), [Fresh("<|im_start|>user\nAnother opening, then: "), *segments_of(case)[1:]]):
+            case.engine.prefixes.clear()
+            layout = (
+                case.engine.generate(prompt, ONE, method=method) and case.engine.prefill(prompt, method=method).layout
+            )
+            stale = [span.start for span in layout.chunks if not layout.is_exact(span)]
+            kept = case.engine.prefixes.stats.blocks * BLOCK
+            assert kept <= stale[0]
+            with case.engine.prefixes.match(layout.ids.tolist()) as match:
+                assert match.num_tokens == kept
+            full = case.engine.generate(prompt, ONE, method="prefix")
+            assert full.stats.cached_prefix_tokens == kept
         case.engine.prefixes.clear()
-        case.engine.generate(segments_of(case), ONE, method=create(name, {"recompute_ratio": 1.0}))
-        assert case.engine.prefixes.stats.blocks == 0
+
+    @pytest.mark.parametrize("primary", ["llama"], indirect=True)
+    def test_an_own_opening_is_computed_once(self, case: Case) -> None:
+        """A system prompt other than the engine's: the second question over other chunks finds it."""
+        opening = [Fresh("<|im_start|>system\n", control=True), Fresh(" ".join(SENTENCES[:4]))]
+        first = [*opening, *segments_of(case)[1:]]
+        case.engine.prefixes.clear()
+        start = case.engine.prefill(first, method=create("direct", {})).layout.chunks[0].start
+        case.engine.generate(first, ONE, method="direct")
+        again = [*opening, *segments_of(case, (2, 1, 0))[1:]]
+        stats = case.engine.generate(again, ONE, method="direct").stats
+        assert stats.cached_prefix_tokens == whole_blocks(start) > 0
+        assert stats.fresh_tokens < start
+        case.engine.prefixes.clear()
 
     def test_a_missing_chunk_within_the_hit_is_stored_all_the_same(self, tiny_models: dict[str, str]) -> None:
         case = make_case(tiny_models["llama"], tiny_models["auxiliary"], CHUNKS[:3])
