@@ -14,21 +14,17 @@ from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from typing import Any
 
-import torch
-
 from ..certificate import THRESHOLDS, Certificate, RatioFigures, check_writable, verdict_at
 from ..config import EngineConfig
 from ..engine import CacheClipEngine
 from ..errors import ConfigurationError, UnsupportedModelError
-from ..fidelity import Fidelity, compare, greedy, own_answer, read_along
+from ..fidelity import Fidelity
 from ..methods import check_auxiliary, create, method_class
 from ..methods.base import Method
-from ..models.cache import FusedCache
-from ..models.runtime import ModelRuntime
-from ..prefill import Prefilled
 from ..progress import progress_bar
 from .exactness import check_exactness, check_reuse
 from .prompts import EvaluationPrompt, bundled_prompts
+from .reference import Reference
 
 __all__ = ["RATIOS", "certify"]
 
@@ -37,16 +33,6 @@ _EXACT_KL = 1e-4
 """Nats, at most on any prompt, for ``exact`` (or twice the noise floor, in half precision); float32's own is 1e-7."""
 _PROMPTS, _QUICK_PROMPTS = 20, 4
 _ANSWER_TOKENS = 32
-
-
-@dataclass(frozen=True, slots=True)
-class _Reference:
-    """What full prefill answers."""
-
-    ids: list[int]
-    logits: torch.Tensor
-    """``(num_answer_tokens, vocab_size)``."""
-    finds_needle: bool | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,30 +68,27 @@ def certify(config: EngineConfig, *, method: Method | None = None, quick: bool =
     check_writable()
     config = replace(config, store=None, shadow_rate=0.0, auxiliary=config.auxiliary if cls.needs_auxiliary else None)
     engine = CacheClipEngine(config)
-    runtime, auxiliary = engine.primary, engine.auxiliary
-    for each in (runtime, auxiliary):
+    for each in (engine.primary, engine.auxiliary):
         if each is not None and each.unsupported:
             raise UnsupportedModelError(each.unsupported)
-    assert isinstance(runtime, ModelRuntime), "all others are unsupported"
     prompts = bundled_prompts(_QUICK_PROMPTS if quick else _PROMPTS)
     methods = _methods(engine, method)
     asked = max(methods) if len(methods) == 1 else (method.nominal_ratio if method else config.recompute_ratio)
     outcomes: dict[float, list[_Outcome]] = {ratio: [] for ratio in methods}
-    references = []
+    found_by_full: list[bool | None] = []
     with progress_bar("certifying", len(prompts) + 1, "prompts") as advance:
         engine.precompute(prompts[0].chunks)
         exactness = check_exactness(engine, prompts[0])
         advance(1)
         for number, prompt in enumerate(prompts, 2):
             engine.precompute(prompt.chunks)
-            reference = _reference(engine, runtime, prompt)
-            references.append(reference)
+            reference = Reference.of(engine, prompt.text, _ANSWER_TOKENS)
+            found_by_full.append(_finds(prompt, reference.answer))
             for ratio, method in methods.items():
-                outcomes[ratio].append(_measure(engine, runtime, prompt, method, reference))
+                outcomes[ratio].append(_measure(engine, prompt, method, reference))
             engine.release(set(prompt.chunks) - {text for later in prompts[number - 1 :] for text in later.chunks})
             advance(number)
-    needles = [reference.finds_needle for reference in references if reference.finds_needle is not None]
-    needles_of_full = statistics.mean(needles)
+    needles_of_full = statistics.mean(found for found in found_by_full if found is not None)
     rows = [_figures(ratio, outcomes[ratio], needles_of_full, exactness) for ratio in sorted(outcomes)]
     certificate = Certificate(
         primary=config.primary,
@@ -136,29 +119,10 @@ def _methods(engine: CacheClipEngine, given: Method | None) -> dict[float, Metho
     return {ratio: replace(given, recompute_ratio=ratio) for ratio in ratios}  # type: ignore[call-arg]
 
 
-def _reference(engine: CacheClipEngine, runtime: ModelRuntime, prompt: EvaluationPrompt) -> _Reference:
-    prefilled = engine.prefill(prompt.text, method=create("full", {}))
-    ids, logits = greedy(runtime, _cache_of(prefilled), prefilled.logits, _ANSWER_TOKENS)
-    return _Reference(ids, logits, _finds(prompt, runtime.decode_ids(ids)))
-
-
-def _measure(
-    engine: CacheClipEngine, runtime: ModelRuntime, prompt: EvaluationPrompt, method: Method, reference: _Reference
-) -> _Outcome:
+def _measure(engine: CacheClipEngine, prompt: EvaluationPrompt, method: Method, reference: Reference) -> _Outcome:
     prefilled = check_reuse(engine.prefill(prompt.text, method=method, question=prompt.question))
-    cache, end = _cache_of(prefilled), prefilled.layout.num_tokens
-    along = read_along(runtime, cache, prefilled.logits, reference.ids)
-    finds = None
-    if prompt.needle is not None:
-        finds = _finds(
-            prompt, runtime.decode_ids(own_answer(runtime, cache, end, along, reference.ids, _ANSWER_TOKENS))
-        )
-    return _Outcome(compare(reference.logits, along), prefilled.stats.effective_ratio, finds)
-
-
-def _cache_of(prefilled: Prefilled) -> FusedCache:
-    assert isinstance(prefilled.cache, FusedCache)
-    return prefilled.cache
+    followed = reference.follow(prefilled, answers=prompt.needle is not None)
+    return _Outcome(followed.fidelity, prefilled.stats.effective_ratio, _finds(prompt, followed.answer or ""))
 
 
 def _finds(prompt: EvaluationPrompt, answer: str) -> bool | None:

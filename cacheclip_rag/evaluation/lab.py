@@ -24,16 +24,14 @@ from ..chunks import DEFAULT_ENCODING
 from ..config import EngineConfig
 from ..engine import CacheClipEngine
 from ..errors import ConfigurationError, PromptTooLongError
-from ..fidelity import compare, greedy, own_answer, read_along
 from ..methods import METHODS, check_auxiliary, create, method_class, spec_of
 from ..methods.base import Method
-from ..models.cache import FusedCache
-from ..models.runtime import ModelRuntime
 from ..progress import progress_bar
 from ..sampling import SamplingParams
 from ..stats import FusionStats
 from .questions import AskedQuestion, ask
 from .records import Record
+from .reference import Reference
 from .report import Comparison, ItemResult, Question, Run
 from .scores import METRICS
 
@@ -135,10 +133,10 @@ class Lab:
             return
         asked = ask(engine, record, self.metrics)
         try:
-            reference = _Reference.of(engine, asked)
+            reference, gold_ids = Reference.of(engine, asked.segments, asked.max_tokens), _gold_ids(engine, asked)
             for planned in missing:
                 engine.precompute(asked.chunks, method=planned.method)
-                yield _answer(engine, asked, planned, reference)
+                yield _answer(engine, asked, planned, reference, gold_ids)
         except PromptTooLongError as error:
             self.skipped[record.id] = str(error)
             logger.warning("question %s is left out: %s", record.id, error)
@@ -220,47 +218,31 @@ def _read_journal(path: Path) -> Iterator[ItemResult]:
         yield ItemResult(**json.loads(line))
 
 
-@dataclass(frozen=True, slots=True)
-class _Reference:
-    """Full prefill's answer to a question."""
-
-    ids: list[int]
-    logits: torch.Tensor
-    """``(num_answer_tokens, vocab_size)``."""
-    gold_ids: list[int]
+def _gold_ids(engine: CacheClipEngine, asked: AskedQuestion) -> list[int]:
     """The first right answer, as the model would write it."""
-
-    @classmethod
-    def of(cls, engine: CacheClipEngine, asked: AskedQuestion) -> _Reference:
-        runtime = _runtime(engine)
-        prefilled = engine.prefill(asked.segments, method=create(_FULL, {}))
-        ids, logits = greedy(runtime, _cache(prefilled.cache), prefilled.logits, asked.max_tokens)
-        last = asked.segments[-1]
-        space = "" if last.control or last.text[-1].isspace() else " "
-        return cls(ids, logits, list(runtime.tokenize(space + asked.record.answers[0]).ids))
+    last = asked.segments[-1]
+    space = "" if last.control or last.text[-1].isspace() else " "
+    return list(engine.primary.tokenize(space + asked.record.answers[0]).ids)
 
 
-def _answer(engine: CacheClipEngine, asked: AskedQuestion, planned: PlannedRun, reference: _Reference) -> ItemResult:
+def _answer(
+    engine: CacheClipEngine, asked: AskedQuestion, planned: PlannedRun, reference: Reference, gold_ids: Sequence[int]
+) -> ItemResult:
     """One run's answer, and how far it is from full prefill's."""
-    runtime = _runtime(engine)
     if planned.method.composes:
         params = SamplingParams(max_tokens=asked.max_tokens)
         answer = engine.generate(asked.segments, params, method=planned.method, question=asked.record.question)
         return _item(asked, planned, answer.text, {}, answer.stats)
     prefilled = engine.prefill(asked.segments, method=planned.method, question=asked.record.question)
-    cache, end = _cache(prefilled.cache), prefilled.layout.num_tokens
-    along = read_along(runtime, cache, prefilled.logits, reference.ids)
-    found = compare(reference.logits, along)
-    ids = own_answer(runtime, cache, end, along, reference.ids, asked.max_tokens)
-    cache.cut(end)
-    gold = read_along(runtime, cache, prefilled.logits, reference.gold_ids).log_softmax(-1)
+    followed = reference.follow(prefilled, gold_ids=gold_ids)
+    assert followed.answer is not None and followed.gold_logprob is not None, "both were asked for"
     fidelity = {
-        "first_token_kl": found.first_token_kl,
-        "answer_kl": found.answer_kl,
-        "agreement": found.agreement,
-        "gold_logprob": float(gold.gather(1, torch.tensor(reference.gold_ids, device=gold.device)[:, None]).mean()),
+        "first_token_kl": followed.fidelity.first_token_kl,
+        "answer_kl": followed.fidelity.answer_kl,
+        "agreement": followed.fidelity.agreement,
+        "gold_logprob": followed.gold_logprob,
     }
-    return _item(asked, planned, runtime.decode_ids(ids), fidelity, prefilled.stats)
+    return _item(asked, planned, followed.answer, fidelity, prefilled.stats)
 
 
 def _item(
@@ -279,13 +261,3 @@ def _item(
         phases_s=dict(stats.phases_s),
         fallback=stats.fallback,
     )
-
-
-def _runtime(engine: CacheClipEngine) -> ModelRuntime:
-    assert isinstance(engine.primary, ModelRuntime), "a model that cannot reuse is refused when it is loaded"
-    return engine.primary
-
-
-def _cache(cache: object) -> FusedCache:
-    assert isinstance(cache, FusedCache)
-    return cache

@@ -1,0 +1,72 @@
+"""Full prefill's answer to a prompt, and how far another way of prefilling that prompt is from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..engine import CacheClipEngine
+from ..fidelity import Fidelity, compare, greedy, own_answer, read_along
+from ..methods import create
+from ..models.cache import FusedCache
+from ..models.runtime import ModelRuntime
+from ..prefill import Prefilled
+from ..prompt import Prompt, Segment
+
+__all__ = ["Followed", "Reference"]
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """A prefilled prompt, held against the reference."""
+
+    fidelity: Fidelity
+    answer: str | None
+    """Its own greedy answer, if that was asked for."""
+    gold_logprob: float | None
+    """Mean log-probability of the tokens of a right answer, nats, if one was given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What full prefill answers."""
+
+    runtime: ModelRuntime
+    ids: list[int]
+    """Its greedy answer, the end of turn included."""
+    logits: torch.Tensor
+    """``(num_answer_tokens, vocab_size)``."""
+    max_tokens: int
+    """Longest answer, here and of all that is held against it."""
+
+    @classmethod
+    def of(cls, engine: CacheClipEngine, prompt: Prompt | Sequence[Segment], max_tokens: int) -> Reference:
+        runtime = engine.primary
+        assert isinstance(runtime, ModelRuntime), "a model that cannot reuse is refused before"
+        prefilled = engine.prefill(prompt, method=create("full", {}))
+        ids, logits = greedy(runtime, _cache_of(prefilled), prefilled.logits, max_tokens)
+        return cls(runtime, ids, logits, max_tokens)
+
+    @property
+    def answer(self) -> str:
+        return self.runtime.decode_ids(self.ids)
+
+    def follow(self, prefilled: Prefilled, *, answers: bool = True, gold_ids: Sequence[int] = ()) -> Followed:
+        """Have ``prefilled`` read along the reference's answer; its cache is used up."""
+        runtime, cache, end = self.runtime, _cache_of(prefilled), prefilled.layout.num_tokens
+        along = read_along(runtime, cache, prefilled.logits, self.ids)
+        answer = gold = None
+        if answers:
+            answer = runtime.decode_ids(own_answer(runtime, cache, end, along, self.ids, self.max_tokens))
+        if gold_ids:
+            cache.cut(end)
+            rows = read_along(runtime, cache, prefilled.logits, gold_ids).log_softmax(-1)
+            gold = float(rows.gather(1, torch.tensor(gold_ids, device=rows.device)[:, None]).mean())
+        return Followed(compare(self.logits, along), answer, gold)
+
+
+def _cache_of(prefilled: Prefilled) -> FusedCache:
+    assert isinstance(prefilled.cache, FusedCache)
+    return prefilled.cache
