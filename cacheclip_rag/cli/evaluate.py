@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from ..config import EngineConfig
     from ..evaluation.records import Record
 
+_PER_TASK = 20
+"""Questions of a RULER task."""
+
 
 def evaluate(
     dataset: Annotated[
@@ -56,6 +59,10 @@ def evaluate(
 
     if (dataset is None) == (ruler is None):
         raise ConfigurationError("give either --dataset FILE or --ruler TASKS.")
+    if limit is not None and limit < 1:
+        raise ConfigurationError(
+            f"--limit must be 1 or more questions, got {limit}. Leave it out for the usual number."
+        )
     if out is not None and not overwrite and (out / FILES["summary"]).exists():
         raise ConfigurationError(f"{out} holds a report already. Name another folder, or add --overwrite.")
     config = EngineConfig(
@@ -73,7 +80,9 @@ def evaluate(
         assert ruler is not None
         name = f"ruler-{length}"
         text = _read_haystack(haystack)
-        records = _needles(config, ruler, length, limit or 20, seed, text, chunk_tokens, overlap_tokens)
+        records = _needles(
+            config, ruler, length, _PER_TASK if limit is None else limit, seed, text, chunk_tokens, overlap_tokens
+        )
     lab = Lab(
         name=name,
         records=records,

@@ -291,6 +291,9 @@ class TestCommand:
             (["--ruler", "niah_single_2", "--haystack", "nowhere.txt"], "UTF-8 text file"),
             (["--ruler", "niah_single_1", "--ratios", "much"], "numbers from 0 to 1"),
             (["--ruler", "niah_single_1", "--metrics", "bleu"], "metric must be one of"),
+            (["--ruler", "niah_single_1", "--limit", "0"], "--limit must be 1 or more questions, got 0"),
+            (["--ruler", "niah_single_1", "--limit", "-3"], "got -3. Leave it out"),
+            (["--dataset", "nowhere.jsonl", "--limit", "0"], "--limit must be 1 or more questions, got 0"),
         ],
     )
     def test_bad_input(self, arguments: list[str], message: str, tiny_models: dict[str, str]) -> None:
