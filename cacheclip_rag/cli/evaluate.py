@@ -55,6 +55,7 @@ def evaluate(
     from ..evaluation.questions import INSTRUCTION
     from ..evaluation.records import read_records
     from ..evaluation.report import FILES, summarise, to_markdown, write_report
+    from ..evaluation.scores import check_metric
     from .settings import DEFAULT_SETTINGS, parse_auxiliary
 
     if (dataset is None) == (ruler is None):
@@ -71,6 +72,10 @@ def evaluate(
         dtype=dtype or DEFAULT_SETTINGS.dtype,
         device=device,
     )
+    runs = planned_runs(_split(methods), [_ratio(value) for value in _split(ratios)], config)
+    chosen_metrics = _split(metrics or "")
+    for metric in chosen_metrics:
+        check_metric(metric)
     unreadable = 0
     if dataset is not None:
         found = read_records(dataset, limit=limit)
@@ -87,9 +92,9 @@ def evaluate(
         name=name,
         records=records,
         config=config,
-        runs=planned_runs(_split(methods), [_ratio(value) for value in _split(ratios)], config),
+        runs=runs,
         folder=out,
-        metrics=_split(metrics or ""),
+        metrics=chosen_metrics,
     )
     comparison = lab.run()
     comparison = replace(comparison, skipped=comparison.skipped + unreadable)

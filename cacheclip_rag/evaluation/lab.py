@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from .. import __version__
 from ..chunks import DEFAULT_ENCODING
 from ..config import EngineConfig
 from ..engine import CacheClipEngine
-from ..errors import ConfigurationError, PromptTooLongError
+from ..errors import CacheClipError, ConfigurationError, MissingExtraError, ModelError, StoreError
 from ..methods import METHODS, check_auxiliary, create, method_class, spec_of
 from ..methods.base import Method
 from ..progress import progress_bar
@@ -33,13 +34,15 @@ from .questions import AskedQuestion, ask
 from .records import Record
 from .reference import Reference
 from .report import Comparison, ItemResult, Question, Run
-from .scores import METRICS
+from .scores import METRICS, check_metric
 
 __all__ = ["Lab", "PlannedRun", "planned_runs"]
 
 logger = logging.getLogger(__name__)
 
 _FULL = "full"
+_NOT_THE_QUESTIONS = (MissingExtraError, ModelError, StoreError, AssertionError)
+"""Errors that no single question is to blame for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,10 @@ def planned_runs(methods: Sequence[str], ratios: Sequence[float], config: Engine
 class Lab:
     """One comparison on one set of questions.
 
-    Raises, from :meth:`run`, ConfigurationError: a folder of another comparison, or no question that fits the model.
+    A question that cannot be asked, answered or scored is left out for every method, with the reason.
+
+    Raises ConfigurationError: an unknown metric among ``metrics``; from :meth:`run`, a folder of another comparison, or
+    not one question that could be asked.
     """
 
     name: str
@@ -98,7 +104,11 @@ class Lab:
     metrics: Sequence[str] = ()
     """Instead of each record's own."""
     skipped: dict[str, str] = field(default_factory=dict)
-    """Filled by :meth:`run`: ids of questions that no method was asked, and why."""
+    """Filled by :meth:`run`: ids of questions that were left out, and why."""
+
+    def __post_init__(self) -> None:
+        for name in self.metrics:
+            check_metric(name)
 
     def run(self) -> Comparison:
         """Ask what has not been asked yet; the whole comparison, earlier answers included."""
@@ -117,8 +127,8 @@ class Lab:
                         os.fsync(journal.fileno())
                 advance(number)
         if len(self.skipped) == len(self.records):
-            reason = next(iter(self.skipped.values()), "there is none")
-            raise ConfigurationError(f"no question of {self.name!r} could be asked: {reason}")
+            reason = next((f"{id_}: {why}" for id_, why in self.skipped.items()), "there is none")
+            raise ConfigurationError(f"no question of {self.name!r} could be asked. The first, {reason}")
         return self._comparison(engine, items)
 
     # -- one question -------------------------------------------------------------------------------------------
@@ -131,15 +141,23 @@ class Lab:
         missing = [planned for planned in self.runs if (record.id, planned.run.label) not in known]
         if not missing:
             return
-        asked = ask(engine, record, self.metrics)
         try:
-            reference, gold_ids = Reference.of(engine, asked.segments, asked.max_tokens), _gold_ids(engine, asked)
-            for planned in missing:
+            yield from self._answers(engine, ask(engine, record, self.metrics), missing)
+        except _NOT_THE_QUESTIONS:
+            raise
+        except Exception as error:  # what a record holds, and what a metric does with an answer, may be anything
+            self.skipped[record.id] = _reason(error)
+            logger.info("question %s is left out", record.id, exc_info=error)
+
+    def _answers(
+        self, engine: CacheClipEngine, asked: AskedQuestion, runs: Sequence[PlannedRun]
+    ) -> Iterator[ItemResult]:
+        try:
+            gold_ids = _gold_ids(engine, asked)
+            reference = Reference.of(engine, asked.segments, asked.max_tokens)
+            for planned in runs:
                 engine.precompute(asked.chunks, method=planned.method)
                 yield _answer(engine, asked, planned, reference, gold_ids)
-        except PromptTooLongError as error:
-            self.skipped[record.id] = str(error)
-            logger.warning("question %s is left out: %s", record.id, error)
         finally:
             engine.release(asked.chunks)
 
@@ -222,7 +240,31 @@ def _gold_ids(engine: CacheClipEngine, asked: AskedQuestion) -> list[int]:
     """The first right answer, as the model would write it."""
     last = asked.segments[-1]
     space = "" if last.control or last.text[-1].isspace() else " "
-    return list(engine.primary.tokenize(space + asked.record.answers[0]).ids)
+    ids = list(engine.primary.tokenize(space + asked.record.answers[0]).ids)
+    if not ids:
+        raise ConfigurationError("the first right answer has no token for this model. Leave it out.")
+    return ids
+
+
+def _reason(error: Exception) -> str:
+    """Why a question is left out, in one line."""
+    kind = "" if isinstance(error, CacheClipError) else f"{type(error).__name__}: "
+    return " ".join(f"{kind}{error}".split())
+
+
+def _scores(asked: AskedQuestion, answer: str) -> dict[str, float]:
+    found = {}
+    for name in asked.metrics:
+        try:
+            value = METRICS[name](answer, asked.record.answers)
+        except CacheClipError:
+            raise
+        except Exception as error:
+            raise ConfigurationError(f"metric {name!r} fails on an answer ({_reason(error)}).") from error
+        if not math.isfinite(value):
+            raise ConfigurationError(f"metric {name!r} must give a finite number, got {value}.")
+        found[name] = value
+    return found
 
 
 def _answer(
@@ -252,7 +294,7 @@ def _item(
         id=asked.record.id,
         label=planned.run.label,
         answer=answer,
-        scores={name: METRICS[name](answer, asked.record.answers) for name in asked.metrics},
+        scores=_scores(asked, answer),
         fidelity=fidelity,
         nominal_ratio=stats.nominal_ratio,
         effective_ratio=stats.effective_ratio,

@@ -7,8 +7,9 @@ before each would be text that no cache holds; the answer's beginning of RULER o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..engine import CacheClipEngine
 from ..errors import ConfigurationError
@@ -46,24 +47,39 @@ def ask(engine: CacheClipEngine, record: Record, metrics: Sequence[str] = ()) ->
 
     Args:
         metrics: instead of those that the record or its task name.
+
+    Raises:
+        ConfigurationError: the record's ``meta`` asks for what there is not.
     """
     meta = record.meta
     chunks = [passage.as_read.strip() for passage in record.chunks]
-    opening, closing = meta.get("opening", ""), meta.get("closing", f"\n\nQuestion: {record.question}\nAnswer:")
+    opening = _text(meta, "opening", "")
+    closing = _text(meta, "closing", f"\n\nQuestion: {record.question}\nAnswer:")
     passages = "\n\n".join(chunks)
     messages: list[Message] = [{"role": "user", "content": f"{opening}{passages}{closing}"}]
     segments = engine.segment(messages, chunks)
-    if prefix := meta.get("answer_prefix"):
+    if prefix := _text(meta, "answer_prefix", ""):
         segments = [*segments, Fresh(prefix)]
-    own = str(meta.get("metric") or ("f1_zh" if _is_chinese(record.question) else "f1"))
+    own = _text(meta, "metric", "") or ("f1_zh" if _is_chinese(record.question) else "f1")
     own = {"qa_f1": "f1", "qa_f1_zh": "f1_zh"}.get(own, own)
     chosen = tuple(metrics) or (own, *_ALWAYS)
     for name in chosen:
         check_metric(name)
-    max_tokens = meta.get("max_tokens", _ANSWER_TOKENS.get(own, _DEFAULT_ANSWER_TOKENS))
-    if not isinstance(max_tokens, int) or max_tokens < 1:
-        raise ConfigurationError(f"record {record.id!r}: max_tokens must be a whole number from 1, got {max_tokens!r}.")
+    max_tokens = meta.get("max_tokens")
+    if max_tokens is None:
+        max_tokens = _ANSWER_TOKENS.get(own, _DEFAULT_ANSWER_TOKENS)
+    if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1:
+        raise ConfigurationError(f"max_tokens must be a whole number from 1, got {max_tokens!r}.")
     return AskedQuestion(record, segments, chunks, max_tokens, chosen)
+
+
+def _text(meta: Mapping[str, Any], key: str, default: str) -> str:
+    value = meta.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, str):
+        raise ConfigurationError(f"{key} must be text, got {value!r}.")
+    return value
 
 
 def _is_chinese(text: str) -> bool:

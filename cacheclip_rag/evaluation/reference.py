@@ -43,9 +43,11 @@ class Reference:
 
     @classmethod
     def of(cls, engine: CacheClipEngine, prompt: Prompt | Sequence[Segment], max_tokens: int) -> Reference:
+        """Answer by full prefill, with at most ``max_tokens`` and no more than the model's context has room for."""
         runtime = engine.primary
         assert isinstance(runtime, ModelRuntime), "a model that cannot reuse is refused before"
         prefilled = engine.prefill(prompt, method=create("full", {}))
+        max_tokens = min(max_tokens, runtime.context_tokens - prefilled.layout.num_tokens)
         ids, logits = greedy(runtime, _cache_of(prefilled), prefilled.logits, max_tokens)
         return cls(runtime, ids, logits, max_tokens)
 

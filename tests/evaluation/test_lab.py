@@ -13,11 +13,14 @@ from typer.testing import CliRunner
 
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.engine import CacheClipEngine
-from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.errors import ConfigurationError, MissingExtraError
 from cacheclip_rag.evaluation.lab import Lab, planned_runs
 from cacheclip_rag.evaluation.questions import INSTRUCTION, ask
 from cacheclip_rag.evaluation.records import Passage, Record
+from cacheclip_rag.evaluation.reference import Reference
 from cacheclip_rag.evaluation.report import Comparison, summarise
+from cacheclip_rag.evaluation.scores import METRICS
+from cacheclip_rag.methods.full import Full
 from cacheclip_rag.prompt import Chunk, Fresh
 from tests.conftest import CHUNKS, SENTENCES
 
@@ -120,6 +123,68 @@ class TestRun:
         monkeypatch.setattr(CacheClipEngine, "__init__", remember)
         lab(config).run()
         assert len(engines) == 1 and not any(engines[0].is_stored(p.as_read) for r in RECORDS for p in r.chunks)
+
+
+class TestBadRecords:
+    @pytest.mark.parametrize(
+        ("meta", "reason"),
+        [
+            ({"metric": "bleu"}, "metric must be one of f1, "),
+            ({"metric": ["f1"]}, "metric must be text, got ['f1']"),
+            ({"max_tokens": 0}, "max_tokens must be a whole number from 1, got 0"),
+            ({"max_tokens": True}, "max_tokens must be a whole number from 1, got True"),
+            ({"closing": 7}, "closing must be text, got 7"),
+            ({"answer_prefix": {}}, "answer_prefix must be text, got {}"),
+        ],
+    )
+    def test_what_cannot_be_asked_is_left_out(self, config: EngineConfig, meta: dict[str, Any], reason: str) -> None:
+        one = lab(config, records=[record(9, **meta), RECORDS[0]], methods=["direct"])
+        comparison = one.run()
+        assert list(one.skipped) == ["q9"] and one.skipped["q9"].startswith(reason)
+        assert [question.id for question in comparison.questions] == ["q0"] and len(comparison.items) == 2
+
+    def test_what_a_metric_cannot_score_is_left_out_for_all(
+        self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        asked: dict[str, int] = {}
+
+        def odd(prediction: str, answers: Any) -> float:
+            asked[answers[0]] = asked.get(answers[0], 0) + 1
+            if answers[0] == "odd" and asked["odd"] == 2:
+                raise ZeroDivisionError("no\nwords")
+            return float("nan") if answers[0] == "nothing" else 0.5
+
+        monkeypatch.setitem(METRICS, "f1", odd)
+        records = [replace(record(8), answers=("odd",)), RECORDS[0], replace(record(9), answers=("nothing",))]
+        one = lab(config, tmp_path / "run", records, ["direct"])
+        comparison = one.run()
+        assert one.skipped["q8"] == "metric 'f1' fails on an answer (ZeroDivisionError: no words)."
+        assert one.skipped["q9"] == "metric 'f1' must give a finite number, got nan."
+        assert {item.id for item in comparison.items} == {"q0"} and summarise(comparison)["n"] == 1
+
+    def test_what_no_record_is_to_blame_for_stops_the_run(
+        self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def absent(prediction: str, answers: Any) -> float:
+            raise MissingExtraError("jieba", "eval")
+
+        monkeypatch.setitem(METRICS, "f1", absent)
+        with pytest.raises(MissingExtraError, match="pip install"):
+            lab(config, methods=["direct"]).run()
+
+    def test_a_metric_named_for_all_is_checked_at_once(self, config: EngineConfig) -> None:
+        with pytest.raises(ConfigurationError, match="metric must be one of f1, "):
+            Lab("tiny", RECORDS, config, planned_runs(["direct"], [0.2], config), metrics=["f1", "bleu"])
+
+    def test_an_answer_ends_with_the_context(self, config: EngineConfig) -> None:
+        engine = CacheClipEngine(config)
+        asked = ask(engine, record(0, max_tokens=10**6))
+        context = engine.primary.context_tokens
+        engine.primary.context_tokens = len(engine.prefill(asked.segments, method=Full()).layout.ids) + 5
+        try:
+            assert len(Reference.of(engine, asked.segments, asked.max_tokens).ids) <= 5
+        finally:
+            engine.primary.context_tokens = context
 
 
 class TestResume:
@@ -291,6 +356,7 @@ class TestCommand:
             (["--ruler", "niah_single_2", "--haystack", "nowhere.txt"], "UTF-8 text file"),
             (["--ruler", "niah_single_1", "--ratios", "much"], "numbers from 0 to 1"),
             (["--ruler", "niah_single_1", "--metrics", "bleu"], "metric must be one of"),
+            (["--ruler", "niah_single_2", "--metrics", "bleu"], "metric must be one of"),
             (["--ruler", "niah_single_1", "--limit", "0"], "--limit must be 1 or more questions, got 0"),
             (["--ruler", "niah_single_1", "--limit", "-3"], "got -3. Leave it out"),
             (["--dataset", "nowhere.jsonl", "--limit", "0"], "--limit must be 1 or more questions, got 0"),
