@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,7 +13,7 @@ from .common import AuxiliaryOption, DeviceOption, DtypeOption, JsonOption, Prim
 
 if TYPE_CHECKING:
     from ..config import EngineConfig
-    from ..evaluation.records import Record
+    from ..evaluation.records import Record, Skipped
 
 _PER_TASK = 20
 """Questions of a RULER task."""
@@ -76,10 +76,10 @@ def evaluate(
     chosen_metrics = _split(metrics or "")
     for metric in chosen_metrics:
         check_metric(metric)
-    unreadable = 0
+    unreadable: tuple[Skipped, ...] = ()
     if dataset is not None:
         found = read_records(dataset, limit=limit)
-        name, records, unreadable = found.name, list(found.records), len(found.skipped)
+        name, records, unreadable = found.name, list(found.records), found.skipped
         config = replace(config, system_prompt=INSTRUCTION)
     else:
         assert ruler is not None
@@ -97,14 +97,28 @@ def evaluate(
         metrics=chosen_metrics,
     )
     comparison = lab.run()
-    comparison = replace(comparison, skipped=comparison.skipped + unreadable)
+    comparison = replace(comparison, skipped=[*unreadable, *comparison.skipped])
     summary = summarise(comparison)
     if out is not None:
         write_report(comparison, out, overwrite=overwrite)
+    _tell_skipped(summary)
     if as_json:
         print_json(summary)
     else:
         typer.echo(to_markdown(summary))
+
+
+def _tell_skipped(summary: dict[str, Any]) -> None:
+    """On stderr: how many records were left out, and the first of them with their reasons."""
+    from ..evaluation.tables import first_skipped
+
+    if not summary["skipped"]:
+        return
+    shown = first_skipped(summary)
+    more = summary["skipped"] - len(shown)
+    typer.echo(f"skipped {summary['skipped']} of {summary['n'] + summary['skipped']} records:", err=True)
+    for line in [*shown, *([f"and {more} more"] if more else [])]:
+        typer.echo(f"  {line}", err=True)
 
 
 def _needles(

@@ -31,7 +31,7 @@ from ..progress import progress_bar
 from ..sampling import SamplingParams
 from ..stats import FusionStats
 from .questions import AskedQuestion, ask
-from .records import Record
+from .records import Record, Skipped, first_few
 from .reference import Reference
 from .report import Comparison, ItemResult, Question, Run
 from .scores import METRICS, check_metric
@@ -127,8 +127,8 @@ class Lab:
                         os.fsync(journal.fileno())
                 advance(number)
         if len(self.skipped) == len(self.records):
-            reason = next((f"{id_}: {why}" for id_, why in self.skipped.items()), "there is none")
-            raise ConfigurationError(f"no question of {self.name!r} could be asked. The first, {reason}")
+            reasons = first_few(self._skipped()) or "there is none"
+            raise ConfigurationError(f"no question of {self.name!r} could be asked. {reasons}")
         return self._comparison(engine, items)
 
     # -- one question -------------------------------------------------------------------------------------------
@@ -219,8 +219,11 @@ class Lab:
             questions=[Question(r.id, r.question, list(r.answers)) for r in self.records if r.id not in self.skipped],
             items=[item for (id_, label), item in items.items() if label in labels and id_ not in self.skipped],
             settings={key: value for key, value in self._settings().items() if key != "records_sha256"},
-            skipped=len(self.skipped),
+            skipped=self._skipped(),
         )
+
+    def _skipped(self) -> list[Skipped]:
+        return [Skipped(f"question {id_}", reason) for id_, reason in self.skipped.items()]
 
 
 def _read_journal(path: Path) -> Iterator[ItemResult]:

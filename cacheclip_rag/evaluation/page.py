@@ -14,7 +14,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from .plots import COLOURS, Plot, plots, to_svg
-from .tables import Cell, headline, score_title, table, unpaired_note
+from .tables import Cell, first_skipped, headline, score_title, table, unpaired_note
 
 if TYPE_CHECKING:
     from .report import Comparison, ItemResult, Question
@@ -94,6 +94,7 @@ def to_html(comparison: Comparison, summary: dict[str, Any]) -> str:
         f"<h1>{title}</h1>\n<p>{escape(headline(summary))}</p>",
         _summary_table(summary),
         f'<div class="plots">{"".join(map(_figure, plots(summary)))}</div>',
+        _skipped(summary),
         _settings(summary["settings"]),
         _items(comparison, summary),
         f"<script>{_SCRIPT}</script>\n</body>\n</html>\n",
@@ -140,6 +141,17 @@ def _figure(plot: Plot) -> str:
     return (
         f"<figure><figcaption>{escape(plot.title)}</figcaption>\n"
         f'<ul class="legend">{"".join(legend)}</ul>\n{to_svg(plot)}</figure>'
+    )
+
+
+def _skipped(summary: dict[str, Any]) -> str:
+    if not summary["skipped"]:
+        return ""
+    counts = "".join(f"<li>{count}: {escape(reason)}</li>" for reason, count in summary["skipped_by_reason"].items())
+    first = "".join(f"<li>{escape(line)}</li>" for line in first_skipped(summary))
+    return (
+        f"<details><summary>{summary['skipped']} skipped, and why</summary>"
+        f"<ul>{counts}</ul><p>The first of them:</p><ul>{first}</ul></details>"
     )
 
 

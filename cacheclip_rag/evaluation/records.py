@@ -10,14 +10,14 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
 from ..errors import ConfigurationError
 
-__all__ = ["Passage", "Record", "RecordFile", "Skipped", "read_records"]
+__all__ = ["Passage", "Record", "RecordFile", "Skipped", "first_few", "read_records"]
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _SCHEMA = (
@@ -57,11 +57,14 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """A line that was left out."""
+    """A record that was left out."""
 
-    line: int
-    """Counted from 1, blank lines included."""
+    where: str
+    """``line 3`` of its file (counted from 1, blank lines included), or ``question q7`` once it was read."""
     reason: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.reason}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +107,7 @@ def read_records(path: str | Path, *, limit: int | None = None) -> RecordFile:
                     raise _Unusable(f"id {record.id!r} was there before")
                 records[record.id] = record
             except _Unusable as reason:
-                skipped.append(Skipped(line, str(reason)))
+                skipped.append(Skipped(f"line {line}", str(reason)))
             if len(records) == limit:
                 break
     except (OSError, EOFError, zlib.error) as error:  # what gzip raises on damaged files is any of the three
@@ -121,10 +124,14 @@ def _name(file: Path) -> str:
 
 
 def _nothing_usable(path: str | Path, skipped: list[Skipped]) -> str:
-    reasons = "; ".join(f"line {skip.line}: {skip.reason}" for skip in skipped[:_REASONS_SHOWN])
-    more = f"; and {len(skipped) - _REASONS_SHOWN} more" if len(skipped) > _REASONS_SHOWN else ""
-    got = f"{len(skipped)} that cannot be used ({reasons}{more})" if skipped else "an empty file"
+    got = f"{len(skipped)} that cannot be used ({first_few(skipped)})" if skipped else "an empty file"
     return f"expected evaluation records in {path}, got {got}. Write one object a line: {_SCHEMA}"
+
+
+def first_few(skipped: Sequence[Skipped]) -> str:
+    """The first ones with their reasons, and how many more there are."""
+    more = f"; and {len(skipped) - _REASONS_SHOWN} more" if len(skipped) > _REASONS_SHOWN else ""
+    return "; ".join(map(str, skipped[:_REASONS_SHOWN])) + more
 
 
 def _lines(file: Path) -> Iterator[tuple[int, bytes]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from ..errors import ConfigurationError, MissingExtraError
 from ..paths import atomic_path
 from .page import to_html
 from .plots import plots, to_png
+from .records import Skipped
 from .statistics import paired_bootstrap, trimmed_mean
 from .tables import to_markdown
 
@@ -37,6 +39,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
+_SKIPPED_SHOWN = 5
 FILES = {"summary": "summary.json", "markdown": "report.md", "html": "report.html", "png": "quality_ttft.png"}
 """What :func:`write_report` writes into its folder."""
 
@@ -99,8 +102,8 @@ class Comparison:
     """Not every run need have answered every question."""
     settings: dict[str, Any]
     """For the reader, JSON values only."""
-    skipped: int
-    """Questions of the dataset that no run was asked."""
+    skipped: list[Skipped]
+    """Records of the dataset that no run is judged by."""
 
     def to_dict(self) -> dict[str, Any]:
         return {"format": FORMAT_VERSION, **asdict(self)}
@@ -110,11 +113,12 @@ class Comparison:
         """Inverse of :meth:`to_dict`; raises KeyError, TypeError or ValueError on anything else."""
         if value["format"] != FORMAT_VERSION:
             raise ValueError(f"expected comparison format {FORMAT_VERSION}, got {value['format']!r}")
-        fields = {key: value[key] for key in value if key not in ("format", "runs", "questions", "items")}
+        fields = {key: value[key] for key in value if key not in ("format", "runs", "questions", "items", "skipped")}
         return cls(
             runs=[Run(**row) for row in value["runs"]],
             questions=[Question(**row) for row in value["questions"]],
             items=[ItemResult(**row) for row in value["items"]],
+            skipped=[Skipped(**row) for row in value["skipped"]],
             **fields,
         )
 
@@ -141,11 +145,22 @@ def summarise(comparison: Comparison) -> dict[str, Any]:
         "primary": comparison.primary,
         "auxiliary": comparison.auxiliary,
         "n": len(comparison.questions),
-        "skipped": comparison.skipped,
+        "skipped": len(comparison.skipped),
+        "skipped_by_reason": _by_reason(comparison.skipped),
+        "skipped_first": [asdict(one) for one in comparison.skipped[:_SKIPPED_SHOWN]],
         "settings": comparison.settings,
         "scores": scores,
         "methods": {run.label: _row(run, by_run[run.label], full, scores) for run in comparison.runs},
     }
+
+
+def _by_reason(skipped: Sequence[Skipped]) -> dict[str, int]:
+    """How many for each reason, the most frequent first; reasons that differ in numbers only count as one."""
+    alike: dict[str, list[str]] = {}
+    for one in skipped:
+        alike.setdefault(re.sub(r"\d+", "N", one.reason), []).append(one.reason)
+    named = {own[0] if len(set(own)) == 1 else name: len(own) for name, own in alike.items()}
+    return dict(sorted(named.items(), key=lambda pair: -pair[1]))
 
 
 def _row(run: Run, own: Mapping[str, ItemResult], full: Mapping[str, ItemResult], scores: list[str]) -> dict[str, Any]:

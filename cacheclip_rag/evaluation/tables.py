@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["Cell", "Column", "headline", "score_title", "table", "to_markdown", "unpaired_note"]
+__all__ = ["Cell", "Column", "first_skipped", "headline", "score_title", "table", "to_markdown", "unpaired_note"]
 
 Better = Literal["high", "low"]
 
@@ -77,6 +77,10 @@ def to_markdown(summary: dict[str, Any]) -> str:
     lines += ["", *(f"- **{_plain(column.title)}**: {_plain(column.meaning)}." for column in columns)]
     if note := unpaired_note(summary):
         lines += ["", note]
+    if summary["skipped"]:
+        counts = (f"- {count}: {_plain(reason)}" for reason, count in summary["skipped_by_reason"].items())
+        lines += ["", f"{summary['skipped']} skipped, by reason:", "", *counts]
+        lines += ["", "The first of them:", "", *(f"- {_plain(line)}" for line in first_skipped(summary))]
     if summary["settings"]:
         dumped = json.dumps(summary["settings"], indent=2, ensure_ascii=False)
         lines += ["", "Settings:", "", *(f"    {line}" for line in dumped.splitlines())]
@@ -98,6 +102,11 @@ def unpaired_note(summary: dict[str, Any]) -> str:
         "Not every method answered the same questions. Means are over the n of each row, and cannot be held against "
         "each other; differences to full and speed-ups are over the questions that both answered."
     )
+
+
+def first_skipped(summary: dict[str, Any]) -> list[str]:
+    """The first records that were left out, each with the reason in one line."""
+    return [f"{one['where']}: {one['reason']}" for one in summary["skipped_first"]]
 
 
 def score_title(name: str) -> str:

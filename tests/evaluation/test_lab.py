@@ -87,8 +87,10 @@ class TestRun:
     def test_a_prompt_too_long_is_counted_not_scored(self, config: EngineConfig) -> None:
         long = replace(record(9), chunks=(Passage("", " ".join(SENTENCES * 200)),))
         comparison = lab(config, records=[*RECORDS, long]).run()
-        assert comparison.skipped == 1 and {q.id for q in comparison.questions} == {"q0", "q1", "q2"}
-        with pytest.raises(ConfigurationError, match="no question of 'tiny' could be asked"):
+        [skipped] = comparison.skipped
+        assert skipped.where == "question q9" and "tokens" in skipped.reason
+        assert {question.id for question in comparison.questions} == {"q0", "q1", "q2"}
+        with pytest.raises(ConfigurationError, match="no question of 'tiny' could be asked. question q9: the prompt"):
             lab(config, records=[long]).run()
 
     def test_plain_answers_are_counted(self, config: EngineConfig) -> None:
@@ -110,7 +112,7 @@ class TestRun:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(CacheClipEngine, "precompute", narrow)
             comparison = lab(config, tmp_path / "run", methods=["direct", "cacheclip"]).run()
-        assert comparison.skipped == 1 and summarise(comparison)["n"] == 2
+        assert len(comparison.skipped) == 1 and summarise(comparison)["n"] == 2
 
     def test_chunk_caches_do_not_pile_up(self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
         engines = []
@@ -306,6 +308,7 @@ class TestCommand:
             }
             for r in RECORDS
         ]
+        lines.append({**lines[0], "id": "odd", "meta": {"metric": "bleu"}})
         lines.append({"id": "bad", "task": "tiny", "question": "?", "answers": [], "chunks": [], "meta": {}})
         path.write_bytes(gzip.compress("\n".join(map(json.dumps, lines)).encode()))
         return path
@@ -316,7 +319,12 @@ class TestCommand:
         result = self.run("--dataset", dataset, *models, "--methods", "direct,epic:k_init=4", "--out", out, "--json")
         assert result.exit_code == 0, result.output
         summary = json.loads(result.stdout)
-        assert (summary["dataset"], summary["n"], summary["skipped"]) == ("tiny", 3, 1)
+        assert (summary["dataset"], summary["n"], summary["skipped"]) == ("tiny", 3, 2)
+        assert summary["skipped_by_reason"] == {"no answers": 1, summary["skipped_first"][1]["reason"]: 1}
+        assert [one["where"] for one in summary["skipped_first"]] == ["line 5", "question odd"]
+        told = result.stderr.splitlines()
+        assert told[:2] == ["skipped 2 of 5 records:", "  line 5: no answers"]
+        assert told[2].startswith("  question odd: metric must be one of f1, ") and "got 'bleu'" in told[2]
         assert list(summary["methods"]) == ["full", "direct", "epic:k_init=4"]
         row = summary["methods"]["direct"]
         for key in ("f1", "em", "contains", "kl_to_full", "agreement_with_full", "effective_ratio", "ttft_s"):

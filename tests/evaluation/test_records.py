@@ -68,7 +68,7 @@ def test_limit_counts_usable_records(tmp_path: Path) -> None:
     path = write(tmp_path, line(answers=[]), line(), line(id="q2"), line(id="q3"), "{")
     found = read_records(str(path), limit=2)
     assert [record.id for record in found.records] == ["q1", "q2"]
-    assert found.skipped == (Skipped(1, "no answers"),)
+    assert found.skipped == (Skipped("line 1", "no answers"),)
 
 
 def test_answers_in_lists_of_lists_are_joined(tmp_path: Path) -> None:
@@ -113,13 +113,13 @@ def test_what_cannot_be_used_is_counted_with_its_reason(tmp_path: Path, content:
     found = read_records(write(tmp_path, line(), "", content, line(id="q3")))
     assert [record.id for record in found.records] == ["q1", "q3"]
     [skipped] = found.skipped
-    assert skipped.line == 3 and skipped.reason.startswith(reason)
+    assert skipped.where == "line 3" and skipped.reason.startswith(reason)
 
 
 def test_line_in_another_encoding(tmp_path: Path) -> None:
     path = tmp_path / "latin.jsonl"
     path.write_bytes(line().encode() + b"\n" + '{"id": "é"}'.encode("latin-1"))
-    assert read_records(path).skipped == (Skipped(2, "not UTF-8 (byte 8)"),)
+    assert read_records(path).skipped == (Skipped("line 2", "not UTF-8 (byte 8)"),)
 
 
 def test_not_one_usable_record(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from cacheclip_rag.errors import ConfigurationError, MissingExtraError
 from cacheclip_rag.evaluation.plots import linear_ticks, plots, tick_text, to_svg
+from cacheclip_rag.evaluation.records import Skipped
 from cacheclip_rag.evaluation.report import (
     FILES,
     Comparison,
@@ -54,12 +55,17 @@ ITEMS = [
     ),
     *(item("clip 1", n, f1, 4.0, 0.0) for n, f1 in [(1, 1.0), (2, 0.5), (3, 0.0), (4, 1.0)]),
 ]
+SKIPPED = [
+    Skipped("line 3", "no answers"),
+    Skipped("question q8", "the prompt has 900 tokens, of 512"),
+    Skipped("question q9", "the prompt has 901 tokens, of 512"),
+]
 
 
 @pytest.fixture
 def comparison() -> Comparison:
     settings = {"seed": 0, "dtype": "float32"}
-    return Comparison("lamps", "tiny-primary", "tiny-auxiliary", RUNS, QUESTIONS, ITEMS, settings, 2)
+    return Comparison("lamps", "tiny-primary", "tiny-auxiliary", RUNS, QUESTIONS, ITEMS, settings, SKIPPED)
 
 
 @pytest.fixture
@@ -86,7 +92,7 @@ def test_comparisons_go_through_json(comparison: Comparison) -> None:
 
 class TestSummary:
     def test_means_are_over_the_runs_own_items(self, summary: dict[str, Any]) -> None:
-        assert (summary["n"], summary["skipped"], summary["scores"]) == (5, 2, ["f1", "contains"])
+        assert (summary["n"], summary["skipped"], summary["scores"]) == (5, 3, ["f1", "contains"])
         direct, clip = summary["methods"]["direct"], summary["methods"]["clip 0.2"]
         assert (direct["n"], direct["f1"], direct["contains"]) == (4, 0.5625, 0.25)
         assert (direct["kl_to_full"], direct["kl_to_full_median"], direct["kl_to_full_trimmed"]) == (0.25, 0.25, 0.25)
@@ -148,11 +154,34 @@ class TestSummary:
             summarise(replace(comparison, **change))
 
 
+class TestSkipped:
+    def test_counts_by_reason_and_the_first(self, comparison: Comparison, summary: dict[str, Any]) -> None:
+        assert summary["skipped_by_reason"] == {"the prompt has N tokens, of N": 2, "no answers": 1}
+        assert summary["skipped_first"][0] == {"where": "line 3", "reason": "no answers"}
+        many = summarise(replace(comparison, skipped=[Skipped(f"line {n}", "no answers") for n in range(1, 101)]))
+        assert (many["skipped"], many["skipped_by_reason"], len(many["skipped_first"])) == (100, {"no answers": 100}, 5)
+        none = summarise(replace(comparison, skipped=[]))
+        assert (none["skipped"], none["skipped_by_reason"], none["skipped_first"]) == (0, {}, [])
+
+    def test_markdown(self, comparison: Comparison, summary: dict[str, Any]) -> None:
+        made = to_markdown(summary)
+        assert "3 skipped, by reason:\n\n- 2: the prompt has N tokens, of N\n- 1: no answers\n" in made
+        assert "- line 3: no answers\n- question q8: the prompt has 900 tokens, of 512\n" in made
+        assert "skipped" not in to_markdown(summarise(replace(comparison, skipped=[])))
+
+    def test_page(self, comparison: Comparison, summary: dict[str, Any]) -> None:
+        page = to_html(comparison, summary)
+        assert "<summary>3 skipped, and why</summary>" in page and "<li>2: the prompt has N tokens, of N</li>" in page
+        assert "<li>question q8: the prompt has 900 tokens, of 512</li>" in page
+        whole = replace(comparison, skipped=[])
+        assert "skipped" not in to_html(whole, summarise(whole))
+
+
 class TestMarkdown:
     def test_table(self, summary: dict[str, Any]) -> None:
         lines = to_markdown(summary).splitlines()
         assert lines[0] == "# lamps"
-        assert lines[2] == "Primary tiny-primary, auxiliary tiny-auxiliary. 5 questions, 2 skipped."
+        assert lines[2] == "Primary tiny-primary, auxiliary tiny-auxiliary. 5 questions, 3 skipped."
         rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
         titles, _, *body = rows
         assert len({len(row) for row in rows}) == 1
@@ -253,7 +282,7 @@ class TestPage:
             [Question("q1", bad, [bad])],
             [replace(ITEMS[0], scores={bad: 1.0}), replace(ITEMS[4], label=bad, answer=bad, scores={bad: 0.5})],
             {bad: bad},
-            0,
+            [Skipped(bad, bad)],
         )
         text = to_html(hostile, summarise(hostile))
         page = Page(text)
