@@ -7,16 +7,12 @@ run goes on where it was.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import math
-import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
@@ -30,6 +26,7 @@ from ..methods.base import Method
 from ..progress import progress_bar
 from ..sampling import SamplingParams
 from ..stats import FusionStats
+from .journal import Journal, open_journal
 from .questions import AskedQuestion, ask
 from .records import Record, Skipped, first_few
 from .reference import Reference
@@ -116,20 +113,18 @@ class Lab:
         config = replace(self.config, store=None, shadow_rate=0.0, require_certificate=False, fallback="error")
         config = replace(config, prefix_cache_bytes=0)  # one method's prompt would make the next one's exact
         engine = CacheClipEngine(config if needs_auxiliary else replace(config, auxiliary=None))
-        items: dict[tuple[str, str], ItemResult] = {}
-        with self._journal(items) as journal, progress_bar("asking", len(self.records), "questions") as advance:
+        with (
+            open_journal(self.folder, self._settings(engine), self.records) as journal,
+            progress_bar("asking", len(self.records), "questions") as advance,
+        ):
             for number, record in enumerate(self.records, 1):
-                for item in self._ask(engine, record, items):
-                    items[item.id, item.label] = item
-                    if journal is not None:
-                        journal.write(json.dumps(asdict(item), ensure_ascii=False) + "\n")
-                        journal.flush()
-                        os.fsync(journal.fileno())
+                for item in self._ask(engine, record, journal.items):
+                    journal.add(item)
                 advance(number)
         if len(self.skipped) == len(self.records):
             reasons = first_few(self._skipped()) or "there is none"
             raise ConfigurationError(f"no question of {self.name!r} could be asked. {reasons}")
-        return self._comparison(engine, items)
+        return self._comparison(engine, journal)
 
     # -- one question -------------------------------------------------------------------------------------------
 
@@ -163,16 +158,20 @@ class Lab:
 
     # -- what is kept -------------------------------------------------------------------------------------------
 
-    def _settings(self) -> dict[str, Any]:
-        """What must be the same for answers to be compared; methods may be added."""
-        content = json.dumps([asdict(record) for record in self.records], sort_keys=True, default=repr)
-        config = self.config
+    def _settings(self, engine: CacheClipEngine) -> dict[str, Any]:
+        """What must be the same for answers to be compared; questions and methods may be added."""
+        config, auxiliary = engine.config, engine.auxiliary
         return {
             "dataset": self.name,
-            "questions": len(self.records),
-            "records_sha256": hashlib.sha256(content.encode()).hexdigest(),
             "primary": config.primary,
+            "primary_sha256": engine.primary.fingerprint,
+            "primary_tokenizer_sha256": engine.primary.tokenizer_sha256,
+            "codec": config.codec or config.dtype,
             "auxiliary": config.auxiliary,
+            "auxiliary_sha256": auxiliary.fingerprint if auxiliary else None,
+            "auxiliary_tokenizer_sha256": auxiliary.tokenizer_sha256 if auxiliary else None,
+            "auxiliary_codec": config.auxiliary_codec if auxiliary else None,
+            "auxiliary_device": (config.auxiliary_device or config.device) if auxiliary else None,
             "dtype": config.dtype,
             "device": config.device,
             "system_prompt": config.system_prompt,
@@ -181,35 +180,7 @@ class Lab:
             "torch": torch.__version__,
         }
 
-    @contextmanager
-    def _journal(self, items: dict[tuple[str, str], ItemResult]) -> Iterator[TextIO | None]:
-        """The file that answers are added to; those already in it are put into ``items``."""
-        if self.folder is None:
-            yield None
-            return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        settings, path = self.folder / "settings.json", self.folder / "items.jsonl"
-        mine = self._settings()
-        if settings.exists():
-            theirs = json.loads(settings.read_text())
-            other = sorted(key for key in mine if mine[key] != theirs.get(key))
-            if other:
-                raise ConfigurationError(
-                    f"{self.folder} holds a comparison with another {', '.join(other)}. Name another folder, or give "
-                    "the same settings to go on with it."
-                )
-        elif path.exists() or any(self.folder.iterdir()):
-            raise ConfigurationError(f"{self.folder} is not empty and holds no comparison. Name another folder.")
-        else:
-            settings.write_text(json.dumps(mine, indent=1))
-        asked = {record.id for record in self.records}
-        for item in _read_journal(path):
-            if item.id in asked:
-                items[item.id, item.label] = item
-        with path.open("a", encoding="utf-8") as journal:
-            yield journal
-
-    def _comparison(self, engine: CacheClipEngine, items: dict[tuple[str, str], ItemResult]) -> Comparison:
+    def _comparison(self, engine: CacheClipEngine, journal: Journal) -> Comparison:
         labels = {planned.run.label for planned in self.runs}
         return Comparison(
             dataset=self.name,
@@ -217,26 +188,13 @@ class Lab:
             auxiliary=engine.config.auxiliary,
             runs=[planned.run for planned in self.runs],
             questions=[Question(r.id, r.question, list(r.answers)) for r in self.records if r.id not in self.skipped],
-            items=[item for (id_, label), item in items.items() if label in labels and id_ not in self.skipped],
-            settings={key: value for key, value in self._settings().items() if key != "records_sha256"},
+            items=[item for (id_, label), item in journal.items.items() if label in labels and id_ not in self.skipped],
+            settings=journal.settings,
             skipped=self._skipped(),
         )
 
     def _skipped(self) -> list[Skipped]:
         return [Skipped(f"question {id_}", reason) for id_, reason in self.skipped.items()]
-
-
-def _read_journal(path: Path) -> Iterator[ItemResult]:
-    """Answers written so far. A line that a kill cut short is cut off, and its question asked again."""
-    if not path.exists():
-        return
-    content = path.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        with path.open("r+b") as file:
-            file.truncate(whole)
-    for line in content[:whole].splitlines():
-        yield ItemResult(**json.loads(line))
 
 
 def _gold_ids(engine: CacheClipEngine, asked: AskedQuestion) -> list[int]:

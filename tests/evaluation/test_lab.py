@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -220,12 +221,68 @@ class TestResume:
         assert {run.label for run in comparison.runs} == {"full", "direct", "epic@0.2", "epic@1"}
         assert len(comparison.items) == 3 * 4
 
-    def test_other_questions_are_refused(self, config: EngineConfig, tmp_path: Path) -> None:
+    def test_questions_may_be_added_and_left_out(self, config: EngineConfig, tmp_path: Path) -> None:
+        folder = tmp_path / "run"
+        lab(config, folder, RECORDS[:2], ["direct"]).run()
+        grown = lab(config, folder, RECORDS, ["direct"]).run()
+        assert len((folder / "items.jsonl").read_text().splitlines()) == 3 * 2
+        assert without_times(grown) == without_times(lab(config, None, RECORDS, ["direct"]).run())
+        fewer = lab(config, folder, RECORDS[1:2], ["direct"]).run()
+        assert [question.id for question in fewer.questions] == ["q1"] and len(fewer.items) == 2
+        assert len((folder / "items.jsonl").read_text().splitlines()) == 3 * 2
+
+    def test_a_question_that_changed_is_refused(self, config: EngineConfig, tmp_path: Path) -> None:
+        folder = tmp_path / "run"
+        lab(config, folder, RECORDS[:2], ["direct"]).run()
+        changed = [RECORDS[0], *(replace(other, answers=("Another",)) for other in RECORDS[1:])]
+        message = (
+            "the questions that .*run holds answers to, got others with the same ids: q1 changed since.*Give these"
+        )
+        with pytest.raises(ConfigurationError, match=message):
+            lab(config, folder, changed, ["direct"]).run()
+        lab(config, folder, [changed[0], changed[2]], ["direct"]).run()
+
+    def test_other_settings_are_named_with_both_values(self, config: EngineConfig, tmp_path: Path) -> None:
         lab(config, tmp_path / "run", methods=["direct"]).run()
-        with pytest.raises(ConfigurationError, match="another questions, records_sha256"):
-            lab(config, tmp_path / "run", records=RECORDS[:2], methods=["direct"]).run()
-        with pytest.raises(ConfigurationError, match="another system_prompt"):
-            lab(replace(config, system_prompt="Else."), tmp_path / "run", methods=["direct"]).run()
+        other = replace(config, system_prompt="Else.", codec="float16")
+        with pytest.raises(ConfigurationError) as error:
+            lab(other, tmp_path / "run", methods=["direct"]).run()
+        assert (
+            "codec is 'float32' there and 'float16' now; system_prompt is 'Read and answer.' there and 'Else.' now"
+            in (str(error.value))
+        )
+        recorded = json.loads((tmp_path / "run" / "settings.json").read_text())
+        del recorded["codec"]
+        (tmp_path / "run" / "settings.json").write_text(json.dumps(recorded))
+        with pytest.raises(ConfigurationError, match="codec is not recorded there and 'float32' now"):
+            lab(config, tmp_path / "run", methods=["direct"]).run()
+
+    def test_other_weights_under_the_same_name_are_refused(self, config: EngineConfig, tmp_path: Path) -> None:
+        from safetensors.torch import load_file, save_file
+
+        from cacheclip_rag.models.load import unload_models
+
+        shutil.copytree(config.primary, tmp_path / "model")
+        config = replace(config, primary=str(tmp_path / "model"))
+        lab(config, tmp_path / "run", RECORDS[:1], ["direct"]).run()
+        [file] = (tmp_path / "model").glob("*.safetensors")
+        save_file({name: 2 * weights for name, weights in load_file(file).items()}, file, {"format": "pt"})
+        unload_models()
+        with pytest.raises(ConfigurationError, match="others: primary_sha256 is '.*' there and '.*' now. Give"):
+            lab(config, tmp_path / "run", RECORDS[:1], ["direct"]).run()
+
+    def test_the_auxiliary_may_come_later_and_stays_the_same(
+        self, config: EngineConfig, tiny_models: dict[str, str], tmp_path: Path
+    ) -> None:
+        def run(auxiliary: str | None, methods: list[str]) -> Comparison:
+            return lab(replace(config, auxiliary=auxiliary), tmp_path / "run", RECORDS[:1], methods).run()
+
+        assert run(None, ["direct"]).settings["auxiliary_sha256"] is None
+        run("never looked for", ["direct"])
+        known = run(config.auxiliary, ["cacheclip"]).settings["auxiliary_sha256"]
+        assert run(None, ["direct"]).settings["auxiliary_sha256"] == known is not None
+        with pytest.raises(ConfigurationError, match="auxiliary is '.*' there and '.*' now; auxiliary_sha256 is"):
+            run(tiny_models["qwen2"], ["cacheclip"])
 
     def test_a_folder_of_something_else_is_refused(self, config: EngineConfig, tmp_path: Path) -> None:
         (tmp_path / "thesis.tex").write_text("years of work")

@@ -1,0 +1,133 @@
+"""The folder of a comparison: its settings, and every answer as it comes, so that a killed run goes on where it was."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from ..errors import ConfigurationError
+from ..paths import atomic_path
+from .records import Record
+from .report import ItemResult
+
+__all__ = ["Journal", "open_journal"]
+
+_SETTINGS, _ITEMS = "settings.json", "items.jsonl"
+_DIGEST = "record_sha256"
+_CHANGED_SHOWN = 3
+
+
+@dataclass(slots=True)
+class Journal:
+    """Answers to the records of a comparison, those of earlier runs included."""
+
+    settings: dict[str, Any]
+    """Those of the folder, and what this run is the first to need."""
+    items: dict[tuple[str, str], ItemResult] = field(default_factory=dict)
+    """By id of the record and label of the run."""
+    _digests: Mapping[str, str] = field(default_factory=dict)
+    _file: TextIO | None = None
+
+    def add(self, item: ItemResult) -> None:
+        """Keep an answer; in a folder, it is on the disk when this returns."""
+        self.items[item.id, item.label] = item
+        if self._file is not None:
+            line = {_DIGEST: self._digests[item.id], **asdict(item)}
+            self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+
+@contextmanager
+def open_journal(folder: Path | None, settings: Mapping[str, Any], records: Sequence[Record]) -> Iterator[Journal]:
+    """The journal of ``folder`` (None: in memory), with its answers to ``records``; more or fewer of these than before
+    are welcome.
+
+    Settings of the auxiliary model are None as long as no method needs it.
+
+    Raises:
+        ConfigurationError: the folder holds something else, a comparison with other settings, or answers to a record
+            that has changed.
+    """
+    if folder is None:
+        yield Journal(dict(settings))
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    digests = {record.id: _digest(record) for record in records}
+    journal = Journal(_agreed(folder, settings), _digests=digests)
+    journal.items.update(_answers(folder, digests))
+    _write_settings(folder, journal.settings)
+    with (folder / _ITEMS).open("a", encoding="utf-8") as file:
+        journal._file = file
+        yield journal
+
+
+def _digest(record: Record) -> str:
+    return hashlib.sha256(json.dumps(asdict(record), sort_keys=True, default=repr).encode()).hexdigest()
+
+
+def _agreed(folder: Path, mine: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings to go on with."""
+    path = folder / _SETTINGS
+    if not path.exists():
+        if any(folder.iterdir()):
+            raise ConfigurationError(f"{folder} is not empty and holds no comparison. Name another folder.")
+        return dict(mine)
+    theirs: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    agreed, other = dict(mine), []
+    for key, value in mine.items():
+        if key not in theirs:
+            other.append(f"{key} is not recorded there and {value!r} now")
+        elif key.startswith("auxiliary") and value is None:
+            agreed[key] = theirs[key]
+        elif theirs[key] != value and not (key.startswith("auxiliary") and theirs[key] is None):
+            other.append(f"{key} is {theirs[key]!r} there and {value!r} now")
+    if other:
+        raise ConfigurationError(
+            f"expected the settings that the comparison in {folder} was begun with, got others: {'; '.join(other)}. "
+            "Give the first ones to go on with it, or name another folder."
+        )
+    return agreed
+
+
+def _write_settings(folder: Path, settings: Mapping[str, Any]) -> None:
+    with atomic_path(folder / _SETTINGS) as temporary:
+        temporary.write_text(json.dumps(settings, indent=1), encoding="utf-8")
+
+
+def _answers(folder: Path, digests: Mapping[str, str]) -> Iterator[tuple[tuple[str, str], ItemResult]]:
+    """Answers written so far to the records of these digests."""
+    changed: dict[str, None] = {}
+    for line in _lines(folder / _ITEMS):
+        value = json.loads(line)
+        digest = value.pop(_DIGEST)
+        item = ItemResult(**value)
+        if digests.get(item.id, digest) != digest:
+            changed[item.id] = None
+        elif item.id in digests:
+            yield (item.id, item.label), item
+    if changed:
+        shown = ", ".join(list(changed)[:_CHANGED_SHOWN])
+        more = f" and {len(changed) - _CHANGED_SHOWN} more" if len(changed) > _CHANGED_SHOWN else ""
+        raise ConfigurationError(
+            f"expected the questions that {folder} holds answers to, got others with the same ids: {shown}{more} "
+            "changed since. Give these ids of their own, restore them to go on, or name another folder."
+        )
+
+
+def _lines(path: Path) -> list[bytes]:
+    """Whole lines. One that a kill cut short is cut off, and its question asked again."""
+    if not path.exists():
+        return []
+    content = path.read_bytes()
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):
+        with path.open("r+b") as file:
+            file.truncate(whole)
+    return content[:whole].splitlines()
