@@ -244,13 +244,14 @@ class CacheClipEngine:
         """Wait until every comparison with full prefill that is under way is done; False if it took longer."""
         return self._shadow is None or self._shadow.wait(timeout_s)
 
-    def segment(self, prompt: Prompt, candidates: Iterable[str] = ()) -> list[Segment]:
+    def segment(self, prompt: Prompt, candidates: Iterable[str] = (), *, date: str | None = None) -> list[Segment]:
         """Cut a prompt into stored chunks and fresh text.
 
         Args:
             prompt: a string (taken as one user message if the model has a chat template) or a list of messages. The
                 engine's system prompt comes before messages that hold none.
             candidates: chunk texts known to be in the prompt, stored or not (retrieved nodes, documents).
+            date: what a chat template that states the date writes, default today's.
         """
         runtime = self.primary
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else check_messages(prompt)
@@ -261,7 +262,13 @@ class CacheClipEngine:
             messages = [*self._system_messages(), *messages]
         # the system prompt is prefix, whatever of it the store may hold
         own = self.config.system_prompt
-        return segment_chat(messages, runtime.render_chat, self.texts, candidates, verbatim=(own,) if own else ())
+        return segment_chat(
+            messages,
+            lambda m: runtime.render_chat(m, date=date),
+            self.texts,
+            candidates,
+            verbatim=(own,) if own else (),
+        )
 
     def generate(
         self,

@@ -49,7 +49,7 @@ def open_journal(folder: Path | None, settings: Mapping[str, Any], records: Sequ
     """The journal of ``folder`` (None: in memory), with its answers to ``records``; more or fewer of these than before
     are welcome.
 
-    Settings of the auxiliary model are None as long as no method needs it.
+    ``date`` is that of the first run. Settings of the auxiliary model are None as long as no method needs it.
 
     Raises:
         ConfigurationError: the folder holds something else, a comparison with other settings, or answers to a record
@@ -84,7 +84,7 @@ def _agreed(folder: Path, mine: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in mine.items():
         if key not in theirs:
             other.append(f"{key} is not recorded there and {value!r} now")
-        elif key.startswith("auxiliary") and value is None:
+        elif key == "date" or (key.startswith("auxiliary") and value is None):
             agreed[key] = theirs[key]
         elif theirs[key] != value and not (key.startswith("auxiliary") and theirs[key] is None):
             other.append(f"{key} is {theirs[key]!r} there and {value!r} now")

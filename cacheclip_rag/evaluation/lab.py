@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -100,6 +101,8 @@ class Lab:
     """Where answers are kept as they come (``items.jsonl``), to go on from; None keeps them in memory."""
     metrics: Sequence[str] = ()
     """Instead of each record's own."""
+    date: str = field(default_factory=lambda: time.strftime("%d %b %Y"))
+    """What chat templates that state the date write; a resumed run keeps that of the first."""
     skipped: dict[str, str] = field(default_factory=dict)
     """Filled by :meth:`run`: ids of questions that were left out, and why."""
 
@@ -117,6 +120,7 @@ class Lab:
             open_journal(self.folder, self._settings(engine), self.records) as journal,
             progress_bar("asking", len(self.records), "questions") as advance,
         ):
+            self.date = journal.settings["date"]
             for number, record in enumerate(self.records, 1):
                 for item in self._ask(engine, record, journal.items):
                     journal.add(item)
@@ -137,7 +141,7 @@ class Lab:
         if not missing:
             return
         try:
-            yield from self._answers(engine, ask(engine, record, self.metrics), missing)
+            yield from self._answers(engine, ask(engine, record, self.metrics, date=self.date), missing)
         except _NOT_THE_QUESTIONS:
             raise
         except Exception as error:  # what a record holds, and what a metric does with an answer, may be anything
@@ -175,6 +179,7 @@ class Lab:
             "dtype": config.dtype,
             "device": config.device,
             "system_prompt": config.system_prompt,
+            "date": self.date,
             "metrics": list(self.metrics),
             "cacheclip_rag": __version__,
             "torch": torch.__version__,

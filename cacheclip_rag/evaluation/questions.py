@@ -42,11 +42,14 @@ class AskedQuestion:
     """Names, the dataset's own first."""
 
 
-def ask(engine: CacheClipEngine, record: Record, metrics: Sequence[str] = ()) -> AskedQuestion:
+def ask(
+    engine: CacheClipEngine, record: Record, metrics: Sequence[str] = (), *, date: str | None = None
+) -> AskedQuestion:
     """The prompt of a record for an engine's model.
 
     Args:
         metrics: instead of those that the record or its task name.
+        date: what a chat template that states the date writes, default today's.
 
     Raises:
         ConfigurationError: the record's ``meta`` asks for what there is not.
@@ -57,7 +60,7 @@ def ask(engine: CacheClipEngine, record: Record, metrics: Sequence[str] = ()) ->
     closing = _text(meta, "closing", f"\n\nQuestion: {record.question}\nAnswer:")
     passages = "\n\n".join(chunks)
     messages: list[Message] = [{"role": "user", "content": f"{opening}{passages}{closing}"}]
-    segments = engine.segment(messages, chunks)
+    segments = engine.segment(messages, chunks, date=date)
     if prefix := _text(meta, "answer_prefix", ""):
         segments = [*segments, Fresh(prefix)]
     own = _text(meta, "metric", "") or ("f1_zh" if _is_chinese(record.question) else "f1")

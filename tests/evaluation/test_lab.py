@@ -284,6 +284,31 @@ class TestResume:
         with pytest.raises(ConfigurationError, match="auxiliary is '.*' there and '.*' now; auxiliary_sha256 is"):
             run(tiny_models["qwen2"], ["cacheclip"])
 
+    def test_the_day_does_not_change(
+        self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        folder = tmp_path / "dated"
+        shutil.copytree(config.primary, folder)
+        template = (folder / "chat_template.jinja").read_text()
+        dated = template.replace("assistant\n", "assistant on {{ strftime_now('%d %b %Y') }}\n")
+        assert dated != template
+        (folder / "chat_template.jinja").write_text(dated)
+        asked: list[str] = []
+
+        def spy(*arguments: Any, **options: Any) -> Any:
+            found = ask(*arguments, **options)
+            asked.append("".join(segment.text for segment in found.segments))
+            return found
+
+        monkeypatch.setattr("cacheclip_rag.evaluation.lab.ask", spy)
+        config = replace(config, primary=str(folder))
+        monkeypatch.setattr("time.strftime", lambda *_: "28 Feb 2031")
+        lab(config, tmp_path / "run", RECORDS[:1], ["direct"]).run()
+        monkeypatch.setattr("time.strftime", lambda *_: "01 Mar 2031")
+        comparison = lab(config, tmp_path / "run", RECORDS[:2], ["direct"]).run()
+        assert len(asked) == 2 and all("assistant on 28 Feb 2031" in prompt for prompt in asked)
+        assert comparison.settings["date"] == "28 Feb 2031"
+
     def test_a_folder_of_something_else_is_refused(self, config: EngineConfig, tmp_path: Path) -> None:
         (tmp_path / "thesis.tex").write_text("years of work")
         with pytest.raises(ConfigurationError, match="not empty"):
