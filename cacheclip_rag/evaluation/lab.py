@@ -219,10 +219,10 @@ def _reason(error: Exception) -> str:
 
 
 def _scores(asked: AskedQuestion, answer: str) -> dict[str, float]:
-    found = {}
+    found, judged = {}, asked.judged(answer)
     for name in asked.metrics:
         try:
-            value = METRICS[name](answer, asked.record.answers)
+            value = METRICS[name](judged, asked.record.answers)
         except CacheClipError:
             raise
         except Exception as error:

@@ -22,8 +22,9 @@ from cacheclip_rag.evaluation.reference import Reference
 from cacheclip_rag.evaluation.report import Comparison, summarise
 from cacheclip_rag.evaluation.scores import METRICS
 from cacheclip_rag.methods.full import Full
+from cacheclip_rag.models.text import TextModel
 from cacheclip_rag.prompt import Chunk, Fresh
-from tests.conftest import CHUNKS, SENTENCES
+from tests.conftest import CHUNKS, SENTENCES, add_bos
 
 METHODS = ["direct", "epic", "cacheclip", "query_attention"]
 
@@ -336,6 +337,49 @@ class TestQuestions:
     def test_chinese_questions_have_their_own_f1(self, config: EngineConfig) -> None:
         asked = ask(CacheClipEngine(config), replace(record(0), question="本产品安全手册由哪家公司出版？"))
         assert asked.metrics[0] == "f1_zh" and asked.max_tokens == 64
+
+    @pytest.mark.parametrize(
+        ("task", "opening", "metric", "max_tokens"),
+        [
+            (
+                "samsum",
+                "Summarize the dialogue into a few short sentences. The following are some examples.\n\n",
+                "rouge_l",
+                128,
+            ),
+            ("triviaqa", "Answer the question based on the given passage. Only give", "f1", 32),
+            ("trec", "Please determine the type of the question below.", "f1", 64),
+        ],
+    )
+    def test_few_shot_tasks(self, config: EngineConfig, task: str, opening: str, metric: str, max_tokens: int) -> None:
+        asked = ask(CacheClipEngine(config), replace(record(0), task=task))
+        assert not any(segment.control for segment in asked.segments), "no chat template"
+        text = "".join(segment.text for segment in asked.segments)
+        assert text.startswith(opening) and text.endswith("\n\nWhat is said of number 0?")
+        assert [s.text for s in asked.segments if isinstance(s, Chunk)] == asked.chunks
+        assert asked.metrics == (metric, "em", "contains") and asked.max_tokens == max_tokens
+        assert asked.judged("\n\nA summary.\nDialogue: more") == "A summary."
+
+    def test_a_record_may_ask_for_it_itself(self, config: EngineConfig, tmp_path: Path) -> None:
+        shutil.copytree(config.primary, tmp_path / "model")
+        add_bos(tmp_path / "model")
+        engine = CacheClipEngine(replace(config, primary=str(tmp_path / "model")))
+        asked = ask(engine, record(0, chat_template=False, first_line=True, metric="rouge"))
+        assert asked.segments[:2] == [Fresh("<|endoftext|>", control=True), Fresh("Read and answer.\n\n")]
+        assert asked.first_line and asked.metrics[0] == "rouge_l" and asked.max_tokens == 128
+        asked = ask(engine, replace(record(0, chat_template=True, first_line=False, max_tokens=9), task="samsum"))
+        assert asked.segments[-1].control and asked.judged("a\nb") == "a\nb" and asked.max_tokens == 9
+        with pytest.raises(ConfigurationError, match="first_line must be true or false, got 1"):
+            ask(engine, record(0, first_line=1))
+
+    def test_only_the_first_line_is_scored(self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+        scored = []
+        monkeypatch.setitem(METRICS, "rouge_l", lambda answer, answers: float(not scored.append(answer)))
+        monkeypatch.setattr(TextModel, "decode_ids", lambda *_: "\nA summary.\nDialogue: more")
+        records = [replace(record(0), task="samsum"), record(1, metric="rouge_l")]
+        comparison = lab(config, records=records, methods=["direct", "map_rerank"]).run()
+        assert scored == ["A summary."] * 3 + ["\nA summary.\nDialogue: more"] * 3
+        assert {item.answer for item in comparison.items} == {"\nA summary.\nDialogue: more"}
 
     def test_unknown_metric(self, config: EngineConfig) -> None:
         with pytest.raises(ConfigurationError, match="metric must be one of"):
