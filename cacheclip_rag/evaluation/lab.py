@@ -1,8 +1,9 @@
 """The laboratory: methods side by side on the same questions, quality and time to the first token in one run.
 
 Every question's chunks are precomputed once and shared by all methods. Full prefill answers first; each method is held
-against it along full prefill's own answer, and then gives its own. Every answer is written at once, so that a killed
-run goes on where it was.
+against it along full prefill's own answer, and then gives its own. No method finds what another's prompt left behind,
+but one that learns from earlier prompts is measured after one: the same question with its chunks in reverse order.
+Every answer is written at once, so that a killed run goes on where it was.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ..errors import CacheClipError, ConfigurationError, MissingExtraError, Mode
 from ..methods import METHODS, check_auxiliary, create, method_class, spec_of
 from ..methods.base import Method
 from ..progress import progress_bar
+from ..prompt import Chunk
 from ..sampling import SamplingParams
 from ..stats import FusionStats
 from .journal import Journal, open_journal
@@ -77,7 +79,7 @@ def planned_runs(methods: Sequence[str], ratios: Sequence[float], config: Engine
             spec = spec_of(method)
             follows = ratio is not None and method.nominal_ratio == ratio
             label = f"{spec}@{ratio:g}" if follows else spec
-            planned[label] = PlannedRun(Run(label, spec, ratio if follows else None), method)
+            planned[label] = PlannedRun(Run(label, spec, ratio if follows else None, method.learns), method)
     return list(planned.values())
 
 
@@ -114,7 +116,6 @@ class Lab:
         """Ask what has not been asked yet; the whole comparison, earlier answers included."""
         needs_auxiliary = any(planned.method.needs_auxiliary for planned in self.runs)
         config = replace(self.config, store=None, shadow_rate=0.0, require_certificate=False, fallback="error")
-        config = replace(config, prefix_cache_bytes=0)  # one method's prompt would make the next one's exact
         engine = CacheClipEngine(config if needs_auxiliary else replace(config, auxiliary=None))
         with (
             open_journal(self.folder, self._settings(engine), self.records) as journal,
@@ -156,6 +157,9 @@ class Lab:
             reference = Reference.of(engine, asked.segments, asked.max_tokens)
             for planned in runs:
                 engine.precompute(asked.chunks, method=planned.method)
+                _forget(engine)
+                if planned.method.learns:
+                    _teach(engine, asked, planned.method)
                 yield _answer(engine, asked, planned, reference, gold_ids)
         finally:
             engine.release(asked.chunks)
@@ -200,6 +204,25 @@ class Lab:
 
     def _skipped(self) -> list[Skipped]:
         return [Skipped(f"question {id_}", reason) for id_, reason in self.skipped.items()]
+
+
+def _forget(engine: CacheClipEngine) -> None:
+    """What earlier prompts left behind: it would make the next one exact, or spare it work."""
+    engine.prefixes.clear()
+    engine.captured.clear()
+
+
+def _teach(engine: CacheClipEngine, asked: AskedQuestion, method: Method) -> None:
+    """Let a method that learns have an earlier prompt: the question with its chunks in reverse order.
+
+    Where that is the question itself there is no earlier prompt: nothing would be left to compute.
+    """
+    chunks = [segment for segment in asked.segments if isinstance(segment, Chunk)]
+    backwards = reversed(chunks)
+    earlier = [next(backwards) if isinstance(segment, Chunk) else segment for segment in asked.segments]
+    if earlier != asked.segments:
+        prefilled = engine.prefill(earlier, method=method, question=asked.record.question)
+        prefilled.keep_prefix(prefilled.cache)
 
 
 def _gold_ids(engine: CacheClipEngine, asked: AskedQuestion) -> list[int]:

@@ -14,7 +14,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from .plots import COLOURS, Plot, plots, to_svg
-from .tables import Cell, first_skipped, headline, score_title, table, unpaired_note
+from .tables import Cell, first_skipped, headline, notes, score_title, table
 
 if TYPE_CHECKING:
     from .report import Comparison, ItemResult, Question
@@ -112,13 +112,12 @@ def _summary_table(summary: dict[str, Any]) -> str:
     columns, cells = table(summary)
     body = [f'<tr><th scope="row">{escape(label)}</th>{"".join(map(_cell, row))}</tr>' for label, row in cells.items()]
     legend = "".join(f"<dt>{escape(c.title)}</dt><dd>{escape(c.meaning)}</dd>" for c in columns)
-    note = unpaired_note(summary)
     return "\n".join(
         [
             f'<div class="wide"><table>{_head(["Method", *(column.title for column in columns)])}<tbody>',
             *body,
             "</tbody></table></div>",
-            f"<p>{escape(note)}</p>" if note else "",
+            *(f"<p>{escape(note)}</p>" for note in notes(summary)),
             f"<details><summary>What the columns mean</summary><dl>{legend}</dl></details>",
         ]
     )

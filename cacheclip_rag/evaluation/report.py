@@ -54,6 +54,8 @@ class Run:
     """Runs of one method are joined by a line in plots. ``full`` is what the others are held against."""
     ratio: float | None
     """Nominal recompute ratio; None for a method without one."""
+    learns: bool = False
+    """Whether it was measured after an earlier prompt, that of the same question with its chunks in reverse order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +176,7 @@ def _row(run: Run, own: Mapping[str, ItemResult], full: Mapping[str, ItemResult]
     row = {
         "method": run.method,
         "ratio": run.ratio,
+        "learns": run.learns,
         "n": len(items),
         "n_paired": len(pairs),
         "answered_plainly": sum(item.fallback is not None for item in items) or None,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["Cell", "Column", "first_skipped", "headline", "score_title", "table", "to_markdown", "unpaired_note"]
+__all__ = ["Cell", "Column", "first_skipped", "headline", "notes", "score_title", "table", "to_markdown"]
 
 Better = Literal["high", "low"]
 
@@ -75,8 +75,8 @@ def to_markdown(summary: dict[str, Any]) -> str:
     for label, row in cells.items():
         lines.append("| " + " | ".join([_plain(label), *map(_markdown_cell, row)]) + " |")
     lines += ["", *(f"- **{_plain(column.title)}**: {_plain(column.meaning)}." for column in columns)]
-    if note := unpaired_note(summary):
-        lines += ["", note]
+    for note in notes(summary):
+        lines += ["", _plain(note)]
     if summary["skipped"]:
         counts = (f"- {count}: {_plain(reason)}" for reason, count in summary["skipped_by_reason"].items())
         lines += ["", f"{summary['skipped']} skipped, by reason:", "", *counts]
@@ -94,14 +94,21 @@ def headline(summary: dict[str, Any]) -> str:
     return f"Primary {summary['primary']}{auxiliary}. {summary['n']} questions{skipped}."
 
 
-def unpaired_note(summary: dict[str, Any]) -> str:
-    """A warning where runs did not answer the same questions, else empty."""
-    if not _has_gaps(summary) and len({row["n"] for row in summary["methods"].values()}) < 2:
-        return ""
-    return (
-        "Not every method answered the same questions. Means are over the n of each row, and cannot be held against "
-        "each other; differences to full and speed-ups are over the questions that both answered."
-    )
+def notes(summary: dict[str, Any]) -> list[str]:
+    """What a reader must know of how the runs were measured."""
+    found = []
+    learning = [label for label, row in summary["methods"].items() if row["learns"]]
+    if learning:
+        found.append(
+            f"{', '.join(learning)}: measured after one earlier prompt, the same question with its chunks in reverse "
+            "order, whose cost is not counted; all others are measured without any."
+        )
+    if _has_gaps(summary) or len({row["n"] for row in summary["methods"].values()}) > 1:
+        found.append(
+            "Not every method answered the same questions. Means are over the n of each row, and cannot be held "
+            "against each other; differences to full and speed-ups are over the questions that both answered."
+        )
+    return found
 
 
 def first_skipped(summary: dict[str, Any]) -> list[str]:

@@ -90,6 +90,8 @@ class Method(ABC):
     captures: ClassVar[bool] = False
     """True: chunk caches come from answered prompts, not from the store; a prompt with one that was never captured is
     answered by plain prefill, which captures."""
+    learns: ClassVar[bool] = False
+    """True: what it saves, it saves by what earlier prompts left behind. Whoever measures it asks one before."""
     exact_at_one: ClassVar[bool] = True
     """Whether recompute ratio 1.0 is full prefill."""
     composes: ClassVar[bool] = False

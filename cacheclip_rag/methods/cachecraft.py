@@ -29,6 +29,7 @@ class CacheCraft(Method):
 
     name: ClassVar[str] = "cachecraft"
     captures: ClassVar[bool] = True
+    learns: ClassVar[bool] = True
     reuses_prefixes: ClassVar[bool] = False
 
     alpha: float = 1.0

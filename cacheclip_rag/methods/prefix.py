@@ -24,3 +24,4 @@ class Prefix(Full):
 
     name: ClassVar[str] = "prefix"
     reuses_prefixes: ClassVar[bool] = True
+    learns: ClassVar[bool] = True

@@ -95,6 +95,31 @@ class TestRun:
         with pytest.raises(ConfigurationError, match="no question of 'tiny' could be asked. question q9: the prompt"):
             lab(config, records=[long]).run()
 
+    def test_methods_that_learn_have_had_an_earlier_prompt(self, config: EngineConfig) -> None:
+        system_prompt = (
+            "Read the passages and answer, in as few words as you can, what is asked at the end of them all."
+        )
+        config = replace(config, system_prompt=system_prompt)
+        found = summarise(lab(config, methods=["prefix", "cachecraft"]).run())["methods"]
+        assert found["prefix"]["effective_ratio"] < 1.0 and found["prefix"]["kl_to_full"] < 1e-6
+        assert found["cachecraft"]["answered_plainly"] is None and found["cachecraft"]["kl_to_full"] > 1e-6
+        assert [label for label, row in found.items() if row["learns"]] == ["prefix", "cachecraft"]
+
+    def test_a_prompt_is_never_measured_after_itself(self, config: EngineConfig) -> None:
+        alone = [replace(one, chunks=one.chunks[:1]) for one in RECORDS[:1]]
+        found = summarise(lab(config, records=alone, methods=["prefix", "cachecraft"]).run())["methods"]
+        assert found["prefix"]["effective_ratio"] == 1.0 and found["cachecraft"]["answered_plainly"] == 1
+
+    def test_no_method_gains_by_those_before_it(self, config: EngineConfig) -> None:
+        others = ["direct", "epic", "map_reduce", "cachecraft:alpha=0.5"]
+        teachers = ["prefix", "cachecraft", "map_rerank"]
+        # text of its own before the first chunk, which is then not exact by itself
+        records = [record(number, opening="One of the passages below says it.\n\n") for number in range(2)]
+        behind = without_times(lab(config, records=records, methods=[*teachers, *others]).run())
+        alone = without_times(lab(config, records=records, methods=others).run())
+        labels = {run.label for run in alone.runs}
+        assert [item for item in behind.items if item.label in labels] == alone.items
+
     def test_plain_answers_are_counted(self, config: EngineConfig) -> None:
         found = summarise(lab(config, methods=["direct", "direct_gapped:place_tokens=100000"]).run())["methods"]
         assert found["direct_gapped:place_tokens=100000"]["answered_plainly"] == 3
@@ -396,6 +421,13 @@ class TestPlan:
 
         found = {planned.method.name for planned in planned_runs(["all"], [0.2], config)}
         assert found == set(KNOWN) - {"block", "link"}, "those are for checkpoints trained to read chunks apart"
+
+    def test_what_learns_says_so(self) -> None:
+        from cacheclip_rag.methods import METHODS as KNOWN
+        from cacheclip_rag.methods import method_class
+
+        learning = {name for name in KNOWN if method_class(name).learns}
+        assert learning == {"prefix", *(name for name in KNOWN if method_class(name).captures)}
 
     def test_unknown_method(self, config: EngineConfig) -> None:
         with pytest.raises(ConfigurationError, match="method must be one of full"):

@@ -177,6 +177,14 @@ class TestSkipped:
         assert "skipped" not in to_html(whole, summarise(whole))
 
 
+class TestLearning:
+    def test_is_told(self, comparison: Comparison, summary: dict[str, Any]) -> None:
+        told = "direct: measured after one earlier prompt, the same question with its chunks in reverse order"
+        assert told not in to_markdown(summary) + to_html(comparison, summary)
+        learning = replace(comparison, runs=[RUNS[0], replace(RUNS[1], learns=True), *RUNS[2:]])
+        assert told in to_markdown(summarise(learning)) and told in to_html(learning, summarise(learning))
+
+
 class TestMarkdown:
     def test_table(self, summary: dict[str, Any]) -> None:
         lines = to_markdown(summary).splitlines()
