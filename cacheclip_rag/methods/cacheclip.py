@@ -30,7 +30,7 @@ class CacheClip(Selective):
 
     layers: str = "last"
     """Layers of the auxiliary whose attention scores: ``last`` (the paper), ``all``, ``upper``, ``middle``, a range of
-    depth (``0.3-0.6``) or numbers joined by ``+``."""
+    depth (``0.3-0.6``), a depth and a count (``0.3+4``) or numbers joined by ``+``."""
     pooled: bool = False
     """True takes one softmax over the tokens of all chunks, so that chunks compare; False (the paper) one a chunk."""
 

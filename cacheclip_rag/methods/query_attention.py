@@ -37,7 +37,8 @@ class QueryAttention(Selective):
     name: ClassVar[str] = "query_attention"
 
     layers: str = "last"
-    """``all``, ``last``, ``upper``, ``middle``, a range of depth (``0.6-0.7``) or numbers joined by ``+``."""
+    """``all``, ``last``, ``upper``, ``middle``, a range of depth (``0.6-0.7``), a depth and how many layers from there
+    on (``0.6+4``) or numbers joined by ``+``."""
     heads: str = "mean"
     """``mean`` or ``max`` over heads."""
     queries: str = "mean"
@@ -138,15 +139,15 @@ class ProphetKV(QueryAttention):
 class QCFuse(QueryAttention):
     """QCFuse (arXiv:2606.05875): the question reads a tenth of each chunk, and three layers in the middle decide.
 
-    The layers are a share of the depth here (the paper profiles three per model, between 0.41 and 0.78 of it).
-    Departure: the digest is computed with the answer, not stored.
+    The paper profiles three layers per model, between 0.41 and 0.78 of the depth; here they are the three from the
+    middle on. Departure: the digest is computed with the answer, not stored.
     """
 
     name: ClassVar[str] = "qcfuse"
 
     window: int = 1
     threshold: int = 0
-    layers: str = "0.5-0.62"
+    layers: str = "0.5+3"
     digest: float = 0.1
 
 
@@ -154,11 +155,11 @@ class QCFuse(QueryAttention):
 class InfoFlow(QueryAttention):
     """InfoFlow KV (arXiv:2603.05353): four layers from 0.6 of the depth on, single tokens, no reordering of chunks.
 
-    The paper takes layers 22 to 25 of models with 32 to 40; we take the same share.
+    The paper takes layers 22 to 25 of models with 32 to 40: 0.69 to 0.55 of the depth.
     """
 
     name: ClassVar[str] = "infoflow"
 
     window: int = 1
     threshold: int = 0
-    layers: str = "0.6-0.73"
+    layers: str = "0.6+4"

@@ -20,8 +20,9 @@ __all__ = ["attention_to_tokens", "pick_layers"]
 
 
 def pick_layers(spec: str, num_layers: int) -> list[int]:
-    """Layers by name: ``all``, ``last``, ``upper`` (half), ``middle`` (third), a range of depth such as ``0.6-0.7``, or
-    numbers joined by ``+`` (``14+13+17``).
+    """Layers by name: ``all``, ``last``, ``upper`` (half), ``middle`` (third), a range of depth such as ``0.6-0.7``, a
+    depth and how many layers from there on, such as ``0.6+4`` (fewer where the model ends), or numbers joined by ``+``
+    (``14+13+17``). A depth is a share of the layers and has a point, a number of a layer has none.
 
     Raises:
         ConfigurationError: none of these, or a layer that the model does not have.
@@ -30,8 +31,8 @@ def pick_layers(spec: str, num_layers: int) -> list[int]:
         return _pick_layers(spec, num_layers)
     except ValueError:
         raise ConfigurationError(
-            f"layers must be all, last, upper, middle, a range of depth such as 0.6-0.7, or numbers below "
-            f"{num_layers} joined by +, got {spec!r}."
+            f"layers must be all, last, upper, middle, a range of depth such as 0.6-0.7, a depth and a count such as "
+            f"0.6+4, or numbers below {num_layers} joined by +, got {spec!r}."
         ) from None
 
 
@@ -45,6 +46,12 @@ def _pick_layers(spec: str, num_layers: int) -> list[int]:
             raise ValueError("range")
         first = min(int(low * num_layers), num_layers - 1)
         return list(range(first, max(first + 1, round(high * num_layers))))
+    depth, _, count = spec.partition("+")
+    if "." in depth:
+        if not 0.0 <= float(depth) < 1.0 or int(count) < 1:
+            raise ValueError("depth and count")
+        first = int(float(depth) * num_layers)
+        return list(range(first, min(first + int(count), num_layers)))
     layers = [int(part) for part in spec.split("+")]
     if not layers or not all(0 <= layer < num_layers for layer in layers):
         raise ValueError("number")

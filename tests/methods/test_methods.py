@@ -446,9 +446,21 @@ class TestQueryAttention:
         assert pick_layers("all", 4) == [0, 1, 2, 3] and pick_layers("last", 4) == [3]
         assert pick_layers("upper", 24) == list(range(12, 24)) and pick_layers("middle", 24) == list(range(8, 16))
         assert pick_layers("14+13+17", 32) == [13, 14, 17] and pick_layers("0.5-0.62", 24) == [12, 13, 14]
-        for wrong in ("9", "some", "0.9-0.2", "1-2-3", "", "+"):
+        assert pick_layers("0.5+3", 32) == [16, 17, 18] and pick_layers("0.0+1", 4) == [0]
+        assert pick_layers("0.9+4", 10) == [9], "no further than the model goes"
+        assert pick_layers("0+3", 4) == [0, 3] and pick_layers("1+2+3", 4) == [1, 2, 3], "numbers, not a depth"
+        wrong_depths = ("0.5+", "0.5+0", "0.5+1.5", "0.5+3+1", "1.0+2", "0.5", "-0.5+2", "3+0.5", "nan.+2", ".+1")
+        for wrong in ("9", "some", "0.9-0.2", "1-2-3", "", "+", *wrong_depths):
             with pytest.raises(ConfigurationError, match="numbers below 4 joined by"):
                 pick_layers(wrong, 4)
+
+    def test_published_layers_are_as_many_on_every_model(self) -> None:
+        """InfoFlow names four, QCFuse three, whatever the depth; 24 layers get what a share of the depth gave."""
+        infoflow, qcfuse = (create(name, {}).layers for name in ("infoflow", "qcfuse"))  # type: ignore[attr-defined]
+        assert pick_layers(infoflow, 24) == [14, 15, 16, 17] and pick_layers(qcfuse, 24) == [12, 13, 14]
+        for num_layers in (24, 28, 32, 36, 40, 48, 64, 80):
+            assert len(pick_layers(infoflow, num_layers)) == 4 and len(pick_layers(qcfuse, num_layers)) == 3
+        assert pick_layers(infoflow, 40) == [24, 25, 26, 27], "the paper has 22 to 25"
 
 
 class TestParts:
