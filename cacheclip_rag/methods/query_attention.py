@@ -44,9 +44,11 @@ class QueryAttention(Selective):
     queries: str = "mean"
     """``mean`` (the same ranking as a sum) or ``max`` over question tokens."""
     softmax: str = "row"
-    """``row``: over all that a question token sees; ``chunks``: over the reused tokens alone."""
+    """``row``: over all that a question token sees; ``chunks``: over the tokens of reused chunks alone."""
     digest: float = 1.0
     """Share of each chunk that the question attends to on its way; 1.0 all of it, 0.0 nothing."""
+    alone: bool = False
+    """True: the question is read by itself, at its place in the prompt, and sees nothing before it on its way."""
     rounds: int = 1
     """Choose in so many rounds, each recomputed before the next looks: tokens that only make sense together."""
 
@@ -58,6 +60,10 @@ class QueryAttention(Selective):
         pick_layers(self.layers, 1024)
         if not 0.0 <= self.digest <= 1.0:
             raise ConfigurationError(f"digest must be between 0 (nothing) and 1 (all), got {self.digest!r}.")
+        if self.alone and self.digest < 1.0:
+            raise ConfigurationError(
+                f"a question that is read alone sees no digest: got alone=True and digest={self.digest}. Leave one out."
+            )
         if not isinstance(self.rounds, int) or not 1 <= self.rounds <= 8:
             raise ConfigurationError(f"rounds must be a whole number from 1 to 8, got {self.rounds!r}.")
 
@@ -74,7 +80,7 @@ class QueryAttention(Selective):
             heads=self.heads,
             queries=self.queries,
             among=self._chunk_slots(request) if self.softmax == "chunks" else None,
-            visible=self._digest(request) if self.digest < 1.0 else None,
+            visible=self._visible(request),
         )
         return split_by_span(found, request.spans)
 
@@ -93,10 +99,22 @@ class QueryAttention(Selective):
         return picked
 
     def _chunk_slots(self, request: SelectionRequest) -> torch.Tensor:
+        """``(num_tokens,)`` bool: reused chunks, those that are exact and will not be chosen from included."""
         among = torch.zeros(request.layout.num_tokens, dtype=torch.bool)
-        for span in request.spans:
+        for span in request.layout.chunks:
             among[span.start : span.stop] = True
+        among[request.fresh] = False
         return among
+
+    def _visible(self, request: SelectionRequest) -> torch.Tensor | None:
+        """``(num_tokens,)`` bool: what the question may see on its way; None for all of it."""
+        if self.digest < 1.0:
+            return self._digest(request)
+        if not self.alone:
+            return None
+        visible = torch.zeros(request.layout.num_tokens, dtype=torch.bool)
+        visible[int(request.question[0]) : int(request.question[-1]) + 1] = True
+        return visible
 
     def _digest(self, request: SelectionRequest) -> torch.Tensor:
         """``(num_tokens,)`` bool: everything but the chunks, and of each chunk its sinks and what says most."""
@@ -125,7 +143,8 @@ class QueryAttention(Selective):
 class ProphetKV(QueryAttention):
     """ProphetKV (arXiv:2602.02579): mean over all layers, heads and question tokens, single tokens.
 
-    The question sees the whole stale context on its way (the reading of QCFuse's benchmark).
+    The question sees the whole stale context on its way (the reading of QCFuse's benchmark). The other reading of the
+    paper, a question by itself and a softmax over the chunks' tokens, is ``prophetkv:alone=true:softmax=chunks``.
     """
 
     name: ClassVar[str] = "prophetkv"

@@ -122,6 +122,7 @@ class TestNames:
             ("query_attention:heads=median", "heads must be one of mean, max"),
             ("query_attention:rounds=0", "from 1 to 8"),
             ("query_attention:digest=2", "between 0"),
+            ("qcfuse:alone=true", "alone=True and digest=0.1"),
             ("ape:temperature=0", "above 0"),
             ("cacheblend:deviation=q", "one of v, k, kv"),
             ("cacheblend:check_layer=-1", "0 or more"),

@@ -369,6 +369,106 @@ class TestQueryAttention:
             assert gap(score, expected[span.start : span.stop]) < 1e-5
             assert float(score.sum()) <= 1.0
 
+    @torch.inference_mode()
+    def by_hand(self, case: Case, request: Any, hidden: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
+        """``(num_layers, num_tokens)``: weights of the question's rows over keys that these rows may not have seen.
+
+        An eager model runs the fresh rows where ``hidden`` lets them look; its queries are then turned and multiplied
+        with the keys of the assembled cache by hand, one query head and its group's key head at a time.
+        """
+        from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+        rows, model = request.fresh, reference_model(case.folder)
+        past = scatter_cache(case.assembled(), case.layout.num_tokens, rows)
+        seen: list[torch.Tensor] = []
+
+        def look(module: Any, args: Any, kwargs: Any) -> None:
+            states = (args[0] if args else kwargs["hidden_states"])[0]
+            queries = module.q_proj(states).unflatten(-1, (-1, module.head_dim))
+            queries = module.q_norm(queries) if hasattr(module, "q_norm") else queries
+            tables = [table[0] for table in kwargs["position_embeddings"]]
+            seen.append(
+                apply_rotary_pos_emb(queries.transpose(0, 1), queries.transpose(0, 1), *tables, unsqueeze_dim=0)[0]
+            )
+
+        hooks = [layer.self_attn.register_forward_pre_hook(look, with_kwargs=True) for layer in model.base_model.layers]
+        mask = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min)[None, None]
+        model(input_ids=case.layout.ids[rows][None], position_ids=rows[None], attention_mask=mask, past_key_values=past)
+        for hook in hooks:
+            hook.remove()
+        asking = torch.isin(rows, request.question)
+        causal = torch.arange(case.layout.num_tokens)[None] <= rows[asking, None]
+        scores = []
+        for queries, layer in zip(seen, past.layers, strict=True):
+            group = queries.shape[0] // layer.keys.shape[1]
+            weights = []
+            for head, of_head in enumerate(queries):
+                logits = of_head[asking] @ layer.keys[0, head // group].T * of_head.shape[-1] ** -0.5
+                weights.append(logits.masked_fill(~(causal & among[None]), float("-inf")).softmax(-1))
+            scores.append(torch.stack(weights).mean(0).mean(0))
+        return torch.stack(scores)
+
+    @plain
+    @pytest.mark.parametrize("layers", ["all", "0", "last"])
+    def test_a_question_by_itself(self, case: Case, layers: str) -> None:
+        """ProphetKV's other reading: an independent sequence at its place, a softmax over the chunks' stale keys."""
+        from dataclasses import replace
+
+        _, spy = spied(case, f"prophetkv:alone=true:softmax=chunks:layers={layers}")
+        request, slots = spy.request, torch.arange(case.layout.num_tokens)
+        among = torch.zeros(len(slots), dtype=torch.bool)
+        for span in case.layout.chunks:
+            among[span.start : span.stop] = True
+        first = int(request.question[0])
+        own = (slots[None] >= first) & (slots[None] <= request.fresh[:, None])
+        hidden = ~(own | (slots[None] == request.fresh[:, None]))
+        chosen = pick_layers(layers, case.runtime.num_layers)
+        expected = self.by_hand(case, request, hidden, among)[chosen].mean(0)
+        with torch.inference_mode():
+            ours = spy.inner.rate(replace(request, cache=case.assembled()), [])
+        for span, score in zip(request.spans, ours, strict=True):
+            assert gap(score, expected[span.start : span.stop]) < 1e-5
+        assert sum(float(score.sum()) for score in ours) == pytest.approx(1.0, abs=1e-4), "all chunks are stale here"
+        in_context = create(f"prophetkv:softmax=chunks:layers={layers}", {})
+        with torch.inference_mode():
+            others = in_context.rate(replace(request, cache=case.assembled()), [])  # type: ignore[attr-defined]
+        apart = max(gap(a, b) for a, b in zip(ours, others, strict=True))
+        assert apart > 1e-3 if layers != "0" else apart < 1e-5, "in the first layer nothing was seen yet"
+
+    @plain
+    def test_a_digest_is_read_at_its_true_positions(self, case: Case) -> None:
+        from dataclasses import replace
+
+        _, spy = spied(case, "qcfuse:digest=0.3:layers=all")
+        request, slots = spy.request, torch.arange(case.layout.num_tokens)
+        with torch.inference_mode():
+            visible = spy.inner._digest(replace(request, cache=case.assembled()))
+            ours = spy.inner.rate(replace(request, cache=case.assembled()), [])
+        causal = slots[None] <= request.fresh[:, None]
+        everything = torch.ones(len(slots), dtype=torch.bool)
+        expected = self.by_hand(case, request, ~(causal & visible[None]), everything).mean(0)
+        for span, score in zip(request.spans, ours, strict=True):
+            assert gap(score, expected[span.start : span.stop]) < 1e-5
+        whole = self.by_hand(case, request, ~causal, everything).mean(0)
+        assert gap(whole, expected) > 1e-3
+
+    def test_chunks_that_are_exact_share_the_softmax(self, tiny_models: dict[str, str]) -> None:
+        """Nothing is spent on them, but the question attends to them."""
+        from tests.conftest import CHUNKS
+        from tests.fusion.cases import make_case
+
+        case = make_case(tiny_models["llama"], tiny_models["auxiliary"], CHUNKS[:3], opening="")
+        _, spy = spied(case, "prophetkv:softmax=chunks")
+        first, *others = case.layout.chunks
+        assert case.layout.is_exact(first) and len(spy.request.spans) == len(others)
+        from dataclasses import replace
+
+        with torch.inference_mode():
+            ours = spy.inner.rate(replace(spy.request, cache=case.assembled()), [])
+            both = spy.inner.rate(replace(spy.request, cache=case.assembled(), spans=case.layout.chunks), [])
+        assert sum(float(score.sum()) for score in both) == pytest.approx(1.0, abs=1e-4)
+        assert all(gap(a, b) < 1e-6 for a, b in zip(ours, both[1:], strict=True)) and float(both[0].sum()) > 1e-3
+
     def test_the_question_is_what_the_user_asks(self, case_of: Any) -> None:
         _, spy = spied(case_of("llama"), "query_attention")
         layout = spy.request.layout
