@@ -1,9 +1,9 @@
 """KVLink: trained link tokens behind every chunk, computed in context, tie chunks together that were encoded apart.
 
 Source: KVLink (arXiv:2502.16002) and its released masks and token ids (Llama 3.2: link token o of chunk j is
-``128011 + n_link * j + o``, with one token before the chunks and one behind). A chunk sees itself alone; link tokens
-and question see everything before them. The two published checkpoints are not among the packaged models; with any
-other the link tokens mean nothing, and a warning says so.
+``128011 + n_link * j + o`` for at most 40 chunks, with one token before the chunks and one behind). A chunk sees itself
+alone; link tokens and question see everything before them. The two published checkpoints are not among the packaged
+models; with any other the link tokens mean nothing, and a warning says so.
 """
 
 from __future__ import annotations
@@ -37,12 +37,22 @@ class KVLink(Direct):
     """Token id before the first chunk; -1 for none."""
     end_id: int = 128255
     """Token id behind the last; -1 for none."""
+    max_chunks: int = 40
+    """Most chunks in a prompt: each place has link tokens of its own, and only so many were trained."""
     tuned: bool = False
     """Set for a checkpoint trained this way; otherwise a warning says that it is not known to be."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.n_link, int) or self.n_link < 0:
             raise ConfigurationError(f"n_link must be a number of tokens, 0 or more, got {self.n_link!r}.")
+        if not isinstance(self.max_chunks, int) or self.max_chunks < 1:
+            raise ConfigurationError(f"max_chunks must be a number of chunks, 1 or more, got {self.max_chunks!r}.")
+        links = range(self.first_id, self.first_id + self.n_link * self.max_chunks)
+        if self.start_id in links or self.end_id in links:
+            raise ConfigurationError(
+                f"the link tokens of {self.max_chunks} chunks, ids {links[0]} to {links[-1]}, must not hold start_id="
+                f"{self.start_id} or end_id={self.end_id}. Lower n_link or max_chunks, or set other ids."
+            )
 
     @property
     def encoding(self) -> Encoding:
@@ -52,6 +62,11 @@ class KVLink(Direct):
         chunks = [number for number, segment in enumerate(segments) if isinstance(segment, Chunk)]
         if not chunks:
             return list(segments)
+        if self.n_link and len(chunks) > self.max_chunks:
+            raise ConfigurationError(
+                f"method 'link' has link tokens for {self.max_chunks} chunks, and the prompt has {len(chunks)}. "
+                "Retrieve fewer, or set max_chunks for a checkpoint trained with more."
+            )
         if not self.tuned:
             warn_untuned(self.name, "with link tokens")
         arranged: list[Segment] = []

@@ -108,7 +108,7 @@ class TestBlockAttention:
 
 
 class TestKVLink:
-    SPEC = "link:tuned=true:n_link=1:first_id=0:start_id=-1:end_id=2"
+    SPEC = "link:tuned=true:n_link=1:first_id=0:start_id=-1:end_id=2:max_chunks=2"
 
     @models
     def test_equals_a_forward_pass_under_its_mask(self, engine: CacheClipEngine) -> None:
@@ -136,6 +136,40 @@ class TestKVLink:
             engine.prefill(PROMPT, method=create("link:tuned=true", {}))
         with pytest.raises(ConfigurationError, match="not special tokens of model"):
             engine.prefill(PROMPT, method=create("link:tuned=true:first_id=40:start_id=-1:end_id=-1", {}))
+
+    def test_every_place_has_ids_of_its_own(self) -> None:
+        """The released ids: ``128011 + n_link * j + o`` for up to 40 chunks, never those before and behind them."""
+        from types import SimpleNamespace
+
+        def tokenize(text: str, control: bool) -> Any:
+            return SimpleNamespace(ids=tuple(int(part) for part in text.strip("<>").split("><")))
+
+        def names(ids: list[int]) -> list[str]:
+            return [f"<{number}>" for number in ids]
+
+        tokenizer = SimpleNamespace(added_tokens_decoder=range(128000, 128256), convert_ids_to_tokens=names)
+        runtime: Any = SimpleNamespace(tokenizer=tokenizer, tokenize=tokenize, name="stub")
+        method = create("link:tuned=true", {})
+        arranged = method.arrange([Chunk(str(n)) for n in range(40)], runtime)
+        texts = [s.text for s in arranged if not isinstance(s, Chunk)]
+        assert (texts[0], texts[-1]) == ("<128254>", "<128255>")
+        assert texts[40] == "".join(f"<{128011 + 5 * 39 + o}>" for o in range(5))
+        assert len(set(texts)) == 42
+        with pytest.raises(ConfigurationError, match="tokens for 40 chunks, and the prompt has 41"):
+            method.arrange([Chunk(str(n)) for n in range(41)], runtime)
+
+    @pytest.mark.parametrize(
+        ("spec", "message"),
+        [
+            ("link:max_chunks=49", r"128011 to 128255, must not hold start_id=128254"),
+            ("link:n_link=10", r"must not hold .* or end_id=128255"),
+            ("link:max_chunks=0", "1 or more"),
+        ],
+    )
+    def test_ids_that_would_collide(self, spec: str, message: str) -> None:
+        with pytest.raises(ConfigurationError, match=message):
+            create(spec, {})
+        assert create("link:n_link=0:max_chunks=1000:first_id=128254", {}), "no link tokens, nothing to collide"
 
 
 class TestCacheCraft:
