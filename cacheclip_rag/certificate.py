@@ -260,9 +260,13 @@ def check_certificate(config: EngineConfig, method: Method, identity: Identity) 
         why = f"its certificate says {verdict!r} at recompute ratio {method.nominal_ratio}"
         if verdict == "faithful":
             why += ", but it is a quick one, and one is required"
+    advice = f"Measure it: {_command(config, method)}"
+    if method.captures:
+        why = "none can cover chunk caches that differ from engine to engine"
+        advice = "Have a share of its answers compared with full prefill (shadow_rate)"
     message = (
         f"model {config.primary!r} with method {method.name!r} has no valid certificate that it answers as with full "
-        f"prefill: {why}. Measure it: {_command(config, method)}"
+        f"prefill: {why}. {advice}"
     )
     if config.require_certificate:
         raise CertificateError(f"{message}; or set require_certificate=False, or use method 'full'.")

@@ -19,7 +19,7 @@ from ..config import EngineConfig
 from ..engine import CacheClipEngine
 from ..errors import ConfigurationError, UnsupportedModelError
 from ..fidelity import Fidelity
-from ..methods import check_auxiliary, create, method_class
+from ..methods import check_auxiliary, create
 from ..methods.base import Method
 from ..progress import progress_bar
 from .exactness import check_exactness, check_reuse
@@ -55,37 +55,35 @@ def certify(config: EngineConfig, *, method: Method | None = None, quick: bool =
             certificate, only its ``exact`` counts.
 
     Raises:
-        ConfigurationError: the method reuses nothing, needs an auxiliary model and there is none, or the models'
-            contexts are too short for the prompts.
+        ConfigurationError: the method reuses nothing or what an engine happens to have answered before, needs an
+            auxiliary model and there is none, or the models' contexts are too short for the prompts.
         UnsupportedModelError: a model whose KV cannot be reused: there is nothing to certify.
         CertificateError: the certificate could not be saved afterwards.
     """
     started = time.perf_counter()
-    cls = type(method) if method else method_class(config.method)
-    check_auxiliary(cls, config.auxiliary)
-    if not cls.reuses_chunks or cls.composes:
-        raise ConfigurationError(f"method {cls.name!r} reuses nothing inexactly, so there is nothing to certify.")
+    given = method or create(config.method, config.method_settings())
+    _check_method(given, config)
     check_writable()
-    config = replace(config, store=None, shadow_rate=0.0, auxiliary=config.auxiliary if cls.needs_auxiliary else None)
+    auxiliary_name = config.auxiliary if given.needs_auxiliary else None
+    config = replace(config, store=None, shadow_rate=0.0, auxiliary=auxiliary_name)
     engine = CacheClipEngine(config)
     for each in (engine.primary, engine.auxiliary):
         if each is not None and each.unsupported:
             raise UnsupportedModelError(each.unsupported)
     prompts = bundled_prompts(_QUICK_PROMPTS if quick else _PROMPTS)
-    methods = _methods(engine, method)
-    asked = max(methods) if len(methods) == 1 else (method.nominal_ratio if method else config.recompute_ratio)
+    methods = _at_ratios(given)
     outcomes: dict[float, list[_Outcome]] = {ratio: [] for ratio in methods}
     found_by_full: list[bool | None] = []
     with progress_bar("certifying", len(prompts) + 1, "prompts") as advance:
-        engine.precompute(prompts[0].chunks)
+        engine.precompute(prompts[0].chunks, method="direct")  # the checks are of reuse itself, whatever the method
         exactness = check_exactness(engine, prompts[0])
         advance(1)
         for number, prompt in enumerate(prompts, 2):
-            engine.precompute(prompt.chunks)
+            engine.precompute(prompt.chunks, method=given)
             reference = Reference.of(engine, prompt.text, _ANSWER_TOKENS)
             found_by_full.append(_finds(prompt, reference.answer))
-            for ratio, method in methods.items():
-                outcomes[ratio].append(_measure(engine, prompt, method, reference))
+            for ratio, at_ratio in methods.items():
+                outcomes[ratio].append(_measure(engine, prompt, at_ratio, reference))
             engine.release(set(prompt.chunks) - {text for later in prompts[number - 1 :] for text in later.chunks})
             advance(number)
     needles_of_full = statistics.mean(found for found in found_by_full if found is not None)
@@ -95,7 +93,7 @@ def certify(config: EngineConfig, *, method: Method | None = None, quick: bool =
         auxiliary=config.auxiliary,
         identity=engine.identity(methods[max(methods)]),
         verdict="",
-        ratio=asked,
+        ratio=given.nominal_ratio,
         exactness=exactness,
         needle_accuracy_of_full=needles_of_full,
         ratios=rows,
@@ -108,11 +106,21 @@ def certify(config: EngineConfig, *, method: Method | None = None, quick: bool =
     return replace(certificate, verdict=verdict_at(certificate, certificate.ratio))
 
 
-def _methods(engine: CacheClipEngine, given: Method | None) -> dict[float, Method]:
+def _check_method(method: Method, config: EngineConfig) -> None:
+    """Raise ConfigurationError unless there is something to certify."""
+    check_auxiliary(method, config.auxiliary)
+    if not method.reuses_chunks or method.composes:
+        raise ConfigurationError(f"method {method.name!r} reuses nothing inexactly, so there is nothing to certify.")
+    if method.captures:
+        raise ConfigurationError(
+            f"method {method.name!r} reuses what an engine kept of the prompts it has answered, which differs from "
+            "engine to engine: no certificate can cover it. Certify another method, or have a share of the answers "
+            "compared with full prefill as they come (shadow_rate)."
+        )
+
+
+def _at_ratios(given: Method) -> dict[float, Method]:
     """The method at each ratio, ratio 0 (direct reuse) included; one entry for a method without a ratio."""
-    config = engine.config
-    if given is None:
-        given = create(config.method, config.method_settings())
     if not any(field.name == "recompute_ratio" for field in fields(given)):
         return {given.nominal_ratio: given}
     ratios = sorted({0.0, *RATIOS, given.nominal_ratio})

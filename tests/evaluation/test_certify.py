@@ -20,6 +20,7 @@ from cacheclip_rag.errors import CertificateError, ConfigurationError, Unsupport
 from cacheclip_rag.evaluation.certify import certify
 from cacheclip_rag.evaluation.exactness import check_exactness, noise_floor, reference_logits
 from cacheclip_rag.evaluation.prompts import EvaluationPrompt, bundled_prompts
+from cacheclip_rag.methods import create
 from cacheclip_rag.methods.cacheclip import CacheClip
 from cacheclip_rag.models import runtime as runtime_module
 from cacheclip_rag.models.attention import AttentionPlan, Block
@@ -183,6 +184,27 @@ class TestCertify:
             certify(replace(config, method="full"))
         with pytest.raises(ConfigurationError, match="auxiliary"):
             certify(replace(config, auxiliary=None))
+
+    def test_what_differs_from_engine_to_engine(self, config: EngineConfig, caplog: pytest.LogCaptureFixture) -> None:
+        """Nor does an engine send anyone to certify it."""
+        captured = replace(config, method="cachecraft")
+        with pytest.raises(ConfigurationError, match="'cachecraft' reuses what an engine kept .*shadow_rate"):
+            certify(captured, quick=True)
+        engine = CacheClipEngine(captured)
+        engine.texts.add(PROMPT.chunks)
+        answers = [engine.generate(PROMPT.text, SamplingParams(max_tokens=1)) for _ in range(3)]  # the first captures
+        assert answers[1].stats.method == "cachecraft"
+        assert caplog.text.count("none can cover chunk caches") == 1 and "cacheclip certify" not in caplog.text
+
+    def test_chunks_encoded_in_their_own_way(self, config: EngineConfig) -> None:
+        """The checks are of reuse as such; the method's figures are of the chunk caches it would use."""
+        certificate = certify(config, method=create("block:tuned=true", {}), quick=True)
+        assert certificate.exactness["passed"] and certificate.identity.method == "block"
+        assert [(row.ratio, row.effective_ratio) for row in certificate.ratios] == [(0.0, 0.0)]
+
+    def test_the_ratio_is_that_of_the_method(self, config: EngineConfig) -> None:
+        certificate = certify(replace(config, method="random:recompute_ratio=1.0"), quick=True)
+        assert (certificate.ratio, certificate.verdict) == (1.0, "exact")
 
     @pytest.mark.parametrize("role", ["primary", "auxiliary"])
     def test_unsupported_even_with_fallback(self, config: EngineConfig, tmp_path: Path, role: str) -> None:
