@@ -175,9 +175,18 @@ class Prefill:
             computed[rows] = True
             charged += runtime.num_layers * sum(int(mask.sum()) for mask in masks)
 
+        def full_prefill() -> FusedCache:
+            nonlocal charged
+            charged += runtime.num_layers * sum(len(span.tokens) for span in reused)
+            return runtime.prefill(layout.ids, layout.num_tokens)[0]
+
         with clock.phase("select"):
             request = replace(
-                self._selection_request(reused, scorable), cache=cache, recompute=recompute_now, computed=computed
+                self._selection_request(reused, scorable),
+                cache=cache,
+                recompute=recompute_now,
+                full_prefill=full_prefill,
+                computed=computed,
             )
             masks = method.select(request, scores)
             rows = choose_rows(layout, reused, zip(scorable, masks, strict=True))
@@ -187,7 +196,7 @@ class Prefill:
             logits = recompute(runtime, cache, layout, rows, walk)
             _wait_for(logits)
         if walk is not None:
-            rows, charged = rows[walk.alive], walk.charged
+            rows, charged = rows[walk.alive], charged + walk.charged
         else:
             charged += runtime.num_layers * sum(int(mask.sum()) for mask in masks)
         computed[rows] = True
@@ -369,8 +378,6 @@ class Prefill:
         layout = self.layout
         chunk_tokens = sum(len(span.tokens) for span in reused)
         prefix_tokens = layout.num_exact - sum(len(span.tokens) for span in reused if layout.is_cached(span))
-        if self.method.needs_reference:
-            charged += chunk_tokens
         return FusionStats(
             method=self.method.name,
             fallback=None,

@@ -67,7 +67,6 @@ def planned_runs(methods: Sequence[str], ratios: Sequence[float], config: Engine
     names = [name for given in methods for name in (every if given == "all" else [given])]
     planned: dict[str, PlannedRun] = {}
     for name in [_FULL, *names]:
-        check_auxiliary(method_class(name), config.auxiliary)
         settings = config.method_settings()
         if "recompute_ratio" in name:
             raise ConfigurationError(f"give the ratio of {name!r} among the ratios, not among its settings.")
@@ -76,6 +75,7 @@ def planned_runs(methods: Sequence[str], ratios: Sequence[float], config: Engine
             raise ConfigurationError(f"method {name!r} needs a recompute ratio from 0 to 1; none was given.")
         for ratio in ratios if has_ratio else [None]:
             method = create(name, settings if ratio is None else {**settings, "recompute_ratio": ratio})
+            check_auxiliary(method, config.auxiliary)
             spec = spec_of(method)
             follows = ratio is not None and method.nominal_ratio == ratio
             label = f"{spec}@{ratio:g}" if follows else spec

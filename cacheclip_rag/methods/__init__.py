@@ -57,10 +57,10 @@ def check_ratio(recompute_ratio: float) -> None:
         )
 
 
-def check_auxiliary(method: Method | type[Method], auxiliary: str | None) -> None:
+def check_auxiliary(method: Method, auxiliary: str | None) -> None:
     """Raise ConfigurationError if the method needs an auxiliary model and there is none."""
     if method.needs_auxiliary and not auxiliary:
-        others = [name for name in METHODS if not method_class(name).needs_auxiliary]
+        others = [name for name in METHODS if not create(name, {}).needs_auxiliary]
         raise ConfigurationError(
             f"method {method.name!r} needs an auxiliary model and none is set. Set one (auxiliary), or use a method "
             f"that needs none: {', '.join(others)}."
@@ -80,7 +80,8 @@ def create(method: str, settings: Mapping[str, Any]) -> Method:
 
     Args:
         method: a name, or a name with settings of its own, which win: ``epic:k_init=16``,
-            ``query_attention:layers=upper:window=1``.
+            ``query_attention:layers=upper:window=1``. Methods that are settings of another (``mixed``) carry theirs
+            behind slashes: ``mixed:first=cacheclip/layers=all:second=epic``.
 
     Raises:
         ConfigurationError: an unknown method or setting, or a value that the method refuses.

@@ -57,6 +57,8 @@ class SelectionRequest:
     """By start of span, where chunk caches were captured from answered prompts."""
     recompute: Callable[[list[torch.Tensor]], None] | None = None
     """Recompute chosen tokens (masks per span) now, to look again afterwards: for methods that choose in rounds."""
+    full_prefill: Callable[[], FusedCache] | None = None
+    """The prompt's KV as plain prefill computes it, charged as such: for ceilings to measure against."""
     computed: torch.Tensor | None = None
     """``(num_tokens,)`` bool: what was recomputed so far."""
 
@@ -77,12 +79,8 @@ class Method(ABC):
     reuses_prefixes: ClassVar[bool] = True
     """True: what earlier prompts share with the start of this one is taken from the prefix cache, exactly. Methods with
     positions or attention of their own do so in plain prefill only."""
-    needs_auxiliary: ClassVar[bool] = False
-    """True: chunks must be stored for the auxiliary model too."""
     walks_layers: ClassVar[bool] = False
     """True: rows leave the pass between layers, as :meth:`walk` decides."""
-    needs_reference: ClassVar[bool] = False
-    """True: it runs a full prefill of its own (a ceiling to measure against, not a method to serve with)."""
     own_positions: ClassVar[bool] = False
     """True: :meth:`place` gives tokens other positions than their places in the prompt."""
     own_attention: ClassVar[bool] = False
@@ -97,6 +95,11 @@ class Method(ABC):
     composes: ClassVar[bool] = False
     """True: it answers by several prompts, each exactly, as :meth:`compose` says. There is no single prefill then, and
     the other hooks are not called."""
+
+    @property
+    def needs_auxiliary(self) -> bool:
+        """True: chunks must be stored for the auxiliary model too. A class attribute where no setting decides."""
+        return False
 
     @property
     def nominal_ratio(self) -> float:

@@ -26,6 +26,7 @@ class Epic(Selective):
     """Exact where ``k_init`` reaches the longest chunk, or at ``recompute_ratio`` 1.0."""
 
     name: ClassVar[str] = "epic"
+    chooses_by: ClassVar[tuple[str, ...]] = ("k_init", "k_final")
 
     window: int = 1
     threshold: int = 0

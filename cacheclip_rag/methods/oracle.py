@@ -24,12 +24,11 @@ class Oracle(Selective):
     """Exact at ``recompute_ratio`` 1.0. Score of token t: mean over layers of ``A(t) * |dV(t)| / mean |V|``."""
 
     name: ClassVar[str] = "oracle"
-    needs_reference: ClassVar[bool] = True
 
     def rate(self, request: SelectionRequest, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        assert request.cache is not None
+        assert request.cache is not None and request.full_prefill is not None
         runtime, layout = request.runtime, request.layout
-        full, _ = runtime.prefill(layout.ids, layout.num_tokens)
+        full = request.full_prefill()
         staleness = []
         for fresh, stale in zip(full.layers, request.cache.layers, strict=True):
             length = min(fresh.length, stale.length)

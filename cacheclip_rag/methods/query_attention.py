@@ -35,6 +35,7 @@ class QueryAttention(Selective):
     """
 
     name: ClassVar[str] = "query_attention"
+    chooses_by: ClassVar[tuple[str, ...]] = ("rounds",)
 
     layers: str = "last"
     """``all``, ``last``, ``upper``, ``middle``, a range of depth (``0.6-0.7``), a depth and how many layers from there

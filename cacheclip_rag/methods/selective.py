@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -23,6 +24,9 @@ _NEVER = -1e9
 @dataclass(frozen=True, slots=True)
 class Selective(Method):
     """Scores in, exactly the budget out. Exact at ``recompute_ratio`` 1.0; at 0.0 it equals direct reuse."""
+
+    chooses_by: ClassVar[tuple[str, ...]] = ()
+    """Settings of its own that act, like those below, on the choice alone and not on the scores."""
 
     recompute_ratio: float = 0.2
     """Share of all reused chunk tokens to recompute."""

@@ -104,6 +104,15 @@ class TestNames:
         assert create(spec_of(method), {"recompute_ratio": 0.1}) == method
         assert create("cacheclip:skip_first_chunk=true", {}).skip_first_chunk is True  # type: ignore[attr-defined]
 
+    def test_settings_of_parts(self) -> None:
+        spec = "mixed:first=cacheclip/layers=0.5+3/pooled=true:second=epic:weight=0.7"
+        method: Any = create(spec, {"recompute_ratio": 0.1})
+        assert spec_of(method) == spec and create(spec_of(method), {"recompute_ratio": 0.1}) == method
+        first, second = method._parts()
+        assert (first.layers, first.pooled, second.name) == ("0.5+3", True, "epic")
+        with pytest.raises(ConfigurationError, match="behind slashes"):
+            create("mixed", {"first": "cacheclip:layers=all"})
+
     @pytest.mark.parametrize(
         ("spec", "message"),
         [
@@ -126,7 +135,14 @@ class TestNames:
             ("ape:temperature=0", "above 0"),
             ("cacheblend:deviation=q", "one of v, k, kv"),
             ("cacheblend:check_layer=-1", "0 or more"),
-            ("mixed:first=full", "first must be one of"),
+            ("mixed:first=full", "first must be a method that scores tokens, one of .*epic.*got 'full'"),
+            ("mixed:second=cacheblend", "second must be a method that scores"),
+            ("mixed:second=mixed", "second must be a method that scores"),
+            ("mixed:first=cacheclip/layers=some", "layers must be"),
+            ("mixed:first=cacheclip/layer=all", "names among"),
+            ("mixed:first=cacheclip/window=4", "window of 'cacheclip/window=4' says how .* set window of 'mixed'"),
+            ("mixed:first=prophetkv/rounds=2", "rounds of .*leave it out.$"),
+            ("mixed:second=epic/k_init=4", "k_init of .*leave it out.$"),
             ("mixed:weight=3", "between 0 and 1"),
             ("direct_gapped:place_tokens=-1", "0 or more"),
         ],
