@@ -4,77 +4,130 @@ Source: CacheBlend (arXiv:2405.16444), section 4.3, and the released code: the f
 KV at a check layer chooses the tokens, and only these go on. Departures: the mask is exact (theirs lets a token see
 its future); the question is always computed and never competes; tokens that are exact already are not run at all.
 ``schedule="gradual"`` filters layer by layer; the paper names no schedule, ours starts at 1.5 times the ratio and
-reaches the ratio after eight layers.
+falls to its lowest after eight layers, with the ratio as its mean.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar
 
 import torch
 
 from ..errors import ConfigurationError
-from . import check_ratio
-from .base import ChunkWalk, Method, SelectionRequest
+from ..models.runtime import ModelRuntime
+from .base import ChunkWalk, SelectionRequest, split_by_span
+from .selective import Selective
 
 __all__ = ["CacheBlend"]
+
+logger = logging.getLogger(__name__)
 
 _CHOICES = {"deviation": ("v", "k", "kv"), "schedule": ("single", "gradual")}
 _GRADUAL_LAYERS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class CacheBlend(Method):
-    """Exact at ``recompute_ratio`` 1.0; at 0.0 only the layers up to the check are fresh."""
+class CacheBlend(Selective):
+    """Exact at ``recompute_ratio`` 1.0; at 0.0 only the layers up to the check are fresh.
+
+    The parts of all selectors act at every choice: grouping (single tokens by default), tokens that come before all
+    others, a first chunk that no layer computes, and the correction of what left.
+    """
 
     name: ClassVar[str] = "cacheblend"
     walks_layers: ClassVar[bool] = True
 
-    recompute_ratio: float = 0.2
-    """Share of chunk tokens that go on behind the check layer."""
+    window: int = 1
+    threshold: int = 0
     check_layer: int = 1
-    """Layer (from 0) whose fresh KV decides; it and those below run in full, which ``charged_ratio`` counts."""
+    """Layer (from 0) whose fresh KV decides, with one at least behind it; it and those below run in full, which
+    ``charged_ratio`` counts."""
     deviation: str = "v"
-    """What is compared: values, keys, or ``kv``, both, each divided by its layer's mean norm."""
+    """What is compared: values, keys, or ``kv``, the norms of both changes, each divided by the mean norm of the
+    layer's fresh values or keys."""
     schedule: str = "single"
-    """``single``: one choice at the check layer; ``gradual``: again at every layer behind it."""
+    """``single``: one choice at the check layer; ``gradual``: again at every layer behind it. Layers that cannot run
+    more tokens than there are leave their share to later ones."""
     equal_charge: bool = False
-    """True lowers the ratio so that all that is computed, the layers run in full included, is ``recompute_ratio`` of
-    the chunk tokens' layers."""
+    """True recomputes less, so that all that is computed, the layers run in full included, is ``recompute_ratio`` of
+    the chunk tokens' layers. Where the layers run in full would cost more by themselves, nothing is computed (direct
+    reuse: effective and charged ratio are 0), and a warning says so."""
 
     def __post_init__(self) -> None:
-        check_ratio(self.recompute_ratio)
+        super(CacheBlend, self).__post_init__()
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ConfigurationError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}.")
         if not isinstance(self.check_layer, int) or self.check_layer < 0:
             raise ConfigurationError(f"check_layer must be a layer, 0 or more, got {self.check_layer!r}.")
 
-    @property
-    def nominal_ratio(self) -> float:
-        return self.recompute_ratio
-
     def select(self, request: SelectionRequest, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [torch.ones(len(span.tokens), dtype=torch.bool) for span in request.spans]
+        """What runs in the first layers."""
+        self._check_depth(request.runtime)
+        if self._recomputes_all(request):
+            return [torch.ones(len(span.tokens), dtype=torch.bool) for span in request.spans]
+        skipped = self.num_skipped(request)
+        lengths = [len(span.tokens) for span in request.spans]
+        budgets = self.budgets(request.runtime.num_layers, request.num_chunk_tokens, sum(lengths[skipped:]))
+        if lengths[skipped:] and not budgets[0]:
+            _warn_unaffordable(self.recompute_ratio, self.check_layer, request.runtime.num_layers)
+        return [torch.full((n,), number >= skipped and budgets[0] > 0) for number, n in enumerate(lengths)]
 
     def walk(self, request: SelectionRequest, rows: torch.Tensor) -> ChunkWalk | None:
-        assert request.cache is not None
-        return DeviationWalk(self, request, rows) if self.recompute_ratio < 1.0 else None
+        return None if self._recomputes_all(request) else DeviationWalk(self, request, rows)
 
-    def ratio_at(self, layer: int, num_layers: int) -> float:
-        """Share of chunk tokens that run in ``layer``, 1.0 up to the check layer."""
-        if layer <= self.check_layer:
-            return 1.0
-        behind = num_layers - 1 - self.check_layer
-        mean = self.recompute_ratio
+    def budgets(self, num_layers: int, num_chunk_tokens: int, num_stale: int) -> list[int]:
+        """Chunk tokens that run in each layer, never more than in the one before.
+
+        Args:
+            num_chunk_tokens: what the ratio is a share of.
+            num_stale: those of them that may run at all.
+        """
+        in_full = self.check_layer + 1
+        behind = num_layers - in_full
+        total = self.recompute_ratio * num_chunk_tokens * behind
         if self.equal_charge:
-            mean = max(0.0, (mean * num_layers - self.check_layer - 1) / behind)
-        if self.schedule == "single":
-            return mean
-        shape = [1 + 0.5 * max(0.0, 1 - n / _GRADUAL_LAYERS) for n in range(behind)]
-        return min(1.0, mean * shape[layer - self.check_layer - 1] * behind / sum(shape))
+            total = self.recompute_ratio * num_chunk_tokens * num_layers - num_stale * in_full
+        if total < 0:
+            return [0] * num_layers
+        shape = [1.0] * behind
+        if self.schedule == "gradual":
+            shape = [1 + 0.5 * max(0.0, 1 - n / _GRADUAL_LAYERS) for n in range(behind)]
+        counts = [num_stale] * in_full
+        for n, weight in enumerate(shape):
+            share = min(float(num_stale), total * weight / sum(shape[n:]))
+            total -= share
+            counts.append(round(round(share, 6)))  # halves as halves, whatever the sums did to them
+        return counts
+
+    def _recomputes_all(self, request: SelectionRequest) -> bool:
+        return self.budget(request) >= sum(len(span.tokens) for span in request.spans)
+
+    def _check_depth(self, runtime: ModelRuntime) -> None:
+        """Raise ConfigurationError unless a layer is left behind the check layer."""
+        last = runtime.num_layers - 2
+        if self.check_layer > last:
+            expected = f"a layer from 0 to {last}" if last >= 0 else "a model of two layers or more"
+            raise ConfigurationError(
+                f"check_layer={self.check_layer} leaves no layer to spare: model {runtime.name!r} has "
+                f"{runtime.num_layers}, so everything would be recomputed. Expected {expected}."
+            )
+
+
+@cache
+def _warn_unaffordable(ratio: float, check_layer: int, num_layers: int) -> None:
+    logger.warning(
+        "cacheblend with equal_charge: at recompute_ratio %g the layers 0 to %d, run in full to choose, cost more than "
+        "the whole budget (%d of %d layers), so that nothing is recomputed. Raise the ratio or lower check_layer.",
+        ratio,
+        check_layer,
+        check_layer + 1,
+        num_layers,
+    )
 
 
 class DeviationWalk(ChunkWalk):
@@ -89,6 +142,8 @@ class DeviationWalk(ChunkWalk):
         for span in request.spans:
             self.of_chunks |= (rows >= span.start) & (rows < span.stop)
         self.of_chunks[-1] = False  # the prompt's last row gives the answer's first logits, chunk or not
+        num_layers, num_stale = request.runtime.num_layers, int(self.of_chunks.sum())
+        self.budgets = method.budgets(num_layers, request.num_chunk_tokens, num_stale)
         self.charged = 0
         self.deviations: dict[int, torch.Tensor] = {}
         """Per layer looked at, ``(num_alive,)`` float32, in the order of ``alive`` at that layer."""
@@ -123,20 +178,34 @@ class DeviationWalk(ChunkWalk):
 
     def _filter(self, layer: int) -> torch.Tensor:
         """Rows that run in ``layer``, by the change of KV in the layer below."""
-        assert self._stale is not None
-        fresh = self._stored(layer - 1, self.alive)
-        change = [
-            (new.float() - old.float()).square().sum((0, 2)).cpu() for new, old in zip(fresh, self._stale, strict=True)
-        ]
-        sizes = [new.float().square().sum((0, 2)).mean().cpu() for new in fresh]
-        keys, values = change
-        score = {"v": values, "k": keys, "kv": (keys / sizes[0]).sqrt() + (values / sizes[1]).sqrt()}
-        deviation = score[self.method.deviation]
+        deviation = self._deviation(layer - 1)
         self.deviations[layer - 1] = deviation
-        share = self.method.ratio_at(layer, self.request.runtime.num_layers)
-        budget = round(share * self.request.num_chunk_tokens)
-        mine = self.of_chunks[self.alive]
-        order = deviation.masked_fill(~mine, -1.0).argsort(descending=True, stable=True)
-        keep = ~mine
-        keep[order[: min(budget, int(mine.sum()))]] = True
-        return self.alive[keep]
+        num_tokens, mine = self.request.layout.num_tokens, self.of_chunks[self.alive]
+        slots = self.slots[self.alive]
+        scores = torch.zeros(num_tokens)
+        scores[slots] = deviation
+        gone = torch.ones(num_tokens, dtype=torch.bool)
+        gone[slots[mine]] = False
+        spans = self.request.spans
+        masks = self.method.choose(
+            self.request, split_by_span(scores, spans), self.budgets[layer], taken=split_by_span(gone, spans)
+        )
+        chosen = torch.zeros(num_tokens, dtype=torch.bool)
+        for span, mask in zip(spans, masks, strict=True):
+            chosen[span.start : span.stop] = mask
+        return self.alive[chosen[slots] | ~mine]
+
+    def _deviation(self, layer: int) -> torch.Tensor:
+        """``(num_alive,)`` float32: how far the fresh KV of a layer is from the stored one."""
+        assert self._stale is not None
+        fresh = self._stored(layer, self.alive)
+        keys, values = (_squares(new.float() - old.float()) for new, old in zip(fresh, self._stale, strict=True))
+        if self.method.deviation != "kv":
+            return {"k": keys, "v": values}[self.method.deviation]
+        of_keys, of_values = (_squares(new.float()).sqrt().mean() for new in fresh)
+        return keys.sqrt() / of_keys + values.sqrt() / of_values
+
+
+def _squares(rows: torch.Tensor) -> torch.Tensor:
+    """``(num_rows,)``: squared norm, over heads and dimensions, of ``(num_kv_heads, num_rows, head_dim)``."""
+    return rows.square().sum((0, 2)).cpu()

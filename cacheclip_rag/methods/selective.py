@@ -85,7 +85,7 @@ class Selective(Method):
         taken: Sequence[torch.Tensor] | None = None,
     ) -> list[torch.Tensor]:
         """The best ``budget`` tokens of all spans that are not among those ``taken`` (masks per span) before."""
-        skipped = int(self.skip_first_chunk and bool(request.spans) and self._holds_first(request))
+        skipped = self.num_skipped(request)
         first = [torch.arange(len(s)) < self.always_include_first for s in scores]
         if taken is not None:
             first = [f & ~t for f, t in zip(first, taken, strict=True)]
@@ -100,12 +100,13 @@ class Selective(Method):
         )
         return [torch.zeros(len(s), dtype=torch.bool) for s in scores[:skipped]] + masks
 
-    def _holds_first(self, request: SelectionRequest) -> bool:
-        """Whether the first span is the prompt's first chunk (an exact one is not among the spans)."""
-        return request.spans[0] == request.layout.chunks[0]
+    def num_skipped(self, request: SelectionRequest) -> int:
+        """Spans, from the first on, on which nothing is spent: 1 where the prompt's first chunk is to be skipped and
+        is among them (an exact one is not)."""
+        return int(self.skip_first_chunk and request.layout.chunks[0] in request.spans[:1])
 
     def prepare(self, request: SelectionRequest, masks: Sequence[torch.Tensor]) -> None:
         if self.correction and request.cache is not None:
             assert request.computed is not None
             correction = ResidualCorrection(request.runtime, request.cache, self.correction)
-            correction.install(request.spans, masks, request.computed)
+            correction.install(request.spans, request.computed)

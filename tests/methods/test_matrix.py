@@ -13,7 +13,7 @@ from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.methods import METHODS, create, method_class, spec_of
 from cacheclip_rag.methods.base import Method
 from cacheclip_rag.methods.selective import Selective
-from tests.fusion.cases import BROKEN, EXACT, Case, gap, prefilled, reference_logits
+from tests.fusion.cases import BROKEN, EXACT, Case, gap, prefilled, reference_logits, scatter
 
 
 def reuses_stored_chunks(name: str) -> bool:
@@ -26,6 +26,8 @@ def reuses_stored_chunks(name: str) -> bool:
 REUSING = [name for name in METHODS if reuses_stored_chunks(name)]
 WITH_RATIO = [name for name in REUSING if "recompute_ratio" in method_class(name).__dataclass_fields__]
 SELECTIVE = [name for name in REUSING if issubclass(method_class(name), Selective)]
+COSTLY = ("oracle", "cacheblend")
+"""Choosing costs more than the choice."""
 few = pytest.mark.parametrize("primary", ["llama", "gemma3", "qwen3", "gpt-oss"], indirect=True)
 
 
@@ -44,14 +46,39 @@ def test_ratio_one_is_full_prefill(case: Case, name: str) -> None:
     assert fused.stats.effective_ratio == 1.0
 
 
-@pytest.mark.parametrize("name", [n for n in WITH_RATIO if n != "cacheblend"])
+@pytest.mark.parametrize("name", [n if n != "cacheblend" else f"{n}:equal_charge=true" for n in WITH_RATIO])
 def test_ratio_zero_is_direct_reuse(case: Case, name: str) -> None:
     direct = run(case, "direct")
     assert gap(run(case, name, 0.0).logits, direct.logits) < EXACT
     assert gap(direct.logits, reference_logits(case.folder, case.layout.ids)) > BROKEN, "direct reuse must differ"
 
 
-@pytest.mark.parametrize("name", [n for n in SELECTIVE if n != "oracle"])
+@pytest.mark.parametrize("ratio", [0.0, 0.4])
+def test_cacheblend_is_direct_reuse_behind_its_check_layer(case: Case, ratio: float) -> None:
+    """Whatever goes on: plain transformers gives the same logits from a cache whose first layers are full prefill's."""
+    result = run(case, "cacheblend", ratio)
+    layers, stale = case.runtime.num_layers, result.stats.chunk_tokens - result.stats.exact_tokens
+    assert result.stats.recomputed_tokens == round(ratio * result.stats.chunk_tokens)
+    charged = 2 * stale + (layers - 2) * result.stats.recomputed_tokens
+    assert result.stats.charged_ratio == pytest.approx(charged / (layers * result.stats.chunk_tokens))
+    stored = case.assembled()
+    full, _ = case.runtime.prefill(case.layout.ids, case.layout.num_tokens)
+    mixed = case.assembled()
+    for number in (0, 1):
+        mixed.layers[number].write(0, full.layers[number].keys[0], full.layers[number].values[0])
+    gone_on = torch.ones(case.layout.num_tokens, dtype=torch.bool)
+    gone_on[: case.layout.num_prefix] = False
+    for span in case.layout.chunks:
+        of_span = slice(span.start, span.stop)
+        fresh, old = result.cache.layers[2].values[0, :, of_span], stored.layers[2].values[0, :, of_span]
+        gone_on[of_span] = (fresh != old).any(-1).any(0)
+    assert int(gone_on.sum()) == result.stats.recomputed_tokens + result.stats.fresh_tokens
+    _, logits = scatter(case.folder, mixed, case.layout.ids, gone_on.nonzero().flatten())
+    assert gap(result.logits, logits) < EXACT
+    assert gap(logits, run(case, "direct").logits) > BROKEN, "fresh first layers must show"
+
+
+@pytest.mark.parametrize("name", [n for n in SELECTIVE if n not in COSTLY])
 @few
 def test_nominal_is_effective_is_charged(case: Case, name: str) -> None:
     stats = run(case, name, 0.3).stats

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from cacheclip_rag.methods.cacheblend import CacheBlend, DeviationWalk
 from cacheclip_rag.models.attention import Geometry
 from cacheclip_rag.models.walk import RowWalk
 from cacheclip_rag.selection.question import pick_layers
-from tests.fusion.cases import BROKEN, EXACT, Case, gap, reference_logits, reference_model, scatter_cache
+from tests.conftest import CHUNKS
+from tests.fusion.cases import BROKEN, EXACT, Case, gap, make_case, reference_logits, reference_model, scatter_cache
 from tests.methods.test_matrix import few, run
 
 plain = pytest.mark.parametrize("primary", ["llama", "qwen3"], indirect=True)
@@ -120,8 +122,6 @@ class TestOwnPositions:
 
 @pytest.fixture
 def case_of(tiny_models: dict[str, str]) -> Any:
-    from tests.conftest import CHUNKS
-    from tests.fusion.cases import make_case
 
     return lambda name: make_case(tiny_models[name], tiny_models["auxiliary"], CHUNKS[:3])
 
@@ -216,23 +216,81 @@ class TestEpic:
 
 
 class TestCacheBlend:
-    def stale_and_full(self, case: Case, layer: int) -> tuple[Any, Any]:
+    def changes(self, case: Case, deviation: str, layer: int = 1) -> torch.Tensor:
+        """``(num_tokens,)`` against a full prefill, keys before RoPE, zero outside the chunks: by brute force."""
         full, _ = case.runtime.prefill(case.layout.ids, case.layout.num_tokens)
-        return case.assembled().layers[layer], full.layers[layer]
+        stale = case.assembled()
+        fresh = case.runtime.extract(full, case.layout.num_prefix, case.layout.num_tokens)[layer]
+        found = torch.zeros(case.layout.num_tokens)
+        for span in case.layout.chunks:
+            new, old = (case.runtime.extract(c, span.start, span.stop)[layer] for c in (full, stale))
+            keys, values = (new - old).transpose(1, 2).flatten(2).norm(dim=-1)
+            of_keys, of_values = fresh.transpose(1, 2).flatten(2).norm(dim=-1).mean(-1)
+            both = keys / of_keys + values / of_values
+            found[span.start : span.stop] = {"k": keys.square(), "v": values.square(), "kv": both}[deviation]
+        return found
 
     @few
-    @pytest.mark.parametrize("deviation", ["v", "k"])
+    @pytest.mark.parametrize("deviation", ["v", "k", "kv"])
     def test_single_is_the_largest_change_at_the_check_layer(self, case: Case, deviation: str) -> None:
         result, spy = spied(case, f"cacheblend:deviation={deviation}", 0.25)
-        stale, full = self.stale_and_full(case, 1)
-        of = {"v": (full.values, stale.values), "k": (full.keys, stale.keys)}[deviation]
-        length = min(of[0].shape[2], of[1].shape[2])
-        change = (of[0][0, :, :length] - of[1][0, :, :length]).square().sum((0, 2))
+        change = self.changes(case, deviation)
         slots = torch.cat([torch.arange(s.start, s.stop) for s in spy.request.spans])
+        ours = torch.zeros(case.layout.num_tokens)
+        ours[spy.made.slots] = spy.made.deviations[1]
+        scale = change.max() / ours[slots].max()  # YaRN lengthens keys as it turns them, all of them alike
+        assert gap(ours[slots] * scale, change[slots]) < 1e-4 * float(change.max())
+        if deviation == "kv":
+            assert float(scale) == pytest.approx(1.0, abs=1e-4)
         budget = round(0.25 * result.stats.chunk_tokens)
         best = set(slots[change[slots].argsort(descending=True, stable=True)[:budget]].tolist())
         alive = set(spy.made.slots[spy.made.alive].tolist())
         assert alive & set(slots.tolist()) == best
+
+    def deviations(self, case: Case, deviation: str, shift: int = 0) -> tuple[DeviationWalk, torch.Tensor]:
+        """A walk over all rows of the prompt, those that are exact included, and ``(num_tokens,)`` of layer 1."""
+        _, spy = spied(case, f"cacheblend:deviation={deviation}", 0.1)
+        rows = torch.arange(case.layout.num_tokens)
+        cache = case.runtime.new_cache(case.layout.num_tokens)
+        cache.geometry = Geometry(rows + shift)
+        for start, kv in case.kv.items():
+            case.runtime.fill(cache, kv, slot=start, position=cache.position_of(start))
+        request = replace(spy.request, cache=cache, spans=case.layout.chunks)
+        walk = DeviationWalk(spy.inner, request, rows)
+        case.runtime.run_slots(cache, case.layout.ids, rows, walk=walk)
+        return walk, walk.deviations[1]
+
+    @pytest.mark.parametrize("deviation", ["v", "k", "kv"])
+    @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
+    def test_what_is_exact_does_not_deviate(self, tiny_models: dict[str, str], name: str, deviation: str) -> None:
+        """Prefix and first chunk right behind it were computed as in this prompt: even run, they would lose."""
+        case = make_case(tiny_models[name], tiny_models["auxiliary"], CHUNKS[:3], opening="")
+        first, second, third = case.layout.chunks
+        assert case.layout.is_exact(first)
+        walk, found = self.deviations(case, deviation)
+        assert float(found[: first.stop].max()) < 1e-8 + 1e-4 * float(found[second.start : third.stop].max())
+        assert float(found[second.start : second.start + 8].min()) > 100 * float(found[: first.stop].max())
+        alive = walk.slots[walk.alive]
+        assert not bool(((alive >= first.start) & (alive < first.stop)).any())
+
+    @pytest.mark.parametrize("name", ["llama", "qwen3", "llama-rope-linear", "phi3-partial"])
+    def test_the_change_of_keys_does_not_depend_on_their_place(self, tiny_models: dict[str, str], name: str) -> None:
+        """Both keys are turned alike: it is the change before RoPE, wherever the prompt stands."""
+        case = make_case(tiny_models[name], tiny_models["auxiliary"], CHUNKS[:3])
+        (_, here), (_, there) = (self.deviations(case, "k", shift) for shift in (0, 211))
+        chunks = torch.cat([torch.arange(span.start, span.stop) for span in case.layout.chunks])
+        tolerance = 1e-4 * float(here[chunks].max())
+        assert gap(here[chunks], there[chunks]) < tolerance
+        assert gap(here[chunks], self.changes(case, "k")[chunks]) < tolerance
+        elsewhere = dict(case.kv)
+        for span in case.layout.chunks:  # stored from another place in a prompt: keys before RoPE are the same
+            kv = elsewhere[span.start]
+            cache = case.runtime.new_cache(700 + len(span.tokens))
+            case.runtime.fill(cache, kv, slot=500, position=500)
+            elsewhere[span.start] = case.runtime.extract(cache, 500, 500 + len(span.tokens))
+        case.kv = elsewhere
+        _, moved = self.deviations(case, "k")
+        assert gap(here[chunks], moved[chunks]) < tolerance
 
     @few
     def test_charged_is_what_was_computed(self, case: Case) -> None:
@@ -262,10 +320,20 @@ class TestCacheBlend:
 
     def test_gradual_sets_are_nested_and_average_to_the_ratio(self) -> None:
         method = CacheBlend(recompute_ratio=0.2, schedule="gradual")
-        shares = [method.ratio_at(layer, 24) for layer in range(24)]
-        assert shares[:2] == [1.0, 1.0] and shares[2:] == sorted(shares[2:], reverse=True)
-        assert sum(shares[2:]) / 22 == pytest.approx(0.2)
-        assert shares[2] > 0.2 > shares[-1]
+        budgets = method.budgets(24, 10_000, 10_000)
+        assert budgets[:2] == [10_000, 10_000] and budgets[2:] == sorted(budgets[2:], reverse=True)
+        assert sum(budgets[2:]) / 22 == pytest.approx(2000, abs=1)
+        assert budgets[2] > 2000 > budgets[-1] and len(set(budgets[10:])) == 1
+        assert budgets[2] / budgets[-1] == pytest.approx(1.5, abs=0.01)
+
+    @pytest.mark.parametrize("schedule", ["single", "gradual"])
+    @pytest.mark.parametrize("ratio", [0.05, 0.5, 0.7, 0.85, 0.95])
+    @pytest.mark.parametrize("num_stale", [10_000, 9_000, 6_000])
+    def test_what_a_full_layer_cannot_run_later_ones_do(self, schedule: str, ratio: float, num_stale: int) -> None:
+        """A high ratio would begin above all tokens there are: no budget is lost on that."""
+        budgets = CacheBlend(recompute_ratio=ratio, schedule=schedule).budgets(24, 10_000, num_stale)
+        assert budgets == sorted(budgets, reverse=True) and budgets[0] == num_stale
+        assert sum(budgets[2:]) / 22 == pytest.approx(min(ratio * 10_000, num_stale), abs=1)
 
     @plain
     def test_gradual_filters_behind_every_layer(self, case: Case) -> None:
@@ -305,10 +373,126 @@ class TestCacheBlend:
         if ratio == 1.0:
             assert gap(result.logits, reference_logits(case.folder, result.layout.ids)) < EXACT
 
-    def test_equal_charge(self) -> None:
-        method = CacheBlend(recompute_ratio=0.2, equal_charge=True)
-        shares = [method.ratio_at(layer, 24) for layer in range(24)]
-        assert sum(shares) / 24 == pytest.approx(0.2)
+    @plain
+    @pytest.mark.parametrize("beyond", [2, 3, 40])
+    def test_a_check_layer_with_nothing_behind_it(self, case: Case, beyond: int) -> None:
+        assert case.runtime.num_layers == 3
+        for ratio in (0.0, 0.2, 1.0):
+            with pytest.raises(ConfigurationError, match=f"check_layer={beyond} .* has 3, .* from 0 to 1"):
+                run(case, f"cacheblend:check_layer={beyond}", ratio)
+        assert run(case, "cacheblend:check_layer=1").stats.effective_ratio < 0.3
+
+    @pytest.mark.parametrize("schedule", ["single", "gradual"])
+    @pytest.mark.parametrize("ratio", [0.1, 0.2, 0.5, 0.9, 1.0])
+    def test_equal_charge(self, schedule: str, ratio: float) -> None:
+        method = CacheBlend(recompute_ratio=ratio, equal_charge=True, schedule=schedule)
+        for num_stale in (10_000, 7_000):
+            budgets = method.budgets(24, 10_000, num_stale)
+            assert sum(budgets) / 24 == pytest.approx(min(ratio * 10_000, num_stale), abs=1)
+        assert CacheBlend(recompute_ratio=0.08, equal_charge=True).budgets(24, 10_000, 10_000) == [0] * 24
+        assert CacheBlend(recompute_ratio=0.08, equal_charge=True).budgets(24, 10_000, 9_000)[-1] > 0
+
+    @pytest.mark.parametrize("opening", ["", "Read this first.\n\n"])
+    @pytest.mark.parametrize(("spec", "ratio"), [("", 0.7), (":check_layer=0", 0.5), (":schedule=gradual", 0.75)])
+    def test_equal_charge_is_charged_so(
+        self, tiny_models: dict[str, str], opening: str, spec: str, ratio: float
+    ) -> None:
+        """Chunks that are exact and are not run leave their share to others."""
+        case = make_case(tiny_models["qwen2"], tiny_models["auxiliary"], CHUNKS[:3], opening=opening)
+        stats = run(case, f"cacheblend:equal_charge=true{spec}", ratio).stats
+        expected = min(ratio, 1 - stats.exact_tokens / stats.chunk_tokens)
+        assert stats.charged_ratio == pytest.approx(expected, abs=1 / stats.chunk_tokens)
+        assert bool(stats.exact_tokens) == (not opening)
+
+    @plain
+    def test_a_charge_below_that_of_the_check_layers(self, case: Case, caplog: pytest.LogCaptureFixture) -> None:
+        from cacheclip_rag.methods.cacheblend import _warn_unaffordable
+
+        _warn_unaffordable.cache_clear()
+        for _ in range(2):
+            result = run(case, "cacheblend:equal_charge=true", 0.6)
+        assert (result.stats.recomputed_tokens, result.stats.charged_ratio) == (0, 0.0)
+        assert result.stats.fallback is None and result.stats.nominal_ratio == 0.6
+        assert gap(result.logits, run(case, "direct").logits) == 0.0
+        assert caplog.text.count("nothing is recomputed. Raise the ratio or lower check_layer") == 1
+
+    @few
+    @pytest.mark.parametrize("schedule", ["single", "gradual"])
+    def test_a_first_chunk_that_is_skipped(self, case: Case, schedule: str) -> None:
+        """No layer computes it, the check layers included."""
+        result = run(case, f"cacheblend:skip_first_chunk=true:check_layer=0:schedule={schedule}", 0.3)
+        first, *others = case.layout.chunks
+        stored = case.assembled()
+        for fresh, old in zip(result.cache.layers, stored.layers, strict=True):
+            assert gap(fresh.values[0, :, first.start : first.stop], old.values[0, :, first.start : first.stop]) == 0
+        layers, stats = case.runtime.num_layers, result.stats
+        behind = round(0.3 * stats.chunk_tokens) * (layers - 1)
+        charged = (sum(len(span.tokens) for span in others) + behind) / (layers * stats.chunk_tokens)
+        assert stats.charged_ratio == pytest.approx(charged, abs=0.01)
+        everything = run(case, "cacheblend:skip_first_chunk=true", 1.0)
+        assert gap(everything.logits, reference_logits(case.folder, case.layout.ids)) < EXACT
+
+    @few
+    @pytest.mark.parametrize("schedule", ["single", "gradual"])
+    def test_first_tokens_stay_in_every_layer(self, case: Case, schedule: str) -> None:
+        result, spy = spied(case, f"cacheblend:always_include_first=3:check_layer=0:schedule={schedule}", 0.3)
+        alive = set(spy.made.slots[spy.made.alive].tolist())
+        for span in spy.request.spans:
+            assert alive.issuperset(range(span.start, span.start + 3))
+        bare = run(case, f"cacheblend:check_layer=0:schedule={schedule}", 0.3).stats
+        assert result.stats.recomputed_tokens == bare.recomputed_tokens, "within the budget"
+        assert result.stats.charged_ratio == bare.charged_ratio
+        _, tight = spied(case, f"cacheblend:always_include_first=10000:schedule={schedule}", 0.3)
+        _, free = spied(case, f"cacheblend:schedule={schedule}", 0.3)
+        assert torch.equal(tight.made.alive, free.made.alive), "all come first: the largest change decides"
+
+    @few
+    def test_spans_instead_of_single_tokens(self, case: Case) -> None:
+        from cacheclip_rag.selection.grouping import group
+
+        result, spy = spied(case, "cacheblend:window=8:threshold=5", 0.3)
+        change = self.changes(case, "v")
+        scores = [change[span.start : span.stop] for span in spy.request.spans]
+        expected = group(scores, round(0.3 * result.stats.chunk_tokens))
+        alive = torch.zeros(case.layout.num_tokens, dtype=torch.bool)
+        alive[spy.made.slots[spy.made.alive]] = True
+        for span, mask in zip(spy.request.spans, expected, strict=True):
+            assert torch.equal(alive[span.start : span.stop], mask)
+
+    @plain
+    @pytest.mark.parametrize("schedule", ["single", "gradual"])
+    def test_correction_of_what_left(self, case: Case, schedule: str) -> None:
+        """In each layer, what no longer runs follows what does; layers that ran in full are left alone."""
+        seen: list[torch.Tensor] = []
+        walk_of = DeviationWalk.before_layer
+
+        def spy(self: DeviationWalk, layer: int) -> Any:
+            kept = walk_of(self, layer)
+            seen.append(self.slots[self.alive if kept is None else kept])
+            return kept
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(DeviationWalk, "before_layer", spy)
+            result = run(case, f"cacheblend:correction=1.0:check_layer=0:schedule={schedule}", 0.4)
+        full, _ = case.runtime.prefill(case.layout.ids, case.layout.num_tokens)
+        corrected = 0
+        for span in case.layout.chunks:
+            slots = torch.arange(span.start, span.stop)
+            now, old, exact = (
+                case.runtime.extract(cache, span.start, span.stop) for cache in (result.cache, case.assembled(), full)
+            )
+            assert gap(now[0], exact[0]) < EXACT, "the check layer ran in full"
+            for layer in range(1, case.runtime.num_layers):
+                ran = torch.isin(slots, seen[layer])
+                if bool(ran.all()):
+                    continue
+                moved = (now[layer] - old[layer])[:, :, ~ran]
+                mean = (now[layer] - old[layer])[:, :, ran].mean(2, keepdim=True) if ran.any() else 0.0 * moved
+                assert gap(moved, mean.expand_as(moved)) < 1e-4
+                corrected += int((~ran).sum()) if ran.any() else 0
+        assert corrected
+        assert gap(result.logits, run(case, f"cacheblend:check_layer=0:schedule={schedule}", 0.4).logits) > 1e-3
+        assert all(layer.before_scatter is None for layer in result.cache.layers)
 
     @few
     def test_a_later_token_changes_nothing_before(self, case: Case) -> None:
@@ -362,8 +546,6 @@ class TestQueryAttention:
             expected = self.brute_force(case, spy)[pick_layers(layers, case.runtime.num_layers)].mean(0)
             request = spy.request
             cache = case.assembled()
-            from dataclasses import replace
-
             ours = spy.inner.rate(replace(request, cache=cache), [])
         for span, score in zip(request.spans, ours, strict=True):
             assert gap(score, expected[span.start : span.stop]) < 1e-5
@@ -412,8 +594,6 @@ class TestQueryAttention:
     @pytest.mark.parametrize("layers", ["all", "0", "last"])
     def test_a_question_by_itself(self, case: Case, layers: str) -> None:
         """ProphetKV's other reading: an independent sequence at its place, a softmax over the chunks' stale keys."""
-        from dataclasses import replace
-
         _, spy = spied(case, f"prophetkv:alone=true:softmax=chunks:layers={layers}")
         request, slots = spy.request, torch.arange(case.layout.num_tokens)
         among = torch.zeros(len(slots), dtype=torch.bool)
@@ -437,8 +617,6 @@ class TestQueryAttention:
 
     @plain
     def test_a_digest_is_read_at_its_true_positions(self, case: Case) -> None:
-        from dataclasses import replace
-
         _, spy = spied(case, "qcfuse:digest=0.3:layers=all")
         request, slots = spy.request, torch.arange(case.layout.num_tokens)
         with torch.inference_mode():
@@ -454,15 +632,11 @@ class TestQueryAttention:
 
     def test_chunks_that_are_exact_share_the_softmax(self, tiny_models: dict[str, str]) -> None:
         """Nothing is spent on them, but the question attends to them."""
-        from tests.conftest import CHUNKS
-        from tests.fusion.cases import make_case
 
         case = make_case(tiny_models["llama"], tiny_models["auxiliary"], CHUNKS[:3], opening="")
         _, spy = spied(case, "prophetkv:softmax=chunks")
         first, *others = case.layout.chunks
         assert case.layout.is_exact(first) and len(spy.request.spans) == len(others)
-        from dataclasses import replace
-
         with torch.inference_mode():
             ours = spy.inner.rate(replace(spy.request, cache=case.assembled()), [])
             both = spy.inner.rate(replace(spy.request, cache=case.assembled(), spans=case.layout.chunks), [])
@@ -496,8 +670,6 @@ class TestQueryAttention:
     @plain
     def test_a_digest_keeps_its_sinks_and_size(self, case: Case) -> None:
         _, spy = spied(case, "qcfuse:digest=0.3")
-        from dataclasses import replace
-
         with torch.inference_mode():
             visible = spy.inner._digest(replace(spy.request, cache=case.assembled()))
         for span in spy.request.spans:
@@ -657,8 +829,6 @@ class TestParts:
 
     @plain
     def test_the_oracle_knows_what_is_attended_and_stale(self, case: Case) -> None:
-        from dataclasses import replace
-
         _, spy = spied(case, "oracle")
         request = spy.request
         with torch.inference_mode():
