@@ -28,8 +28,6 @@ class Ape(Direct):
     """Never exact with several chunks; the order of chunks does not matter to it."""
 
     name: ClassVar[str] = "ape"
-    own_positions: ClassVar[bool] = True
-    own_attention: ClassVar[bool] = True
 
     temperature: float = 0.9
     """Divides the attention logits within the contexts; below 1 sharpens."""

@@ -1,6 +1,7 @@
 """What a method is: a named recipe for placing reused tokens and choosing those to recompute.
 
-A method declares what it needs in class attributes, and the engine reads these; it never asks which method it holds.
+A method declares what it needs in class attributes and overrides the hooks that it has something to say to; the engine
+reads and calls these, and never asks which method it holds.
 """
 
 from __future__ import annotations
@@ -77,14 +78,8 @@ class Method(ABC):
     reuses_chunks: ClassVar[bool] = True
     """False: the store is not asked."""
     reuses_prefixes: ClassVar[bool] = True
-    """True: what earlier prompts share with the start of this one is taken from the prefix cache, exactly. Methods with
-    positions or attention of their own do so in plain prefill only."""
-    walks_layers: ClassVar[bool] = False
-    """True: rows leave the pass between layers, as :meth:`walk` decides."""
-    own_positions: ClassVar[bool] = False
-    """True: :meth:`place` gives tokens other positions than their places in the prompt."""
-    own_attention: ClassVar[bool] = False
-    """True: it attends in its own way, also while decoding."""
+    """True: what earlier prompts share with the start of this one is taken from the prefix cache, exactly. Methods that
+    :meth:`place` tokens elsewhere do so in plain prefill only."""
     captures: ClassVar[bool] = False
     """True: chunk caches come from answered prompts, not from the store; a prompt with one that was never captured is
     answered by plain prefill, which captures."""
@@ -116,7 +111,8 @@ class Method(ABC):
         return list(segments)
 
     def place(self, layout: Layout, reused: Sequence[Span]) -> Geometry | None:
-        """Positions and attention of its own; None for the places in the prompt and ordinary attention."""
+        """Positions and attention of its own, while decoding too; None for the places in the prompt and ordinary
+        attention."""
         return None
 
     def score(self, request: SelectionRequest) -> list[torch.Tensor]:

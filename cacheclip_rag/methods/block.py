@@ -30,7 +30,6 @@ class BlockAttention(Direct):
     """Equal to one forward pass under the block mask, whatever the checkpoint; good answers need one trained for it."""
 
     name: ClassVar[str] = "block"
-    own_positions: ClassVar[bool] = True
     reuses_prefixes: ClassVar[bool] = False
 
     positions: str = "reordered"

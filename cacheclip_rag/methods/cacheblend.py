@@ -39,7 +39,6 @@ class CacheBlend(Selective):
     """
 
     name: ClassVar[str] = "cacheblend"
-    walks_layers: ClassVar[bool] = True
 
     window: int = 1
     threshold: int = 0

@@ -41,7 +41,6 @@ class DirectGapped(Direct):
     """
 
     name: ClassVar[str] = "direct_gapped"
-    own_positions: ClassVar[bool] = True
 
     place_tokens: int = 0
     """Length of a place in tokens; 0 takes the longest chunk of the prompt. Longer chunks take what they need."""

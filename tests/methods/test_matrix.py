@@ -100,7 +100,7 @@ def test_deterministic(case: Case, name: str) -> None:
     assert first.stats.recomputed_tokens == second.stats.recomputed_tokens
 
 
-@pytest.mark.parametrize("name", [n for n in REUSING if method_class(n).own_positions])
+@pytest.mark.parametrize("name", [n for n in REUSING if method_class(n).place is not Method.place])
 def test_decoding_goes_on(case: Case, name: str) -> None:
     """One token at a time, or all read in one pass: the same logits, whatever the method's positions and attention."""
     from cacheclip_rag.fidelity import greedy, read_along

@@ -13,6 +13,7 @@ from cacheclip_rag import Chunk, Fresh, SamplingParams
 from cacheclip_rag.fidelity import greedy
 from cacheclip_rag.fusion import blocks
 from cacheclip_rag.methods import METHODS, create, method_class
+from cacheclip_rag.methods.base import Method
 from cacheclip_rag.models.load import load_model
 from tests.conftest import CHUNKS, SENTENCES, rag_prompt
 from tests.fusion.cases import BROKEN, EXACT, Case, gap, make_case, make_engine, reference_greedy, reference_logits
@@ -21,7 +22,7 @@ from tests.methods.test_matrix import REUSING, few, run
 BLOCK = 16
 ONE = SamplingParams(max_tokens=1)
 SHORT = SamplingParams(max_tokens=12)
-IN_PLACE = [n for n in REUSING if not method_class(n).own_positions and not method_class(n).own_attention]
+IN_PLACE = [n for n in REUSING if method_class(n).place is Method.place]
 
 
 def segments_of(case: Case, order: tuple[int, ...] = (0, 1, 2), question: str | None = None) -> list[Any]:
