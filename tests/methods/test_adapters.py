@@ -8,10 +8,13 @@ import pytest
 import torch
 
 from cacheclip_rag import CacheClipEngine, Chunk, SamplingParams
+from cacheclip_rag.chunks import Encoding
 from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.fusion.recompute import choose_rows
 from cacheclip_rag.methods import create
+from cacheclip_rag.methods.direct import Direct
 from tests.conftest import CHUNKS
-from tests.fusion.cases import BROKEN, EXACT, gap, make_engine, reference_logits, reference_model
+from tests.fusion.cases import BROKEN, EXACT, gap, make_engine, reference_logits, reference_model, scatter
 
 models = pytest.mark.parametrize("name", ["llama", "qwen3", "smollm3", "mixtral"])
 PROMPT = "\n\n".join(CHUNKS[:3]) + "\n\nQuestion: What is the magic number?"
@@ -52,6 +55,29 @@ class TestBlockAttention:
         expected = masked_reference(engine.config.primary, result.layout)
         assert gap(result.logits, expected) < EXACT
         assert gap(engine.prefill(PROMPT, method=create("full", {})).logits, expected) > BROKEN
+
+    @models
+    def test_reordered_is_direct_reuse_of_isolated_chunks(self, engine: CacheClipEngine) -> None:
+        class Isolated(Direct):
+            """Direct reuse as it is, of the chunk caches that ``block`` uses."""
+
+            encoding = Encoding(isolated=True)
+
+        method = create("block:tuned=true", {})
+        engine.precompute(CHUNKS[:3], method=method)
+        result, direct = engine.prefill(PROMPT, method=method), engine.prefill(PROMPT, method=Isolated())
+        assert (direct.stats.hits, direct.stats.misses) == (3, 0)
+        assert gap(result.logits, direct.logits) == 0.0
+        runtime, layout = engine._caches_of(engine.config.primary).kv_runtime, result.layout
+        cache = runtime.new_cache(layout.num_tokens)
+        runtime.fill(cache, engine._caches_of(engine.config.primary).prefix, slot=0, position=0)
+        for span in layout.chunks:
+            runtime.fill(cache, runtime.encode(span.tokens.ids), slot=span.start, position=span.start)
+        _, logits = scatter(engine.config.primary, cache, layout.ids, choose_rows(layout, layout.chunks, []))
+        assert gap(result.logits, logits) < EXACT
+        engine.precompute(CHUNKS[:3])
+        behind_prefix = engine.prefill(PROMPT, method=create("direct", {}))
+        assert gap(result.logits, behind_prefix.logits) > BROKEN, "what chunks are encoded behind must show"
 
     @models
     def test_composite_positions(self, engine: CacheClipEngine) -> None:

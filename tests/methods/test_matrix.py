@@ -112,13 +112,14 @@ def test_decoding_goes_on(case: Case, name: str) -> None:
 
 
 class TestOneChunkBehindThePrefix:
+    @pytest.mark.parametrize("ratio", [0.0, 0.2, 1.0])
     @pytest.mark.parametrize("name", REUSING)
     @few
-    def test_is_exact(self, case: Case, name: str) -> None:
+    def test_is_exact(self, case: Case, name: str, ratio: float) -> None:
         chunk = case.layout.chunks[0].segment.text
         prompt = f"{chunk}\n\nQuestion: What is the magic number?"
         neutral = {"ape": "ape:temperature=1.0:scale=1.0"}.get(name, name)
-        fused = prefilled(case.engine, prompt, neutral)
+        fused = prefilled(case.engine, prompt, neutral, ratio)
         assert fused.stats.fallback is None and fused.stats.exact_tokens == fused.stats.chunk_tokens > 0
         assert gap(fused.logits, reference_logits(case.folder, fused.layout.ids)) < EXACT
 

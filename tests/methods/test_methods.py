@@ -18,7 +18,17 @@ from cacheclip_rag.models.attention import Geometry
 from cacheclip_rag.models.walk import RowWalk
 from cacheclip_rag.selection.question import pick_layers
 from tests.conftest import CHUNKS
-from tests.fusion.cases import BROKEN, EXACT, Case, gap, make_case, reference_logits, reference_model, scatter_cache
+from tests.fusion.cases import (
+    BROKEN,
+    EXACT,
+    Case,
+    gap,
+    make_case,
+    make_engine,
+    reference_logits,
+    reference_model,
+    scatter_cache,
+)
 from tests.methods.test_matrix import few, run
 
 plain = pytest.mark.parametrize("primary", ["llama", "qwen3"], indirect=True)
@@ -94,6 +104,17 @@ class TestOwnPositions:
         expected = placed_reference(case, assembled(case, geometry), rows, geometry.positions)
         assert gap(run(case, spec).logits, expected) < EXACT
         assert gap(run(case, "direct").logits, expected) > BROKEN
+
+    @plain
+    def test_one_chunk_leaves_no_gap(self, case: Case) -> None:
+        segments = [span.segment for span in case.layout.spans]
+        only = [s for s in segments if not isinstance(s, Chunk)]
+        only.insert(segments.index(case.layout.chunks[0].segment), case.layout.chunks[0].segment)
+        gapped, direct = (
+            case.engine.prefill(only, method=create(spec, {})) for spec in ("direct_gapped:place_tokens=200", "direct")
+        )
+        assert direct.stats.hits == 1 and direct.stats.exact_tokens == 0
+        assert gap(gapped.logits, direct.logits) < EXACT
 
     def test_gaps(self, tiny_models: dict[str, str], case_of: Any) -> None:
         layout = case_of("llama").layout
@@ -192,6 +213,7 @@ class TestEpic:
         result, spy = spied(case, f"epic:k_init={k}")
         for span, mask in zip(spy.request.spans, spy.masks, strict=True):
             assert mask.tolist() == [n < k for n in range(len(span.tokens))]
+        assert result.stats.recomputed_tokens == sum(min(k, len(span.tokens)) for span in spy.request.spans)
         if k == 10_000:
             assert gap(result.logits, reference_logits(case.folder, case.layout.ids)) < EXACT
 
@@ -208,6 +230,24 @@ class TestEpic:
         assert sum(counts) == round(0.3 * result.stats.chunk_tokens)
         assert max(counts) - min(counts) <= 1
         assert all(bool(mask[: int(mask.sum())].all()) for mask in spy.masks)
+
+    @plain
+    @pytest.mark.parametrize("spec", ["epic", "epic:k_init=5:k_final=2"])
+    def test_the_question_decides_nothing(self, case: Case, spec: str) -> None:
+        def chosen(spec: str, question: str) -> list[torch.Tensor]:
+            spy: Any = Spy(create(spec, {"recompute_ratio": 0.3}))
+            segments = [span.segment for span in case.layout.spans]
+            number = 1 + max(n for n, segment in enumerate(segments) if isinstance(segment, Chunk))
+            segments[number] = Fresh(f"\n\n{question}")
+            case.engine.prefill(segments, method=spy)
+            masks: list[torch.Tensor] = spy.masks
+            return masks
+
+        questions = ("When do seabirds nest?", "Who was the last keeper, and in which year did he go ashore?")
+        first, second = (chosen(spec, question) for question in questions)
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+        first, second = (chosen("query_attention", question) for question in questions)
+        assert not all(torch.equal(a, b) for a, b in zip(first, second, strict=True)), "elsewhere it does"
 
     @plain
     def test_last_tokens(self, case: Case) -> None:
@@ -667,6 +707,13 @@ class TestQueryAttention:
         _, almost = spied(case, "query_attention:layers=all:digest=0.9999999")
         assert all(torch.equal(a, b) for a, b in zip(whole.masks, almost.masks, strict=True))
 
+    @few
+    def test_qcfuse_is_prophetkv_with_other_settings(self, case: Case) -> None:
+        left, prophet = spied(case, "qcfuse:digest=1.0:layers=all")
+        right, qcfuse = spied(case, "prophetkv")
+        assert all(torch.equal(a, b) for a, b in zip(prophet.masks, qcfuse.masks, strict=True))
+        assert torch.equal(left.logits, right.logits)
+
     @plain
     def test_a_digest_keeps_its_sinks_and_size(self, case: Case) -> None:
         _, spy = spied(case, "qcfuse:digest=0.3")
@@ -735,7 +782,88 @@ class TestQueryAttention:
         assert pick_layers(infoflow, 40) == [24, 25, 26, 27], "the paper has 22 to 25"
 
 
+class TestCacheClip:
+    @few
+    def test_by_the_primary_itself_it_is_query_attention(self, primary: str) -> None:
+        """With one chunk between prefix and question both read the same text, so every layer scores alike."""
+        from cacheclip_rag.selection.auxiliary import score_chunks
+        from cacheclip_rag.selection.grouping import group
+        from cacheclip_rag.selection.mapping import map_scores
+
+        question = "What is the magic number?"
+        engine = make_engine(primary, primary, auxiliary_codec="float32")
+        engine.precompute(CHUNKS[:1])
+        opening, *_, closing = engine.segment(question)
+        spy: Any = Spy(create("query_attention", {}))
+        layout = engine.prefill([opening, Chunk(CHUNKS[0]), Fresh(question), closing], method=spy).layout
+        caches = engine._caches_of(primary)
+        runtime, [span] = caches.kv_runtime, layout.chunks
+        stored = caches.read(CHUNKS[0])
+        assert stored is not None
+        for layer in range(runtime.num_layers):
+            cache = runtime.new_cache(layout.num_tokens)
+            runtime.fill(cache, caches.prefix, slot=0, position=0)
+            runtime.fill(cache, stored, slot=span.start, position=span.start)
+            method: Any = create(f"query_attention:layers={layer}", {})
+            with torch.inference_mode():
+                [theirs] = method.rate(replace(spy.request, spans=layout.chunks, cache=cache), [])
+            [raw] = score_chunks(
+                runtime, caches.prefix, [stored], runtime.tokenize(question).ids, layers=pick_layers(f"{layer}", 8)
+            )
+            ours = map_scores(raw, span.tokens.offsets, span.tokens.offsets)
+            assert gap(ours, theirs) < 1e-5, layer
+            budget = round(0.2 * len(span.tokens))
+            assert torch.equal(*(group([scores], budget)[0] for scores in (ours, theirs)))
+
+    @pytest.mark.parametrize("heads", ["mean", "max"])
+    def test_the_masses_of_a_chunk_are_bounded(self, case_of: Any, heads: str) -> None:
+        """A question token hands out one, whoever else it looks at; of several, the largest add up to no more."""
+        from cacheclip_rag.selection.auxiliary import score_chunks
+
+        case = case_of("llama")
+        auxiliary = case.engine._caches_of(case.engine.config.auxiliary)
+        runtime = auxiliary.kv_runtime
+        kv = [auxiliary.read(span.segment.text) for span in case.layout.chunks]
+        question = runtime.tokenize("What is the magic number?").ids
+        most = len(question) * (1 if heads == "mean" else runtime.model.config.num_attention_heads)
+        for pooled in (False, True):
+            options = {"heads": heads, "pooled": pooled, "layers": range(runtime.num_layers)}
+            largest = score_chunks(runtime, auxiliary.prefix, kv, question, queries="max", **options)
+            mean = score_chunks(runtime, auxiliary.prefix, kv, question, **options)
+            for scores, others in zip(largest, mean, strict=True):
+                assert bool((scores >= others - 1e-6).all()) and float(scores.sum()) <= most + 1e-5
+                assert float(others.sum()) <= most / len(question) + 1e-5
+
+
 class TestParts:
+    @plain
+    @pytest.mark.parametrize("spec", ["cacheclip", "prophetkv", "mixed", "query_attention:always_include_first=2"])
+    def test_saved_scores_choose_the_same(self, case: Case, spec: str) -> None:
+        from cacheclip_rag.methods.selective import Selective
+
+        saved: list[list[torch.Tensor]] = []
+        choose = Selective.choose
+
+        def watch(self: Any, request: Any, scores: Any, *arguments: Any, **options: Any) -> Any:
+            saved.append([score.clone() for score in scores])
+            return choose(self, request, scores, *arguments, **options)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Selective, "choose", watch)
+            first, spy = spied(case, spec)
+
+        class Replay(Selective):
+            name = "replay"
+
+            def rate(self, request: Any, scores: Any) -> list[torch.Tensor]:
+                return saved[0]
+
+        settings = ("recompute_ratio", "window", "threshold", "always_include_first")
+        again: Any = Spy(Replay(**{name: getattr(spy.inner, name) for name in settings}))
+        second = run(case, again)
+        assert all(torch.equal(a, b) for a, b in zip(spy.masks, again.masks, strict=True))
+        assert torch.equal(first.logits, second.logits)
+
     @plain
     def test_first_tokens_come_before_all_others(self, case: Case) -> None:
         _, spy = spied(case, "random:always_include_first=4", 0.4)
