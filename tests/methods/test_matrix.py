@@ -111,6 +111,17 @@ def test_decoding_goes_on(case: Case, name: str) -> None:
         assert gap(read_along(case.runtime, read.cache, read.logits, ids), logits) < EXACT
 
 
+def test_a_store_of_half_a_prompt(case_of: Any) -> None:
+    """Chunks that are not stored are fresh text for every method."""
+    case = case_of("llama")
+    texts = [span.segment.text for span in case.layout.chunks]
+    case.engine.release([texts[1]])
+    for name in REUSING:
+        segments = [span.segment for span in case.layout.spans]
+        result = case.engine.prefill(segments, SamplingParams(max_tokens=4), method=create(name, {}))
+        assert (result.stats.hits, result.stats.misses) == (2, 1), name
+
+
 class TestOneChunkBehindThePrefix:
     @pytest.mark.parametrize("ratio", [0.0, 0.2, 1.0])
     @pytest.mark.parametrize("name", REUSING)

@@ -1,0 +1,66 @@
+"""APE: contexts in parallel, weighed against the rest."""
+
+from __future__ import annotations
+
+import torch
+
+from cacheclip_rag import Chunk, Fresh
+from cacheclip_rag.methods import create
+from cacheclip_rag.models.attention import AttentionRule, Geometry, block_attention, causal_plan
+from tests.fusion.cases import BROKEN, EXACT, Case, gap
+from tests.methods.test_matrix import few
+
+
+class TestApe:
+    @few
+    def test_the_order_of_contexts_does_not_matter(self, case: Case) -> None:
+        opening, *_, closing = [
+            span.segment for span in case.layout.spans if not span.is_chunk and span.segment.control
+        ]
+        chunks = [span.segment.text for span in case.layout.chunks]
+        ask = Fresh("\n\nWhat is the magic number?")
+        ids = []
+        for order in ((0, 1, 2), (2, 0, 1)):
+            segments = [opening, *(Chunk(chunks[n]) for n in order), ask, closing]
+            ids.append(case.engine.prefill(segments, method=create("ape", {})))
+        assert gap(ids[0].logits, ids[1].logits) < EXACT
+        direct = [
+            case.engine.prefill(
+                [opening, *(Chunk(chunks[n]) for n in order), ask, closing], method=create("direct", {})
+            )
+            for order in ((0, 1, 2), (2, 0, 1))
+        ]
+        assert gap(direct[0].logits, direct[1].logits) > BROKEN
+
+    def test_merged_attention_is_the_weighted_sum(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        query = torch.randn(1, 4, 3, 8, generator=generator)
+        key, value = (torch.randn(1, 2, 12, 8, generator=generator) for _ in range(2))
+        contexts = torch.zeros(12, dtype=torch.bool)
+        contexts[2:6] = contexts[7:9] = True
+        slots = torch.tensor([6, 10, 11])
+        positions = torch.arange(12)
+        geometry = Geometry(positions, contexts, temperature=0.8, scale=0.7)
+        ours = block_attention(query, key, value, causal_plan(slots, geometry=geometry).blocks, AttentionRule(0.35))
+        for head in range(4):
+            for row, slot in enumerate(slots.tolist()):
+                logits = (key[0, head // 2] @ query[0, head, row]) * 0.35
+                other = ~contexts & (torch.arange(12) <= slot)
+                inside, outside = logits[contexts] / 0.8, logits[other]
+                z_inside = float(inside.exp().sum()) ** (0.7 * 0.8)
+                z_outside = float(outside.exp().sum())
+                expected = (
+                    z_inside * (inside.softmax(0) @ value[0, head // 2][contexts])
+                    + z_outside * (outside.softmax(0) @ value[0, head // 2][other])
+                ) / (z_inside + z_outside)
+                assert gap(ours[0, row, head], expected) < 1e-5
+
+    def test_a_window_that_hides_every_context(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        query, key, value = (torch.randn(1, 1, n, 4, generator=generator) for n in (1, 8, 8))
+        contexts = torch.arange(8) < 4
+        geometry = Geometry(torch.arange(8), contexts, 0.9, 0.9)
+        plan = causal_plan(torch.tensor([7]), geometry=geometry)
+        ours = block_attention(query, key, value, plan.blocks, AttentionRule(1.0, window=2))
+        weights = (key[0, 0, 6:] @ query[0, 0, 0]).softmax(0)
+        assert gap(ours[0, 0, 0], weights @ value[0, 0, 6:]) < 1e-6

@@ -1,0 +1,65 @@
+"""Two selectors mixed by rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cacheclip_rag import CacheClipEngine, SamplingParams
+from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.methods.mixed import _ranks
+from tests.conftest import CHUNKS, rag_prompt
+from tests.fusion.cases import Case
+from tests.methods.spying import plain, spied
+from tests.methods.test_matrix import run
+
+
+@plain
+def test_mixed_with_all_the_weight_on_one(case: Case) -> None:
+    for weight, part in ((1.0, "cacheclip"), (0.0, "query_attention")):
+        _, mixed = spied(case, f"mixed:weight={weight}:window=1:threshold=0")
+        _, alone = spied(case, f"{part}:window=1:threshold=0")
+        assert all(torch.equal(a, b) for a, b in zip(mixed.masks, alone.masks, strict=True))
+
+
+def test_mixed_needs_what_its_parts_need(tiny_models: dict[str, str]) -> None:
+    engine = CacheClipEngine(primary=tiny_models["llama"], auxiliary=None)
+    engine.precompute(CHUNKS[:3])
+    answer = engine.generate(
+        rag_prompt(CHUNKS[:3]), SamplingParams(max_tokens=1), method="mixed:first=qcfuse:second=epic"
+    )
+    assert answer.stats.method == "mixed" and answer.stats.effective_ratio == pytest.approx(0.2, abs=0.01)
+    with pytest.raises(ConfigurationError, match="'mixed' needs an auxiliary model .* full, prefix"):
+        engine.generate(rag_prompt(CHUNKS[:3]), method="mixed")
+
+
+@plain
+def test_mixed_is_charged_what_its_parts_cost(case: Case) -> None:
+    for spec, references in (
+        ("mixed:first=oracle", 1),
+        ("mixed:first=oracle:second=oracle", 2),
+        ("mixed:first=epic", 0),
+    ):
+        stats = run(case, spec, 0.3).stats
+        assert stats.charged_ratio == pytest.approx(references + stats.effective_ratio), spec
+    assert run(case, "oracle", 0.0).stats.charged_ratio == 0.0, "where nothing is chosen, no prefill is run for it"
+
+
+@plain
+def test_parts_of_mixed_score_by_their_own_settings(case: Case) -> None:
+    for part, alone in (
+        ("query_attention/layers=0/heads=max", "query_attention:layers=0:heads=max"),
+        ("prophetkv/alone=true/softmax=chunks", "prophetkv:alone=true:softmax=chunks"),
+        ("epic", "epic"),
+    ):
+        _, mixed = spied(case, f"mixed:first={part}:weight=1.0:window=1:threshold=0")
+        _, own = spied(case, f"{alone}:window=1:threshold=0")
+        assert all(torch.equal(a, b) for a, b in zip(mixed.masks, own.masks, strict=True)), part
+    _, plain_last = spied(case, "query_attention:window=1:threshold=0")
+    _, own = spied(case, "query_attention:layers=0:heads=max:window=1:threshold=0")
+    assert not all(torch.equal(a, b) for a, b in zip(plain_last.masks, own.masks, strict=True))
+
+
+def test_equal_scores_have_equal_ranks() -> None:
+    assert _ranks(torch.tensor([3.0, 1.0, 3.0, 2.0, 0.0])).tolist() == [0.875, 0.25, 0.875, 0.5, 0.0]
+    assert _ranks(torch.tensor([7.0])).tolist() == [0.0]

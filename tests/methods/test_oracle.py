@@ -1,0 +1,28 @@
+"""The oracle: what is attended to and stale."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from tests.fusion.cases import Case, gap, reference_model
+from tests.methods.spying import plain, spied
+
+
+@plain
+def test_the_oracle_knows_what_is_attended_and_stale(case: Case) -> None:
+    _, spy = spied(case, "oracle")
+    request = spy.request
+    with torch.inference_mode():
+        ours = spy.inner.rate(replace(request, cache=case.assembled()), [])
+        output = reference_model(case.folder)(input_ids=case.layout.ids[None], use_cache=True, output_attentions=True)
+    stale = case.assembled()
+    expected = torch.zeros(case.layout.num_tokens)
+    for weights, layer, old in zip(output.attentions, output.past_key_values.layers, stale.layers, strict=True):
+        attended = weights[0].mean(0)[request.question].mean(0)
+        change = (layer.values[0, :, : old.length] - old.values[0]).norm(dim=-1)
+        relative = (change / layer.values[0].norm(dim=-1).mean(-1, keepdim=True)).mean(0)
+        expected[: old.length] += attended[: old.length] * relative / len(stale.layers)
+    for span, score in zip(request.spans, ours, strict=True):
+        assert gap(score, expected[span.start : span.stop]) < 1e-5

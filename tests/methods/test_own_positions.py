@@ -1,0 +1,92 @@
+"""Methods that put tokens elsewhere than in their places, against plain transformers at these positions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from cacheclip_rag import Chunk
+from cacheclip_rag.fusion.recompute import choose_rows
+from cacheclip_rag.methods import create
+from cacheclip_rag.models.attention import Geometry
+from tests.fusion.cases import BROKEN, EXACT, Case, gap, reference_model, scatter_cache
+from tests.methods.spying import plain
+from tests.methods.test_matrix import run
+
+
+@torch.inference_mode()
+def placed_reference(case: Case, cache: Any, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Rows over assembled KV by an unmodified eager model: own positions, and all contexts visible to all rows."""
+    num_tokens = case.layout.num_tokens
+    past = scatter_cache(cache, num_tokens, rows)
+    hidden = rows[:, None] < torch.arange(num_tokens)[None]
+    geometry: Geometry = cache.geometry
+    if geometry.contexts is not None:
+        hidden = hidden & ~geometry.contexts[None]
+    mask = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min)[None, None]
+    output = reference_model(case.folder)(
+        input_ids=case.layout.ids[rows][None],
+        position_ids=positions[rows][None],
+        attention_mask=mask,
+        past_key_values=past,
+    )
+    return output.logits[0, -1]
+
+
+def assembled(case: Case, geometry: Geometry) -> Any:
+    cache = case.runtime.new_cache(case.layout.num_tokens + 8)
+    cache.geometry = geometry
+    for start, kv in case.kv.items():
+        case.runtime.fill(cache, kv, slot=start, position=cache.position_of(start))
+    return cache
+
+
+class TestOwnPositions:
+    @plain
+    @pytest.mark.parametrize(
+        "spec", ["direct_gapped", "direct_gapped:place_tokens=90", "ape:temperature=1.0:scale=1.0"]
+    )
+    def test_plain_transformers_at_these_positions(self, case: Case, spec: str) -> None:
+        geometry = create(spec, {}).place(case.layout, case.layout.chunks)
+        assert geometry is not None and not torch.equal(geometry.positions, torch.arange(case.layout.num_tokens))
+        rows = choose_rows(case.layout, case.layout.chunks, [])
+        expected = placed_reference(case, assembled(case, geometry), rows, geometry.positions)
+        assert gap(run(case, spec).logits, expected) < EXACT
+        assert gap(run(case, "direct").logits, expected) > BROKEN
+
+    @plain
+    def test_one_chunk_leaves_no_gap(self, case: Case) -> None:
+        segments = [span.segment for span in case.layout.spans]
+        only = [s for s in segments if not isinstance(s, Chunk)]
+        only.insert(segments.index(case.layout.chunks[0].segment), case.layout.chunks[0].segment)
+        gapped, direct = (
+            case.engine.prefill(only, method=create(spec, {})) for spec in ("direct_gapped:place_tokens=200", "direct")
+        )
+        assert direct.stats.hits == 1 and direct.stats.exact_tokens == 0
+        assert gap(gapped.logits, direct.logits) < EXACT
+
+    def test_gaps(self, tiny_models: dict[str, str], case_of: Any) -> None:
+        layout = case_of("llama").layout
+        first, second, third = layout.chunks
+        positions = create("direct_gapped:place_tokens=100", {}).place(layout, layout.chunks).positions
+        assert positions[: first.stop].tolist() == list(range(first.stop))
+        assert int(positions[first.stop]) == first.start + 100
+        assert int(positions[second.start]) - int(positions[first.start]) == 100 + second.start - first.stop
+        assert int(positions[-1]) - int(positions[third.start]) == layout.num_tokens - 1 - third.start
+
+    def test_beyond_the_context_is_plain_prefill(self, case_of: Any) -> None:
+        result = run(case_of("llama"), "direct_gapped:place_tokens=100000")
+        assert result.stats.method == "full" and "positions up to" in result.stats.fallback
+
+    def test_a_damaged_chunk_is_placed_as_text(self, case_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        case = case_of("llama")
+        caches = case.engine._caches_of(case.folder)
+        lost = case.layout.chunks[1].segment.text
+        read = type(caches).read
+        monkeypatch.setattr(type(caches), "read", lambda self, text: None if text == lost else read(self, text))
+        result = run(case, "ape")
+        assert (result.stats.hits, result.stats.misses) == (2, 1) and result.missing == (lost,)
+        stored = [s for s in case.layout.chunks if s.segment.text != lost]
+        assert torch.equal(result.cache.geometry.positions, create("ape", {}).place(case.layout, stored).positions)
