@@ -29,10 +29,17 @@ class Encoding:
 
     isolated: bool = False
     """True: with nothing before it; else behind the shared prefix."""
+    lead: str = ""
+    """Text between the shared prefix and the chunk that no prompt holds: it stands for what may come before."""
     before: str = ""
     """Special tokens that open every chunk."""
     after: str = ""
     """Special tokens that close it."""
+
+    @property
+    def is_exact_behind_prefix(self) -> bool:
+        """Whether a chunk right behind the shared prefix has the KV of plain prefill."""
+        return not self.isolated and not self.lead
 
 
 DEFAULT_ENCODING = Encoding()
@@ -52,7 +59,8 @@ class ChunkCaches:
         encoding: Encoding = DEFAULT_ENCODING,
     ) -> None:
         self.runtime = runtime
-        self.prefix_ids = () if encoding.isolated else tuple(prefix_ids)
+        lead_ids = runtime.tokenize(encoding.lead).ids if encoding.lead else ()
+        self.prefix_ids = () if encoding.isolated else (*prefix_ids, *lead_ids)
         self._store = store
         self._namespace = namespace
         self.codec = codec

@@ -421,7 +421,7 @@ class CacheClipEngine:
             if method is not None:
                 segments = method.arrange(segments, primary.runtime)
             layout = lay_out(segments, encoded.tokenize_segment, primary.prefix_ids)
-            layout = replace(layout, exact_behind_prefix=not (encoding.isolated or captures))
+            layout = replace(layout, exact_behind_prefix=encoding.is_exact_behind_prefix and not captures)
             check_length(layout, primary.runtime.context_tokens, primary.runtime.name)
         capacity = capacity_for(layout.num_tokens, params)
         chunks = self.captured if captures else encoded

@@ -187,6 +187,7 @@ class Prefill:
                 recompute=recompute_now,
                 full_prefill=full_prefill,
                 computed=computed,
+                probes=torch.zeros_like(computed),
             )
             masks = method.select(request, scores)
             rows = choose_rows(layout, reused, zip(scorable, masks, strict=True))

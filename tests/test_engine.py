@@ -641,6 +641,7 @@ class TestQuestion:
             chosen.append(positions)
             return original(cache, ids, positions, *args, **kwargs)
 
+        engine.prefixes.clear()
         engine.primary.run_rows = spy  # type: ignore[method-assign]
         try:
             engine.generate(prompt, SamplingParams(max_tokens=1), question=question, recompute_ratio=0.2)

@@ -1,8 +1,9 @@
 """Post-correction: tokens that are not recomputed follow the mean change of those that are.
 
 Source: AgentKVShift (arXiv:2607.21604): what context changes in a chunk's KV is, per layer, one shared offset and
-noise. Departures: the tokens that a selector chose are the probes, not some chosen for it; the weight is one number,
-not one a token. Where rows leave a pass between its layers, the probes of a layer are those that still run in it.
+noise. Departures: the probes are the tokens that a selector chose, not some chosen for it, or else tokens spread
+evenly; the weight is one number, not one a token. Where rows leave a pass between its layers, the probes of a layer are
+those that still run in it.
 """
 
 from __future__ import annotations
@@ -26,27 +27,35 @@ class ResidualCorrection:
         """``weight``: share of the mean change that is added, 0 to 1."""
         self._runtime, self._cache, self._weight = runtime, cache, weight
 
-    def install(self, spans: Sequence[Span], computed: torch.Tensor) -> None:
-        """For chunks at ``spans``, of which some tokens are about to be recomputed; those in ``computed``,
-        ``(num_tokens,)`` of the whole prompt, were before, and stay as they are."""
+    def install(self, spans: Sequence[Span], computed: torch.Tensor, probes: torch.Tensor | None = None) -> None:
+        """For chunks at ``spans``, of which some tokens are about to be recomputed.
+
+        Args:
+            computed: ``(num_tokens,)`` bool of the whole prompt: tokens recomputed before, which stay as they are.
+            probes: ``(num_tokens,)`` bool: tokens whose change is a fair sample of that of those left alone; their mean
+                is then shrunk as far as their number leaves it uncertain. Default all that are recomputed, as it is.
+        """
         parts = []
         for span in spans:
             start = self._cache.position_of(span.start)
             tables = self._runtime.rotary_tables(start, start + len(span.tokens))
-            parts.append((span, ~computed[span.start : span.stop], tables))
+            asked = None if probes is None else probes[span.start : span.stop]
+            parts.append((span, ~computed[span.start : span.stop], asked, tables))
         for number, layer in enumerate(self._cache.layers):
             layer.before_scatter = self._corrector(number, parts)
 
     def _corrector(
-        self, number: int, parts: Sequence[tuple[Span, torch.Tensor, list[Tables | None]]]
+        self, number: int, parts: Sequence[tuple[Span, torch.Tensor, torch.Tensor | None, list[Tables | None]]]
     ) -> Callable[[FusedLayer, torch.Tensor, torch.Tensor], None]:
         def correct(layer: FusedLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
             layer.before_scatter = None  # for this pass alone
             assert layer.slots is not None
-            for span, uncomputed, tables in parts:
+            for span, uncomputed, asked, tables in parts:
                 slots = torch.arange(span.start, span.stop, device=layer.device)
                 chosen = torch.isin(slots, layer.slots)
                 stale = ~chosen & uncomputed.to(layer.device)
+                if asked is not None:
+                    chosen &= asked.to(layer.device)
                 if not bool(chosen.any()) or not bool(stale.any()):
                     continue
                 rows = torch.searchsorted(layer.slots, slots[chosen])
@@ -54,10 +63,22 @@ class ResidualCorrection:
                 probes = None if of_layer is None else (of_layer[0][chosen], of_layer[1][chosen])
                 others = None if of_layer is None else (of_layer[0][stale], of_layer[1][stale])
                 change = keys[0, :, rows].float() - layer.keys[0, :, slots[chosen]].float()
-                offset = unrotate(change, probes).mean(1, keepdim=True)
+                offset = _offset(unrotate(change, probes), shrink=asked is not None)
                 offset = offset.expand(-1, int(stale.sum()), -1)
                 layer.keys[0, :, slots[stale]] += (self._weight * rotate(offset, others)).to(keys.dtype)
                 change = values[0, :, rows].float() - layer.values[0, :, slots[chosen]].float()
-                layer.values[0, :, slots[stale]] += (self._weight * change.mean(1, keepdim=True)).to(values.dtype)
+                layer.values[0, :, slots[stale]] += (self._weight * _offset(change, asked is not None)).to(values.dtype)
 
         return correct
+
+
+def _offset(change: torch.Tensor, shrink: bool) -> torch.Tensor:
+    """Mean of ``(num_kv_heads, num_probes, head_dim)`` over the probes, with ``shrink`` times the share of its square
+    that is not expected from chance alone (James and Stein, positive part)."""
+    mean = change.mean(1, keepdim=True)
+    if not shrink:
+        return mean
+    if change.shape[1] == 1:
+        return torch.zeros_like(mean)
+    by_chance = change.var(1).sum() / change.shape[1]
+    return mean * (1 - by_chance / mean.square().sum()).clamp(0.0, 1.0).nan_to_num()

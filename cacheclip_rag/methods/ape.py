@@ -35,6 +35,7 @@ class Ape(Direct):
     """The contexts' mass is ``Z ** (scale * temperature)``; below 1 lowers it."""
 
     def __post_init__(self) -> None:
+        super(Ape, self).__post_init__()
         for name in ("temperature", "scale"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not 0.0 < value <= 10.0:

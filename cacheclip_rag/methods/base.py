@@ -17,6 +17,7 @@ import torch
 
 from ..answer import StreamEvent
 from ..chunks import Encoding
+from ..errors import ConfigurationError
 from ..fusion.capture import Variant
 from ..fusion.layout import Layout, Span
 from ..models.attention import Geometry
@@ -25,11 +26,12 @@ from ..models.runtime import ModelRuntime
 from ..models.text import TextModel
 from ..models.walk import RowWalk
 from ..prompt import Segment
+from .leads import LEADS
 
 if TYPE_CHECKING:
     from ..composition import Composition
 
-__all__ = ["ChunkWalk", "Method", "SelectionRequest", "split_by_span", "warn_untuned"]
+__all__ = ["ChunkWalk", "Method", "ReusingMethod", "SelectionRequest", "check_alone", "split_by_span", "warn_untuned"]
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +64,8 @@ class SelectionRequest:
     """The prompt's KV as plain prefill computes it, charged as such: for ceilings to measure against."""
     computed: torch.Tensor | None = None
     """``(num_tokens,)`` bool: what was recomputed so far."""
+    probes: torch.Tensor | None = None
+    """``(num_tokens,)`` bool, for the method to fill: tokens it chose for no score, as a sample of those left alone."""
 
 
 class ChunkWalk(RowWalk):
@@ -103,7 +107,7 @@ class Method(ABC):
 
     @property
     def encoding(self) -> Encoding:
-        """What chunks are computed behind and between; anything but the default is for checkpoints trained that way."""
+        """What chunks are computed behind and between."""
         return Encoding()
 
     def arrange(self, segments: Sequence[Segment], runtime: TextModel) -> list[Segment]:
@@ -135,9 +139,36 @@ class Method(ABC):
         """Last look at the cache before the recompute: a correction may be set up here."""
 
 
+@dataclass(frozen=True, slots=True)
+class ReusingMethod(Method):
+    """Base of the methods that take chunk caches from the store."""
+
+    behind: str = "prefix"
+    """What chunks are computed behind when they are stored: the shared ``prefix``, or ``passages``, the prefix and a
+    few paragraphs of no importance. Behind these, a chunk's KV is nearer to what it is in the middle of a prompt; right
+    behind the prefix, where it would have been exact, it is not. Ours; the paragraphs cost time at ingestion alone."""
+
+    def __post_init__(self) -> None:
+        if self.behind not in LEADS:
+            raise ConfigurationError(f"behind must be one of {', '.join(LEADS)}, got {self.behind!r}.")
+
+    @property
+    def encoding(self) -> Encoding:
+        return Encoding(lead=LEADS[self.behind])
+
+
 def split_by_span(values: torch.Tensor, spans: Sequence[Span]) -> list[torch.Tensor]:
     """``(num_slots, ...)`` values of the whole prompt, cut into one tensor a span."""
     return [values[span.start : span.stop] for span in spans]
+
+
+def check_alone(method: ReusingMethod) -> None:
+    """For methods that encode chunks with nothing before them: raise ConfigurationError if passages are asked for."""
+    if method.behind != "prefix":
+        raise ConfigurationError(
+            f"method {method.name!r} encodes every chunk by itself, as its checkpoints were trained to read it, and "
+            f"not behind {method.behind!r}: leave that setting out."
+        )
 
 
 @cache

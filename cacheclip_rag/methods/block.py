@@ -19,7 +19,7 @@ from ..chunks import Encoding
 from ..errors import ConfigurationError
 from ..fusion.layout import Layout, Span
 from ..models.attention import Geometry
-from .base import warn_untuned
+from .base import check_alone, warn_untuned
 from .direct import Direct
 
 __all__ = ["BlockAttention"]
@@ -42,6 +42,8 @@ class BlockAttention(Direct):
     """Set for a checkpoint trained this way; otherwise a warning says that it is not known to be."""
 
     def __post_init__(self) -> None:
+        super(BlockAttention, self).__post_init__()
+        check_alone(self)
         if self.positions not in ("reordered", "composite"):
             raise ConfigurationError(f"positions must be reordered or composite, got {self.positions!r}.")
 

@@ -16,13 +16,13 @@ import torch
 from ..errors import ConfigurationError
 from ..fusion.layout import Layout, Span
 from ..models.attention import Geometry
-from .base import Method, SelectionRequest
+from .base import ReusingMethod, SelectionRequest
 
 __all__ = ["Direct", "DirectGapped"]
 
 
 @dataclass(frozen=True, slots=True)
-class Direct(Method):
+class Direct(ReusingMethod):
     """Fastest; exact only for a single chunk right behind its own prefix."""
 
     name: ClassVar[str] = "direct"
@@ -46,6 +46,7 @@ class DirectGapped(Direct):
     """Length of a place in tokens; 0 takes the longest chunk of the prompt. Longer chunks take what they need."""
 
     def __post_init__(self) -> None:
+        super(DirectGapped, self).__post_init__()
         if not isinstance(self.place_tokens, int) or self.place_tokens < 0:
             raise ConfigurationError(f"place_tokens must be 0 or more, got {self.place_tokens!r}.")
 

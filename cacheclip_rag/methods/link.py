@@ -16,7 +16,7 @@ from ..chunks import Encoding
 from ..errors import ConfigurationError
 from ..models.text import TextModel
 from ..prompt import Chunk, Fresh, Segment
-from .base import warn_untuned
+from .base import check_alone, warn_untuned
 from .direct import Direct
 
 __all__ = ["KVLink"]
@@ -43,6 +43,8 @@ class KVLink(Direct):
     """Set for a checkpoint trained this way; otherwise a warning says that it is not known to be."""
 
     def __post_init__(self) -> None:
+        super(KVLink, self).__post_init__()
+        check_alone(self)
         if not isinstance(self.n_link, int) or self.n_link < 0:
             raise ConfigurationError(f"n_link must be a number of tokens, 0 or more, got {self.n_link!r}.")
         if not isinstance(self.max_chunks, int) or self.max_chunks < 1:

@@ -10,10 +10,10 @@ import torch
 
 from ..errors import ConfigurationError
 from ..fusion.correction import ResidualCorrection
-from ..selection.grouping import group
+from ..selection.grouping import group, spread
 from ..selection.modes import check_grouping
 from . import check_ratio
-from .base import Method, SelectionRequest
+from .base import ReusingMethod, SelectionRequest
 
 __all__ = ["Selective"]
 
@@ -22,7 +22,7 @@ _NEVER = -1e9
 
 
 @dataclass(frozen=True, slots=True)
-class Selective(Method):
+class Selective(ReusingMethod):
     """Scores in, exactly the budget out. Exact at ``recompute_ratio`` 1.0; at 0.0 it equals direct reuse."""
 
     chooses_by: ClassVar[tuple[str, ...]] = ()
@@ -44,8 +44,12 @@ class Selective(Method):
     correction: float = 0.0
     """Above 0, tokens that are not recomputed get this share of the mean change of those that are, per chunk and
     layer (AgentKVShift, arXiv:2607.21604)."""
+    probes: float = 0.0
+    """Share of the budget that is spread evenly over each chunk, whatever the scores. The correction then follows these
+    tokens alone: tokens chosen for a score change more than others do."""
 
     def __post_init__(self) -> None:
+        super(Selective, self).__post_init__()
         check_ratio(self.recompute_ratio)
         check_grouping(self.grouping, self.window, self.threshold)
         if not isinstance(self.always_include_first, int) or self.always_include_first < 0:
@@ -54,6 +58,8 @@ class Selective(Method):
             )
         if not 0.0 <= self.correction <= 1.0:
             raise ConfigurationError(f"correction must be between 0 (none) and 1, got {self.correction!r}.")
+        if not 0.0 <= self.probes <= 1.0:
+            raise ConfigurationError(f"probes must be a share of the budget, 0 to 1, got {self.probes!r}.")
 
     @property
     def nominal_ratio(self) -> float:
@@ -90,15 +96,26 @@ class Selective(Method):
         if taken is not None:
             first = [f & ~t for f, t in zip(first, taken, strict=True)]
             scores = [s.masked_fill(t, _NEVER) for s, t in zip(scores, taken, strict=True)]
+        num_probes = round(self.probes * budget)
         masks = group(
             scores[skipped:],
-            budget,
+            budget - num_probes,
             mode=self.grouping,
             window=self.window,
             threshold=self.threshold,
             first=first[skipped:],
         )
-        return [torch.zeros(len(s), dtype=torch.bool) for s in scores[:skipped]] + masks
+        masks = [torch.zeros(len(s), dtype=torch.bool) for s in scores[:skipped]] + masks
+        if not num_probes:
+            return masks
+        closed = masks if taken is None else [m | t for m, t in zip(masks, taken, strict=True)]
+        left = [torch.zeros_like(c) if n < skipped else ~c for n, c in enumerate(closed)]
+        probes = spread(left, num_probes)
+        assert request.probes is not None
+        request.probes.zero_()
+        for span, probe in zip(request.spans, probes, strict=True):
+            request.probes[span.start : span.stop] = probe
+        return [m | p for m, p in zip(masks, probes, strict=True)]
 
     def num_skipped(self, request: SelectionRequest) -> int:
         """Spans, from the first on, on which nothing is spent: 1 where the prompt's first chunk is to be skipped and
@@ -109,4 +126,4 @@ class Selective(Method):
         if self.correction and request.cache is not None:
             assert request.computed is not None
             correction = ResidualCorrection(request.runtime, request.cache, self.correction)
-            correction.install(request.spans, request.computed)
+            correction.install(request.spans, request.computed, request.probes if self.probes else None)

@@ -13,7 +13,7 @@ import torch
 
 from .modes import check_grouping
 
-__all__ = ["GROUPINGS", "group", "v1_literal", "vote_sliding", "window_score"]
+__all__ = ["GROUPINGS", "group", "spread", "v1_literal", "vote_sliding", "window_score"]
 
 Scores = Sequence[torch.Tensor]
 """Per chunk ``(num_tokens,)`` float scores, higher is more worth recomputing."""
@@ -91,6 +91,19 @@ def group(
     """
     check_grouping(mode, window, threshold)
     return GROUPINGS[mode](scores, budget, window=window, threshold=threshold, first=first)
+
+
+def spread(free: Masks, count: int) -> Masks:
+    """``count`` tokens at even distances among all that are ``free``, per chunk as many as its free tokens are a share.
+
+    Args:
+        free: per chunk ``(num_tokens,)`` bool, ``count`` or more of them in all.
+    """
+    flat = torch.cat(list(free))
+    places = flat.nonzero().flatten()
+    mask = torch.zeros_like(flat)
+    mask[places[((torch.arange(count) + 0.5) * len(places) / count).long()]] = True
+    return list(mask.split([len(f) for f in free]))
 
 
 _NEVER = torch.iinfo(torch.int64).max

@@ -113,6 +113,7 @@ class TestPartialRecompute:
         """The engine's logits are those of the reference on some selection of the right size: its own."""
         chosen: list[torch.Tensor] = []
         original = case.runtime.run_rows
+        case.engine.prefixes.clear()
 
         def spy(cache: Any, ids: torch.Tensor, positions: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             chosen.append(positions)

@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.methods import create
+from cacheclip_rag.methods.leads import LEADS
 from cacheclip_rag.methods.selective import Selective
-from tests.fusion.cases import Case, gap
+from tests.fusion.cases import EXACT, Case, gap, reference_logits
 from tests.methods.spying import Spy, plain, spied
 from tests.methods.test_matrix import run
 
@@ -62,23 +65,97 @@ def test_random_follows_its_seed(case_of: Any) -> None:
     assert not all(torch.equal(a, b) for a, b in zip(masks[0], masks[2], strict=True))
 
 
+def changes(case: Case, layer: int, span: Any, fused: Any) -> list[torch.Tensor]:
+    """By how much keys (before RoPE) and values of a span differ from the stored ones,
+    ``(num_kv_heads, num_tokens, head_dim)`` each."""
+    kvs = [case.runtime.extract(cache, span.start, span.stop)[layer] for cache in (fused, case.assembled())]
+    return [kvs[0][0] - kvs[1][0], kvs[0][1] - kvs[1][1]]
+
+
 @plain
-def test_correction_moves_what_is_not_recomputed(case: Case) -> None:
-    """By the mean change of what is, keys compared before RoPE."""
-    result, spy = spied(case, "random:correction=1.0:grouping=window_score", 0.3)
-    bare, _ = spied(case, "random", 0.3)
-    runtime, before = case.runtime, case.assembled()
-    first = before.layers[0]
-    corrected, fresh = result.cache.layers[0], bare.cache.layers[0]
+@pytest.mark.parametrize("probes", [0.0, 0.5])
+def test_correction_moves_what_is_not_recomputed(case: Case, probes: float) -> None:
+    """By the mean change of what is, or of the probes as far as it is not chance, keys compared before RoPE. In the
+    second layer: the first computes its KV from the tokens alone, so that there nothing ever changes."""
+    result, spy = spied(case, f"random:probes={probes}:correction=1.0", 0.3)
+    bare, _ = spied(case, f"random:probes={probes}", 0.3)
+    assert all(
+        gap(change, torch.zeros_like(change)) < 1e-5 for change in changes(case, 0, spy.request.spans[0], bare.cache)
+    )
+    assert not probes or int(spy.request.probes.sum()) < sum(int(mask.sum()) for mask in spy.masks)
     for span, mask in zip(spy.request.spans, spy.masks, strict=True):
-        slots = torch.arange(span.start, span.stop)
-        change = fresh.values[0, :, slots[mask]] - first.values[0, :, slots[mask]]
-        moved = corrected.values[0, :, slots[~mask]] - first.values[0, :, slots[~mask]]
-        assert gap(moved, change.mean(1, keepdim=True).expand_as(moved)) < 1e-5
-        free = [runtime.extract(c, span.start, span.stop)[0, 0] for c in (result.cache, bare.cache, before)]
-        assert (
-            gap((free[0] - free[2])[:, ~mask], (free[1] - free[2])[:, mask].mean(1, keepdim=True).expand_as(moved))
-            < 1e-4
-        )
+        asked = spy.request.probes[span.start : span.stop] if probes else mask
+        assert int(asked.sum()) > 1
+        corrected, fresh = changes(case, 1, span, result.cache), changes(case, 1, span, bare.cache)
+        for moved, change in zip(corrected, fresh, strict=True):
+            expected = change[:, asked].mean(1, keepdim=True)
+            assert float(expected.abs().max()) > 1e-3, "something must change"
+            if probes:
+                count, width = int(asked.sum()), change.shape[0] * change.shape[2]
+                spread = change[:, asked].transpose(0, 1).reshape(count, width)
+                chance = float(((spread - spread.mean(0)) ** 2).sum()) / (count - 1) / count
+                expected = expected * max(0.0, 1 - chance / float((expected**2).sum()))
+            assert gap(moved[:, ~mask], expected.expand_as(moved[:, ~mask])) < 1e-4
     assert gap(result.logits, bare.logits) > 0
     assert all(layer.before_scatter is None for layer in result.cache.layers)
+
+
+@plain
+@pytest.mark.parametrize("spec", ["random", "epic", "cacheclip:skip_first_chunk=true", "query_attention"])
+def test_probes_are_spread_within_the_budget(case: Case, spec: str) -> None:
+    """As many as asked for, evenly among the tokens that no score chose."""
+    _, spy = spied(case, f"{spec}:probes=0.25", 0.4)
+    budget = round(0.4 * spy.request.num_chunk_tokens)
+    assert sum(int(m.sum()) for m in spy.masks) == budget
+    assert int(spy.request.probes.sum()) == round(0.25 * budget)
+    probes = [spy.request.probes[span.start : span.stop] for span in spy.request.spans]
+    assert all(bool((mask | ~probe).all()) for mask, probe in zip(spy.masks, probes, strict=True))
+    gaps = []
+    for mask, probe in zip(spy.masks, probes, strict=True):
+        free = (~mask | probe).nonzero().flatten()
+        places = torch.isin(free, probe.nonzero().flatten()).nonzero().flatten()
+        gaps += places.diff().tolist()
+    assert gaps and max(gaps) - min(gaps) <= 1
+
+
+class TestBehindPassages:
+    @pytest.mark.parametrize("name", ["direct", "ape", "epic", "cacheblend", "cacheclip", "query_attention"])
+    def test_chunk_caches_are_their_own(self, case_of: Any, name: str) -> None:
+        """A chunk stored behind the prefix is a miss for a method that wants it behind passages, and the reverse."""
+        case = case_of("llama")
+        behind = create(f"{name}:behind=passages", {})
+        assert run(case, behind).stats.fallback is not None
+        case.engine.precompute([span.segment.text for span in case.layout.chunks], method=behind)
+        other = run(case, behind)
+        assert other.stats.fallback is None and other.stats.hits == 3 and other.stats.exact_tokens == 0
+        assert gap(other.logits, run(case, name).logits) > 0
+
+    @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3", "gpt-oss"])
+    def test_ratio_one_is_full_prefill(self, case_of: Any, name: str) -> None:
+        case = case_of(name)
+        epic = create("epic:behind=passages", {"recompute_ratio": 1.0})
+        case.engine.precompute([span.segment.text for span in case.layout.chunks], method=epic)
+        fused = run(case, epic)
+        assert fused.stats.effective_ratio == 1.0
+        assert gap(fused.logits, reference_logits(case.folder, case.layout.ids)) < EXACT
+
+    def test_stored_kv_is_that_of_the_chunk_behind_prefix_and_passages(self, case_of: Any) -> None:
+        case = case_of("llama")
+        direct = create("direct:behind=passages", {})
+        chunk = case.layout.chunks[1]
+        case.engine.precompute([chunk.segment.text], method=direct)
+        caches = case.engine._caches_of(case.folder)
+        lead = case.runtime.tokenize(LEADS["passages"]).ids
+        ids = torch.tensor([*caches.prefix_ids, *lead, *chunk.tokens.ids])
+        full, _ = case.runtime.prefill(ids, len(ids))
+        stored = case.engine._caches_of(case.folder, direct.encoding).read(chunk.segment.text)
+        assert gap(stored, case.runtime.extract(full, len(ids) - len(chunk.tokens), len(ids))) < EXACT
+
+    @pytest.mark.parametrize("name", ["block", "link"])
+    def test_refused_where_chunks_are_encoded_alone(self, name: str) -> None:
+        with pytest.raises(ConfigurationError, match="encodes every chunk by itself"):
+            create(f"{name}:behind=passages", {})
+
+    def test_an_unknown_place(self) -> None:
+        with pytest.raises(ConfigurationError, match="behind must be one of prefix, passages"):
+            create("direct:behind=nothing", {})
