@@ -19,6 +19,9 @@ from .layout import Span
 
 __all__ = ["ResidualCorrection"]
 
+_REACH = 64.0
+"""Tokens of distance at which a probe counts 1/e as much as one beside the token."""
+
 
 class ResidualCorrection:
     """Acts within the next scattering pass, layer by layer: before a layer's rows attend, its stale KV is moved."""
@@ -32,8 +35,9 @@ class ResidualCorrection:
 
         Args:
             computed: ``(num_tokens,)`` bool of the whole prompt: tokens recomputed before, which stay as they are.
-            probes: ``(num_tokens,)`` bool: tokens whose change is a fair sample of that of those left alone; their mean
-                is then shrunk as far as their number leaves it uncertain. Default all that are recomputed, as it is.
+            probes: ``(num_tokens,)`` bool: tokens whose change is a fair sample of that of those left alone. A token
+                then follows the near ones more than the far ones, and all of them only as far as their mean is not
+                chance. Default all that are recomputed, their plain mean.
         """
         parts = []
         for span in spans:
@@ -63,22 +67,32 @@ class ResidualCorrection:
                 probes = None if of_layer is None else (of_layer[0][chosen], of_layer[1][chosen])
                 others = None if of_layer is None else (of_layer[0][stale], of_layer[1][stale])
                 change = keys[0, :, rows].float() - layer.keys[0, :, slots[chosen]].float()
-                offset = _offset(unrotate(change, probes), shrink=asked is not None)
-                offset = offset.expand(-1, int(stale.sum()), -1)
-                layer.keys[0, :, slots[stale]] += (self._weight * rotate(offset, others)).to(keys.dtype)
+                weights = self._weight * _weights(chosen, stale, even=asked is None)
+                sampled = asked is not None
+                offset = _offset(unrotate(change, probes), weights, sampled)
+                layer.keys[0, :, slots[stale]] += rotate(offset, others).to(keys.dtype)
                 change = values[0, :, rows].float() - layer.values[0, :, slots[chosen]].float()
-                layer.values[0, :, slots[stale]] += (self._weight * _offset(change, asked is not None)).to(values.dtype)
+                layer.values[0, :, slots[stale]] += _offset(change, weights, sampled).to(values.dtype)
 
         return correct
 
 
-def _offset(change: torch.Tensor, shrink: bool) -> torch.Tensor:
-    """Mean of ``(num_kv_heads, num_probes, head_dim)`` over the probes, with ``shrink`` times the share of its square
-    that is not expected from chance alone (James and Stein, positive part)."""
-    mean = change.mean(1, keepdim=True)
-    if not shrink:
-        return mean
+def _weights(probes: torch.Tensor, stale: torch.Tensor, even: bool) -> torch.Tensor:
+    """``(num_stale, num_probes)`` float32, rows summing to 1: all alike, or falling with the distance in tokens."""
+    at, of = stale.nonzero().flatten(), probes.nonzero().flatten()
+    distance = (at[:, None] - of[None]).abs().float()
+    return (torch.zeros_like(distance) if even else -distance / _REACH).softmax(-1)
+
+
+def _offset(change: torch.Tensor, weights: torch.Tensor, sampled: bool) -> torch.Tensor:
+    """``(num_kv_heads, num_stale, head_dim)`` from the change of the probes, ``(num_kv_heads, num_probes, head_dim)``.
+
+    ``sampled``: times the share of the mean's square that is not expected from chance (James and Stein, positive part).
+    """
+    offset = torch.einsum("sp,hpd->hsd", weights, change)
+    if not sampled:
+        return offset
     if change.shape[1] == 1:
-        return torch.zeros_like(mean)
+        return torch.zeros_like(offset)
     by_chance = change.var(1).sum() / change.shape[1]
-    return mean * (1 - by_chance / mean.square().sum()).clamp(0.0, 1.0).nan_to_num()
+    return offset * (1 - by_chance / change.mean(1).square().sum()).clamp(0.0, 1.0).nan_to_num()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -72,10 +73,18 @@ def changes(case: Case, layer: int, span: Any, fused: Any) -> list[torch.Tensor]
     return [kvs[0][0] - kvs[1][0], kvs[0][1] - kvs[1][1]]
 
 
+def nearby(change: torch.Tensor, probes: torch.Tensor, at: torch.Tensor, by_distance: bool) -> torch.Tensor:
+    """Mean change of the probes, ``(num_kv_heads, head_dim)``, as the token ``at`` weighs them."""
+    places = probes.nonzero().flatten()
+    weights = [math.exp(-abs(int(p) - int(at)) / 64) if by_distance else 1.0 for p in places]
+    total = torch.stack([w * change[:, p] for w, p in zip(weights, places, strict=True)]).sum(0)
+    return total / sum(weights)
+
+
 @plain
 @pytest.mark.parametrize("probes", [0.0, 0.5])
 def test_correction_moves_what_is_not_recomputed(case: Case, probes: float) -> None:
-    """By the mean change of what is, or of the probes as far as it is not chance, keys compared before RoPE. In the
+    """By the mean change of what is, or of near probes as far as it is not chance, keys compared before RoPE. In the
     second layer: the first computes its KV from the tokens alone, so that there nothing ever changes."""
     result, spy = spied(case, f"random:probes={probes}:correction=1.0", 0.3)
     bare, _ = spied(case, f"random:probes={probes}", 0.3)
@@ -88,14 +97,15 @@ def test_correction_moves_what_is_not_recomputed(case: Case, probes: float) -> N
         assert int(asked.sum()) > 1
         corrected, fresh = changes(case, 1, span, result.cache), changes(case, 1, span, bare.cache)
         for moved, change in zip(corrected, fresh, strict=True):
-            expected = change[:, asked].mean(1, keepdim=True)
-            assert float(expected.abs().max()) > 1e-3, "something must change"
+            mean = change[:, asked].mean(1)
+            assert float(mean.abs().max()) > 1e-3, "something must change"
+            expected = torch.stack([nearby(change, asked, at, probes > 0) for at in (~mask).nonzero().flatten()], 1)
             if probes:
-                count, width = int(asked.sum()), change.shape[0] * change.shape[2]
-                spread = change[:, asked].transpose(0, 1).reshape(count, width)
-                chance = float(((spread - spread.mean(0)) ** 2).sum()) / (count - 1) / count
-                expected = expected * max(0.0, 1 - chance / float((expected**2).sum()))
-            assert gap(moved[:, ~mask], expected.expand_as(moved[:, ~mask])) < 1e-4
+                count = int(asked.sum())
+                flat = change[:, asked].transpose(0, 1).reshape(count, -1)
+                chance = float(((flat - flat.mean(0)) ** 2).sum()) / (count - 1) / count
+                expected = expected * max(0.0, 1 - chance / float((mean**2).sum()))
+            assert gap(moved[:, ~mask], expected) < 1e-4
     assert gap(result.logits, bare.logits) > 0
     assert all(layer.before_scatter is None for layer in result.cache.layers)
 
