@@ -143,7 +143,7 @@ class Method(ABC):
 class ReusingMethod(Method):
     """Base of the methods that take chunk caches from the store."""
 
-    behind: str = "prefix"
+    behind: str = field(default="prefix", kw_only=True)
     """What chunks are computed behind when they are stored: the shared ``prefix``, or ``passages``, the prefix and a
     few paragraphs of no importance. Behind these, a chunk's KV is nearer to what it is in the middle of a prompt; right
     behind the prefix, where it would have been exact, it is not. Ours; the paragraphs cost time at ingestion alone."""

@@ -1,0 +1,205 @@
+"""What the engine answers, at once and streamed, and what it says about it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from cacheclip_rag import CacheClipEngine, SamplingParams
+from cacheclip_rag.errors import PromptTooLongError
+from tests.engine.asking import SHORT, check_sums, rag
+
+
+class TestStats:
+    @pytest.mark.parametrize("ratio", [0.0, 0.1, 0.2, 0.37, 0.5])
+    def test_effective_ratio_is_the_nominal_to_a_token(
+        self, make: Callable[..., CacheClipEngine], chunks: list[str], ratio: float
+    ) -> None:
+        engine = make()
+        engine.precompute(chunks)
+        answer = engine.generate(rag(chunks), SHORT, recompute_ratio=ratio)
+        check_sums(answer)
+        stats = answer.stats
+        assert stats.nominal_ratio == ratio
+        assert abs(stats.recomputed_tokens - ratio * stats.chunk_tokens) <= 1
+        assert abs(stats.effective_ratio - ratio) <= 1 / stats.chunk_tokens
+        assert stats.charged_ratio == stats.effective_ratio
+        assert (stats.method, stats.fallback, stats.hits, stats.misses) == ("cacheclip", None, len(chunks), 0)
+
+    @pytest.mark.parametrize("grouping", ["vote_sliding", "v1_literal"])
+    def test_other_groupings_never_exceed_the_nominal(
+        self, make: Callable[..., CacheClipEngine], chunks: list[str], grouping: str
+    ) -> None:
+        engine = make(grouping=grouping)
+        engine.precompute(chunks)
+        stats = engine.generate(rag(chunks), SHORT, recompute_ratio=0.4).stats
+        assert stats.effective_ratio <= 0.4 + 1 / stats.chunk_tokens
+
+    @pytest.mark.parametrize("method", ["full", "direct", "cacheclip"])
+    def test_sums_for_every_method(self, engine: CacheClipEngine, chunks: list[str], method: str) -> None:
+        engine.precompute(chunks)
+        answer = engine.generate(rag(chunks), SHORT, method=method)
+        check_sums(answer)
+        assert answer.stats.method == method and answer.stats.fallback is None
+        prompt_tokens = engine.generate(rag(chunks), SHORT, method="full").stats.prompt_tokens
+        assert answer.stats.prompt_tokens == prompt_tokens
+
+    def test_full_reuses_nothing(self, engine: CacheClipEngine, chunks: list[str]) -> None:
+        engine.precompute(chunks)
+        stats = engine.generate(rag(chunks), SHORT, method="full").stats
+        assert stats.fresh_tokens == stats.prompt_tokens and stats.reused_tokens == 0
+        assert stats.effective_ratio == 1.0 and stats.hits == 0
+
+    def test_some_stored_some_not(self, make: Callable[..., CacheClipEngine], chunks: list[str]) -> None:
+        engine = make()
+        engine.precompute(chunks[:2])
+        answer = engine.generate(rag(chunks), SHORT, candidates=chunks)
+        check_sums(answer)
+        assert (answer.stats.hits, answer.stats.misses) == (2, 2)
+        again = engine.generate(rag(chunks), SHORT)
+        assert (again.stats.hits, again.stats.misses) == (4, 0)
+
+    def test_first_token_time_covers_the_phases(self, engine: CacheClipEngine, chunks: list[str]) -> None:
+        engine.precompute(chunks)
+        begin = time.perf_counter()
+        stats = engine.generate(rag(chunks), SHORT).stats
+        assert 0 < stats.ttft_s <= time.perf_counter() - begin
+        assert stats.phases_s["recompute"] > 0 and stats.phases_s["select"] > 0
+
+    def test_exact_tokens_explain_a_ratio_below_one(self, engine: CacheClipEngine, chunks: list[str]) -> None:
+        engine.precompute(chunks)
+        stats = engine.generate(rag(chunks), SHORT, recompute_ratio=1.0).stats
+        assert stats.exact_tokens == len(engine.primary.tokenize(chunks[0]))
+        assert stats.recomputed_tokens == stats.chunk_tokens - stats.exact_tokens
+        assert stats.effective_ratio < 1.0 == stats.effective_ratio_of_stale
+
+
+class TestStreaming:
+    @pytest.mark.parametrize("method", ["full", "direct", "cacheclip"])
+    def test_joined_it_is_the_whole_text(self, engine: CacheClipEngine, chunks: list[str], method: str) -> None:
+        engine.precompute(chunks)
+        params = SamplingParams(max_tokens=30)
+        whole = engine.generate(rag(chunks), params, method=method)
+        events = list(engine.generate_stream(rag(chunks), params, method=method))
+        assert "".join(e.text for e in events) == whole.text
+        assert [e.answer is not None for e in events] == [False] * (len(events) - 1) + [True]
+        last = events[-1].answer
+        assert last is not None and (last.text, last.token_ids) == (whole.text, whole.token_ids)
+        assert len(events) > 2
+
+    def test_stop_string(self, engine: CacheClipEngine, chunks: list[str]) -> None:
+        engine.precompute(chunks)
+        whole = engine.generate(rag(chunks), SamplingParams(max_tokens=30))
+        stop = whole.text[9:12]
+        params = SamplingParams(max_tokens=30, stop=(stop,))
+        events = list(engine.generate_stream(rag(chunks), params))
+        answer = events[-1].answer
+        assert answer is not None and answer.finish_reason == "stop"
+        assert answer.text == "".join(e.text for e in events) == whole.text[: whole.text.index(stop)]
+        assert len(answer.token_ids) < len(whole.token_ids)
+
+    def test_seeded_sampling_is_repeatable(self, engine: CacheClipEngine) -> None:
+        params = SamplingParams(max_tokens=20, temperature=1.0, top_p=0.9, seed=5)
+        assert engine.generate("Hello", params).text == engine.generate("Hello", params).text
+
+    def test_end_of_turn(self, engine: CacheClipEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The ending token is counted, and not a part of the text."""
+        whole = engine.generate("Hello", SamplingParams(max_tokens=30))
+        assert whole.finish_reason == "length"
+        last = whole.token_ids[7]
+        monkeypatch.setattr(engine.primary, "eos_ids", frozenset([last]))
+        answer = engine.generate("Hello", SamplingParams(max_tokens=30))
+        assert answer.finish_reason == "stop"
+        assert answer.token_ids == whole.token_ids[: whole.token_ids.index(last) + 1]
+        assert answer.text == engine.primary.decode_ids(answer.token_ids[:-1])
+
+    def test_length_is_a_finish_reason(self, engine: CacheClipEngine) -> None:
+        answer = engine.generate("Hello", SamplingParams(max_tokens=3))
+        assert answer.finish_reason == "length" and len(answer.token_ids) == 3
+
+    def test_ends_with_the_context(self, engine: CacheClipEngine) -> None:
+        prompt = "word " * 600
+        tokens = engine.generate(prompt, SamplingParams(max_tokens=1)).stats.prompt_tokens
+        prompt += "\x00" * (engine.primary.context_tokens - tokens - 5)  # one token each
+        answer = engine.generate(prompt, SamplingParams(max_tokens=50))
+        assert answer.stats.prompt_tokens == engine.primary.context_tokens - 5
+        assert len(answer.token_ids) == 5 and answer.finish_reason == "length"
+        with pytest.raises(PromptTooLongError, match=", 1 more than the 2047"):
+            engine.generate(prompt + "\x00" * 5, SamplingParams(max_tokens=50))
+        assert len(engine.generate(prompt + "\x00" * 4, SamplingParams(max_tokens=50)).token_ids) == 1
+
+    def test_abandoned_stream_leaves_the_engine_usable(self, engine: CacheClipEngine, chunks: list[str]) -> None:
+        expected = engine.generate(rag(chunks), SHORT, method="full")
+        stream = engine.generate_stream(rag(chunks), SHORT, method="full")
+        next(stream)
+        stream.close()
+        assert not torch.is_inference_mode_enabled()
+        assert engine.generate(rag(chunks), SHORT, method="full").token_ids == expected.token_ids
+
+    def test_two_streams_in_turns(self, engine: CacheClipEngine, chunks: list[str], question: str) -> None:
+        engine.precompute(chunks)
+        prompts = [rag(chunks), rag(chunks[:2], question)]
+        expected = [engine.generate(p, SHORT).text for p in prompts]
+        streams = [engine.generate_stream(p, SHORT) for p in prompts]
+        texts = ["", ""]
+        running = {0, 1}
+        while running:
+            for number in sorted(running):
+                event = next(streams[number], None)
+                if event is None:
+                    running.discard(number)
+                else:
+                    texts[number] += event.text
+        assert texts == expected
+
+
+class TestQuestion:
+    def selected(self, engine: CacheClipEngine, prompt: str, question: str | None) -> list[int]:
+        chosen: list[torch.Tensor] = []
+        original = engine.primary.run_rows
+
+        def spy(cache: Any, ids: torch.Tensor, positions: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            chosen.append(positions)
+            return original(cache, ids, positions, *args, **kwargs)
+
+        engine.prefixes.clear()
+        engine.primary.run_rows = spy  # type: ignore[method-assign]
+        try:
+            engine.generate(prompt, SamplingParams(max_tokens=1), question=question, recompute_ratio=0.2)
+        finally:
+            del engine.primary.run_rows
+        return chosen[-1].tolist()
+
+    def test_it_decides_what_is_recomputed(self, engine: CacheClipEngine, chunks: list[str]) -> None:
+        engine.precompute(chunks)
+        default = self.selected(engine, rag(chunks), None)
+        assert default == self.selected(engine, rag(chunks), None)
+        others = [self.selected(engine, rag(chunks), q) for q in ("7316042", "Seabirds nest on the eastern cliffs")]
+        assert any(other != default for other in others) and others[0] != others[1]
+        assert all(len(other) == len(default) for other in others)
+
+    def test_default_is_the_text_after_the_last_chunk(self, engine: CacheClipEngine, chunks: list[str]) -> None:
+        engine.precompute(chunks)
+        prompt = rag(chunks, "Who went ashore in 1962?")
+        assert self.selected(engine, prompt, None) == self.selected(
+            engine, prompt, "Question: Who went ashore in 1962?"
+        )
+
+    def test_question_before_the_chunks(self, engine: CacheClipEngine, chunks: list[str]) -> None:
+        engine.precompute(chunks)
+        prompt = "Who went ashore?\n\n" + "\n\n".join(chunks)
+        assert self.selected(engine, prompt, None) == self.selected(engine, prompt, "Who went ashore?")
+
+    def test_no_question_at_all(self, engine: CacheClipEngine, chunks: list[str]) -> None:
+        engine.precompute(chunks)
+        answer = engine.generate("".join(chunks), SHORT)
+        check_sums(answer)
+        assert answer.stats.hits == 4
+
+    def test_very_long_question(self, engine: CacheClipEngine, chunks: list[str]) -> None:
+        engine.precompute(chunks)
+        check_sums(engine.generate(rag(chunks, "why " * 300), SHORT))

@@ -1,0 +1,109 @@
+"""Engines in one process and across several."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import cacheclip_rag
+from cacheclip_rag import CacheClipEngine, EngineConfig, get_engine
+from cacheclip_rag.models.load import loaded_models
+from tests.engine.asking import SHORT, rag
+
+
+class TestProcess:
+    def test_constructor_costs_nothing(self, tmp_path: Path, tiny_models: dict[str, str]) -> None:
+        before = loaded_models()
+        seconds = []
+        for n in range(3):
+            begin = time.perf_counter()
+            CacheClipEngine(primary="qwen2.5-coder-1.5b", store=str(tmp_path / f"store{n}"))
+            seconds.append(time.perf_counter() - begin)
+        assert min(seconds) < 0.010
+        assert loaded_models() == before
+        assert not list(tmp_path.iterdir())  # nothing written either
+
+    def test_get_engine_is_one_per_settings(self, tiny_models: dict[str, str], tmp_path: Path) -> None:
+        options = {"primary": tiny_models["llama"], "auxiliary": None, "store": str(tmp_path)}
+        first = get_engine(**options)
+        assert get_engine(**options) is first
+        assert get_engine(EngineConfig(**options)) is first
+        assert get_engine(EngineConfig(**options), recompute_ratio=0.2) is first
+        assert get_engine(**options, recompute_ratio=0.3) is not first
+        assert get_engine(**options, namespace="other") is not first
+
+    def test_get_engine_from_threads(self, tiny_models: dict[str, str], tmp_path: Path) -> None:
+        engines: list[CacheClipEngine] = []
+        threads = [
+            threading.Thread(
+                target=lambda: engines.append(get_engine(primary=tiny_models["llama"], store=str(tmp_path)))
+            )
+            for _ in range(8)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(engines) == 8 and len(set(map(id, engines))) == 1
+
+    def test_engines_share_weights(self, make: Callable[..., CacheClipEngine]) -> None:
+        assert make().primary is make(namespace="other").primary
+
+    @pytest.mark.parametrize("prepared", [True, False], ids=["stored", "missing"])
+    def test_threads_get_the_same_text(
+        self, make: Callable[..., CacheClipEngine], chunks: list[str], tmp_path: Path, prepared: bool
+    ) -> None:
+        engine = make(store=str(tmp_path))
+        if prepared:
+            engine.precompute(chunks)
+        method = "cacheclip" if prepared else "full"
+        expected = engine.generate(rag(chunks), SHORT, method=method, recompute_ratio=0.3).text
+        texts: list[str] = []
+        problems: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                ratio = 0.3 if prepared else 1.0
+                texts.append(engine.generate(rag(chunks), SHORT, recompute_ratio=ratio, candidates=chunks).text)
+            except BaseException as error:
+                problems.append(error)
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert problems == []
+        assert texts == [expected] * 4
+
+    def test_importing_is_fast_and_loads_no_torch(self) -> None:
+        program = (
+            "import sys, time; begin = time.perf_counter(); import cacheclip_rag; spent = time.perf_counter() - begin; "
+            "heavy = {'torch', 'transformers', 'numpy', 'langchain_core', 'llama_index'} & set(sys.modules); "
+            "assert not heavy, heavy; print(spent)"
+        )
+        seconds = [
+            float(subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout)
+            for _ in range(3)
+        ]
+        assert min(seconds) < 0.3
+
+    def test_making_a_config_loads_no_torch(self) -> None:
+        program = (
+            "import sys; from cacheclip_rag import EngineConfig; EngineConfig(); assert 'torch' not in sys.modules"
+        )
+        subprocess.run([sys.executable, "-c", program], check=True)
+
+    def test_public_names(self) -> None:
+        for name in cacheclip_rag.__all__:
+            assert getattr(cacheclip_rag, name) is not None
+        assert dir(cacheclip_rag) == sorted(cacheclip_rag.__all__)
+        assert set(cacheclip_rag._HOMES) == set(cacheclip_rag.__all__) - {"__version__"}
+        with pytest.raises(AttributeError, match="nonsense"):
+            cacheclip_rag.nonsense  # noqa: B018

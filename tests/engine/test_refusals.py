@@ -1,0 +1,180 @@
+"""How the engine refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cacheclip_rag import CacheClipEngine, CacheClipError, Chunk, EngineConfig, Fresh, SamplingParams, get_engine
+from cacheclip_rag.errors import ConfigurationError, PromptTooLongError, UnknownModelError
+from cacheclip_rag.methods.cacheclip import CacheClip
+from tests.engine.asking import SHORT, rag
+
+
+class TestRefusals:
+    def test_prompt_too_long_says_by_how_much(self, engine: CacheClipEngine, chunks: list[str]) -> None:
+        many = [f"{n}. {chunks[n % 4]}" for n in range(60)]
+        with pytest.raises(
+            PromptTooLongError, match=r"\d+ tokens, \d+ more than the 2047 .*last \d+ of its 60 chunks"
+        ) as caught:
+            engine.generate(rag(many), SHORT, candidates=many)
+        words = str(caught.value).split()
+        total, excess = int(words[words.index("tokens,") - 1]), int(words[words.index("more") - 1])
+        assert total - excess == 2047
+        drop = int(words[words.index("last") + 1])
+        engine.generate(rag(many[:-drop]), SamplingParams(max_tokens=1), candidates=many, method="full")
+        assert drop > 5
+        with pytest.raises(PromptTooLongError):  # nor does the advice throw away much more than it must
+            engine.generate(rag(many[: -(drop - 3)]), SHORT, candidates=many)
+
+    def test_question_too_long(self, engine: CacheClipEngine) -> None:
+        with pytest.raises(PromptTooLongError, match="shorten the question"):
+            engine.generate("word " * 5000, SHORT)
+
+    def test_chunk_too_long(self, engine: CacheClipEngine) -> None:
+        with pytest.raises(PromptTooLongError, match="smaller chunks"):
+            engine.precompute(["word " * 5000])
+        assert not engine.is_stored("word " * 5000)
+
+    @pytest.mark.parametrize("prompt", ["", "  \n", [], [Fresh("")], [Fresh(""), Chunk("")], ()])
+    def test_empty_prompt(self, engine: CacheClipEngine, prompt: Any) -> None:
+        with pytest.raises(ConfigurationError, match=r"empty|at least one"):
+            engine.generate(prompt, SHORT)
+
+    @pytest.mark.parametrize("text", ["", "  \n "])
+    def test_empty_chunk(self, engine: CacheClipEngine, text: str) -> None:
+        with pytest.raises(ConfigurationError, match="empty or blank"):
+            engine.precompute([text])
+
+    def test_no_auxiliary(self, make: Callable[..., CacheClipEngine], chunks: list[str]) -> None:
+        engine = make(auxiliary=None)
+        with pytest.raises(ConfigurationError, match=r"auxiliary.*full, prefix, direct"):
+            engine.generate(rag(chunks), SHORT)
+        with pytest.raises(ConfigurationError, match="auxiliary"):
+            engine.generate(rag(chunks), SHORT, method=CacheClip(0.3))
+        engine.precompute(chunks)
+        assert engine.generate(rag(chunks), SHORT, method="direct").stats.hits == 4
+        assert engine.generate(rag(chunks), SHORT, method="full").stats.method == "full"
+        assert engine.auxiliary is None
+
+    @pytest.mark.parametrize("ratio", [-0.1, 1.1, float("nan"), float("inf"), "x", None, [0.2]])
+    def test_ratio_out_of_range(self, ratio: Any) -> None:
+        with pytest.raises(ConfigurationError, match="recompute_ratio"):
+            EngineConfig(recompute_ratio=ratio)
+        with pytest.raises(ConfigurationError, match="recompute_ratio"):
+            CacheClip(ratio)
+
+    @pytest.mark.parametrize("ratio", [-0.1, 1.1, float("nan"), "x"])
+    def test_ratio_of_one_call(self, engine: CacheClipEngine, ratio: Any) -> None:
+        with pytest.raises(ConfigurationError, match="recompute_ratio"):
+            engine.generate("Hello", SHORT, recompute_ratio=ratio)
+
+    @pytest.mark.parametrize(
+        ("option", "value"),
+        [
+            ("method", "nonsense"),
+            ("grouping", "nonsense"),
+            ("window", 0),
+            ("threshold", 8),
+            ("dtype", "float64"),
+            ("codec", "int3"),
+            ("auxiliary_codec", "int3"),
+            ("on_miss", "explode"),
+            ("primary", ""),
+            ("memory_bytes", -1),
+            ("prefix_cache_bytes", -1),
+            ("max_bytes", -1),
+            ("memory_bytes", "1 GB"),
+            ("max_bytes", 1.5),
+            ("window", 2.5),
+            ("namespace", None),
+            ("namespace", ""),
+            ("primary", None),
+            ("store", ""),
+            ("store", 5),
+            ("auxiliary", 3),
+            ("system_prompt", 3),
+        ],
+    )
+    def test_senseless_options(self, option: str, value: Any) -> None:
+        with pytest.raises(ConfigurationError):
+            CacheClipEngine(**{option: value})
+
+    def test_unknown_option_lists_the_known(self) -> None:
+        with pytest.raises(
+            ConfigurationError, match=r"unknown option recompute_ration\. Known: primary.*recompute_ratio"
+        ):
+            CacheClipEngine(recompute_ration=0.2)
+        with pytest.raises(ConfigurationError, match="unknown option"):
+            get_engine(tempo=3)
+
+    def test_however_a_store_is_named_it_is_the_same(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        named = [EngineConfig(store=name) for name in (tmp_path / "st", str(tmp_path / "st"), "st", "./x/../st")]
+        assert len(set(named)) == 1
+        assert EngineConfig(store="~/st").store == str(Path.home() / "st")
+
+    @pytest.mark.parametrize("prompt", [5, b"text", {"role": "user", "content": "x"}, iter(["x"]), None, [[]], ["x"]])
+    def test_prompt_of_another_type(self, engine: CacheClipEngine, prompt: Any) -> None:
+        with pytest.raises(ConfigurationError, match=r"segments"):
+            engine.generate(prompt, SHORT)
+
+    @pytest.mark.parametrize("texts", ["one string", [1], None, 5, [b"bytes"]])
+    def test_texts_of_another_type(self, engine: CacheClipEngine, texts: Any) -> None:
+        """A single string would otherwise be taken for a list of letters."""
+        for call in (engine.precompute, engine.release, lambda t: engine.generate("Hello", SHORT, candidates=t)):
+            with pytest.raises(ConfigurationError, match=r"list of texts|must be a string"):
+                call(texts)
+        assert engine.store.stats().entries == 0
+
+    def test_question_of_another_type(self, engine: CacheClipEngine) -> None:
+        with pytest.raises(ConfigurationError, match="question"):
+            engine.generate("Hello", SHORT, question=5)  # type: ignore[arg-type]
+
+    def test_params_of_another_type(self, engine: CacheClipEngine) -> None:
+        with pytest.raises(ConfigurationError, match="SamplingParams"):
+            engine.generate("Hello", {"max_tokens": 3})  # type: ignore[arg-type]
+
+    def test_half_a_character(self, engine: CacheClipEngine) -> None:
+        text = "A text of some length with half of an emoji: \ud83d and more."
+        for call in (lambda: engine.precompute([text]), lambda: engine.generate(text, SHORT)):
+            with pytest.raises(ConfigurationError, match="half a character"):
+                call()
+
+    def test_unknown_method_of_one_call(self, engine: CacheClipEngine) -> None:
+        with pytest.raises(ConfigurationError, match="full, prefix, direct, "):
+            engine.generate("Hello", SHORT, method="nonsense")
+
+    def test_all_errors_have_one_root(self) -> None:
+        with pytest.raises(CacheClipError):
+            CacheClipEngine(primary="no-such-model").primary  # noqa: B018
+
+    def test_ratio_beside_a_method_that_has_one(self, engine: CacheClipEngine) -> None:
+        with pytest.raises(ConfigurationError, match="own settings"):
+            engine.generate("Hello", SHORT, method=CacheClip(0.3), recompute_ratio=0.9)
+
+    def test_other_methods_work_while_the_auxiliary_cannot_be_had(
+        self, make: Callable[..., CacheClipEngine], chunks: list[str], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        engine = make(auxiliary="no-such-model")
+        first = engine.generate(rag(chunks), SHORT, method="direct", candidates=chunks)
+        assert (first.stats.hits, first.stats.misses) == (0, 4)
+        assert "without the auxiliary" in caplog.text
+        assert engine.generate(rag(chunks), SHORT, method="direct").stats.hits == 4
+        assert engine.release(chunks) == 4
+        with pytest.raises(UnknownModelError):
+            engine.generate(rag(chunks), SHORT)
+        with pytest.raises(UnknownModelError):
+            engine.precompute(chunks)
+
+    def test_unknown_model_only_when_used(self) -> None:
+        engine = CacheClipEngine(primary="no-such-model")
+        with pytest.raises(UnknownModelError, match="no-such-model"):
+            engine.generate("Hello", SHORT)
+
+    def test_wrong_things_as_segments(self, engine: CacheClipEngine) -> None:
+        with pytest.raises(ConfigurationError, match="Fresh or Chunk"):
+            engine.generate([Fresh("x"), "y"], SHORT)  # type: ignore[list-item]

@@ -1,0 +1,265 @@
+"""Chunks that are missing, damaged, shared or evicted."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from cacheclip_rag import CacheClipEngine, Chunk, Fresh, get_engine
+from cacheclip_rag.errors import ConfigurationError, PromptTooLongError
+from cacheclip_rag.methods.cacheclip import CacheClip
+from cacheclip_rag.methods.direct import Direct
+from cacheclip_rag.methods.full import Full
+from tests.engine.asking import SHORT, check_sums, logits, rag
+
+
+class TestMisses:
+    def test_no_stored_chunk_is_plain_prefill_and_says_so(self, engine: CacheClipEngine, chunks: list[str]) -> None:
+        answer = engine.generate(rag(chunks), SHORT, candidates=chunks)
+        check_sums(answer)
+        assert answer.stats.method == "full"
+        assert answer.stats.fallback is not None and "4 chunks" in answer.stats.fallback
+        assert answer.stats.misses == 4 and answer.stats.nominal_ratio == 0.2
+        assert answer.token_ids == engine.generate(rag(chunks), SHORT, method="full").token_ids
+
+    def test_the_second_call_hits(self, engine: CacheClipEngine, chunks: list[str]) -> None:
+        engine.generate(rag(chunks), SHORT, candidates=chunks)
+        stats = engine.generate(rag(chunks), SHORT).stats  # and needs no candidates any more
+        assert (stats.hits, stats.misses, stats.fallback) == (4, 0, None)
+
+    def test_ignore_does_not_store(self, make: Callable[..., CacheClipEngine], chunks: list[str]) -> None:
+        engine = make(on_miss="ignore")
+        for _ in range(2):
+            stats = engine.generate(rag(chunks), SHORT, candidates=chunks).stats
+            assert (stats.hits, stats.misses) == (0, 4)
+        assert not engine.is_stored(chunks[0])
+
+    def test_prompt_without_chunks(self, engine: CacheClipEngine) -> None:
+        answer = engine.generate("Hello, how are you?", SHORT)
+        check_sums(answer)
+        assert answer.stats.fallback == "no stored chunk found in the prompt"
+        assert answer.stats.misses == 0
+
+    def test_full_stores_nothing(self, engine: CacheClipEngine, chunks: list[str]) -> None:
+        engine.generate(rag(chunks), SHORT, method="full", candidates=chunks)
+        assert not engine.is_stored(chunks[0], needs_auxiliary=False)
+
+    def test_chunk_segments_given_by_hand_are_stored_too(self, engine: CacheClipEngine, chunks: list[str]) -> None:
+        segments = [Fresh("Read: "), Chunk(chunks[0]), Fresh("\nWhat?")]
+        assert engine.generate(segments, SHORT).stats.misses == 1
+        assert engine.generate(segments, SHORT).stats.hits == 1
+
+    def test_stored_for_direct_only(
+        self, make: Callable[..., CacheClipEngine], chunks: list[str], tmp_path: Path
+    ) -> None:
+        """A store written without an auxiliary serves direct reuse at once, and cacheclip from the second call on."""
+        make(auxiliary=None, store=str(tmp_path)).precompute(chunks)
+        engine = make(store=str(tmp_path))
+        assert engine.generate(rag(chunks), SHORT, method="direct").stats.hits == 4
+        assert engine.generate(rag(chunks), SHORT).stats.hits == 0
+        assert engine.generate(rag(chunks), SHORT).stats.hits == 4
+
+
+class TestDamage:
+    def damage(self, engine: CacheClipEngine, model: str, text: str) -> None:
+        path = engine.store.path_of(engine._caches_of(model).key(text))  # type: ignore[attr-defined]
+        content = bytearray(path.read_bytes())
+        content[-7] ^= 0xFF
+        path.write_bytes(content)
+
+    def test_damaged_chunk_is_a_miss_and_the_answer_is_right(
+        self, engine: CacheClipEngine, make: Callable[..., CacheClipEngine], chunks: list[str]
+    ) -> None:
+        """As if that chunk had been fresh text all along."""
+        engine.precompute(chunks)
+        self.damage(engine, engine.config.primary, chunks[1])
+        answer = engine.generate(rag(chunks), SHORT, method="direct")
+        check_sums(answer)
+        assert (answer.stats.hits, answer.stats.misses) == (3, 1)
+        other = make(on_miss="ignore")
+        other.precompute([c for c in chunks if c != chunks[1]])
+        expected = other.generate(rag(chunks), SHORT, method="direct", candidates=chunks)
+        assert answer.token_ids == expected.token_ids
+        assert answer.stats.fresh_tokens == expected.stats.fresh_tokens
+        assert engine.generate(rag(chunks), SHORT, method="direct").stats.hits == 4  # mended after the answer
+
+    def test_ratio_one_stays_exact(self, engine: CacheClipEngine, chunks: list[str]) -> None:
+        engine.precompute(chunks)
+        self.damage(engine, engine.config.primary, chunks[0])
+        self.damage(engine, engine.config.primary, chunks[3])
+        answer = engine.generate(rag(chunks), SHORT, recompute_ratio=1.0)
+        assert answer.stats.misses == 2
+        assert answer.token_ids == engine.generate(rag(chunks), SHORT, method="full").token_ids
+
+    def test_all_damaged(self, engine: CacheClipEngine, chunks: list[str]) -> None:
+        engine.precompute(chunks)
+        for chunk in chunks:
+            self.damage(engine, engine.config.primary, chunk)
+        answer = engine.generate(rag(chunks), SHORT)
+        check_sums(answer)
+        assert (answer.stats.hits, answer.stats.misses) == (0, 4)
+        assert answer.token_ids == engine.generate(rag(chunks), SHORT, method="full").token_ids
+        assert engine.generate(rag(chunks), SHORT).stats.hits == 4
+
+    def test_all_damaged_says_that_it_was_a_plain_prefill(self, engine: CacheClipEngine, chunks: list[str]) -> None:
+        engine.precompute(chunks)
+        for chunk in chunks:
+            self.damage(engine, engine.config.primary, chunk)
+        stats = engine.generate(rag(chunks), SHORT).stats
+        assert stats.fallback is not None
+
+    def test_damaged_for_the_auxiliary(self, engine: CacheClipEngine, chunks: list[str]) -> None:
+        engine.precompute(chunks)
+        expected = engine.generate(rag(chunks), SHORT)
+        assert engine.config.auxiliary
+        self.damage(engine, engine.config.auxiliary, chunks[1])
+        answer = engine.generate(rag(chunks), SHORT)
+        check_sums(answer)
+        assert answer.stats.recomputed_tokens == expected.stats.recomputed_tokens and answer.stats.hits == 4
+        engine.generate(rag(chunks), SHORT)
+        assert engine.generate(rag(chunks), SHORT).stats.hits == 4  # whole again
+
+    def test_damaged_prefix(
+        self, engine: CacheClipEngine, make: Callable[..., CacheClipEngine], chunks: list[str]
+    ) -> None:
+        engine.precompute(chunks)
+        expected = engine.generate(rag(chunks), SHORT)
+        caches = engine._caches_of(engine.config.primary)
+        path = engine.store.path_of(caches._key((), caches.prefix_ids))  # type: ignore[attr-defined]
+        assert path.exists()
+        path.write_bytes(path.read_bytes()[:-9])
+        again = make(store=engine.config.store)
+        assert again.generate(rag(chunks), SHORT).token_ids == expected.token_ids
+
+
+class TestStore:
+    def test_precompute_is_idempotent(self, engine: CacheClipEngine, chunks: list[str]) -> None:
+        assert engine.precompute(chunks) == 4
+        assert engine.precompute(chunks) == 0
+        assert engine.precompute([f"\n {chunks[0]}  "]) == 0  # the same text once stripped
+        assert engine.precompute([*chunks, "One more text for the store."]) == 1
+
+    def test_precompute_takes_an_iterator_and_survives_an_error(
+        self, engine: CacheClipEngine, chunks: list[str]
+    ) -> None:
+        with pytest.raises(ConfigurationError):
+            engine.precompute(iter([chunks[0], "", chunks[1]]))
+        assert engine.is_stored(chunks[0]) and not engine.is_stored(chunks[1])
+
+    def test_survives_a_new_engine(
+        self, engine: CacheClipEngine, make: Callable[..., CacheClipEngine], chunks: list[str]
+    ) -> None:
+        engine.precompute(chunks)
+        again = make(store=engine.config.store)
+        assert again.precompute(chunks) == 0
+        assert again.generate(rag(chunks), SHORT).stats.hits == 4
+
+    def test_memory_and_disk_give_the_same_answer(
+        self, make: Callable[..., CacheClipEngine], chunks: list[str], tmp_path: Path
+    ) -> None:
+        engines = [make(), make(store=str(tmp_path / "a")), make(store=str(tmp_path / "b"), memory_bytes=10**8)]
+        answers = []
+        for engine in engines:
+            engine.precompute(chunks)
+            answers.append(engine.generate(rag(chunks), SHORT).token_ids)
+        assert answers[0] == answers[1] == answers[2]
+
+    def test_release(self, engine: CacheClipEngine, chunks: list[str]) -> None:
+        engine.precompute(chunks)
+        assert engine.release(chunks[:2]) == 2
+        assert engine.release(chunks[:2]) == 0
+        assert not engine.is_stored(chunks[0]) and engine.is_stored(chunks[2])
+        assert Chunk(chunks[0]) not in engine.segment(rag(chunks))
+        stats = engine.generate(rag(chunks), SHORT).stats
+        assert (stats.hits, stats.misses) == (2, 0)
+        assert engine.precompute(chunks) == 2
+        assert engine.generate(rag(chunks), SHORT).stats.hits == 4
+
+    def test_namespaces_do_not_share(
+        self, make: Callable[..., CacheClipEngine], chunks: list[str], tmp_path: Path
+    ) -> None:
+        ours, theirs = (make(store=str(tmp_path), namespace=n) for n in ("ours", "theirs"))
+        ours.precompute(chunks)
+        assert not theirs.is_stored(chunks[0])
+        assert Chunk(chunks[0]) not in theirs.segment(rag(chunks))
+        assert theirs.generate(rag(chunks), SHORT).stats.hits == 0
+        assert theirs.precompute(chunks) == 4
+        theirs.release(chunks)
+        assert ours.generate(rag(chunks), SHORT).stats.hits == 4
+
+    def test_other_system_prompt_does_not_share(
+        self, make: Callable[..., CacheClipEngine], chunks: list[str], tmp_path: Path
+    ) -> None:
+        make(store=str(tmp_path)).precompute(chunks)
+        assert not make(store=str(tmp_path), system_prompt="Be brief.").is_stored(chunks[0])
+
+    def test_one_chunk_that_cannot_be_stored_does_not_keep_out_the_others(
+        self, make: Callable[..., CacheClipEngine], tiny_models: dict[str, str], chunks: list[str], tmp_path: Path
+    ) -> None:
+        """Too long for the auxiliary's short context: that chunk alone stays fresh text."""
+        short = tmp_path / "short"
+        shutil.copytree(tiny_models["auxiliary"], short)
+        config = json.loads((short / "config.json").read_text())
+        (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 200}))
+        engine = make(auxiliary=str(short))
+        texts = [" ".join(chunks), *chunks[1:3]]
+        assert engine.generate(rag(texts), SHORT, candidates=texts).stats.misses == 3
+        assert [engine.is_stored(text) for text in texts] == [False, True, True]
+        assert engine.generate(rag(texts), SHORT, candidates=texts).stats.hits == 2
+        keys = set(engine.store.keys())
+        with pytest.raises(PromptTooLongError):
+            engine.precompute([texts[0] + " More."])
+        assert set(engine.store.keys()) == keys  # nothing of it was written for the other model either
+
+    def test_copies_are_the_same_engine(self, engine: CacheClipEngine) -> None:
+        assert copy.deepcopy(engine) is engine
+        assert pickle.loads(pickle.dumps(engine)) is get_engine(engine.config)
+
+    def test_evicted_chunks_are_misses(
+        self, make: Callable[..., CacheClipEngine], chunks: list[str], tmp_path: Path
+    ) -> None:
+        engine = make(store=str(tmp_path), max_bytes=200_000)
+        engine.precompute(chunks)
+        assert engine.store.stats().evictions > 0 and engine.store.stats().bytes <= 200_000
+        expected = engine.generate(rag(chunks), SHORT, method="full")
+        answer = engine.generate(rag(chunks), SHORT, recompute_ratio=1.0)
+        check_sums(answer)
+        assert answer.token_ids == expected.token_ids
+
+    def test_same_model_in_both_roles(
+        self, make: Callable[..., CacheClipEngine], tiny_models: dict[str, str], chunks: list[str]
+    ) -> None:
+        engine = make(auxiliary=tiny_models["llama"])
+        engine.precompute(chunks)
+        stats = engine.generate(rag(chunks), SHORT).stats
+        assert stats.hits == 4 and stats.recomputed_tokens > 0
+
+    def test_coarser_entry_of_an_auxiliary_is_not_good_enough_for_a_primary(
+        self, make: Callable[..., CacheClipEngine], tiny_models: dict[str, str], chunks: list[str], tmp_path: Path
+    ) -> None:
+        """One engine's auxiliary is another's primary, over one store: the primary reads no bfloat16 rounding."""
+        first = make(primary=tiny_models["qwen2"], auxiliary=tiny_models["llama"], store=str(tmp_path))
+        first.precompute(chunks)
+        engine, clean = make(auxiliary=None, store=str(tmp_path)), make(auxiliary=None)
+        assert not engine.is_stored(chunks[0]) and first.is_stored(chunks[0])
+        assert engine.precompute(chunks) == clean.precompute(chunks) == 4
+        for method in (Direct(), CacheClip(1.0)):
+            ours, theirs = logits(engine, rag(chunks), method), logits(clean, rag(chunks), method)
+            assert ours.stats.hits == theirs.stats.hits == 4
+            assert torch.equal(ours.logits, theirs.logits)
+        assert (ours.logits - logits(engine, rag(chunks), Full()).logits).abs().max() < 1e-4
+        assert first.is_stored(chunks[0]) and first.precompute(chunks) == 0  # finer than it needs is good enough
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+    def test_other_dtypes_run(self, make: Callable[..., CacheClipEngine], chunks: list[str], dtype: str) -> None:
+        engine = make(dtype=dtype)
+        engine.precompute(chunks)
+        stats = engine.generate(rag(chunks), SHORT).stats
+        assert stats.hits == 4 and stats.recomputed_tokens > 0
