@@ -9,6 +9,7 @@ from typing import Any
 
 from .errors import ConfigurationError
 from .methods import check_method, check_ratio
+from .methods.leads import LEADS
 from .models.catalog import DEFAULT_AUXILIARY, DEFAULT_PRIMARY
 from .selection.modes import check_grouping
 
@@ -37,6 +38,10 @@ class EngineConfig:
     it where they differ from the defaults (``epic:k_init=16``)."""
     recompute_ratio: float = 0.2
     """Share of chunk tokens to recompute, 0 to 1."""
+    behind: str = "prefix"
+    """What chunks are computed behind when they are stored, by this engine's methods: the shared ``prefix``, or
+    ``passages``, the prefix and a few paragraphs, see :class:`~cacheclip_rag.methods.base.ReusingMethod`. Chunks stored
+    with one are missing for the other."""
     grouping: str = "window_score"
     """How scores become spans: ``window_score``, ``vote_sliding`` or ``v1_literal``."""
     window: int = 8
@@ -80,6 +85,7 @@ class EngineConfig:
         check_method(self.method)
         check_grouping(self.grouping, self.window, self.threshold)
         choices = {
+            "behind": tuple(LEADS),
             "dtype": DTYPES,
             "auxiliary_codec": DTYPES,
             "on_miss": _ON_MISS,
@@ -115,11 +121,12 @@ class EngineConfig:
                 raise ConfigurationError(f"{name} must be a whole number of bytes, 0 or more, got {value!r}.")
 
     def method_settings(self) -> dict[str, Any]:
-        """What methods take from here: the ratio, and a grouping where it is not the default (else a method's own)."""
+        """What methods take from here: the ratio, what chunks are behind, and a grouping where it is not the default
+        (else a method's own)."""
         defaults = {field.name: field.default for field in fields(self)}
         grouping = {name: getattr(self, name) for name in ("grouping", "window", "threshold")}
         changed = {name: value for name, value in grouping.items() if value != defaults[name]}
-        return {"recompute_ratio": self.recompute_ratio, **changed}
+        return {"recompute_ratio": self.recompute_ratio, "behind": self.behind, **changed}
 
     @classmethod
     def from_options(cls, config: EngineConfig | None, options: dict[str, Any]) -> EngineConfig:

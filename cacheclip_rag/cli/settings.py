@@ -59,6 +59,7 @@ def engine_config(settings: LibrarySettings, store: str, *, device: str, **optio
         store=store,
         namespace=settings.namespace,
         dtype=settings.dtype,
+        behind=settings.behind,
         device=device,
     )
     return EngineConfig.from_options(base, options)

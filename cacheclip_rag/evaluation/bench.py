@@ -76,7 +76,8 @@ def bench(
         texts = make_texts(engine.primary.tokenize, max(1, round(context_tokens / chunk_tokens)), chunk_tokens)
         with progress_bar("precomputing", len(texts), "chunks") as advance:
             for number, text in enumerate(texts, 1):
-                engine.precompute([text])
+                for method in methods:
+                    engine.precompute([text], method=method)
                 advance(number)
         results = _measure(engine, texts, methods, runs, keep_page_cache)
     reference = statistics.median(s.ttft_s for s, _ in results["full"]) if "full" in results else None

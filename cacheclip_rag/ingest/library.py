@@ -45,6 +45,7 @@ class LibrarySettings:
     namespace: str
     chunk_tokens: int
     overlap_tokens: int
+    behind: str = "prefix"
 
 
 @dataclass(frozen=True, slots=True)

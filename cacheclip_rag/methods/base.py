@@ -31,7 +31,15 @@ from .leads import LEADS
 if TYPE_CHECKING:
     from ..composition import Composition
 
-__all__ = ["ChunkWalk", "Method", "ReusingMethod", "SelectionRequest", "check_alone", "split_by_span", "warn_untuned"]
+__all__ = [
+    "ChunkWalk",
+    "Method",
+    "ReusingMethod",
+    "SelectionRequest",
+    "recompute_nothing",
+    "split_by_span",
+    "warn_untuned",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -157,18 +165,14 @@ class ReusingMethod(Method):
         return Encoding(lead=LEADS[self.behind])
 
 
+def recompute_nothing(request: SelectionRequest) -> list[torch.Tensor]:
+    """The selection of methods that take chunk caches as they are."""
+    return [torch.zeros(len(span.tokens), dtype=torch.bool) for span in request.spans]
+
+
 def split_by_span(values: torch.Tensor, spans: Sequence[Span]) -> list[torch.Tensor]:
     """``(num_slots, ...)`` values of the whole prompt, cut into one tensor a span."""
     return [values[span.start : span.stop] for span in spans]
-
-
-def check_alone(method: ReusingMethod) -> None:
-    """For methods that encode chunks with nothing before them: raise ConfigurationError if passages are asked for."""
-    if method.behind != "prefix":
-        raise ConfigurationError(
-            f"method {method.name!r} encodes every chunk by itself, as its checkpoints were trained to read it, and "
-            f"not behind {method.behind!r}: leave that setting out."
-        )
 
 
 @cache

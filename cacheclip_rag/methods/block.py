@@ -19,18 +19,18 @@ from ..chunks import Encoding
 from ..errors import ConfigurationError
 from ..fusion.layout import Layout, Span
 from ..models.attention import Geometry
-from .base import check_alone, warn_untuned
-from .direct import Direct
+from .base import Method, SelectionRequest, recompute_nothing, warn_untuned
 
 __all__ = ["BlockAttention"]
 
 
 @dataclass(frozen=True, slots=True)
-class BlockAttention(Direct):
+class BlockAttention(Method):
     """Equal to one forward pass under the block mask, whatever the checkpoint; good answers need one trained for it."""
 
     name: ClassVar[str] = "block"
     reuses_prefixes: ClassVar[bool] = False
+    exact_at_one: ClassVar[bool] = False
 
     positions: str = "reordered"
     """``reordered``: places in the prompt; ``composite``: every chunk begins at position 0, as it was encoded."""
@@ -42,8 +42,6 @@ class BlockAttention(Direct):
     """Set for a checkpoint trained this way; otherwise a warning says that it is not known to be."""
 
     def __post_init__(self) -> None:
-        super(BlockAttention, self).__post_init__()
-        check_alone(self)
         if self.positions not in ("reordered", "composite"):
             raise ConfigurationError(f"positions must be reordered or composite, got {self.positions!r}.")
 
@@ -60,3 +58,6 @@ class BlockAttention(Direct):
         for span in reused:
             positions[span.start : span.stop] = torch.arange(len(span.tokens))
         return Geometry(positions)
+
+    def select(self, request: SelectionRequest, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return recompute_nothing(request)

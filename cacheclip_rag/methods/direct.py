@@ -16,7 +16,7 @@ import torch
 from ..errors import ConfigurationError
 from ..fusion.layout import Layout, Span
 from ..models.attention import Geometry
-from .base import ReusingMethod, SelectionRequest
+from .base import ReusingMethod, SelectionRequest, recompute_nothing
 
 __all__ = ["Direct", "DirectGapped"]
 
@@ -29,7 +29,7 @@ class Direct(ReusingMethod):
     exact_at_one: ClassVar[bool] = False
 
     def select(self, request: SelectionRequest, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [torch.zeros(len(span.tokens), dtype=torch.bool) for span in request.spans]
+        return recompute_nothing(request)
 
 
 @dataclass(frozen=True, slots=True)

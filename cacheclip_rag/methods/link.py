@@ -12,22 +12,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+
 from ..chunks import Encoding
 from ..errors import ConfigurationError
 from ..models.text import TextModel
 from ..prompt import Chunk, Fresh, Segment
-from .base import check_alone, warn_untuned
-from .direct import Direct
+from .base import Method, SelectionRequest, recompute_nothing, warn_untuned
 
 __all__ = ["KVLink"]
 
 
 @dataclass(frozen=True, slots=True)
-class KVLink(Direct):
+class KVLink(Method):
     """Equal to one forward pass under KVLink's mask; good answers need a checkpoint trained for it."""
 
     name: ClassVar[str] = "link"
     reuses_prefixes: ClassVar[bool] = False
+    exact_at_one: ClassVar[bool] = False
 
     n_link: int = 5
     """Link tokens behind every chunk; 0, with no tokens around the chunks, is ``block``."""
@@ -43,8 +45,6 @@ class KVLink(Direct):
     """Set for a checkpoint trained this way; otherwise a warning says that it is not known to be."""
 
     def __post_init__(self) -> None:
-        super(KVLink, self).__post_init__()
-        check_alone(self)
         if not isinstance(self.n_link, int) or self.n_link < 0:
             raise ConfigurationError(f"n_link must be a number of tokens, 0 or more, got {self.n_link!r}.")
         if not isinstance(self.max_chunks, int) or self.max_chunks < 1:
@@ -99,3 +99,6 @@ class KVLink(Direct):
             f"token ids {min(ids)} to {max(ids)} are not special tokens of model {runtime.name!r}. Method 'link' is "
             "for KVLink's checkpoints; for others set first_id, start_id and end_id to special tokens, or -1 for none."
         )
+
+    def select(self, request: SelectionRequest, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return recompute_nothing(request)

@@ -74,6 +74,19 @@ def test_ingest_again_does_nothing(cacheclip: Any, stored: Path) -> None:
     assert (result.json["unchanged"], result.json["computed"]) == (1, 0)
 
 
+def test_a_store_remembers_what_its_chunks_are_behind(
+    cacheclip: Any, models: list[str], stored: Path, tmp_path: Path
+) -> None:
+    ingest = ("ingest", stored.parent / "corpus", "--store", tmp_path / "behind", *models)
+    assert "behind must be one of prefix, passages" in cacheclip(*ingest, "--behind", "nothing").err
+    assert cacheclip(*ingest, "--behind", "passages", "--json").json["computed"] > 0
+    ask = ("ask", "Who was the last keeper?", "--store", tmp_path / "behind", "--max-tokens", "2", "--json")
+    stats = cacheclip(*ask).json["stats"]
+    assert stats["fallback"] is None and stats["exact_tokens"] == 0 < stats["hits"]
+    other = cacheclip(*ingest, "--behind", "prefix")
+    assert other.code == 2 and "behind 'passages', not 'prefix'" in other.err
+
+
 def test_ask_streams_the_answer_with_sources_and_phases(cacheclip: Any, stored: Path) -> None:
     arguments = ("ask", "When was the lighthouse built?", "--store", stored, "--max-tokens", "12")
     plain, machine = cacheclip(*arguments), cacheclip(*arguments, "--json")

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from cacheclip_rag import SamplingParams
 from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.methods import create
 from cacheclip_rag.methods.leads import LEADS
 from cacheclip_rag.methods.selective import Selective
-from tests.fusion.cases import EXACT, Case, gap, reference_logits
+from tests.conftest import CHUNKS
+from tests.fusion.cases import EXACT, Case, gap, make_engine, reference_logits
 from tests.methods.spying import Spy, plain, spied
 from tests.methods.test_matrix import run
 
@@ -162,9 +164,22 @@ class TestBehindPassages:
         assert gap(stored, case.runtime.extract(full, len(ids) - len(chunk.tokens), len(ids))) < EXACT
 
     @pytest.mark.parametrize("name", ["block", "link"])
-    def test_refused_where_chunks_are_encoded_alone(self, name: str) -> None:
-        with pytest.raises(ConfigurationError, match="encodes every chunk by itself"):
+    def test_not_where_chunks_are_encoded_alone(self, name: str) -> None:
+        assert create(name, {"behind": "passages"}) == create(name, {})
+        with pytest.raises(ConfigurationError, match="written name=value, with names among"):
             create(f"{name}:behind=passages", {})
+
+    def test_as_a_setting_of_the_engine(self, tiny_models: dict[str, str]) -> None:
+        """All of its methods then share the chunk caches."""
+        engine = make_engine(tiny_models["llama"], tiny_models["auxiliary"], behind="passages")
+        engine.precompute(CHUNKS[:3])
+        prompt = "\n\n".join(CHUNKS[:3]) + "\n\nQuestion: What is the magic number?"
+        for name in ("cacheclip", "direct", "epic"):
+            stats = engine.generate(prompt, SamplingParams(max_tokens=2), method=name).stats
+            assert (stats.method, stats.hits, stats.exact_tokens) == (name, 3, 0)
+        assert engine.generate(prompt, SamplingParams(max_tokens=2), method="direct:behind=prefix").stats.fallback
+        with pytest.raises(ConfigurationError, match="behind must be one of prefix, passages"):
+            make_engine(tiny_models["llama"], tiny_models["auxiliary"], behind="nothing")
 
     def test_an_unknown_place(self) -> None:
         with pytest.raises(ConfigurationError, match="behind must be one of prefix, passages"):
