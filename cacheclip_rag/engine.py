@@ -28,6 +28,7 @@ from .fusion.capture import CapturedChunks
 from .fusion.layout import check_length, lay_out
 from .methods import METHODS, check_auxiliary, create
 from .methods.base import Method
+from .methods.leads import LEADS
 from .metrics import Metrics
 from .models.load import load_any
 from .models.runtime import ModelRuntime
@@ -216,7 +217,7 @@ class CacheClipEngine:
         """
         released = 0
         self.prefixes.clear()
-        for encoding in {create(name, {}).encoding for name in METHODS}:
+        for encoding in {create(name, {"behind": behind}).encoding for name in METHODS for behind in LEADS}:
             list(self._usable_caches(encoding))  # now among self._caches
         for chunk in chunk_texts(texts):
             everywhere = list(self._caches.values())
