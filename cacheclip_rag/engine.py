@@ -212,12 +212,13 @@ class CacheClipEngine:
     def release(self, texts: Iterable[str]) -> int:
         """Delete the KV of chunk texts, for every model that can be loaded; returns how many texts had any.
 
-        The prefix cache forgets everything, since any of its blocks may hold such a text. Chunks that another process
-        stored in an encoding of its own settings (special tokens around each) are found by an engine that used it too.
+        The prefix cache forgets everything, since any of its blocks may hold such a text. Chunks stored in an
+        encoding of other settings (special tokens around each) are found by an engine of the same settings.
         """
         released = 0
         self.prefixes.clear()
-        for encoding in {create(name, {"behind": behind}).encoding for name in METHODS for behind in LEADS}:
+        usual = {create(name, {"behind": behind}).encoding for name in METHODS for behind in LEADS}
+        for encoding in {*usual, self._encoding_of(None)}:
             list(self._usable_caches(encoding))  # now among self._caches
         for chunk in chunk_texts(texts):
             everywhere = list(self._caches.values())

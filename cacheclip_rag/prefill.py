@@ -32,7 +32,7 @@ from .selection.mapping import map_scores
 from .selection.question import pick_layers
 from .stats import FusionStats, PhaseClock
 
-__all__ = ["Prefill", "Prefilled"]
+__all__ = ["Keeping", "Prefill", "Prefilled"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,26 @@ _MAX_QUESTION_TOKENS = 96
 """Question tokens that score the chunks, the last ones if there are more: each costs one row per chunk."""
 _LEAST_QUESTION_TOKENS = 16
 """Fewer say too little: a chunk that leaves the auxiliary model's context less room is not scored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """Where KV may be kept for prompts that begin alike, and how much of it is what plain prefill computes."""
+
+    prefixes: PrefixCache
+    max_tokens: int
+    """Most tokens of prompt and answer: beyond, the model's rotary frequencies may be others, and nothing is kept."""
+    num_plain: int | None = None
+    """Leading tokens that are plain, if not all: behind them comes reused KV."""
+
+    def keep(self, ids: Sequence[int], cache: FusedCache) -> None:
+        """Put what is plain of a prompt and its answer, ``ids``, into the prefix cache."""
+        if len(ids) > self.max_tokens:
+            return
+        try:
+            self.prefixes.insert(ids[: self.num_plain], cache)
+        except RuntimeError as error:  # out of memory, say: the answer comes first
+            logger.warning("the start of this prompt could not be kept: %s", error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,24 +73,14 @@ class Prefilled:
     stats: FusionStats
     missing: tuple[str, ...]
     """Chunks that were not stored (or damaged) and were computed as fresh text."""
-    prefixes: PrefixCache | None = None
-    """Where the cache's KV may be kept for prompts that begin alike, as far as it is what plain prefill computes."""
-    prefix_limit: int = 0
-    """Most tokens of prompt and answer of which that is so: beyond, the model's rotary frequencies may be others."""
-    num_plain: int | None = None
-    """Leading tokens of which it is so, if not all: behind them comes reused KV."""
+    keeping: Keeping | None = None
+    """None if none of it may be kept for other prompts."""
 
     def keep_prefix(self, cache: FusedCache | PlainState, answer: Sequence[int] = ()) -> None:
         """Put the prompt and what was answered into the prefix cache, as far as ``cache`` has its KV: of the last
         token it has not."""
-        length = cache.get_seq_length()
-        if self.prefixes is None or not isinstance(cache, FusedCache) or length > self.prefix_limit:
-            return
-        kept = length if self.num_plain is None else self.num_plain
-        try:
-            self.prefixes.insert([*self.layout.ids.tolist(), *answer][:kept], cache)
-        except RuntimeError as error:  # out of memory, say: the answer comes first
-            logger.warning("the start of this prompt could not be kept: %s", error)
+        if self.keeping is not None and isinstance(cache, FusedCache):
+            self.keeping.keep([*self.layout.ids.tolist(), *answer][: cache.get_seq_length()], cache)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,18 +213,20 @@ class Prefill:
         computed[rows] = True
         recomputed = sum(int(computed[span.start : span.stop].sum()) for span in reused)
         stats = self._stats(reused, recomputed, charged / runtime.num_layers)
-        num_plain = self._num_plain(reused) if cache.geometry is None else 0
-        # what the store holds is not kept a second time
-        keep = (self.prefixes, runtime.reuse_tokens, num_plain) if num_plain > int(rows[0]) else ()
-        return Prefilled(layout, cache, logits, stats, self._missing(reused), *keep)
+        keeping = self._keeping(reused, int(rows[0])) if cache.geometry is None else None
+        return Prefilled(layout, cache, logits, stats, self._missing(reused), keeping)
 
-    def _num_plain(self, reused: Sequence[Span]) -> int:
-        """Leading tokens whose KV, after the recompute, is what plain prefill computes: up to the first reused chunk
-        that was not, or was but has been through a coarser codec."""
-        if not self._uses_prefixes or self.primary.is_lossy and self.layout.num_prefix > self.layout.num_cached:
-            return 0
-        is_plain = self.layout.is_cached if self.primary.is_lossy else self.layout.is_exact
-        return min((span.start for span in reused if not is_plain(span)), default=self.layout.num_tokens)
+    def _keeping(self, reused: Sequence[Span], first_computed: int) -> Keeping | None:
+        """What of this prompt may be kept: up to the first reused chunk whose KV is not what plain prefill computes, or
+        was but has been through a coarser codec. None if it is nothing that the store does not hold already."""
+        layout, is_lossy = self.layout, self.primary.is_lossy
+        if not self._uses_prefixes or is_lossy and layout.num_prefix > layout.num_cached:
+            return None
+        is_plain = layout.is_cached if is_lossy else layout.is_exact
+        num_plain = min((span.start for span in reused if not is_plain(span)), default=None)
+        if num_plain is not None and num_plain <= first_computed:
+            return None
+        return Keeping(self.prefixes, self.primary.runtime.reuse_tokens, num_plain)
 
     def _obstacle(self) -> str | None:
         """Why nothing could be reused exactly, whatever is stored; None if it could."""
@@ -250,15 +262,15 @@ class Prefill:
         stats = replace(replace(self, layout=used)._stats([], recomputed=0), misses=0)
         stats = replace(stats, charged_ratio=stats.effective_ratio)
         layout = self.layout
-        keep = (self.prefixes, self.primary.runtime.reuse_tokens) if self._uses_prefixes else (None, 0)
+        keeping = Keeping(self.prefixes, self.primary.runtime.reuse_tokens) if self._uses_prefixes else None
         if not method.reuses_chunks:
-            return Prefilled(layout, cache, logits, stats, (), *keep)
+            return Prefilled(layout, cache, logits, stats, (), keeping)
         stats = replace(stats, method="prefix" if match.num_tokens else "full", misses=len(layout.chunks))
         fallback = obstacle or "no stored chunk found in the prompt"
         if layout.chunks and not obstacle:
             fallback = f"none of the prompt's {len(layout.chunks)} chunks is in the store"
         logger.info("answered by plain prefill: %s", fallback)
-        return Prefilled(layout, cache, logits, replace(stats, fallback=fallback), self._missing([]), *keep)
+        return Prefilled(layout, cache, logits, replace(stats, fallback=fallback), self._missing([]), keeping)
 
     def _prefill(self) -> tuple[FusedCache | PlainState, torch.Tensor]:
         with self.clock.phase("recompute"):

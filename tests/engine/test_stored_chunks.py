@@ -171,13 +171,14 @@ class TestStore:
             answers.append(engine.generate(rag(chunks), SHORT).token_ids)
         assert answers[0] == answers[1] == answers[2]
 
-    @pytest.mark.parametrize("method", ["block", "epic:behind=passages"])
+    @pytest.mark.parametrize("method", ["block", "epic:behind=passages", "block:before=<|im_start|>"])
     def test_release_of_what_another_engine_encoded_in_its_way(
         self, make: Callable[..., CacheClipEngine], tmp_path: Path, chunks: list[str], method: str
     ) -> None:
         with_ways = make(store=tmp_path)
         assert with_ways.precompute(chunks[:2], method=method) == 2
-        assert make(store=tmp_path).release(chunks[:2]) == 2
+        options = {"method": method} if "before" in method else {}
+        assert make(store=tmp_path, **options).release(chunks[:2]) == 2
         assert with_ways.precompute(chunks[:2], method=method) == 2, "nothing of it is left"
 
     def test_release(self, engine: CacheClipEngine, chunks: list[str]) -> None:

@@ -208,6 +208,15 @@ class TestOtherMethodsBehindIt:
             assert full.stats.cached_prefix_tokens == kept
         case.engine.prefixes.clear()
 
+    def test_an_answer_over_exact_chunks_is_kept_too(self, engine: Any) -> None:
+        """Nothing in it is approximate: the next turn goes on behind it."""
+        engine.precompute(CHUNKS[:1])
+        segments = engine.segment(rag_prompt(CHUNKS[:1]))
+        answer = engine.generate(segments, SamplingParams(max_tokens=BLOCK + 8), method="direct")
+        assert answer.stats.exact_tokens == answer.stats.chunk_tokens > 0
+        kept = whole_blocks(answer.stats.prompt_tokens + len(answer.token_ids) - 1)
+        assert engine.prefixes.stats.blocks * BLOCK == kept > whole_blocks(answer.stats.prompt_tokens)
+
     @pytest.mark.parametrize("primary", ["llama"], indirect=True)
     def test_an_own_opening_is_computed_once(self, case: Case) -> None:
         """A system prompt other than the engine's: the second question over other chunks finds it."""
