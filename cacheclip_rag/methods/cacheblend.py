@@ -67,7 +67,7 @@ class CacheBlend(Selective):
     def select(self, request: SelectionRequest, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What runs in the first layers."""
         self._check_depth(request.runtime)
-        if self._recomputes_all(request):
+        if self.takes_all(request):
             return [torch.ones(len(span.tokens), dtype=torch.bool) for span in request.spans]
         skipped = self.num_skipped(request)
         lengths = [len(span.tokens) for span in request.spans]
@@ -77,7 +77,7 @@ class CacheBlend(Selective):
         return [torch.full((n,), number >= skipped and budgets[0] > 0) for number, n in enumerate(lengths)]
 
     def walk(self, request: SelectionRequest, rows: torch.Tensor) -> ChunkWalk | None:
-        return None if self._recomputes_all(request) else DeviationWalk(self, request, rows)
+        return None if self.takes_all(request) else DeviationWalk(self, request, rows)
 
     def budgets(self, num_layers: int, num_chunk_tokens: int, num_stale: int) -> list[int]:
         """Chunk tokens that run in each layer, never more than in the one before.
@@ -102,9 +102,6 @@ class CacheBlend(Selective):
             total -= share
             counts.append(round(round(share, 6)))  # halves as halves, whatever the sums did to them
         return counts
-
-    def _recomputes_all(self, request: SelectionRequest) -> bool:
-        return self.budget(request) >= sum(len(span.tokens) for span in request.spans)
 
     def _check_depth(self, runtime: ModelRuntime) -> None:
         """Raise ConfigurationError unless a layer is left behind the check layer."""
@@ -179,17 +176,13 @@ class DeviationWalk(ChunkWalk):
         """Rows that run in ``layer``, by the change of KV in the layer below."""
         deviation = self._deviation(layer - 1)
         self.deviations[layer - 1] = deviation
-        num_tokens, mine = self.request.layout.num_tokens, self.of_chunks[self.alive]
-        slots = self.slots[self.alive]
-        scores = torch.zeros(num_tokens)
-        scores[slots] = deviation
-        gone = torch.ones(num_tokens, dtype=torch.bool)
-        gone[slots[mine]] = False
-        spans = self.request.spans
+        spans, num_tokens = self.request.spans, self.request.layout.num_tokens
+        mine, slots = self.of_chunks[self.alive], self.slots[self.alive]
+        scores, among, chosen = torch.zeros(num_tokens), *torch.zeros(2, num_tokens, dtype=torch.bool)
+        scores[slots], among[slots] = deviation, mine
         masks = self.method.choose(
-            self.request, split_by_span(scores, spans), self.budgets[layer], taken=split_by_span(gone, spans)
+            self.request, split_by_span(scores, spans), self.budgets[layer], split_by_span(among, spans)
         )
-        chosen = torch.zeros(num_tokens, dtype=torch.bool)
         for span, mask in zip(spans, masks, strict=True):
             chosen[span.start : span.stop] = mask
         return self.alive[chosen[slots] | ~mine]

@@ -90,11 +90,11 @@ class QueryAttention(Selective):
             return super(QueryAttention, self).select(request, scores)
         assert request.recompute is not None
         budget = self.budget(request)
-        chosen = [torch.zeros(len(span.tokens), dtype=torch.bool) for span in request.spans]
+        left = [torch.ones(len(span.tokens), dtype=torch.bool) for span in request.spans]
         for number in range(self.rounds):
             share = budget * (number + 1) // self.rounds - budget * number // self.rounds
-            picked = self.choose(request, self.rate(request, scores), share, taken=chosen)
-            chosen = [c | p for c, p in zip(chosen, picked, strict=True)]
+            picked = self.choose(request, self.rate(request, scores), share, among=left)
+            left = [f & ~p for f, p in zip(left, picked, strict=True)]
             if number < self.rounds - 1:
                 request.recompute(picked)
         return picked

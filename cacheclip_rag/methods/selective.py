@@ -17,9 +17,6 @@ from .base import ReusingMethod, SelectionRequest
 
 __all__ = ["Selective"]
 
-_NEVER = -1e9
-"""Score of what was chosen already: below all others, and finite, so that means of windows stay so."""
-
 
 @dataclass(frozen=True, slots=True)
 class Selective(ReusingMethod):
@@ -71,7 +68,11 @@ class Selective(ReusingMethod):
 
     def is_open(self, request: SelectionRequest) -> bool:
         """Whether there is anything to choose; if not, scoring is spared."""
-        return 0 < self.budget(request) < sum(len(span.tokens) for span in request.spans)
+        return self.budget(request) > 0 and not self.takes_all(request)
+
+    def takes_all(self, request: SelectionRequest) -> bool:
+        """Whether the budget is enough for every token that may be chosen, those of a skipped chunk included."""
+        return self.budget(request) >= sum(len(span.tokens) for span in request.spans)
 
     def budget(self, request: SelectionRequest) -> int:
         """Tokens to recompute."""
@@ -79,7 +80,7 @@ class Selective(ReusingMethod):
 
     def select(self, request: SelectionRequest, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if not self.is_open(request):
-            everything = self.budget(request) > 0
+            everything = self.takes_all(request)
             return [torch.full((len(s.tokens),), everything) for s in request.spans]
         return self.choose(request, self.rate(request, scores), self.budget(request))
 
@@ -88,29 +89,28 @@ class Selective(ReusingMethod):
         request: SelectionRequest,
         scores: Sequence[torch.Tensor],
         budget: int,
-        taken: Sequence[torch.Tensor] | None = None,
+        among: Sequence[torch.Tensor] | None = None,
     ) -> list[torch.Tensor]:
-        """The best ``budget`` tokens of all spans that are not among those ``taken`` (masks per span) before."""
+        """The best ``budget`` tokens of all spans, or as many as there are ``among`` the candidates (masks per span,
+        default every token). Nothing of a skipped chunk is a candidate."""
         skipped = self.num_skipped(request)
-        first = [torch.arange(len(s)) < self.always_include_first for s in scores]
-        if taken is not None:
-            first = [f & ~t for f, t in zip(first, taken, strict=True)]
-            scores = [s.masked_fill(t, _NEVER) for s, t in zip(scores, taken, strict=True)]
+        if among is None:
+            among = [torch.ones(len(s), dtype=torch.bool) for s in scores]
+        among = [a & (number >= skipped) for number, a in enumerate(among)]
+        budget = min(budget, sum(int(a.sum()) for a in among))
         num_probes = round(self.probes * budget)
         masks = group(
-            scores[skipped:],
+            scores,
             budget - num_probes,
             mode=self.grouping,
             window=self.window,
             threshold=self.threshold,
-            first=first[skipped:],
+            first=[torch.arange(len(s)) < self.always_include_first for s in scores],
+            among=among,
         )
-        masks = [torch.zeros(len(s), dtype=torch.bool) for s in scores[:skipped]] + masks
         if not num_probes:
             return masks
-        closed = masks if taken is None else [m | t for m, t in zip(masks, taken, strict=True)]
-        left = [torch.zeros_like(c) if n < skipped else ~c for n, c in enumerate(closed)]
-        probes = spread(left, num_probes)
+        probes = spread([a & ~m for a, m in zip(among, masks, strict=True)], num_probes)
         assert request.probes is not None
         request.probes.zero_()
         for span, probe in zip(request.spans, probes, strict=True):

@@ -80,30 +80,46 @@ def group(
     window: int = 8,
     threshold: int = 5,
     first: Masks | None = None,
+    among: Sequence[torch.Tensor] | None = None,
 ) -> Masks:
     """Apply a grouping by name.
 
     Args:
         first: per chunk a bool mask of tokens that come before all others, within the budget.
+        among: per chunk a bool mask of the tokens to choose from, default all. The others are taken out before windows
+            are formed, and those on both sides of them are neighbours: where the others are recomputed already, what
+            is chosen on both sides makes one span with them.
 
     Raises:
         ConfigurationError: unknown mode, or window and threshold that contradict each other.
     """
     check_grouping(mode, window, threshold)
-    return GROUPINGS[mode](scores, budget, window=window, threshold=threshold, first=first)
+    if among is None:
+        return GROUPINGS[mode](scores, budget, window=window, threshold=threshold, first=first)
+    chosen = GROUPINGS[mode](
+        _only(scores, among), budget, window=window, threshold=threshold, first=first and _only(first, among)
+    )
+    return [torch.zeros_like(a).masked_scatter(a, c) for a, c in zip(among, chosen, strict=True)]
 
 
-def spread(free: Masks, count: int) -> Masks:
+def spread(free: Sequence[torch.Tensor], count: int) -> Masks:
     """``count`` tokens at even distances among all that are ``free``, per chunk as many as its free tokens are a share.
 
     Args:
-        free: per chunk ``(num_tokens,)`` bool, ``count`` or more of them in all.
+        free: per chunk ``(num_tokens,)`` bool; if there are fewer than ``count`` in all, every one is taken.
     """
+    if not free:
+        return []
     flat = torch.cat(list(free))
     places = flat.nonzero().flatten()
+    count = min(count, len(places))
     mask = torch.zeros_like(flat)
-    mask[places[((torch.arange(count) + 0.5) * len(places) / count).long()]] = True
+    mask[places[(2 * torch.arange(count) + 1) * len(places) // (2 * max(1, count))]] = True
     return list(mask.split([len(f) for f in free]))
+
+
+def _only(values: Sequence[torch.Tensor], among: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [v[a] for v, a in zip(values, among, strict=True)]
 
 
 _NEVER = torch.iinfo(torch.int64).max

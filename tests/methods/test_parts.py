@@ -130,6 +130,47 @@ def test_probes_are_spread_within_the_budget(case: Case, spec: str) -> None:
     assert gaps and max(gaps) - min(gaps) <= 1
 
 
+@plain
+@pytest.mark.parametrize("ratio", [0.5, 0.7, 0.8, 0.95])
+@pytest.mark.parametrize("probes", [0.0, 0.25, 1.0])
+def test_a_budget_larger_than_what_may_be_chosen(case: Case, probes: float, ratio: float) -> None:
+    """Beside a skipped chunk, probes and scores together take as many tokens as there are, and no more."""
+    result, spy = spied(case, f"query_attention:skip_first_chunk=true:probes={probes}:correction=1.0", ratio)
+    first, *others = case.layout.chunks
+    assert not case.layout.is_exact(first) and not bool(spy.masks[0].any())
+    expected = min(round(ratio * result.stats.chunk_tokens), sum(len(span.tokens) for span in others))
+    assert sum(int(mask.sum()) for mask in spy.masks) == result.stats.recomputed_tokens == expected
+
+
+@plain
+@pytest.mark.parametrize("ratio", [0.3, 0.5, 0.7, 0.9])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "query_attention:rounds=2:probes=0.5",
+        "query_attention:rounds=3",
+        "query_attention:rounds=4:probes=1.0",
+        "query_attention:rounds=2:always_include_first=9",
+    ],
+)
+def test_choosing_again_spends_the_budget_exactly(case: Case, spec: str, ratio: float) -> None:
+    """What was chosen is no candidate: nothing is spent on it a second time."""
+    stats = run(case, spec, ratio).stats
+    assert stats.recomputed_tokens == round(ratio * stats.chunk_tokens)
+
+
+@plain
+@pytest.mark.parametrize("ratio", [0.3, 0.5, 0.7])
+@pytest.mark.parametrize("parts", ["", ":probes=0.5", ":always_include_first=9"])
+def test_choosing_among_what_is_left_spends_every_layers_budget(case: Case, parts: str, ratio: float) -> None:
+    spec = f"cacheblend:schedule=gradual:window=8:threshold=5:check_layer=0{parts}"
+    stats, layers = run(case, spec, ratio).stats, case.runtime.num_layers
+    method: Any = create(spec, {"recompute_ratio": ratio})
+    budgets = method.budgets(layers, stats.chunk_tokens, stats.chunk_tokens - stats.exact_tokens)
+    assert stats.recomputed_tokens == budgets[-1]
+    assert stats.charged_ratio == pytest.approx(sum(budgets) / layers / stats.chunk_tokens)
+
+
 class TestBehindPassages:
     @pytest.mark.parametrize("name", ["direct", "ape", "epic", "cacheblend", "cacheclip", "query_attention"])
     def test_chunk_caches_are_their_own(self, case_of: Any, name: str) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheclip_rag.errors import ConfigurationError
-from cacheclip_rag.selection.grouping import GROUPINGS, group, v1_literal, vote_sliding, window_score
+from cacheclip_rag.selection.grouping import GROUPINGS, group, spread, v1_literal, vote_sliding, window_score
 from cacheclip_rag.selection.modes import GROUPING_NAMES
 
 FIXED = settings(max_examples=150, deadline=None)
@@ -184,6 +184,50 @@ class TestProperties:
         there = len(flat(window_score(tensors(scores), budget)))
         back = len(flat(window_score(tensors(scores[::-1]), budget)))
         assert there == back
+
+    @FIXED
+    @given(scores=all_scores, budget=st.integers(0, 130), mode=modes, data=st.data())
+    def test_among_is_as_if_the_others_were_not_there(
+        self, scores: list[list[int]], budget: int, mode: str, data: st.DataObject
+    ) -> None:
+        among = [data.draw(st.lists(st.booleans(), min_size=len(s), max_size=len(s))) for s in scores]
+        first = [torch.arange(len(s)) < 2 for s in scores]
+        masks = group(tensors(scores), budget, mode=mode, first=first, among=[torch.tensor(a).bool() for a in among])
+        left = [[t for t, there in enumerate(a) if there] for a in among]
+        remaining = [[s[t] for t in places] for s, places in zip(scores, left, strict=True)]
+        ahead = [torch.tensor([t < 2 for t in places]).bool() for places in left]
+        expected = group(tensors(remaining), budget, mode=mode, first=ahead)
+        assert chosen(masks) == [
+            [p for p, m in zip(places, mask.tolist(), strict=True) if m]
+            for places, mask in zip(left, expected, strict=True)
+        ]
+        if mode == "window_score":
+            assert len(flat(masks)) == min(budget, sum(map(len, left)))
+
+    @FIXED
+    @given(scores=all_scores, budget=st.integers(0, 130), mode=modes)
+    def test_among_all_is_the_default(self, scores: list[list[int]], budget: int, mode: str) -> None:
+        everything = [torch.ones(len(s), dtype=torch.bool) for s in scores]
+        assert flat(group(tensors(scores), budget, mode=mode, among=everything)) == flat(
+            group(tensors(scores), budget, mode=mode)
+        )
+
+
+class TestSpread:
+    @FIXED
+    @given(free=st.lists(st.lists(st.booleans(), max_size=40), max_size=4), count=st.integers(0, 200))
+    def test_as_many_as_asked_for_or_all_there_are(self, free: list[list[bool]], count: int) -> None:
+        masks = spread([torch.tensor(f).bool() for f in free], count)
+        assert [len(m) for m in masks] == list(map(len, free))
+        assert len(flat(masks)) == min(count, sum(map(sum, free)))
+        assert all(free[c][t] for c, t in flat(masks))
+
+    def test_even_distances(self) -> None:
+        assert chosen(spread([torch.ones(5).bool(), torch.zeros(3).bool(), torch.ones(7).bool()], 3)) == [
+            [2],
+            [],
+            [1, 5],
+        ]
 
 
 class TestBruteForce:
