@@ -31,9 +31,10 @@ class Epic(Selective):
     window: int = 1
     threshold: int = 0
     k_init: int = 0
-    """First tokens of every chunk, whatever the ratio; 0 takes as many as the ratio allows."""
+    """First tokens of every chunk, whatever the ratio; 0 takes as many as the ratio allows. With numbers of tokens
+    there is no budget to share out: ``probes`` and ``always_include_first`` are refused."""
     k_final: int = 0
-    """Last tokens of every chunk."""
+    """Last tokens of every chunk, likewise."""
 
     def __post_init__(self) -> None:
         super(Epic, self).__post_init__()
@@ -41,6 +42,12 @@ class Epic(Selective):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 0:
                 raise ConfigurationError(f"{name} must be a number of tokens, 0 or more, got {value!r}.")
+        for name in ("always_include_first", "probes"):
+            if (self.k_init or self.k_final) and getattr(self, name):
+                raise ConfigurationError(
+                    f"{name}={getattr(self, name)} is a part of the budget, and k_init={self.k_init} with "
+                    f"k_final={self.k_final} leaves none to share out. Leave {name} out, or both numbers."
+                )
 
     @property
     def nominal_ratio(self) -> float:
@@ -59,4 +66,6 @@ class Epic(Selective):
         if not self._by_number:
             return super(Epic, self).select(request, scores)
         places = [torch.arange(len(span.tokens)) for span in request.spans]
-        return [(p < self.k_init) | (p >= len(p) - self.k_final) for p in places]
+        masks = [(p < self.k_init) | (p >= len(p) - self.k_final) for p in places]
+        skipped = self.num_skipped(request)
+        return [mask & (number >= skipped) for number, mask in enumerate(masks)]

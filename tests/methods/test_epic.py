@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cacheclip_rag import Chunk, Fresh
+from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.methods import create
 from tests.fusion.cases import EXACT, Case, gap, reference_logits
 from tests.methods.spying import Spy, plain, spied
@@ -61,3 +62,21 @@ class TestEpic:
     def test_last_tokens(self, case: Case) -> None:
         _, spy = spied(case, "epic:k_final=3")
         assert all(mask.nonzero().flatten().tolist() == list(range(len(mask) - 3, len(mask))) for mask in spy.masks)
+
+    @plain
+    def test_numbers_and_a_skipped_first_chunk(self, case: Case) -> None:
+        _, spy = spied(case, "epic:k_init=5:k_final=2:skip_first_chunk=true")
+        assert not case.layout.is_exact(case.layout.chunks[0])
+        assert [int(mask.sum()) for mask in spy.masks] == [0, 7, 7]
+
+    @plain
+    def test_numbers_are_corrected_by(self, case: Case) -> None:
+        corrected, bare = (run(case, f"epic:k_init=5{part}") for part in (":correction=1.0", ""))
+        assert gap(corrected.logits, bare.logits) > 1e-3
+
+    @pytest.mark.parametrize("part", ["probes=0.25", "always_include_first=4"])
+    @pytest.mark.parametrize("number", ["k_init=16", "k_final=2"])
+    def test_numbers_leave_no_budget_to_share_out(self, part: str, number: str) -> None:
+        with pytest.raises(ConfigurationError, match=f"{part} is a part of the budget"):
+            create(f"epic:{number}:{part}", {})
+        assert create(f"epic:{part}", {})
