@@ -165,6 +165,8 @@ class ModelRuntime(TextModel):
 
     def fill(self, cache: FusedCache, kv: torch.Tensor, *, slot: int, position: int) -> None:
         """Write stored ``kv`` into ``cache`` at ``slot``, its keys rotated to ``position`` and following."""
+        if not kv.shape[3]:
+            return  # a shared prefix of no tokens; some rotary modules ask for the largest position
         tables = self.rotary_tables(position, position + kv.shape[3])
         for layer, piece, of_layer in zip(cache.layers, kv, tables, strict=True):
             keys, values = piece.to(layer.device)
@@ -175,6 +177,8 @@ class ModelRuntime(TextModel):
         kv = torch.empty(
             self.num_layers, 2, self.num_kv_heads, stop - start, self.head_dim, dtype=self.dtype, device=self.device
         )
+        if start == stop:
+            return kv
         for target, layer, tables in zip(kv, cache.layers, self.rotary_tables(start, stop), strict=True):
             target[0] = unrotate(layer.keys[0, :, start:stop], tables)
             target[1] = layer.values[0, :, start:stop]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from cacheclip_rag import Chunk, Fresh
 from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.fusion.layout import question_slots
 from cacheclip_rag.methods import create
@@ -182,6 +183,15 @@ class TestQueryAttention:
                 bool(inside[:4].all()) and round(0.3 * len(inside)) <= int(inside.sum()) <= round(0.3 * len(inside)) + 4
             )
         assert bool(visible[: spy.request.spans[0].start].all())
+
+    @pytest.mark.parametrize("name", ["llama", "llama-rope-dynamic", "phi3-longrope"])
+    def test_a_prompt_that_opens_otherwise(self, case_of: Any, name: str) -> None:
+        """No shared prefix stands before the digests that the question reads."""
+        case = case_of(name)
+        segments = [Fresh("Otherwise. "), *(Chunk(text) for text in CHUNKS[:3]), Fresh(" What is the magic number?")]
+        result = case.engine.prefill(segments, method=create("qcfuse", {"recompute_ratio": 0.3}))
+        assert not result.layout.opens_with_prefix and result.stats.hits == 3
+        assert result.stats.recomputed_tokens == round(0.3 * result.stats.chunk_tokens)
 
     @few
     def test_rounds_spend_the_same_budget(self, case: Case) -> None:
