@@ -69,7 +69,8 @@ class Geometry:
     """
 
     positions: torch.Tensor
-    """``(num_prompt_tokens,)`` int64 on the CPU: position of each slot of the prompt. Later slots follow the last."""
+    """``(num_prompt_tokens,)`` int64 on the CPU: position of each slot of the prompt. Later slots follow the
+    largest, wherever it is: new tokens come after everything."""
     contexts: torch.Tensor | None = None
     """``(num_prompt_tokens,)`` bool: slots of contexts that all other rows attend to in parallel, whatever the order
     (APE); None for ordinary attention."""
@@ -80,9 +81,9 @@ class Geometry:
 
     def positions_of(self, slots: torch.Tensor) -> torch.Tensor:
         """Positions of slots, those of generated tokens included."""
-        last = len(self.positions) - 1
-        known = self.positions[slots.clamp(max=last)]
-        return known + (slots - last).clamp(min=0)
+        num_tokens = len(self.positions)
+        known = self.positions[slots.clamp(max=num_tokens - 1)]
+        return torch.where(slots < num_tokens, known, self.positions.max() + 1 + slots - num_tokens)
 
     def contexts_of(self, slots: torch.Tensor) -> torch.Tensor:
         """``(num_slots,)`` bool: which of the slots belong to contexts."""

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from cacheclip_rag import Chunk
+from cacheclip_rag import Chunk, Fresh
 from cacheclip_rag.fusion.recompute import choose_rows
 from cacheclip_rag.methods import create
 from cacheclip_rag.models.attention import Geometry
+from tests.conftest import CHUNKS
 from tests.fusion.cases import BROKEN, EXACT, Case, gap, reference_model, scatter_cache
 from tests.methods.spying import plain
 from tests.methods.test_matrix import run
@@ -75,6 +76,31 @@ class TestOwnPositions:
         assert int(positions[first.stop]) == first.start + 100
         assert int(positions[second.start]) - int(positions[first.start]) == 100 + second.start - first.stop
         assert int(positions[-1]) - int(positions[third.start]) == layout.num_tokens - 1 - third.start
+
+    @pytest.mark.parametrize("spec", ["ape", "block:tuned=true:positions=composite", "direct_gapped"])
+    def test_what_is_generated_comes_after_everything(self, case_of: Any, spec: str) -> None:
+        """Where a prompt ends in a chunk that is not the longest, its last position is not the largest."""
+        case = case_of("llama")
+        method = create(spec, {})
+        opening, *_ = (span.segment for span in case.layout.spans)
+        texts = sorted(CHUNKS[:3], key=len, reverse=True)
+        case.engine.precompute(texts, method=method)
+        segments = [opening, Fresh("What is the magic number?"), *map(Chunk, texts)]
+        result = case.engine.prefill(segments, method=method, question="What?")
+        positions, num_tokens = result.cache.geometry.positions, result.layout.num_tokens
+        assert result.stats.hits == 3 and (spec == "direct_gapped" or int(positions[-1]) < int(positions.max()))
+        largest = int(positions.max())
+        asked: list[int] = []
+        hook = case.runtime.model.base_model.register_forward_pre_hook(
+            lambda module, args, kwargs: asked.extend(kwargs["position_ids"].flatten().tolist()), with_kwargs=True
+        )
+        try:
+            for token in (5, 6, 7):
+                case.runtime.decode_step(result.cache, token)
+        finally:
+            hook.remove()
+        assert asked == [largest + 1, largest + 2, largest + 3]
+        assert result.cache.position_of(num_tokens) == largest + 1 and result.cache.position_of(0) == 0
 
     def test_beyond_the_context_is_plain_prefill(self, case_of: Any) -> None:
         result = run(case_of("llama"), "direct_gapped:place_tokens=100000")
