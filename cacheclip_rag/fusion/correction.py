@@ -9,6 +9,7 @@ those that still run in it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -44,55 +45,100 @@ class ResidualCorrection:
             start = self._cache.position_of(span.start)
             tables = self._runtime.rotary_tables(start, start + len(span.tokens))
             asked = None if probes is None else probes[span.start : span.stop]
-            parts.append((span, ~computed[span.start : span.stop], asked, tables))
+            parts.append(_Part(span, ~computed[span.start : span.stop], asked, tables))
         for number, layer in enumerate(self._cache.layers):
             layer.before_scatter = self._corrector(number, parts)
 
     def _corrector(
-        self, number: int, parts: Sequence[tuple[Span, torch.Tensor, torch.Tensor | None, list[Tables | None]]]
+        self, number: int, parts: Sequence[_Part]
     ) -> Callable[[FusedLayer, torch.Tensor, torch.Tensor], None]:
         def correct(layer: FusedLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
             layer.before_scatter = None  # for this pass alone
             assert layer.slots is not None
-            for span, uncomputed, asked, tables in parts:
-                slots = torch.arange(span.start, span.stop, device=layer.device)
-                chosen = torch.isin(slots, layer.slots)
-                stale = ~chosen & uncomputed.to(layer.device)
-                if asked is not None:
-                    chosen &= asked.to(layer.device)
-                if not bool(chosen.any()) or not bool(stale.any()):
+            for part in parts:
+                places = part.places(layer.slots)
+                if places is None:
                     continue
-                rows = torch.searchsorted(layer.slots, slots[chosen])
-                of_layer = tables[number]
-                probes = None if of_layer is None else (of_layer[0][chosen], of_layer[1][chosen])
-                others = None if of_layer is None else (of_layer[0][stale], of_layer[1][stale])
-                change = keys[0, :, rows].float() - layer.keys[0, :, slots[chosen]].float()
-                weights = self._weight * _weights(chosen, stale, even=asked is None)
-                sampled = asked is not None
-                offset = _offset(unrotate(change, probes), weights, sampled)
-                layer.keys[0, :, slots[stale]] += rotate(offset, others).to(keys.dtype)
-                change = values[0, :, rows].float() - layer.values[0, :, slots[chosen]].float()
-                layer.values[0, :, slots[stale]] += _offset(change, weights, sampled).to(values.dtype)
+                of_probes, of_stale = places.tables(part.tables[number])
+                change = keys[0, :, places.rows].float() - layer.keys[0, :, places.probes].float()
+                offset = self._weight * _offset(unrotate(change, of_probes), places.weights)
+                layer.keys[0, :, places.stale] += rotate(offset.expand(-1, len(places.stale), -1), of_stale).to(
+                    keys.dtype
+                )
+                change = values[0, :, places.rows].float() - layer.values[0, :, places.probes].float()
+                layer.values[0, :, places.stale] += (self._weight * _offset(change, places.weights)).to(values.dtype)
 
         return correct
 
 
-def _weights(probes: torch.Tensor, stale: torch.Tensor, even: bool) -> torch.Tensor:
-    """``(num_stale, num_probes)`` float32, rows summing to 1: all alike, or falling with the distance in tokens."""
-    at, of = stale.nonzero().flatten(), probes.nonzero().flatten()
-    distance = (at[:, None] - of[None]).abs().float()
-    return (torch.zeros_like(distance) if even else -distance / _REACH).softmax(-1)
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Which tokens of a chunk follow which, in all layers that compute the same rows."""
+
+    start: int
+    """Slot of the chunk's first token."""
+    rows: torch.Tensor
+    """``(num_probes,)`` rows of the pass."""
+    probes: torch.Tensor
+    """``(num_probes,)`` slots of these rows."""
+    stale: torch.Tensor
+    """``(num_stale,)`` slots of the tokens that follow them."""
+    weights: torch.Tensor | None
+    """``(num_stale, num_probes)`` float32, rows summing to 1; None for the plain mean."""
+
+    def tables(self, tables: Tables | None) -> tuple[Tables | None, Tables | None]:
+        """Of a chunk's rotary tables, those of the probes and those of the stale tokens."""
+        if tables is None:
+            return None, None
+        cos, sin = tables
+        at, of = self.probes - self.start, self.stale - self.start
+        return (cos[at], sin[at]), (cos[of], sin[of])
 
 
-def _offset(change: torch.Tensor, weights: torch.Tensor, sampled: bool) -> torch.Tensor:
-    """``(num_kv_heads, num_stale, head_dim)`` from the change of the probes, ``(num_kv_heads, num_probes, head_dim)``.
+class _Part:
+    """One chunk in a pass."""
 
-    ``sampled``: times the share of the mean's square that is not expected from chance (James and Stein, positive part).
+    def __init__(
+        self, span: Span, uncomputed: torch.Tensor, asked: torch.Tensor | None, tables: list[Tables | None]
+    ) -> None:
+        self.tables = tables
+        self._span, self._uncomputed, self._asked = span, uncomputed, asked
+        self._known: tuple[torch.Tensor | None, _Places | None] = (None, None)
+
+    def places(self, slots: torch.Tensor) -> _Places | None:
+        """For a layer that computes ``slots``; None if nothing of the chunk can be corrected. Found anew only where
+        rows have left the pass, or the layer is on another device: else the very tensor of the layer below is asked."""
+        if self._known[0] is not slots:
+            self._known = (slots, self._find(slots))
+        return self._known[1]
+
+    def _find(self, slots: torch.Tensor) -> _Places | None:
+        own = torch.arange(self._span.start, self._span.stop, device=slots.device)
+        chosen = torch.isin(own, slots)
+        stale = own[~chosen & self._uncomputed.to(slots.device)]
+        probes = own[chosen if self._asked is None else chosen & self._asked.to(slots.device)]
+        if not len(probes) or not len(stale):
+            return None
+        weights = None if self._asked is None else _weights(probes, stale)
+        return _Places(self._span.start, torch.searchsorted(slots, probes), probes, stale, weights)
+
+
+def _weights(probes: torch.Tensor, stale: torch.Tensor) -> torch.Tensor:
+    """``(num_stale, num_probes)`` float32, rows summing to 1, falling with the distance in tokens."""
+    distance = (stale[:, None] - probes[None]).abs().float()
+    return (-distance / _REACH).softmax(-1)
+
+
+def _offset(change: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    """From the change of the probes, ``(num_kv_heads, num_probes, head_dim)``: its plain mean,
+    ``(num_kv_heads, 1, head_dim)``, or with weights ``(num_kv_heads, num_stale, head_dim)``, times the share of the
+    mean's square that is not expected from chance (James and Stein, positive part).
     """
-    offset = torch.einsum("sp,hpd->hsd", weights, change)
-    if not sampled:
-        return offset
+    mean = change.mean(1, keepdim=True)
+    if weights is None:
+        return mean
     if change.shape[1] == 1:
-        return torch.zeros_like(offset)
+        return torch.zeros_like(mean)
     by_chance = change.var(1).sum() / change.shape[1]
-    return offset * (1 - by_chance / change.mean(1).square().sum()).clamp(0.0, 1.0).nan_to_num()
+    share = (1 - by_chance / mean.square().sum()).clamp(0.0, 1.0).nan_to_num()
+    return torch.matmul(weights, change) * share

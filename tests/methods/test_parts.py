@@ -10,6 +10,7 @@ import torch
 
 from cacheclip_rag import SamplingParams
 from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.fusion import correction
 from cacheclip_rag.methods import create
 from cacheclip_rag.methods.leads import LEADS
 from cacheclip_rag.methods.selective import Selective
@@ -110,6 +111,24 @@ def test_correction_moves_what_is_not_recomputed(case: Case, probes: float) -> N
             assert gap(moved[:, ~mask], expected) < 1e-4
     assert gap(result.logits, bare.logits) > 0
     assert all(layer.before_scatter is None for layer in result.cache.layers)
+
+
+@plain
+@pytest.mark.parametrize(("spec", "expected"), [("random", 0), ("random:probes=0.5", 3)])
+def test_weights_are_found_once_a_pass(case: Case, monkeypatch: pytest.MonkeyPatch, spec: str, expected: int) -> None:
+    """Not in every layer; and a plain mean needs none, whose number would grow with the square of a chunk."""
+    found: list[torch.Size] = []
+    weights = correction._weights
+
+    def watch(probes: torch.Tensor, stale: torch.Tensor) -> torch.Tensor:
+        found.append(weights(probes, stale).shape)
+        return weights(probes, stale)
+
+    monkeypatch.setattr(correction, "_weights", watch)
+    result, spy = spied(case, f"{spec}:correction=1.0", 0.3)
+    assert len(spy.request.spans) == 3 and case.runtime.num_layers >= 3
+    assert len(found) == expected
+    assert gap(result.logits, run(case, spec, 0.3).logits) > 1e-3
 
 
 @plain
