@@ -412,7 +412,7 @@ class CacheClipEngine:
         """``method``: None for whichever of the exact ones costs least."""
         primary = self._caches_of(self.config.primary)  # weights are loaded before the clock starts
         auxiliary = self._auxiliary_of(method) if method else None
-        encoding = method.encoding if method else DEFAULT_ENCODING
+        encoding = method.encoding if method else Encoding(lead=LEADS[self.config.behind])
         encoded = self._caches_of(self.config.primary, encoding)
         captures = method is not None and method.captures
         clock = PhaseClock()

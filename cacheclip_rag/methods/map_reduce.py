@@ -2,8 +2,10 @@
 
 Source: LangChain's map-reduce and map-rerank documents chains (``load_summarize_chain``, ``load_qa_chain``), baselines
 for methods that let the model read all chunks together. Alone right behind the shared prefix, a chunk's stored KV is
-exact, so nothing here is approximate but the idea: no token of one chunk sees another. Departures: each prompt is the
-user's own with one chunk left in it (text between chunks is dropped), in place of prompts for each step; and see
+exact, so nothing here is approximate but the idea: no token of one chunk sees another. In an engine whose chunks are
+computed behind something else (``behind``) none is exact there: these prompts are then answered by plain prefill behind
+what the prefix cache holds, and their chunks are not stored a second time. Departures: each prompt is the user's own
+with one chunk left in it (text between chunks is dropped), in place of prompts for each step; and see
 :class:`MapRerank`. The effective ratio is the share of chunk tokens computed over all these prompts.
 """
 

@@ -168,3 +168,20 @@ class TestNumbers:
     def test_there_is_no_single_prefill(self, engine: CacheClipEngine, name: str) -> None:
         with pytest.raises(ConfigurationError, match="several prompts"):
             engine.prefill(rag_prompt(THREE), method=create(name, {}))
+
+    def test_chunks_behind_passages_are_exact_nowhere(
+        self, engine: CacheClipEngine, tiny_models: dict[str, str], name: str
+    ) -> None:
+        """Plain prefill then, the second time behind the prefix cache; nothing is stored beside what there is."""
+        spec = SPECS.get(name, name)
+        expected = engine.generate(rag_prompt(THREE), SHORT, method=spec)
+        elsewhere = make_engine(tiny_models["llama"], tiny_models["auxiliary"], behind="passages")
+        elsewhere.precompute(THREE)
+        stored = set(elsewhere.store.keys())
+        answers = [elsewhere.generate(rag_prompt(THREE), SHORT, method=spec) for _ in range(2)]
+        assert all(answer.token_ids == expected.token_ids for answer in answers)
+        assert [answer.stats.misses for answer in answers] == [0, 0]
+        assert answers[0].stats.effective_ratio == 1.0 and answers[1].stats.cached_prefix_tokens > 0
+        assert set(elsewhere.store.keys()) == stored
+        for answer in answers:
+            check_sums(answer.stats)
