@@ -43,7 +43,7 @@ class EngineConfig:
     ``passages``, the prefix and a few paragraphs, see :class:`~cacheclip_rag.methods.base.ReusingMethod`. Chunks stored
     with one are missing for the other."""
     grouping: str = "window_score"
-    """How scores become spans: ``window_score``, ``vote_sliding`` or ``v1_literal``."""
+    """How scores become spans: ``window_score``, ``vote_sliding``, ``v1_literal`` or ``sentence``."""
     window: int = 8
     """Window of the grouping, tokens."""
     threshold: int = 5

@@ -42,7 +42,7 @@ def ask(
         str, typer.Option(help="full, direct, cacheclip, query_attention, ... (README lists them).")
     ] = "cacheclip",
     ratio: RatioOption = 0.2,
-    grouping: Annotated[str, typer.Option(help="window_score, vote_sliding or v1_literal.")] = "window_score",
+    grouping: Annotated[str, typer.Option(help="window_score, vote_sliding, v1_literal or sentence.")] = "window_score",
     top_k: Annotated[int, typer.Option(help="Passages to retrieve.")] = 6,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of the answer.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,

@@ -30,7 +30,7 @@ def certify(
     dtype: DtypeOption = None,
     device: DeviceOption = "cpu",
     auxiliary_device: Annotated[str | None, typer.Option(help="Device of the auxiliary model, if another.")] = None,
-    grouping: Annotated[str, typer.Option(help="window_score, vote_sliding or v1_literal.")] = "window_score",
+    grouping: Annotated[str, typer.Option(help="window_score, vote_sliding, v1_literal or sentence.")] = "window_score",
     window: Annotated[int, typer.Option(help="Window of the grouping, tokens.")] = 8,
     threshold: Annotated[int, typer.Option(help="Threshold of the grouping, tokens.")] = 5,
     codec: Annotated[str | None, typer.Option(help="How the primary's chunk caches are stored.")] = None,

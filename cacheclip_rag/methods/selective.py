@@ -12,6 +12,7 @@ from ..errors import ConfigurationError
 from ..fusion.correction import ResidualCorrection
 from ..selection.grouping import group, spread
 from ..selection.modes import check_grouping
+from ..selection.sentences import sentence_numbers
 from . import check_ratio
 from .base import ReusingMethod, SelectionRequest
 
@@ -28,11 +29,12 @@ class Selective(ReusingMethod):
     recompute_ratio: float = 0.2
     """Share of all reused chunk tokens to recompute."""
     grouping: str = "window_score"
-    """``window_score``, ``vote_sliding`` or ``v1_literal``, see :mod:`cacheclip_rag.selection.grouping`."""
+    """``window_score``, ``vote_sliding``, ``v1_literal`` or ``sentence``: :mod:`cacheclip_rag.selection.grouping`."""
     window: int = 8
-    """Tokens in a window."""
+    """Tokens in a window (not used by ``sentence``)."""
     threshold: int = 5
-    """A window counts if more than this many of its tokens are selected (not used by ``window_score``)."""
+    """A window counts if more than this many of its tokens are selected (not used by ``window_score`` and
+    ``sentence``)."""
     skip_first_chunk: bool = False
     """True spends nothing on the prompt's first chunk, whatever stands before it (but at ratio 1.0)."""
     always_include_first: int = 0
@@ -107,6 +109,7 @@ class Selective(ReusingMethod):
             threshold=self.threshold,
             first=[torch.arange(len(s)) < self.always_include_first for s in scores],
             among=among,
+            sentences=_sentences(request) if self.grouping == "sentence" else None,
         )
         if not num_probes:
             return masks
@@ -127,3 +130,8 @@ class Selective(ReusingMethod):
             assert request.computed is not None
             correction = ResidualCorrection(request.runtime, request.cache, self.correction)
             correction.install(request.spans, request.computed, request.probes if self.probes else None)
+
+
+def _sentences(request: SelectionRequest) -> list[torch.Tensor]:
+    """Per span ``(num_tokens,)``: number of each token's sentence."""
+    return [sentence_numbers(span.segment.text, span.tokens.offsets) for span in request.spans]

@@ -1,8 +1,9 @@
 """From token scores to the set of tokens to recompute.
 
 Source: CacheClip (arXiv:2510.10129v1), section on grouping: windows of 8 tokens, threshold 5. The paper leaves open
-what happens to the budget that dropped tokens free, and whether windows may straddle; the three modes are the three
-readings. All are deterministic, ties going to the lower index, and none ever exceeds its budget.
+what happens to the budget that dropped tokens free, and whether windows may straddle; the three modes with windows are
+the three readings. Whole sentences are ours: windows that end where the text does. All are deterministic, ties going to
+the lower index, and none ever exceeds its budget.
 """
 
 from __future__ import annotations
@@ -13,16 +14,24 @@ import torch
 
 from .modes import check_grouping
 
-__all__ = ["GROUPINGS", "group", "spread", "v1_literal", "vote_sliding", "window_score"]
+__all__ = ["GROUPINGS", "group", "spread", "v1_literal", "vote_sliding", "whole_sentences", "window_score"]
 
 Scores = Sequence[torch.Tensor]
 """Per chunk ``(num_tokens,)`` float scores, higher is more worth recomputing."""
 Masks = list[torch.Tensor]
 """Per chunk ``(num_tokens,)`` bool, True where the token is recomputed."""
+Sentences = Sequence[torch.Tensor]
+"""Per chunk ``(num_tokens,)`` int64, increasing: number of the token's sentence within the chunk."""
 
 
 def window_score(
-    scores: Scores, budget: int, *, window: int = 8, threshold: int = 5, first: Masks | None = None
+    scores: Scores,
+    budget: int,
+    *,
+    window: int = 8,
+    threshold: int = 5,
+    first: Masks | None = None,
+    sentences: Sentences | None = None,
 ) -> Masks:
     """Whole spans by their mean score, budget filled exactly (the default).
 
@@ -35,7 +44,13 @@ def window_score(
 
 
 def vote_sliding(
-    scores: Scores, budget: int, *, window: int = 8, threshold: int = 5, first: Masks | None = None
+    scores: Scores,
+    budget: int,
+    *,
+    window: int = 8,
+    threshold: int = 5,
+    first: Masks | None = None,
+    sentences: Sentences | None = None,
 ) -> Masks:
     """Whole windows, at any offset, in which more than ``threshold`` of the top ``budget`` tokens lie.
 
@@ -49,7 +64,13 @@ def vote_sliding(
 
 
 def v1_literal(
-    scores: Scores, budget: int, *, window: int = 8, threshold: int = 5, first: Masks | None = None
+    scores: Scores,
+    budget: int,
+    *,
+    window: int = 8,
+    threshold: int = 5,
+    first: Masks | None = None,
+    sentences: Sentences | None = None,
 ) -> Masks:
     """The paper to the letter: the top ``budget`` tokens, dropped in aligned windows that hold ``threshold`` or fewer.
 
@@ -65,10 +86,30 @@ def v1_literal(
     return masks
 
 
+def whole_sentences(
+    scores: Scores,
+    budget: int,
+    *,
+    window: int = 8,
+    threshold: int = 5,
+    first: Masks | None = None,
+    sentences: Sentences | None = None,
+) -> Masks:
+    """Whole sentences by the mean score of their tokens, budget filled exactly.
+
+    Of the sentence that the budget ends in, the tokens of highest score are taken. ``window`` and ``threshold`` are not
+    used; without ``sentences`` every chunk is one.
+    """
+    if sentences is None:
+        sentences = [torch.zeros(len(s), dtype=torch.int64) for s in scores]
+    return _take_first(scores, _ahead(_sentence_rank(scores, sentences), first), budget)
+
+
 GROUPINGS: dict[str, Callable[..., Masks]] = {
     "window_score": window_score,
     "vote_sliding": vote_sliding,
     "v1_literal": v1_literal,
+    "sentence": whole_sentences,
 }
 
 
@@ -81,6 +122,7 @@ def group(
     threshold: int = 5,
     first: Masks | None = None,
     among: Sequence[torch.Tensor] | None = None,
+    sentences: Sentences | None = None,
 ) -> Masks:
     """Apply a grouping by name.
 
@@ -89,16 +131,19 @@ def group(
         among: per chunk a bool mask of the tokens to choose from, default all. The others are taken out before windows
             are formed, and those on both sides of them are neighbours: where the others are recomputed already, what
             is chosen on both sides makes one span with them.
+        sentences: per chunk the number of each token's sentence, which only the mode ``sentence`` looks at.
 
     Raises:
         ConfigurationError: unknown mode, or window and threshold that contradict each other.
     """
     check_grouping(mode, window, threshold)
+    if among is not None:
+        scores = _only(scores, among)
+        first = None if first is None else _only(first, among)
+        sentences = None if sentences is None else _only(sentences, among)
+    chosen = GROUPINGS[mode](scores, budget, window=window, threshold=threshold, first=first, sentences=sentences)
     if among is None:
-        return GROUPINGS[mode](scores, budget, window=window, threshold=threshold, first=first)
-    chosen = GROUPINGS[mode](
-        _only(scores, among), budget, window=window, threshold=threshold, first=first and _only(first, among)
-    )
+        return chosen
     return [torch.zeros_like(a).masked_scatter(a, c) for a, c in zip(among, chosen, strict=True)]
 
 
@@ -153,6 +198,22 @@ def _min_over_windows(values: torch.Tensor, num_tokens: int, window: int) -> tor
     reach = min(window, num_tokens) - 1
     padding = torch.full((reach,), _NEVER, dtype=torch.int64)
     return torch.cat((padding, values, padding)).unfold(0, reach + 1, 1).amin(-1)
+
+
+def _sentence_rank(scores: Scores, sentences: Sentences) -> list[torch.Tensor]:
+    """Per chunk ``(num_tokens,)`` int64: rank, over all chunks, of the token's sentence by its mean score."""
+    if not scores:
+        return []
+    apart, start = [], 0
+    for numbers in sentences:
+        apart.append(numbers + start)
+        start += int(numbers.max()) + 1 if len(numbers) else 0
+    flat = torch.cat(list(scores))
+    _, of, counts = torch.cat(apart).unique(return_inverse=True, return_counts=True)
+    means = torch.zeros(len(counts), dtype=torch.float64).index_add(0, of, flat.double()) / counts
+    rank = torch.empty(len(counts), dtype=torch.int64)
+    rank[means.argsort(descending=True, stable=True)] = torch.arange(len(counts))
+    return list(rank[of].split([len(s) for s in scores]))
 
 
 def _top_tokens(scores: Scores, budget: int, first: Masks | None) -> Masks:

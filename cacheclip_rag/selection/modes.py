@@ -6,7 +6,7 @@ from ..errors import ConfigurationError
 
 __all__ = ["GROUPING_NAMES", "check_grouping"]
 
-GROUPING_NAMES = ("window_score", "vote_sliding", "v1_literal")
+GROUPING_NAMES = ("window_score", "vote_sliding", "v1_literal", "sentence")
 
 
 def check_grouping(mode: str, window: int, threshold: int) -> None:

@@ -230,6 +230,32 @@ class TestSpread:
         ]
 
 
+class TestSentences:
+    @FIXED
+    @given(scores=all_scores, budget=st.integers(0, 130), data=st.data())
+    def test_whole_ones_by_their_mean(self, scores: list[list[int]], budget: int, data: st.DataObject) -> None:
+        numbers = [sorted(data.draw(st.lists(st.integers(0, 5), min_size=len(s), max_size=len(s)))) for s in scores]
+        masks = group(tensors(scores), budget, mode="sentence", sentences=[torch.tensor(n).long() for n in numbers])
+        assert flat(masks) == brute_sentences(scores, numbers, budget)
+        whole = {}
+        for c, of in enumerate(numbers):
+            for t, number in enumerate(of):
+                whole.setdefault((c, number), []).append((c, t) in flat(masks))
+        assert sum(any(taken) and not all(taken) for taken in whole.values()) <= 1, "one is cut, where the budget ends"
+
+    def test_the_last_one_is_cut_at_its_lowest_scores(self) -> None:
+        scores = torch.tensor([3.0, 3.0, 0.0, 2.0, 1.0, 0.0])
+        sentences = [torch.tensor([0, 0, 1, 1, 1, 2])]
+        assert chosen(group([scores], 4, mode="sentence", sentences=sentences)) == [[0, 1, 3, 4]]
+
+    def test_of_what_is_left(self) -> None:
+        """A sentence counts by those of its tokens that may be chosen."""
+        scores, sentences = hot(0, 1, 2, 9, length=12), [torch.arange(12) // 4]
+        among = [torch.arange(12) > 2]
+        masks = group([scores], 4, mode="sentence", sentences=sentences, among=among)
+        assert chosen(masks) == [[8, 9, 10, 11]]
+
+
 class TestBruteForce:
     @FIXED
     @given(scores=all_scores, budget=st.integers(0, 130), window=st.integers(1, 9))
@@ -276,6 +302,17 @@ def brute_window_score(scores: list[list[float]], budget: int, window: int) -> s
             best.setdefault((c, t), rank)
     order = sorted(best, key=lambda ct: (best[ct], -scores[ct[0]][ct[1]], ct))
     return set(order[:budget])
+
+
+def brute_sentences(scores: list[list[int]], numbers: list[list[int]], budget: int) -> set[tuple[int, int]]:
+    tokens: dict[tuple[int, int], list[int]] = {}
+    for c, of in enumerate(numbers):
+        for t, number in enumerate(of):
+            tokens.setdefault((c, number), []).append(t)
+    mean = {(c, n): Fraction(sum(scores[c][t] for t in ts), len(ts)) for (c, n), ts in tokens.items()}
+    order = sorted(tokens, key=lambda sentence: (-mean[sentence], sentence))
+    ranked = [(c, t) for c, n in order for t in sorted(tokens[c, n], key=lambda t: (-scores[c][t], t))]
+    return set(ranked[:budget])
 
 
 def brute_vote_union(scores: list[list[int]], budget: int, window: int, threshold: int) -> set[tuple[int, int]]:

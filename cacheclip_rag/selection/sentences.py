@@ -1,0 +1,34 @@
+"""Where sentences end, so that whole ones can be chosen."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+
+import torch
+
+from .mapping import Offsets
+
+__all__ = ["sentence_numbers"]
+
+_END = re.compile(
+    r"""
+    [.!?…]+ ["'”’»)\]]* \s+         # Latin: a space must follow, or 3.14 and example.org would end one
+    | [。！？｡．…]+ ["'”’」』》）】]* \s*  # Chinese and Japanese: none need follow
+    | \s* \n \s*                    # titles, list items, lines of a table
+    """,
+    re.VERBOSE,
+)
+
+
+def sentence_numbers(text: str, offsets: Offsets) -> torch.Tensor:
+    """``(num_tokens,)`` int64: number of the sentence, from 0, that each token of ``text`` belongs to.
+
+    A token that reaches over an end belongs to the sentence of its last character, so that a word's leading space goes
+    with the word. Plain rules: an abbreviation with a space behind it (``Dr. Hall``) ends a sentence too.
+
+    Args:
+        offsets: character offsets ``(start, end)`` per token, in order.
+    """
+    ends = [found.end() for found in _END.finditer(text) if found.end() < len(text)]
+    return torch.tensor([bisect_right(ends, max(start, end - 1)) for start, end in offsets], dtype=torch.int64)
