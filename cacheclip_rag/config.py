@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from os import PathLike
 from typing import Any
 
+from .checks import check_whole_number
 from .errors import ConfigurationError
 from .methods import check_method, check_ratio
 from .methods.leads import LEADS
@@ -117,8 +118,8 @@ class EngineConfig:
                 raise ConfigurationError(f"{name} must be a string or None, got {value!r}.")
         for name, may_be_none in (("memory_bytes", False), ("prefix_cache_bytes", False), ("max_bytes", True)):
             value = getattr(self, name)
-            if not (isinstance(value, int) and value >= 0) and not (value is None and may_be_none):
-                raise ConfigurationError(f"{name} must be a whole number of bytes, 0 or more, got {value!r}.")
+            if value is not None or not may_be_none:
+                check_whole_number(name, value, of="bytes")
 
     def method_settings(self) -> dict[str, Any]:
         """What methods take from here: the ratio, what chunks are behind, and a grouping where it is not the default

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .checks import check_whole_number, is_whole_number
 from .errors import ConfigurationError
 
 __all__ = ["CALL_OPTIONS", "SamplingParams", "merge_call_options"]
@@ -43,15 +44,14 @@ class SamplingParams:
     """Makes sampling repeatable."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.max_tokens, int) or self.max_tokens < 1:
-            raise ConfigurationError(f"max_tokens must be a whole number, 1 or more, got {self.max_tokens!r}.")
+        check_whole_number("max_tokens", self.max_tokens, least=1)
         if not isinstance(self.temperature, int | float) or not 0.0 <= self.temperature <= 100.0:
             raise ConfigurationError(f"temperature must be between 0 (greedy) and 100, got {self.temperature!r}.")
         if not isinstance(self.top_p, int | float) or not 0.0 < self.top_p <= 1.0:
             raise ConfigurationError(f"top_p must be above 0 and at most 1, got {self.top_p!r}.")
         if not isinstance(self.stop, tuple) or not all(isinstance(s, str) and s for s in self.stop):
             raise ConfigurationError(f"stop must be a tuple of non-empty strings, got {self.stop!r}.")
-        if self.seed is not None and (not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**63):
+        if self.seed is not None and (not is_whole_number(self.seed) or not -(2**63) <= self.seed < 2**63):
             raise ConfigurationError(f"seed must be a whole number of 64 bits or None, got {self.seed!r}.")
 
 

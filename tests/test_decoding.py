@@ -61,7 +61,14 @@ class TestSamplingParams:
 
     @pytest.mark.parametrize(
         ("option", "value"),
-        [("temperature", "hot"), ("temperature", None), ("max_tokens", "3"), ("max_tokens", 2.5), ("top_p", None)],
+        [
+            ("temperature", "hot"),
+            ("temperature", None),
+            ("max_tokens", "3"),
+            ("max_tokens", 2.5),
+            ("max_tokens", True),
+            ("top_p", None),
+        ],
     )
     def test_wrong_types_are_our_error(self, option: str, value: Any) -> None:
         with pytest.raises(ConfigurationError, match=option):

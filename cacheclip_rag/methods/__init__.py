@@ -51,7 +51,8 @@ def check_method(method: str) -> None:
 
 def check_ratio(recompute_ratio: float) -> None:
     """Raise ConfigurationError unless the ratio is a number from 0 to 1."""
-    if not isinstance(recompute_ratio, int | float) or not 0.0 <= recompute_ratio <= 1.0:
+    number = isinstance(recompute_ratio, int | float) and not isinstance(recompute_ratio, bool)
+    if not number or not 0.0 <= recompute_ratio <= 1.0:
         raise ConfigurationError(
             f"recompute_ratio must be between 0 (reuse all) and 1 (recompute all), got {recompute_ratio!r}."
         )

@@ -17,6 +17,7 @@ from typing import ClassVar
 
 import torch
 
+from ..checks import check_whole_number
 from ..errors import ConfigurationError
 from ..models.runtime import ModelRuntime
 from .base import ChunkWalk, SelectionRequest, split_by_span
@@ -61,8 +62,7 @@ class CacheBlend(Selective):
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ConfigurationError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}.")
-        if not isinstance(self.check_layer, int) or self.check_layer < 0:
-            raise ConfigurationError(f"check_layer must be a layer, 0 or more, got {self.check_layer!r}.")
+        check_whole_number("check_layer", self.check_layer)
 
     def select(self, request: SelectionRequest, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What runs in the first layers."""

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import torch
 
-from ..errors import ConfigurationError
+from ..checks import check_whole_number
 from ..fusion.layout import Layout, Span
 from ..models.attention import Geometry
 from .base import ReusingMethod, SelectionRequest, recompute_nothing
@@ -47,8 +47,7 @@ class DirectGapped(Direct):
 
     def __post_init__(self) -> None:
         super(DirectGapped, self).__post_init__()
-        if not isinstance(self.place_tokens, int) or self.place_tokens < 0:
-            raise ConfigurationError(f"place_tokens must be 0 or more, got {self.place_tokens!r}.")
+        check_whole_number("place_tokens", self.place_tokens, of="tokens")
 
     def place(self, layout: Layout, reused: Sequence[Span]) -> Geometry:
         length = self.place_tokens or max(len(span.tokens) for span in reused)

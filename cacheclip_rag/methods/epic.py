@@ -14,6 +14,7 @@ from typing import ClassVar
 
 import torch
 
+from ..checks import check_whole_number
 from ..errors import ConfigurationError
 from .base import SelectionRequest
 from .selective import Selective
@@ -39,9 +40,7 @@ class Epic(Selective):
     def __post_init__(self) -> None:
         super(Epic, self).__post_init__()
         for name in ("k_init", "k_final"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 0:
-                raise ConfigurationError(f"{name} must be a number of tokens, 0 or more, got {value!r}.")
+            check_whole_number(name, getattr(self, name), of="tokens")
         for name in ("always_include_first", "probes"):
             if (self.k_init or self.k_final) and getattr(self, name):
                 raise ConfigurationError(

@@ -14,6 +14,7 @@ from typing import ClassVar
 
 import torch
 
+from ..checks import check_whole_number
 from ..chunks import Encoding
 from ..errors import ConfigurationError
 from ..models.text import TextModel
@@ -45,10 +46,10 @@ class KVLink(Method):
     """Set for a checkpoint trained this way; otherwise a warning says that it is not known to be."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.n_link, int) or self.n_link < 0:
-            raise ConfigurationError(f"n_link must be a number of tokens, 0 or more, got {self.n_link!r}.")
-        if not isinstance(self.max_chunks, int) or self.max_chunks < 1:
-            raise ConfigurationError(f"max_chunks must be a number of chunks, 1 or more, got {self.max_chunks!r}.")
+        check_whole_number("n_link", self.n_link, of="tokens")
+        check_whole_number("max_chunks", self.max_chunks, least=1, of="chunks")
+        for name in ("first_id", "start_id", "end_id"):
+            check_whole_number(name, getattr(self, name), least=0 if name == "first_id" else -1)
         links = range(self.first_id, self.first_id + self.n_link * self.max_chunks)
         if self.start_id in links or self.end_id in links:
             raise ConfigurationError(

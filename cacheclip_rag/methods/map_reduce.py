@@ -19,8 +19,8 @@ from typing import ClassVar
 import torch
 
 from ..answer import Answer, StreamEvent
+from ..checks import check_whole_number
 from ..composition import Composition
-from ..errors import ConfigurationError
 from ..prompt import Fresh, Segment
 from .full import Full
 
@@ -42,8 +42,7 @@ class MapReduce(Full):
     """Most tokens of the answer from one chunk."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.map_tokens, int) or self.map_tokens < 1:
-            raise ConfigurationError(f"map_tokens must be a number of tokens, 1 or more, got {self.map_tokens!r}.")
+        check_whole_number("map_tokens", self.map_tokens, least=1, of="tokens")
 
     def compose(self, parts: Composition) -> Iterator[StreamEvent]:
         greedy = replace(parts.params, max_tokens=self.map_tokens, temperature=0.0)

@@ -12,6 +12,7 @@ from typing import ClassVar
 
 import torch
 
+from ..checks import check_whole_number
 from ..errors import ConfigurationError
 from ..selection.auxiliary import score_chunks
 from ..selection.question import attention_to_tokens, pick_layers
@@ -65,8 +66,7 @@ class QueryAttention(Selective):
             raise ConfigurationError(
                 f"a question that is read alone sees no digest: got alone=True and digest={self.digest}. Leave one out."
             )
-        if not isinstance(self.rounds, int) or not 1 <= self.rounds <= 8:
-            raise ConfigurationError(f"rounds must be a whole number from 1 to 8, got {self.rounds!r}.")
+        check_whole_number("rounds", self.rounds, least=1, most=8)
 
     def rate(self, request: SelectionRequest, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         assert request.cache is not None, "attention is looked at after the caches are read"

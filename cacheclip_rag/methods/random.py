@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 
+from ..checks import check_whole_number
 from .base import SelectionRequest
 from .selective import Selective
 
@@ -21,6 +22,10 @@ class Random(Selective):
     name: ClassVar[str] = "random"
 
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        super(Random, self).__post_init__()
+        check_whole_number("seed", self.seed, least=-(2**63), most=2**63 - 1)
 
     def rate(self, request: SelectionRequest, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(self.seed)

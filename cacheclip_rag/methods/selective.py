@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 
+from ..checks import check_whole_number
 from ..errors import ConfigurationError
 from ..fusion.correction import ResidualCorrection
 from ..selection.grouping import group, spread
@@ -51,10 +52,7 @@ class Selective(ReusingMethod):
         super(Selective, self).__post_init__()
         check_ratio(self.recompute_ratio)
         check_grouping(self.grouping, self.window, self.threshold)
-        if not isinstance(self.always_include_first, int) or self.always_include_first < 0:
-            raise ConfigurationError(
-                f"always_include_first must be a number of tokens, 0 or more, got {self.always_include_first!r}."
-            )
+        check_whole_number("always_include_first", self.always_include_first, of="tokens")
         if not 0.0 <= self.correction <= 1.0:
             raise ConfigurationError(f"correction must be between 0 (none) and 1, got {self.correction!r}.")
         if not 0.0 <= self.probes <= 1.0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..checks import is_whole_number
 from ..errors import ConfigurationError
 
 __all__ = ["GROUPING_NAMES", "check_grouping"]
@@ -13,7 +14,7 @@ def check_grouping(mode: str, window: int, threshold: int) -> None:
     """Raise ConfigurationError unless mode, window and threshold make sense together."""
     if mode not in GROUPING_NAMES:
         raise ConfigurationError(f"grouping must be one of {', '.join(GROUPING_NAMES)}, got {mode!r}.")
-    if not isinstance(window, int) or not isinstance(threshold, int) or window < 1 or not 0 <= threshold < window:
+    if not (is_whole_number(window) and is_whole_number(threshold) and 0 <= threshold < window):
         raise ConfigurationError(
             f"expected window >= 1 and 0 <= threshold < window, got window={window}, threshold={threshold}."
         )

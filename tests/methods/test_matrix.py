@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -156,7 +157,7 @@ class TestNames:
         ("spec", "message"),
         [
             ("nonsense", "method must be one of full"),
-            ("epic:k=16", "names among recompute_ratio, .*k_init, k_final"),
+            ("epic:k=16", "names among .*recompute_ratio, .*k_init, k_final"),
             ("epic:k_init", "written name=value"),
             ("epic:k_init=many", "of type int"),
             ("epic:k_init=-1", "0 or more"),
@@ -189,6 +190,19 @@ class TestNames:
     def test_wrong_settings(self, spec: str, message: str) -> None:
         with pytest.raises(ConfigurationError, match=message):
             create(spec, {})
+
+    @pytest.mark.parametrize("name", list(METHODS))
+    def test_a_truth_value_is_no_number(self, name: str) -> None:
+        for field in fields(method_class(name)):
+            if type(field.default) is int:
+                for wrong in (True, False, 1.5, "1", None):
+                    with pytest.raises(ConfigurationError, match=rf"{field.name}.*got .*{wrong}"):
+                        method_class(name)(**{field.name: wrong})
+
+    def test_a_truth_value_is_no_ratio(self) -> None:
+        for wrong in (True, False, "0.2", -0.1, 1.1):
+            with pytest.raises(ConfigurationError, match="recompute_ratio must be between"):
+                create("epic", {"recompute_ratio": wrong})
 
     def test_every_method_names_its_source(self) -> None:
         import sys
