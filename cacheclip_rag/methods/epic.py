@@ -33,7 +33,7 @@ class Epic(Selective):
     threshold: int = 0
     k_init: int = 0
     """First tokens of every chunk, whatever the ratio; 0 takes as many as the ratio allows. With numbers of tokens
-    there is no budget to share out: ``probes`` and ``always_include_first`` are refused."""
+    there is no budget to share out: ``probes``, ``always_include_first`` and ``rounds`` are refused."""
     k_final: int = 0
     """Last tokens of every chunk, likewise."""
 
@@ -41,11 +41,12 @@ class Epic(Selective):
         super(Epic, self).__post_init__()
         for name in ("k_init", "k_final"):
             check_whole_number(name, getattr(self, name), of="tokens")
-        for name in ("always_include_first", "probes"):
-            if (self.k_init or self.k_final) and getattr(self, name):
+        defaults = {"always_include_first": 0, "probes": 0.0, "rounds": 1}
+        for name, default in defaults.items():
+            if (self.k_init or self.k_final) and getattr(self, name) != default:
                 raise ConfigurationError(
-                    f"{name}={getattr(self, name)} is a part of the budget, and k_init={self.k_init} with "
-                    f"k_final={self.k_final} leaves none to share out. Leave {name} out, or both numbers."
+                    f"{name}={getattr(self, name)} shares out a budget, and k_init={self.k_init} with "
+                    f"k_final={self.k_final} leaves none. Leave {name} out, or both numbers."
                 )
 
     @property

@@ -12,7 +12,6 @@ from typing import ClassVar
 
 import torch
 
-from ..checks import check_whole_number
 from ..errors import ConfigurationError
 from ..selection.auxiliary import score_chunks
 from ..selection.question import attention_to_tokens, pick_layers
@@ -36,7 +35,6 @@ class QueryAttention(Selective):
     """
 
     name: ClassVar[str] = "query_attention"
-    chooses_by: ClassVar[tuple[str, ...]] = ("rounds",)
 
     layers: str = "last"
     """``all``, ``last``, ``upper``, ``middle``, a range of depth (``0.6-0.7``), a depth and how many layers from there
@@ -51,8 +49,6 @@ class QueryAttention(Selective):
     """Share of each chunk that the question attends to on its way; 1.0 all of it, 0.0 nothing."""
     alone: bool = False
     """True: the question is read by itself, at its place in the prompt, and sees nothing before it on its way."""
-    rounds: int = 1
-    """Choose in so many rounds, each recomputed before the next looks: tokens that only make sense together."""
 
     def __post_init__(self) -> None:
         super(QueryAttention, self).__post_init__()
@@ -66,7 +62,6 @@ class QueryAttention(Selective):
             raise ConfigurationError(
                 f"a question that is read alone sees no digest: got alone=True and digest={self.digest}. Leave one out."
             )
-        check_whole_number("rounds", self.rounds, least=1, most=8)
 
     def rate(self, request: SelectionRequest, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         assert request.cache is not None, "attention is looked at after the caches are read"
@@ -84,20 +79,6 @@ class QueryAttention(Selective):
             visible=self._visible(request),
         )
         return split_by_span(found, request.spans)
-
-    def select(self, request: SelectionRequest, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        if self.rounds == 1 or not self.is_open(request):
-            return super(QueryAttention, self).select(request, scores)
-        assert request.recompute is not None
-        budget = self.budget(request)
-        left = [torch.ones(len(span.tokens), dtype=torch.bool) for span in request.spans]
-        for number in range(self.rounds):
-            share = budget * (number + 1) // self.rounds - budget * number // self.rounds
-            picked = self.choose(request, self.rate(request, scores), share, among=left)
-            left = [f & ~p for f, p in zip(left, picked, strict=True)]
-            if number < self.rounds - 1:
-                request.recompute(picked)
-        return picked
 
     def _chunk_slots(self, request: SelectionRequest) -> torch.Tensor:
         """``(num_tokens,)`` bool: reused chunks, those that are exact and will not be chosen from included."""

@@ -47,12 +47,16 @@ class Selective(ReusingMethod):
     probes: float = 0.0
     """Share of the budget that is spread evenly over each chunk, whatever the scores. The correction then follows these
     tokens alone: tokens chosen for a score change more than others do."""
+    rounds: int = 1
+    """Choose in so many rounds, each recomputed before the next looks: tokens that only make sense together. Worth its
+    passes where the primary's own attention scores; what an auxiliary model says is the same in every round."""
 
     def __post_init__(self) -> None:
         super(Selective, self).__post_init__()
         check_ratio(self.recompute_ratio)
         check_grouping(self.grouping, self.window, self.threshold)
         check_whole_number("always_include_first", self.always_include_first, of="tokens")
+        check_whole_number("rounds", self.rounds, least=1, most=8)
         if not 0.0 <= self.correction <= 1.0:
             raise ConfigurationError(f"correction must be between 0 (none) and 1, got {self.correction!r}.")
         if not 0.0 <= self.probes <= 1.0:
@@ -82,7 +86,16 @@ class Selective(ReusingMethod):
         if not self.is_open(request):
             everything = self.takes_all(request)
             return [torch.full((len(s.tokens),), everything) for s in request.spans]
-        return self.choose(request, self.rate(request, scores), self.budget(request))
+        budget, num_rounds = self.budget(request), self.rounds
+        left = [torch.ones(len(span.tokens), dtype=torch.bool) for span in request.spans]
+        for number in range(num_rounds):
+            share = budget * (number + 1) // num_rounds - budget * number // num_rounds
+            picked = self.choose(request, self.rate(request, scores), share, left)
+            if number < num_rounds - 1:
+                assert request.recompute is not None
+                request.recompute(picked)
+                left = [f & ~p for f, p in zip(left, picked, strict=True)]
+        return picked
 
     def choose(
         self,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.errors import ConfigurationError
-from cacheclip_rag.methods.mixed import _ranks
+from cacheclip_rag.methods.mixed import Mixed, _ranks
 from tests.conftest import CHUNKS, rag_prompt
-from tests.fusion.cases import Case
+from tests.fusion.cases import Case, gap
 from tests.methods.spying import plain, spied
 from tests.methods.test_matrix import run
 
@@ -58,6 +60,33 @@ def test_parts_of_mixed_score_by_their_own_settings(case: Case) -> None:
     _, plain_last = spied(case, "query_attention:window=1:threshold=0")
     _, own = spied(case, "query_attention:layers=0:heads=max:window=1:threshold=0")
     assert not all(torch.equal(a, b) for a, b in zip(plain_last.masks, own.masks, strict=True))
+
+
+@plain
+def test_rounds_of_mixed_look_again(case: Case) -> None:
+    """Where the primary's attention counts; the auxiliary's scores are asked for once, and stay what they are."""
+    spec = "mixed:first=cacheclip:second=query_attention/layers=all:weight={}:rounds={}"
+    for weight in (0.5, 0.0):
+        once, twice = (run(case, spec.format(weight, rounds), 0.4) for rounds in (1, 2))
+        assert once.stats.recomputed_tokens == twice.stats.recomputed_tokens == round(0.4 * once.stats.chunk_tokens)
+        assert gap(once.logits, twice.logits) > 0
+    mixed, alone = (
+        run(case, s, 0.4)
+        for s in (
+            spec.format(0.0, 2) + ":window=1:threshold=0",
+            "query_attention:layers=all:rounds=2:window=1:threshold=0",
+        )
+    )
+    assert gap(mixed.logits, alone.logits) == 0.0
+    asked: list[str] = []
+
+    class Counting(Mixed):
+        def score(self, request: Any) -> Any:
+            asked.append("once")
+            return super().score(request)
+
+    run(case, Counting(rounds=3))
+    assert asked == ["once"]
 
 
 def test_equal_scores_have_equal_ranks() -> None:
