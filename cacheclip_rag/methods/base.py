@@ -1,7 +1,10 @@
 """What a method is: a named recipe for placing reused tokens and choosing those to recompute.
 
-A method declares what it needs in class attributes and overrides the hooks that it has something to say to; the engine
-reads and calls these, and never asks which method it holds.
+A method declares what it needs in class attributes, and overrides the hooks that it has something to say to, in the
+order in which they are called: what stands between the chunks (``arrange``), positions and attention of its own, while
+decoding too (``place``), scores (``score``), the tokens to recompute (``select``), rows that leave between layers
+(``walk``), a correction (``prepare``). One that answers by several prompts has ``compose`` instead. The engine reads
+attributes and calls hooks, and never asks which method it holds.
 """
 
 from __future__ import annotations
@@ -124,7 +127,7 @@ class Method(ABC):
 
     def place(self, layout: Layout, reused: Sequence[Span]) -> Geometry | None:
         """Positions and attention of its own, while decoding too; None for the places in the prompt and ordinary
-        attention."""
+        attention. ``reused``: the chunks that the store holds, one at least."""
         return None
 
     def score(self, request: SelectionRequest) -> list[torch.Tensor]:
@@ -136,7 +139,7 @@ class Method(ABC):
         """Per span a ``(num_tokens,)`` bool mask of the tokens to recompute (with a walk: to begin with)."""
 
     def walk(self, request: SelectionRequest, rows: torch.Tensor) -> ChunkWalk | None:
-        """Who leaves the recompute between its layers; None if all ``rows`` stay."""
+        """Who leaves the recompute between its layers; None if all ``rows``, ``(num_rows,)`` int64 slots, stay."""
         return None
 
     def compose(self, parts: Composition) -> Iterator[StreamEvent]:
