@@ -16,7 +16,8 @@ from cacheclip_rag.methods.direct import Direct
 from tests.conftest import CHUNKS
 from tests.fusion.cases import BROKEN, EXACT, gap, make_engine, reference_logits, reference_model, scatter
 
-models = pytest.mark.parametrize("name", ["llama", "qwen3", "smollm3", "mixtral"])
+models = pytest.mark.parametrize("name", ["llama", "qwen3", "smollm3", "mixtral", "gemma2", "gemma3", "gpt-oss"])
+"""The last three with sliding windows; soft caps and sinks among them."""
 PROMPT = "\n\n".join(CHUNKS[:3]) + "\n\nQuestion: What is the magic number?"
 
 
@@ -35,14 +36,22 @@ def masked_reference(folder: str, layout: Any, positions: torch.Tensor | None = 
     slots = torch.arange(num_tokens)
     seen = slots[None, :] <= slots[:, None]
     seen &= (block[:, None] == 0) | (block[:, None] == block[None, :])
-    mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)[None, None]
-    output = reference_model(folder)(
+    positions = slots if positions is None else positions
+    model = reference_model(folder)
+    masks = {"full_attention": _additive(seen)}
+    if window := getattr(model.config, "sliding_window", None):
+        masks["sliding_attention"] = _additive(seen & (positions[None, :] > positions[:, None] - window))
+    output = model(
         input_ids=layout.ids[None],
-        position_ids=(slots if positions is None else positions)[None],
-        attention_mask=mask,
+        position_ids=positions[None],
+        attention_mask=masks if window else masks["full_attention"],
         use_cache=False,
     )
     return output.logits[0, -1]
+
+
+def _additive(seen: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)[None, None]
 
 
 class TestBlockAttention:

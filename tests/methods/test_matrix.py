@@ -112,6 +112,34 @@ def test_decoding_goes_on(case: Case, name: str) -> None:
         assert gap(read_along(case.runtime, read.cache, read.logits, ids), logits) < EXACT
 
 
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "block:tuned=true",
+        "block:tuned=true:positions=composite",
+        "link:tuned=true:n_link=0:start_id=-1:end_id=-1",
+        "cachecraft",
+    ],
+)
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt-oss"])
+def test_with_chunk_caches_of_its_own(case_of: Any, name: str, spec: str) -> None:
+    """Windows, soft caps and sinks: the same again, and decoding step by step as read in one pass."""
+    from cacheclip_rag.fidelity import greedy, read_along
+
+    case = case_of(name)
+    method = create(spec, {})
+    if method.captures:
+        run(case, method)
+    else:
+        case.engine.precompute([span.segment.text for span in case.layout.chunks], method=method)
+    first, second = run(case, method), run(case, method)
+    assert (first.stats.method, first.stats.hits) == (method.name, 3)
+    assert torch.equal(first.logits, second.logits)
+    with torch.inference_mode():
+        ids, logits = greedy(case.runtime, first.cache, first.logits, 6, stop=False)
+        assert gap(read_along(case.runtime, second.cache, second.logits, ids), logits) < EXACT
+
+
 def test_a_store_of_half_a_prompt(case_of: Any) -> None:
     """Chunks that are not stored are fresh text for every method."""
     case = case_of("llama")
