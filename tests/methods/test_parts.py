@@ -14,8 +14,8 @@ from cacheclip_rag.fusion import correction
 from cacheclip_rag.methods import create
 from cacheclip_rag.methods.leads import LEADS
 from cacheclip_rag.methods.selective import Selective
-from tests.conftest import CHUNKS
-from tests.fusion.cases import EXACT, Case, gap, make_engine, reference_logits
+from tests.conftest import CHUNKS, LLAMA, build_model
+from tests.fusion.cases import EXACT, Case, gap, make_case, make_engine, reference_logits
 from tests.methods.spying import Spy, plain, spied
 from tests.methods.test_matrix import run
 
@@ -178,12 +178,18 @@ def test_choosing_again_spends_the_budget_exactly(case: Case, spec: str, ratio: 
     assert stats.recomputed_tokens == round(ratio * stats.chunk_tokens)
 
 
-@plain
+@pytest.fixture(scope="module")
+def deep(tiny_models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """Twelve layers, so that many can choose after each other."""
+    folder = build_model(tmp_path_factory.mktemp("deep"), {**LLAMA, "num_hidden_layers": 12})
+    return make_case(str(folder), tiny_models["auxiliary"], CHUNKS[:3])
+
+
 @pytest.mark.parametrize("ratio", [0.3, 0.5, 0.7])
 @pytest.mark.parametrize("parts", ["", ":probes=0.5", ":always_include_first=9"])
-def test_choosing_among_what_is_left_spends_every_layers_budget(case: Case, parts: str, ratio: float) -> None:
+def test_choosing_among_what_is_left_spends_every_layers_budget(deep: Case, parts: str, ratio: float) -> None:
     spec = f"cacheblend:schedule=gradual:window=8:threshold=5:check_layer=0{parts}"
-    stats, layers = run(case, spec, ratio).stats, case.runtime.num_layers
+    stats, layers = run(deep, spec, ratio).stats, deep.runtime.num_layers
     method: Any = create(spec, {"recompute_ratio": ratio})
     budgets = method.budgets(layers, stats.chunk_tokens, stats.chunk_tokens - stats.exact_tokens)
     assert stats.recomputed_tokens == budgets[-1]
