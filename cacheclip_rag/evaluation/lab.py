@@ -12,6 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,18 @@ from .. import __version__
 from ..chunks import DEFAULT_ENCODING
 from ..config import EngineConfig
 from ..engine import CacheClipEngine
-from ..errors import CacheClipError, ConfigurationError, MissingExtraError, ModelError, StoreError
+from ..errors import (
+    CacheClipError,
+    ConfigurationError,
+    MissingExtraError,
+    ModelError,
+    PromptTooLongError,
+    StoreError,
+)
 from ..methods import METHODS, check_auxiliary, create, method_class, spec_of
 from ..methods.base import Method
 from ..progress import progress_bar
-from ..prompt import Chunk
+from ..prompt import Chunk, Fresh, Segment
 from ..sampling import SamplingParams
 from ..stats import FusionStats
 from .journal import Journal, open_journal
@@ -43,6 +51,18 @@ logger = logging.getLogger(__name__)
 _FULL = "full"
 _NOT_THE_QUESTIONS = (MissingExtraError, ModelError, StoreError, AssertionError)
 """Errors that no single question is to blame for."""
+_REHEARSAL: list[Segment] = [
+    Chunk("The harbour was finished in the year after the great flood, and the lighthouse stands beside it."),
+    Chunk("Its keeper counts the ships that pass, and writes their names into a book that nobody else may read."),
+    Chunk("Every spring the book goes to the town hall, where the clerks compare it with their own."),
+    Fresh("\n\nWhere does the book go every spring?"),
+]
+_REHEARSAL_RATIO = 0.5
+"""There must be something to choose, or no method looks at its settings."""
+
+
+class _LeftOut(Exception):
+    """Why a question is left out for every method."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +107,12 @@ def planned_runs(methods: Sequence[str], ratios: Sequence[float], config: Engine
 class Lab:
     """One comparison on one set of questions.
 
-    A question that cannot be asked, answered or scored is left out for every method, with the reason.
+    A question that cannot be asked or scored, that does not fit the context, or at which a method's figures are no
+    finite numbers, is left out for every method, with the reason. What else goes wrong while a method runs stops the
+    run: leaving the question out would hide it.
 
-    Raises ConfigurationError: an unknown metric among ``metrics``; from :meth:`run`, a folder of another comparison, or
-    not one question that could be asked.
+    Raises ConfigurationError: an unknown metric among ``metrics``; from :meth:`run`, a folder of another comparison, a
+    method that does not fit the models, or not one question that could be asked.
     """
 
     name: str
@@ -122,6 +144,7 @@ class Lab:
             progress_bar("asking", len(self.records), "questions") as advance,
         ):
             self.date = journal.settings["date"]
+            self._rehearse(engine, journal)
             for number, record in enumerate(self.records, 1):
                 for item in self._ask(engine, record, journal.items):
                     journal.add(item)
@@ -134,6 +157,25 @@ class Lab:
     # -- one question -------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
+    def _rehearse(self, engine: CacheClipEngine, journal: Journal) -> None:
+        """Have every method that has something to answer run on a few sentences: one that does not fit these models is
+        told before an hour of work, not in the middle of it."""
+        texts = [segment.text for segment in _REHEARSAL if isinstance(segment, Chunk)]
+        new = {
+            planned.run.method: planned.method
+            for planned in self.runs
+            if not all((record.id, planned.run.label) in journal.items for record in self.records)
+        }
+        try:
+            for spec, method in new.items():
+                if any(each.name == "recompute_ratio" for each in fields(method)):
+                    method = replace(method, recompute_ratio=_REHEARSAL_RATIO)  # type: ignore[call-arg]
+                _rehearse(engine, spec, method, texts)
+        finally:
+            engine.release(texts)
+            _forget(engine)
+
+    @torch.inference_mode()
     def _ask(
         self, engine: CacheClipEngine, record: Record, known: dict[tuple[str, str], ItemResult]
     ) -> Iterator[ItemResult]:
@@ -142,25 +184,35 @@ class Lab:
         if not missing:
             return
         try:
-            yield from self._answers(engine, ask(engine, record, self.metrics, date=self.date), missing)
+            yield from self._answers(engine, *self._asked(engine, record), missing)
+        except _LeftOut as reason:
+            self.skipped[record.id] = str(reason)
+            logger.info("question %s is left out", record.id, exc_info=reason)
+
+    def _asked(self, engine: CacheClipEngine, record: Record) -> tuple[AskedQuestion, list[int]]:
+        """The question, and its right answer in tokens."""
+        try:
+            asked = ask(engine, record, self.metrics, date=self.date)
+            return asked, _gold_ids(engine, asked)
         except _NOT_THE_QUESTIONS:
             raise
-        except Exception as error:  # what a record holds, and what a metric does with an answer, may be anything
-            self.skipped[record.id] = _reason(error)
-            logger.info("question %s is left out", record.id, exc_info=error)
+        except Exception as error:  # what a record holds may be anything
+            raise _LeftOut(_reason(error)) from error
 
     def _answers(
-        self, engine: CacheClipEngine, asked: AskedQuestion, runs: Sequence[PlannedRun]
+        self, engine: CacheClipEngine, asked: AskedQuestion, gold_ids: list[int], runs: Sequence[PlannedRun]
     ) -> Iterator[ItemResult]:
         try:
-            gold_ids = _gold_ids(engine, asked)
-            reference = Reference.of(engine, asked.segments, asked.max_tokens)
+            with _answering(_FULL, asked):
+                reference = Reference.of(engine, asked.segments, asked.max_tokens)
             for planned in runs:
-                engine.precompute(asked.chunks, method=planned.method)
-                _forget(engine)
-                if planned.method.learns:
-                    _teach(engine, asked, planned.method)
-                yield _answer(engine, asked, planned, reference, gold_ids)
+                with _answering(planned.run.label, asked):
+                    engine.precompute(asked.chunks, method=planned.method)
+                    _forget(engine)
+                    if planned.method.learns:
+                        _teach(engine, asked, planned.method)
+                    answered = _answer(engine, asked, planned.method, reference, gold_ids)
+                yield _item(asked, planned.run.label, answered)
         finally:
             engine.release(asked.chunks)
 
@@ -206,6 +258,21 @@ class Lab:
         return [Skipped(f"question {id_}", reason) for id_, reason in self.skipped.items()]
 
 
+def _rehearse(engine: CacheClipEngine, spec: str, method: Method, texts: Sequence[str]) -> None:
+    try:
+        engine.precompute(texts, method=method)
+        if method.composes:
+            engine.generate(_REHEARSAL, SamplingParams(max_tokens=1), method=method)
+        else:
+            engine.prefill(_REHEARSAL, method=method)
+    except PromptTooLongError:
+        pass  # the questions may fit: the method is heard when it answers them
+    except ConfigurationError as error:
+        raise ConfigurationError(
+            f"method {spec!r} cannot run here: {_reason(error)} Mend its settings, or leave it out."
+        ) from error
+
+
 def _forget(engine: CacheClipEngine) -> None:
     """What earlier prompts left behind: it would make the next one exact, or spare it work."""
     engine.prefixes.clear()
@@ -235,36 +302,48 @@ def _gold_ids(engine: CacheClipEngine, asked: AskedQuestion) -> list[int]:
     return ids
 
 
+@contextmanager
+def _answering(label: str, asked: AskedQuestion) -> Iterator[None]:
+    """Say which method stopped the run, and at what. Only a prompt that is too long is the question's own matter."""
+    where = f"method {label!r} at question {asked.record.id!r}"
+    try:
+        yield
+    except PromptTooLongError as error:
+        raise _LeftOut(_reason(error) if label == _FULL else f"{_reason(error)} (method {label!r})") from error
+    except CacheClipError as error:
+        kind = ConfigurationError if isinstance(error, ConfigurationError) else CacheClipError
+        raise kind(
+            f"{where} failed: {_reason(error)} Mend the method or leave it out, and run again: answers in a folder are "
+            "kept."
+        ) from error
+    except Exception as error:
+        error.add_note(f"while running {where}")
+        raise
+
+
 def _reason(error: Exception) -> str:
     """Why a question is left out, in one line."""
     kind = "" if isinstance(error, CacheClipError) else f"{type(error).__name__}: "
     return " ".join(f"{kind}{error}".split())
 
 
-def _scores(asked: AskedQuestion, answer: str) -> dict[str, float]:
-    found, judged = {}, asked.judged(answer)
-    for name in asked.metrics:
-        try:
-            value = METRICS[name](judged, asked.record.answers)
-        except CacheClipError:
-            raise
-        except Exception as error:
-            raise ConfigurationError(f"metric {name!r} fails on an answer ({_reason(error)}).") from error
-        if not math.isfinite(value):
-            raise ConfigurationError(f"metric {name!r} must give a finite number, got {value}.")
-        found[name] = value
-    return found
+@dataclass(frozen=True, slots=True)
+class _Answered:
+    """A method's answer, and how far it is from full prefill's."""
+
+    text: str
+    fidelity: dict[str, float]
+    stats: FusionStats
 
 
 def _answer(
-    engine: CacheClipEngine, asked: AskedQuestion, planned: PlannedRun, reference: Reference, gold_ids: Sequence[int]
-) -> ItemResult:
-    """One run's answer, and how far it is from full prefill's."""
-    if planned.method.composes:
+    engine: CacheClipEngine, asked: AskedQuestion, method: Method, reference: Reference, gold_ids: Sequence[int]
+) -> _Answered:
+    if method.composes:
         params = SamplingParams(max_tokens=asked.max_tokens)
-        answer = engine.generate(asked.segments, params, method=planned.method, question=asked.record.question)
-        return _item(asked, planned, answer.text, {}, answer.stats)
-    prefilled = engine.prefill(asked.segments, method=planned.method, question=asked.record.question)
+        answer = engine.generate(asked.segments, params, method=method, question=asked.record.question)
+        return _Answered(answer.text, {}, answer.stats)
+    prefilled = engine.prefill(asked.segments, method=method, question=asked.record.question)
     followed = reference.follow(prefilled, gold_ids=gold_ids)
     assert followed.answer is not None and followed.gold_logprob is not None, "both were asked for"
     fidelity = {
@@ -273,18 +352,35 @@ def _answer(
         "agreement": followed.fidelity.agreement,
         "gold_logprob": followed.gold_logprob,
     }
-    return _item(asked, planned, followed.answer, fidelity, prefilled.stats)
+    return _Answered(followed.answer, fidelity, prefilled.stats)
 
 
-def _item(
-    asked: AskedQuestion, planned: PlannedRun, answer: str, fidelity: dict[str, float], stats: FusionStats
-) -> ItemResult:
+def _scores(asked: AskedQuestion, answer: str) -> dict[str, float]:
+    found, judged = {}, asked.judged(answer)
+    for name in asked.metrics:
+        try:
+            value = METRICS[name](judged, asked.record.answers)
+        except _NOT_THE_QUESTIONS:
+            raise
+        except Exception as error:  # what a metric does with an answer may be anything
+            raise _LeftOut(f"metric {name!r} fails on an answer ({_reason(error)}).") from error
+        if not math.isfinite(value):
+            raise _LeftOut(f"metric {name!r} must give a finite number, got {value}.")
+        found[name] = value
+    return found
+
+
+def _item(asked: AskedQuestion, label: str, answered: _Answered) -> ItemResult:
+    for name, value in answered.fidelity.items():
+        if not math.isfinite(value):
+            raise _LeftOut(f"{name} of method {label!r} is {value}.")
+    stats = answered.stats
     return ItemResult(
         id=asked.record.id,
-        label=planned.run.label,
-        answer=answer,
-        scores=_scores(asked, answer),
-        fidelity=fidelity,
+        label=label,
+        answer=answered.text,
+        scores=_scores(asked, answered.text),
+        fidelity=answered.fidelity,
         nominal_ratio=stats.nominal_ratio,
         effective_ratio=stats.effective_ratio,
         charged_ratio=stats.charged_ratio,

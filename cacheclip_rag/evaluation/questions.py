@@ -121,6 +121,8 @@ def ask(
     if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1:
         raise ConfigurationError(f"max_tokens must be a whole number from 1, got {max_tokens!r}.")
     chunks = [passage.as_read.strip() for passage in record.chunks]
+    if not all(chunks):
+        raise ConfigurationError(f"every chunk must hold text, and number {chunks.index('') + 1} holds none.")
     segments = _segments(engine, record, form, chunks, date)
     return AskedQuestion(record, segments, chunks, max_tokens, chosen, _flag(meta, "first_line", form.first_line))
 

@@ -21,6 +21,7 @@ from cacheclip_rag.evaluation.records import Passage, Record
 from cacheclip_rag.evaluation.reference import Reference
 from cacheclip_rag.evaluation.report import Comparison, summarise
 from cacheclip_rag.evaluation.scores import METRICS
+from cacheclip_rag.methods.direct import Direct
 from cacheclip_rag.methods.full import Full
 from cacheclip_rag.models.text import TextModel
 from cacheclip_rag.prompt import Chunk, Fresh
@@ -214,6 +215,67 @@ class TestBadRecords:
             assert len(Reference.of(engine, asked.segments, asked.max_tokens).ids) <= 5
         finally:
             engine.primary.context_tokens = context
+
+
+class TestMethodsThatFail:
+    @pytest.mark.parametrize(
+        ("method", "reason"),
+        [
+            ("cacheblend:check_layer=9", "check_layer=9 leaves no layer to spare"),
+            ("query_attention:layers=20", "layers must be all, last"),
+            ("mixed:first=cacheclip/layers=20", "layers must be all, last"),
+            ("link:tuned=True", "are not special tokens of model"),
+        ],
+    )
+    def test_one_that_does_not_fit_is_told_before_the_first_question(
+        self, config: EngineConfig, tmp_path: Path, method: str, reason: str
+    ) -> None:
+        folder = tmp_path / "run"
+        with pytest.raises(ConfigurationError, match=f"method '{method}' cannot run here: .*{reason}.*leave it out"):
+            lab(config, folder, methods=["direct", method]).run()
+        assert (folder / "items.jsonl").read_text() == ""
+        assert len(lab(config, folder, RECORDS[:1], ["direct"]).run().items) == 2
+
+    @pytest.mark.parametrize("error", [ConfigurationError("it does not fit."), RuntimeError("a bug")])
+    def test_an_error_in_the_middle_stops_the_run_and_costs_no_question(
+        self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+    ) -> None:
+        def fail(self: Direct, request: Any, scores: Any) -> Any:
+            if len(request.layout.chunks) == 2:
+                raise error
+            return original(self, request, scores)
+
+        original = Direct.select
+        records = [RECORDS[0], replace(RECORDS[1], chunks=RECORDS[1].chunks[:2]), RECORDS[2]]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Direct, "select", fail)
+            with pytest.raises(type(error)) as raised:
+                lab(config, tmp_path / "run", records, ["direct"]).run()
+        told = f"{raised.value} {getattr(raised.value, '__notes__', '')}"
+        assert "method 'direct' at question 'q1'" in told and str(error) in told
+        comparison = lab(config, tmp_path / "run", records, ["direct"]).run()
+        assert not comparison.skipped and len(comparison.items) == 6
+
+    @pytest.mark.parametrize("name", ["first_token_kl", "gold_logprob"])
+    def test_a_figure_that_is_no_number_leaves_the_question_out(
+        self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    ) -> None:
+        def follow(self: Reference, prefilled: Any, **options: Any) -> Any:
+            found = original(self, prefilled, **options)
+            if prefilled.stats.method != "direct" or len(prefilled.layout.chunks) != 2:
+                return found
+            nan = float("nan")
+            if name == "gold_logprob":
+                return replace(found, gold_logprob=nan)
+            return replace(found, fidelity=replace(found.fidelity, first_token_kl=nan))
+
+        original = Reference.follow
+        monkeypatch.setattr(Reference, "follow", follow)
+        records = [RECORDS[0], replace(RECORDS[1], chunks=RECORDS[1].chunks[:2]), RECORDS[2]]
+        one = lab(config, tmp_path / "run", records, ["direct"])
+        comparison = one.run()
+        assert one.skipped == {"q1": f"{name} of method 'direct' is nan."}
+        assert summarise(comparison)["n"] == 2
 
 
 class TestResume:
