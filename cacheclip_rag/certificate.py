@@ -63,7 +63,8 @@ class Identity:
     method: str
     """Its name; with its class, if that is not the one registered under the name."""
     method_settings: str
-    """JSON of the method's settings, the recompute ratio left out."""
+    """JSON of the method's settings, the recompute ratio left out, and the digest of the text that its chunks are
+    computed behind, if any."""
     dtype: str
     device: str
     """Kind of device of both models, ``cpu`` or ``cuda+cpu``."""
@@ -228,6 +229,8 @@ def identity_of(config: EngineConfig, method: Method, primary: ChunkCaches, auxi
     """What a certificate must be about to cover an engine of these settings, models and method."""
     caches = [primary] if auxiliary is None else [primary, auxiliary]
     settings = {name: value for name, value in asdict(method).items() if name != "recompute_ratio"}
+    if method.encoding.lead:  # the settings hold its name only
+        settings["lead_sha256"] = hashlib.sha256(method.encoding.lead.encode()).hexdigest()
     cls = type(method)
     registered = method.name in METHODS and method_class(method.name) is cls
     return Identity(

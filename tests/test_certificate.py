@@ -26,6 +26,7 @@ from cacheclip_rag.certificate import (
 from cacheclip_rag.errors import CertificateError, ModelError
 from cacheclip_rag.methods import create
 from cacheclip_rag.methods.cacheclip import CacheClip
+from cacheclip_rag.methods.leads import LEADS
 from tests.conftest import rag_prompt
 
 ONE = SamplingParams(max_tokens=1)
@@ -104,6 +105,17 @@ class TestFile:
             assert why == "it has not been certified"
         else:
             assert why == f"its certificate is of other {name.replace('_sha256', '').replace('_', ' ')}"
+
+    def test_covers_the_text_behind_which_chunks_are_computed(
+        self, make: Callable[..., CacheClipEngine], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine, method = make(), create("direct", {"behind": "passages"})
+        before = engine.identity(method)
+        assert engine.identity(method) == before
+        monkeypatch.setitem(LEADS, "passages", "Another passage.\n\n")
+        assert engine.identity(method) != before
+        plain = create("direct", {"behind": "prefix"})
+        assert "lead_sha256" not in engine.identity(plain).method_settings
 
     def test_verdict_at_a_ratio(self, make: Callable[..., CacheClipEngine]) -> None:
         made = certificate_for(make())
