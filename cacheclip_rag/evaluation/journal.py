@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -53,12 +54,17 @@ def open_journal(folder: Path | None, settings: Mapping[str, Any], records: Sequ
 
     Raises:
         ConfigurationError: the folder holds something else, a comparison with other settings, or answers to a record
-            that has changed.
+            that has changed; or it is a file, or what it holds is damaged.
     """
     if folder is None:
         yield Journal(dict(settings))
         return
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ConfigurationError(
+            f"expected a folder for the comparison, got a file at {folder}. Name another."
+        ) from None
     digests = {record.id: _digest(record) for record in records}
     journal = Journal(_agreed(folder, settings), _digests=digests)
     journal.items.update(_answers(folder, digests))
@@ -79,7 +85,7 @@ def _agreed(folder: Path, mine: Mapping[str, Any]) -> dict[str, Any]:
         if any(folder.iterdir()):
             raise ConfigurationError(f"{folder} is not empty and holds no comparison. Name another folder.")
         return dict(mine)
-    theirs: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    theirs = _parsed(path.read_bytes(), str(path))
     agreed, other = dict(mine), []
     for key, value in mine.items():
         if key not in theirs:
@@ -104,13 +110,11 @@ def _write_settings(folder: Path, settings: Mapping[str, Any]) -> None:
 def _answers(folder: Path, digests: Mapping[str, str]) -> Iterator[tuple[tuple[str, str], ItemResult]]:
     """Answers written so far to the records of these digests."""
     changed: dict[str, None] = {}
-    for line in _lines(folder / _ITEMS):
-        value = json.loads(line)
-        digest = value.pop(_DIGEST)
-        item = ItemResult(**value)
+    for number, line in enumerate(_lines(folder / _ITEMS), 1):
+        digest, item = _answer(line, f"line {number} of {folder / _ITEMS}")
         if digests.get(item.id, digest) != digest:
             changed[item.id] = None
-        elif item.id in digests:
+        elif item.id in digests and all(map(math.isfinite, item.fidelity.values())):  # else: ask again, and say why
             yield (item.id, item.label), item
     if changed:
         shown = ", ".join(list(changed)[:_CHANGED_SHOWN])
@@ -119,6 +123,34 @@ def _answers(folder: Path, digests: Mapping[str, str]) -> Iterator[tuple[tuple[s
             f"expected the questions that {folder} holds answers to, got others with the same ids: {shown}{more} "
             "changed since. Give these ids of their own, restore them to go on, or name another folder."
         )
+
+
+def _answer(line: bytes, where: str) -> tuple[str, ItemResult]:
+    """The digest of a record, and an answer to it."""
+    value = _parsed(line, where)
+    known = {each.name for each in fields(ItemResult)} | {_DIGEST}
+    if unknown := sorted(value.keys() - known):
+        raise ConfigurationError(
+            f"{where} has fields that this version does not know: {', '.join(unknown)}. Go on with the version that "
+            "wrote it, or name another folder."
+        )
+    try:
+        return value.pop(_DIGEST), ItemResult(**value)
+    except (KeyError, TypeError) as error:
+        raise ConfigurationError(
+            f"{where} is not an answer of a comparison ({error}). Delete the line to have the question asked again, or "
+            "name another folder."
+        ) from error
+
+
+def _parsed(content: bytes, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(content)
+    except ValueError as error:  # not UTF-8 either
+        raise ConfigurationError(f"{where} is not valid JSON ({error}). Restore it, or name another folder.") from error
+    if not isinstance(value, dict):
+        raise ConfigurationError(f"{where} is not a JSON object. Restore it, or name another folder.")
+    return value
 
 
 def _lines(path: Path) -> list[bytes]:

@@ -8,16 +8,22 @@ Every answer is written at once, so that a killed run goes on where it was.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import math
+import platform
+import re
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 from .. import __version__
 from ..chunks import DEFAULT_ENCODING
@@ -33,6 +39,7 @@ from ..errors import (
 )
 from ..methods import METHODS, check_auxiliary, create, method_class, spec_of
 from ..methods.base import Method
+from ..methods.leads import LEADS
 from ..progress import progress_bar
 from ..prompt import Chunk, Fresh, Segment
 from ..sampling import SamplingParams
@@ -42,7 +49,8 @@ from .questions import AskedQuestion, ask
 from .records import Record, Skipped, first_few
 from .reference import Reference
 from .report import Comparison, ItemResult, Question, Run
-from .scores import METRICS, check_metric
+from .scores import ALL_WANTED, METRICS, check_metric
+from .tables import number_text
 
 __all__ = ["Lab", "PlannedRun", "planned_runs"]
 
@@ -97,10 +105,18 @@ def planned_runs(methods: Sequence[str], ratios: Sequence[float], config: Engine
             method = create(name, settings if ratio is None else {**settings, "recompute_ratio": ratio})
             check_auxiliary(method, config.auxiliary)
             spec = spec_of(method)
-            follows = ratio is not None and method.nominal_ratio == ratio
-            label = f"{spec}@{ratio:g}" if follows else spec
-            planned[label] = PlannedRun(Run(label, spec, ratio if follows else None, method.learns), method)
+            counts = ratio is not None and _counts(ratio, method)
+            label = f"{spec}@{number_text(ratio)}" if ratio is not None and counts else spec
+            planned.setdefault(label, PlannedRun(Run(label, spec, ratio if counts else None, method.learns), method))
     return list(planned.values())
+
+
+def _counts(ratio: float, method: Method) -> bool:
+    """Whether the ratio decides what this method does, rather than happening to be what it does at any ratio."""
+    if method.nominal_ratio != ratio:
+        return False
+    others = (replace(method, recompute_ratio=other) for other in (0.25, 0.75))  # type: ignore[call-arg]
+    return any(other.nominal_ratio != ratio for other in others)
 
 
 @dataclass(slots=True)
@@ -189,8 +205,8 @@ class Lab:
             self.skipped[record.id] = str(reason)
             logger.info("question %s is left out", record.id, exc_info=reason)
 
-    def _asked(self, engine: CacheClipEngine, record: Record) -> tuple[AskedQuestion, list[int]]:
-        """The question, and its right answer in tokens."""
+    def _asked(self, engine: CacheClipEngine, record: Record) -> tuple[AskedQuestion, list[list[int]]]:
+        """The question, and its right answers in tokens."""
         try:
             asked = ask(engine, record, self.metrics, date=self.date)
             return asked, _gold_ids(engine, asked)
@@ -200,7 +216,7 @@ class Lab:
             raise _LeftOut(_reason(error)) from error
 
     def _answers(
-        self, engine: CacheClipEngine, asked: AskedQuestion, gold_ids: list[int], runs: Sequence[PlannedRun]
+        self, engine: CacheClipEngine, asked: AskedQuestion, gold_ids: list[list[int]], runs: Sequence[PlannedRun]
     ) -> Iterator[ItemResult]:
         try:
             with _answering(_FULL, asked):
@@ -212,7 +228,7 @@ class Lab:
                     if planned.method.learns:
                         _teach(engine, asked, planned.method)
                     answered = _answer(engine, asked, planned.method, reference, gold_ids)
-                yield _item(asked, planned.run.label, answered)
+                yield _item(asked, planned.run.label, answered, _measured_on(engine))
         finally:
             engine.release(asked.chunks)
 
@@ -239,6 +255,7 @@ class Lab:
             "metrics": list(self.metrics),
             "cacheclip_rag": __version__,
             "torch": torch.__version__,
+            "leads_sha256": hashlib.sha256(json.dumps(LEADS, sort_keys=True).encode()).hexdigest(),
         }
 
     def _comparison(self, engine: CacheClipEngine, journal: Journal) -> Comparison:
@@ -292,14 +309,17 @@ def _teach(engine: CacheClipEngine, asked: AskedQuestion, method: Method) -> Non
         prefilled.keep_prefix(prefilled.cache)
 
 
-def _gold_ids(engine: CacheClipEngine, asked: AskedQuestion) -> list[int]:
-    """The first right answer, as the model would write it."""
+def _gold_ids(engine: CacheClipEngine, asked: AskedQuestion) -> list[list[int]]:
+    """Right answers as the model would write them, each right behind the prompt: the first one, or every one where all
+    of them must be named."""
     last = asked.segments[-1]
     space = "" if last.control or last.text[-1].isspace() else " "
-    ids = list(engine.primary.tokenize(space + asked.record.answers[0]).ids)
-    if not ids:
-        raise ConfigurationError("the first right answer has no token for this model. Leave it out.")
-    return ids
+    wants_all = ALL_WANTED & {asked.metrics[0], asked.record.meta.get("metric")}
+    every = asked.record.answers if wants_all else asked.record.answers[:1]
+    found = [list(engine.primary.tokenize(space + answer).ids) for answer in every]
+    if not all(found):
+        raise ConfigurationError("a right answer has no token for this model. Leave it out.")
+    return found
 
 
 @contextmanager
@@ -337,7 +357,11 @@ class _Answered:
 
 
 def _answer(
-    engine: CacheClipEngine, asked: AskedQuestion, method: Method, reference: Reference, gold_ids: Sequence[int]
+    engine: CacheClipEngine,
+    asked: AskedQuestion,
+    method: Method,
+    reference: Reference,
+    gold_ids: Sequence[Sequence[int]],
 ) -> _Answered:
     if method.composes:
         params = SamplingParams(max_tokens=asked.max_tokens)
@@ -370,7 +394,24 @@ def _scores(asked: AskedQuestion, answer: str) -> dict[str, float]:
     return found
 
 
-def _item(asked: AskedQuestion, label: str, answered: _Answered) -> ItemResult:
+def _measured_on(engine: CacheClipEngine) -> str:
+    """What times depend on beside the settings, in a few words."""
+    device = engine.primary.device
+    unit = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    return f"{unit}, {torch.get_num_threads()} threads, transformers {transformers.__version__}"
+
+
+@cache
+def _processor() -> str:
+    """The processor's name, or whatever the system tells in place of it."""
+    with suppress(OSError):
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        if found:
+            return found[1]
+    return platform.processor() or platform.machine() or "unknown processor"
+
+
+def _item(asked: AskedQuestion, label: str, answered: _Answered, measured_on: str) -> ItemResult:
     for name, value in answered.fidelity.items():
         if not math.isfinite(value):
             raise _LeftOut(f"{name} of method {label!r} is {value}.")
@@ -387,4 +428,5 @@ def _item(asked: AskedQuestion, label: str, answered: _Answered) -> ItemResult:
         ttft_s=stats.ttft_s,
         phases_s=dict(stats.phases_s),
         fallback=stats.fallback,
+        measured_on=measured_on,
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import ConfigurationError, MissingExtraError
 from ..paths import atomic_path
-from .tables import score_title
+from .tables import number_text, score_title
 
 __all__ = ["COLOURS", "Plot", "Point", "Series", "plots", "to_png", "to_svg"]
 
@@ -104,7 +104,12 @@ def _series(method: str, rows: dict[str, dict[str, Any]], key: str) -> Series:
     distinct = len(set(ratios)) == len(ratios)
     own.sort(key=lambda pair: pair[1]["ratio"] if pair[1]["ratio"] is not None else -1.0)
     points = [
-        Point(row["ttft_s"], row[key], f"{row['ratio']:g}" if distinct and row["ratio"] is not None else label, label)
+        Point(
+            row["ttft_s"],
+            row[key],
+            number_text(row["ratio"]) if distinct and row["ratio"] is not None else label,
+            label,
+        )
         for label, row in own
     ]
     return Series(method, points, distinct)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import torch
 
@@ -26,7 +27,7 @@ class Followed:
     answer: str | None
     """Its own greedy answer, if that was asked for."""
     gold_logprob: float | None
-    """Mean log-probability of the tokens of a right answer, nats, if one was given."""
+    """Mean log-probability of the tokens of a right answer, nats; of several, the mean over them. None without any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,18 +56,24 @@ class Reference:
     def answer(self) -> str:
         return self.runtime.decode_ids(self.ids)
 
-    def follow(self, prefilled: Prefilled, *, answers: bool = True, gold_ids: Sequence[int] = ()) -> Followed:
-        """Have ``prefilled`` read along the reference's answer; its cache is used up."""
+    def follow(self, prefilled: Prefilled, *, answers: bool = True, gold_ids: Sequence[Sequence[int]] = ()) -> Followed:
+        """Have ``prefilled`` read along the reference's answer, and right ones if tokens of any are given (each by
+        itself, right behind the prompt); its cache is used up."""
         runtime, cache, end = self.runtime, _cache_of(prefilled), prefilled.layout.num_tokens
         along = read_along(runtime, cache, prefilled.logits, self.ids)
         answer = gold = None
         if answers:
             answer = runtime.decode_ids(own_answer(runtime, cache, end, along, self.ids, self.max_tokens))
         if gold_ids:
-            cache.cut(end)
-            rows = read_along(runtime, cache, prefilled.logits, gold_ids).log_softmax(-1)
-            gold = float(rows.gather(1, torch.tensor(gold_ids, device=rows.device)[:, None]).mean())
+            gold = fmean(self._logprob(prefilled, ids) for ids in gold_ids)
         return Followed(compare(self.logits, along), answer, gold)
+
+    def _logprob(self, prefilled: Prefilled, ids: Sequence[int]) -> float:
+        """Mean over the tokens of an answer, in float32 whatever the model computes in."""
+        cache = _cache_of(prefilled)
+        cache.cut(prefilled.layout.num_tokens)
+        rows = read_along(self.runtime, cache, prefilled.logits, ids).float().log_softmax(-1)
+        return float(rows.gather(1, torch.tensor(ids, device=rows.device)[:, None]).mean())
 
 
 def _cache_of(prefilled: Prefilled) -> FusedCache:

@@ -89,6 +89,8 @@ class ItemResult:
     phases_s: dict[str, float]
     fallback: str | None = None
     """Why the answer came by plain prefill instead; None if it did not."""
+    measured_on: str = ""
+    """Machine, threads and library that the times are of; empty: not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +153,19 @@ def summarise(comparison: Comparison) -> dict[str, Any]:
         "skipped_by_reason": _by_reason(comparison.skipped),
         "skipped_first": [asdict(one) for one in comparison.skipped[:_SKIPPED_SHOWN]],
         "settings": comparison.settings,
+        "measured_on": _measured_on(by_run),
         "scores": scores,
         "methods": {run.label: _row(run, by_run[run.label], full, scores) for run in comparison.runs},
     }
+
+
+def _measured_on(by_run: Mapping[str, Mapping[str, ItemResult]]) -> dict[str, list[str]]:
+    """Labels of the runs by what their times were taken on, in order of appearance."""
+    found: dict[str, dict[str, None]] = {}
+    for label, items in by_run.items():
+        for item in items.values():
+            found.setdefault(item.measured_on, {})[label] = None
+    return {where: list(labels) for where, labels in found.items()}
 
 
 def _by_reason(skipped: Sequence[Skipped]) -> dict[str, int]:

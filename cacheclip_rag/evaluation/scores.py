@@ -20,6 +20,7 @@ from typing import Any
 from ..errors import ConfigurationError, MissingExtraError
 
 __all__ = [
+    "ALL_WANTED",
     "METRICS",
     "check_metric",
     "contains",
@@ -105,6 +106,8 @@ METRICS: dict[str, Callable[[str, Sequence[str]], float]] = {
     "em": exact_match,
 }
 """Function by its name in results and reports."""
+ALL_WANTED = frozenset({"string_match_all"})
+"""Those for which all right answers must be named; for the others any of them will do."""
 
 
 def check_metric(name: str) -> None:

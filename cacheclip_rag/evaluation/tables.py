@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["Cell", "Column", "first_skipped", "headline", "notes", "score_title", "table", "to_markdown"]
+__all__ = ["Cell", "Column", "first_skipped", "headline", "notes", "number_text", "score_title", "table", "to_markdown"]
 
 Better = Literal["high", "low"]
 
@@ -103,6 +103,16 @@ def notes(summary: dict[str, Any]) -> list[str]:
             f"{', '.join(learning)}: measured after one earlier prompt, the same question with its chunks in reverse "
             "order, whose cost is not counted; all others are measured without any."
         )
+    places = {where or "what was not recorded": labels for where, labels in summary["measured_on"].items()}
+    if len(places) > 1:
+        (first, _), *others = places.items()
+        later = "; ".join(f"{', '.join(labels)} (also) on {where}" for where, labels in others)
+        found.append(
+            f"Times were not all taken alike: the first ones on {first}, those of {later}. TTFT and speed-up of such "
+            "methods cannot be held against the others'."
+        )
+    elif any(summary["measured_on"]):
+        found.append(f"Measured on {next(iter(places))}. Chunk caches are read from memory.")
     if _has_gaps(summary) or len({row["n"] for row in summary["methods"].values()}) > 1:
         found.append(
             "Not every method answered the same questions. Means are over the n of each row, and cannot be held "
@@ -114,6 +124,12 @@ def notes(summary: dict[str, Any]) -> list[str]:
 def first_skipped(summary: dict[str, Any]) -> list[str]:
     """The first records that were left out, each with the reason in one line."""
     return [f"{one['where']}: {one['reason']}" for one in summary["skipped_first"]]
+
+
+def number_text(value: float) -> str:
+    """A number as short as it can be told apart from all others: ``0.2``, ``1``."""
+    short = f"{value:g}"
+    return short if float(short) == value else repr(value)
 
 
 def score_title(name: str) -> str:
@@ -129,7 +145,7 @@ def _has_gaps(summary: dict[str, Any]) -> bool:
 def _columns(summary: dict[str, Any]) -> list[Column]:
     scores: list[str] = summary["scores"]
     return [
-        _figure("ratio", "Ratio", "nominal recompute ratio", "{:g}"),
+        Column("Ratio", "nominal recompute ratio", lambda row: row["ratio"], number_text),
         _figure("n", "n", "questions answered", "{}"),
         *([_figure("n_paired", "Paired", "of them also by full", "{}")] if _has_gaps(summary) else []),
         _figure("answered_plainly", "Plain", "of them answered by plain prefill instead: the method did not fit", "{}"),
@@ -149,7 +165,9 @@ def _columns(summary: dict[str, Any]) -> list[Column]:
         _figure("kl_to_full_trimmed", "KL trimmed", "the same, mean without a tenth at each end", "{:#.3g}", "low"),
         _figure("first_token_kl", "First-token KL", "divergence at the answer's first token, nats", "{:#.3g}", "low"),
         _figure("agreement_with_full", "Agreement", "share of full's greedy tokens also chosen here", "{:.3f}", "high"),
-        _figure("gold_logprob", "Gold log-prob", "log-probability of a right answer, nats", "{:.3f}", "high"),
+        _figure(
+            "gold_logprob", "Gold log-prob", "mean log-probability of a right answer's tokens, nats", "{:.3f}", "high"
+        ),
         _figure("effective_ratio", "Effective ratio", "recomputed over chunk tokens", "{:.3f}"),
         _figure("charged_ratio", "Charged ratio", "share of (layer, chunk token) pairs given fresh KV", "{:.3f}"),
     ]

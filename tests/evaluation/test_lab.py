@@ -10,19 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.engine import CacheClipEngine
 from cacheclip_rag.errors import ConfigurationError, MissingExtraError
+from cacheclip_rag.evaluation.journal import open_journal
 from cacheclip_rag.evaluation.lab import Lab, planned_runs
 from cacheclip_rag.evaluation.questions import INSTRUCTION, ask
 from cacheclip_rag.evaluation.records import Passage, Record
 from cacheclip_rag.evaluation.reference import Reference
-from cacheclip_rag.evaluation.report import Comparison, summarise
+from cacheclip_rag.evaluation.report import Comparison, summarise, to_markdown
 from cacheclip_rag.evaluation.scores import METRICS
 from cacheclip_rag.methods.direct import Direct
 from cacheclip_rag.methods.full import Full
+from cacheclip_rag.methods.leads import LEADS
 from cacheclip_rag.models.text import TextModel
 from cacheclip_rag.prompt import Chunk, Fresh
 from tests.conftest import CHUNKS, SENTENCES, add_bos
@@ -153,6 +156,24 @@ class TestRun:
         monkeypatch.setattr(CacheClipEngine, "__init__", remember)
         lab(config).run()
         assert len(engines) == 1 and not any(engines[0].is_stored(p.as_read) for r in RECORDS for p in r.chunks)
+
+
+class TestGoldAnswer:
+    def test_all_that_must_be_named_are_rated(self, config: EngineConfig) -> None:
+        answers = ("7316042", "Another one", "third")
+        several = replace(record(0, metric="string_match_all"), answers=answers)
+        own = [replace(record(0), id=text, answers=(text,)) for text in answers]
+        any_will_do = replace(record(0), id="any", answers=answers)
+        items = lab(config, records=[several, *own, any_will_do], methods=["direct"]).run().items
+        for label in ("full", "direct"):
+            found = {item.id: item.fidelity["gold_logprob"] for item in items if item.label == label}
+            assert found["q0"] == pytest.approx(sum(found[text] for text in answers) / 3, abs=1e-5)
+            assert found["any"] == pytest.approx(found[answers[0]], abs=1e-6)
+
+    def test_is_taken_in_float32(self, config: EngineConfig) -> None:
+        [item] = lab(replace(config, dtype="bfloat16"), records=RECORDS[:1], methods=[]).run().items
+        gold = torch.tensor(item.fidelity["gold_logprob"])
+        assert gold.item() != gold.bfloat16().item(), "more digits than bfloat16 has"
 
 
 class TestBadRecords:
@@ -397,6 +418,55 @@ class TestResume:
         assert len(asked) == 2 and all("assistant on 28 Feb 2031" in prompt for prompt in asked)
         assert comparison.settings["date"] == "28 Feb 2031"
 
+    def test_passages_that_chunks_stand_behind_must_be_the_same(
+        self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        lab(config, tmp_path / "run", RECORDS[:1], ["direct"]).run()
+        monkeypatch.setitem(LEADS, "passages", "Another passage.\n\n")
+        with pytest.raises(ConfigurationError, match="others: leads_sha256 is '.*' there and '.*' now"):
+            lab(config, tmp_path / "run", RECORDS[:1], ["direct"]).run()
+
+    def test_another_machine_is_told_not_refused(
+        self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        folder = tmp_path / "run"
+        first = to_markdown(summarise(lab(config, folder, RECORDS[:1], ["direct"]).run()))
+        threads = torch.get_num_threads()
+        assert "Times were not all" not in first
+        assert f", {threads} threads, transformers " in first and "Chunk caches are read from memory" in first
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+        summary = summarise(lab(config, folder, RECORDS[:1], ["direct", "ape"]).run())
+        assert list(summary["measured_on"].values()) == [["full", "direct"], ["ape"]]
+        assert "Times were not all taken alike" in to_markdown(summary)
+        assert "those of ape (also) on" in to_markdown(summary) and ", 77 threads" in to_markdown(summary)
+
+    @pytest.mark.parametrize(
+        ("name", "content", "message"),
+        [
+            ("settings.json", "{", "settings.json is not valid JSON"),
+            ("settings.json", "[]", "settings.json is not a JSON object"),
+            ("items.jsonl", "{\n", "line 1 of .*items.jsonl is not valid JSON"),
+            ("items.jsonl", '{"record_sha256": "", "colour": "red"}\n', "fields .* does not know: colour. Go on with"),
+            ("items.jsonl", '{"record_sha256": ""}\n', "line 1 of .* is not an answer of a comparison"),
+            ("items.jsonl", "{}\n", "line 1 of .* is not an answer of a comparison"),
+        ],
+    )
+    def test_a_damaged_folder_is_told(
+        self, config: EngineConfig, tmp_path: Path, name: str, content: str, message: str
+    ) -> None:
+        (folder := tmp_path / "run").mkdir()
+        with open_journal(folder, {"dataset": "tiny"}, RECORDS):
+            pass
+        (folder / name).write_text(content)
+        with pytest.raises(ConfigurationError, match=message), open_journal(folder, {"dataset": "tiny"}, RECORDS):
+            pass
+
+    @pytest.mark.parametrize("name", ["file", "file/below"])
+    def test_a_file_is_no_folder(self, tmp_path: Path, name: str) -> None:
+        (tmp_path / "file").write_text("")
+        with pytest.raises(ConfigurationError, match="expected a folder"), open_journal(tmp_path / name, {}, []):
+            pass
+
     def test_a_folder_of_something_else_is_refused(self, config: EngineConfig, tmp_path: Path) -> None:
         (tmp_path / "thesis.tex").write_text("years of work")
         with pytest.raises(ConfigurationError, match="not empty"):
@@ -502,6 +572,15 @@ class TestPlan:
             planned_runs(["epic:recompute_ratio=0.3"], [0.1], config)
         with pytest.raises(ConfigurationError, match="needs a recompute ratio"):
             planned_runs(["epic"], [], config)
+
+    def test_ratios_that_print_alike_are_two_runs(self, config: EngineConfig) -> None:
+        labels = [planned.run.label for planned in planned_runs(["epic"], [0.2, 0.2000000001, 0.20, 1.0], config)]
+        assert labels == ["full", "epic@0.2", "epic@0.2000000001", "epic@1"]
+
+    def test_a_ratio_that_does_not_count_makes_no_second_run(self, config: EngineConfig) -> None:
+        planned = planned_runs(["epic:k_init=16", "epic"], [0.0, 0.2], config)
+        assert [one.run.label for one in planned] == ["full", "epic:k_init=16", "epic@0", "epic@0.2"]
+        assert planned[1].run.ratio is None
 
     def test_no_auxiliary(self, config: EngineConfig) -> None:
         with pytest.raises(ConfigurationError, match="needs an auxiliary model"):
