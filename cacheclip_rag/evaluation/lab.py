@@ -265,7 +265,11 @@ class Lab:
             primary=self.config.primary,
             auxiliary=engine.config.auxiliary,
             runs=[planned.run for planned in self.runs],
-            questions=[Question(r.id, r.question, list(r.answers)) for r in self.records if r.id not in self.skipped],
+            questions=[
+                Question(record.id, record.question, list(record.answers), record.task)
+                for record in self.records
+                if record.id not in self.skipped
+            ],
             items=[item for (id_, label), item in journal.items.items() if label in labels and id_ not in self.skipped],
             settings=journal.settings,
             skipped=self._skipped(),

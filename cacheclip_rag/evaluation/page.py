@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from .plots import COLOURS, Plot, plots, to_svg
-from .tables import Cell, first_skipped, headline, notes, score_title, table
+from .plots import COLOURS, GLYPHS, Plot, look, plots, to_svg
+from .tables import Cell, Column, first_skipped, headline, notes, score_title, table, task_title
 
 if TYPE_CHECKING:
     from .report import Comparison, ItemResult, Question
@@ -44,15 +44,18 @@ dt { color: var(--ink); } dd { margin: 0; }
 figure { flex: 1 1 26rem; margin: 0; min-width: 0; }
 figcaption { font-weight: 600; }
 .legend { display: flex; flex-wrap: wrap; gap: 0 1rem; padding: 0; list-style: none; }
-.legend li::before { content: ""; display: inline-block; width: 1.2em; margin-right: .4em; vertical-align: .25em;
+.legend li::before { content: ""; display: inline-block; width: 1.8em; margin-right: .4em; vertical-align: .25em;
   border-top: 3px solid var(--c); }
+.legend li.d1::before { border-top-style: dashed; } .legend li.d2::before { border-top-style: dotted; }
+.legend li.d3::before { border-top-style: double; border-top-width: 4px; }
+.legend i { font-style: normal; color: var(--c); margin-right: .3em; }
 .legend li.full::before { border-top: 2px dashed var(--faint); }
 svg { width: 100%; height: auto; overflow: visible; font-size: 12px; fill: var(--ink); }
 svg .grid { stroke: var(--line); }
 svg line.full { stroke: var(--faint); stroke-width: 2; stroke-dasharray: 6 4; }
 svg circle.full { fill: var(--faint); }
 svg polyline { fill: none; stroke: var(--c); stroke-width: 2; }
-svg g circle { fill: var(--c); }
+svg g circle, svg g polygon { fill: var(--c); }
 svg g text { fill: var(--c); paint-order: stroke; stroke: var(--ground); stroke-width: 3px; }
 .filter { display: flex; flex-wrap: wrap; gap: .5rem 1rem; align-items: center; margin-bottom: 1rem; }
 input[type=search] { flex: 1 1 16rem; padding: .4rem .6rem; font: inherit; }
@@ -64,16 +67,25 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; }
 
 _SCRIPT = """
 const box = document.getElementById("words"), lost = document.getElementById("lost");
+const order = document.getElementById("order"), least = document.getElementById("least");
 const items = [...document.querySelectorAll("details.item")], shown = document.getElementById("shown");
+const kl = (item) => "kl" in item.dataset ? Number(item.dataset.kl) : -1;
 function filter() {
-  const words = box.value.toLowerCase();
+  const words = box.value.toLowerCase(), from = least?.value ? Number(least.value) : -1;
   for (const item of items) {
-    item.hidden = !item.textContent.toLowerCase().includes(words) || (lost?.checked && !("lost" in item.dataset));
+    item.hidden = !item.textContent.toLowerCase().includes(words) || (lost?.checked && !("lost" in item.dataset))
+      || kl(item) < from;
   }
   shown.textContent = items.filter((item) => !item.hidden).length + " of " + items.length;
 }
+function sort() {
+  const sorted = order.value === "kl" ? [...items].sort((a, b) => kl(b) - kl(a)) : items;
+  document.getElementById("items").append(...sorted);
+}
 box.addEventListener("input", filter);
 lost?.addEventListener("change", filter);
+least?.addEventListener("input", filter);
+order?.addEventListener("change", sort);
 filter();
 """
 
@@ -94,6 +106,7 @@ def to_html(comparison: Comparison, summary: dict[str, Any]) -> str:
         f"<h1>{title}</h1>\n<p>{escape(headline(summary))}</p>",
         _summary_table(summary),
         f'<div class="plots">{"".join(map(_figure, plots(summary)))}</div>',
+        _tasks(summary),
         _skipped(summary),
         _settings(summary["settings"]),
         _items(comparison, summary),
@@ -110,16 +123,25 @@ def _colours() -> str:
 
 def _summary_table(summary: dict[str, Any]) -> str:
     columns, cells = table(summary)
-    body = [f'<tr><th scope="row">{escape(label)}</th>{"".join(map(_cell, row))}</tr>' for label, row in cells.items()]
     legend = "".join(f"<dt>{escape(c.title)}</dt><dd>{escape(c.meaning)}</dd>" for c in columns)
     return "\n".join(
         [
-            f'<div class="wide"><table>{_head(["Method", *(column.title for column in columns)])}<tbody>',
-            *body,
-            "</tbody></table></div>",
+            _table(columns, cells),
             *(f"<p>{escape(note)}</p>" for note in notes(summary)),
             f"<details><summary>What the columns mean</summary><dl>{legend}</dl></details>",
         ]
+    )
+
+
+def _table(columns: list[Column], cells: dict[str, list[Cell]]) -> str:
+    body = [f'<tr><th scope="row">{escape(label)}</th>{"".join(map(_cell, row))}</tr>' for label, row in cells.items()]
+    head = _head(["Method", *(column.title for column in columns)])
+    return "\n".join([f'<div class="wide"><table>{head}<tbody>', *body, "</tbody></table></div>"])
+
+
+def _tasks(summary: dict[str, Any]) -> str:
+    return "\n".join(
+        f"<h2>{escape(task_title(summary, task))}</h2>\n{_table(*table(summary, task))}" for task in summary["tasks"]
     )
 
 
@@ -135,7 +157,8 @@ def _cell(cell: Cell) -> str:
 
 
 def _figure(plot: Plot) -> str:
-    legend = [f'<li class="p{n % len(COLOURS)}">{escape(series.method)}</li>' for n, series in enumerate(plot.series)]
+    looks = [(series.method, *look(number)) for number, series in enumerate(plot.series)]
+    legend = [f'<li class="p{c} d{d}"><i>{GLYPHS[m]}</i>{escape(method)}</li>' for method, c, m, d in looks]
     legend += ['<li class="full">full</li>'] if plot.full else []
     return (
         f"<figure><figcaption>{escape(plot.title)}</figcaption>\n"
@@ -178,10 +201,17 @@ def _items(comparison: Comparison, summary: dict[str, Any]) -> str:
             '<div class="filter"><input type="search" id="words" placeholder="Filter by words in question or answers" '
             'aria-label="Filter by words in question or answers">',
             '<label><input type="checkbox" id="lost"> only where a method scores below full</label>' if full else "",
-            '<span id="shown" aria-live="polite"></span></div>',
+            _KL_CONTROLS if any(" data-kl=" in item for item in items) else "",
+            '<span id="shown" aria-live="polite"></span></div>\n<div id="items">',
             *items,
+            "</div>",
         ]
     )
+
+
+_KL_CONTROLS = """<label>Order <select id="order"><option value="asked">as asked</option>
+<option value="kl">highest KL first</option></select></label>
+<label>KL from <input type="number" id="least" min="0" step="any" placeholder="0"></label>"""
 
 
 def _item(question: Question, results: list[ItemResult], full: ItemResult | None, scores: list[str]) -> str:
@@ -189,11 +219,14 @@ def _item(question: Question, results: list[ItemResult], full: ItemResult | None
     found = [result.scores[main] for result in results if main in result.scores]
     lost = " data-lost" if full and main in full.scores and found and min(found) < full.scores[main] else ""
     extent = f"<span>{escape(score_title(main))} {min(found):.2f} to {max(found):.2f}</span>" if found else ""
+    divergences = [result.fidelity["answer_kl"] for result in results if "answer_kl" in result.fidelity]
+    worst = f' data-kl="{max(divergences):.6g}"' if divergences else ""
+    extent += f"<span>KL up to {max(divergences):#.3g}</span>" if divergences else ""
     columns = [name for name in scores if any(name in result.scores for result in results)]
     titles = ["Method", "Answer", *map(score_title, columns), "KL", "Effective ratio", "TTFT (s)"]
     rows = "\n".join(_answer(result, columns) for result in results)
     return (
-        f'<details class="item"{lost}><summary><span>{escape(question.id)}</span>{extent}'
+        f'<details class="item"{lost}{worst}><summary><span>{escape(question.id)}</span>{extent}'
         f"<bdi>{escape(question.question)}</bdi></summary>\n<p>Right: <bdi>{escape(' | '.join(question.answers))}</bdi>"
         f'</p>\n<div class="wide"><table>{_head(titles)}<tbody>\n{rows}\n</tbody></table></div></details>'
     )

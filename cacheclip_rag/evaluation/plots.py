@@ -14,7 +14,7 @@ from ..errors import ConfigurationError, MissingExtraError
 from ..paths import atomic_path
 from .tables import number_text, score_title
 
-__all__ = ["COLOURS", "Plot", "Point", "Series", "plots", "to_png", "to_svg"]
+__all__ = ["COLOURS", "GLYPHS", "Plot", "Point", "Series", "look", "plots", "to_png", "to_svg"]
 
 COLOURS = (
     ("#0072b2", "#56b4e9"),
@@ -29,6 +29,12 @@ COLOURS = (
     ("#84502a", "#d9a66b"),
 )
 """Of the methods in turn, on light and on dark ground: after Okabe and Ito, darkened or lightened for contrast."""
+_MARKERS = ("o", "s", "D", "^")
+"""As matplotlib calls them: circle, square, diamond, triangle."""
+_DASHES = (("-", ""), ("--", "7 4"), (":", "2 3"), ("-.", "8 3 2 3"))
+"""Line styles as matplotlib calls them, and as SVG does."""
+GLYPHS = ("●", "■", "◆", "▲")
+"""The markers, in a legend of text."""
 _KL_FLOOR = 1e-7
 """Nats below which float32 logits resolve nothing: such values stand at the bottom as 0, not to stretch the axis."""
 _WIDTH, _HEIGHT = 560, 360
@@ -120,6 +126,13 @@ def _point(label: str, row: dict[str, Any], key: str, log: bool) -> Point | None
     return None if value is None else Point(row["ttft_s"], value, label, label)
 
 
+def look(number: int) -> tuple[int, int, int]:
+    """Indices of colour, marker and dashes of a series: when the colours are used up they come again with the next
+    marker and dashes, so that the first 160 methods differ."""
+    again = number // len(COLOURS)
+    return number % len(COLOURS), again % len(_MARKERS), (again + again // len(_MARKERS)) % len(_DASHES)
+
+
 def linear_ticks(low: float, high: float) -> list[float]:
     """Round numbers in equal steps, at least four of them, from at most ``low`` to at least ``high``."""
     span = high - low or abs(high) or 1.0
@@ -201,8 +214,10 @@ def _svg_group(plot: Plot, number: int, draw: Callable[[float, float, Point, int
     parts = [draw(x, y, point, number) for x, y, point in places]
     if draw is _svg_marker and series.joined and len(places) > 1:
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in places)
-        parts.insert(0, f'<polyline points="{line}"/>')
-    return f'<g class="p{number % len(COLOURS)}">{"".join(parts)}</g>'
+        dashes = _DASHES[look(number)[2]][1]
+        dashed = f' stroke-dasharray="{dashes}"' if dashes else ""
+        parts.insert(0, f'<polyline points="{line}"{dashed}/>')
+    return f'<g class="p{look(number)[0]}">{"".join(parts)}</g>'
 
 
 def _svg_label(x: float, y: float, point: Point, number: int) -> str:
@@ -211,7 +226,21 @@ def _svg_label(x: float, y: float, point: Point, number: int) -> str:
 
 
 def _svg_marker(x: float, y: float, point: Point, number: int) -> str:
-    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5"><title>{html.escape(_described(point))}</title></circle>'
+    title = f"<title>{html.escape(_described(point))}</title>"
+    corners = _CORNERS[look(number)[1]]
+    if not corners:
+        return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5">{title}</circle>'
+    path = " ".join(f"{x + dx:.1f},{y + dy:.1f}" for dx, dy in corners)
+    return f'<polygon points="{path}">{title}</polygon>'
+
+
+_CORNERS: tuple[tuple[tuple[float, float], ...], ...] = (
+    (),
+    ((-4, -4), (4, -4), (4, 4), (-4, 4)),
+    ((0, -5.5), (5.5, 0), (0, 5.5), (-5.5, 0)),
+    ((0, -5.5), (5, 4), (-5, 4)),
+)
+"""Of the markers, from their middle; none for the circle."""
 
 
 def _described(point: Point) -> str:
@@ -261,12 +290,13 @@ def to_png(summary: dict[str, Any], path: Path) -> None:
 def _draw(axes: Any, plot: Plot) -> None:
     for number, series in enumerate(plot.series):
         xs, ys = [point.x for point in series.points], [_shown(plot, point) for point in series.points]
-        style = "-" if series.joined else ""
-        look = {"marker": "o", "color": COLOURS[number % len(COLOURS)][0], "clip_on": False}
-        axes.plot(xs, ys, style, label=_verbatim(series.method), **look)
+        colour, marker, dashes = look(number)
+        style = _DASHES[dashes][0] if series.joined else ""
+        drawn = {"marker": _MARKERS[marker], "color": COLOURS[colour][0], "clip_on": False}
+        axes.plot(xs, ys, linestyle=style, label=_verbatim(series.method), **drawn)
         for x, y, point in zip(xs, ys, series.points, strict=True):
             place = {"xytext": (0, (6, -13)[number % 2]), "textcoords": "offset points", "ha": "center"}
-            axes.annotate(_verbatim(point.label), (x, y), fontsize=8, color=look["color"], **place)
+            axes.annotate(_verbatim(point.label), (x, y), fontsize=8, color=drawn["color"], **place)
     if plot.full is not None:
         dashed = {"color": "#555555", "linestyle": "--", "label": "full"}
         if plot.log:

@@ -20,7 +20,7 @@ from ..paths import atomic_path
 from .page import to_html
 from .plots import plots, to_png
 from .records import Skipped
-from .statistics import paired_bootstrap, trimmed_mean
+from .statistics import paired_bootstrap, paired_ratio, trimmed_mean
 from .tables import to_markdown
 
 __all__ = [
@@ -38,7 +38,6 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1
 _SKIPPED_SHOWN = 5
 FILES = {"summary": "summary.json", "markdown": "report.md", "html": "report.html", "png": "quality_ttft.png"}
 """What :func:`write_report` writes into its folder."""
@@ -66,6 +65,8 @@ class Question:
     question: str
     answers: list[str]
     """Right ones, any of which will do (all of which, for ``string_match_all``)."""
+    task: str = ""
+    """What kind of question it is; figures are broken down by it where there are several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,62 +110,69 @@ class Comparison:
     skipped: list[Skipped]
     """Records of the dataset that no run is judged by."""
 
-    def to_dict(self) -> dict[str, Any]:
-        return {"format": FORMAT_VERSION, **asdict(self)}
 
-    @classmethod
-    def from_dict(cls, value: Mapping[str, Any]) -> Comparison:
-        """Inverse of :meth:`to_dict`; raises KeyError, TypeError or ValueError on anything else."""
-        if value["format"] != FORMAT_VERSION:
-            raise ValueError(f"expected comparison format {FORMAT_VERSION}, got {value['format']!r}")
-        fields = {key: value[key] for key in value if key not in ("format", "runs", "questions", "items", "skipped")}
-        return cls(
-            runs=[Run(**row) for row in value["runs"]],
-            questions=[Question(**row) for row in value["questions"]],
-            items=[ItemResult(**row) for row in value["items"]],
-            skipped=[Skipped(**row) for row in value["skipped"]],
-            **fields,
-        )
-
-
-def summarise(comparison: Comparison) -> dict[str, Any]:
+def summarise(comparison: Comparison, *, against: str = "full") -> dict[str, Any]:
     """Figures per run, ready for JSON; None where there is nothing to take one from.
 
-    Means are over the run's own items; ``difference_to_full`` and ``speedup_vs_full`` are over the ``n_paired`` items
-    that full prefill has too, and ``answerable`` over those of them that it gets right. Intervals are
-    :func:`~cacheclip_rag.evaluation.statistics.paired_bootstrap`'s.
+    Means are over the run's own items; ``difference_to_full``, ``share_of_full`` (mean score over full's) and
+    ``speedup_vs_full`` are over the ``n_paired`` items that full prefill has too, and ``answerable`` over those of them
+    that it gets right: by the question's own metric, or because its answer is or holds a right one, or all that must be
+    named. ``kl_ratio`` is the mean KL over that of the run labelled ``against``, over the questions that both have; for
+    full, whose KL is rounding, there is none. Intervals are those of
+    :mod:`~cacheclip_rag.evaluation.statistics`. ``tasks`` holds the same by task, where there are several.
 
     Raises:
-        ConfigurationError: the comparison contradicts itself, or a figure is not a finite number.
+        ConfigurationError: the comparison contradicts itself, a figure is not a finite number, or no run is labelled
+            ``against``.
     """
     _check(comparison)
-    by_run: dict[str, dict[str, ItemResult]] = {run.label: {} for run in comparison.runs}
-    for item in comparison.items:
-        by_run[item.label][item.id] = item
-    reference = next((run.label for run in comparison.runs if run.method == "full"), None)
-    full = by_run[reference] if reference is not None else {}
-    scores = list(dict.fromkeys(name for item in comparison.items for name in item.scores))
+    if against != "full" and against not in {run.label for run in comparison.runs}:
+        raise ConfigurationError(
+            f"expected the label of a run, one of {', '.join(run.label for run in comparison.runs)}, got {against!r}."
+        )
+    by_task: dict[str, set[str]] = {}
+    for question in comparison.questions:
+        by_task.setdefault(question.task, set()).add(question.id)
     return {
         "dataset": comparison.dataset,
         "primary": comparison.primary,
         "auxiliary": comparison.auxiliary,
-        "n": len(comparison.questions),
         "skipped": len(comparison.skipped),
         "skipped_by_reason": _by_reason(comparison.skipped),
         "skipped_first": [asdict(one) for one in comparison.skipped[:_SKIPPED_SHOWN]],
         "settings": comparison.settings,
-        "measured_on": _measured_on(by_run),
-        "scores": scores,
-        "methods": {run.label: _row(run, by_run[run.label], full, scores) for run in comparison.runs},
+        "measured_on": _measured_on(comparison),
+        "against": against,
+        **_figures(comparison, against, {question.id for question in comparison.questions}),
+        "tasks": {task: _figures(comparison, against, ids) for task, ids in by_task.items()}
+        if len(by_task) > 1
+        else {},
     }
 
 
-def _measured_on(by_run: Mapping[str, Mapping[str, ItemResult]]) -> dict[str, list[str]]:
+def _figures(comparison: Comparison, against: str, ids: set[str]) -> dict[str, Any]:
+    """Those of every run over the questions of these ids."""
+    by_run: dict[str, dict[str, ItemResult]] = {run.label: {} for run in comparison.runs}
+    items = [item for item in comparison.items if item.id in ids]
+    for item in items:
+        by_run[item.label][item.id] = item
+    reference = next((run.label for run in comparison.runs if run.method == "full"), None)
+    full = by_run[reference] if reference is not None else {}
+    other = by_run[against] if against not in ("full", reference) else {}
+    scores = list(dict.fromkeys(name for item in items for name in item.scores))
+    return {
+        "n": len(ids),
+        "scores": scores,
+        "own_scores": list(dict.fromkeys(next(iter(item.scores)) for item in items if item.scores)),
+        "methods": {run.label: _row(run, by_run[run.label], full, other, scores) for run in comparison.runs},
+    }
+
+
+def _measured_on(comparison: Comparison) -> dict[str, list[str]]:
     """Labels of the runs by what their times were taken on, in order of appearance."""
     found: dict[str, dict[str, None]] = {}
-    for label, items in by_run.items():
-        for item in items.values():
-            found.setdefault(item.measured_on, {})[label] = None
+    for item in comparison.items:
+        found.setdefault(item.measured_on, {})[item.label] = None
     return {where: list(labels) for where, labels in found.items()}
 
 
@@ -177,14 +185,17 @@ def _by_reason(skipped: Sequence[Skipped]) -> dict[str, int]:
     return dict(sorted(named.items(), key=lambda pair: -pair[1]))
 
 
-def _row(run: Run, own: Mapping[str, ItemResult], full: Mapping[str, ItemResult], scores: list[str]) -> dict[str, Any]:
+def _row(
+    run: Run,
+    own: Mapping[str, ItemResult],
+    full: Mapping[str, ItemResult],
+    other: Mapping[str, ItemResult],
+    scores: list[str],
+) -> dict[str, Any]:
     items = list(own.values())
     pairs = [(item, full[item.id]) for item in items if item.id in full]
-    kl = [item.fidelity["answer_kl"] for item in items if "answer_kl" in item.fidelity]
-
-    def mean_fidelity(name: str) -> float | None:
-        return _mean(item.fidelity[name] for item in items if name in item.fidelity)
-
+    is_full = run.method == "full"
+    right = [item for item, reference in pairs if _is_right(reference)]
     row = {
         "method": run.method,
         "ratio": run.ratio,
@@ -192,25 +203,57 @@ def _row(run: Run, own: Mapping[str, ItemResult], full: Mapping[str, ItemResult]
         "n": len(items),
         "n_paired": len(pairs),
         "answered_plainly": sum(item.fallback is not None for item in items) or None,
-        "kl_to_full": _mean(kl),
-        "kl_interval": list(paired_bootstrap(kl)) if kl else None,
-        "kl_to_full_median": median(kl) if kl else None,
-        "kl_to_full_trimmed": trimmed_mean(kl) if kl else None,
-        "first_token_kl": mean_fidelity("first_token_kl"),
-        "agreement_with_full": mean_fidelity("agreement"),
-        "gold_logprob": mean_fidelity("gold_logprob"),
+        **_spread("kl_to_full", "kl_interval", _fidelity(items, "answer_kl")),
+        "kl_ratio": None if is_full else _kl_ratio(own, other),
+        **_spread("first_token_kl", "first_token_kl_interval", _fidelity(items, "first_token_kl")),
+        "agreement_with_full": _mean(_fidelity(items, "agreement")),
+        "agreement_interval": _interval(_fidelity(items, "agreement")),
+        "gold_logprob": _mean(_fidelity(items, "gold_logprob")),
         "nominal_ratio": _mean(item.nominal_ratio for item in items),
         "effective_ratio": _mean(item.effective_ratio for item in items),
         "charged_ratio": _mean(item.charged_ratio for item in items),
         "ttft_s": _median(item.ttft_s for item in items),
         "phases_s": _phases(items),
         "speedup_vs_full": _median(other.ttft_s / item.ttft_s for item, other in pairs if item.ttft_s > 0),
-        "difference_to_full": {} if run.method == "full" else _differences(pairs, scores),
-        "answerable": _answerable(pairs, scores) if full else None,
+        "difference_to_full": {} if is_full else _differences(pairs, scores),
+        "share_of_full": {} if is_full else _shares(pairs, scores),
+        "answerable": {"n": len(right), **_means(right, scores)} if full else None,
+        "answerable_intervals": {
+            name: _interval([item.scores[name] for item in right if name in item.scores]) for name in scores
+        }
+        if full
+        else {},
     }
     if clash := row.keys() & set(scores):
         raise ConfigurationError(f"expected scores with names of their own, got {', '.join(sorted(clash))}. Rename it.")
     return {**row, **_means(items, scores)}
+
+
+def _fidelity(items: Iterable[ItemResult], name: str) -> list[float]:
+    return [item.fidelity[name] for item in items if name in item.fidelity]
+
+
+def _spread(name: str, interval: str, values: list[float]) -> dict[str, Any]:
+    """A divergence's mean with its interval, and what its outliers do not rule."""
+    return {
+        name: _mean(values),
+        interval: _interval(values),
+        f"{name}_median": _median(values),
+        f"{name}_trimmed": trimmed_mean(values) if values else None,
+    }
+
+
+def _interval(values: list[float]) -> list[float] | None:
+    return list(paired_bootstrap(values)) if values else None
+
+
+def _kl_ratio(own: Mapping[str, ItemResult], other: Mapping[str, ItemResult]) -> list[float | None] | None:
+    pairs = [(item, other[id_]) for id_, item in own.items() if id_ in other]
+    values = [
+        [one.fidelity["answer_kl"] for one in pair] for pair in pairs if all("answer_kl" in p.fidelity for p in pair)
+    ]
+    found = paired_ratio(*zip(*values, strict=True)) if values else None
+    return list(found) if found else None
 
 
 def _means(items: Sequence[ItemResult], scores: Sequence[str]) -> dict[str, float | None]:
@@ -226,14 +269,19 @@ def _differences(pairs: Sequence[tuple[ItemResult, ItemResult]], scores: Sequenc
     return found
 
 
-def _answerable(pairs: Sequence[tuple[ItemResult, ItemResult]], scores: Sequence[str]) -> dict[str, Any]:
-    """Where full prefill is wrong, a method's answer says little about what reuse costs."""
-    right = [own for own, full in pairs if _is_right(full)]
-    return {"n": len(right), **_means(right, scores)}
+def _shares(pairs: Sequence[tuple[ItemResult, ItemResult]], scores: Sequence[str]) -> dict[str, list[float | None]]:
+    shares = {}
+    for name in scores:
+        values = [(a.scores[name], b.scores[name]) for a, b in pairs if name in a.scores and name in b.scores]
+        if values and min(map(min, values)) >= 0 and (found := paired_ratio(*zip(*values, strict=True))):
+            shares[name] = list(found)
+    return shares
 
 
 def _is_right(item: ItemResult) -> bool:
-    return any(item.scores.get(name, 0.0) >= 1.0 for name in ("contains", "string_match_all", "em"))
+    """Whether full prefill's answer is right: where it is wrong, a method's says little about what reuse costs."""
+    own = list(item.scores)[:1]
+    return any(item.scores.get(name, 0.0) >= 1.0 for name in (*own, "contains", "string_match_all", "em"))
 
 
 def _phases(items: Sequence[ItemResult]) -> dict[str, float]:
@@ -276,8 +324,11 @@ def _check(comparison: Comparison) -> None:
                 )
 
 
-def write_report(comparison: Comparison, folder: Path, *, overwrite: bool = False) -> dict[str, Path]:
-    """Write :data:`FILES` into ``folder``, each at once or not at all; returns their paths by kind.
+def write_report(
+    comparison: Comparison, folder: Path, *, overwrite: bool = False, against: str = "full"
+) -> dict[str, Path]:
+    """Write :data:`FILES` into ``folder``, each at once or not at all; returns their paths by kind. ``against`` as for
+    :func:`summarise`.
 
     Without matplotlib the picture is left out with a warning: the page has the same plots.
 
@@ -290,7 +341,7 @@ def write_report(comparison: Comparison, folder: Path, *, overwrite: bool = Fals
             f"expected a folder without a report, got {folder} with {', '.join(present)}. Choose another folder, or "
             "pass overwrite=True."
         )
-    summary = summarise(comparison)
+    summary = summarise(comparison, against=against)
     texts = {
         "summary": json.dumps(summary, indent=2, ensure_ascii=False) + "\n",
         "markdown": to_markdown(summary),

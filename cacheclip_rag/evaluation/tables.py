@@ -8,7 +8,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["Cell", "Column", "first_skipped", "headline", "notes", "number_text", "score_title", "table", "to_markdown"]
+__all__ = [
+    "Cell",
+    "Column",
+    "first_skipped",
+    "headline",
+    "notes",
+    "number_text",
+    "score_title",
+    "table",
+    "task_title",
+    "to_markdown",
+]
 
 Better = Literal["high", "low"]
 
@@ -45,10 +56,17 @@ class Cell:
     """As good as any other than full prefill, to the digits shown."""
 
 
-def table(summary: dict[str, Any]) -> tuple[list[Column], dict[str, list[Cell]]]:
-    """Columns that have at least one figure, and each run's cells in their order."""
+def table(summary: dict[str, Any], task: str | None = None) -> tuple[list[Column], dict[str, list[Cell]]]:
+    """Columns that have at least one figure, and each run's cells in their order; of one task, what tells tasks
+    apart."""
+    if task is not None:
+        summary = {**summary, **summary["tasks"][task]}
     rows: dict[str, dict[str, Any]] = summary["methods"]
-    columns = [c for c in _columns(summary) if any(c.value(row) is not None for row in rows.values())]
+    columns = [
+        c
+        for c in (_columns if task is None else _task_columns)(summary)
+        if any(c.value(row) is not None for row in rows.values())
+    ]
     cells: dict[str, list[Cell]] = {label: [] for label in rows}
     for column in columns:
         best = _best(column, rows)
@@ -56,7 +74,8 @@ def table(summary: dict[str, Any]) -> tuple[list[Column], dict[str, list[Cell]]]
             value = column.value(row)
             text = "-" if value is None else column.show(value)
             bounds = column.interval(row) if column.interval else None
-            note = f"[{', '.join(map(column.show, bounds))}]" if bounds else ""
+            note = f"[{', '.join(column.show(bound) for bound in bounds if bound is not None)}]" if bounds else ""
+            note = "" if note == "[]" else note
             cells[label].append(Cell(text, note, row["method"] != "full" and text == best))
     return columns, cells
 
@@ -64,19 +83,12 @@ def table(summary: dict[str, Any]) -> tuple[list[Column], dict[str, list[Cell]]]
 def to_markdown(summary: dict[str, Any]) -> str:
     """A heading, one table with the best of each column in bold, and what the columns mean."""
     columns, cells = table(summary)
-    lines = [
-        f"# {_plain(summary['dataset'])}",
-        "",
-        _plain(headline(summary)),
-        "",
-        "| " + " | ".join(["Method", *(_plain(column.title) for column in columns)]) + " |",
-        "|:--" + "|--:" * len(columns) + "|",
-    ]
-    for label, row in cells.items():
-        lines.append("| " + " | ".join([_plain(label), *map(_markdown_cell, row)]) + " |")
+    lines = [f"# {_plain(summary['dataset'])}", "", _plain(headline(summary)), "", *_markdown_table(columns, cells)]
     lines += ["", *(f"- **{_plain(column.title)}**: {_plain(column.meaning)}." for column in columns)]
     for note in notes(summary):
         lines += ["", _plain(note)]
+    for task in summary["tasks"]:
+        lines += ["", f"## {_plain(task_title(summary, task))}", "", *_markdown_table(*table(summary, task))]
     if summary["skipped"]:
         counts = (f"- {count}: {_plain(reason)}" for reason, count in summary["skipped_by_reason"].items())
         lines += ["", f"{summary['skipped']} skipped, by reason:", "", *counts]
@@ -85,6 +97,19 @@ def to_markdown(summary: dict[str, Any]) -> str:
         dumped = json.dumps(summary["settings"], indent=2, ensure_ascii=False)
         lines += ["", "Settings:", "", *(f"    {line}" for line in dumped.splitlines())]
     return "\n".join(lines) + "\n"
+
+
+def _markdown_table(columns: list[Column], cells: dict[str, list[Cell]]) -> list[str]:
+    return [
+        "| " + " | ".join(["Method", *(_plain(column.title) for column in columns)]) + " |",
+        "|:--" + "|--:" * len(columns) + "|",
+        *("| " + " | ".join([_plain(label), *map(_markdown_cell, row)]) + " |" for label, row in cells.items()),
+    ]
+
+
+def task_title(summary: dict[str, Any], task: str) -> str:
+    """A task's name and its number of questions."""
+    return f"{task or 'no task'}: {summary['tasks'][task]['n']} questions"
 
 
 def headline(summary: dict[str, Any]) -> str:
@@ -113,6 +138,11 @@ def notes(summary: dict[str, Any]) -> list[str]:
         )
     elif any(summary["measured_on"]):
         found.append(f"Measured on {next(iter(places))}. Chunk caches are read from memory.")
+    if _num_right(summary) == 0:
+        found.append(
+            "Full prefill answers no question rightly (own metric at 1.0, or a right answer equal to or within its own)"
+            ", so that no figures can be given for those that it does."
+        )
     if _has_gaps(summary) or len({row["n"] for row in summary["methods"].values()}) > 1:
         found.append(
             "Not every method answered the same questions. Means are over the n of each row, and cannot be held "
@@ -137,6 +167,12 @@ def score_title(name: str) -> str:
     return _SCORES.get(name, (name, ""))[0]
 
 
+def _num_right(summary: dict[str, Any]) -> int | None:
+    """Questions that full answers rightly; None if it answered none."""
+    full = [row for row in summary["methods"].values() if row["method"] == "full" and row["n"]]
+    return full[0]["answerable"]["n"] if full and summary["scores"] else None
+
+
 def _has_gaps(summary: dict[str, Any]) -> bool:
     rows = summary["methods"].values()
     return any(row["method"] == "full" for row in rows) and any(row["n"] != row["n_paired"] for row in rows)
@@ -152,19 +188,21 @@ def _columns(summary: dict[str, Any]) -> list[Column]:
         _figure("ttft_s", "TTFT (s)", "time to the first token, median over questions", "{:.3f}", "low"),
         _figure("speedup_vs_full", "Speed-up", "full's TTFT over this one's, median over questions", "{:.2f}x", "high"),
         *(_figure(name, *_SCORES.get(name, (name, "mean of this score")), "{:.3f}", "high") for name in scores),
-        *([_difference(scores[0]), _where_right(scores[0], summary)] if scores else []),
-        Column(
-            "KL to full",
-            "divergence from full prefill along its answer, nats a token, mean over questions (with its 95 % interval)",
-            lambda row: row["kl_to_full"],
-            "{:#.3g}".format,
-            "low",
-            lambda row: row["kl_interval"],
-        ),
+        *(column for score in summary["own_scores"] for column in _against_full(score, summary)),
+        *_divergence(summary),
         _figure("kl_to_full_median", "KL median", "the same, median over questions", "{:#.3g}", "low"),
         _figure("kl_to_full_trimmed", "KL trimmed", "the same, mean without a tenth at each end", "{:#.3g}", "low"),
-        _figure("first_token_kl", "First-token KL", "divergence at the answer's first token, nats", "{:#.3g}", "low"),
-        _figure("agreement_with_full", "Agreement", "share of full's greedy tokens also chosen here", "{:.3f}", "high"),
+        _figure(
+            "first_token_kl",
+            "First-token KL",
+            "divergence at the answer's first token, nats",
+            "{:#.3g}",
+            "low",
+            "first_token_kl_interval",
+        ),
+        _figure("first_token_kl_median", "First-token KL median", "the same, median", "{:#.3g}", "low"),
+        _figure("first_token_kl_trimmed", "First-token KL trimmed", "the same, trimmed mean", "{:#.3g}", "low"),
+        _agreement(),
         _figure(
             "gold_logprob", "Gold log-prob", "mean log-probability of a right answer's tokens, nats", "{:.3f}", "high"
         ),
@@ -173,34 +211,94 @@ def _columns(summary: dict[str, Any]) -> list[Column]:
     ]
 
 
-def _figure(key: str, title: str, meaning: str, shown: str, better: Better | None = None) -> Column:
-    return Column(title, meaning, lambda row: row[key], shown.format, better)
+def _task_columns(summary: dict[str, Any]) -> list[Column]:
+    own: list[str] = summary["own_scores"]
+    return [
+        _figure("n", "n", "questions answered", "{}"),
+        *(_figure(name, *_SCORES.get(name, (name, "")), "{:.3f}", "high") for name in own),
+        *(column for score in own for column in _against_full(score, summary)),
+        *_divergence(summary),
+        _agreement(),
+    ]
 
 
-def _difference(score: str) -> Column:
-    def value(row: dict[str, Any]) -> list[float]:
-        found: list[float] = row["difference_to_full"].get(score, [])
-        return found
+def _divergence(summary: dict[str, Any]) -> list[Column]:
+    return [
+        _figure(
+            "kl_to_full",
+            "KL to full",
+            "divergence from full prefill along its answer, nats a token, mean over questions (with its 95 % interval)",
+            "{:#.3g}",
+            "low",
+            "kl_interval",
+        ),
+        _estimate(
+            f"KL / {summary['against']}",
+            f"mean KL over that of {summary['against']}, on the questions that both answered (with its 95 % interval)",
+            lambda row: row["kl_ratio"],
+            "{:.3f}x",
+            "low",
+        ),
+    ]
 
+
+def _agreement() -> Column:
+    meaning = "share of full's greedy tokens also chosen here (with its 95 % interval)"
+    return _figure("agreement_with_full", "Agreement", meaning, "{:.3f}", "high", "agreement_interval")
+
+
+def _figure(
+    key: str, title: str, meaning: str, shown: str, better: Better | None = None, interval: str | None = None
+) -> Column:
+    bounds = (lambda row: row[interval]) if interval else None
+    return Column(title, meaning, lambda row: row[key], shown.format, better, bounds)
+
+
+def _estimate(
+    title: str,
+    meaning: str,
+    value: Callable[[dict[str, Any]], Sequence[float] | None],
+    shown: str,
+    better: Better,
+) -> Column:
+    """Of a figure that lies beside the bounds of its interval."""
     return Column(
-        f"{score_title(score)} - full",
-        "mean difference to full over the questions that both answered (with its 95 % interval)",
-        lambda row: next(iter(value(row)), None),
-        "{:+.3f}".format,
-        "high",
-        lambda row: value(row)[1:],
+        title,
+        meaning,
+        lambda row: next(iter(value(row) or ()), None),
+        shown.format,
+        better,
+        lambda row: (value(row) or ())[1:],
     )
 
 
-def _where_right(score: str, summary: dict[str, Any]) -> Column:
+def _against_full(score: str, summary: dict[str, Any]) -> list[Column]:
     count = max((row["answerable"]["n"] for row in summary["methods"].values() if row["answerable"]), default=0)
-    return Column(
-        f"{score_title(score)} where full is right",
-        f"over the {count} questions that full answers rightly",
-        lambda row: row["answerable"][score] if row["answerable"] else None,
-        "{:.3f}".format,
-        "high",
-    )
+    title = score_title(score)
+    return [
+        _estimate(
+            f"{title} - full",
+            "mean difference to full over the questions that both answered (with its 95 % interval)",
+            lambda row: row["difference_to_full"].get(score),
+            "{:+.3f}",
+            "high",
+        ),
+        _estimate(
+            f"{title} / full",
+            "mean over full's, in percent, over the questions that both answered (with its 95 % interval)",
+            lambda row: row["share_of_full"].get(score),
+            "{:.1%}",
+            "high",
+        ),
+        Column(
+            f"{title} where full is right",
+            f"over the {count} questions where full's own is 1.0, or its answer is or holds a right one",
+            lambda row: row["answerable"].get(score) if row["answerable"] else None,
+            "{:.3f}".format,
+            "high",
+            lambda row: row["answerable_intervals"].get(score),
+        ),
+    ]
 
 
 def _best(column: Column, rows: dict[str, dict[str, Any]]) -> str | None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from cacheclip_rag.errors import ConfigurationError, MissingExtraError
-from cacheclip_rag.evaluation.plots import linear_ticks, plots, tick_text, to_svg
+from cacheclip_rag.evaluation.plots import linear_ticks, look, plots, tick_text, to_svg
 from cacheclip_rag.evaluation.records import Skipped
 from cacheclip_rag.evaluation.report import (
     FILES,
@@ -27,7 +27,7 @@ from cacheclip_rag.evaluation.report import (
     to_png,
     write_report,
 )
-from cacheclip_rag.evaluation.statistics import paired_bootstrap
+from cacheclip_rag.evaluation.statistics import paired_bootstrap, paired_ratio
 
 RUNS = [Run("full", "full", None), Run("direct", "direct", 0.0), Run("clip 0.2", "clip", 0.2), Run("clip 1", "clip", 1)]
 QUESTIONS = [Question(f"q{n}", f"Who keeps lamp {n}?", ["Ada", "Ada Thornbury"]) for n in range(1, 6)]
@@ -81,15 +81,6 @@ def only(comparison: Comparison, *labels: str) -> Comparison:
     )
 
 
-def test_comparisons_go_through_json(comparison: Comparison) -> None:
-    dumped = json.loads(json.dumps(comparison.to_dict()))
-    assert Comparison.from_dict(dumped) == comparison
-    with pytest.raises(ValueError, match="comparison format 1, got 2"):
-        Comparison.from_dict({**dumped, "format": 2})
-    with pytest.raises(TypeError):
-        Comparison.from_dict({**dumped, "colour": "red"})
-
-
 class TestSummary:
     def test_means_are_over_the_runs_own_items(self, summary: dict[str, Any]) -> None:
         assert (summary["n"], summary["skipped"], summary["scores"]) == (5, 3, ["f1", "contains"])
@@ -118,9 +109,16 @@ class TestSummary:
         assert rows["direct"]["answerable"] == {"n": 1, "f1": 0.5, "contains": 0.0}
 
     @pytest.mark.parametrize(
-        ("scores", "right"), [({"em": 1.0}, 1), ({"em": 0.0, "contains": 1.0}, 1), ({"string_match_all": 0.75}, 0)]
+        ("scores", "right"),
+        [
+            ({"em": 1.0}, 1),
+            ({"em": 0.0, "contains": 1.0}, 1),
+            ({"string_match_all": 0.75}, 0),
+            ({"rouge_l": 1.0}, 1),
+            ({"f1": 0.9, "rouge_l": 1.0}, 0),
+        ],
     )
-    def test_right_means_one_by_any_such_score(
+    def test_right_means_one_by_the_own_or_any_such_score(
         self, comparison: Comparison, scores: dict[str, float], right: int
     ) -> None:
         alone = replace(only(comparison, "full"), items=[replace(ITEMS[0], scores=scores)])
@@ -152,6 +150,74 @@ class TestSummary:
     def test_contradictions_are_refused(self, comparison: Comparison, change: dict[str, Any], message: str) -> None:
         with pytest.raises(ConfigurationError, match=message):
             summarise(replace(comparison, **change))
+
+
+class TestAgainst:
+    def test_kl_is_a_multiple_of_the_named_one(self, comparison: Comparison) -> None:
+        summary = summarise(comparison, against="direct")
+        rows = summary["methods"]
+        # question 4 has no KL by direct, question 5 none by clip: 0.25 of three over 0.75 of three
+        expected = paired_ratio([0.0, 0.25, 0.0], [0.5, 0.25, 0.0])
+        assert expected is not None and rows["clip 0.2"]["kl_ratio"] == list(expected)
+        assert rows["clip 0.2"]["kl_ratio"][0] == pytest.approx(1 / 3)
+        assert rows["direct"]["kl_ratio"][0] == 1.0 and rows["full"]["kl_ratio"] is None
+        assert "| KL / direct |" in to_markdown(summary) and "<td>0.333x</td>" in to_html(comparison, summary)
+
+    def test_against_full_there_is_none(self, summary: dict[str, Any]) -> None:
+        assert all(row["kl_ratio"] is None for row in summary["methods"].values())
+        assert "KL / " not in to_markdown(summary)
+
+    def test_unknown_label(self, comparison: Comparison) -> None:
+        with pytest.raises(ConfigurationError, match="one of full, direct, clip 0.2, clip 1, got 'clip'"):
+            summarise(comparison, against="clip")
+
+    def test_score_as_a_share_of_fulls(self, summary: dict[str, Any]) -> None:
+        found = summary["methods"]["clip 0.2"]["share_of_full"]
+        assert found["f1"] == list(paired_ratio([1.0, 0.5, 0.0, 0.5], [1.0, 0.5, 0.0, 1.0]) or ())
+        assert found["f1"][0] == 0.8 and summary["methods"]["full"]["share_of_full"] == {}
+
+    def test_intervals_beside_every_mean(self, summary: dict[str, Any]) -> None:
+        row = summary["methods"]["direct"]
+        assert row["agreement_interval"] == list(paired_bootstrap([0.5, 0.75, 1.0, 0.75]))
+        assert row["first_token_kl_interval"] == list(paired_bootstrap([1.0, 0.5, 0.0, 0.5]))
+        assert (row["first_token_kl_median"], row["first_token_kl_trimmed"]) == (0.5, 0.5)
+        clip = summary["methods"]["clip 0.2"]
+        assert clip["answerable_intervals"]["f1"] == list(paired_bootstrap([1.0, 0.5]))
+
+    def test_where_full_is_never_right_that_is_said(self, comparison: Comparison, summary: dict[str, Any]) -> None:
+        told = "Full prefill answers no question rightly"
+        assert told not in to_markdown(summary)
+        wrong = replace(comparison, items=[replace(one, scores={"rouge_l": 0.4}) for one in ITEMS])
+        assert told in to_markdown(summarise(wrong)) and told in to_html(wrong, summarise(wrong))
+
+
+class TestTasks:
+    @pytest.fixture
+    def mixed(self, comparison: Comparison) -> Comparison:
+        questions = [replace(one, task="far" if n < 2 else "near<b>") for n, one in enumerate(QUESTIONS)]
+        return replace(comparison, questions=questions)
+
+    def test_figures_of_a_task_are_those_of_its_questions(self, mixed: Comparison) -> None:
+        tasks = summarise(mixed, against="direct")["tasks"]
+        assert {name: found["n"] for name, found in tasks.items()} == {"far": 2, "near<b>": 3}
+        alone = replace(mixed, questions=mixed.questions[:2], items=[i for i in ITEMS if i.id in ("q1", "q2")])
+        assert tasks["far"]["methods"] == summarise(alone, against="direct")["methods"]
+
+    def test_are_shown(self, mixed: Comparison) -> None:
+        summary = summarise(mixed, against="direct")
+        made, page = to_markdown(summary), to_html(mixed, summary)
+        assert "\n## far: 2 questions\n\n| Method | n | F1 |" in made and made.count("| KL / direct |") == 3
+        assert "<h2>far: 2 questions</h2>" in page and "<h2>near&lt;b&gt;: 3 questions</h2>" in page
+        assert Page(page).count("table") == 3 + 5
+
+    def test_one_task_is_no_breakdown(self, summary: dict[str, Any]) -> None:
+        assert summary["tasks"] == {} and "\n## " not in to_markdown(summary)
+
+    def test_every_tasks_own_metric_is_held_against_full(self, mixed: Comparison) -> None:
+        items = [replace(one, scores={"rouge_l": one.scores["f1"]}) if one.id in ("q1", "q2") else one for one in ITEMS]
+        summary = summarise(replace(mixed, items=items))
+        assert set(summary["own_scores"]) == {"f1", "rouge_l"}
+        assert "| F1 / full |" in to_markdown(summary) and "| ROUGE-L / full |" in to_markdown(summary)
 
 
 class TestSkipped:
@@ -202,7 +268,13 @@ class TestMarkdown:
         assert [cells[label]["Speed-up"] for label in cells] == ["1.00x", "**4.00x**", "2.00x", "1.00x"]
         assert cells["clip 0.2"]["KL to full"] == "0.125 [0.00, 0.250]"
         assert cells["clip 1"]["F1 - full"] == "**+0.000** [+0.000, +0.000]"
-        assert [cells[label]["F1 where full is right"] for label in cells] == ["1.000", "0.500", "0.750", "**1.000**"]
+        where_right = [cells[label]["F1 where full is right"].split(" [")[0] for label in cells]
+        assert where_right == ["1.000", "0.500", "0.750", "**1.000**"]
+        assert cells["clip 0.2"]["F1 where full is right"] == "0.750 [0.500, 1.000]"
+        assert cells["clip 0.2"]["F1 / full"] == "80.0%", "no interval: some draws are of question 3 only"
+        assert cells["clip 1"]["F1 / full"] == "**100.0%**"
+        assert cells["clip 0.2"]["First-token KL median"] == "0.250"
+        assert cells["clip 0.2"]["Agreement"] == "0.875 [0.750, 1.000]"
         assert [cells[label]["Ratio"] for label in cells] == ["-", "0", "0.2", "1"]
 
     def test_only_columns_with_figures_each_of_them_explained(
@@ -270,6 +342,16 @@ class TestPage:
         # direct is worse on question 1, clip 0.2 on question 4
         lost = ["data-lost" in found for _, found in page.tags if found.get("class") == "item"]
         assert lost == [True, False, False, True, False]
+
+    def test_items_can_be_found_by_their_kl(self, comparison: Comparison, summary: dict[str, Any]) -> None:
+        text = to_html(comparison, summary)
+        page = Page(text)
+        worst = [found.get("data-kl") for _, found in page.tags if found.get("class") == "item"]
+        assert worst == ["0.5", "0.25", "0", "0.25", "0.25"]
+        assert page.count("select", id="order") == page.count("input", id="least") == 1
+        assert "<span>KL up to 0.500</span>" in text
+        alone = only(comparison, "full")
+        assert 'id="order"' not in to_html(alone, summarise(alone))
 
     def test_needs_nothing_from_elsewhere(self, comparison: Comparison, summary: dict[str, Any]) -> None:
         text = to_html(comparison, summary)
@@ -342,6 +424,17 @@ class TestPlots:
     )
     def test_ticks_are_round_and_cover_the_values(self, low: float, high: float, expected: list[float]) -> None:
         assert linear_ticks(low, high) == pytest.approx(expected)
+
+    def test_no_two_methods_look_alike(self, summary: dict[str, Any]) -> None:
+        assert len({look(number) for number in range(160)}) == 160
+        rows = summary["methods"]
+        for number in range(25):
+            rows[f"m{number} 0.1"] = {**rows["clip 0.2"], "method": f"m{number}", "ratio": 0.1}
+            rows[f"m{number} 0.2"] = {**rows["clip 0.2"], "method": f"m{number}", "ratio": 0.2}
+        drawn = to_svg(plots(summary)[0])
+        assert drawn.count('class="p2"') == 2 * 3, "labels and markers of three methods in one colour"
+        assert drawn.count('stroke-dasharray="7 4"') == 10 and drawn.count('stroke-dasharray="2 3"') == 7
+        assert drawn.count("<polygon") == 2 * (10 + 7)
 
     def test_png(self, summary: dict[str, Any], tmp_path: Path) -> None:
         summary["methods"]["clip 1"] |= {"method": "$_蓝色", "ratio": None}

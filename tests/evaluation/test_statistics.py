@@ -9,7 +9,7 @@ import pytest
 
 from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.evaluation import statistics as module
-from cacheclip_rag.evaluation.statistics import paired_bootstrap, summary, trimmed_mean
+from cacheclip_rag.evaluation.statistics import paired_bootstrap, paired_ratio, trimmed_mean
 
 DIFFERENCES = [float(x) for x in np.random.default_rng(7).normal(0.3, 1.0, size=50)]
 
@@ -65,12 +65,28 @@ def test_trimmed_mean(values: list[float], share: float, expected: float) -> Non
     assert trimmed_mean(values, share) == pytest.approx(expected)
 
 
-def test_summary() -> None:
-    values = [0.0, 1, 2, 3, 4, 5, 6, 7, 8, 64]
-    assert summary(values) == {"mean": 10.0, "median": 4.5, "trimmed_mean": 4.5, "max": 64.0}
+def test_ratio_is_of_means_and_paired() -> None:
+    others = [abs(value) + 0.1 for value in DIFFERENCES]
+    assert paired_ratio([0.5 * value for value in others], others) == pytest.approx((0.5, 0.5, 0.5))
+    values = list(reversed(others))
+    ratio, low, high = paired_ratio(values, others) or (0, 0, 0)
+    assert ratio == pytest.approx(1.0) and low is not None and high is not None and low < 0.95 and high > 1.05
+    generator = np.random.default_rng(3)
+    drawn = [generator.integers(50, size=50) for _ in range(500)]
+    slow = [sum(values[i] for i in rows) / sum(others[i] for i in rows) for rows in drawn]
+    assert paired_ratio(values, others, samples=500, seed=3) == pytest.approx((1.0, *np.percentile(slow, (2.5, 97.5))))
 
 
-@pytest.mark.parametrize("figure", [paired_bootstrap, trimmed_mean, summary])
+def test_ratio_to_nothing() -> None:
+    assert paired_ratio([1.0, 2.0], [0.0, 0.0]) is None
+    assert paired_ratio([1.0, 2.0], [0.0, 1.0]) == (3.0, None, None), "some draws have nothing to divide by"
+    with pytest.raises(ConfigurationError, match="expected pairs"):
+        paired_ratio([1.0], [1.0, 2.0])
+    with pytest.raises(ConfigurationError, match="from 0 up"):
+        paired_ratio([1.0, -1.0], [1.0, 2.0])
+
+
+@pytest.mark.parametrize("figure", [paired_bootstrap, trimmed_mean])
 def test_nothing_and_what_is_no_number_are_refused(figure: object) -> None:
     assert callable(figure)
     with pytest.raises(ConfigurationError, match="at least one value"):
