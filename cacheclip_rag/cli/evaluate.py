@@ -21,7 +21,11 @@ _PER_TASK = 20
 
 def evaluate(
     dataset: Annotated[
-        Path | None, typer.Option(help="Records as JSON lines, plain or gzip: question, answers, chunks.")
+        list[str] | None,
+        typer.Option(
+            help="Records as JSON lines, plain or gzip: question, answers, chunks. Several files, comma-separated or "
+            "by repeating the option, are one comparison."
+        ),
     ] = None,
     ruler: Annotated[
         str | None, typer.Option(help="Instead of a file: RULER needle tasks, comma-separated, or 'all'.")
@@ -33,10 +37,19 @@ def evaluate(
     primary: PrimaryOption = None,
     auxiliary: AuxiliaryOption = None,
     methods: Annotated[
-        str, typer.Option(help="Comma-separated names, with settings as in epic:k_init=16; 'all' for every method.")
+        str,
+        typer.Option(
+            help="Comma-separated names, with settings as in epic:k_init=16; 'all' for every method but those "
+            "for checkpoints trained to read chunks apart (block, link)."
+        ),
     ] = "full,direct,cacheclip",
     ratios: Annotated[str, typer.Option(help="Comma-separated recompute ratios.")] = "0.2",
-    limit: Annotated[int | None, typer.Option(help="Questions; per task for RULER, 20 unless told.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Questions of each file, or of each RULER task: 20 unless told.")
+    ] = None,
+    against: Annotated[
+        str, typer.Option(help="Label of a method (direct, epic@0.2) that every method's mean KL is a multiple of.")
+    ] = "full",
     metrics: Annotated[
         str | None, typer.Option(help="Comma-separated, instead of what the records name: f1, f1_zh, em, ...")
     ] = None,
@@ -47,23 +60,29 @@ def evaluate(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the report in that folder.")] = False,
     dtype: DtypeOption = None,
     device: DeviceOption = "cpu",
+    auxiliary_device: Annotated[str | None, typer.Option(help="Device of the auxiliary model, if another.")] = None,
+    codec: Annotated[str | None, typer.Option(help="How the primary's chunk caches are stored.")] = None,
+    auxiliary_codec: Annotated[str, typer.Option(help="How the auxiliary's are.")] = "bfloat16",
     as_json: JsonOption = False,
 ) -> None:
     """Compare methods with full prefill on the same questions: scores, fidelity, time to the first token."""
     from ..config import EngineConfig
     from ..evaluation.lab import Lab, planned_runs
     from ..evaluation.questions import INSTRUCTION
-    from ..evaluation.records import read_records
+    from ..evaluation.records import read_together
     from ..evaluation.report import FILES, summarise, to_markdown, write_report
+    from ..evaluation.ruler import chosen_tasks
     from ..evaluation.scores import check_metric
     from .settings import DEFAULT_SETTINGS, parse_auxiliary
 
-    if (dataset is None) == (ruler is None):
+    if (not dataset) == (ruler is None):
         raise ConfigurationError("give either --dataset FILE or --ruler TASKS.")
     if limit is not None and limit < 1:
         raise ConfigurationError(
             f"--limit must be 1 or more questions, got {limit}. Leave it out for the usual number."
         )
+    if out is not None and out.exists() and not out.is_dir():
+        raise ConfigurationError(f"--out must be a folder, got the file {out}. Name another.")
     if out is not None and not overwrite and (out / FILES["summary"]).exists():
         raise ConfigurationError(f"{out} holds a report already. Name another folder, or add --overwrite.")
     config = EngineConfig(
@@ -71,23 +90,29 @@ def evaluate(
         auxiliary=parse_auxiliary(auxiliary) if auxiliary else DEFAULT_SETTINGS.auxiliary,
         dtype=dtype or DEFAULT_SETTINGS.dtype,
         device=device,
+        auxiliary_device=auxiliary_device,
+        codec=codec,
+        auxiliary_codec=auxiliary_codec,
     )
     runs = planned_runs(_split(methods), [_ratio(value) for value in _split(ratios)], config)
+    labels = [planned.run.label for planned in runs]
+    if against not in labels:
+        raise ConfigurationError(f"--against must be one of {', '.join(labels)}, got {against!r}.")
     chosen_metrics = _split(metrics or "")
     for metric in chosen_metrics:
         check_metric(metric)
     unreadable: tuple[Skipped, ...] = ()
-    if dataset is not None:
-        found = read_records(dataset, limit=limit)
+    if dataset:
+        found = read_together(_files(dataset), limit=limit)
         name, records, unreadable = found.name, list(found.records), found.skipped
         config = replace(config, system_prompt=INSTRUCTION)
     else:
         assert ruler is not None
         name = f"ruler-{length}"
         text = _read_haystack(haystack)
-        records = _needles(
-            config, ruler, length, _PER_TASK if limit is None else limit, seed, text, chunk_tokens, overlap_tokens
-        )
+        tasks = chosen_tasks(_split(ruler), has_haystack=text is not None)
+        count = _PER_TASK if limit is None else limit
+        records = _needles(config, tasks, length, count, seed, text, chunk_tokens, overlap_tokens)
     lab = Lab(
         name=name,
         records=records,
@@ -98,9 +123,9 @@ def evaluate(
     )
     comparison = lab.run()
     comparison = replace(comparison, skipped=[*unreadable, *comparison.skipped])
-    summary = summarise(comparison)
+    summary = summarise(comparison, against=against)
     if out is not None:
-        write_report(comparison, out, overwrite=overwrite)
+        write_report(comparison, out, overwrite=overwrite, against=against)
     _tell_skipped(summary)
     if as_json:
         print_json(summary)
@@ -122,16 +147,22 @@ def _tell_skipped(summary: dict[str, Any]) -> None:
 
 
 def _needles(
-    config: EngineConfig, tasks: str, length: int, count: int, seed: int, text: str | None, chunk: int, overlap: int
+    config: EngineConfig,
+    tasks: list[str],
+    length: int,
+    count: int,
+    seed: int,
+    text: str | None,
+    chunk: int,
+    overlap: int,
 ) -> list[Record]:
     from ..engine import CacheClipEngine
-    from ..evaluation.ruler import TASKS, generate
+    from ..evaluation.ruler import generate
 
     runtime = CacheClipEngine(replace(config, auxiliary=None)).primary
-    names = list(TASKS) if tasks == "all" else _split(tasks)
     return [
         record
-        for name in names
+        for name in tasks
         for record in generate(
             name,
             num_tokens=length,
@@ -152,6 +183,11 @@ def _read_haystack(path: Path | None) -> str | None:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"the haystack must be a UTF-8 text file: {error}.") from error
+
+
+def _files(given: list[str]) -> list[str]:
+    """Paths; one with a comma in it must be there."""
+    return [path for text in given for path in ([text] if Path(text).is_file() else _split(text))]
 
 
 def _split(text: str) -> list[str]:

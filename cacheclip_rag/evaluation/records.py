@@ -11,13 +11,13 @@ import gzip
 import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, cast
 
 from ..errors import ConfigurationError
 
-__all__ = ["Passage", "Record", "RecordFile", "Skipped", "first_few", "read_records"]
+__all__ = ["Passage", "Record", "RecordFile", "Skipped", "first_few", "read_records", "read_together"]
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _SCHEMA = (
@@ -117,6 +117,25 @@ def read_records(path: str | Path, *, limit: int | None = None) -> RecordFile:
     if not records:
         raise ConfigurationError(_nothing_usable(path, skipped))
     return RecordFile(_name(file), tuple(records.values()), tuple(skipped))
+
+
+def read_together(paths: Sequence[str | Path], *, limit: int | None = None) -> RecordFile:
+    """Several files as one, at most ``limit`` records of each; their names stand before ids and lines.
+
+    Raises:
+        ConfigurationError: two files of one name, or as :func:`read_records`.
+    """
+    if len(paths) == 1:
+        return read_records(paths[0], limit=limit)
+    found = [read_records(path, limit=limit) for path in paths]
+    names = [file.name for file in found]
+    if twice := next((name for number, name in enumerate(names) if name in names[:number]), None):
+        raise ConfigurationError(f"expected files with names of their own, got two named {twice!r}. Rename one.")
+    return RecordFile(
+        "+".join(names),
+        tuple(replace(record, id=f"{file.name}/{record.id}") for file in found for record in file.records),
+        tuple(replace(skipped, where=f"{file.name}, {skipped.where}") for file in found for skipped in file.skipped),
+    )
 
 
 def _name(file: Path) -> str:

@@ -24,7 +24,7 @@ from typing import Literal
 from ..errors import ConfigurationError, MissingExtraError
 from .records import Passage, Record
 
-__all__ = ["MAX_TOKENS", "TASKS", "NeedleTask", "Offsets", "generate", "sentences"]
+__all__ = ["MAX_TOKENS", "TASKS", "NeedleTask", "Offsets", "chosen_tasks", "generate", "sentences"]
 
 Offsets = Callable[[str], Sequence[tuple[int, int]]]
 """Gives ``(start, end)`` in characters of every token of a text, no special tokens added."""
@@ -157,6 +157,27 @@ def generate(
     return records
 
 
+def chosen_tasks(names: Sequence[str], *, has_haystack: bool) -> list[str]:
+    """Names of tasks, ``all`` for every one; checked before anything is loaded or generated.
+
+    Raises:
+        ConfigurationError: an unknown task, one named twice, or one that needs a haystack and there is none.
+    """
+    chosen = [name for given in names for name in (TASKS if given == "all" else [given])]
+    if not chosen:
+        raise ConfigurationError(f"expected RULER tasks, got none. Known: {', '.join(TASKS)}.")
+    for number, name in enumerate(chosen):
+        _known(name)
+        if name in chosen[:number]:
+            raise ConfigurationError(f"expected each RULER task once, got {name!r} twice.")
+        if TASKS[name].haystack == "essay" and not has_haystack:
+            raise ConfigurationError(
+                f"{name} hides its needles in essays, and there is no haystack. Give a text file as haystack, or name "
+                f"tasks that need none: {', '.join(each for each, row in TASKS.items() if row.haystack != 'essay')}."
+            )
+    return chosen
+
+
 def sentences(text: str) -> list[str]:
     """Sentences of a text whose words are one space apart; joined by a space they are the text again.
 
@@ -171,8 +192,7 @@ def sentences(text: str) -> list[str]:
 
 
 def _check(task: str, count: int, offsets: Offsets, chunk_tokens: int, overlap_tokens: int) -> NeedleTask:
-    if task not in TASKS:
-        raise ConfigurationError(f"expected a RULER task, got {task!r}. Known: {', '.join(TASKS)}.")
+    row = _known(task)
     if count < 1:
         raise ConfigurationError(f"expected a count of at least 1 sample, got {count}. Ask for one or more.")
     if not 0 <= overlap_tokens < chunk_tokens:
@@ -184,6 +204,12 @@ def _check(task: str, count: int, offsets: Offsets, chunk_tokens: int, overlap_t
         raise ConfigurationError(
             "expected the characters of every token, got none. Use a model with a fast tokenizer (tokenizer.json)."
         )
+    return row
+
+
+def _known(task: str) -> NeedleTask:
+    if task not in TASKS:
+        raise ConfigurationError(f"expected a RULER task, got {task!r}. Known: {', '.join(TASKS)}.")
     return TASKS[task]
 
 

@@ -643,6 +643,54 @@ class TestCommand:
             self.run("--dataset", dataset, *models, "--methods", "direct", "--out", out, "--overwrite").exit_code == 0
         )
 
+    def test_several_files_are_one_comparison(self, dataset: Path, tiny_models: dict[str, str], tmp_path: Path) -> None:
+        other = tmp_path / "other, too.jsonl"
+        lines = gzip.decompress(dataset.read_bytes()).decode().splitlines()[:2]
+        other.write_text("\n".join(line.replace('"task": "tiny"', '"task": "small"') for line in lines))
+        options = (
+            "--primary", tiny_models["llama"], "--auxiliary", "none", "--methods", "direct,ape", "--against", "direct",
+            "--json", "--limit", 2,
+        )  # fmt: skip
+        result = self.run("--dataset", dataset, "--dataset", other, *options)
+        assert result.exit_code == 0, result.output
+        summary = json.loads(result.stdout)
+        assert (summary["dataset"], summary["n"]) == ("tiny+other, too", 4)
+        assert {name: found["n"] for name, found in summary["tasks"].items()} == {"tiny": 2, "small": 2}
+        ratio, low, high = summary["methods"]["ape"]["kl_ratio"]
+        assert low <= ratio <= high and summary["tasks"]["small"]["methods"]["direct"]["kl_ratio"] == [1.0, 1.0, 1.0]
+        assert self.run("--dataset", f"{dataset},{dataset}", *options).exit_code != 0
+
+    def test_how_chunks_are_stored(self, dataset: Path, tiny_models: dict[str, str]) -> None:
+        models = ("--primary", tiny_models["llama"], "--auxiliary", tiny_models["auxiliary"])
+        options = ("--codec", "float16", "--auxiliary-codec", "float32", "--auxiliary-device", "cpu")
+        result = self.run("--dataset", dataset, *models, *options, "--methods", "cacheclip", "--limit", 1, "--json")
+        assert result.exit_code == 0, result.output
+        settings = json.loads(result.stdout)["settings"]
+        assert (settings["codec"], settings["auxiliary_codec"], settings["auxiliary_device"]) == (
+            "float16",
+            "float32",
+            "cpu",
+        )
+
+    def test_out_must_be_a_folder(self, dataset: Path) -> None:
+        result = self.run("--dataset", dataset, "--methods", "direct", "--auxiliary", "none", "--out", dataset)
+        assert result.exit_code != 0 and "--out must be a folder, got the file" in str(result.exception)
+
+    @pytest.mark.parametrize(
+        ("tasks", "message"),
+        [
+            ("niah_single_1,niah_nonsense", "expected a RULER task, got 'niah_nonsense'"),
+            ("niah_single_1,niah_single_1", "each RULER task once, got 'niah_single_1' twice"),
+            ("niah_single_1,all", "each RULER task once, got 'niah_single_1' twice"),
+            ("niah_single_2", "no haystack. Give a text file"),
+            (",", "expected RULER tasks, got none"),
+        ],
+    )
+    def test_ruler_tasks_are_checked_before_weights_are_loaded(self, tasks: str, message: str) -> None:
+        result = self.run("--ruler", tasks, "--primary", "/no/such/model", "--auxiliary", "none", "--methods", "direct")
+        assert result.exit_code != 0 and message in str(result.exception)
+        assert "no/such/model" not in str(result.exception)
+
     def test_ruler(self, tiny_models: dict[str, str]) -> None:
         result = self.run(
             "--ruler", "niah_multikey_2,niah_single_1", "--length", 1200, "--limit", 2, "--chunk-tokens", 200,
@@ -664,6 +712,7 @@ class TestCommand:
             (["--ruler", "niah_single_1", "--ratios", "much"], "numbers from 0 to 1"),
             (["--ruler", "niah_single_1", "--metrics", "bleu"], "metric must be one of"),
             (["--ruler", "niah_single_2", "--metrics", "bleu"], "metric must be one of"),
+            (["--ruler", "niah_single_1", "--against", "ape"], "--against must be one of full, direct, cacheclip@0.2"),
             (["--ruler", "niah_single_1", "--limit", "0"], "--limit must be 1 or more questions, got 0"),
             (["--ruler", "niah_single_1", "--limit", "-3"], "got -3. Leave it out"),
             (["--dataset", "nowhere.jsonl", "--limit", "0"], "--limit must be 1 or more questions, got 0"),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cacheclip_rag.errors import ConfigurationError
-from cacheclip_rag.evaluation.records import Passage, Record, Skipped, read_records
+from cacheclip_rag.evaluation.records import Passage, Record, Skipped, read_records, read_together
 
 GOOD: dict[str, Any] = {
     "id": "q1",
@@ -149,3 +149,17 @@ def test_damaged_gzip(tmp_path: Path, damage: str) -> None:
     (tmp_path / "damaged.jsonl.gz").write_bytes(packed)
     with pytest.raises(ConfigurationError, match="unreadable file.*Fetch or pack it again"):
         read_records(tmp_path / "damaged.jsonl.gz")
+
+
+def test_several_files_as_one(tmp_path: Path) -> None:
+    first = write(tmp_path, line(), line(id="other"), "{", name="first.jsonl")
+    second = write(tmp_path, "{", line(), name="second.jsonl")
+    found = read_together([first, second])
+    assert found.name == "first+second" and len({record.id for record in found.records}) == 3
+    assert {record.id.partition("/")[0] for record in found.records} == {"first", "second"}
+    assert [skipped.where for skipped in found.skipped] == ["first, line 3", "second, line 1"]
+    assert len(read_together([first, second], limit=1).records) == 2
+    assert read_together([first]) == read_records(first), "one alone keeps its ids"
+    (tmp_path / "below").mkdir()
+    with pytest.raises(ConfigurationError, match="two named 'first'"):
+        read_together([first, write(tmp_path / "below", line(), name="first.jsonl")])
