@@ -81,6 +81,7 @@ def evaluate(
         raise ConfigurationError(
             f"--limit must be 1 or more questions, got {limit}. Leave it out for the usual number."
         )
+    # what can be told at once is told before weights are loaded
     if out is not None and out.exists() and not out.is_dir():
         raise ConfigurationError(f"--out must be a folder, got the file {out}. Name another.")
     if out is not None and not overwrite and (out / FILES["summary"]).exists():
@@ -125,7 +126,7 @@ def evaluate(
     comparison = replace(comparison, skipped=[*unreadable, *comparison.skipped])
     summary = summarise(comparison, against=against)
     if out is not None:
-        write_report(comparison, out, overwrite=overwrite, against=against)
+        write_report(comparison, out, overwrite=overwrite, summary=summary)
     _tell_skipped(summary)
     if as_json:
         print_json(summary)

@@ -186,6 +186,7 @@ class Lab:
             for spec, method in new.items():
                 if any(each.name == "recompute_ratio" for each in fields(method)):
                     method = replace(method, recompute_ratio=_REHEARSAL_RATIO)  # type: ignore[call-arg]
+                _forget(engine)
                 _rehearse(engine, spec, method, texts)
         finally:
             engine.release(texts)
@@ -292,6 +293,9 @@ def _rehearse(engine: CacheClipEngine, spec: str, method: Method, texts: Sequenc
         raise ConfigurationError(
             f"method {spec!r} cannot run here: {_reason(error)} Mend its settings, or leave it out."
         ) from error
+    except Exception as error:
+        error.add_note(f"while trying method {spec!r}, before the first question")
+        raise
 
 
 def _forget(engine: CacheClipEngine) -> None:

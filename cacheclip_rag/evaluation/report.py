@@ -325,10 +325,10 @@ def _check(comparison: Comparison) -> None:
 
 
 def write_report(
-    comparison: Comparison, folder: Path, *, overwrite: bool = False, against: str = "full"
+    comparison: Comparison, folder: Path, *, overwrite: bool = False, summary: dict[str, Any] | None = None
 ) -> dict[str, Path]:
-    """Write :data:`FILES` into ``folder``, each at once or not at all; returns their paths by kind. ``against`` as for
-    :func:`summarise`.
+    """Write :data:`FILES` into ``folder``, each at once or not at all; returns their paths by kind. ``summary`` is what
+    :func:`summarise` made of the comparison, where that was done before.
 
     Without matplotlib the picture is left out with a warning: the page has the same plots.
 
@@ -341,7 +341,7 @@ def write_report(
             f"expected a folder without a report, got {folder} with {', '.join(present)}. Choose another folder, or "
             "pass overwrite=True."
         )
-    summary = summarise(comparison, against=against)
+    summary = summary or summarise(comparison)
     texts = {
         "summary": json.dumps(summary, indent=2, ensure_ascii=False) + "\n",
         "markdown": to_markdown(summary),
