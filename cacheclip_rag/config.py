@@ -9,7 +9,7 @@ from typing import Any
 
 from .checks import check_whole_number
 from .errors import ConfigurationError
-from .methods import check_method, check_ratio
+from .methods import DEFAULT_METHOD, check_method, check_ratio
 from .methods.leads import LEADS
 from .models.catalog import DEFAULT_AUXILIARY, DEFAULT_PRIMARY
 from .selection.modes import check_grouping
@@ -34,12 +34,12 @@ class EngineConfig:
     """Folder of the chunk-cache store; None keeps chunk caches in memory only."""
     namespace: str = "default"
     """Tenant: two namespaces never share an entry."""
-    method: str = "cacheclip"
+    method: str = DEFAULT_METHOD
     """Default method of :meth:`~cacheclip_rag.engine.CacheClipEngine.generate`: a name, and settings of its own behind
     it where they differ from the defaults (``epic:k_init=16``)."""
     recompute_ratio: float = 0.2
     """Share of chunk tokens to recompute, 0 to 1."""
-    behind: str = "prefix"
+    behind: str = "passages"
     """What chunks are computed behind when they are stored, by this engine's methods: the shared ``prefix``, or
     ``passages``, the prefix and a few paragraphs, see :class:`~cacheclip_rag.methods.base.ReusingMethod`. Chunks stored
     with one are missing for the other."""

@@ -221,9 +221,8 @@ def engine(tiny_models: dict[str, str], tmp_path: Path) -> Any:
     """An engine on the tiny llama with a disk store of its own."""
     from cacheclip_rag import CacheClipEngine
 
-    return CacheClipEngine(
-        primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"], store=str(tmp_path / "store")
-    )
+    models = {"primary": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"]}
+    return CacheClipEngine(**models, **CACHECLIP, store=str(tmp_path / "store"))
 
 
 @pytest.fixture
@@ -234,6 +233,10 @@ def chunks() -> list[str]:
 @pytest.fixture
 def question() -> str:
     return QUESTION
+
+
+CACHECLIP = {"method": "cacheclip", "behind": "prefix"}
+"""Settings of engines in most tests: both models take part, and a chunk right behind the prefix is exact."""
 
 
 def rag_prompt(chunks: list[str], question: str = QUESTION) -> str:

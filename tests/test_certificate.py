@@ -27,7 +27,7 @@ from cacheclip_rag.errors import CertificateError, ModelError
 from cacheclip_rag.methods import create
 from cacheclip_rag.methods.cacheclip import CacheClip
 from cacheclip_rag.methods.leads import LEADS
-from tests.conftest import rag_prompt
+from tests.conftest import CACHECLIP, rag_prompt
 
 ONE = SamplingParams(max_tokens=1)
 SPREAD = {"mean": 0.05, "median": 0.04, "max": 0.1}
@@ -43,7 +43,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def make(tiny_models: dict[str, str]) -> Callable[..., CacheClipEngine]:
     def build(**options: Any) -> CacheClipEngine:
-        return CacheClipEngine(**{"primary": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"], **options})
+        return CacheClipEngine(
+            **{"primary": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"], **CACHECLIP, **options}
+        )
 
     return build
 

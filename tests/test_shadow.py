@@ -17,7 +17,7 @@ from cacheclip_rag.methods import create
 from cacheclip_rag.metrics import Metrics
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.shadow import ShadowChecker
-from tests.conftest import CHUNKS, rag_prompt
+from tests.conftest import CACHECLIP, CHUNKS, rag_prompt
 
 PARAMS = SamplingParams(max_tokens=10)
 
@@ -32,7 +32,9 @@ def make(tiny_models: dict[str, str]) -> Iterator[Callable[..., CacheClipEngine]
     engines = []
 
     def build(**options: Any) -> CacheClipEngine:
-        engine = CacheClipEngine(primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"], **options)
+        engine = CacheClipEngine(
+            **{"primary": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"], **CACHECLIP, **options}
+        )
         engine.precompute(CHUNKS)
         engines.append(engine)
         return engine

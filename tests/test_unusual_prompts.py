@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from cacheclip_rag import CacheClipEngine, Chunk, Fresh, SamplingParams
 from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.models.load import load_model
-from tests.conftest import CHUNKS, add_bos, rag_prompt
+from tests.conftest import CACHECLIP, CHUNKS, add_bos, rag_prompt
 from tests.fusion.cases import EXACT, gap, prefilled, reference_logits
 
 ONE = SamplingParams(max_tokens=1)
@@ -26,7 +26,9 @@ INVISIBLE = "\u200b\u200b"
 @pytest.fixture
 def make(tiny_models: dict[str, str]) -> Callable[..., CacheClipEngine]:
     def build(**options: Any) -> CacheClipEngine:
-        return CacheClipEngine(**{"primary": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"], **options})
+        return CacheClipEngine(
+            **{"primary": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"], **CACHECLIP, **options}
+        )
 
     return build
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..methods import DEFAULT_METHOD
 from .common import (
     AuxiliaryOption,
     DeviceOption,
@@ -39,8 +40,8 @@ def ask(
     question: Annotated[str, typer.Argument(help="What to ask of the documents.")],
     store: StoreOption,
     method: Annotated[
-        str, typer.Option(help="full, direct, cacheclip, query_attention, ... (README lists them).")
-    ] = "cacheclip",
+        str, typer.Option(help="anchored, full, direct, cacheclip, ... (README lists them).")
+    ] = DEFAULT_METHOD,
     ratio: RatioOption = 0.2,
     grouping: Annotated[str, typer.Option(help="window_score, vote_sliding, v1_literal or sentence.")] = "window_score",
     top_k: Annotated[int, typer.Option(help="Passages to retrieve.")] = 6,

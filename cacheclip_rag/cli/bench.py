@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..methods import DEFAULT_METHOD
 from .common import (
     AuxiliaryOption,
     DeviceOption,
@@ -24,7 +25,7 @@ def bench(
     context_tokens: Annotated[int, typer.Option(help="Tokens of all chunks together.")] = 4096,
     chunk_tokens: Annotated[int, typer.Option(help="Tokens of one chunk.")] = 512,
     ratio: RatioOption = 0.2,
-    methods: Annotated[str, typer.Option(help="Comma-separated names.")] = "full,direct,cacheclip",
+    methods: Annotated[str, typer.Option(help="Comma-separated names.")] = f"full,direct,{DEFAULT_METHOD}",
     runs: Annotated[int, typer.Option(help="Interleaved repeats.")] = 3,
     store: Annotated[
         str | None, typer.Option("--store", help="Keep the chunk caches here. [default: temporary]")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..methods import DEFAULT_METHOD
 from .common import (
     AuxiliaryOption,
     DeviceOption,
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 def certify(
     primary: PrimaryOption = None,
     auxiliary: AuxiliaryOption = None,
-    method: Annotated[str, typer.Option(help="Method to certify.")] = "cacheclip",
+    method: Annotated[str, typer.Option(help="Method to certify.")] = DEFAULT_METHOD,
     ratio: RatioOption = 0.2,
     quick: Annotated[bool, typer.Option("--quick", help="4 prompts instead of 20: a first look.")] = False,
     dtype: DtypeOption = None,

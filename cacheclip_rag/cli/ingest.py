@@ -34,7 +34,7 @@ def ingest(
     overlap: Annotated[int | None, typer.Option(help="Tokens shared by neighbouring chunks. [default: 0]")] = None,
     behind: Annotated[
         str | None,
-        typer.Option(help="Compute chunks behind the 'prefix', or behind a few 'passages'. [default: prefix]"),
+        typer.Option(help="Compute chunks behind the 'prefix', or behind a few 'passages'. [default: passages]"),
     ] = None,
     max_bytes: Annotated[
         int | None, typer.Option(help="Limit of the store, kept for later; 0: none. [default: as before]")

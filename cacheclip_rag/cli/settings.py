@@ -19,6 +19,7 @@ DEFAULT_SETTINGS = LibrarySettings(
     namespace="default",
     chunk_tokens=512,
     overlap_tokens=0,
+    behind=EngineConfig().behind,
 )
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from ..config import EngineConfig
 from ..engine import CacheClipEngine
 from ..errors import ConfigurationError
-from ..methods import check_auxiliary, check_ratio, create
+from ..methods import DEFAULT_METHOD, check_auxiliary, check_ratio, create
 from ..progress import progress_bar
 from ..sampling import SamplingParams
 from ..stats import PHASES, FusionStats
@@ -54,7 +54,7 @@ def make_texts(tokenize: Callable[[str], Any], count: int, num_tokens: int, seed
 def bench(
     config: EngineConfig,
     *,
-    methods: Sequence[str] = ("full", "direct", "cacheclip"),
+    methods: Sequence[str] = ("full", "direct", DEFAULT_METHOD),
     context_tokens: int = 4096,
     chunk_tokens: int = 512,
     runs: int = 3,

@@ -15,7 +15,16 @@ from ..errors import ConfigurationError
 if TYPE_CHECKING:
     from .base import Method
 
-__all__ = ["METHODS", "check_auxiliary", "check_method", "check_ratio", "create", "method_class", "spec_of"]
+__all__ = [
+    "DEFAULT_METHOD",
+    "METHODS",
+    "check_auxiliary",
+    "check_method",
+    "check_ratio",
+    "create",
+    "method_class",
+    "spec_of",
+]
 
 METHODS: dict[str, str] = {
     "full": "full:Full",
@@ -27,6 +36,7 @@ METHODS: dict[str, str] = {
     "cacheblend": "cacheblend:CacheBlend",
     "cacheclip": "cacheclip:CacheClip",
     "query_attention": "query_attention:QueryAttention",
+    "anchored": "query_attention:Anchored",
     "prophetkv": "query_attention:ProphetKV",
     "qcfuse": "query_attention:QCFuse",
     "infoflow": "query_attention:InfoFlow",
@@ -40,6 +50,9 @@ METHODS: dict[str, str] = {
     "map_rerank": "map_reduce:MapRerank",
 }
 """Name to ``module:Class`` in this package."""
+
+DEFAULT_METHOD = "anchored"
+"""The one that comes nearest to full prefill at the default ratio (README, "Measured")."""
 
 
 def check_method(method: str) -> None:

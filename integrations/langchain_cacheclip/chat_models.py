@@ -18,6 +18,7 @@ from pydantic import ConfigDict, Field, SecretStr
 from cacheclip_rag.aio import iterate_in_thread
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.methods import DEFAULT_METHOD
 from cacheclip_rag.models.catalog import DEFAULT_AUXILIARY, DEFAULT_PRIMARY
 from cacheclip_rag.sampling import merge_call_options
 
@@ -64,7 +65,7 @@ class ChatCacheClip(BaseChatModel):
     """Folder of the chunk-cache store; None keeps chunk caches in memory only."""
     namespace: str = "default"
     """Tenant: two namespaces never share an entry."""
-    method: str = "cacheclip"
+    method: str = DEFAULT_METHOD
     """How chunks are reused: ``cacheclip``, ``direct`` or ``full``."""
     recompute_ratio: float = 0.2
     """Share of chunk tokens to recompute, 0 to 1."""

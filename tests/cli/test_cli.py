@@ -95,7 +95,7 @@ def test_ask_streams_the_answer_with_sources_and_phases(cacheclip: Any, stored: 
     assert plain.out.startswith(result["answer"])
     assert "island.txt" in plain.out and "first token after" in plain.out
     assert result["stats"]["hits"] == len(result["sources"]) >= 3
-    assert result["stats"]["method"] == "cacheclip"
+    assert result["stats"]["method"] == "anchored"
     assert result["stats"]["effective_ratio"] == pytest.approx(0.2, abs=0.01)
 
 
@@ -104,7 +104,7 @@ def test_ask_methods_and_ratio_one_agree_with_full(cacheclip: Any, stored: Path)
     full = cacheclip(*ask, "--method", "full").json
     exact = cacheclip(*ask, "--ratio", "1.0").json
     assert exact["answer"] == full["answer"]
-    assert full["stats"]["method"] == "full" and exact["stats"]["method"] == "cacheclip"
+    assert full["stats"]["method"] == "full" and exact["stats"]["method"] == "anchored"
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_ask_without_auxiliary_refuses_cacheclip_and_offers_the_others(
         *("--auxiliary", "none", "--embedding", minilm),
     )
     assert made.code == 0, made.err
-    refused = cacheclip("ask", "When?", "--store", store)
+    refused = cacheclip("ask", "When?", "--store", store, "--method", "cacheclip")
     assert refused.code == 2 and "full, prefix, direct" in refused.err
     direct = cacheclip("ask", "When?", "--store", store, "--method", "direct", "--max-tokens", "4", "--json")
     assert direct.json["stats"]["hits"] == 1
@@ -151,7 +151,10 @@ def test_ask_without_auxiliary_refuses_cacheclip_and_offers_the_others(
 def test_ask_may_leave_the_auxiliary_out(cacheclip: Any, stored: Path) -> None:
     ask = ("ask", "Who was the last keeper?", "--store", stored, "--max-tokens", "4", "--json")
     assert cacheclip(*ask, "--auxiliary", "none", "--method", "direct").json["stats"]["hits"] >= 3
-    assert cacheclip(*ask).json["stats"]["method"] == "cacheclip"  # the store is what it was made with
+    again = cacheclip(*ask, "--method", "cacheclip").json
+    assert (
+        again["stats"]["method"] == "cacheclip" and again["stats"]["fallback"] is None
+    )  # the store is what it was made with
 
 
 def test_ask_where_ingestion_never_succeeded(cacheclip: Any, models: list[str], tmp_path: Path) -> None:
@@ -217,7 +220,7 @@ def test_bench_prints_one_object(cacheclip: Any, tiny_models: dict[str, str]) ->
         *("--context-tokens", "256", "--chunk-tokens", "64", "--runs", "1", "--json"),
     )
     assert result.code == 0, result.err
-    assert list(result.json["methods"]) == ["full", "direct", "cacheclip"]
+    assert list(result.json["methods"]) == ["full", "direct", "anchored"]
     assert len(result.out.splitlines()) == 1
 
 
@@ -227,7 +230,7 @@ def test_bench_without_an_auxiliary(cacheclip: Any, tiny_models: dict[str, str])
     sizes = ("--context-tokens", "64", "--chunk-tokens", "32")
     result = cacheclip(*bench, *sizes, "--auxiliary", "no-such-model", "--methods", "full,direct")
     assert list(result.json["methods"]) == ["full", "direct"]
-    refused = cacheclip(*bench, *sizes, "--auxiliary", "none")
+    refused = cacheclip(*bench, *sizes, "--auxiliary", "none", "--methods", "full,cacheclip")
     assert refused.code == 2 and "full, prefix, direct" in refused.err and refused.out == ""
 
 

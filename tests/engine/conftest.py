@@ -9,6 +9,7 @@ import pytest
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.models.load import load_model
+from tests.conftest import CACHECLIP
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +22,13 @@ def endless(tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Non
 def make(tiny_models: dict[str, str]) -> Callable[..., CacheClipEngine]:
     def build(**options: Any) -> CacheClipEngine:
         return CacheClipEngine(
-            **{"primary": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"], "store": None, **options}
+            **{
+                "primary": tiny_models["llama"],
+                "auxiliary": tiny_models["auxiliary"],
+                "store": None,
+                **CACHECLIP,
+                **options,
+            }
         )
 
     return build

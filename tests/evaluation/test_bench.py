@@ -22,7 +22,7 @@ def result(tiny_models: dict[str, str]) -> dict[str, Any]:
 def test_shape_of_the_result(result: dict[str, Any]) -> None:
     assert {"context_tokens", "chunks", "ratio", "runs", "methods"} <= result.keys()
     assert (result["chunks"], result["ratio"], result["runs"]) == (8, 0.25, 2)
-    assert list(result["methods"]) == ["full", "direct", "cacheclip"]
+    assert list(result["methods"]) == ["full", "direct", "anchored"]
     for row in result["methods"].values():
         assert set(row["phases_s"]) == set(PHASES)
         assert 0 < row["ttft_s"]["min"] <= row["ttft_s"]["median"] <= row["ttft_s"]["max"]
@@ -31,7 +31,7 @@ def test_shape_of_the_result(result: dict[str, Any]) -> None:
 
 
 def test_effective_ratio_is_the_nominal_one(result: dict[str, Any]) -> None:
-    assert result["methods"]["cacheclip"]["effective_ratio"] == pytest.approx(0.25, abs=0.01)
+    assert result["methods"]["anchored"]["effective_ratio"] == pytest.approx(0.25, abs=0.01)
     assert result["methods"]["direct"]["effective_ratio"] == 0.0
 
 

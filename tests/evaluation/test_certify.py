@@ -26,7 +26,7 @@ from cacheclip_rag.models import runtime as runtime_module
 from cacheclip_rag.models.attention import AttentionPlan, Block
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.models.runtime import ModelRuntime
-from tests.conftest import CHUNKS, QUESTION, TINY_MODELS
+from tests.conftest import CACHECLIP, CHUNKS, QUESTION, TINY_MODELS
 
 PROMPT = EvaluationPrompt(tuple(CHUNKS[:3]), QUESTION, None)
 
@@ -40,11 +40,11 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def config(tiny_models: dict[str, str]) -> EngineConfig:
-    return EngineConfig(primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"])
+    return EngineConfig(primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"], **CACHECLIP)
 
 
 def engine_for(folder: str, auxiliary: str, **options: Any) -> CacheClipEngine:
-    engine = CacheClipEngine(primary=folder, auxiliary=auxiliary, **options)
+    engine = CacheClipEngine(**{"primary": folder, "auxiliary": auxiliary, **CACHECLIP, **options})
     engine.precompute(PROMPT.chunks)
     return engine
 

@@ -28,7 +28,7 @@ from cacheclip_rag.methods.full import Full
 from cacheclip_rag.methods.leads import LEADS
 from cacheclip_rag.models.text import TextModel
 from cacheclip_rag.prompt import Chunk, Fresh
-from tests.conftest import CHUNKS, SENTENCES, add_bos
+from tests.conftest import CACHECLIP, CHUNKS, SENTENCES, add_bos
 
 METHODS = ["direct", "epic", "cacheclip", "query_attention"]
 
@@ -43,9 +43,8 @@ RECORDS = [record(number) for number in range(3)]
 
 @pytest.fixture
 def config(tiny_models: dict[str, str]) -> EngineConfig:
-    return EngineConfig(
-        primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"], system_prompt="Read and answer."
-    )
+    models = {"primary": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"]}
+    return EngineConfig(**models, **CACHECLIP, system_prompt="Read and answer.")
 
 
 def lab(config: EngineConfig, folder: Path | None = None, records: Any = RECORDS, methods: Any = METHODS) -> Lab:

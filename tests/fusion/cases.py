@@ -17,6 +17,7 @@ from cacheclip_rag.fusion.recompute import assemble, choose_rows
 from cacheclip_rag.methods import create
 from cacheclip_rag.models.attention import AttentionPlan, Block
 from cacheclip_rag.models.cache import FusedCache
+from tests.conftest import CACHECLIP
 
 EXACT = 1e-4
 BROKEN = 1e-2
@@ -89,7 +90,7 @@ def bottom_right_plan(rows: torch.Tensor, num_tokens: int) -> AttentionPlan:
 
 
 def make_engine(folder: str, auxiliary: str, store: str | None = None, **options: Any) -> CacheClipEngine:
-    return CacheClipEngine(primary=folder, auxiliary=auxiliary, store=store, **options)
+    return CacheClipEngine(**{"primary": folder, "auxiliary": auxiliary, "store": store, **CACHECLIP, **options})
 
 
 def make_case(

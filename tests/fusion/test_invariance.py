@@ -16,7 +16,7 @@ from cacheclip_rag.models.attention import causal_plan
 from cacheclip_rag.models.cache import FusedLayer
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.selection.auxiliary import score_chunks
-from tests.conftest import CHUNKS, QUESTION, rag_prompt
+from tests.conftest import CACHECLIP, CHUNKS, QUESTION, rag_prompt
 from tests.fusion.cases import BROKEN, EXACT, Case, gap, make_engine, prefilled, reference_logits, scatter
 
 K_NORM = ("qwen3", "qwen3-moe", "gemma3", "olmo2")
@@ -223,7 +223,7 @@ class TestManyChunks:
         folder = Path(tiny_models["llama"]).parent / "llama-long"
         if not folder.exists():
             build_model(folder, LLAMA, context=16384)
-        engine = CacheClipEngine(primary=str(folder), auxiliary=tiny_models["auxiliary"])
+        engine = CacheClipEngine(primary=str(folder), auxiliary=tiny_models["auxiliary"], **CACHECLIP)
         engine.precompute(texts)
         fused = prefilled(engine, rag_prompt(texts), "cacheclip", 1.0)
         assert fused.stats.hits == 300 and fused.stats.fallback is None

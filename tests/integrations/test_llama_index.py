@@ -147,7 +147,8 @@ def test_custom_template_and_settings(
 
 def test_system_prompt_is_the_shared_prefix(tiny_models: dict[str, str], chunks: list[str], answers: Answers) -> None:
     options = {"model_name": tiny_models["llama"], "auxiliary_model_name": tiny_models["auxiliary"]}
-    llm = CacheClipLLM(**options, system_prompt="You know the lighthouse.", namespace="prefix", max_new_tokens=4)
+    options |= {"engine_kwargs": {"behind": "prefix"}, "namespace": "prefix", "max_new_tokens": 4}
+    llm = CacheClipLLM(**options, system_prompt="You know the lighthouse.")
     CacheClipTransform.from_llm(llm)([TextNode(text=chunks[0])])
     llm.predict(PromptTemplate("{context}\n\nWhen was it built?"), context=chunks[0])
     assert answers.stats[0]["hits"] == 1

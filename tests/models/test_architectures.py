@@ -185,7 +185,7 @@ class TestFallback:
         self, tiny_models: dict[str, str], tmp_path: Path, chunks: list[str], caplog: pytest.LogCaptureFixture
     ) -> None:
         folder = build(tmp_path, "gpt2")
-        engine = CacheClipEngine(primary=tiny_models["llama"], auxiliary=folder, fallback="full")
+        engine = CacheClipEngine(primary=tiny_models["llama"], auxiliary=folder, method="cacheclip", fallback="full")
         engine.precompute(chunks)
         stats = engine.generate(rag_prompt(chunks), SamplingParams(max_tokens=2)).stats
         assert stats.method == "full" and "gpt2" in str(stats.fallback)

@@ -29,6 +29,7 @@ from llama_index.core.llms.custom import CustomLLM
 from cacheclip_rag.aio import iterate_in_thread
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.methods import DEFAULT_METHOD
 from cacheclip_rag.models.catalog import DEFAULT_AUXILIARY, DEFAULT_PRIMARY, PACKAGED_MODELS
 from cacheclip_rag.sampling import merge_call_options
 
@@ -132,7 +133,7 @@ class CacheClipLLM(EngineFields, CustomLLM):
     >>> index.as_query_engine(llm=llm).query("How tall is it?")
     """
 
-    method: str = Field(default="cacheclip", description="How chunks are reused: cacheclip, direct, full.")
+    method: str = Field(default=DEFAULT_METHOD, description="How chunks are reused: anchored, cacheclip, direct, full.")
     recompute_ratio: float = Field(default=0.2, description="Share of chunk tokens to recompute, 0 to 1.")
     context_window: int | None = Field(
         default=None, description="Tokens of prompt and answer; None takes the model's own."
