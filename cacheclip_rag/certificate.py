@@ -287,13 +287,11 @@ def _command(config: EngineConfig, method: Method) -> str:
     not know."""
     if method.name not in METHODS or method_class(method.name) is not type(method):
         return f"cacheclip_rag.evaluation.certify.certify(config, method={type(method).__name__}(...)).save()"
-    settings, spec = asdict(method), spec_of(method)
-    if settings.get("behind", EngineConfig().behind) != EngineConfig().behind and "behind=" not in spec:
-        spec += f":behind={settings['behind']}"  # the command's default is the configuration's, not the method's
+    settings = asdict(method)
     options: dict[str, Any] = {
         "primary": config.primary,
         "auxiliary": config.auxiliary if method.needs_auxiliary else None,
-        "method": spec,
+        "method": spec_of(method, EngineConfig().method_settings()),
         "ratio": method.nominal_ratio if "recompute_ratio" in settings else None,
         "dtype": config.dtype,
         "device": config.device,

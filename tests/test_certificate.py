@@ -205,7 +205,7 @@ class TestEngine:
         assert len(warnings) == 1
         assert "has not been certified" in warnings[0]
         command = f"cacheclip certify --primary {tiny_models['llama']} --auxiliary {tiny_models['auxiliary']}"
-        assert f"{command} --method cacheclip --ratio 0.2 --dtype float32 --device cpu" in warnings[0]
+        assert f"{command} --method cacheclip:behind=prefix --ratio 0.2 --dtype float32 --device cpu" in warnings[0]
         assert warnings[0].endswith("--device cpu")
 
     def test_with_it_is_silent(

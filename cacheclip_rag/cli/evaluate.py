@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import ConfigurationError
+from ..methods import DEFAULT_METHOD
 from .common import AuxiliaryOption, DeviceOption, DtypeOption, JsonOption, PrimaryOption, print_json
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def evaluate(
             help="Comma-separated names, with settings as in epic:k_init=16; 'all' for every method but those "
             "for checkpoints trained to read chunks apart (block, link)."
         ),
-    ] = "full,direct,cacheclip",
+    ] = f"full,direct,{DEFAULT_METHOD},cacheclip",
     ratios: Annotated[str, typer.Option(help="Comma-separated recompute ratios.")] = "0.2",
     limit: Annotated[
         int | None, typer.Option(help="Questions of each file, or of each RULER task: 20 unless told.")

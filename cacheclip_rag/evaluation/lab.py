@@ -104,7 +104,7 @@ def planned_runs(methods: Sequence[str], ratios: Sequence[float], config: Engine
         for ratio in ratios if has_ratio else [None]:
             method = create(name, settings if ratio is None else {**settings, "recompute_ratio": ratio})
             check_auxiliary(method, config.auxiliary)
-            spec = spec_of(method)
+            spec = spec_of(method, config.method_settings())
             counts = ratio is not None and _counts(ratio, method)
             label = f"{spec}@{number_text(ratio)}" if ratio is not None and counts else spec
             planned.setdefault(label, PlannedRun(Run(label, spec, ratio if counts else None, method.learns), method))
@@ -249,6 +249,7 @@ class Lab:
             "auxiliary_tokenizer_sha256": auxiliary.tokenizer_sha256 if auxiliary else None,
             "auxiliary_codec": config.auxiliary_codec if auxiliary else None,
             "auxiliary_device": (config.auxiliary_device or config.device) if auxiliary else None,
+            "behind": config.behind,
             "dtype": config.dtype,
             "device": config.device,
             "system_prompt": config.system_prompt,

@@ -114,14 +114,12 @@ def create(method: str, settings: Mapping[str, Any]) -> Method:
     return cls(**chosen)
 
 
-def spec_of(method: Method) -> str:
-    """A method as :func:`create` takes it: its name, and the settings that are not its defaults, but for the ratio."""
-    changed = {
-        field.name: value
-        for field in fields(method)
-        if field.name != "recompute_ratio" and (value := getattr(method, field.name)) != field.default
-    }
-    return ":".join([method.name, *(f"{name}={value}" for name, value in changed.items())])
+def spec_of(method: Method, settings: Mapping[str, Any] | None = None) -> str:
+    """A method as :func:`create` takes it together with ``settings`` (default none): its name, and what of it they do
+    not give, but for the ratio."""
+    given = {**{field.name: field.default for field in fields(method)}, **(settings or {})}
+    own = {field.name: getattr(method, field.name) for field in fields(method) if field.name != "recompute_ratio"}
+    return ":".join([method.name, *(f"{name}={value}" for name, value in own.items() if value != given[name])])
 
 
 def _parse(method: str, key: str, value: str, kind: type) -> Any:

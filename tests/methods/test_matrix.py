@@ -170,6 +170,9 @@ class TestNames:
         assert (method.k_init, method.k_final, method.recompute_ratio) == (16, 2, 0.1)
         assert spec_of(method) == "epic:k_init=16:k_final=2"
         assert create(spec_of(method), {"recompute_ratio": 0.1}) == method
+        engine = {"recompute_ratio": 0.1, "behind": "passages"}
+        assert spec_of(method, engine) == "epic:behind=prefix:k_init=16:k_final=2"
+        assert create(spec_of(method, engine), engine) == method
         assert create("cacheclip:skip_first_chunk=true", {}).skip_first_chunk is True  # type: ignore[attr-defined]
 
     def test_settings_of_parts(self) -> None:
