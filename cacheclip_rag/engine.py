@@ -215,13 +215,17 @@ class CacheClipEngine:
         The prefix cache forgets everything, since any of its blocks may hold such a text. Chunks stored in an
         encoding of other settings (special tokens around each) are found by an engine of the same settings.
         """
-        released = 0
+        chunks = list(chunk_texts(texts))
         self.prefixes.clear()
+        if not chunks:
+            return 0  # no weights are loaded for nothing
+        released = 0
         usual = {create(name, {"behind": behind}).encoding for name in METHODS for behind in LEADS}
+        list(self._usable_caches())  # now among self._caches, as all others
         for encoding in {*usual, self._encoding_of(None)}:
-            list(self._usable_caches(encoding))  # now among self._caches
-        for chunk in chunk_texts(texts):
-            everywhere = list(self._caches.values())
+            self._caches_of(self.config.primary, encoding)
+        everywhere = list(self._caches.values())
+        for chunk in chunks:
             released += any([caches.delete(chunk) for caches in everywhere] + [self.captured.remove(chunk)])
             self.texts.remove([chunk])
         return released

@@ -75,9 +75,8 @@ def certify(config: EngineConfig, *, method: Method | None = None, quick: bool =
     outcomes: dict[float, list[_Outcome]] = {ratio: [] for ratio in methods}
     found_by_full: list[bool | None] = []
     with progress_bar("certifying", len(prompts) + 1, "prompts") as advance:
-        engine.precompute(
-            prompts[0].chunks, method="direct:behind=prefix"
-        )  # the checks are of reuse itself, whatever the method
+        # the checks are of reuse itself, whatever the method
+        engine.precompute(prompts[0].chunks, method="direct:behind=prefix")
         exactness = check_exactness(engine, prompts[0])
         advance(1)
         for number, prompt in enumerate(prompts, 2):

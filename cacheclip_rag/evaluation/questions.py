@@ -110,7 +110,7 @@ def ask(
         ConfigurationError: the record's ``meta`` asks for what there is not.
     """
     meta, form = record.meta, FORMS.get(record.task, _QUESTION)
-    metric = _text(meta, "metric", form.metric) or ("f1_zh" if _is_chinese(record.question) else "f1")
+    metric = _setting(meta, "metric", form.metric) or ("f1_zh" if _is_chinese(record.question) else "f1")
     metric = _LONGBENCH_METRICS.get(metric, metric)
     chosen = tuple(metrics) or (metric, *_ALWAYS)
     for name in chosen:
@@ -124,17 +124,17 @@ def ask(
     if not all(chunks):
         raise ConfigurationError(f"every chunk must hold text, and number {chunks.index('') + 1} holds none.")
     segments = _segments(engine, record, form, chunks, date)
-    return AskedQuestion(record, segments, chunks, max_tokens, chosen, _flag(meta, "first_line", form.first_line))
+    return AskedQuestion(record, segments, chunks, max_tokens, chosen, _setting(meta, "first_line", form.first_line))
 
 
 def _segments(
     engine: CacheClipEngine, record: Record, form: TaskForm, chunks: Sequence[str], date: str | None
 ) -> list[Segment]:
     meta = record.meta
-    opening = _text(meta, "opening", form.opening)
-    closing = _text(meta, "closing", form.closing.format(question=record.question))
+    opening = _setting(meta, "opening", form.opening)
+    closing = _setting(meta, "closing", form.closing.format(question=record.question))
     prompt = opening + "\n\n".join(chunks) + closing
-    if _flag(meta, "chat_template", form.chat_template):
+    if _setting(meta, "chat_template", form.chat_template):
         messages: list[Message] = [{"role": "user", "content": prompt}]
         segments = engine.segment(messages, chunks, date=date)
     else:
@@ -142,24 +142,17 @@ def _segments(
         before = "" if opening or not instruction else f"{instruction}\n\n"
         text = segment_text(before + prompt, engine.texts, chunks)
         segments = [segment for segment in (Fresh(engine.primary.opening, control=True), *text) if segment.text]
-    return [*segments, *([Fresh(prefix)] if (prefix := _text(meta, "answer_prefix", "")) else [])]
+    return [*segments, *([Fresh(prefix)] if (prefix := _setting(meta, "answer_prefix", "")) else [])]
 
 
-def _flag(meta: Mapping[str, Any], key: str, default: bool) -> bool:
+def _setting(meta: Mapping[str, Any], key: str, default: Any) -> Any:
+    """What a record's ``meta`` says, true or false or text as the default is."""
     value = meta.get(key)
     if value is None:
         return default
-    if not isinstance(value, bool):
-        raise ConfigurationError(f"{key} must be true or false, got {value!r}.")
-    return value
-
-
-def _text(meta: Mapping[str, Any], key: str, default: str) -> str:
-    value = meta.get(key)
-    if value is None:
-        return default
-    if not isinstance(value, str):
-        raise ConfigurationError(f"{key} must be text, got {value!r}.")
+    if not isinstance(value, type(default)):
+        expected = "true or false" if isinstance(default, bool) else "text"
+        raise ConfigurationError(f"{key} must be {expected}, got {value!r}.")
     return value
 
 

@@ -181,6 +181,9 @@ class TestStore:
         assert make(store=tmp_path, **options).release(chunks[:2]) == 2
         assert with_ways.precompute(chunks[:2], method=method) == 2, "nothing of it is left"
 
+    def test_release_of_nothing_loads_no_model(self, make: Callable[..., CacheClipEngine]) -> None:
+        assert make(primary="no-such-model", auxiliary=None).release([]) == 0
+
     def test_release(self, engine: CacheClipEngine, chunks: list[str]) -> None:
         engine.precompute(chunks)
         assert engine.release(chunks[:2]) == 2

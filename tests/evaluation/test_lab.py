@@ -711,7 +711,10 @@ class TestCommand:
             (["--ruler", "niah_single_1", "--ratios", "much"], "numbers from 0 to 1"),
             (["--ruler", "niah_single_1", "--metrics", "bleu"], "metric must be one of"),
             (["--ruler", "niah_single_2", "--metrics", "bleu"], "metric must be one of"),
-            (["--ruler", "niah_single_1", "--against", "ape"], "--against must be one of full, direct, anchored@0.2, cacheclip@0.2"),
+            (
+                ["--ruler", "niah_single_1", "--against", "ape"],
+                "--against must be one of full, direct, anchored@0.2, cacheclip@0.2",
+            ),
             (["--ruler", "niah_single_1", "--limit", "0"], "--limit must be 1 or more questions, got 0"),
             (["--ruler", "niah_single_1", "--limit", "-3"], "got -3. Leave it out"),
             (["--dataset", "nowhere.jsonl", "--limit", "0"], "--limit must be 1 or more questions, got 0"),
