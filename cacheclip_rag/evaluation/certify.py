@@ -81,7 +81,7 @@ def certify(config: EngineConfig, *, method: Method | None = None, quick: bool =
         advance(1)
         for number, prompt in enumerate(prompts, 2):
             engine.precompute(prompt.chunks, method=given)
-            reference = Reference.of(engine, prompt.text, _ANSWER_TOKENS)
+            reference = Reference.of(engine, engine.prefill(prompt.text, method=create("full", {})), _ANSWER_TOKENS)
             found_by_full.append(_finds(prompt, reference.answer))
             for ratio, at_ratio in methods.items():
                 outcomes[ratio].append(_measure(engine, prompt, at_ratio, reference))

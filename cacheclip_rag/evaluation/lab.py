@@ -40,6 +40,7 @@ from ..errors import (
 from ..methods import METHODS, check_auxiliary, create, method_class, spec_of
 from ..methods.base import Method
 from ..methods.leads import LEADS
+from ..prefill import Prefilled
 from ..progress import progress_bar
 from ..prompt import Chunk, Fresh, Segment
 from ..sampling import SamplingParams
@@ -220,8 +221,15 @@ class Lab:
         self, engine: CacheClipEngine, asked: AskedQuestion, gold_ids: list[list[int]], runs: Sequence[PlannedRun]
     ) -> Iterator[ItemResult]:
         try:
+            _forget(engine)
             with _answering(_FULL, asked):
-                reference = Reference.of(engine, asked.segments, asked.max_tokens)
+                full = engine.prefill(asked.segments, method=create(_FULL, {}))
+                reference = Reference.of(engine, full, asked.max_tokens)
+                answered = _followed(reference, full, gold_ids)
+            del full
+            if runs[0].run.label == _FULL:
+                yield _item(asked, _FULL, answered, _measured_on(engine))
+                runs = runs[1:]
             for planned in runs:
                 with _answering(planned.run.label, asked):
                     engine.precompute(asked.chunks, method=planned.method)
@@ -376,7 +384,10 @@ def _answer(
         params = SamplingParams(max_tokens=asked.max_tokens)
         answer = engine.generate(asked.segments, params, method=method, question=asked.record.question)
         return _Answered(answer.text, {}, answer.stats)
-    prefilled = engine.prefill(asked.segments, method=method, question=asked.record.question)
+    return _followed(reference, engine.prefill(asked.segments, method=method, question=asked.record.question), gold_ids)
+
+
+def _followed(reference: Reference, prefilled: Prefilled, gold_ids: Sequence[Sequence[int]]) -> _Answered:
     followed = reference.follow(prefilled, gold_ids=gold_ids)
     assert followed.answer is not None and followed.gold_logprob is not None, "both were asked for"
     fidelity = {

@@ -10,11 +10,9 @@ import torch
 
 from ..engine import CacheClipEngine
 from ..fidelity import Fidelity, compare, greedy, own_answer, read_along
-from ..methods import create
 from ..models.cache import FusedCache
 from ..models.runtime import ModelRuntime
 from ..prefill import Prefilled
-from ..prompt import Prompt, Segment
 
 __all__ = ["Followed", "Reference"]
 
@@ -43,13 +41,15 @@ class Reference:
     """Longest answer, here and of all that is held against it."""
 
     @classmethod
-    def of(cls, engine: CacheClipEngine, prompt: Prompt | Sequence[Segment], max_tokens: int) -> Reference:
-        """Answer by full prefill, with at most ``max_tokens`` and no more than the model's context has room for."""
+    def of(cls, engine: CacheClipEngine, prefilled: Prefilled, max_tokens: int) -> Reference:
+        """Answer a prompt prefilled by ``full``, with at most ``max_tokens`` and no more than the model's context has
+        room for; its cache ends with the prompt again, so that it can be followed itself."""
         runtime = engine.primary
         assert isinstance(runtime, ModelRuntime), "a model that cannot reuse is refused before"
-        prefilled = engine.prefill(prompt, method=create("full", {}))
-        max_tokens = min(max_tokens, runtime.context_tokens - prefilled.layout.num_tokens)
-        ids, logits = greedy(runtime, _cache_of(prefilled), prefilled.logits, max_tokens)
+        cache, end = _cache_of(prefilled), prefilled.layout.num_tokens
+        max_tokens = min(max_tokens, runtime.context_tokens - end)
+        ids, logits = greedy(runtime, cache, prefilled.logits, max_tokens)
+        cache.cut(end)
         return cls(runtime, ids, logits, max_tokens)
 
     @property

@@ -230,9 +230,10 @@ class TestBadRecords:
         engine = CacheClipEngine(config)
         asked = ask(engine, record(0, max_tokens=10**6))
         context = engine.primary.context_tokens
-        engine.primary.context_tokens = len(engine.prefill(asked.segments, method=Full()).layout.ids) + 5
+        prefilled = engine.prefill(asked.segments, method=Full())
+        engine.primary.context_tokens = len(prefilled.layout.ids) + 5
         try:
-            assert len(Reference.of(engine, asked.segments, asked.max_tokens).ids) <= 5
+            assert len(Reference.of(engine, prefilled, asked.max_tokens).ids) <= 5
         finally:
             engine.primary.context_tokens = context
 
