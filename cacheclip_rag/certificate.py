@@ -26,6 +26,7 @@ from .errors import CertificateError
 from .methods import METHODS, method_class, spec_of
 from .methods.base import Method
 from .paths import atomic_path, cache_home
+from .scoring import AuxiliaryScorer
 
 __all__ = [
     "THRESHOLDS",
@@ -64,7 +65,7 @@ class Identity:
     """Its name; with its class, if that is not the one registered under the name."""
     method_settings: str
     """JSON of the method's settings, the recompute ratio left out, and the digest of the text that its chunks are
-    computed behind, if any."""
+    computed behind and of the auxiliary's head set, if any."""
     dtype: str
     device: str
     """Kind of device of both models, ``cpu`` or ``cuda+cpu``."""
@@ -225,12 +226,15 @@ def verdict_at(certificate: Certificate, ratio: float) -> str:
     return below[-1].verdict if below else "not faithful"
 
 
-def identity_of(config: EngineConfig, method: Method, primary: ChunkCaches, auxiliary: ChunkCaches | None) -> Identity:
+def identity_of(config: EngineConfig, method: Method, primary: ChunkCaches, scorer: AuxiliaryScorer | None) -> Identity:
     """What a certificate must be about to cover an engine of these settings, models and method."""
+    auxiliary = scorer.caches if scorer else None
     caches = [primary] if auxiliary is None else [primary, auxiliary]
     settings = {name: value for name, value in asdict(method).items() if name != "recompute_ratio"}
     if method.encoding.lead:  # the settings hold its name only
         settings["lead_sha256"] = hashlib.sha256(method.encoding.lead.encode()).hexdigest()
+    if scorer and scorer.heads:
+        settings["heads_sha256"] = scorer.heads.digest()
     cls = type(method)
     registered = method.name in METHODS and method_class(method.name) is cls
     return Identity(

@@ -39,6 +39,9 @@ class EngineConfig:
     it where they differ from the defaults (``epic:k_init=16``)."""
     recompute_ratio: float = 0.2
     """Share of chunk tokens to recompute, 0 to 1."""
+    heads: str | PathLike[str] = "auto"
+    """Head set of the auxiliary model, for methods that use one: a file; ``auto`` for the one that ``cacheclip
+    calibrate`` or ``finetune`` wrote for this pair of models, else the one in the package; ``none``."""
     behind: str = "passages"
     """What chunks are computed behind when they are stored, by this engine's methods: the shared ``prefix``, or
     ``passages``, the prefix and a few paragraphs, see :class:`~cacheclip_rag.methods.base.ReusingMethod`. Chunks stored
@@ -108,6 +111,10 @@ class EngineConfig:
                 raise ConfigurationError(f"store must be a folder, or None for memory only, got {self.store!r}.")
             # in full: however the folder was named, and wherever the process goes, it stays the same
             object.__setattr__(self, "store", os.path.abspath(os.path.expanduser(self.store)))
+        if not isinstance(self.heads, str | PathLike) or not str(self.heads):
+            raise ConfigurationError(f"heads must be auto, none or a file, got {self.heads!r}.")
+        if self.heads not in ("auto", "none"):
+            object.__setattr__(self, "heads", os.path.abspath(os.path.expanduser(self.heads)))
         for name in ("primary", "namespace", "device"):
             value = getattr(self, name)
             if not isinstance(value, str) or not value:

@@ -47,6 +47,8 @@ from .prompt import (
     segment_text,
 )
 from .sampling import SamplingParams
+from .scoring import AuxiliaryScorer
+from .selection.heads import HeadSet, find_head_set
 from .shadow import ShadowChecker, ShadowRequest
 from .stats import PhaseClock
 from .store import ChunkStore, DiskStore, MemoryStore, TextIndex, TieredStore
@@ -79,6 +81,7 @@ class CacheClipEngine:
         self._texts: TextIndex | None = None
         self._prefixes: PrefixCache | None = None
         self._captured: CapturedChunks | None = None
+        self._head_set: tuple[HeadSet | None] | None = None
         self._shadow: ShadowChecker | None = None
         self._checked: set[tuple[str, float]] = set()
         self.metrics = Metrics()
@@ -132,6 +135,18 @@ class CacheClipEngine:
     @property
     def auxiliary(self) -> TextModel | None:
         return self._caches_of(self.config.auxiliary).runtime if self.config.auxiliary else None
+
+    @property
+    def head_set(self) -> HeadSet | None:
+        """Which heads of the auxiliary score, as the settings ask for it; read once."""
+        with self._lock:
+            if self._head_set is None:
+                auxiliary, setting = self.auxiliary, str(self.config.heads)
+                found = None
+                if isinstance(auxiliary, ModelRuntime):
+                    found = find_head_set(setting, auxiliary, self.primary.fingerprint)
+                self._head_set = (found,)
+            return self._head_set[0]
 
     @property
     def captured(self) -> CapturedChunks:
@@ -415,7 +430,7 @@ class CacheClipEngine:
     ) -> Prefilled:
         """``method``: None for whichever of the exact ones costs least."""
         primary = self._caches_of(self.config.primary)  # weights are loaded before the clock starts
-        auxiliary = self._auxiliary_of(method) if method else None
+        auxiliary = self._scorer_of(method) if method else None
         encoding = method.encoding if method else Encoding(lead=LEADS[self.config.behind])
         encoded = self._caches_of(self.config.primary, encoding)
         captures = method is not None and method.captures
@@ -468,7 +483,7 @@ class CacheClipEngine:
 
     def identity(self, method: Method) -> Identity:
         """What a certificate must be about to cover this engine with this method."""
-        return identity_of(self.config, method, self._caches_of(self.config.primary), self._auxiliary_of(method))
+        return identity_of(self.config, method, self._caches_of(self.config.primary), self._scorer_of(method))
 
     def _check_certificate(self, method: Method) -> None:
         """Before something is reused: warn, or refuse where one is required, unless a certificate covers it."""
@@ -478,8 +493,10 @@ class CacheClipEngine:
             check_certificate(self.config, method, identity)
             self._checked.add(checked)
 
-    def _auxiliary_of(self, method: Method) -> ChunkCaches | None:
-        return self._caches_of(self.config.auxiliary) if method.needs_auxiliary and self.config.auxiliary else None
+    def _scorer_of(self, method: Method) -> AuxiliaryScorer | None:
+        if not method.needs_auxiliary or not self.config.auxiliary:
+            return None
+        return AuxiliaryScorer(self._caches_of(self.config.auxiliary), self.head_set)
 
     def _encoding_of(self, method: str | Method | None) -> Encoding:
         """How a method (default the engine's) wants its chunks encoded."""

@@ -27,19 +27,13 @@ from .models.cache import FusedCache
 from .models.plain import PlainState
 from .models.runtime import ModelRuntime
 from .prompt import Fresh
-from .selection.auxiliary import score_chunks
-from .selection.mapping import map_scores
-from .selection.question import pick_layers
+from .scoring import AuxiliaryScorer
+from .selection.auxiliary import Scoring
 from .stats import FusionStats, PhaseClock
 
 __all__ = ["Keeping", "Prefill", "Prefilled"]
 
 logger = logging.getLogger(__name__)
-
-_MAX_QUESTION_TOKENS = 96
-"""Question tokens that score the chunks, the last ones if there are more: each costs one row per chunk."""
-_LEAST_QUESTION_TOKENS = 16
-"""Fewer say too little: a chunk that leaves the auxiliary model's context less room is not scored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +84,7 @@ class Prefill:
     layout: Layout
     method: Method
     primary: ChunkCaches
-    auxiliary: ChunkCaches | None
+    auxiliary: AuxiliaryScorer | None
     """None if the method needs no auxiliary model."""
     chunks: ChunkCaches | CapturedChunks
     """Where chunk caches of the primary come from: as a rule ``primary`` itself."""
@@ -230,7 +224,7 @@ class Prefill:
 
     def _obstacle(self) -> str | None:
         """Why nothing could be reused exactly, whatever is stored; None if it could."""
-        for caches in (self.primary, self.auxiliary):
+        for caches in (self.primary, self.auxiliary.caches if self.auxiliary else None):
             if caches is not None and caches.runtime.unsupported:
                 return caches.runtime.unsupported
         runtime, num_tokens = self.primary.runtime, self.layout.num_tokens
@@ -309,7 +303,7 @@ class Prefill:
         if isinstance(self.chunks, CapturedChunks):
             return True
         text = span.segment.text
-        return text in self.chunks and (self.auxiliary is None or text in self.auxiliary)
+        return text in self.chunks and (self.auxiliary is None or text in self.auxiliary.caches)
 
     def _selection_request(self, reused: Sequence[Span], scorable: Sequence[Span]) -> SelectionRequest:
         return SelectionRequest(
@@ -320,45 +314,13 @@ class Prefill:
             question=question_slots(self.layout, self.question),
             fresh=choose_rows(self.layout, reused, []),
             captured=self.captured,
-            auxiliary_scores=lambda layers, pooled: self._auxiliary_scores(scorable, layers, pooled),
+            auxiliary_scores=lambda scoring: self._auxiliary_scores(scorable, scoring),
         )
 
-    def _auxiliary_scores(self, spans: Sequence[Span], layers: str, pooled: bool) -> list[torch.Tensor]:
+    def _auxiliary_scores(self, spans: Sequence[Span], scoring: Scoring) -> list[torch.Tensor]:
         """Scores of the auxiliary model for each span, in the primary's tokens."""
-        caches = self.auxiliary
-        assert caches is not None, "a method that asks for the auxiliary's scores declares needs_auxiliary"
-        runtime = caches.kv_runtime
-        question_ids = runtime.tokenize(self.question or _question_in(self.layout)).ids[-_MAX_QUESTION_TOKENS:]
-        least = min(len(question_ids), _LEAST_QUESTION_TOKENS)
-        room = {s: runtime.reuse_tokens - len(caches.prefix_ids) - len(caches.tokenize(s.segment.text)) for s in spans}
-        scorable = [span for span in spans if room[span] >= least]
-        if len(scorable) < len(spans):
-            logger.warning(
-                "%d of %d chunks leave the auxiliary model %r no room for the question: none of their tokens is chosen",
-                len(spans) - len(scorable),
-                len(spans),
-                runtime.name,
-            )
-        if not scorable or not question_ids:
-            return [torch.zeros(len(span.tokens)) for span in spans]
-        question_ids = question_ids[-min(room[span] for span in scorable) :]
-        texts = [span.segment.text for span in scorable]
-        lengths = [len(caches.tokenize(text)) for text in texts]
-
-        def chunks() -> Iterator[torch.Tensor]:
-            for text in texts:
-                with self.clock.phase_within("read", "select"):
-                    kv = caches.read(text)
-                # Damaged or evicted since the look-up: the auxiliary is small, compute it here.
-                yield runtime.encode(caches.tokenize(text).ids, caches.prefix) if kv is None else kv
-
-        chosen = pick_layers(layers, runtime.num_layers)
-        raw = score_chunks(runtime, caches.prefix, chunks(), question_ids, lengths, layers=chosen, pooled=pooled)
-        scores = {
-            span: map_scores(score, caches.tokenize(text).offsets, span.tokens.offsets)
-            for score, text, span in zip(raw, texts, scorable, strict=True)
-        }
-        return [scores[span] if span in scores else torch.zeros(len(span.tokens)) for span in spans]
+        assert self.auxiliary is not None, "a method that asks for the auxiliary's scores declares needs_auxiliary"
+        return self.auxiliary.score(spans, self.question or _question_in(self.layout), scoring, self.clock)
 
     def _assemble(self, cache: FusedCache, found: Sequence[Span], match: Match) -> list[Span]:
         """Put prefix and chunk KV into ``cache``; returns the spans that were there (a damaged one is a miss)."""

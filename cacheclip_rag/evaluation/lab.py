@@ -246,6 +246,7 @@ class Lab:
     def _settings(self, engine: CacheClipEngine) -> dict[str, Any]:
         """What must be the same for answers to be compared; questions and methods may be added."""
         config, auxiliary = engine.config, engine.auxiliary
+        heads = engine.head_set if auxiliary else None
         return {
             "dataset": self.name,
             "primary": config.primary,
@@ -257,6 +258,7 @@ class Lab:
             "auxiliary_tokenizer_sha256": auxiliary.tokenizer_sha256 if auxiliary else None,
             "auxiliary_codec": config.auxiliary_codec if auxiliary else None,
             "auxiliary_device": (config.auxiliary_device or config.device) if auxiliary else None,
+            "auxiliary_heads_sha256": (heads.digest() if heads else "none") if auxiliary else None,
             "behind": config.behind,
             "dtype": config.dtype,
             "device": config.device,

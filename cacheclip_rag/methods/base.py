@@ -29,6 +29,7 @@ from ..models.runtime import ModelRuntime
 from ..models.text import TextModel
 from ..models.walk import RowWalk
 from ..prompt import Segment
+from ..selection.auxiliary import Scoring
 from .leads import LEADS
 
 if TYPE_CHECKING:
@@ -62,9 +63,8 @@ class SelectionRequest:
     """``(num_question_tokens,)`` int64 slots of the tokens that ask."""
     fresh: torch.Tensor
     """``(num_rows,)`` int64 slots that are computed whatever is chosen: glue, question, chunks that were not stored."""
-    auxiliary_scores: Callable[[str, bool], list[torch.Tensor]]
-    """Scores per span from the auxiliary model, ``(num_tokens,)`` in the primary's tokens, given its layers by name and
-    whether one softmax goes over all chunks. Costs a forward pass."""
+    auxiliary_scores: Callable[[Scoring], list[torch.Tensor]]
+    """Scores per span from the auxiliary model, ``(num_tokens,)`` in the primary's tokens. Costs a forward pass."""
     cache: FusedCache | None = None
     """The assembled KV at true positions, nothing recomputed yet; None while scoring comes before reading."""
     captured: Mapping[int, Variant] = field(default_factory=dict)

@@ -1,7 +1,8 @@
 """CacheClip: a small auxiliary model picks the tokens that restore attention between chunks; these are recomputed.
 
-Source: CacheClip (arXiv:2510.10129v1). Departures: the auxiliary is used as it comes (the paper fine-tunes it and
-does not say how); scores are mapped to the primary's tokens before grouping, so that the ratio counts what costs time;
+Source: CacheClip (arXiv:2510.10129v1). The paper fine-tunes the auxiliary and does not say how; here a head set says
+which heads score, and what was learned for them (:mod:`cacheclip_rag.training`); without one the model is used as it
+comes. Departures: scores are mapped to the primary's tokens before grouping, so that the ratio counts what costs time;
 the default grouping fills its budget; nothing is spent on a chunk that is exact already; of a long question the last
 96 tokens score.
 ``grouping="v1_literal"`` is the paper's own rule.
@@ -14,6 +15,8 @@ from typing import ClassVar
 
 import torch
 
+from ..checks import check_whole_number
+from ..selection.auxiliary import Scoring
 from ..selection.question import pick_layers
 from .base import SelectionRequest
 from .selective import Selective
@@ -28,17 +31,29 @@ class CacheClip(Selective):
     name: ClassVar[str] = "cacheclip"
     needs_auxiliary: ClassVar[bool] = True
 
-    layers: str = "last"
-    """Layers of the auxiliary whose attention scores: ``last`` (the paper), ``all``, ``upper``, ``middle``, a range of
-    depth (``0.3-0.6``), a depth and a count (``0.3+4``) or numbers joined by ``+``."""
+    layers: str = "tuned"
+    """Layers of the auxiliary whose attention scores: ``tuned`` (the heads of the engine's head set; ``last`` where
+    there is none), ``last`` (the paper), ``all``, ``upper``, ``middle``, a range of depth (``0.3-0.6``), a depth and a
+    count (``0.3+4``) or numbers joined by ``+``."""
     pooled: bool = False
-    """True takes one softmax over the tokens of all chunks, so that chunks compare; False (the paper) one a chunk."""
+    """True takes one softmax over the tokens of all chunks, so that chunks compare (a head set always does); False (the
+    paper) one a chunk."""
+    sinks: int = 0
+    """Tokens at the start of each chunk that score nothing: every question attends to them."""
+    words: bool = False
+    """True: only those tokens of the question count that have a letter or a digit."""
+    passes: int = 1
+    """2 asks again with the best sentence before the question: evidence that shares no word with the question itself.
+    It costs the second look."""
 
     def __post_init__(self) -> None:
         super(CacheClip, self).__post_init__()
-        pick_layers(self.layers, 1024)
+        if self.layers != "tuned":
+            pick_layers(self.layers, 1024)
+        check_whole_number("sinks", self.sinks, of="tokens")
+        check_whole_number("passes", self.passes, least=1, most=2)
 
     def score(self, request: SelectionRequest) -> list[torch.Tensor]:
         if not self.is_open(request):
             return [torch.zeros(len(span.tokens)) for span in request.spans]
-        return request.auxiliary_scores(self.layers, self.pooled)
+        return request.auxiliary_scores(Scoring(self.layers, self.pooled, self.sinks, self.words, self.passes))

@@ -142,6 +142,10 @@ class Probe:
     """Last layer that is needed: its attention output is not computed (zeros are returned)."""
     logits: bool = False
     """Whether ``record`` gets attention logits (minus infinity where nothing is seen) instead of weights."""
+    adjust: Callable[[int, int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
+    """Called before with layer, number of the block, its queries ``(num_heads, num_rows, head_dim)`` and its keys
+    ``(num_kv_heads, num_keys, head_dim)``, after RoPE; what it returns takes their place in ``record``, and there
+    alone."""
 
 
 @dataclass(slots=True)
@@ -219,10 +223,14 @@ def block_attention(
 def query_attention(
     query: torch.Tensor, key: torch.Tensor, block: Block, rule: AttentionRule, *, logits: bool = False
 ) -> torch.Tensor:
-    """Attention weights (or logits) of one block's rows: ``(num_heads, num_rows, num_keys)`` float32."""
-    num_kv_heads = key.shape[1]
-    rows = query[0, :, block.rows].unflatten(0, (num_kv_heads, -1)).float()  # (num_kv_heads, groups, rows, head_dim)
-    keys = key[0, :, block.keys].float().unsqueeze(1)  # (num_kv_heads, 1, num_keys, head_dim)
+    """Attention weights (or logits) of one block's rows: ``(num_heads, num_rows, num_keys)`` float32.
+
+    Args:
+        query: ``(num_heads, num_rows, head_dim)``, of the block's rows.
+        key: ``(num_kv_heads, num_keys, head_dim)``, of its keys.
+    """
+    rows = query.unflatten(0, (key.shape[0], -1)).float()  # (num_kv_heads, groups, rows, head_dim)
+    keys = key.float().unsqueeze(1)  # (num_kv_heads, 1, num_keys, head_dim)
     mask = _additive_mask(block, 0, rule, rows) if block.is_plain(rule) else _placed_mask(block, rule, rows)
     if logits:
         found = _logits(rows, keys, rule)

@@ -55,7 +55,10 @@ def _attention(module: Any, query: Any, key: Any, value: Any, attention_mask: An
     layer = module.layer_idx
     if probe is not None and layer in probe.layers:
         for number, block in enumerate(probe.blocks):
-            probe.record(layer, number, query_attention(query, key, block, rule, logits=probe.logits))
+            rows, keys = query[0, :, block.rows], key[0, :, block.keys]
+            if probe.adjust is not None:
+                rows, keys = probe.adjust(layer, number, rows, keys)
+            probe.record(layer, number, query_attention(rows, keys, block, rule, logits=probe.logits))
         if layer == probe.stop:
             return query.new_zeros(query.transpose(1, 2).shape), None
     return block_attention(query, key, value, plan.blocks, rule), None

@@ -2,19 +2,42 @@
 
 Source: CacheClip (arXiv:2510.10129v1), section 3.2: each chunk, behind the shared prefix, is read by the question on
 its own; the last layer's attention on the chunk's tokens, averaged over the question's tokens, is the score.
-The paper does not name its head reduction; we take the mean.
+The paper does not name its head reduction; we take the mean. Ours: one softmax over all chunks, single heads with
+weights and low-rank updates of their own (:mod:`cacheclip_rag.selection.heads`), sinks and question tokens left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from ..models.attention import AttentionPlan, Block, Probe
+from ..models.rotary import Tables, rotate, unrotate
 from ..models.runtime import ModelRuntime
+from .heads import HeadSet, LowRank
 
-__all__ = ["score_chunks"]
+__all__ = ["Scoring", "score_chunks", "updated"]
+
+Adjust = Callable[[int, int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """How the auxiliary's attention is asked for."""
+
+    layers: str = "tuned"
+    """Names of layers, or ``tuned``: the head set of the auxiliary, and the last layer where there is none."""
+    pooled: bool = False
+    """True takes one softmax over the tokens of all chunks; a head set always does."""
+    sinks: int = 0
+    """Tokens at the start of each chunk that score 0."""
+    words: bool = False
+    """True: only question tokens with a letter or a digit count."""
+    passes: int = 1
+    """2: the sentence that scores best is put before the question, which then asks again; a token's score is the
+    larger of the two."""
 
 
 @torch.inference_mode()
@@ -26,9 +49,11 @@ def score_chunks(
     lengths: Sequence[int] | None = None,
     *,
     layers: Iterable[int] | None = None,
-    heads: str = "mean",
+    heads: str | HeadSet = "mean",
     queries: str = "mean",
     pooled: bool = False,
+    sinks: int = 0,
+    counted: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """Attention mass of the question on every token of every chunk, by one packed forward.
 
@@ -41,10 +66,14 @@ def score_chunks(
         chunks: KV of each chunk behind that prefix, same layout; taken one at a time.
         question_ids: token ids of the question, at least one.
         lengths: tokens of each chunk, needed only if ``chunks`` is an iterator.
-        layers: layers to look at, their scores averaged; default the last.
-        heads, queries: ``mean`` or ``max`` over heads and question tokens.
+        layers: layers to look at, their scores averaged; default the last. A head set names its own.
+        heads: ``mean`` or ``max`` over the heads of a layer, or a head set: always ``pooled``.
+        queries: ``mean`` or ``max`` over question tokens.
         pooled: one softmax over the tokens of all chunks, so that scores compare between chunks; else each chunk has
             its own, over all that the question sees there.
+        sinks: tokens at the start of each chunk that score 0, since every question attends to them; pooled scores
+            share the rest among the others.
+        counted: ``(num_question_tokens,)`` bool: whose attention counts; default all.
 
     Returns:
         Per chunk ``(num_chunk_tokens,)`` float32, each between 0 and 1.
@@ -73,27 +102,43 @@ def score_chunks(
         positions.append(rows)
         slots.append(rows + start)
         start += context + num_question
-    chosen = frozenset(layers) if layers is not None else frozenset([auxiliary.num_layers - 1])
+    if isinstance(heads, HeadSet):
+        pooled, chosen = True, frozenset(heads.layers)
+    else:
+        chosen = frozenset(layers) if layers is not None else frozenset([auxiliary.num_layers - 1])
     scores = [torch.zeros(length) for length in lengths]
     waiting: list[torch.Tensor] = []
 
-    def add(number: int, weights: torch.Tensor) -> None:
+    def add(number: int, layer: int, weights: torch.Tensor) -> None:
         """``weights``: ``(num_heads, num_question_tokens, num_chunk_tokens)``."""
-        reduced = weights.mean(0) if heads == "mean" else weights.amax(0)
-        scores[number] += (reduced.mean(0) if queries == "mean" else reduced.amax(0)).cpu() / len(chosen)
+        if isinstance(heads, HeadSet):
+            counts = heads.weights_of(layer, len(weights)).to(weights.device)
+            reduced = (weights * counts[:, None, None]).sum(0)
+        else:
+            reduced = (weights.mean(0) if heads == "mean" else weights.amax(0)) / len(chosen)
+        if counted is not None:
+            reduced = reduced[counted.to(reduced.device)]
+        scores[number] += (reduced.mean(0) if queries == "mean" else reduced.amax(0)).cpu()
 
     def record(layer: int, number: int, found: torch.Tensor) -> None:
         found = found[..., num_prefix : num_prefix + lengths[number]]
         if not pooled:
-            add(number, found)
+            found[..., :sinks] = 0.0
+            add(number, layer, found)
             return
+        if lengths[number] > sinks:  # a chunk of nothing else is scored as it is
+            found[..., :sinks] = float("-inf")
         waiting.append(found)
         if len(waiting) == len(lengths):
             for index, part in enumerate(torch.cat(waiting, dim=-1).softmax(-1).split(list(lengths), dim=-1)):
-                add(index, part)
+                add(index, layer, part)
             waiting.clear()
 
-    probe = Probe(chosen, blocks, record, stop=max(chosen), logits=pooled)
+    last = max(chosen)
+    probe = Probe(chosen, blocks, record, stop=last, logits=pooled)
+    if isinstance(heads, HeadSet) and heads.is_updated:
+        tables = auxiliary.rotary_tables(0, num_prefix + max(lengths) + num_question)[last]
+        probe.adjust = _updating(heads, last, tables)
     auxiliary.run_rows(
         cache,
         torch.tensor(list(question_ids) * len(lengths)),
@@ -103,3 +148,26 @@ def score_chunks(
         head=False,
     )
     return scores
+
+
+def _updating(heads: HeadSet, last: int, tables: Tables | None) -> Adjust:
+    """Gives queries and keys of the last layer in use what was learned for them. Slot = position in every block."""
+
+    def adjust(layer: int, number: int, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if layer != last:
+            return query, key
+        start = key.shape[1] - query.shape[1]  # the question comes last
+        return updated(query, heads.queries, tables, start), updated(key, heads.keys, tables, 0)
+
+    return adjust
+
+
+def updated(heads: torch.Tensor, update: LowRank | None, tables: Tables | None, start: int) -> torch.Tensor:
+    """Queries or keys ``(num_heads, num_tokens, head_dim)`` after RoPE, at positions from ``start`` on, as a low-rank
+    update makes them; ``tables`` begin at position 0."""
+    if update is None:
+        return heads
+    if tables is not None:
+        cos, sin = (table[start : start + heads.shape[1]] for table in tables)
+        tables = (cos, sin)
+    return rotate(update(unrotate(heads, tables)), tables)

@@ -1,0 +1,197 @@
+"""Which heads of an auxiliary model find evidence, how much each counts, and what was learned for them.
+
+A head set is small (kilobytes), belongs to one auxiliary model, and says nothing about the primary's tokens. The
+low-rank updates act on queries and keys as they are before RoPE: on queries ``q + up @ down @ q`` over all heads of the
+layer, which is an update of the query projection by a matrix of that rank; on keys the same. Keys are stored before
+RoPE, so that chunk caches stay as they are, whatever was learned.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from ..errors import ModelError
+from ..paths import atomic_path, cache_home
+from .question import pick_layers
+
+__all__ = ["HeadSet", "LowRank", "find_head_set", "head_set_path", "weights_digest"]
+
+FORMAT_VERSION = 1
+_SHIPPED = Path(__file__).parent / "shipped"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LowRank:
+    """``x + up @ down @ x``, for the vectors of all heads of a layer side by side."""
+
+    down: torch.Tensor
+    """``(rank, num_heads * head_dim)`` float32."""
+    up: torch.Tensor
+    """``(num_heads * head_dim, rank)`` float32."""
+
+    def __call__(self, heads: torch.Tensor) -> torch.Tensor:
+        """``heads``: ``(num_heads, num_tokens, head_dim)``; the same shape, float32."""
+        flat = heads.float().transpose(0, 1).flatten(1)
+        changed = flat + flat @ self.down.to(flat.device).T @ self.up.to(flat.device).T
+        by_head: torch.Tensor = changed.unflatten(1, (heads.shape[0], heads.shape[2]))
+        return by_head.transpose(0, 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadSet:
+    """Heads whose attention, pooled over all chunks, is the score: ``sum_h weight_h * mean_q softmax(logits_h,q)``."""
+
+    auxiliary_sha256: str
+    """Digest of the auxiliary's config and weights, whatever it computes in."""
+    heads: tuple[tuple[int, int], ...]
+    """``(layer, head)``, in increasing order."""
+    weights: torch.Tensor
+    """``(num_heads,)`` float32, 0 or more, sum 1."""
+    queries: LowRank | None = None
+    """Update of the queries of the last layer in use; None for none."""
+    keys: LowRank | None = None
+    """Update of its keys."""
+    about: dict[str, Any] = field(default_factory=dict)
+    """Where it comes from: command, data, seed, figures. Not part of the digest."""
+
+    def __post_init__(self) -> None:
+        assert self.heads and list(self.heads) == sorted(set(self.heads)), "heads in increasing order, each once"
+        assert self.weights.shape == (len(self.heads),), "one weight a head"
+
+    @classmethod
+    def of_layers(cls, auxiliary_sha256: str, layers: str, num_layers: int, num_heads: int) -> HeadSet:
+        """Every head of the layers named, all counting the same: what an untuned model is asked."""
+        heads = tuple((layer, head) for layer in pick_layers(layers, num_layers) for head in range(num_heads))
+        return cls(auxiliary_sha256, heads, torch.full((len(heads),), 1.0 / len(heads)))
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Layers in use, in increasing order."""
+        return tuple(sorted({layer for layer, _ in self.heads}))
+
+    @property
+    def is_updated(self) -> bool:
+        return self.queries is not None or self.keys is not None
+
+    def weights_of(self, layer: int, num_heads: int) -> torch.Tensor:
+        """``(num_heads,)``: what each head of a layer counts, 0 for those not in use."""
+        found = torch.zeros(num_heads)
+        for (of, head), weight in zip(self.heads, self.weights, strict=True):
+            if of == layer:
+                found[head] = weight
+        return found
+
+    def check(self, auxiliary: Any) -> None:
+        """Raise ModelError unless it was made for this very model (a ModelRuntime)."""
+        if weights_digest(auxiliary.fingerprint) != self.auxiliary_sha256:
+            raise ModelError(
+                f"the head set was made for an auxiliary model with digest {self.auxiliary_sha256[:12]}, and "
+                f"{auxiliary.name!r} has {weights_digest(auxiliary.fingerprint)[:12]}. Make one with 'cacheclip "
+                "calibrate', or set heads='none' to use the last layer as it is."
+            )
+        config = auxiliary.model.config
+        if self.layers[-1] >= auxiliary.num_layers or max(h for _, h in self.heads) >= config.num_attention_heads:
+            raise ModelError(f"the head set names heads that model {auxiliary.name!r} does not have. Make it anew.")
+
+    def digest(self) -> str:
+        """Of all that decides scores."""
+        found = hashlib.sha256(json.dumps([FORMAT_VERSION, self.auxiliary_sha256, self.heads]).encode())
+        for name, tensor in sorted(self._tensors().items()):
+            found.update(name.encode())
+            found.update(tensor.contiguous().numpy().tobytes())
+        return found.hexdigest()
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        found = {"weights": self.weights}
+        for name, update in (("queries", self.queries), ("keys", self.keys)):
+            if update is not None:
+                found |= {f"{name}.down": update.down, f"{name}.up": update.up}
+        return {name: tensor.float().contiguous() for name, tensor in found.items()}
+
+    # -- files --------------------------------------------------------------------------------------------------
+
+    def save(self, path: Path) -> None:
+        """Write one safetensors file, all at once or not at all."""
+        header = {
+            "format": str(FORMAT_VERSION),
+            "auxiliary_sha256": self.auxiliary_sha256,
+            "heads": json.dumps(self.heads),
+            "about": json.dumps(self.about, sort_keys=True),
+            "sha256": self.digest(),
+        }
+        with atomic_path(path) as temporary:
+            save_file(self._tensors(), temporary, metadata=header)
+
+    @classmethod
+    def load(cls, path: Path) -> HeadSet:
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            ModelError: no such file, another file, another version, or a damaged one.
+        """
+        try:
+            with safe_open(path, framework="pt") as file:
+                header = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            if header.get("format") != str(FORMAT_VERSION):
+                raise ValueError(f"its format is {header.get('format')}, this version reads {FORMAT_VERSION}")
+            heads = tuple((int(layer), int(head)) for layer, head in json.loads(header["heads"]))
+            queries, keys = (
+                LowRank(tensors[f"{name}.down"], tensors[f"{name}.up"]) if f"{name}.down" in tensors else None
+                for name in ("queries", "keys")
+            )
+            about = json.loads(header["about"])
+            found = cls(header["auxiliary_sha256"], heads, tensors["weights"], queries, keys, about)
+            if found.digest() != header["sha256"]:
+                raise ValueError("it is damaged: its digest is another")
+            return found
+        except FileNotFoundError:
+            raise ModelError(f"no head set at {path}. Make one with 'cacheclip calibrate'.") from None
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError, AssertionError) as error:
+            raise ModelError(
+                f"{path} is no head set that can be read: {error}. Make one with 'cacheclip calibrate'."
+            ) from error
+
+
+def find_head_set(setting: str, auxiliary: Any, primary_fingerprint: str) -> HeadSet | None:
+    """The head set that an engine's setting asks for.
+
+    Args:
+        setting: a file; ``none``; or ``auto``: the one that ``cacheclip calibrate`` or ``cacheclip finetune`` wrote for
+            this pair of models, else the one that comes with the package for this auxiliary, else none.
+        auxiliary: its runtime.
+
+    Raises:
+        ModelError: a file that cannot be read, or that was made for another auxiliary.
+    """
+    if setting == "none":
+        return None
+    if setting != "auto":
+        found = HeadSet.load(Path(setting).expanduser())
+        found.check(auxiliary)
+        return found
+    sha256 = weights_digest(auxiliary.fingerprint)
+    for path in (head_set_path(sha256, weights_digest(primary_fingerprint)), _SHIPPED / f"{sha256[:16]}.safetensors"):
+        if path.is_file():
+            found = HeadSet.load(path)
+            found.check(auxiliary)
+            return found
+    return None
+
+
+def head_set_path(auxiliary_sha256: str, primary_sha256: str) -> Path:
+    """Where the head set of a pair of models lies."""
+    return cache_home() / "heads" / f"{auxiliary_sha256[:16]}-{primary_sha256[:16]}.safetensors"
+
+
+def weights_digest(fingerprint: str) -> str:
+    """The part of a model's fingerprint that says which weights it has, not what it computes in."""
+    return fingerprint.partition(":")[0]

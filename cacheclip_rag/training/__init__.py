@@ -1,0 +1,1 @@
+"""Making the auxiliary model a better selector: synthetic questions, calibration of heads, fine-tuning."""

@@ -1,0 +1,264 @@
+"""Head sets: what they score, against transformers' eager attention with the same updates, and their files."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from cacheclip_rag import CacheClipEngine, EngineConfig
+from cacheclip_rag.errors import ConfigurationError, ModelError
+from cacheclip_rag.methods import create
+from cacheclip_rag.models.load import load_model
+from cacheclip_rag.selection import heads as module
+from cacheclip_rag.selection.auxiliary import score_chunks
+from cacheclip_rag.selection.heads import HeadSet, LowRank, find_head_set, head_set_path, weights_digest
+from tests.conftest import CACHECLIP, CHUNKS
+from tests.selection.test_auxiliary_scores import Scored, eager
+
+SHA = "a" * 64
+
+
+def update(width: int, seed: int, rank: int = 2) -> LowRank:
+    generator = torch.Generator().manual_seed(seed)
+    return LowRank(
+        0.3 * torch.randn(rank, width, generator=generator), 0.3 * torch.randn(width, rank, generator=generator)
+    )
+
+
+def some_heads(runtime: Any, **changes: Any) -> HeadSet:
+    last = runtime.num_layers - 1
+    sha256 = weights_digest(runtime.fingerprint)
+    return replace(HeadSet(sha256, ((0, 1), (last, 0), (last, 1)), torch.tensor([0.2, 0.5, 0.3])), **changes)
+
+
+@pytest.fixture(params=["auxiliary", "qwen2", "llama-rope-linear"])
+def folder(request: pytest.FixtureRequest, tiny_models: dict[str, str]) -> str:
+    return tiny_models[request.param]
+
+
+@pytest.fixture
+def scored(folder: str, chunks: list[str], question: str) -> Scored:
+    return Scored(load_model(folder), chunks, question)
+
+
+def scores(scored: Scored, heads: Any, *numbers: int, **options: Any) -> list[torch.Tensor]:
+    kv = [scored.kv[number] for number in numbers or range(len(scored.kv))]
+    return score_chunks(scored.runtime, scored.prefix, kv, scored.question_ids, heads=heads, **options)
+
+
+class TestScores:
+    def test_every_head_of_the_last_layer_is_the_untuned_model(self, scored: Scored) -> None:
+        runtime = scored.runtime
+        uniform = HeadSet.of_layers(SHA, "last", runtime.num_layers, runtime.model.config.num_attention_heads)
+        for ours, untuned in zip(scores(scored, uniform), scores(scored, "mean", pooled=True), strict=True):
+            torch.testing.assert_close(ours, untuned, atol=1e-6, rtol=0)
+
+    def test_an_update_of_nothing_changes_nothing(self, scored: Scored) -> None:
+        runtime, plain = scored.runtime, some_heads(scored.runtime)
+        widths = (runtime.model.config.num_attention_heads, runtime.num_kv_heads)
+        zero = [LowRank(torch.randn(2, n * runtime.head_dim), torch.zeros(n * runtime.head_dim, 2)) for n in widths]
+        for ours, without in zip(
+            scores(scored, replace(plain, queries=zero[0], keys=zero[1])), scores(scored, plain), strict=True
+        ):
+            torch.testing.assert_close(ours, without, atol=1e-6, rtol=0)
+
+    @pytest.mark.parametrize("updated", [(True, False), (False, True), (True, True), (False, False)])
+    def test_updates_equal_updated_projections_in_plain_transformers(
+        self, scored: Scored, folder: str, updated: tuple[bool, bool]
+    ) -> None:
+        """Of one chunk, where a pooled softmax is eager attention over the chunk's columns alone."""
+        runtime = scored.runtime
+        model = copy.deepcopy(eager(folder))
+        layer = model.base_model.layers[-1].self_attn
+        widths = (runtime.model.config.num_attention_heads, runtime.num_kv_heads)
+        updates = [
+            update(n * runtime.head_dim, seed) if on else None
+            for seed, (n, on) in enumerate(zip(widths, updated, strict=True))
+        ]
+        for projection, change in zip((layer.q_proj, layer.k_proj), updates, strict=True):
+            if change is not None:
+                matrix = torch.eye(len(change.up)) + change.up @ change.down
+                projection.weight.data = matrix @ projection.weight.data
+                if projection.bias is not None:
+                    projection.bias.data = matrix @ projection.bias.data
+        heads = some_heads(runtime, queries=updates[0], keys=updates[1])
+        for number, ids in enumerate(scored.chunk_ids):
+            sequence = torch.tensor([[*scored.prefix_ids, *ids, *scored.question_ids]])
+            start = len(scored.prefix_ids)
+            expected = torch.zeros(len(ids))
+            with torch.inference_mode():
+                attentions = model(input_ids=sequence, output_attentions=True).attentions
+            for (of, head), weight in zip(heads.heads, heads.weights, strict=True):
+                rows = attentions[of][0, head, -len(scored.question_ids) :, start : start + len(ids)]
+                expected += weight * (rows / rows.sum(-1, keepdim=True)).mean(0)
+            [found] = scores(scored, heads, number)
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+            if any(updated):
+                assert float((found - scores(scored, some_heads(runtime), number)[0]).abs().max()) > 1e-4
+
+    def test_one_softmax_over_all_chunks(self, scored: Scored) -> None:
+        found = scores(scored, some_heads(scored.runtime))
+        assert sum(float(score.sum()) for score in found) == pytest.approx(1.0, abs=1e-5)
+
+    @pytest.mark.parametrize("heads", ["mean", "set"])
+    def test_sinks_score_nothing_and_leave_the_rest_to_others(self, scored: Scored, heads: str) -> None:
+        asked: Any = some_heads(scored.runtime) if heads == "set" else "mean"
+        without, with_sinks = (scores(scored, asked, sinks=sinks) for sinks in (0, 3))
+        assert all(not score[:3].any() and bool((score[3:] > 0).all()) for score in with_sinks)
+        left = [score[3:] for score in without]
+        if heads == "mean":
+            assert all(torch.equal(a, b[3:]) for a, b in zip(left, with_sinks, strict=True))
+        else:
+            assert sum(float(score.sum()) for score in with_sinks) == pytest.approx(1.0, abs=1e-5)
+
+    def test_a_chunk_of_nothing_but_sinks_does_not_upset_the_others(self, folder: str, question: str) -> None:
+        scored = Scored(load_model(folder), ["x", *CHUNKS[:2]], question)
+        found = scores(scored, some_heads(scored.runtime), sinks=50)
+        assert all(bool(score.isfinite().all()) for score in found)
+
+    def test_question_tokens_that_do_not_count(self, scored: Scored) -> None:
+        counted = torch.zeros(len(scored.question_ids), dtype=torch.bool)
+        counted[:2] = True
+        heads = some_heads(scored.runtime)
+        some, others = (scores(scored, heads, counted=mask) for mask in (counted, ~counted))
+        for part, rest, both in zip(some, others, scores(scored, heads), strict=True):
+            mixed = (2 * part + (len(counted) - 2) * rest) / len(counted)
+            torch.testing.assert_close(mixed, both, atol=1e-6, rtol=0)
+
+
+class TestFiles:
+    @pytest.mark.parametrize("with_updates", [False, True])
+    def test_round_trip(self, tmp_path: Path, with_updates: bool) -> None:
+        heads = HeadSet(SHA, ((0, 1), (2, 0)), torch.tensor([0.25, 0.75]), about={"seed": 7, "data": ["x"]})
+        if with_updates:
+            heads = replace(heads, queries=update(8, 0), keys=update(4, 1))
+        heads.save(tmp_path / "heads.safetensors")
+        found = HeadSet.load(tmp_path / "heads.safetensors")
+        assert found.digest() == heads.digest() and found.about == heads.about and found.heads == heads.heads
+        assert torch.equal(found.weights, heads.weights) and found.is_updated == with_updates
+
+    def test_the_digest_covers_what_decides_scores(self) -> None:
+        heads = HeadSet(SHA, ((0, 1), (2, 0)), torch.tensor([0.25, 0.75]), update(8, 0))
+        others = [
+            replace(heads, auxiliary_sha256="b" * 64),
+            replace(heads, heads=((0, 1), (2, 1))),
+            replace(heads, weights=torch.tensor([0.5, 0.5])),
+            replace(heads, queries=update(8, 1)),
+            replace(heads, queries=None, keys=update(8, 0)),
+        ]
+        assert len({each.digest() for each in (heads, *others)}) == 6
+        assert replace(heads, about={"x": 1}).digest() == heads.digest()
+
+    def test_bad_files_are_refused(self, tmp_path: Path) -> None:
+        path = tmp_path / "heads.safetensors"
+        with pytest.raises(ModelError, match="no head set at .*cacheclip calibrate"):
+            HeadSet.load(path)
+        path.write_bytes(b"rubbish")
+        with pytest.raises(ModelError, match="is no head set that can be read"):
+            HeadSet.load(path)
+        heads = HeadSet(SHA, ((0, 1),), torch.tensor([1.0]), update(8, 0))
+        heads.save(path)
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        with pytest.raises(ModelError, match="it is damaged"):
+            HeadSet.load(path)
+        header = {"format": "99", "auxiliary_sha256": SHA, "heads": json.dumps([[0, 1]]), "about": "{}", "sha256": "x"}
+        path.write_bytes(whole)
+        save_file(load_file(path), path, metadata=header)
+        with pytest.raises(ModelError, match="its format is 99, this version reads 1"):
+            HeadSet.load(path)
+
+
+class TestEngine:
+    @pytest.fixture
+    def config(self, tiny_models: dict[str, str]) -> EngineConfig:
+        return EngineConfig(primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"], **CACHECLIP)
+
+    @pytest.fixture
+    def heads(self, config: EngineConfig) -> HeadSet:
+        return some_heads(CacheClipEngine(config).auxiliary)
+
+    def test_one_of_another_model_is_refused(self, config: EngineConfig, heads: HeadSet, tmp_path: Path) -> None:
+        path = tmp_path / "heads.safetensors"
+        replace(heads, auxiliary_sha256=SHA).save(path)
+        with pytest.raises(ModelError, match="made for an auxiliary model with digest aaaaaaaaaaaa"):
+            _ = CacheClipEngine(config, heads=path).head_set
+        replace(heads, heads=((0, 1), (1, 0), (99, 1))).save(path)
+        with pytest.raises(ModelError, match="does not have"):
+            _ = CacheClipEngine(config, heads=path).head_set
+        with pytest.raises(ConfigurationError, match="heads must be auto, none or a file"):
+            CacheClipEngine(config, heads="")
+
+    def test_where_it_is_looked_for(
+        self, config: EngineConfig, heads: HeadSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A file of one's own, then the pair's, then the package's, then none."""
+        monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
+        monkeypatch.setattr(module, "_SHIPPED", tmp_path / "shipped")
+        engine = CacheClipEngine(config)
+        auxiliary, primary = engine.auxiliary, engine.primary.fingerprint
+        assert engine.head_set is None
+        of_package, of_pair, own = (
+            replace(heads, weights=torch.tensor(w)) for w in ([1.0, 0, 0], [0, 1.0, 0], [0, 0, 1.0])
+        )
+        of_package.save(tmp_path / "shipped" / f"{heads.auxiliary_sha256[:16]}.safetensors")
+        assert find_head_set("auto", auxiliary, primary).digest() == of_package.digest()  # type: ignore[union-attr]
+        of_pair.save(head_set_path(heads.auxiliary_sha256, weights_digest(primary)))
+        assert find_head_set("auto", auxiliary, primary).digest() == of_pair.digest()  # type: ignore[union-attr]
+        own.save(tmp_path / "own.safetensors")
+        assert CacheClipEngine(config, heads=tmp_path / "own.safetensors").head_set.digest() == own.digest()  # type: ignore[union-attr]
+        assert CacheClipEngine(config, heads="none").head_set is None
+
+    def test_it_decides_what_is_recomputed_and_what_a_certificate_is_about(
+        self, config: EngineConfig, heads: HeadSet, tmp_path: Path
+    ) -> None:
+        heads.save(tmp_path / "own.safetensors")
+        tuned, plain = (CacheClipEngine(config, heads=which) for which in (tmp_path / "own.safetensors", "none"))
+        found = []
+        for engine in (tuned, plain):
+            engine.precompute(CHUNKS)
+            prompt = "\n\n".join([*CHUNKS, "What is the magic number?"])
+            by_layer = [
+                engine.prefill(prompt, method=create(spec, {"behind": "prefix"})).logits
+                for spec in ("cacheclip", "cacheclip:layers=last")
+            ]
+            found.append(by_layer)
+        assert torch.equal(found[0][1], found[1][1]) and torch.equal(found[1][0], found[1][1])
+        assert not torch.equal(found[0][0], found[0][1])
+        method = create("cacheclip", {})
+        assert tuned.identity(method).digest() != plain.identity(method).digest()
+        direct = create("direct", {})
+        assert tuned.identity(direct).digest() == plain.identity(direct).digest()
+
+    def test_chunk_caches_do_not_depend_on_it(self, config: EngineConfig, heads: HeadSet, tmp_path: Path) -> None:
+        """What is learned acts on stored keys: nothing is computed anew."""
+        runtime = CacheClipEngine(config).auxiliary
+        width = runtime.num_kv_heads * runtime.head_dim  # type: ignore[union-attr]
+        replace(heads, keys=update(width, 0)).save(tmp_path / "own.safetensors")
+        store = tmp_path / "store"
+        assert CacheClipEngine(config, store=store, heads="none").precompute(CHUNKS)
+        assert not CacheClipEngine(config, store=store, heads=tmp_path / "own.safetensors").precompute(CHUNKS)
+
+    @pytest.mark.parametrize("setting", ["words=true", "passes=2", "sinks=12", "pooled=true:passes=2"])
+    def test_settings_of_the_look_change_the_choice(self, config: EngineConfig, setting: str) -> None:
+        engine = CacheClipEngine(config, heads="none")
+        engine.precompute(CHUNKS)
+        prompt = "\n\n".join([*CHUNKS, "What is the magic number, said the keeper?"])
+        one, other = (
+            engine.prefill(prompt, method=create(spec, {"behind": "prefix"}))
+            for spec in ("cacheclip", f"cacheclip:{setting}")
+        )
+        assert not torch.equal(one.logits, other.logits)
+        assert one.stats.recomputed_tokens == other.stats.recomputed_tokens
+
+    @pytest.mark.parametrize("setting", ["sinks=-1", "passes=3", "layers=none"])
+    def test_senseless_settings_are_refused(self, setting: str) -> None:
+        with pytest.raises(ConfigurationError):
+            create(f"cacheclip:{setting}", {})

@@ -1,0 +1,115 @@
+"""Synthetic questions: the evidence is where it is said to be, and test data share nothing with training data."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from importlib.resources import files
+from typing import Any
+
+import pytest
+
+from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.training.families import FAMILIES, Sample, Split, synthetic_samples
+
+TEXTS: dict[str, Any] = json.loads(files("cacheclip_rag.training").joinpath("families.json").read_text())
+PER_FAMILY = 12
+
+
+def strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    else:
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from strings(each)
+
+
+def texts_of(sample: Sample, spans: Any) -> list[str]:
+    return [sample.chunks[number][start:end] for number, start, end in spans]
+
+
+@pytest.fixture(params=[(split, family) for split in ("train", "test") for family in FAMILIES], ids=str)
+def samples(request: pytest.FixtureRequest) -> list[Sample]:
+    split, family = request.param
+    return synthetic_samples(split, PER_FAMILY, families=[family])
+
+
+class TestSamples:
+    def test_evidence_is_whole_sentences_and_holds_the_values(self, samples: list[Sample]) -> None:
+        for sample in samples:
+            evidence, values = texts_of(sample, sample.evidence), texts_of(sample, sample.values)
+            assert evidence and values
+            assert all(text[0].isupper() and text.endswith(".") for text in evidence)
+            assert all(any(value in text for text in evidence) for value in values)
+
+    def test_the_answer_follows_from_the_values(self, samples: list[Sample]) -> None:
+        for sample in samples:
+            values = texts_of(sample, sample.values)
+            if sample.family == "comparison":
+                assert len(values) == 2 and all(re.fullmatch(r"\d{4}", value) for value in values)
+                earlier = min(texts_of(sample, sample.evidence), key=lambda text: re.search(r"\d{4}", text)[0])  # type: ignore[index]
+                assert sample.answer in earlier and sample.answer in sample.question
+            else:
+                assert sorted(sample.answer.split(", ")) == sorted(values)
+
+    def test_the_answer_is_nowhere_else(self, samples: list[Sample]) -> None:
+        """But for prizes and professions, of which there are few, and names that others share a part of."""
+        few = {word for split in TEXTS.values() for word in (*split["jobs"], *split["prizes"])}
+        for sample in samples:
+            for value in set(texts_of(sample, sample.values)) - few:
+                assert sum(chunk.count(value) for chunk in sample.chunks) == 1, value
+
+    def test_chunks_are_as_many_and_as_long_as_asked(self, samples: list[Sample]) -> None:
+        for sample in samples:
+            assert len(sample.chunks) == 4
+            assert all(80 <= len(chunk.split()) <= 150 for chunk in sample.chunks)
+
+    def test_the_question_is_filled_in(self, samples: list[Sample]) -> None:
+        for sample in samples:
+            assert not re.search(r"[{}]", sample.question + "".join(sample.chunks))
+
+    def test_evidence_is_in_several_chunks_where_it_takes_several(self, samples: list[Sample]) -> None:
+        for sample in samples:
+            several = sample.family in ("values", "two_hop", "comparison", "works")
+            assert (len({number for number, _, _ in sample.evidence}) > 1) == several
+
+
+class TestSplits:
+    def test_no_template_word_or_name_is_in_both(self) -> None:
+        train, test = (set(strings(TEXTS[split])) for split in ("train", "test"))
+        assert not train & test
+
+    def test_no_question_and_no_sentence_of_the_test_split_is_in_the_train_split(self) -> None:
+        sentences: dict[Split, set[str]] = {"train": set(), "test": set()}
+        for split, found in sentences.items():
+            for sample in synthetic_samples(split, 10 * len(FAMILIES)):
+                text = " ".join([*sample.chunks, sample.question])
+                found.update(re.split(r"(?<=[.?]) ", text))
+        assert len(sentences["train"]) > 1000 and not sentences["train"] & sentences["test"]
+
+
+class TestMaking:
+    def test_a_sample_is_the_same_whatever_the_count(self) -> None:
+        assert synthetic_samples("train", 20)[:9] == synthetic_samples("train", 9)
+
+    def test_another_seed_gives_others(self) -> None:
+        ours, others = (synthetic_samples("train", 7, seed=seed) for seed in (0, 1))
+        assert all(one.chunks != other.chunks for one, other in zip(ours, others, strict=True))
+
+    def test_families_come_in_turn(self) -> None:
+        assert [sample.family for sample in synthetic_samples("test", 9)] == [*FAMILIES, *list(FAMILIES)[:2]]
+
+    def test_more_and_longer_chunks(self) -> None:
+        for sample in synthetic_samples("train", 7, num_chunks=9, chunk_words=40):
+            assert len(sample.chunks) == 9 and all(len(chunk.split()) < 110 for chunk in sample.chunks)
+
+    def test_senseless_wishes_are_refused(self) -> None:
+        with pytest.raises(
+            ConfigurationError, match="families needle, keys, .*got split 'train' and families nonsense"
+        ):
+            synthetic_samples("train", 1, families=["nonsense"])
+        with pytest.raises(ConfigurationError, match="got split 'dev'"):
+            synthetic_samples("dev", 1)  # type: ignore[arg-type]
+        with pytest.raises(ConfigurationError, match="at least 2 of them, got num_chunks=1"):
+            synthetic_samples("train", 1, num_chunks=1)
