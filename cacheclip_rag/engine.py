@@ -148,6 +148,23 @@ class CacheClipEngine:
                 self._head_set = (found,)
             return self._head_set[0]
 
+    def use_heads(self, heads: HeadSet | None) -> None:
+        """Have the auxiliary score by these heads from now on, whatever the settings say; None: by its last layer.
+
+        Raises:
+            ModelError: they were made for another model.
+        """
+        if heads is not None:
+            heads.check(self.auxiliary)
+        with self._lock:
+            self._head_set = (heads,)
+
+    @property
+    def auxiliary_caches(self) -> ChunkCaches:
+        """Chunk caches of the auxiliary model, of an engine that has one."""
+        assert self.config.auxiliary, "asked for the caches of an auxiliary model that there is not"
+        return self._caches_of(self.config.auxiliary)
+
     @property
     def captured(self) -> CapturedChunks:
         """Chunk caches captured from answered prompts, in memory, for methods that use them."""

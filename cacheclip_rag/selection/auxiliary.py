@@ -14,11 +14,12 @@ from dataclasses import dataclass
 import torch
 
 from ..models.attention import AttentionPlan, Block, Probe
+from ..models.cache import FusedCache
 from ..models.rotary import Tables, rotate, unrotate
 from ..models.runtime import ModelRuntime
 from .heads import HeadSet, LowRank
 
-__all__ = ["Scoring", "score_chunks", "updated"]
+__all__ = ["PackedChunks", "Scoring", "pack_chunks", "score_chunks", "updated"]
 
 Adjust = Callable[[int, int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
@@ -78,30 +79,8 @@ def score_chunks(
     Returns:
         Per chunk ``(num_chunk_tokens,)`` float32, each between 0 and 1.
     """
-    assert question_ids, "scoring needs at least one question token"
-    num_prefix, num_question = prefix.shape[3], len(question_ids)
-    if lengths is None:
-        chunks = list(chunks)
-        lengths = [chunk.shape[3] for chunk in chunks]
-    cache = auxiliary.new_cache(sum(num_prefix + n + num_question for n in lengths))
-    blocks, positions, slots = [], [], []
-    start = 0
-    for number, (chunk, length) in enumerate(zip(chunks, lengths, strict=True)):
-        context = num_prefix + length
-        auxiliary.fill(cache, prefix, slot=start, position=0)
-        auxiliary.fill(cache, chunk, slot=start + num_prefix, position=num_prefix)
-        rows = torch.arange(context, context + num_question)
-        blocks.append(
-            Block.of(
-                slice(number * num_question, (number + 1) * num_question),
-                slice(start, start + context + num_question),
-                rows,
-                auxiliary.device,
-            )
-        )
-        positions.append(rows)
-        slots.append(rows + start)
-        start += context + num_question
+    packed = pack_chunks(auxiliary, prefix, chunks, question_ids, lengths)
+    lengths, num_prefix = packed.lengths, packed.num_prefix
     if isinstance(heads, HeadSet):
         pooled, chosen = True, frozenset(heads.layers)
     else:
@@ -134,24 +113,79 @@ def score_chunks(
                 add(index, layer, part)
             waiting.clear()
 
-    last = max(chosen)
-    probe = Probe(chosen, blocks, record, stop=last, logits=pooled)
+    probe = Probe(chosen, packed.blocks, record, stop=max(chosen), logits=pooled)
     if isinstance(heads, HeadSet) and heads.is_updated:
-        tables = auxiliary.rotary_tables(0, num_prefix + max(lengths) + num_question)[last]
-        probe.adjust = _updating(heads, last, tables)
-    auxiliary.run_rows(
-        cache,
-        torch.tensor(list(question_ids) * len(lengths)),
-        torch.cat(positions),
-        AttentionPlan(blocks, probe),
-        slots=torch.cat(slots),
-        head=False,
-    )
+        probe.adjust = _updating(heads, packed.tables(auxiliary, max(chosen)))
+    packed.run(auxiliary, probe)
     return scores
 
 
-def _updating(heads: HeadSet, last: int, tables: Tables | None) -> Adjust:
+@dataclass(frozen=True, slots=True)
+class PackedChunks:
+    """``prefix | chunk | question`` once per chunk, side by side in one cache; the questions are yet to be run."""
+
+    cache: FusedCache
+    blocks: list[Block]
+    """Per chunk its copy of the question, and the stretch of the cache that it sees."""
+    ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    lengths: list[int]
+    """Tokens of each chunk."""
+    num_prefix: int
+    num_question: int
+
+    def run(self, auxiliary: ModelRuntime, probe: Probe) -> None:
+        """Run the questions, as far as the probe wants it."""
+        plan = AttentionPlan(self.blocks, probe)
+        auxiliary.run_rows(self.cache, self.ids, self.positions, plan, slots=self.slots, head=False)
+
+    def tables(self, auxiliary: ModelRuntime, layer: int) -> Tables | None:
+        """Rotary tables of a layer for every position in use, from 0 on."""
+        return auxiliary.rotary_tables(0, self.num_prefix + max(self.lengths) + self.num_question)[layer]
+
+
+def pack_chunks(
+    auxiliary: ModelRuntime,
+    prefix: torch.Tensor,
+    chunks: Iterable[torch.Tensor],
+    question_ids: Sequence[int],
+    lengths: Sequence[int] | None = None,
+) -> PackedChunks:
+    """Lay out stored KV for one look at every chunk; arguments as for :func:`score_chunks`."""
+    assert question_ids, "scoring needs at least one question token"
+    num_prefix, num_question = prefix.shape[3], len(question_ids)
+    if lengths is None:
+        chunks = list(chunks)
+        lengths = [chunk.shape[3] for chunk in chunks]
+    cache = auxiliary.new_cache(sum(num_prefix + n + num_question for n in lengths))
+    blocks, positions, slots = [], [], []
+    start = 0
+    for number, (chunk, length) in enumerate(zip(chunks, lengths, strict=True)):
+        context = num_prefix + length
+        auxiliary.fill(cache, prefix, slot=start, position=0)
+        auxiliary.fill(cache, chunk, slot=start + num_prefix, position=num_prefix)
+        rows = torch.arange(context, context + num_question)
+        blocks.append(
+            Block.of(
+                slice(number * num_question, (number + 1) * num_question),
+                slice(start, start + context + num_question),
+                rows,
+                auxiliary.device,
+            )
+        )
+        positions.append(rows)
+        slots.append(rows + start)
+        start += context + num_question
+    ids = torch.tensor(list(question_ids) * len(lengths))
+    return PackedChunks(
+        cache, blocks, ids, torch.cat(positions), torch.cat(slots), list(lengths), num_prefix, num_question
+    )
+
+
+def _updating(heads: HeadSet, tables: Tables | None) -> Adjust:
     """Gives queries and keys of the last layer in use what was learned for them. Slot = position in every block."""
+    last = heads.layers[-1]
 
     def adjust(layer: int, number: int, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if layer != last:

@@ -1,0 +1,238 @@
+"""Calibration: which of the auxiliary's heads look at evidence. No gradients.
+
+Ours; that few heads of a model retrieve is known since Retrieval Head (arXiv:2404.15574). Every head scores synthetic
+questions (and given ones) by itself; heads are ranked by the evidence among the tokens that the default grouping would
+take; sets of the best are then tried on the primary itself, where what counts is how far the answer is from full
+prefill's.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ..chunks import ChunkCaches
+from ..config import EngineConfig
+from ..engine import CacheClipEngine
+from ..errors import ConfigurationError
+from ..evaluation.reference import Reference
+from ..methods import create
+from ..models.runtime import ModelRuntime
+from ..progress import progress_bar
+from ..selection.heads import HeadSet, weights_digest
+from .families import Sample, synthetic_samples
+from .features import Seen, check_offsets, look
+from .measures import chosen, span_recall, token_recall
+from .prompts import segments_of
+
+__all__ = ["Calibration", "Candidate", "HeadRank", "calibrate", "combined", "downstream", "open_engine", "recall_of"]
+
+logger = logging.getLogger(__name__)
+
+RATIO = 0.2
+"""Share of the tokens that heads are ranked at."""
+SINKS = 4
+"""Tokens at the start of each chunk that nobody scores here."""
+_SIZES = (4, 8, 16, 32)
+_ANSWER_TOKENS = 16
+_MOST_KL = 1.0
+"""A prompt counts no more than this, nats: none may decide alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRank:
+    """One head on the ranking samples."""
+
+    layer: int
+    head: int
+    recall: float
+    """Mean share of the evidence among the tokens it would choose."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A set of heads, and what it is worth on samples it was not chosen by."""
+
+    name: str
+    heads: HeadSet
+    recall: float
+    """Of evidence tokens."""
+    span_recall: float
+    """Of whole values: a number that lacks a digit does not count."""
+    first_token_kl: tuple[float, ...]
+    """Per prompt, nats."""
+    answer_kl: tuple[float, ...]
+
+    @property
+    def kl(self) -> float:
+        """Mean KL along the answer, no prompt counting more than a nat."""
+        return statistics.fmean(min(each, _MOST_KL) for each in self.answer_kl)
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What calibration found."""
+
+    heads: HeadSet
+    """Of the best candidate."""
+    ranking: tuple[HeadRank, ...]
+    """Every head, the best first."""
+    candidates: tuple[Candidate, ...]
+    """The untuned last layer first."""
+    chosen: str
+    """Name of the best candidate."""
+    seconds: float = 0.0
+    about: dict[str, object] = field(default_factory=dict)
+
+
+def open_engine(config: EngineConfig) -> CacheClipEngine:
+    """An engine to calibrate with: in memory, with models whose KV can be reused.
+
+    Raises:
+        ConfigurationError: no auxiliary model, or one of the models cannot reuse.
+        ModelError: an auxiliary without character offsets.
+    """
+    if config.auxiliary is None:
+        raise ConfigurationError("there is no auxiliary model to calibrate. Name one with --auxiliary.")
+    engine = CacheClipEngine(config, store=None, heads="none", fallback="error", shadow_rate=0.0)
+    auxiliary = engine.auxiliary
+    assert isinstance(auxiliary, ModelRuntime) and isinstance(engine.primary, ModelRuntime), "fallback is error"
+    check_offsets(auxiliary)
+    return engine
+
+
+def calibrate(
+    config: EngineConfig,
+    *,
+    num_samples: int = 120,
+    num_prompts: int = 12,
+    given: Sequence[Sample] = (),
+    seed: int = 0,
+) -> Calibration:
+    """Rank the heads of ``config.auxiliary``, and try the best on ``config.primary``.
+
+    Args:
+        num_samples: synthetic ones; two thirds rank, the others check. Given ones come on top, and are shared out
+            alike.
+        num_prompts: of those that check, for the primary.
+
+    Raises:
+        ConfigurationError: no auxiliary model, or too few samples.
+    """
+    if num_samples + len(given) < 6 or num_prompts < 1:
+        raise ConfigurationError(
+            f"calibration needs at least 6 samples and 1 prompt, got {num_samples + len(given)} and {num_prompts}."
+        )
+    started = time.perf_counter()
+    engine = open_engine(config)
+    auxiliary = engine.auxiliary
+    assert isinstance(auxiliary, ModelRuntime)
+    caches = engine.auxiliary_caches
+    samples = [*synthetic_samples("train", num_samples, seed=seed), *given]
+    layers = range(auxiliary.num_layers)
+    with progress_bar("reading", len(samples), "samples") as advance:
+        seen = list(_looked(caches, samples, layers, advance))
+    ranking_on = [each for number, each in enumerate(seen) if number % 3]
+    ranking = _ranked(ranking_on)
+    check = list(range(0, len(seen), 3))
+    sha256 = weights_digest(auxiliary.fingerprint)
+    num_heads = seen[0].scores.shape[1]
+    sets = {"last layer": HeadSet.of_layers(sha256, "last", auxiliary.num_layers, num_heads)}
+    for size in _SIZES:
+        best = sorted((each.layer, each.head) for each in ranking[:size])
+        sets[f"best {size}"] = HeadSet(sha256, tuple(best), torch.full((size,), 1.0 / size))
+    prompts = [samples[number] for number in _spaced(check, num_prompts)]
+    found = downstream(engine, prompts, list(sets.values()))
+    candidates = []
+    for (name, heads), outcomes in zip(sets.items(), found, strict=True):
+        recalls = [recall_of(combined(seen[number], heads), seen[number]) for number in check]
+        candidates.append(
+            Candidate(
+                name,
+                heads,
+                statistics.fmean(recall for recall, _ in recalls),
+                statistics.fmean(whole for _, whole in recalls),
+                tuple(first for first, _ in outcomes),
+                tuple(along for _, along in outcomes),
+            )
+        )
+    best_one = min(candidates, key=lambda candidate: candidate.kl)
+    return Calibration(best_one.heads, tuple(ranking), tuple(candidates), best_one.name, time.perf_counter() - started)
+
+
+def _looked(
+    caches: ChunkCaches, samples: Sequence[Sample], layers: Sequence[int], advance: Callable[[float], None]
+) -> Iterator[Seen]:
+    for number, sample in enumerate(samples, 1):
+        yield look(caches, sample, layers, sinks=SINKS)
+        advance(number)
+
+
+def _ranked(seen: Sequence[Seen]) -> list[HeadRank]:
+    """Every head by its mean recall of evidence, ties by layer and head."""
+    recall = torch.stack([token_recall(chosen(each.scores, each.lengths, RATIO), each.evidence) for each in seen]).mean(
+        0
+    )
+    found = [
+        HeadRank(layer, head, float(recall[layer, head]))
+        for layer in range(recall.shape[0])
+        for head in range(recall.shape[1])
+    ]
+    return sorted(found, key=lambda rank: (-rank.recall, rank.layer, rank.head))
+
+
+def combined(seen: Seen, heads: HeadSet) -> torch.Tensor:
+    """``(num_tokens,)`` scores of a head set without updates, from a look at every layer."""
+    picked = torch.stack([seen.scores[layer, head] for layer, head in heads.heads])
+    return heads.weights @ picked
+
+
+def recall_of(scores: torch.Tensor, seen: Seen, ratio: float = RATIO) -> tuple[float, float]:
+    """Share of evidence tokens, and of whole values, among the tokens that the default grouping takes."""
+    mask = chosen(scores, seen.lengths, ratio)
+    return float(token_recall(mask, seen.evidence)), float(span_recall(mask, seen.values))
+
+
+def _spaced(numbers: Sequence[int], count: int) -> list[int]:
+    """``count`` of them, evenly spread."""
+    count = min(count, len(numbers))
+    return [numbers[round(n * (len(numbers) - 1) / max(1, count - 1))] for n in range(count)]
+
+
+def downstream(
+    engine: CacheClipEngine, samples: Sequence[Sample], sets: Sequence[HeadSet | str], ratio: float = RATIO
+) -> list[list[tuple[float, float]]]:
+    """First-token KL and mean KL along full prefill's answer, for each set of heads and each sample.
+
+    Args:
+        sets: head sets that score for ``cacheclip``, or specifications of other methods.
+    """
+    settings = {"recompute_ratio": ratio, "behind": engine.config.behind}
+    found: list[list[tuple[float, float]]] = [[] for _ in sets]
+    before = engine.head_set
+    try:
+        with progress_bar("asking the primary", len(samples), "prompts") as advance, torch.inference_mode():
+            for number, sample in enumerate(samples, 1):
+                segments = segments_of(engine, sample)
+                engine.prefixes.clear()
+                full = engine.prefill(segments, method=create("full", {}))
+                reference = Reference.of(engine, full, _ANSWER_TOKENS)
+                del full
+                for outcomes, heads in zip(found, sets, strict=True):
+                    method = create("cacheclip" if isinstance(heads, HeadSet) else heads, settings)
+                    engine.use_heads(heads if isinstance(heads, HeadSet) else None)
+                    engine.precompute(sample.chunks, method=method)
+                    engine.prefixes.clear()
+                    prefilled = engine.prefill(segments, method=method, question=sample.question)
+                    fidelity = reference.follow(prefilled, answers=False).fidelity
+                    outcomes.append((fidelity.first_token_kl, fidelity.answer_kl))
+                engine.release(sample.chunks)
+                advance(number)
+    finally:
+        engine.use_heads(before)
+    return found

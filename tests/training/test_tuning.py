@@ -1,0 +1,143 @@
+"""Fine-tuning: what may change does, what may not does not, and the result scores as it was trained to."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cacheclip_rag import CacheClipEngine, EngineConfig
+from cacheclip_rag.selection.auxiliary import score_chunks
+from cacheclip_rag.selection.heads import HeadSet, weights_digest
+from cacheclip_rag.training.families import Sample, synthetic_samples
+from cacheclip_rag.training.features import look, spread_over
+from cacheclip_rag.training.targets import attended_and_stale
+from cacheclip_rag.training.tuning import Trainee, Tuned, TuningSettings, train
+
+SETTINGS = TuningSettings(rank=4, batch=2, epochs=50, patience=50, learning_rate=1e-2)
+
+
+class Setting:
+    """A tiny auxiliary model, a head set, and a few samples seen by it."""
+
+    def __init__(self, primary: str, auxiliary: str, with_targets: bool = False) -> None:
+        self.engine = CacheClipEngine(EngineConfig(primary=primary, auxiliary=auxiliary))
+        self.runtime: Any = self.engine.auxiliary
+        last = self.runtime.num_layers - 1
+        self.heads = HeadSet(
+            weights_digest(self.runtime.fingerprint), ((0, 1), (last, 0), (last, 1)), torch.tensor([0.3, 0.4, 0.3])
+        )
+        self.samples: list[Sample] = synthetic_samples("train", 4, chunk_words=25)
+        seen = [
+            look(self.engine.auxiliary_caches, each, self.heads.layers, sinks=4, with_last=True)
+            for each in self.samples
+        ]
+        targets = [attended_and_stale(self.engine, each) if with_targets else None for each in self.samples]
+        self.trainees = [Trainee.of(each, self.heads, target) for each, target in zip(seen, targets, strict=True)]
+
+    def tuned(self, settings: TuningSettings = SETTINGS) -> Tuned:
+        config = self.runtime.model.config
+        return Tuned(self.heads, config.num_attention_heads, self.runtime.num_kv_heads, self.runtime.head_dim, settings)
+
+    def engine_scores(self, sample: Sample, heads: HeadSet) -> torch.Tensor:
+        caches = self.engine.auxiliary_caches
+        kv = [self.runtime.encode(caches.tokenize(chunk).ids, caches.prefix) for chunk in sample.chunks]
+        question = self.runtime.tokenize(sample.question).ids
+        return torch.cat(score_chunks(self.runtime, caches.prefix, kv, question, heads=heads, sinks=4))
+
+
+@pytest.fixture(params=["auxiliary", "qwen2"])
+def setting(request: pytest.FixtureRequest, tiny_models: dict[str, str]) -> Setting:
+    return Setting(tiny_models["llama"], tiny_models[request.param])
+
+
+class TestTuned:
+    def test_untrained_it_scores_like_the_set_it_comes_from(self, setting: Setting) -> None:
+        tuned = setting.tuned()
+        for sample, trainee in zip(setting.samples, setting.trainees, strict=True):
+            expected = setting.engine_scores(sample, setting.heads)
+            torch.testing.assert_close(tuned(trainee).detach(), expected, atol=1e-6, rtol=1e-4)
+
+    def test_trained_the_engine_scores_as_it_was_trained(self, setting: Setting) -> None:
+        """The module here and the auxiliary's own pass are two ways to the same numbers."""
+        tuned = setting.tuned()
+        train(tuned, setting.trainees, setting.trainees)
+        learned = tuned.head_set()
+        assert learned.is_updated
+        for sample, trainee in zip(setting.samples, setting.trainees, strict=True):
+            expected = setting.engine_scores(sample, learned)
+            torch.testing.assert_close(tuned(trainee).detach(), expected, atol=1e-5, rtol=1e-3)
+            assert float((expected - setting.engine_scores(sample, setting.heads)).abs().max()) > 1e-4
+
+    def test_gradient_reaches_what_should_learn_and_nothing_else(self, setting: Setting) -> None:
+        tuned = setting.tuned()
+        before = copy.deepcopy(setting.runtime.model.state_dict())
+        seen = copy.deepcopy(setting.trainees[0].last.keys)
+        train(tuned, setting.trainees, setting.trainees)
+        names = {name for name, parameter in tuned.named_parameters() if parameter.requires_grad}
+        assert names == {"mix", "queries_down", "queries_up", "keys_down", "keys_up"}
+        for trainee in setting.trainees:
+            tuned.zero_grad()
+            tuned.loss(trainee).backward()
+            assert all(parameter.grad is not None and bool(parameter.grad.any()) for parameter in tuned.parameters())
+        after = setting.runtime.model.state_dict()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        assert not any(parameter.grad is not None for parameter in setting.runtime.model.parameters())
+        assert torch.equal(seen, setting.trainees[0].last.keys)
+
+    def test_four_samples_are_learned_by_heart(self, setting: Setting) -> None:
+        history = train(setting.tuned(), setting.trainees, setting.trainees)
+        assert history[-1]["loss"] < 0.5 * history[0]["loss"]
+        assert max(each["held_out_recall"] for each in history) > history[0]["held_out_recall"] + 0.2
+
+    def test_the_same_seed_gives_the_same(self, setting: Setting) -> None:
+        settings = replace(SETTINGS, epochs=3)
+        digests = []
+        for seed in (0, 0, 1):
+            tuned = setting.tuned(replace(settings, seed=seed))
+            train(tuned, setting.trainees, setting.trainees)
+            digests.append(tuned.head_set().digest())
+        assert digests[0] == digests[1] != digests[2]
+
+    def test_training_goes_on_from_a_state(self, setting: Setting) -> None:
+        whole, first, second = (setting.tuned(replace(SETTINGS, epochs=n)) for n in (6, 3, 6))
+        states: list[Any] = []
+        expected = train(whole, setting.trainees, setting.trainees)
+        train(first, setting.trainees, setting.trainees, after_epoch=lambda state: states.append(copy.deepcopy(state)))
+        resumed = train(second, setting.trainees, setting.trainees, state=states[-1])
+        assert resumed == expected and second.head_set().digest() == whole.head_set().digest()
+
+    def test_it_ends_at_its_best_and_stops_when_nothing_gets_better(self, setting: Setting) -> None:
+        tuned = setting.tuned(replace(SETTINGS, learning_rate=0.0, patience=3))
+        history = train(tuned, setting.trainees[:3], setting.trainees[3:])
+        assert len(history) == 4  # epoch 0, and three in which nothing moved
+        assert tuned.head_set().digest() == setting.tuned().head_set().digest()
+
+    def test_saved_and_loaded_it_scores_the_same(self, setting: Setting, tmp_path: Path) -> None:
+        tuned = setting.tuned()
+        train(tuned, setting.trainees, setting.trainees)
+        learned = tuned.head_set({"seed": 0})
+        learned.save(tmp_path / "heads.safetensors")
+        loaded = HeadSet.load(tmp_path / "heads.safetensors")
+        for sample in setting.samples:
+            assert torch.equal(setting.engine_scores(sample, loaded), setting.engine_scores(sample, learned))
+
+
+class TestTargets:
+    def test_a_target_is_a_distribution_over_the_chunks(self, tiny_models: dict[str, str]) -> None:
+        setting = Setting(tiny_models["llama"], tiny_models["auxiliary"], with_targets=True)
+        for trainee in setting.trainees:
+            assert trainee.target is not None and len(trainee.target) == len(trainee.evidence)
+            assert float(trainee.target.sum()) == pytest.approx(1.0, abs=1e-5) and bool((trainee.target >= 0).all())
+        history = train(setting.tuned(replace(SETTINGS, epochs=20)), setting.trainees, setting.trainees)
+        assert history[-1]["loss"] < history[0]["loss"]
+
+    def test_mass_is_handed_over_by_characters(self) -> None:
+        source, target = [(0, 4), (4, 6), (6, 10)], [(0, 2), (2, 6), (6, 6), (7, 10)]
+        found = spread_over(torch.tensor([4.0, 2.0, 8.0]), source, target)
+        assert found.tolist() == pytest.approx([2.0, 4.0, 0.0, 6.0])
+        assert spread_over(torch.tensor([4.0, 2.0, 8.0]), source, source).tolist() == pytest.approx([4.0, 2.0, 8.0])
