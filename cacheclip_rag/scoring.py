@@ -82,9 +82,9 @@ class AuxiliaryScorer:
                 yield runtime.encode(caches.tokenize(text).ids, caches.prefix) if kv is None else kv
 
         heads: str | HeadSet = "mean"
-        layers = "last" if scoring.layers == "tuned" else scoring.layers
+        layers, sinks = "last" if scoring.layers == "tuned" else scoring.layers, scoring.sinks
         if scoring.layers == "tuned" and self.heads is not None:
-            heads = self.heads
+            heads, sinks = self.heads, max(sinks, self.heads.sinks)
         return score_chunks(
             runtime,
             caches.prefix,
@@ -94,7 +94,7 @@ class AuxiliaryScorer:
             layers=pick_layers(layers, runtime.num_layers),
             heads=heads,
             pooled=scoring.pooled,
-            sinks=scoring.sinks,
+            sinks=sinks,
             counted=asked.words if scoring.words and bool(asked.words.any()) else None,
         )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +123,8 @@ TINY_MODELS: dict[str, dict[str, Any]] = {
 """The exactness matrix: one row per supported architecture and rotary scaling."""
 
 
-def make_tokenizer(vocab_size: int) -> Any:
-    """A byte-level BPE tokenizer trained on the test sentences."""
+def make_tokenizer(vocab_size: int, texts: Iterable[str] = SENTENCES) -> Any:
+    """A byte-level BPE tokenizer trained on the test sentences, or on other texts."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -136,7 +137,7 @@ def make_tokenizer(vocab_size: int) -> Any:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(SENTENCES, trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     fast.chat_template = CHAT_TEMPLATE
     return fast

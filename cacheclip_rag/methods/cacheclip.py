@@ -39,7 +39,8 @@ class CacheClip(Selective):
     """True takes one softmax over the tokens of all chunks, so that chunks compare (a head set always does); False (the
     paper) one a chunk."""
     sinks: int = 0
-    """Tokens at the start of each chunk that score nothing: every question attends to them."""
+    """Tokens at the start of each chunk that score nothing: every question attends to them. A head set may ask for
+    more."""
     words: bool = False
     """True: only those tokens of the question count that have a letter or a digit."""
     passes: int = 1

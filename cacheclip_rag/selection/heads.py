@@ -59,6 +59,8 @@ class HeadSet:
     """Update of the queries of the last layer in use; None for none."""
     keys: LowRank | None = None
     """Update of its keys."""
+    sinks: int = 0
+    """Tokens at the start of each chunk that were left out when the heads were chosen, and so are when they score."""
     about: dict[str, Any] = field(default_factory=dict)
     """Where it comes from: command, data, seed, figures. Not part of the digest."""
 
@@ -103,7 +105,7 @@ class HeadSet:
 
     def digest(self) -> str:
         """Of all that decides scores."""
-        found = hashlib.sha256(json.dumps([FORMAT_VERSION, self.auxiliary_sha256, self.heads]).encode())
+        found = hashlib.sha256(json.dumps([FORMAT_VERSION, self.auxiliary_sha256, self.heads, self.sinks]).encode())
         for name, tensor in sorted(self._tensors().items()):
             found.update(name.encode())
             found.update(tensor.contiguous().numpy().tobytes())
@@ -124,6 +126,7 @@ class HeadSet:
             "format": str(FORMAT_VERSION),
             "auxiliary_sha256": self.auxiliary_sha256,
             "heads": json.dumps(self.heads),
+            "sinks": str(self.sinks),
             "about": json.dumps(self.about, sort_keys=True),
             "sha256": self.digest(),
         }
@@ -148,8 +151,8 @@ class HeadSet:
                 LowRank(tensors[f"{name}.down"], tensors[f"{name}.up"]) if f"{name}.down" in tensors else None
                 for name in ("queries", "keys")
             )
-            about = json.loads(header["about"])
-            found = cls(header["auxiliary_sha256"], heads, tensors["weights"], queries, keys, about)
+            sinks, about = int(header["sinks"]), json.loads(header["about"])
+            found = cls(header["auxiliary_sha256"], heads, tensors["weights"], queries, keys, sinks, about)
             if found.digest() != header["sha256"]:
                 raise ValueError("it is damaged: its digest is another")
             return found

@@ -143,9 +143,9 @@ def calibrate(
     sha256 = weights_digest(auxiliary.fingerprint)
     num_heads = seen[0].scores.shape[1]
     sets = {"last layer": HeadSet.of_layers(sha256, "last", auxiliary.num_layers, num_heads)}
-    for size in _SIZES:
+    for size in (size for size in _SIZES if size <= len(ranking)):
         best = sorted((each.layer, each.head) for each in ranking[:size])
-        sets[f"best {size}"] = HeadSet(sha256, tuple(best), torch.full((size,), 1.0 / size))
+        sets[f"best {size}"] = HeadSet(sha256, tuple(best), torch.full((size,), 1.0 / size), sinks=SINKS)
     prompts = [samples[number] for number in _spaced(check, num_prompts)]
     found = downstream(engine, prompts, list(sets.values()))
     candidates = []
@@ -187,8 +187,8 @@ def _ranked(seen: Sequence[Seen]) -> list[HeadRank]:
 
 
 def combined(seen: Seen, heads: HeadSet) -> torch.Tensor:
-    """``(num_tokens,)`` scores of a head set without updates, from a look at every layer."""
-    picked = torch.stack([seen.scores[layer, head] for layer, head in heads.heads])
+    """``(num_tokens,)`` scores of a head set without updates, from a look at its layers at least."""
+    picked = torch.stack([seen.scores[seen.layers.index(layer), head] for layer, head in heads.heads])
     return heads.weights @ picked
 
 

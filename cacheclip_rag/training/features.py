@@ -48,6 +48,8 @@ class Seen:
     """``(num_tokens,)`` bool."""
     values: torch.Tensor
     """``(num_tokens,)`` bool: the words of the answer."""
+    layers: tuple[int, ...] = ()
+    """Those looked at."""
     last: LastLayer | None = None
 
 
@@ -62,7 +64,7 @@ def check_offsets(runtime: ModelRuntime) -> None:
 
 @torch.inference_mode()
 def look(
-    caches: ChunkCaches, sample: Sample, layers: Sequence[int], *, sinks: int = 0, with_last: bool = False
+    caches: ChunkCaches, sample: Sample, layers: Sequence[int], *, sinks: int = 0, keep: int | None = None
 ) -> Seen:
     """Have the auxiliary model read a sample's question on each of its chunks; nothing is taken from or put into a
     store.
@@ -70,7 +72,7 @@ def look(
     Args:
         layers: whose heads are looked at, increasing.
         sinks: tokens at the start of each chunk that nobody scores.
-        with_last: also keep queries and keys of the last of these layers.
+        keep: one of these layers, whose queries and keys are kept too.
     """
     runtime = caches.kv_runtime
     tokens = [caches.tokenize(chunk) for chunk in sample.chunks]
@@ -80,8 +82,7 @@ def look(
     num_prefix, lengths = packed.num_prefix, packed.lengths
     found: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
     queries: list[torch.Tensor] = []
-    last = layers[-1]
-    tables = packed.tables(runtime, last)
+    tables = None if keep is None else packed.tables(runtime, keep)
 
     def record(layer: int, number: int, logits: torch.Tensor) -> None:
         inside = logits[..., num_prefix : num_prefix + lengths[number]].clone()
@@ -90,7 +91,7 @@ def look(
         found[layer].append(inside)
 
     def adjust(layer: int, number: int, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if with_last and layer == last:
+        if layer == keep:
             start = num_prefix + lengths[number]
             turned = (
                 None if tables is None else (tables[0][start:][: len(question)], tables[1][start:][: len(question)])
@@ -98,14 +99,16 @@ def look(
             queries.append(unrotate(query, turned).cpu())
         return query, key
 
-    packed.run(runtime, Probe(frozenset(layers), packed.blocks, record, stop=last, logits=True, adjust=adjust))
+    packed.run(runtime, Probe(frozenset(layers), packed.blocks, record, stop=layers[-1], logits=True, adjust=adjust))
     scores = torch.stack([torch.cat(found[layer], dim=-1).softmax(-1).mean(1).cpu() for layer in layers])
     kept = None
-    if with_last:
-        keys = torch.cat([each[last, 0].float().cpu() for each in kv], dim=1)
+    if keep is not None:
+        keys = torch.cat([each[keep, 0].float().cpu() for each in kv], dim=1)
         on_cpu = None if tables is None else (tables[0].cpu(), tables[1].cpu())
-        kept = LastLayer(torch.stack(queries), keys, on_cpu, num_prefix, _scaling(runtime, last))
-    return Seen(tuple(lengths), scores, marked(tokens, sample.evidence), marked(tokens, sample.values), kept)
+        kept = LastLayer(torch.stack(queries), keys, on_cpu, num_prefix, _scaling(runtime, keep))
+    return Seen(
+        tuple(lengths), scores, marked(tokens, sample.evidence), marked(tokens, sample.values), tuple(layers), kept
+    )
 
 
 def _scaling(runtime: ModelRuntime, layer: int) -> float:

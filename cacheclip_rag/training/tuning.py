@@ -64,10 +64,9 @@ class Trainee:
 
     @classmethod
     def of(cls, seen: Seen, heads: HeadSet, target: torch.Tensor | None = None) -> Trainee:
-        """From a look at the layers of a head set."""
+        """From a look at the layers of a head set that kept the last of them."""
         assert seen.last is not None, "training needs queries and keys of the last layer in use"
-        layers = heads.layers
-        lower = [seen.scores[layers.index(layer), head] for layer, head in heads.heads if layer != layers[-1]]
+        lower = [seen.scores[seen.layers.index(of), head] for of, head in heads.heads if of != heads.layers[-1]]
         fixed = torch.stack(lower) if lower else torch.zeros(0, seen.scores.shape[-1])
         last = seen.last
         tables = None if last.tables is None else (last.tables[0].clone(), last.tables[1].clone())

@@ -136,12 +136,17 @@ class TestScores:
 class TestFiles:
     @pytest.mark.parametrize("with_updates", [False, True])
     def test_round_trip(self, tmp_path: Path, with_updates: bool) -> None:
-        heads = HeadSet(SHA, ((0, 1), (2, 0)), torch.tensor([0.25, 0.75]), about={"seed": 7, "data": ["x"]})
+        heads = HeadSet(SHA, ((0, 1), (2, 0)), torch.tensor([0.25, 0.75]), sinks=3, about={"seed": 7, "data": ["x"]})
         if with_updates:
             heads = replace(heads, queries=update(8, 0), keys=update(4, 1))
         heads.save(tmp_path / "heads.safetensors")
         found = HeadSet.load(tmp_path / "heads.safetensors")
-        assert found.digest() == heads.digest() and found.about == heads.about and found.heads == heads.heads
+        assert (
+            found.digest() == heads.digest()
+            and found.about == heads.about
+            and found.heads == heads.heads
+            and found.sinks == 3
+        )
         assert torch.equal(found.weights, heads.weights) and found.is_updated == with_updates
 
     def test_the_digest_covers_what_decides_scores(self) -> None:
@@ -152,8 +157,9 @@ class TestFiles:
             replace(heads, weights=torch.tensor([0.5, 0.5])),
             replace(heads, queries=update(8, 1)),
             replace(heads, queries=None, keys=update(8, 0)),
+            replace(heads, sinks=1),
         ]
-        assert len({each.digest() for each in (heads, *others)}) == 6
+        assert len({each.digest() for each in (heads, *others)}) == 7
         assert replace(heads, about={"x": 1}).digest() == heads.digest()
 
     def test_bad_files_are_refused(self, tmp_path: Path) -> None:

@@ -33,8 +33,7 @@ class Setting:
         )
         self.samples: list[Sample] = synthetic_samples("train", 4, chunk_words=25)
         seen = [
-            look(self.engine.auxiliary_caches, each, self.heads.layers, sinks=4, with_last=True)
-            for each in self.samples
+            look(self.engine.auxiliary_caches, each, self.heads.layers, sinks=4, keep=last) for each in self.samples
         ]
         targets = [attended_and_stale(self.engine, each) if with_targets else None for each in self.samples]
         self.trainees = [Trainee.of(each, self.heads, target) for each, target in zip(seen, targets, strict=True)]

@@ -1,0 +1,128 @@
+"""Calibration finds the head that looks at evidence: one is planted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from cacheclip_rag import CacheClipEngine, EngineConfig
+from cacheclip_rag.errors import ConfigurationError, ModelError
+from cacheclip_rag.selection.auxiliary import score_chunks
+from cacheclip_rag.selection.heads import HeadSet
+from cacheclip_rag.training.calibrate import calibrate, combined, downstream, recall_of
+from cacheclip_rag.training.families import synthetic_samples
+from cacheclip_rag.training.features import look
+from tests.conftest import build_model, make_tokenizer, of
+
+PLANTED = (1, 2)
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An auxiliary model one of whose heads attends to tokens that are the same as the asking one.
+
+    What enters its layers is the embeddings alone (the lower layer writes nothing), and in this head query and key are
+    the same random projection, in dimensions that hardly turn. Its tokens are mostly words.
+    """
+    layer, head = PLANTED
+    vocab_size, dim, hidden = 3000, 32, 64
+    spec = of("llama", num_hidden_layers=2, head_dim=dim, rope_parameters={"rope_type": "default", "rope_theta": 1e9})
+    folder = build_model(tmp_path_factory.mktemp("planted"), spec, vocab_size=vocab_size)
+    texts = [text for each in synthetic_samples("train", 60) for text in (*each.chunks, each.question)]
+    make_tokenizer(vocab_size, texts).save_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for below in model.model.layers[:layer]:
+            below.self_attn.o_proj.weight.zero_()
+            below.mlp.down_proj.weight.zero_()
+        model.model.embed_tokens.weight.normal_(generator=generator)
+        slow = torch.zeros(dim, 1)
+        slow[dim // 4 : dim // 2] = slow[3 * dim // 4 :] = 1.0
+        projection = slow * torch.randn(dim, hidden, generator=generator) / 4
+        attention = model.model.layers[layer].self_attn
+        attention.q_proj.weight[head * dim : (head + 1) * dim] = projection
+        attention.k_proj.weight[head // 2 * dim : (head // 2 + 1) * dim] = projection  # two heads share a key head
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def config(planted: str, tiny_models: dict[str, str]) -> EngineConfig:
+    return EngineConfig(primary=tiny_models["llama"], auxiliary=planted)
+
+
+class TestCalibrate:
+    def test_a_planted_head_is_found(self, config: EngineConfig) -> None:
+        found = calibrate(config, num_samples=21, num_prompts=2)
+        best, second = found.ranking[:2]
+        assert (best.layer, best.head) == PLANTED and best.recall > second.recall + 0.1
+        assert found.chosen in {each.name for each in found.candidates} and found.heads.sinks in (0, 4)
+        assert all(len(each.answer_kl) == 2 and each.kl >= 0 for each in found.candidates)
+
+    def test_the_same_seed_gives_the_same(self, config: EngineConfig) -> None:
+        one, other, another = (calibrate(config, num_samples=9, num_prompts=1, seed=seed) for seed in (0, 0, 1))
+        assert one.ranking == other.ranking != another.ranking
+        assert one.heads.digest() == other.heads.digest()
+
+    def test_bad_wishes_are_refused(self, config: EngineConfig) -> None:
+        with pytest.raises(ConfigurationError, match="at least 6 samples and 1 prompt, got 5 and 12"):
+            calibrate(config, num_samples=5)
+        with pytest.raises(ConfigurationError, match="no auxiliary model to calibrate"):
+            calibrate(replace(config, auxiliary=None))
+
+    def test_a_tokenizer_without_offsets_is_refused(
+        self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        auxiliary = CacheClipEngine(config).auxiliary
+        monkeypatch.setattr(auxiliary, "has_offsets", False)
+        with pytest.raises(ModelError, match="gives no character offsets"):
+            calibrate(config, num_samples=9)
+
+
+class TestLook:
+    def test_it_scores_as_the_engine_does(self, config: EngineConfig) -> None:
+        """Every head alone, by the calibration's look and by the scorer of the engine."""
+        engine = CacheClipEngine(config, heads="none")
+        caches, runtime = engine.auxiliary_caches, engine.auxiliary_caches.kv_runtime
+        [sample] = synthetic_samples("train", 1, chunk_words=20)
+        seen = look(caches, sample, range(runtime.num_layers), sinks=2)
+        kv = [runtime.encode(caches.tokenize(chunk).ids, caches.prefix) for chunk in sample.chunks]
+        question = runtime.tokenize(sample.question).ids
+        for layer in range(seen.scores.shape[0]):
+            for head in range(seen.scores.shape[1]):
+                heads = HeadSet("x", ((layer, head),), torch.ones(1), sinks=2)
+                engines = score_chunks(runtime, caches.prefix, kv, question, heads=heads, sinks=2)
+                torch.testing.assert_close(torch.cat(engines), combined(seen, heads), atol=1e-6, rtol=1e-4)
+        evidence, values = recall_of(torch.cat(engines), seen, ratio=1.0)
+        assert evidence == values == 1.0
+
+    def test_evidence_is_marked_in_tokens(self, config: EngineConfig) -> None:
+        caches = CacheClipEngine(config).auxiliary_caches
+        for sample in synthetic_samples("train", 7, chunk_words=20):
+            seen = look(caches, sample, [0])
+            start = 0
+            for number, chunk in enumerate(sample.chunks):
+                tokens = caches.tokenize(chunk)
+                wanted = {c for n, a, b in sample.evidence if n == number for c in range(a, b)}
+                for index, (a, b) in enumerate(tokens.offsets):
+                    assert bool(seen.evidence[start + index]) == bool(wanted & set(range(a, b)))
+                start += len(tokens)
+            assert bool((seen.evidence | ~seen.values).all()), "values lie within evidence"
+
+
+class TestDownstream:
+    def test_it_is_the_engines_own_prefill_and_leaves_the_engine_as_it_was(self, config: EngineConfig) -> None:
+        engine = CacheClipEngine(config, heads="none")
+        samples = synthetic_samples("test", 2, chunk_words=20)
+        heads = HeadSet.of_layers("", "last", 2, 1)
+        with pytest.raises(ModelError):
+            downstream(engine, samples, [heads])
+        assert engine.head_set is None
+        [exact, direct] = downstream(engine, samples, ["epic", "direct"], ratio=1.0)
+        assert all(first < 1e-5 and along < 1e-5 for first, along in exact)
+        assert all(first > 1e-5 for first, along in direct)
