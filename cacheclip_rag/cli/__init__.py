@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import typer
 
-from . import ask, bench, certify, evaluate, ingest, models, store
+from . import ask, bench, certify, evaluate, ingest, models, store, training
 from .common import guarded
 
 __all__ = ["app", "main"]
@@ -28,6 +28,8 @@ app.command("ask")(ask.ask)
 app.command("bench")(bench.bench)
 app.command("certify")(certify.certify)
 app.command("eval")(evaluate.evaluate)
+app.command("calibrate")(training.calibrate)
+app.command("finetune")(training.finetune)
 
 
 def main() -> None:

@@ -1,0 +1,153 @@
+"""``cacheclip calibrate`` and ``cacheclip finetune``: a head set for a pair of models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .common import AuxiliaryOption, DeviceOption, DtypeOption, JsonOption, PrimaryOption, print_json
+
+if TYPE_CHECKING:
+    from ..config import EngineConfig
+    from ..selection.heads import HeadSet
+    from ..training.report import Table
+
+DataOption = Annotated[
+    list[str] | None,
+    typer.Option(help="Files to learn from beside the synthetic questions: records as JSON lines, or documents."),
+]
+OutOption = Annotated[
+    Path | None, typer.Option(help="File of the head set; default where engines of this pair of models look.")
+]
+SeedOption = Annotated[int, typer.Option(help="Seed of the synthetic questions and of training.")]
+SamplesOption = Annotated[int, typer.Option("--samples", help="Synthetic questions to learn from.")]
+PromptsOption = Annotated[
+    int, typer.Option("--prompts", help="Of those to measure by, how many are asked of the primary.")
+]
+
+
+def calibrate(
+    primary: PrimaryOption = None,
+    auxiliary: AuxiliaryOption = None,
+    data: DataOption = None,
+    samples: SamplesOption = 120,
+    prompts: PromptsOption = 12,
+    seed: SeedOption = 0,
+    out: OutOption = None,
+    dtype: DtypeOption = None,
+    device: DeviceOption = "cpu",
+    as_json: JsonOption = False,
+) -> None:
+    """Find the heads of the auxiliary model that look at evidence; engines of this pair use them from then on."""
+    from dataclasses import replace
+
+    from ..training.calibrate import calibrate as run
+    from ..training.report import calibration_json, calibration_table
+
+    config = _config(primary, auxiliary, dtype, device)
+    given = _given(config, data, seed)
+    found = run(config, num_samples=samples, num_prompts=prompts, given=given, seed=seed)
+    about = {"command": "calibrate", "samples": samples, "given": len(given), "seed": seed, "chosen": found.chosen}
+    path = _save(replace(found.heads, about=about), config, out)
+    if as_json:
+        print_json({**calibration_json(found), "path": str(path)})
+    else:
+        _print("Heads of the auxiliary model", calibration_table(found), path)
+
+
+def finetune(
+    primary: PrimaryOption = None,
+    auxiliary: AuxiliaryOption = None,
+    data: DataOption = None,
+    heads: Annotated[Path | None, typer.Option(help="Head set to begin with; default what calibration finds.")] = None,
+    samples: SamplesOption = 120,
+    targets: Annotated[int, typer.Option(help="Of those, how many the primary is asked about.")] = 24,
+    tests: Annotated[int, typer.Option(help="Synthetic questions to measure by.")] = 42,
+    prompts: PromptsOption = 14,
+    epochs: Annotated[int, typer.Option(help="At most.")] = 30,
+    rank: Annotated[int, typer.Option(help="Rank of the updates.")] = 8,
+    learning_rate: Annotated[float, typer.Option(help="Of AdamW.")] = 1e-3,
+    seed: SeedOption = 0,
+    out: OutOption = None,
+    report: Annotated[Path | None, typer.Option(help="Folder for report.md and report.html.")] = None,
+    work: Annotated[Path | None, typer.Option(help="Folder that an interrupted run goes on from.")] = None,
+    dtype: DtypeOption = None,
+    device: DeviceOption = "cpu",
+    as_json: JsonOption = False,
+) -> None:
+    """Train the auxiliary model to find what the primary attends to and holds stale; an interrupted run goes on."""
+    from ..selection.heads import HeadSet
+    from ..training.calibrate import SINKS
+    from ..training.finetune import finetune as run
+    from ..training.report import finetuning_json, finetuning_table, write_report
+    from ..training.tuning import TuningSettings
+
+    config = _config(primary, auxiliary, dtype, device)
+    begin = HeadSet.load(heads) if heads else None
+    settings = TuningSettings(rank=rank, learning_rate=learning_rate, epochs=epochs, sinks=SINKS, seed=seed)
+    found = run(
+        config,
+        settings,
+        heads=begin,
+        num_samples=samples,
+        num_targets=targets,
+        num_tests=tests,
+        num_prompts=prompts,
+        given=_given(config, data, seed),
+        folder=work,
+    )
+    path = _save(found.heads, config, out)
+    reports = [str(each) for each in write_report(found, report)] if report else []
+    if as_json:
+        print_json({**finetuning_json(found), "path": str(path), "reports": reports})
+    else:
+        _print("On questions of other words and templates", finetuning_table(found), path)
+
+
+def _config(primary: str | None, auxiliary: str | None, dtype: str | None, device: str) -> EngineConfig:
+    from ..config import EngineConfig
+    from ..evaluation.questions import INSTRUCTION
+    from .settings import DEFAULT_SETTINGS, parse_auxiliary
+
+    return EngineConfig(
+        primary=primary or DEFAULT_SETTINGS.primary,
+        auxiliary=parse_auxiliary(auxiliary) if auxiliary else DEFAULT_SETTINGS.auxiliary,
+        dtype=dtype or DEFAULT_SETTINGS.dtype,
+        device=device,
+        system_prompt=INSTRUCTION,
+    )
+
+
+def _given(config: EngineConfig, data: Sequence[str] | None, seed: int) -> list[Any]:
+    from ..training.calibrate import open_engine
+    from ..training.given import given_samples
+
+    return given_samples(open_engine(config), data, seed=seed) if data else []
+
+
+def _save(heads: HeadSet, config: EngineConfig, out: Path | None) -> Path:
+    """Where it was asked for, or where engines of this pair of models look."""
+    from ..selection.heads import head_set_path, weights_digest
+    from ..training.calibrate import open_engine
+
+    path = out or head_set_path(heads.auxiliary_sha256, weights_digest(open_engine(config).primary.fingerprint))
+    heads.save(path)
+    return path
+
+
+def _print(title: str, table: Table, path: Path) -> None:
+    from rich.console import Console
+    from rich.table import Table as Printed
+
+    titles, rows = table
+    printed = Printed(title=title)
+    for number, each in enumerate(titles):
+        printed.add_column(each, justify="left" if number == 0 else "right")
+    for row in rows:
+        printed.add_row(*row)
+    out = Console()
+    out.print(printed)
+    out.print(f"Head set: {path}", soft_wrap=True)

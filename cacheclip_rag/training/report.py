@@ -1,0 +1,197 @@
+"""What calibration and fine-tuning were worth, for people: Markdown, and one HTML page that needs nothing else."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from ..paths import atomic_path
+from .calibrate import Calibration
+from .finetune import FineTuning
+
+__all__ = ["calibration_json", "calibration_table", "finetuning_json", "finetuning_table", "write_report"]
+
+Table = tuple[list[str], list[list[str]]]
+"""Titles of columns, and rows."""
+
+_STYLE = """
+:root { color-scheme: light dark; }
+body { margin: 0 auto; max-width: 70rem; padding: 1rem; font: 15px/1.5 system-ui, sans-serif; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 1rem 0; }
+th, td { padding: .3rem .7rem; border-bottom: 1px solid #8885; text-align: right; }
+th:first-child, td:first-child { text-align: left; }
+svg { width: 100%; max-width: 40rem; height: auto; font-size: 12px; fill: currentColor; }
+svg polyline { fill: none; stroke-width: 2; }
+"""
+
+
+def calibration_table(found: Calibration) -> Table:
+    """Candidates, the best marked."""
+    rows = []
+    for each in found.candidates:
+        kl, first = each.answer_kl, each.first_token_kl
+        rows.append(
+            [
+                f"{each.name} (chosen)" if each.name == found.chosen else each.name,
+                f"{each.recall:.3f}",
+                f"{each.span_recall:.3f}",
+                f"{statistics.fmean(first):.3f} / {statistics.median(first):.3f}",
+                f"{statistics.fmean(kl):.3f} / {statistics.median(kl):.3f}",
+            ]
+        )
+    return [
+        "heads",
+        "evidence recall",
+        "whole values",
+        "first-token KL, mean / median",
+        "answer KL, mean / median",
+    ], rows
+
+
+def finetuning_table(found: FineTuning) -> Table:
+    """Selectors on the test split."""
+
+    def text(value: float | None) -> str:
+        return "" if value is None else f"{value:.3f}"
+
+    def pair(values: Sequence[float]) -> str:
+        return f"{statistics.fmean(values):.3f} / {statistics.median(values):.3f}" if values else ""
+
+    rows = [
+        [
+            each.name,
+            *(text(each.recall.get(ratio)) for ratio in ("0.1", "0.2")),
+            *(text(each.span_recall.get(ratio)) for ratio in ("0.1", "0.2")),
+            text(each.overlap),
+            text(each.correlation),
+            pair(each.first_token_kl),
+            pair(each.answer_kl),
+        ]
+        for each in found.figures
+    ]
+    titles = [
+        "selector",
+        "recall at 0.1",
+        "at 0.2",
+        "whole values at 0.1",
+        "at 0.2",
+        "overlap with target",
+        "rank correlation",
+    ]
+    return [*titles, "first-token KL, mean / median", "answer KL, mean / median"], rows
+
+
+def calibration_json(found: Calibration) -> dict[str, Any]:
+    """One object for machines."""
+    return {
+        "chosen": found.chosen,
+        "heads": [[*pair, float(weight)] for pair, weight in zip(found.heads.heads, found.heads.weights, strict=True)],
+        "digest": found.heads.digest(),
+        "candidates": {
+            each.name: {
+                "recall": each.recall,
+                "span_recall": each.span_recall,
+                "first_token_kl": list(each.first_token_kl),
+                "answer_kl": list(each.answer_kl),
+            }
+            for each in found.candidates
+        },
+        "ranking": [[rank.layer, rank.head, rank.recall] for rank in found.ranking],
+        "seconds": found.seconds,
+    }
+
+
+def finetuning_json(found: FineTuning) -> dict[str, Any]:
+    """One object for machines."""
+    return {
+        "is_tuned": found.is_tuned,
+        "digest": found.heads.digest(),
+        "history": list(found.history),
+        "figures": {
+            each.name: {
+                "recall": each.recall,
+                "span_recall": each.span_recall,
+                "overlap": each.overlap,
+                "correlation": each.correlation,
+                "first_token_kl": list(each.first_token_kl),
+                "answer_kl": list(each.answer_kl),
+            }
+            for each in found.figures
+        },
+        "about": found.about,
+        "seconds": found.seconds,
+    }
+
+
+def write_report(found: FineTuning, folder: Path) -> list[Path]:
+    """``report.md`` and ``report.html`` in ``folder``; their paths."""
+    verdict = (
+        "The tuned heads are kept." if found.is_tuned else "On the primary the tuned heads were worth less: not kept."
+    )
+    head = f"{found.about['auxiliary']} for {found.about['primary']}"
+    titles, rows = finetuning_table(found)
+    markdown = "\n".join(
+        [
+            f"# Fine-tuning of {head}",
+            "",
+            verdict,
+            "",
+            f"| {' | '.join(titles)} |",
+            f"|{'---|' * len(titles)}",
+            *(f"| {' | '.join(row)} |" for row in rows),
+            "",
+            *(
+                f"- epoch {each['epoch']:.0f}: loss {each['loss']:.3f}, held-out loss {each['held_out_loss']:.3f}, "
+                f"held-out recall {each['held_out_recall']:.3f}"
+                for each in found.history
+            ),
+            "",
+        ]
+    )
+    cells = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    about = "".join(
+        f"<tr><td>{escape(key)}</td><td>{escape(str(value))}</td></tr>" for key, value in found.about.items()
+    )
+    header = "".join(f"<th>{escape(title)}</th>" for title in titles)
+    html = "\n".join(
+        [
+            '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+            "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">",
+            f"<title>Fine-tuning of {escape(head)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>",
+            f"<h1>Fine-tuning of {escape(head)}</h1>\n<p>{escape(verdict)}</p>",
+            f'<div class="wide"><table><tr>{header}</tr>{cells}</table></div>',
+            _curves(found.history),
+            f"<h2>Settings</h2>\n<table>{about}</table>\n</body>\n</html>\n",
+        ]
+    )
+    paths = []
+    for name, text in (("report.md", markdown), ("report.html", html)):
+        with atomic_path(folder / name) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+        paths.append(folder / name)
+    return paths
+
+
+def _curves(history: Sequence[dict[str, float]]) -> str:
+    """Losses and held-out recall over epochs, each scaled to the frame."""
+    series = {"loss": "#2563eb", "held_out_loss": "#d97706", "held_out_recall": "#059669"}
+    highest = max(each[name] for each in history for name in ("loss", "held_out_loss"))
+    lines, labels = [], []
+    for number, (name, colour) in enumerate(series.items()):
+        values = [each[name] for each in history]
+        low, high = 0.0, 1.0 if name == "held_out_recall" else highest
+        points = " ".join(
+            f"{40 + 420 * n / max(1, len(values) - 1):.1f},{180 - 160 * (value - low) / max(1e-9, high - low):.1f}"
+            for n, value in enumerate(values)
+        )
+        title = name.replace("_", " ")
+        lines.append(f'<polyline points="{points}" stroke="{colour}"><title>{title}</title></polyline>')
+        labels.append(
+            f'<text x="{40 + 150 * number}" y="205" fill="{colour}">{title}: {values[0]:.3f} to {values[-1]:.3f}</text>'
+        )
+    frame = '<polyline points="40,20 40,180 460,180" stroke="#8888"/>'
+    return f'<h2>Training</h2>\n<svg viewBox="0 0 500 215" role="img">{frame}{"".join(lines + labels)}</svg>'

@@ -1,0 +1,241 @@
+"""Fine-tuning as a job, its commands, and samples from one's own data; on tiny models, from end to end."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from cacheclip_rag import CacheClipEngine, EngineConfig
+from cacheclip_rag.cli import app
+from cacheclip_rag.errors import CacheClipError, ConfigurationError, ModelError
+from cacheclip_rag.evaluation.records import Passage, Record
+from cacheclip_rag.selection.heads import HeadSet, head_set_path, weights_digest
+from cacheclip_rag.training import finetune as module
+from cacheclip_rag.training.finetune import FineTuning, finetune
+from cacheclip_rag.training.given import given_samples, sample_of_record
+from cacheclip_rag.training.lexical import lexical_scores
+from cacheclip_rag.training.report import write_report
+from cacheclip_rag.training.tuning import TuningSettings
+from tests.conftest import CHUNKS
+
+SMALL: dict[str, Any] = {"num_samples": 12, "num_targets": 3, "num_tests": 7, "num_prompts": 2}
+SETTINGS = TuningSettings(rank=2, epochs=4, patience=4, learning_rate=1e-2, sinks=4)
+
+
+@pytest.fixture
+def config(tiny_models: dict[str, str]) -> EngineConfig:
+    return EngineConfig(primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"])
+
+
+@pytest.fixture
+def heads(config: EngineConfig) -> HeadSet:
+    import torch
+
+    runtime: Any = CacheClipEngine(config).auxiliary
+    return HeadSet(weights_digest(runtime.fingerprint), ((0, 1), (1, 0), (1, 1)), torch.full((3,), 1 / 3), sinks=4)
+
+
+def tune(config: EngineConfig, heads: HeadSet, folder: Path, **changes: Any) -> FineTuning:
+    return finetune(config, SETTINGS, heads=heads, folder=folder, **{**SMALL, **changes})
+
+
+class TestJob:
+    def test_what_it_finds(self, config: EngineConfig, heads: HeadSet, tmp_path: Path) -> None:
+        found = tune(config, heads, tmp_path / "work")
+        assert [each["epoch"] for each in found.history] == [0, 1, 2, 3, 4]
+        by_name = {each.name: each for each in found.figures}
+        assert list(by_name) == [
+            "untuned last layer",
+            "before",
+            "after",
+            "words alone",
+            "direct",
+            "epic",
+            "query_attention:layers=upper",
+        ]
+        for name in ("untuned last layer", "before", "after", "words alone"):
+            figures = by_name[name]
+            assert set(figures.recall) == set(figures.span_recall) == {"0.1", "0.2"}
+            assert all(0 <= value <= 1 for value in (*figures.recall.values(), *figures.span_recall.values()))
+            assert figures.overlap is not None and figures.correlation is not None
+        for name in set(by_name) - {"words alone"}:
+            assert len(by_name[name].answer_kl) == 2 and by_name[name].kl is not None
+        assert found.is_tuned == (by_name["after"].kl <= by_name["before"].kl)  # type: ignore[operator]
+        assert found.heads.is_updated == found.is_tuned
+        assert found.about["primary_sha256"] in CacheClipEngine(config).primary.fingerprint
+
+    def test_an_interrupted_run_goes_on_where_it_was(
+        self, config: EngineConfig, heads: HeadSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Killed while reading, then in the middle of training: nothing is done twice, and the end is the same."""
+        whole = tune(config, heads, tmp_path / "whole")
+        looks: list[str] = []
+        original = module.look
+
+        def look(caches: Any, sample: Any, *args: Any, **options: Any) -> Any:
+            looks.append(sample.question)
+            if len(looks) == 6:
+                raise KeyboardInterrupt
+            return original(caches, sample, *args, **options)
+
+        monkeypatch.setattr(module, "look", look)
+        with pytest.raises(KeyboardInterrupt):
+            tune(config, heads, tmp_path / "parts")
+        save = module._save_state
+
+        def save_twice(state: Any, *args: Any) -> None:
+            save(state, *args)
+            if state.epoch == 2:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(module, "_save_state", save_twice)
+        with pytest.raises(KeyboardInterrupt):
+            tune(config, heads, tmp_path / "parts")
+        monkeypatch.setattr(module, "_save_state", save)
+        assert len(looks) == len(set(looks)) + 1 == 13  # only the one that was interrupted
+        resumed = tune(config, heads, tmp_path / "parts")
+        assert resumed.history == whole.history and resumed.heads.digest() == whole.heads.digest()
+        assert resumed.figures == whole.figures
+
+    def test_other_settings_do_not_go_on_from_these(self, config: EngineConfig, heads: HeadSet, tmp_path: Path) -> None:
+        one = tune(config, heads, tmp_path, num_prompts=0)
+        other = finetune(config, replace(SETTINGS, seed=1), heads=heads, folder=tmp_path, **{**SMALL, "num_prompts": 0})
+        assert one.history != other.history
+
+    def test_damaged_files_are_made_again(self, config: EngineConfig, heads: HeadSet, tmp_path: Path) -> None:
+        one = tune(config, heads, tmp_path, num_prompts=0)
+        for path in tmp_path.glob("*.safetensors"):
+            path.write_bytes(path.read_bytes()[:-50])
+        assert tune(config, heads, tmp_path, num_prompts=0).history == one.history
+
+    def test_bad_wishes_are_refused(self, config: EngineConfig, heads: HeadSet, tmp_path: Path) -> None:
+        with pytest.raises(ConfigurationError, match="at least 10 samples to train on, .* got 5, 7 and 2"):
+            tune(config, heads, tmp_path, num_samples=5)
+        with pytest.raises(ConfigurationError, match="no auxiliary model"):
+            tune(replace(config, auxiliary=None), heads, tmp_path)
+        with pytest.raises(ModelError, match="made for an auxiliary model with digest"):
+            tune(config, replace(heads, auxiliary_sha256="b" * 64), tmp_path)
+        assert not list(tmp_path.iterdir())
+
+    def test_the_report_is_a_page_of_its_own(self, config: EngineConfig, heads: HeadSet, tmp_path: Path) -> None:
+        found = tune(config, heads, tmp_path / "work")
+        markdown, html = (path.read_text() for path in write_report(found, tmp_path / "report"))
+        for name in ("untuned last layer", "before", "after", "words alone", "direct", "epic"):
+            assert f"| {name} |" in markdown and f"<td>{name}</td>" in html
+        assert "http" not in html.replace("http-equiv", "") and "<svg" in html and "default-src 'none'" in html
+        assert f"epoch 4: loss {found.history[4]['loss']:.3f}" in markdown
+
+
+class TestCommands:
+    def run(self, *args: str) -> dict[str, Any]:
+        result = CliRunner().invoke(app, [*args, "--json"], catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        found: dict[str, Any] = json.loads(result.stdout)
+        return found
+
+    def test_calibrated_then_tuned_then_used(
+        self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
+        models = ["--primary", config.primary, "--auxiliary", str(config.auxiliary)]
+        assert CacheClipEngine(config).head_set is None
+        calibrated = self.run("calibrate", *models, "--samples", "9", "--prompts", "1")
+        engine = CacheClipEngine(config)
+        assert engine.head_set is not None and engine.head_set.digest() == calibrated["digest"]
+        assert calibrated["chosen"] in calibrated["candidates"] and len(calibrated["ranking"]) >= 4
+        options = ["--samples", "10", "--targets", "2", "--tests", "2", "--prompts", "1", "--epochs", "1"]
+        options += ["--heads", calibrated["path"], "--report", str(tmp_path / "report")]
+        tuned = self.run("finetune", *models, *options)
+        assert CacheClipEngine(config).head_set.digest() == tuned["digest"]  # type: ignore[union-attr]
+        auxiliary, primary = CacheClipEngine(config).auxiliary, CacheClipEngine(config).primary
+        path = head_set_path(weights_digest(auxiliary.fingerprint), weights_digest(primary.fingerprint))  # type: ignore[union-attr]
+        assert tuned["path"] == str(path) and [Path(each).name for each in tuned["reports"]] == [
+            "report.md",
+            "report.html",
+        ]
+
+    def test_a_file_of_ones_own(self, config: EngineConfig, tmp_path: Path) -> None:
+        out = tmp_path / "own.safetensors"
+        models = ["--primary", config.primary, "--auxiliary", str(config.auxiliary)]
+        result = CliRunner().invoke(app, ["calibrate", *models, "--samples", "6", "--prompts", "1", "--out", str(out)])
+        assert (
+            result.exit_code == 0
+            and "last layer" in result.stdout
+            and HeadSet.load(out).about["command"] == "calibrate"
+        )
+
+    def test_data_without_evidence_is_refused(self, config: EngineConfig, tmp_path: Path) -> None:
+        record = {
+            "id": "a",
+            "task": "t",
+            "question": "Who?",
+            "answers": ["Nobody named here"],
+            "chunks": [{"text": c} for c in CHUNKS],
+        }
+        (tmp_path / "data.jsonl").write_text(json.dumps(record))
+        models = ["--primary", config.primary, "--auxiliary", str(config.auxiliary)]
+        with pytest.raises(CacheClipError, match="no evidence in .*data.jsonl: a record's answer must stand in one"):
+            CliRunner().invoke(
+                app, ["calibrate", *models, "--data", str(tmp_path / "data.jsonl")], catch_exceptions=False
+            )
+
+
+class TestGiven:
+    def test_evidence_of_a_record_is_the_sentences_with_its_answer(self) -> None:
+        chunks = (
+            Passage("Harbour", "The lamp is red. It was lit in 1871. Nobody knows by whom."),
+            Passage("", "In 18710 ships passed. Elsewhere 1871 is named too."),
+        )
+        sample = sample_of_record(Record("a", "t", "When was it lit?", ("1871",), chunks, {}))
+        assert sample is not None
+        texts = [sample.chunks[n][a:b] for n, a, b in sample.evidence]
+        assert texts == ["It was lit in 1871.", "Elsewhere 1871 is named too."]
+        assert [sample.chunks[n][a:b] for n, a, b in sample.values] == ["1871", "1871"]
+
+    @pytest.mark.parametrize("answer", ["yes", "No", "x", "not there"])
+    def test_answers_that_stand_nowhere_give_no_sample(self, answer: str) -> None:
+        chunks = (Passage("", "Yes, no, x."), Passage("", "More of it."))
+        assert sample_of_record(Record("a", "t", "?", (answer,), chunks, {})) is None
+
+    def test_documents_are_asked_about_by_the_primary(
+        self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The tiny model writes nonsense; what it is asked, and what is made of an answer, is ours."""
+        says = "This is sentence number {} of the file, and it is long."
+        text = "\n\n".join(f"{chunk} {says.format(number)}" for number, chunk in enumerate(CHUNKS * 6))
+        (tmp_path / "file.txt").write_text(text)
+        engine = CacheClipEngine(config)
+        prompts: list[str] = []
+
+        class Said:
+            text = "What does the file say?\nAnd more."
+
+        def generate(messages: Any, *_: Any, **__: Any) -> Any:
+            prompts.append(messages[0]["content"])
+            return Said()
+
+        monkeypatch.setattr(engine, "generate", generate)
+        found = given_samples(engine, [tmp_path / "file.txt"], limit=3)
+        assert len(found) == 3 and all(each.question == "What does the file say?" for each in found)
+        for sample, prompt in zip(found, prompts, strict=True):
+            [(number, start, end)] = sample.evidence
+            assert sample.chunks[number][start:end] in prompt and len(sample.chunks) == 4
+
+    def test_the_primary_itself_is_asked(self, config: EngineConfig, tmp_path: Path) -> None:
+        (tmp_path / "file.md").write_text("# A\n\n" + "\n\n".join(CHUNKS * 4))
+        with pytest.raises(ConfigurationError, match="no evidence in"):  # a model of random weights asks nothing
+            given_samples(CacheClipEngine(config), [tmp_path / "file.md"], limit=2)
+
+
+class TestLexical:
+    def test_by_hand(self) -> None:
+        chunks = ["The lamp is red. A boat is blue."]
+        offsets = [[(0, 3), (4, 8), (9, 11), (12, 16), (17, 18), (19, 23), (24, 26), (27, 32)]]
+        scores = lexical_scores(chunks, offsets, "Which lamp?")
+        # one of two sentences holds "lamp", once; both have four words: ln(1 + 1.5 / 1.5) * 2.2 / 2.2
+        assert scores.tolist() == pytest.approx([0.6931] * 4 + [0.0] * 4, abs=1e-4)
