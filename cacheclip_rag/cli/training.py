@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..errors import ConfigurationError
 from .common import AuxiliaryOption, DeviceOption, DtypeOption, JsonOption, PrimaryOption, print_json
 
 if TYPE_CHECKING:
     from ..config import EngineConfig
     from ..selection.heads import HeadSet
+    from ..training.families import Sample
     from ..training.report import Table
+    from ..training.tuning import TuningSettings
 
 DataOption = Annotated[
     list[str] | None,
@@ -70,6 +73,9 @@ def finetune(
     epochs: Annotated[int, typer.Option(help="At most.")] = 30,
     rank: Annotated[int, typer.Option(help="Rank of the updates.")] = 8,
     learning_rate: Annotated[float, typer.Option(help="Of AdamW.")] = 1e-3,
+    scope: Annotated[
+        str, typer.Option(help="heads: a head set. model: every weight up to its last layer; --out is then a folder.")
+    ] = "heads",
     seed: SeedOption = 0,
     out: OutOption = None,
     report: Annotated[Path | None, typer.Option(help="Folder for report.md and report.html.")] = None,
@@ -85,9 +91,16 @@ def finetune(
     from ..training.report import finetuning_json, finetuning_table, write_report
     from ..training.tuning import TuningSettings
 
+    if scope not in ("heads", "model") or (scope == "model" and out is None):
+        raise ConfigurationError(f"scope must be heads, or model with a new folder as --out; got {scope!r}.")
     config = _config(primary, auxiliary, dtype, device)
     begin = HeadSet.load(heads) if heads else None
     settings = TuningSettings(rank=rank, learning_rate=learning_rate, epochs=epochs, sinks=SINKS, seed=seed)
+    given = _given(config, data, seed)
+    if scope == "model":
+        assert out is not None
+        _finetune_whole(config, out, settings, begin, samples, targets, given, as_json)
+        return
     found = run(
         config,
         settings,
@@ -96,7 +109,7 @@ def finetune(
         num_targets=targets,
         num_tests=tests,
         num_prompts=prompts,
-        given=_given(config, data, seed),
+        given=given,
         folder=work,
     )
     path = _save(found.heads, config, out)
@@ -105,6 +118,30 @@ def finetune(
         print_json({**finetuning_json(found), "path": str(path), "reports": reports})
     else:
         _print("On questions of other words and templates", finetuning_table(found), path)
+
+
+def _finetune_whole(
+    config: EngineConfig,
+    folder: Path,
+    settings: TuningSettings,
+    heads: HeadSet | None,
+    samples: int,
+    targets: int,
+    given: Sequence[Sample],
+    as_json: bool,
+) -> None:
+    from dataclasses import replace
+
+    from ..training.whole import finetune_whole
+
+    found = finetune_whole(config, folder, settings, heads=heads, num_samples=samples, num_targets=targets, given=given)
+    path = _save(found.heads, replace(config, auxiliary=str(folder)), None)
+    if as_json:
+        figures = {"history": list(found.history), "seconds": found.seconds}
+        print_json({"model": str(folder), "path": str(path), "digest": found.heads.digest(), **figures})
+        return
+    rows = [[f"{each['epoch']:.0f}", f"{each['loss']:.3f}", f"{each['held_out_recall']:.3f}"] for each in found.history]
+    _print("Training of the whole model", (["epoch", "loss", "held-out recall"], rows), path)
 
 
 def _config(primary: str | None, auxiliary: str | None, dtype: str | None, device: str) -> EngineConfig:
@@ -121,7 +158,7 @@ def _config(primary: str | None, auxiliary: str | None, dtype: str | None, devic
     )
 
 
-def _given(config: EngineConfig, data: Sequence[str] | None, seed: int) -> list[Any]:
+def _given(config: EngineConfig, data: Sequence[str] | None, seed: int) -> list[Sample]:
     from ..training.calibrate import open_engine
     from ..training.given import given_samples
 

@@ -21,7 +21,7 @@ from ..selection.heads import HeadSet, LowRank
 from .features import LastLayer, Seen
 from .measures import chosen, token_recall
 
-__all__ = ["Trainee", "TuningSettings", "Tuned", "train"]
+__all__ = ["Trainee", "Tuned", "TuningSettings", "loss_of", "train"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,22 @@ class Trainee:
         # clones: autograd refuses what was made in inference mode
         last = replace(last, queries=last.queries.clone(), keys=last.keys.clone(), tables=tables)
         return cls(seen.lengths, fixed.clone(), last, seen.evidence.clone(), None if target is None else target.clone())
+
+
+def loss_of(
+    scores: torch.Tensor, evidence: torch.Tensor, target: torch.Tensor | None, target_weight: float
+) -> torch.Tensor:
+    """``(1 - w) * -log sum_E p(t) + w * KL(target || p)``; the first alone without a target.
+
+    Args:
+        scores: ``(num_tokens,)``, sum 1; ``evidence`` likewise, bool; ``target`` likewise, sum 1 or 0.
+    """
+    found = scores.clamp(min=1e-9)
+    likelihood = -found[evidence].sum().log()
+    if target is None or not bool(target.any()):
+        return likelihood
+    divergence = (target * (target.clamp(min=1e-9).log() - found.log())).sum()
+    return (1 - target_weight) * likelihood + target_weight * divergence
 
 
 class Tuned(torch.nn.Module):
@@ -128,14 +144,7 @@ class Tuned(torch.nn.Module):
         return torch.cat(logits, dim=-1).softmax(-1).mean(1)
 
     def loss(self, sample: Trainee) -> torch.Tensor:
-        found: torch.Tensor = self(sample).clamp(min=1e-9)
-        evidence = -found[sample.evidence].sum().log()
-        if sample.target is None or not bool(sample.target.any()):
-            return evidence
-        wanted = sample.target
-        divergence = (wanted * (wanted.clamp(min=1e-9).log() - found.log())).sum()
-        weight = self.settings.target_weight
-        return (1 - weight) * evidence + weight * divergence
+        return loss_of(self(sample), sample.evidence, sample.target, self.settings.target_weight)
 
     def head_set(self, about: dict[str, Any] | None = None) -> HeadSet:
         """What was learned, to be saved."""

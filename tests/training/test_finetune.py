@@ -169,6 +169,19 @@ class TestCommands:
             and HeadSet.load(out).about["command"] == "calibrate"
         )
 
+    def test_a_whole_model(self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
+        models = ["--primary", config.primary, "--auxiliary", str(config.auxiliary)]
+        self.run("calibrate", *models, "--samples", "6", "--prompts", "1", "--out", str(tmp_path / "h.safetensors"))
+        options = ["--scope", "model", "--samples", "10", "--targets", "0", "--epochs", "1"]
+        options += ["--heads", str(tmp_path / "h.safetensors"), "--out", str(tmp_path / "tuned")]
+        found = self.run("finetune", *models, *options)
+        engine = CacheClipEngine(config, auxiliary=str(tmp_path / "tuned"))
+        assert engine.head_set is not None and engine.head_set.digest() == found["digest"]
+        for bad in (["--scope", "model"], ["--scope", "nonsense"]):
+            with pytest.raises(ConfigurationError, match="scope must be heads, or model"):
+                CliRunner().invoke(app, ["finetune", *models, *bad], catch_exceptions=False)
+
     def test_data_without_evidence_is_refused(self, config: EngineConfig, tmp_path: Path) -> None:
         record = {
             "id": "a",

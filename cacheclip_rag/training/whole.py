@@ -1,0 +1,245 @@
+"""Fine-tuning of a whole auxiliary model: every weight up to the last layer in use, with the loss of the head set.
+
+For those who have an accelerator and a bigger auxiliary: two CPU cores train a head set in minutes, and this in hours.
+The result is another model, with another fingerprint: chunk caches of the old one are not taken for its own.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import copy
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from ..chunks import ChunkCaches
+from ..config import EngineConfig
+from ..errors import ConfigurationError
+from ..models.load import load_model
+from ..models.runtime import ModelRuntime
+from ..progress import progress_bar
+from ..selection.heads import HeadSet, weights_digest
+from .calibrate import calibrate, open_engine
+from .families import Sample, synthetic_samples
+from .features import marked
+from .measures import chosen, token_recall
+from .targets import attended_and_stale
+from .tuning import TuningSettings, loss_of
+
+__all__ = ["WholeFineTuning", "WholeSample", "WholeTuned", "finetune_whole", "train_whole"]
+
+_ATTENTION = "cacheclip_training"
+_seen: contextvars.ContextVar[dict[int, tuple[torch.Tensor, torch.Tensor, float]] | None] = contextvars.ContextVar(
+    "queries_and_keys", default=None
+)
+
+
+def _attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
+    """Stock attention; queries and keys of layers that are asked for are kept on the way."""
+    wanted = _seen.get()
+    if wanted is not None and module.layer_idx in wanted:
+        wanted[module.layer_idx] = (query, key, float(kwargs.get("scaling") or query.shape[-1] ** -0.5))
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WholeSample:
+    """Token ids of a sample, and what should be found in its chunks."""
+
+    prefix: tuple[int, ...]
+    chunks: tuple[tuple[int, ...], ...]
+    question: tuple[int, ...]
+    evidence: torch.Tensor
+    """``(num_tokens,)`` bool, over all chunks side by side."""
+    target: torch.Tensor | None = None
+    """``(num_tokens,)``, sum 1, or None."""
+
+    @classmethod
+    def of(cls, caches: ChunkCaches, sample: Sample, target: torch.Tensor | None = None) -> WholeSample:
+        tokens = [caches.tokenize(chunk) for chunk in sample.chunks]
+        question = caches.runtime.tokenize(sample.question).ids
+        chunks = tuple(each.ids for each in tokens)
+        return cls(tuple(caches.prefix_ids), chunks, question, marked(tokens, sample.evidence), target)
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(chunk) for chunk in self.chunks]
+
+
+class WholeTuned(torch.nn.Module):
+    """A copy of the auxiliary model whose head set scores, differentiable in every weight."""
+
+    def __init__(self, auxiliary: ModelRuntime, heads: HeadSet, settings: TuningSettings) -> None:
+        super().__init__()
+        AttentionInterface.register(_ATTENTION, _attention)
+        self.heads, self.settings = heads, settings
+        self.model = copy.deepcopy(auxiliary.model).float()
+        self.model.set_attn_implementation(_ATTENTION)
+        self.model.config.use_cache = False
+        self.mix = torch.nn.Parameter(heads.weights.clamp(min=1e-4).log())
+        last = heads.layers[-1]
+        above = [f"layers.{number}." for number in range(last + 1, auxiliary.num_layers)]
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad = not any(each in name for each in above)
+        self.model.lm_head.requires_grad_(self.model.config.tie_word_embeddings)
+
+    def forward(self, sample: WholeSample) -> torch.Tensor:
+        """``(num_tokens,)``: the score of every token, sum 1."""
+        rows = [[*sample.prefix, *chunk, *sample.question] for chunk in sample.chunks]
+        width = max(map(len, rows))
+        ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=self.mix.device)
+        wanted: dict[int, Any] = dict.fromkeys(self.heads.layers)
+        token = _seen.set(wanted)
+        try:
+            # padding comes last, where nothing before it can see it
+            self.model.base_model(input_ids=ids)
+        finally:
+            _seen.reset(token)
+        maps = []
+        for layer in self.heads.layers:
+            query, key, scaling = wanted[layer]
+            key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+            own = [head for of, head in self.heads.heads if of == layer]
+            logits = []
+            for number, length in enumerate(sample.lengths):
+                start = len(sample.prefix)
+                stop = start + length
+                asked = query[number, own, stop : stop + len(sample.question)]
+                found = asked @ key[number, own, start:stop].transpose(-1, -2) * scaling
+                if length > self.settings.sinks:
+                    sinks = torch.full_like(found[..., : self.settings.sinks], float("-inf"))
+                    found = torch.cat((sinks, found[..., self.settings.sinks :]), dim=-1)
+                logits.append(found)
+            maps.append(torch.cat(logits, dim=-1).softmax(-1).mean(1))
+        scores: torch.Tensor = self.mix.softmax(0) @ torch.cat(maps)
+        return scores
+
+    def loss(self, sample: WholeSample) -> torch.Tensor:
+        target = None if sample.target is None else sample.target.to(self.mix.device)
+        return loss_of(self(sample), sample.evidence.to(self.mix.device), target, self.settings.target_weight)
+
+    @torch.no_grad()
+    def recall(self, samples: Sequence[WholeSample]) -> float:
+        """Mean share of the evidence among the tokens that the default grouping would take."""
+        ratio = self.settings.ratio
+        found = [token_recall(chosen(self(each).cpu(), each.lengths, ratio), each.evidence) for each in samples]
+        return float(torch.stack(found).mean())
+
+    def save(self, folder: Path, tokenizer: Any) -> None:
+        """The model and its tokenizer, as transformers writes them."""
+        model = copy.deepcopy(self.model)
+        model.config.use_cache = True
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    def head_set(self, auxiliary_sha256: str, about: dict[str, Any]) -> HeadSet:
+        """The heads with the weights learned, for the saved model."""
+        weights = self.mix.detach().softmax(0).cpu().clone()
+        return replace(
+            self.heads, auxiliary_sha256=auxiliary_sha256, weights=weights, queries=None, keys=None, about=about
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class WholeFineTuning:
+    """What fine-tuning of a whole model found."""
+
+    heads: HeadSet
+    """For the model that was saved."""
+    folder: Path
+    """That model: name it as the auxiliary."""
+    history: tuple[dict[str, float], ...]
+    seconds: float
+
+
+def finetune_whole(
+    config: EngineConfig,
+    folder: Path,
+    settings: TuningSettings,
+    *,
+    heads: HeadSet | None = None,
+    num_samples: int = 120,
+    num_targets: int = 24,
+    given: Sequence[Sample] = (),
+) -> WholeFineTuning:
+    """Train every weight of ``config.auxiliary`` up to the last layer in use, and save the model in ``folder``.
+
+    Args:
+        heads: to begin with; default what calibration finds.
+        num_samples: synthetic ones; given ones come on top. A fifth is held out.
+        num_targets: of all, those for which the primary is asked what it attends to and holds stale.
+
+    Raises:
+        ConfigurationError: no auxiliary model, too few samples, a folder that holds something.
+        ModelError: models that cannot be used so.
+    """
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigurationError(f"{folder} holds something already. Give a new folder for the trained model.")
+    if num_samples + len(given) < 10:
+        raise ConfigurationError(f"fine-tuning needs at least 10 samples, got {num_samples + len(given)}.")
+    started = time.perf_counter()
+    engine = open_engine(config)
+    heads = heads or calibrate(config, given=given, seed=settings.seed).heads
+    heads.check(engine.auxiliary)
+    caches = engine.auxiliary_caches
+    samples = [*synthetic_samples("train", num_samples, seed=settings.seed), *given]
+    step = max(1, len(samples) // max(1, num_targets))
+    asked = set(list(range(0, len(samples), step))[:num_targets])
+    prepared = []
+    with progress_bar("asking the primary", len(samples), "samples") as advance:
+        for number, sample in enumerate(samples):
+            target = attended_and_stale(engine, sample) if number in asked else None
+            prepared.append(WholeSample.of(caches, sample, target))
+            advance(number + 1)
+    tuned = WholeTuned(caches.kv_runtime, heads, settings).to(caches.kv_runtime.device)
+    history = train_whole(tuned, [s for n, s in enumerate(prepared) if n % 5], prepared[::5])
+    tuned.save(folder, caches.kv_runtime.tokenizer)
+    saved = load_model(str(folder), dtype=config.dtype, device=config.auxiliary_device or config.device)
+    about = {"command": "finetune --scope model", "began_with": heads.digest(), "seed": settings.seed}
+    found = tuned.head_set(weights_digest(saved.fingerprint), about)
+    return WholeFineTuning(found, folder, tuple(history), time.perf_counter() - started)
+
+
+def train_whole(
+    tuned: WholeTuned, samples: Sequence[WholeSample], held_out: Sequence[WholeSample]
+) -> list[dict[str, float]]:
+    """Train until held-out recall has stood still for a while; ``tuned`` ends as it was at its best.
+
+    Returns:
+        Per epoch ``epoch``, ``loss`` and ``held_out_recall``; epoch 0 is before training.
+    """
+    settings = tuned.settings
+    learning = [parameter for parameter in tuned.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(learning, lr=settings.learning_rate, weight_decay=settings.weight_decay)
+    best, best_epoch = copy.deepcopy(tuned.state_dict()), 0
+    history = [{"epoch": 0.0, "loss": float("nan"), "held_out_recall": tuned.recall(held_out)}]
+    with progress_bar("training the whole model", settings.epochs, "epochs") as advance:
+        for epoch in range(1, settings.epochs + 1):
+            order = list(range(len(samples)))
+            random.Random(f"{settings.seed}/{epoch}").shuffle(order)
+            total = 0.0
+            for start in range(0, len(order), settings.batch):
+                batch = [samples[number] for number in order[start : start + settings.batch]]
+                optimizer.zero_grad()
+                for sample in batch:  # one at a time: memory for one
+                    loss = tuned.loss(sample) / len(batch)
+                    loss.backward()
+                    total += float(loss.detach()) * len(batch)
+                torch.nn.utils.clip_grad_norm_(learning, 1.0)
+                optimizer.step()
+            recall = tuned.recall(held_out)
+            history.append({"epoch": float(epoch), "loss": total / len(samples), "held_out_recall": recall})
+            if recall > history[best_epoch]["held_out_recall"]:
+                best, best_epoch = copy.deepcopy(tuned.state_dict()), epoch
+            advance(epoch)
+            if epoch - best_epoch >= settings.patience:
+                break
+    tuned.load_state_dict(best)
+    return history

@@ -1,0 +1,89 @@
+"""Fine-tuning of a whole auxiliary model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cacheclip_rag import CacheClipEngine, EngineConfig
+from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.selection.heads import HeadSet, weights_digest
+from cacheclip_rag.training.calibrate import combined
+from cacheclip_rag.training.families import synthetic_samples
+from cacheclip_rag.training.features import look
+from cacheclip_rag.training.tuning import TuningSettings
+from cacheclip_rag.training.whole import WholeSample, WholeTuned, finetune_whole, train_whole
+
+SETTINGS = TuningSettings(batch=2, epochs=6, patience=6, learning_rate=3e-3, sinks=2)
+
+
+@pytest.fixture(params=["auxiliary", "qwen2", "qwen3", "phi3-partial"])
+def auxiliary(request: pytest.FixtureRequest, tiny_models: dict[str, str]) -> str:
+    return tiny_models[request.param]
+
+
+class TestWholeTuned:
+    def test_untrained_it_scores_like_the_engine(self, auxiliary: str, tiny_models: dict[str, str]) -> None:
+        engine = CacheClipEngine(
+            EngineConfig(primary=tiny_models["llama"], auxiliary=auxiliary, auxiliary_codec="float32")
+        )
+        caches, runtime = engine.auxiliary_caches, engine.auxiliary_caches.kv_runtime
+        last = runtime.num_layers - 1
+        some, weights = ((0, 1), (last, 0), (last, 1)), torch.tensor([0.3, 0.3, 0.4])
+        heads = HeadSet(weights_digest(runtime.fingerprint), some, weights, sinks=2)
+        tuned = WholeTuned(runtime, heads, SETTINGS)
+        for sample in synthetic_samples("train", 2, chunk_words=20):
+            seen = look(caches, sample, heads.layers, sinks=2)
+            found = tuned(WholeSample.of(caches, sample)).detach()
+            torch.testing.assert_close(found, combined(seen, heads), atol=1e-5, rtol=1e-3)
+
+    def test_only_what_lies_below_learns_and_the_auxiliary_in_use_stays(self, tiny_models: dict[str, str]) -> None:
+        engine = CacheClipEngine(
+            EngineConfig(primary=tiny_models["llama"], auxiliary=tiny_models["qwen3"], auxiliary_codec="float32")
+        )
+        caches, runtime = engine.auxiliary_caches, engine.auxiliary_caches.kv_runtime
+        heads = HeadSet(weights_digest(runtime.fingerprint), ((0, 1), (1, 0)), torch.tensor([0.5, 0.5]), sinks=2)
+        before = {name: value.clone() for name, value in runtime.model.state_dict().items()}
+        tuned = WholeTuned(runtime, heads, SETTINGS)
+        samples = [WholeSample.of(caches, each) for each in synthetic_samples("train", 4, chunk_words=20)]
+        history = train_whole(tuned, samples, samples)
+        assert history[-1]["loss"] < history[1]["loss"]
+        assert all(torch.equal(before[name], value) for name, value in runtime.model.state_dict().items())
+        changed = {name for name, value in tuned.model.state_dict().items() if not torch.equal(before[name], value)}
+        for part in ("embed_tokens", "layers.0.mlp", "layers.1.self_attn.q_proj"):
+            assert any(part in name for name in changed), part
+        assert not any("layers.2." in name for name in changed) and "lm_head.weight" not in changed
+
+
+class TestJob:
+    def test_the_saved_model_scores_as_it_was_trained(self, tiny_models: dict[str, str], tmp_path: Path) -> None:
+        config = EngineConfig(
+            primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"], auxiliary_codec="float32"
+        )
+        runtime: Any = CacheClipEngine(config).auxiliary
+        heads = HeadSet(weights_digest(runtime.fingerprint), ((0, 1), (1, 0)), torch.tensor([0.5, 0.5]), sinks=2)
+        found = finetune_whole(config, tmp_path / "tuned", SETTINGS, heads=heads, num_samples=10, num_targets=2)
+        assert len(found.history) >= 2
+        engine = CacheClipEngine(config, auxiliary=str(tmp_path / "tuned"))
+        caches: Any = engine.auxiliary_caches
+        assert found.heads.auxiliary_sha256 == weights_digest(caches.kv_runtime.fingerprint) != heads.auxiliary_sha256
+        engine.use_heads(found.heads)
+        tuned = WholeTuned(caches.kv_runtime, found.heads, SETTINGS)
+        [sample] = synthetic_samples("test", 1, chunk_words=20)
+        seen = look(caches, sample, found.heads.layers, sinks=2)
+        torch.testing.assert_close(
+            tuned(WholeSample.of(caches, sample)).detach(), combined(seen, found.heads), atol=1e-5, rtol=1e-3
+        )
+
+    def test_nothing_is_written_over(self, tiny_models: dict[str, str], tmp_path: Path) -> None:
+        config = EngineConfig(
+            primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"], auxiliary_codec="float32"
+        )
+        (tmp_path / "file").touch()
+        with pytest.raises(ConfigurationError, match="holds something already"):
+            finetune_whole(config, tmp_path, SETTINGS)
+        with pytest.raises(ConfigurationError, match="at least 10 samples, got 9"):
+            finetune_whole(config, tmp_path / "new", SETTINGS, num_samples=9)
