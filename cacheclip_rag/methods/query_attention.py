@@ -123,15 +123,12 @@ class QueryAttention(Selective):
 
 @dataclass(frozen=True, slots=True)
 class Anchored(QueryAttention):
-    """Ours: the first tokens of every chunk, as EPIC has it, then what the upper half of the model attends to. A
-    quarter of the budget is spread evenly, and what is left alone follows it."""
+    """Ours: the first tokens of every chunk, as EPIC has it, then what the upper half of the model attends to."""
 
     name: ClassVar[str] = "anchored"
 
     layers: str = "upper"
     always_include_first: int = 16
-    correction: float = 1.0
-    probes: float = 0.25
 
 
 @dataclass(frozen=True, slots=True)
