@@ -152,9 +152,12 @@ class CacheClipEngine:
         """Have the auxiliary score by these heads from now on, whatever the settings say; None: by its last layer.
 
         Raises:
+            ConfigurationError: there is no auxiliary model.
             ModelError: they were made for another model.
         """
         if heads is not None:
+            if self.auxiliary is None:
+                raise ConfigurationError("a head set is for an auxiliary model, and there is none. Set auxiliary.")
             heads.check(self.auxiliary)
         with self._lock:
             self._head_set = (heads,)

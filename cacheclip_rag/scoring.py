@@ -82,9 +82,9 @@ class AuxiliaryScorer:
                 yield runtime.encode(caches.tokenize(text).ids, caches.prefix) if kv is None else kv
 
         heads: str | HeadSet = "mean"
-        layers, sinks = "last" if scoring.layers == "tuned" else scoring.layers, scoring.sinks
+        layers = "last" if scoring.layers == "tuned" else scoring.layers
         if scoring.layers == "tuned" and self.heads is not None:
-            heads, sinks = self.heads, max(sinks, self.heads.sinks)
+            heads = self.heads
         return score_chunks(
             runtime,
             caches.prefix,
@@ -94,7 +94,7 @@ class AuxiliaryScorer:
             layers=pick_layers(layers, runtime.num_layers),
             heads=heads,
             pooled=scoring.pooled,
-            sinks=sinks,
+            sinks=scoring.sinks,
             counted=asked.words if scoring.words and bool(asked.words.any()) else None,
         )
 

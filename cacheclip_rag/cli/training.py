@@ -25,6 +25,8 @@ DataOption = Annotated[
 OutOption = Annotated[
     Path | None, typer.Option(help="File of the head set; default where engines of this pair of models look.")
 ]
+OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace a head set that is there.")]
+AuxiliaryDeviceOption = Annotated[str | None, typer.Option(help="Device of the auxiliary model, if another.")]
 SeedOption = Annotated[int, typer.Option(help="Seed of the synthetic questions and of training.")]
 SamplesOption = Annotated[int, typer.Option("--samples", help="Synthetic questions to learn from.")]
 PromptsOption = Annotated[
@@ -40,21 +42,20 @@ def calibrate(
     prompts: PromptsOption = 12,
     seed: SeedOption = 0,
     out: OutOption = None,
+    overwrite: OverwriteOption = False,
     dtype: DtypeOption = None,
     device: DeviceOption = "cpu",
+    auxiliary_device: AuxiliaryDeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Find the heads of the auxiliary model that look at evidence; engines of this pair use them from then on."""
-    from dataclasses import replace
-
     from ..training.calibrate import calibrate as run
     from ..training.report import calibration_json, calibration_table
 
-    config = _config(primary, auxiliary, dtype, device)
-    given = _given(config, data, seed)
-    found = run(config, num_samples=samples, num_prompts=prompts, given=given, seed=seed)
-    about = {"command": "calibrate", "samples": samples, "given": len(given), "seed": seed, "chosen": found.chosen}
-    path = _save(replace(found.heads, about=about), config, out)
+    config = _config(primary, auxiliary, dtype, device, auxiliary_device)
+    path = _target(config, out, overwrite)
+    found = run(config, num_samples=samples, num_prompts=prompts, given=_given(config, data, seed), seed=seed)
+    found.heads.save(path)
     if as_json:
         print_json({**calibration_json(found), "path": str(path)})
     else:
@@ -69,10 +70,12 @@ def finetune(
     samples: SamplesOption = 120,
     targets: Annotated[int, typer.Option(help="Of those, how many the primary is asked about.")] = 24,
     tests: Annotated[int, typer.Option(help="Synthetic questions to measure by.")] = 42,
-    prompts: PromptsOption = 14,
+    prompts: PromptsOption = 12,
     epochs: Annotated[int, typer.Option(help="At most.")] = 30,
     rank: Annotated[int, typer.Option(help="Rank of the updates.")] = 8,
-    learning_rate: Annotated[float, typer.Option(help="Of AdamW.")] = 1e-3,
+    learning_rate: Annotated[
+        float | None, typer.Option(help="Of AdamW: 1e-3 unless told, for a whole model 2e-5.")
+    ] = None,
     scope: Annotated[
         str, typer.Option(help="heads: a head set. model: every weight up to its last layer; --out is then a folder.")
     ] = "heads",
@@ -80,27 +83,34 @@ def finetune(
     out: OutOption = None,
     report: Annotated[Path | None, typer.Option(help="Folder for report.md and report.html.")] = None,
     work: Annotated[Path | None, typer.Option(help="Folder that an interrupted run goes on from.")] = None,
+    overwrite: OverwriteOption = False,
     dtype: DtypeOption = None,
     device: DeviceOption = "cpu",
+    auxiliary_device: AuxiliaryDeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Train the auxiliary model to find what the primary attends to and holds stale; an interrupted run goes on."""
     from ..selection.heads import HeadSet
     from ..training.calibrate import SINKS
     from ..training.finetune import finetune as run
-    from ..training.report import finetuning_json, finetuning_table, write_report
-    from ..training.tuning import TuningSettings
+    from ..training.report import finetuning_json, finetuning_table, finetuning_verdict, write_report
+    from ..training.tuning import WHOLE_LEARNING_RATE, TuningSettings
 
     if scope not in ("heads", "model") or (scope == "model" and out is None):
         raise ConfigurationError(f"scope must be heads, or model with a new folder as --out; got {scope!r}.")
-    config = _config(primary, auxiliary, dtype, device)
+    if report is not None and report.exists() and not report.is_dir():
+        raise ConfigurationError(f"the report needs a folder, and {report} is a file. Name another.")
+    config = _config(primary, auxiliary, dtype, device, auxiliary_device)
     begin = HeadSet.load(heads) if heads else None
-    settings = TuningSettings(rank=rank, learning_rate=learning_rate, epochs=epochs, sinks=SINKS, seed=seed)
-    given = _given(config, data, seed)
+    rate = learning_rate or (WHOLE_LEARNING_RATE if scope == "model" else TuningSettings().learning_rate)
+    settings = TuningSettings(rank=rank, learning_rate=rate, epochs=epochs, sinks=SINKS, seed=seed)
     if scope == "model":
+        if report is not None or work is not None:
+            raise ConfigurationError("--report and --work are for head sets; with --scope model leave them out.")
         assert out is not None
-        _finetune_whole(config, out, settings, begin, samples, targets, given, as_json)
+        _finetune_whole(config, out, settings, begin, samples, targets, data, as_json)
         return
+    path = _target(config, out, overwrite)
     found = run(
         config,
         settings,
@@ -109,15 +119,15 @@ def finetune(
         num_targets=targets,
         num_tests=tests,
         num_prompts=prompts,
-        given=given,
+        given=_given(config, data, seed),
         folder=work,
     )
-    path = _save(found.heads, config, out)
+    found.heads.save(path)
     reports = [str(each) for each in write_report(found, report)] if report else []
     if as_json:
         print_json({**finetuning_json(found), "path": str(path), "reports": reports})
     else:
-        _print("On questions of other words and templates", finetuning_table(found), path)
+        _print("On families and words never trained on", finetuning_table(found), path, finetuning_verdict(found))
 
 
 def _finetune_whole(
@@ -127,24 +137,25 @@ def _finetune_whole(
     heads: HeadSet | None,
     samples: int,
     targets: int,
-    given: Sequence[Sample],
+    data: Sequence[str] | None,
     as_json: bool,
 ) -> None:
-    from dataclasses import replace
-
+    from ..selection.heads import HEADS_FILE
     from ..training.whole import finetune_whole
 
+    given = _given(config, data, settings.seed)
     found = finetune_whole(config, folder, settings, heads=heads, num_samples=samples, num_targets=targets, given=given)
-    path = _save(found.heads, replace(config, auxiliary=str(folder)), None)
     if as_json:
         figures = {"history": list(found.history), "seconds": found.seconds}
-        print_json({"model": str(folder), "path": str(path), "digest": found.heads.digest(), **figures})
+        print_json({"model": str(folder), "digest": found.heads.digest(), **figures})
         return
     rows = [[f"{each['epoch']:.0f}", f"{each['loss']:.3f}", f"{each['held_out_recall']:.3f}"] for each in found.history]
-    _print("Training of the whole model", (["epoch", "loss", "held-out recall"], rows), path)
+    _print("Training of the whole model", (["epoch", "loss", "held-out recall"], rows), folder / HEADS_FILE)
 
 
-def _config(primary: str | None, auxiliary: str | None, dtype: str | None, device: str) -> EngineConfig:
+def _config(
+    primary: str | None, auxiliary: str | None, dtype: str | None, device: str, auxiliary_device: str | None
+) -> EngineConfig:
     from ..config import EngineConfig
     from ..evaluation.questions import INSTRUCTION
     from .settings import DEFAULT_SETTINGS, parse_auxiliary
@@ -154,6 +165,7 @@ def _config(primary: str | None, auxiliary: str | None, dtype: str | None, devic
         auxiliary=parse_auxiliary(auxiliary) if auxiliary else DEFAULT_SETTINGS.auxiliary,
         dtype=dtype or DEFAULT_SETTINGS.dtype,
         device=device,
+        auxiliary_device=auxiliary_device,
         system_prompt=INSTRUCTION,
     )
 
@@ -165,17 +177,28 @@ def _given(config: EngineConfig, data: Sequence[str] | None, seed: int) -> list[
     return given_samples(open_engine(config), data, seed=seed) if data else []
 
 
-def _save(heads: HeadSet, config: EngineConfig, out: Path | None) -> Path:
-    """Where it was asked for, or where engines of this pair of models look."""
-    from ..selection.heads import head_set_path, weights_digest
+def _target(config: EngineConfig, out: Path | None, overwrite: bool) -> Path:
+    """Where the head set goes: where it was asked for, or where engines of this pair of models look."""
+    from ..selection.heads import HeadSet, head_set_path, weights_digest
     from ..training.calibrate import open_engine
 
-    path = out or head_set_path(heads.auxiliary_sha256, weights_digest(open_engine(config).primary.fingerprint))
-    heads.save(path)
+    engine = open_engine(config)
+    auxiliary, primary = (
+        weights_digest(each.fingerprint) for each in (engine.auxiliary_caches.runtime, engine.primary)
+    )
+    path = out or head_set_path(auxiliary, primary)
+    if path.is_dir():
+        raise ConfigurationError(f"a head set is a file, and {path} is a folder. Name a file with --out.")
+    if path.exists() and not overwrite:
+        about = HeadSet.load(path).about
+        raise ConfigurationError(
+            f"{path} holds a head set already (of {about.get('command', 'an unknown command')}). Replace it with "
+            "--overwrite, or name another file with --out."
+        )
     return path
 
 
-def _print(title: str, table: Table, path: Path) -> None:
+def _print(title: str, table: Table, path: Path, verdict: str = "") -> None:
     from rich.console import Console
     from rich.table import Table as Printed
 
@@ -187,4 +210,6 @@ def _print(title: str, table: Table, path: Path) -> None:
         printed.add_row(*row)
     out = Console()
     out.print(printed)
+    if verdict:
+        out.print(verdict)
     out.print(f"Head set: {path}", soft_wrap=True)

@@ -73,7 +73,8 @@ def score_chunks(
         pooled: one softmax over the tokens of all chunks, so that scores compare between chunks; else each chunk has
             its own, over all that the question sees there.
         sinks: tokens at the start of each chunk that score 0, since every question attends to them; pooled scores
-            share the rest among the others.
+            share the rest among the others. A head set may ask for more. Pooled, a chunk that has no other tokens is
+            scored as it is.
         counted: ``(num_question_tokens,)`` bool: whose attention counts; default all.
 
     Returns:
@@ -82,7 +83,7 @@ def score_chunks(
     packed = pack_chunks(auxiliary, prefix, chunks, question_ids, lengths)
     lengths, num_prefix = packed.lengths, packed.num_prefix
     if isinstance(heads, HeadSet):
-        pooled, chosen = True, frozenset(heads.layers)
+        pooled, chosen, sinks = True, frozenset(heads.layers), max(sinks, heads.sinks)
     else:
         chosen = frozenset(layers) if layers is not None else frozenset([auxiliary.num_layers - 1])
     scores = [torch.zeros(length) for length in lengths]
@@ -105,11 +106,12 @@ def score_chunks(
             found[..., :sinks] = 0.0
             add(number, layer, found)
             return
-        if lengths[number] > sinks:  # a chunk of nothing else is scored as it is
+        if lengths[number] > sinks:
             found[..., :sinks] = float("-inf")
         waiting.append(found)
         if len(waiting) == len(lengths):
-            for index, part in enumerate(torch.cat(waiting, dim=-1).softmax(-1).split(list(lengths), dim=-1)):
+            weights = torch.cat(waiting, dim=-1).softmax(-1).nan_to_num()  # a window may hide every chunk from a row
+            for index, part in enumerate(weights.split(list(lengths), dim=-1)):
                 add(index, layer, part)
             waiting.clear()
 

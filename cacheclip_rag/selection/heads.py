@@ -2,8 +2,8 @@
 
 A head set is small (kilobytes), belongs to one auxiliary model, and says nothing about the primary's tokens. The
 low-rank updates act on queries and keys as they are before RoPE: on queries ``q + up @ down @ q`` over all heads of the
-layer, which is an update of the query projection by a matrix of that rank; on keys the same. Keys are stored before
-RoPE, so that chunk caches stay as they are, whatever was learned.
+layer, on keys the same. Without a norm between projection and RoPE that is an update of the projections by matrices of
+that rank. Keys are stored before RoPE, so that chunk caches stay as they are, whatever was learned.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from ..errors import ModelError
 from ..paths import atomic_path, cache_home
 from .question import pick_layers
 
-__all__ = ["HeadSet", "LowRank", "find_head_set", "head_set_path", "weights_digest"]
+__all__ = ["HEADS_FILE", "HeadSet", "LowRank", "find_head_set", "head_set_path", "weights_digest"]
 
 FORMAT_VERSION = 1
+HEADS_FILE = "cacheclip-heads.st"
+"""Name of a head set in the folder of the model that it belongs to. Not ``*.safetensors``: these are its weights."""
 _SHIPPED = Path(__file__).parent / "shipped"
 
 
@@ -99,9 +101,20 @@ class HeadSet:
                 f"{auxiliary.name!r} has {weights_digest(auxiliary.fingerprint)[:12]}. Make one with 'cacheclip "
                 "calibrate', or set heads='none' to use the last layer as it is."
             )
-        config = auxiliary.model.config
-        if self.layers[-1] >= auxiliary.num_layers or max(h for _, h in self.heads) >= config.num_attention_heads:
+        num_heads = auxiliary.model.config.num_attention_heads
+        numbers = [head for _, head in self.heads]
+        fits = self.layers[0] >= 0 and self.layers[-1] < auxiliary.num_layers
+        fits = fits and min(numbers) >= 0 and max(numbers) < num_heads
+        for update, of in ((self.queries, num_heads), (self.keys, auxiliary.num_kv_heads)):
+            if update is not None:
+                width, rank = update.up.shape
+                fits = fits and width == of * auxiliary.head_dim and tuple(update.down.shape) == (rank, width)
+        if not fits:
             raise ModelError(f"the head set names heads that model {auxiliary.name!r} does not have. Make it anew.")
+        if not all(bool(tensor.isfinite().all()) for tensor in self._tensors().values()) or bool(
+            (self.weights < 0).any()
+        ):
+            raise ModelError("the head set holds numbers that are no weights. Make it anew.")
 
     def digest(self) -> str:
         """Of all that decides scores."""
@@ -169,7 +182,8 @@ def find_head_set(setting: str, auxiliary: Any, primary_fingerprint: str) -> Hea
 
     Args:
         setting: a file; ``none``; or ``auto``: the one that ``cacheclip calibrate`` or ``cacheclip finetune`` wrote for
-            this pair of models, else the one that comes with the package for this auxiliary, else none.
+            this pair of models, else :data:`HEADS_FILE` in the auxiliary's own folder, else the one that comes with the
+            package for this auxiliary, else none.
         auxiliary: its runtime.
 
     Raises:
@@ -182,7 +196,9 @@ def find_head_set(setting: str, auxiliary: Any, primary_fingerprint: str) -> Hea
         found.check(auxiliary)
         return found
     sha256 = weights_digest(auxiliary.fingerprint)
-    for path in (head_set_path(sha256, weights_digest(primary_fingerprint)), _SHIPPED / f"{sha256[:16]}.safetensors"):
+    of_pair = head_set_path(sha256, weights_digest(primary_fingerprint))
+    own, shipped = Path(auxiliary.name).expanduser(), _SHIPPED / f"{sha256[:16]}.safetensors"
+    for path in (of_pair, *([own / HEADS_FILE] if (own / "config.json").is_file() else []), shipped):
         if path.is_file():
             found = HeadSet.load(path)
             found.check(auxiliary)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
+from itertools import pairwise
 
 import torch
 
 from .mapping import Offsets
 
-__all__ = ["sentence_numbers"]
+__all__ = ["sentence_numbers", "sentence_spans"]
 
 _END = re.compile(
     r"""
@@ -30,5 +31,20 @@ def sentence_numbers(text: str, offsets: Offsets) -> torch.Tensor:
     Args:
         offsets: character offsets ``(start, end)`` per token, in order.
     """
-    ends = [found.end() for found in _END.finditer(text) if found.end() < len(text)]
+    ends = _ends(text)
     return torch.tensor([bisect_right(ends, max(start, end - 1)) for start, end in offsets], dtype=torch.int64)
+
+
+def sentence_spans(text: str) -> list[tuple[int, int]]:
+    """Where each sentence starts and ends (exclusive), in characters, white space around it left out."""
+    ends = [0, *_ends(text), len(text)]
+    spans = []
+    for start, end in pairwise(ends):
+        sentence = text[start:end]
+        if sentence.strip():
+            spans.append((start + len(sentence) - len(sentence.lstrip()), start + len(sentence.rstrip())))
+    return spans
+
+
+def _ends(text: str) -> list[int]:
+    return [found.end() for found in _END.finditer(text) if found.end() < len(text)]

@@ -12,10 +12,12 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
+from .. import __version__
 from ..chunks import ChunkCaches
 from ..config import EngineConfig
 from ..engine import CacheClipEngine
@@ -29,6 +31,7 @@ from .families import Sample, synthetic_samples
 from .features import Seen, check_offsets, look
 from .measures import chosen, span_recall, token_recall
 from .prompts import segments_of
+from .tuning import spaced
 
 __all__ = ["Calibration", "Candidate", "HeadRank", "calibrate", "combined", "downstream", "open_engine", "recall_of"]
 
@@ -86,8 +89,7 @@ class Calibration:
     """The untuned last layer first."""
     chosen: str
     """Name of the best candidate."""
-    seconds: float = 0.0
-    about: dict[str, object] = field(default_factory=dict)
+    seconds: float
 
 
 def open_engine(config: EngineConfig) -> CacheClipEngine:
@@ -99,7 +101,7 @@ def open_engine(config: EngineConfig) -> CacheClipEngine:
     """
     if config.auxiliary is None:
         raise ConfigurationError("there is no auxiliary model to calibrate. Name one with --auxiliary.")
-    engine = CacheClipEngine(config, store=None, heads="none", fallback="error", shadow_rate=0.0)
+    engine = CacheClipEngine(config, store=None, max_bytes=None, heads="none", fallback="error", shadow_rate=0.0)
     auxiliary = engine.auxiliary
     assert isinstance(auxiliary, ModelRuntime) and isinstance(engine.primary, ModelRuntime), "fallback is error"
     check_offsets(auxiliary)
@@ -142,11 +144,13 @@ def calibrate(
     check = list(range(0, len(seen), 3))
     sha256 = weights_digest(auxiliary.fingerprint)
     num_heads = seen[0].scores.shape[1]
-    sets = {"last layer": HeadSet.of_layers(sha256, "last", auxiliary.num_layers, num_heads)}
+    sets = {}
+    for name, layers_of in (("last layer", "last"), ("middle third", "middle"), ("upper half", "upper")):
+        sets[name] = replace(HeadSet.of_layers(sha256, layers_of, auxiliary.num_layers, num_heads), sinks=SINKS)
     for size in (size for size in _SIZES if size <= len(ranking)):
         best = sorted((each.layer, each.head) for each in ranking[:size])
         sets[f"best {size}"] = HeadSet(sha256, tuple(best), torch.full((size,), 1.0 / size), sinks=SINKS)
-    prompts = [samples[number] for number in _spaced(check, num_prompts)]
+    prompts = [samples[number] for number in spaced(check, num_prompts)]
     found = downstream(engine, prompts, list(sets.values()))
     candidates = []
     for (name, heads), outcomes in zip(sets.items(), found, strict=True):
@@ -162,7 +166,18 @@ def calibrate(
             )
         )
     best_one = min(candidates, key=lambda candidate: candidate.kl)
-    return Calibration(best_one.heads, tuple(ranking), tuple(candidates), best_one.name, time.perf_counter() - started)
+    about = {
+        "command": "calibrate",
+        "auxiliary": Path(str(config.auxiliary)).name,
+        "primary": Path(config.primary).name,
+        "chosen": best_one.name,
+        "samples": num_samples,
+        "given": len(given),
+        "seed": seed,
+        "cacheclip_rag": __version__,
+    }
+    heads = replace(best_one.heads, about=about)
+    return Calibration(heads, tuple(ranking), tuple(candidates), best_one.name, time.perf_counter() - started)
 
 
 def _looked(
@@ -198,20 +213,16 @@ def recall_of(scores: torch.Tensor, seen: Seen, ratio: float = RATIO) -> tuple[f
     return float(token_recall(mask, seen.evidence)), float(span_recall(mask, seen.values))
 
 
-def _spaced(numbers: Sequence[int], count: int) -> list[int]:
-    """``count`` of them, evenly spread."""
-    count = min(count, len(numbers))
-    return [numbers[round(n * (len(numbers) - 1) / max(1, count - 1))] for n in range(count)]
-
-
 def downstream(
     engine: CacheClipEngine, samples: Sequence[Sample], sets: Sequence[HeadSet | str], ratio: float = RATIO
 ) -> list[list[tuple[float, float]]]:
     """First-token KL and mean KL along full prefill's answer, for each set of heads and each sample.
 
     Args:
+        engine: keeps its chunk caches in memory; those of the samples are released.
         sets: head sets that score for ``cacheclip``, or specifications of other methods.
     """
+    assert engine.config.store is None, "an engine to train with, not a user's own"
     settings = {"recompute_ratio": ratio, "behind": engine.config.behind}
     found: list[list[tuple[float, float]]] = [[] for _ in sets]
     before = engine.head_set
@@ -235,4 +246,5 @@ def downstream(
                 advance(number)
     finally:
         engine.use_heads(before)
+        engine.release([chunk for sample in samples for chunk in sample.chunks])
     return found

@@ -1,9 +1,9 @@
 """Questions with known evidence, written by rules: what the auxiliary model is calibrated and fine-tuned on.
 
-Seven families: a needle; a needle among needles for other keys; several values of one key; a value two hops away; a
-fact of one life among several; two lives compared; a film and the life of its director. Training and test draw from
-different words, names and sentence templates (``families.json``, all of it ours), so that what is learned must be
-looking for evidence, not knowing the templates.
+Six families to train on: a needle; a needle among needles for other keys; several values of one key; a fact of one
+life among several; two lives compared; the mayor of the town where somebody lives. Three to test by: the values of two
+keys; a value two hops away; a film and the life of its director. No family is in both, nor any word, name or sentence
+template (``families.json``, all of it ours): what is learned must be looking for evidence, not knowing the questions.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ __all__ = ["FAMILIES", "Sample", "Span", "Split", "synthetic_samples"]
 
 Split = Literal["train", "test"]
 Span = tuple[int, int, int]
-"""Number of a chunk, and first and last-but-one character of a stretch of its text."""
+"""Number of a chunk, and where a stretch of its text starts and ends (exclusive), in characters."""
 
 _YEARS = (1780, 1990)
+_TRIES = 1000
 _CHUNK_WORDS = 90
 """About 128 tokens."""
 
@@ -70,20 +71,22 @@ def synthetic_samples(
     """``count`` samples, the families in turn. Sample 7 is the same whatever the count.
 
     Args:
-        split: ``train`` or ``test``; no template, word or name is in both.
-        families: names out of :data:`FAMILIES`; default all.
+        split: ``train`` or ``test``; no family, template, word or name is in both.
+        families: names out of :data:`FAMILIES` of that split; default all.
         num_chunks: chunks a sample, at least 2.
         chunk_words: least words of a chunk.
 
     Raises:
-        ConfigurationError: an unknown split or family, fewer than two chunks.
+        ConfigurationError: an unknown split or family, fewer than two chunks, more of them than there are words for.
     """
-    chosen = list(FAMILIES if families is None else families)
-    unknown = [name for name in chosen if name not in FAMILIES]
-    if split not in ("train", "test") or unknown or not chosen:
+    if split not in FAMILIES:
+        raise ConfigurationError(f"samples are of split {' or '.join(FAMILIES)}, got {split!r}.")
+    known = FAMILIES[split]
+    chosen = list(known if families is None else families)
+    unknown = [name for name in chosen if name not in known]
+    if unknown or not chosen:
         raise ConfigurationError(
-            f"samples are of split train or test and of families {', '.join(FAMILIES)}; got split {split!r} and "
-            f"families {', '.join(unknown) or 'none'}."
+            f"families of split {split} are {', '.join(known)}; got {', '.join(unknown) or 'none'}."
         )
     if num_chunks < 2:
         raise ConfigurationError(f"a question over chunks needs at least 2 of them, got num_chunks={num_chunks}.")
@@ -94,7 +97,7 @@ def synthetic_samples(
 
 def _sample(split: Split, family: str, seed: str, num_chunks: int, chunk_words: int) -> Sample:
     world = _World(split, random.Random(seed))
-    question, answer, documents = FAMILIES[family](world, num_chunks)
+    question, answer, documents = FAMILIES[split][family](world, num_chunks)
     chunks, evidence, values = [], [], []
     for number, sentences in enumerate(documents):
         text = ""
@@ -123,10 +126,11 @@ class _World:
 
     def new(self, make: Callable[[], str]) -> str:
         """Something that this sample does not hold yet."""
-        while (made := make()) in self._given:
-            pass
-        self._given.add(made)
-        return made
+        for _ in range(_TRIES):
+            if (made := make()) not in self._given:
+                self._given.add(made)
+                return made
+        raise ConfigurationError("there are not enough words for so many chunks. Ask for fewer chunks.")
 
     def person(self) -> str:
         names = self.texts["names"]
@@ -172,7 +176,7 @@ class _World:
         }
         slots = {"birth year": "year", "birthplace": "town", "profession": "job", "school": "town", "spouse": "other"}
         sentences = []
-        for name, (templates, _) in self.texts["life"].items():
+        for name, (templates, *_) in self.texts["life"].items():
             filled = {slots.get(name, name): known[name], "person": person}
             text = self.pick(templates).format(**{"year": self.year(), **filled})
             sentences.append(_Sentence(text, known[name] if name in asked else None, name in asked))
@@ -277,16 +281,42 @@ def _works(world: _World, num_chunks: int) -> _Written:
     return question, known["birthplace"], world.shuffled([film, life, *others])
 
 
-FAMILIES: dict[str, Callable[[_World, int], _Written]] = {
-    "needle": _needle,
-    "keys": _keys,
-    "values": _values,
-    "two_hop": _two_hop,
-    "biography": _biography,
-    "comparison": _comparison,
-    "works": _works,
+def _residence(world: _World, num_chunks: int) -> _Written:
+    texts, person, town, mayor = world.texts["residence"], world.person(), world.town(), world.person()
+    lives, office = world.pick(texts["lives"]), world.pick(texts["office"])
+    asked = [
+        _Sentence(lives.format(person=person, town=town), None, True),
+        _Sentence(office.format(town=town, other=mayor), mayor, True),
+    ]
+    others = []
+    for _ in range(num_chunks - 1):
+        elsewhere = world.town()
+        others.append(_Sentence(lives.format(person=world.person(), town=elsewhere)))
+        others.append(_Sentence(office.format(town=elsewhere, other=world.person())))
+    return world.pick(texts["ask"]).format(person=person), mayor, world.scattered([*asked, *others], num_chunks)
+
+
+def _multiquery(world: _World, num_chunks: int) -> _Written:
+    name = world.pick(list(world.texts["facts"]))
+    things, values = [world.thing(), world.thing()], [world.value(), world.value()]
+    asked = [world.fact(name, *pair, is_evidence=True) for pair in zip(things, values, strict=True)]
+    others = [world.fact(name, world.thing(), world.value(), is_evidence=False) for _ in range(num_chunks)]
+    question = world.pick(world.texts["ask"]["pair"]).format(fact=name, thing=things[0], another=things[1])
+    return question, ", ".join(values), world.scattered([*asked, *others], num_chunks)
+
+
+FAMILIES: dict[Split, dict[str, Callable[[_World, int], _Written]]] = {
+    "train": {
+        "needle": _needle,
+        "keys": _keys,
+        "values": _values,
+        "biography": _biography,
+        "comparison": _comparison,
+        "residence": _residence,
+    },
+    "test": {"multiquery": _multiquery, "two_hop": _two_hop, "works": _works},
 }
-"""How each family writes a sample."""
+"""How each family of a split writes a sample."""
 
 
 @cache

@@ -100,7 +100,7 @@ def look(
         return query, key
 
     packed.run(runtime, Probe(frozenset(layers), packed.blocks, record, stop=layers[-1], logits=True, adjust=adjust))
-    scores = torch.stack([torch.cat(found[layer], dim=-1).softmax(-1).mean(1).cpu() for layer in layers])
+    scores = torch.stack([torch.cat(found[layer], dim=-1).softmax(-1).nan_to_num().mean(1).cpu() for layer in layers])
     kept = None
     if keep is not None:
         keys = torch.cat([each[keep, 0].float().cpu() for each in kv], dim=1)

@@ -1,6 +1,7 @@
 """Fine-tuning as a job: look at samples, ask the primary what matters, train, and measure what it was worth.
 
-Everything slow is kept in a working folder as it comes, so that an interrupted run goes on where it was.
+Calibration, looks at samples, what the primary said and every epoch are kept in a working folder as they come, so that
+an interrupted run goes on where it was.
 """
 
 from __future__ import annotations
@@ -21,27 +22,32 @@ from safetensors.torch import load_file, save_file
 from .. import __version__
 from ..config import EngineConfig
 from ..engine import CacheClipEngine
-from ..errors import ConfigurationError
-from ..models.runtime import ModelRuntime
+from ..errors import ConfigurationError, ModelError
 from ..paths import atomic_path, cache_home
 from ..progress import progress_bar
-from ..selection.heads import HeadSet, weights_digest
+from ..selection.heads import HeadSet
 from .calibrate import RATIO, SINKS, calibrate, combined, downstream, open_engine
 from .families import Sample, synthetic_samples
 from .features import LastLayer, Seen, look
 from .lexical import lexical_scores
 from .measures import chosen, rank_correlation, span_recall, token_recall
-from .targets import attended_and_stale
-from .tuning import Trainee, TrainingState, Tuned, TuningSettings, train
+from .targets import attended_and_stale, attended_when_stale
+from .tuning import (
+    Trainee,
+    TrainingState,
+    Tuned,
+    TuningSettings,
+    check_trainable,
+    learning_and_held_out,
+    spaced,
+    train,
+)
 
 __all__ = ["Figures", "FineTuning", "finetune"]
 
 logger = logging.getLogger(__name__)
 
-_HELD_OUT = 5
-"""Every fifth sample is held out to stop by."""
-_OTHERS = ("epic", "query_attention:layers=upper")
-"""Methods beside the auxiliary's, on the primary."""
+_UNTUNED, _WORDS, _OWN_ATTENTION = "last layer as it comes", "words alone", "query_attention:layers=upper"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +69,7 @@ class Figures:
     @property
     def kl(self) -> float | None:
         """Mean KL along the answer, no prompt counting more than a nat; None where the primary was not asked."""
-        return statistics.fmean(min(each, 1.0) for each in self.answer_kl) if self.answer_kl else None
+        return _capped(self.answer_kl) if self.answer_kl else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +79,18 @@ class FineTuning:
     heads: HeadSet
     """What to use: the tuned set if it is worth more on the primary, else the one it began with."""
     is_tuned: bool
+    is_accepted: bool | None
+    """Whether the tuned set is nearer to full prefill, on the test split, than the untuned last layer, words alone (by
+    recall) and EPIC, and its recall within 0.02 of what the primary's own attention would find; None where the primary
+    was not asked."""
     history: tuple[dict[str, float], ...]
     """Per epoch loss and held-out figures; epoch 0 is before training."""
     figures: tuple[Figures, ...]
-    """On families and words never trained on: the untuned last layer first."""
+    """On families and words never trained on: the last layer as it comes first."""
     seconds: float
     about: dict[str, Any]
+    folder: Path
+    """Where an interrupted run would have gone on from; may be deleted."""
 
 
 def finetune(
@@ -89,7 +101,7 @@ def finetune(
     num_samples: int = 120,
     num_targets: int = 24,
     num_tests: int = 42,
-    num_prompts: int = 14,
+    num_prompts: int = 12,
     given: Sequence[Sample] = (),
     folder: Path | None = None,
 ) -> FineTuning:
@@ -98,9 +110,10 @@ def finetune(
     Args:
         heads: to begin with; default what calibration finds.
         num_samples: synthetic ones to train on; given ones come on top. A fifth is held out.
-        num_targets: of all, those for which the primary is asked what it attends to and holds stale.
-        num_tests: synthetic ones of the other split, to measure by; ``num_prompts`` of them on the primary.
-        folder: where looks, targets and the state of training are kept; default one by these settings in
+        num_targets: of those learned from, for how many the primary is asked what it attends to and holds stale.
+        num_tests: synthetic ones of the other split, to measure by; ``num_prompts`` of them on the primary, and as many
+            of the held-out ones to decide whether the tuned set is kept.
+        folder: where calibration, looks, targets and the state of training are kept; default one by these settings in
             ``$CACHECLIP_HOME/training``.
 
     Raises:
@@ -108,99 +121,168 @@ def finetune(
         ModelError: models that cannot be used so.
     """
     settings = settings or TuningSettings(sinks=SINKS)
-    if num_samples + len(given) < 2 * _HELD_OUT or num_tests < 1 or not 0 <= num_prompts <= num_tests:
+    if num_samples + len(given) < 10 or num_tests < 1 or not 0 <= num_prompts <= num_tests:
         raise ConfigurationError(
-            f"fine-tuning needs at least {2 * _HELD_OUT} samples to train on, 1 to test by and no more prompts than "
-            f"tests, got {num_samples + len(given)}, {num_tests} and {num_prompts}."
+            f"fine-tuning needs at least 10 samples to train on, 1 to test by and no more prompts than tests, got "
+            f"{num_samples + len(given)}, {num_tests} and {num_prompts}."
         )
     started = time.perf_counter()
     engine = open_engine(config)
+    runtime = engine.auxiliary_caches.kv_runtime
+    if heads is not None:
+        check_trainable(runtime, heads)
+    inputs = _inputs(engine, settings, heads, num_samples, given)
+    folder = folder or cache_home() / "training" / _digest(inputs)[:16]
     if heads is None:
-        heads = calibrate(config, given=given, seed=settings.seed).heads
-    heads.check(engine.auxiliary)
+        heads = _calibrated(config, settings, num_samples, given, folder, _digest(inputs))
+        check_trainable(runtime, heads)
+    looks = {**inputs, "begins_with": heads.digest()}
     samples = [*synthetic_samples("train", num_samples, seed=settings.seed), *given]
-    about = _about(engine, settings, heads, num_samples, num_targets, given)
-    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
-    folder = folder or cache_home() / "training" / digest[:16]
-    trainees = _trainees(engine, heads, samples, num_targets, folder, digest, settings.sinks)
+    learning, held_out = learning_and_held_out(len(samples))
+    trainees = _trainees(engine, heads, samples, spaced(learning, num_targets), folder, _digest(looks), settings.sinks)
     tuned = _new(engine, heads, settings)
-    held_out, learning = trainees[::_HELD_OUT], [t for n, t in enumerate(trainees) if n % _HELD_OUT]
+    whole = {**looks, "settings": asdict(settings), "targets": num_targets}
     with progress_bar("training", settings.epochs, "epochs") as advance:
 
         def after_epoch(state: TrainingState) -> None:
-            _save_state(state, folder, digest)
+            _save_state(state, folder, _digest(whole))
             advance(state.epoch)
 
-        history = train(tuned, learning, held_out, state=_load_state(folder, digest, tuned), after_epoch=after_epoch)
+        state = train(
+            tuned,
+            [trainees[number] for number in learning],
+            [trainees[number] for number in held_out],
+            state=_load_state(folder, _digest(whole), tuned),
+            after_epoch=after_epoch,
+        )
+    about = {
+        **whole,
+        "command": "finetune",
+        "auxiliary": Path(str(config.auxiliary)).name,
+        "primary": Path(config.primary).name,
+        "data": "questions written by cacheclip_rag.training.families (Apache-2.0)"
+        + (", and questions that were given" if given else ""),
+    }
     found = tuned.head_set(about)
-    figures = _figures(engine, heads, tuned, found, num_tests, num_prompts)
-    before, after = (next(f for f in figures if f.name == name) for name in ("before", "after"))
-    is_tuned = after.kl is None or before.kl is None or after.kl <= before.kl
+    is_tuned = state.best_epoch > 0
+    if is_tuned and num_prompts:
+        asked = [samples[number] for number in spaced(held_out, num_prompts)]
+        before, after = (_capped([along for _, along in each]) for each in downstream(engine, asked, [heads, found]))
+        is_tuned = after <= before
     if not is_tuned:
-        logger.warning("on the primary the tuned heads are worth less than those they began with: these are kept")
-    kept = found if is_tuned else replace(heads, about=about)
-    return FineTuning(kept, is_tuned, tuple(history), tuple(figures), time.perf_counter() - started, about)
+        logger.warning("the tuned heads are worth no more than those they began with: these are kept")
+    figures = _figures(engine, heads, tuned, found, num_tests, num_prompts, folder, _digest(looks))
+    return FineTuning(
+        found if is_tuned else replace(heads, about=about),
+        is_tuned,
+        _is_accepted({each.name: each for each in figures}),
+        tuple(state.history),
+        tuple(figures),
+        time.perf_counter() - started,
+        about,
+        folder,
+    )
+
+
+def _capped(kl: Sequence[float]) -> float:
+    return statistics.fmean(min(each, 1.0) for each in kl)
+
+
+def _is_accepted(figures: dict[str, Figures]) -> bool | None:
+    after, own = figures["after"], figures.get(_OWN_ATTENTION)
+    if after.kl is None or own is None:
+        return None
+    nearer = all((figures[name].kl or 0.0) > after.kl for name in (_UNTUNED, "epic"))
+    finds = after.recall["0.2"] > figures[_WORDS].recall["0.2"]
+    return nearer and finds and after.recall["0.2"] >= own.recall["0.2"] - 0.02
 
 
 def _new(engine: CacheClipEngine, heads: HeadSet, settings: TuningSettings) -> Tuned:
-    runtime = engine.auxiliary
-    assert isinstance(runtime, ModelRuntime)
+    runtime = engine.auxiliary_caches.kv_runtime
     return Tuned(heads, runtime.model.config.num_attention_heads, runtime.num_kv_heads, runtime.head_dim, settings)
 
 
-def _about(
+def _inputs(
     engine: CacheClipEngine,
     settings: TuningSettings,
-    heads: HeadSet,
+    heads: HeadSet | None,
     num_samples: int,
-    num_targets: int,
     given: Sequence[Sample],
 ) -> dict[str, Any]:
-    """Everything that decides what is learned."""
-    assert engine.auxiliary is not None
+    """Everything that decides what is seen of the samples, names and folders of models left out."""
+    config, auxiliary = engine.config, engine.auxiliary_caches
     return {
-        "primary": engine.config.primary,
-        "primary_sha256": weights_digest(engine.primary.fingerprint),
-        "auxiliary": engine.config.auxiliary,
-        "auxiliary_sha256": weights_digest(engine.auxiliary.fingerprint),
-        "behind": engine.config.behind,
-        "heads_sha256": heads.digest(),
-        "settings": asdict(settings),
+        "primary_sha256": engine.primary.fingerprint,
+        "primary_tokenizer_sha256": engine.primary.tokenizer_sha256,
+        "auxiliary_sha256": auxiliary.runtime.fingerprint,
+        "auxiliary_tokenizer_sha256": auxiliary.runtime.tokenizer_sha256,
+        "prefix_ids": list(auxiliary.prefix_ids),
+        "system_prompt": config.system_prompt,
+        "behind": config.behind,
+        "codecs": [config.codec, config.auxiliary_codec],
+        "device": [config.device, config.auxiliary_device],
+        "heads_sha256": heads.digest() if heads else None,
+        "sinks": settings.sinks,
+        "seed": settings.seed,
         "samples": num_samples,
-        "targets": num_targets,
         "given": len(given),
         "given_sha256": hashlib.sha256(json.dumps([asdict(each) for each in given]).encode()).hexdigest(),
         "cacheclip_rag": __version__,
-        "data": "synthetic questions written by cacheclip_rag.training.families (Apache-2.0)"
-        + (", and questions that were given" if given else ""),
     }
+
+
+def _digest(about: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+
+
+def _calibrated(
+    config: EngineConfig,
+    settings: TuningSettings,
+    num_samples: int,
+    given: Sequence[Sample],
+    folder: Path,
+    digest: str,
+) -> HeadSet:
+    """What calibration finds, or found before the run was interrupted."""
+    path = folder / "calibrated.safetensors"
+    if path.is_file():
+        try:
+            kept = HeadSet.load(path)
+            if kept.about.get("inputs") == digest:
+                return kept
+        except ModelError as error:
+            logger.info("calibrating again: %s", error)
+    found = calibrate(config, num_samples=max(6, num_samples), given=given, seed=settings.seed).heads
+    found = replace(found, about={**found.about, "inputs": digest})
+    found.save(path)
+    return found
 
 
 def _trainees(
     engine: CacheClipEngine,
     heads: HeadSet,
     samples: Sequence[Sample],
-    num_targets: int,
+    asked: Sequence[int],
     folder: Path,
     digest: str,
     sinks: int,
 ) -> list[Trainee]:
     """What there is to learn from each sample, from the folder where it is there."""
     caches = engine.auxiliary_caches
-    step = max(1, len(samples) // max(1, num_targets))
-    asked = set(list(range(0, len(samples), step))[:num_targets])
-    found = []
+    found, made = [], 0
     with progress_bar("reading", len(samples), "samples") as advance:
         for number, sample in enumerate(samples):
-            path = folder / f"sample-{number:05d}.safetensors"
-            trainee = _load_trainee(path, digest)
+            wants = number in set(asked)
+            name = f"sample-{number:05d}{'-target' if wants else ''}.safetensors"
+            trainee = _load_trainee(folder / name, digest)
             if trainee is None:
+                made += 1
                 seen = look(caches, sample, heads.layers, sinks=sinks, keep=heads.layers[-1])
-                target = attended_and_stale(engine, sample) if number in asked else None
-                trainee = Trainee.of(seen, heads, target)
-                _save_trainee(trainee, path, digest)
+                trainee = Trainee.of(seen, heads, attended_and_stale(engine, sample) if wants else None)
+                _save_trainee(trainee, folder / name, digest)
             found.append(trainee)
             advance(number + 1)
+    logger.info("%d of %d samples were there already, in %s", len(samples) - made, len(samples), folder)
     return found
 
 
@@ -285,43 +367,66 @@ def _load(path: Path, digest: str) -> tuple[dict[str, torch.Tensor], dict[str, s
 
 
 def _figures(
-    engine: CacheClipEngine, heads: HeadSet, tuned: Tuned, found: HeadSet, num_tests: int, num_prompts: int
+    engine: CacheClipEngine,
+    heads: HeadSet,
+    tuned: Tuned,
+    found: HeadSet,
+    num_tests: int,
+    num_prompts: int,
+    folder: Path,
+    digest: str,
 ) -> list[Figures]:
-    """On the test split: the untuned last layer, the set before and after, words alone; on the primary also methods
+    """On the test split: the last layer as it comes, the set before and after, words alone; on the primary also methods
     that ask no auxiliary."""
-    runtime = engine.auxiliary
-    assert isinstance(runtime, ModelRuntime)
-    caches = engine.auxiliary_caches
+    caches, sinks = engine.auxiliary_caches, tuned.settings.sinks
+    runtime = caches.kv_runtime
     samples = synthetic_samples("test", num_tests, seed=tuned.settings.seed)
-    untuned = HeadSet.of_layers(
-        found.auxiliary_sha256, "last", runtime.num_layers, runtime.model.config.num_attention_heads
-    )
+    num_heads = runtime.model.config.num_attention_heads
+    last = HeadSet.of_layers(found.auxiliary_sha256, "last", runtime.num_layers, num_heads)
+    last = replace(last, sinks=sinks)
     layers = sorted({*heads.layers, runtime.num_layers - 1})
     scorers: dict[str, Callable[[Sample, Seen], torch.Tensor]] = {
-        "untuned last layer": lambda _, seen: combined(seen, untuned),
+        _UNTUNED: lambda _, seen: combined(seen, last),
         "before": lambda _, seen: combined(seen, heads),
         "after": lambda _, seen: tuned(Trainee.of(seen, heads)).detach(),
-        "words alone": lambda sample, _: lexical_scores(
+        _WORDS: lambda sample, _: lexical_scores(
             sample.chunks, [caches.tokenize(chunk).offsets for chunk in sample.chunks], sample.question
         ),
     }
-    measured: dict[str, list[dict[str, float]]] = {name: [] for name in scorers}
+    names = (*scorers, *([_OWN_ATTENTION] if num_prompts else []))
+    measured: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     with progress_bar("testing", len(samples), "samples") as advance:
         for number, sample in enumerate(samples):
-            seen = look(caches, sample, layers, sinks=tuned.settings.sinks, keep=heads.layers[-1])
-            target = attended_and_stale(engine, sample) if number < num_prompts else None
+            seen = look(caches, sample, layers, sinks=sinks, keep=heads.layers[-1])
+            target = None
+            if number < num_prompts:
+                target, own = _asked(engine, sample, folder / f"test-{number:05d}.safetensors", digest)
+                measured[_OWN_ATTENTION].append(_measured(own, seen, target))
             for name, score in scorers.items():
                 measured[name].append(_measured(score(sample, seen), seen, target))
             advance(number + 1)
     figures = {name: _mean(name, rows) for name, rows in measured.items()}
     if num_prompts:
-        sets: dict[str, HeadSet | str] = {"untuned last layer": untuned, "before": heads, "after": found}
-        sets |= {name: name for name in ("direct", *_OTHERS)}
+        sets: dict[str, HeadSet | str] = {_UNTUNED: last, "before": heads, "after": found}
+        sets |= {name: name for name in ("direct", "random", "cacheblend", "epic", _OWN_ATTENTION, "oracle")}
         outcomes = downstream(engine, samples[:num_prompts], list(sets.values()))
         for name, of_set in zip(sets, outcomes, strict=True):
             first, along = zip(*of_set, strict=True)
             figures[name] = replace(figures.get(name, Figures(name)), first_token_kl=first, answer_kl=along)
     return list(figures.values())
+
+
+def _asked(
+    engine: CacheClipEngine, sample: Sample, path: Path, digest: str
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """What the primary attends to and holds stale, and what it attends to over the stale cache; kept in a file."""
+    loaded = _load(path, digest)
+    if loaded is None:
+        target, own = attended_and_stale(engine, sample), attended_when_stale(engine, sample, _OWN_ATTENTION)
+        tensors = {"own": own} | ({} if target is None else {"target": target})
+        _save(tensors, {"digest": digest}, path)
+        return target, own
+    return loaded[0].get("target"), loaded[0]["own"]
 
 
 def _measured(scores: torch.Tensor, seen: Seen, target: torch.Tensor | None) -> dict[str, float]:

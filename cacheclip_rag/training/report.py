@@ -12,7 +12,14 @@ from ..paths import atomic_path
 from .calibrate import Calibration
 from .finetune import FineTuning
 
-__all__ = ["calibration_json", "calibration_table", "finetuning_json", "finetuning_table", "write_report"]
+__all__ = [
+    "calibration_json",
+    "calibration_table",
+    "finetuning_json",
+    "finetuning_table",
+    "finetuning_verdict",
+    "write_report",
+]
 
 Table = tuple[list[str], list[list[str]]]
 """Titles of columns, and rows."""
@@ -109,6 +116,7 @@ def finetuning_json(found: FineTuning) -> dict[str, Any]:
     """One object for machines."""
     return {
         "is_tuned": found.is_tuned,
+        "is_accepted": found.is_accepted,
         "digest": found.heads.digest(),
         "history": list(found.history),
         "figures": {
@@ -123,15 +131,27 @@ def finetuning_json(found: FineTuning) -> dict[str, Any]:
             for each in found.figures
         },
         "about": found.about,
+        "folder": str(found.folder),
         "seconds": found.seconds,
     }
 
 
+def finetuning_verdict(found: FineTuning) -> str:
+    """What became of the tuned heads, and what the test questions say of them."""
+    kept = "The tuned heads are kept." if found.is_tuned else "The tuned heads were worth no more: not kept."
+    said = {
+        True: " On the test questions they are better than the last layer as it comes, words alone and EPIC, and find "
+        "as much as the primary's own attention.",
+        False: " On the test questions they are not better than all of the last layer as it comes, words alone and "
+        "EPIC, or find less than the primary's own attention.",
+        None: "",
+    }
+    return kept + said[found.is_accepted]
+
+
 def write_report(found: FineTuning, folder: Path) -> list[Path]:
     """``report.md`` and ``report.html`` in ``folder``; their paths."""
-    verdict = (
-        "The tuned heads are kept." if found.is_tuned else "On the primary the tuned heads were worth less: not kept."
-    )
+    verdict = finetuning_verdict(found)
     head = f"{found.about['auxiliary']} for {found.about['primary']}"
     titles, rows = finetuning_table(found)
     markdown = "\n".join(

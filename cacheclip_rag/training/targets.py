@@ -3,60 +3,88 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import fields
 
 import torch
 
 from ..engine import CacheClipEngine
+from ..methods import create
 from ..methods.base import SelectionRequest
-from ..methods.oracle import Oracle
+from ..methods.selective import Selective
 from .families import Sample
 from .features import spread_over
 from .prompts import segments_of
 
-__all__ = ["attended_and_stale"]
+__all__ = ["attended_and_stale", "attended_when_stale"]
+
+_RATIO = 0.5
+"""Of the recompute that comes with the look; any but 0 and 1 has the method rate."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Recording(Oracle):
-    """The oracle, keeping what it found."""
-
-    found: list[tuple[SelectionRequest, list[torch.Tensor]]] = field(default_factory=list, compare=False)
-
-    def rate(self, request: SelectionRequest, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        rated = super(_Recording, self).rate(request, scores)
-        self.found.append((request, rated))
-        return rated
-
-
-def attended_and_stale(engine: CacheClipEngine, sample: Sample) -> torch.Tensor:
+def attended_and_stale(engine: CacheClipEngine, sample: Sample) -> torch.Tensor | None:
     """Per token of the auxiliary, over all chunks side by side: the share of the primary's attention to stale values
-    that falls on it. ``(num_tokens,)`` float32, sum 1 (0 throughout where nothing is stale).
+    that falls on it. ``(num_tokens,)`` float32, sum 1; None where nothing is stale.
 
     ``u(t)`` is the mean over layers of ``A(t) * |dV(t)| / mean |V|`` (:mod:`cacheclip_rag.methods.oracle`), carried
-    over to the auxiliary's tokens by the characters they share. Costs two prefills of the primary and more.
+    over to the auxiliary's tokens by the characters they share. Costs two prefills of the primary and more. ``engine``
+    keeps its chunk caches in memory: those of the sample are released.
     """
-    auxiliary = engine.auxiliary
-    assert auxiliary is not None
-    method = _Recording(recompute_ratio=0.01, behind=engine.config.behind)
+    found = _rated(engine, sample, "oracle")
+    return found / found.sum() if found is not None and bool(found.any()) else None
+
+
+def attended_when_stale(engine: CacheClipEngine, sample: Sample, spec: str) -> torch.Tensor:
+    """The scores of a method that looks at the primary's cache as it is, handed over likewise; 0 throughout where
+    there is nothing to choose."""
+    found = _rated(engine, sample, spec)
+    if found is None:
+        return torch.zeros(sum(len(engine.auxiliary_caches.tokenize(chunk)) for chunk in sample.chunks))
+    return found
+
+
+def _rated(engine: CacheClipEngine, sample: Sample, spec: str) -> torch.Tensor | None:
+    """``(num_tokens,)`` in the auxiliary's tokens: what a method rates; None where it rates nothing."""
+    assert engine.config.store is None, "an engine to train with, not a user's own"
+    method = create(spec, {"recompute_ratio": _RATIO, "behind": engine.config.behind})
+    assert isinstance(method, Selective), "a method that rates tokens"
+    recording = _Recording(method)
     engine.precompute(sample.chunks, method=method)
     engine.prefixes.clear()
     try:
-        engine.prefill(segments_of(engine, sample), method=method, question=sample.question)
+        engine.prefill(segments_of(engine, sample), method=recording.method, question=sample.question)
     finally:
         engine.release(sample.chunks)
         engine.prefixes.clear()
-    [(request, rated)] = method.found
-    by_text = {
-        span.segment.text: (score, span.tokens.offsets) for span, score in zip(request.spans, rated, strict=True)
-    }
+    if recording.request is None:
+        return None
+    spans = zip(recording.request.spans, recording.rated, strict=True)
+    by_text = {span.segment.text: (score, span.tokens.offsets) for span, score in spans}
     parts = []
     for chunk in sample.chunks:
-        offsets = auxiliary.tokenize(chunk).offsets
+        offsets = engine.auxiliary_caches.tokenize(chunk).offsets
         if chunk in by_text:
             score, source = by_text[chunk]
             parts.append(spread_over(score.float(), source, offsets))
-        else:  # exact already
+        else:  # exact already, or so short that it is computed with the prompt
             parts.append(torch.zeros(len(offsets)))
-    found = torch.cat(parts)
-    return found / found.sum().clamp(min=1e-12)
+    return torch.cat(parts)
+
+
+class _Recording:
+    """A method of the same settings that keeps what it rates."""
+
+    def __init__(self, method: Selective) -> None:
+        self.request: SelectionRequest | None = None
+        self.rated: list[torch.Tensor] = []
+        recording = self
+
+        class Recorded(type(method)):  # type: ignore[misc]
+            __slots__ = ()
+
+            def rate(self, request: SelectionRequest, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+                rated: list[torch.Tensor] = super().rate(request, scores)
+                recording.request, recording.rated = request, rated
+                return rated
+
+        settings = {each.name: getattr(method, each.name) for each in fields(method)}
+        self.method: Selective = Recorded(**settings)

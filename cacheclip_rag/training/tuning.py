@@ -10,27 +10,49 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from ..checks import check_whole_number
+from ..errors import ConfigurationError, ModelError
 from ..models.rotary import rotate
+from ..models.runtime import ModelRuntime
 from ..selection.heads import HeadSet, LowRank
 from .features import LastLayer, Seen
 from .measures import chosen, token_recall
 
-__all__ = ["Trainee", "Tuned", "TuningSettings", "loss_of", "train"]
+__all__ = [
+    "WHOLE_LEARNING_RATE",
+    "Learner",
+    "Trainee",
+    "TrainingState",
+    "Tuned",
+    "TuningSettings",
+    "check_trainable",
+    "learning_and_held_out",
+    "loss_of",
+    "spaced",
+    "train",
+]
+
+WHOLE_LEARNING_RATE = 2e-5
+"""For every weight of a model; what suits two small matrices would wreck it."""
+_HELD_OUT = 5
+_MOST_GRADIENT = 1.0
+"""Norm that gradients are clipped to."""
 
 
 @dataclass(frozen=True, slots=True)
 class TuningSettings:
-    """How to train."""
+    """How to train. Senseless ones raise ConfigurationError."""
 
     rank: int = 8
     """Of the low-rank updates."""
     learning_rate: float = 1e-3
+    """Of AdamW. For a whole model a fiftieth of it: :data:`WHOLE_LEARNING_RATE`."""
     weight_decay: float = 0.01
     """Pulls the updates towards nothing."""
     batch: int = 8
@@ -47,6 +69,16 @@ class TuningSettings:
     sinks: int = 4
     """Tokens at the start of each chunk that nobody scores."""
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("rank", "batch", "epochs", "patience"):
+            check_whole_number(name, getattr(self, name), least=1)
+        check_whole_number("sinks", self.sinks, of="tokens")
+        for name, most in (("learning_rate", None), ("weight_decay", None), ("target_weight", 1.0), ("ratio", 1.0)):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not 0.0 <= value <= (most or float("inf")):
+                bound = f"from 0 to {most:g}" if most else "0 or more"
+                raise ConfigurationError(f"{name} must be a number {bound}, got {value!r}.")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,6 +107,27 @@ class Trainee:
         return cls(seen.lengths, fixed.clone(), last, seen.evidence.clone(), None if target is None else target.clone())
 
 
+def check_trainable(runtime: ModelRuntime, heads: HeadSet) -> None:
+    """Raise ModelError for what training does not compute as the model does, or a set that was trained already."""
+    config = runtime.model.config
+    heads.check(runtime)
+    if heads.is_updated:
+        raise ModelError("the head set was fine-tuned already. Begin with one of 'cacheclip calibrate'.")
+    layers = getattr(config, "layer_types", None) or []
+    slides = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    special = {
+        "soft-capped attention logits": getattr(config, "attn_logit_softcapping", None),
+        "attention sinks": config.model_type == "gpt_oss",
+        "sliding windows": slides and (not layers or "sliding_attention" in layers[: heads.layers[-1] + 1]),
+    }
+    found = [name for name, value in special.items() if value]
+    if found:
+        raise ModelError(
+            f"model {runtime.name!r} has {' and '.join(found)}, which fine-tuning does not compute. Calibrate it "
+            "('cacheclip calibrate'), or fine-tune another auxiliary model."
+        )
+
+
 def loss_of(
     scores: torch.Tensor, evidence: torch.Tensor, target: torch.Tensor | None, target_weight: float
 ) -> torch.Tensor:
@@ -98,6 +151,7 @@ class Tuned(torch.nn.Module):
         self, heads: HeadSet, num_heads: int, num_kv_heads: int, head_dim: int, settings: TuningSettings
     ) -> None:
         super().__init__()
+        assert not heads.is_updated, "training begins with heads as they come"
         self.heads, self.settings = heads, settings
         self.groups = num_heads // num_kv_heads
         self.mix = torch.nn.Parameter(heads.weights.clamp(min=1e-4).log())
@@ -146,16 +200,28 @@ class Tuned(torch.nn.Module):
     def loss(self, sample: Trainee) -> torch.Tensor:
         return loss_of(self(sample), sample.evidence, sample.target, self.settings.target_weight)
 
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """Parameters for the optimizer: the mix is not pulled towards nothing."""
+        updates = [parameter for name, parameter in self.named_parameters() if name != "mix"]
+        return [
+            {"params": [self.mix], "weight_decay": 0.0},
+            {"params": updates, "weight_decay": self.settings.weight_decay},
+        ]
+
     def head_set(self, about: dict[str, Any] | None = None) -> HeadSet:
-        """What was learned, to be saved."""
-        with torch.no_grad():
-            updates = [
-                LowRank(update.down.detach().clone(), update.up.detach().clone())
-                for update in map(self._update, ("queries", "keys"))
-            ]
-            weights = self.mix.softmax(0).detach().clone()
+        """What was learned, to be saved; an update of nothing is left out."""
+        updates = [
+            LowRank(update.down.detach().clone(), update.up.detach().clone()) if bool(update.up.any()) else None
+            for update in map(self._update, ("queries", "keys"))
+        ]
+        weights = self.mix.detach().softmax(0).clone()
         return replace(
-            self.heads, weights=weights, queries=updates[0], keys=updates[1], about=about or self.heads.about
+            self.heads,
+            weights=weights,
+            queries=updates[0],
+            keys=updates[1],
+            sinks=self.settings.sinks,
+            about=about or self.heads.about,
         )
 
     @torch.no_grad()
@@ -165,20 +231,6 @@ class Tuned(torch.nn.Module):
         return sum(
             float(token_recall(chosen(self(each), each.lengths, settings.ratio), each.evidence)) for each in samples
         ) / len(samples)
-
-    @torch.no_grad()
-    def mean_loss(self, samples: Sequence[Trainee]) -> float:
-        return sum(float(self.loss(each)) for each in samples) / len(samples)
-
-
-def _held_out(tuned: Tuned, samples: Sequence[Trainee]) -> dict[str, float]:
-    return {"held_out_recall": tuned.recall(samples), "held_out_loss": tuned.mean_loss(samples)}
-
-
-def _is_better(one: dict[str, float], other: dict[str, float]) -> bool:
-    """Whether an epoch finds more than another; recalls within a thousandth are the same."""
-    gained = one["held_out_recall"] - other["held_out_recall"]
-    return gained > 1e-3 or (gained >= -1e-3 and one["held_out_loss"] < other["held_out_loss"])
 
 
 @dataclass(slots=True)
@@ -193,54 +245,90 @@ class TrainingState:
     history: list[dict[str, float]]
 
 
+class Learner(Protocol):
+    """What :func:`train` trains: a module with a loss for one sample."""
+
+    @property
+    def settings(self) -> TuningSettings: ...
+    def loss(self, sample: Any) -> torch.Tensor: ...
+    def recall(self, samples: Sequence[Any]) -> float: ...
+    def parameter_groups(self) -> list[dict[str, Any]]: ...
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state_dict: Any) -> Any: ...
+
+
 def train(
-    tuned: Tuned,
-    samples: Sequence[Trainee],
-    held_out: Sequence[Trainee],
+    learner: Learner,
+    samples: Sequence[Any],
+    held_out: Sequence[Any],
     *,
     state: TrainingState | None = None,
-    after_epoch: Any = None,
-) -> list[dict[str, float]]:
-    """Train until held-out recall has stood still for a while; ``tuned`` ends as it was at its best.
+    after_epoch: Callable[[TrainingState], None] = lambda _: None,
+) -> TrainingState:
+    """Train until held-out recall has stood still for a while; the learner ends as it was at its best.
 
     Args:
         state: to go on from.
-        after_epoch: called with the :class:`TrainingState` after each epoch.
+        after_epoch: called after each epoch, to keep where training stands.
 
     Returns:
-        Per epoch ``epoch``, ``loss`` (mean over samples), ``held_out_recall`` and ``held_out_loss``; epoch 0 is before
-        training.
+        The last state. Its ``history`` has for each epoch ``epoch``, ``loss`` (mean over samples), ``held_out_recall``
+        and ``held_out_loss``; epoch 0 is before training.
     """
-    settings = tuned.settings
-    groups = [
-        {"params": [tuned.mix], "weight_decay": 0.0},
-        {"params": [p for n, p in tuned.named_parameters() if n != "mix"], "weight_decay": settings.weight_decay},
-    ]
+    settings = learner.settings
+    groups = learner.parameter_groups()
     optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate)
     if state is None:
-        first = {"epoch": 0.0, "loss": tuned.mean_loss(samples), **_held_out(tuned, held_out)}
-        state = TrainingState(0, {}, {}, copy.deepcopy(tuned.state_dict()), 0, [first])
+        first = {"epoch": 0.0, "loss": _mean_loss(learner, samples), **_held_out(learner, held_out)}
+        state = TrainingState(0, {}, {}, copy.deepcopy(learner.state_dict()), 0, [first])
     else:
-        tuned.load_state_dict(state.parameters)
+        learner.load_state_dict(state.parameters)
         optimizer.load_state_dict(state.optimizer)
     while state.epoch < settings.epochs and state.epoch - state.best_epoch < settings.patience:
         epoch = state.epoch + 1
         order = list(range(len(samples)))
         random.Random(f"{settings.seed}/{epoch}").shuffle(order)
         total = 0.0
-        for start_of in range(0, len(order), settings.batch):
-            batch = [samples[number] for number in order[start_of : start_of + settings.batch]]
+        for start in range(0, len(order), settings.batch):
+            batch = order[start : start + settings.batch]
             optimizer.zero_grad()
-            loss_of = torch.stack([tuned.loss(each) for each in batch]).mean()
-            loss_of.backward()
+            for number in batch:  # one at a time: memory for one
+                loss = learner.loss(samples[number]) / len(batch)
+                loss.backward()  # type: ignore[no-untyped-call,unused-ignore]
+                total += float(loss.detach()) * len(batch)
+            torch.nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], _MOST_GRADIENT)
             optimizer.step()
-            total += float(loss_of.detach()) * len(batch)
-        state.history.append({"epoch": float(epoch), "loss": total / len(samples), **_held_out(tuned, held_out)})
+        state.history.append({"epoch": float(epoch), "loss": total / len(samples), **_held_out(learner, held_out)})
         state.epoch = epoch
         if _is_better(state.history[epoch], state.history[state.best_epoch]):
-            state.best, state.best_epoch = copy.deepcopy(tuned.state_dict()), epoch
-        state.parameters, state.optimizer = tuned.state_dict(), optimizer.state_dict()
-        if after_epoch is not None:
-            after_epoch(state)
-    tuned.load_state_dict(state.best)
-    return state.history
+            state.best, state.best_epoch = copy.deepcopy(learner.state_dict()), epoch
+        state.parameters, state.optimizer = learner.state_dict(), optimizer.state_dict()
+        after_epoch(state)
+    learner.load_state_dict(state.best)
+    return state
+
+
+@torch.no_grad()
+def _mean_loss(learner: Learner, samples: Sequence[Any]) -> float:
+    return sum(float(learner.loss(each)) for each in samples) / len(samples)
+
+
+def _held_out(learner: Learner, samples: Sequence[Any]) -> dict[str, float]:
+    return {"held_out_recall": learner.recall(samples), "held_out_loss": _mean_loss(learner, samples)}
+
+
+def _is_better(one: dict[str, float], other: dict[str, float]) -> bool:
+    """Whether an epoch finds more than another; recalls within a thousandth are the same."""
+    gained = one["held_out_recall"] - other["held_out_recall"]
+    return gained > 1e-3 or (gained >= -1e-3 and one["held_out_loss"] < other["held_out_loss"])
+
+
+def learning_and_held_out(count: int) -> tuple[list[int], list[int]]:
+    """Numbers of the samples to learn from, and of every fifth, which says when to stop."""
+    return [n for n in range(count) if n % _HELD_OUT], list(range(0, count, _HELD_OUT))
+
+
+def spaced(numbers: Sequence[int], count: int) -> list[int]:
+    """``count`` of them, or as many as there are, evenly spread."""
+    count = min(count, len(numbers))
+    return [numbers[round(n * (len(numbers) - 1) / max(1, count - 1))] for n in range(count)]

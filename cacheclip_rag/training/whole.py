@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextvars
 import copy
-import random
+import os
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,15 +26,15 @@ from ..errors import ConfigurationError
 from ..models.load import load_model
 from ..models.runtime import ModelRuntime
 from ..progress import progress_bar
-from ..selection.heads import HeadSet, weights_digest
+from ..selection.heads import HEADS_FILE, HeadSet, weights_digest
 from .calibrate import calibrate, open_engine
 from .families import Sample, synthetic_samples
 from .features import marked
 from .measures import chosen, token_recall
 from .targets import attended_and_stale
-from .tuning import TuningSettings, loss_of
+from .tuning import TuningSettings, check_trainable, learning_and_held_out, loss_of, spaced, train
 
-__all__ = ["WholeFineTuning", "WholeSample", "WholeTuned", "finetune_whole", "train_whole"]
+__all__ = ["WholeFineTuning", "WholeSample", "WholeTuned", "finetune_whole"]
 
 _ATTENTION = "cacheclip_training"
 _seen: contextvars.ContextVar[dict[int, tuple[torch.Tensor, torch.Tensor, float]] | None] = contextvars.ContextVar(
@@ -80,15 +81,17 @@ class WholeTuned(torch.nn.Module):
         super().__init__()
         AttentionInterface.register(_ATTENTION, _attention)
         self.heads, self.settings = heads, settings
+        assert not heads.is_updated, "training begins with heads as they come"
         self.model = copy.deepcopy(auxiliary.model).float()
         self.model.set_attn_implementation(_ATTENTION)
         self.model.config.use_cache = False
         self.mix = torch.nn.Parameter(heads.weights.clamp(min=1e-4).log())
-        last = heads.layers[-1]
-        above = [f"layers.{number}." for number in range(last + 1, auxiliary.num_layers)]
-        for name, parameter in self.model.named_parameters():
-            parameter.requires_grad = not any(each in name for each in above)
-        self.model.lm_head.requires_grad_(self.model.config.tie_word_embeddings)
+        layers, last = self.model.base_model.layers, heads.layers[-1]
+        self._above = list(layers[last + 1 :])  # in a list, they are no part of what is run, trained or moved
+        self.model.base_model.layers = layers[: last + 1]
+        self.model.requires_grad_(False)
+        self.model.base_model.layers.requires_grad_(True)
+        self.model.get_input_embeddings().requires_grad_(True)
 
     def forward(self, sample: WholeSample) -> torch.Tensor:
         """``(num_tokens,)``: the score of every token, sum 1."""
@@ -132,18 +135,30 @@ class WholeTuned(torch.nn.Module):
         found = [token_recall(chosen(self(each).cpu(), each.lengths, ratio), each.evidence) for each in samples]
         return float(torch.stack(found).mean())
 
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """Parameters for the optimizer."""
+        learning = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return [{"params": learning, "weight_decay": self.settings.weight_decay}]
+
     def save(self, folder: Path, tokenizer: Any) -> None:
-        """The model and its tokenizer, as transformers writes them."""
-        model = copy.deepcopy(self.model)
-        model.config.use_cache = True
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        """The model, with the layers above as they were, and its tokenizer, as transformers writes them; all at once or
+        not at all."""
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".tmp-") as temporary:
+            whole = copy.deepcopy(self.model).cpu()
+            whole.base_model.layers.extend(copy.deepcopy(self._above))
+            whole.config.use_cache = True
+            whole.save_pretrained(temporary)
+            tokenizer.save_pretrained(temporary)
+            Path(temporary).chmod(0o755)
+            os.replace(temporary, folder)
+            Path(temporary).mkdir()  # for its own removal
 
     def head_set(self, auxiliary_sha256: str, about: dict[str, Any]) -> HeadSet:
         """The heads with the weights learned, for the saved model."""
         weights = self.mix.detach().softmax(0).cpu().clone()
         return replace(
-            self.heads, auxiliary_sha256=auxiliary_sha256, weights=weights, queries=None, keys=None, about=about
+            self.heads, auxiliary_sha256=auxiliary_sha256, weights=weights, sinks=self.settings.sinks, about=about
         )
 
 
@@ -152,7 +167,7 @@ class WholeFineTuning:
     """What fine-tuning of a whole model found."""
 
     heads: HeadSet
-    """For the model that was saved."""
+    """For the model that was saved; in its folder too, where engines look for it."""
     folder: Path
     """That model: name it as the auxiliary."""
     history: tuple[dict[str, float], ...]
@@ -180,66 +195,35 @@ def finetune_whole(
         ConfigurationError: no auxiliary model, too few samples, a folder that holds something.
         ModelError: models that cannot be used so.
     """
-    if folder.exists() and any(folder.iterdir()):
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigurationError(f"{folder} holds something already. Give a new folder for the trained model.")
     if num_samples + len(given) < 10:
         raise ConfigurationError(f"fine-tuning needs at least 10 samples, got {num_samples + len(given)}.")
     started = time.perf_counter()
     engine = open_engine(config)
+    runtime, caches = engine.auxiliary_caches.kv_runtime, engine.auxiliary_caches
     heads = heads or calibrate(config, given=given, seed=settings.seed).heads
-    heads.check(engine.auxiliary)
-    caches = engine.auxiliary_caches
+    check_trainable(runtime, heads)
     samples = [*synthetic_samples("train", num_samples, seed=settings.seed), *given]
-    step = max(1, len(samples) // max(1, num_targets))
-    asked = set(list(range(0, len(samples), step))[:num_targets])
+    learning, held_out = learning_and_held_out(len(samples))
+    asked = set(spaced(learning, num_targets))
     prepared = []
     with progress_bar("asking the primary", len(samples), "samples") as advance:
         for number, sample in enumerate(samples):
             target = attended_and_stale(engine, sample) if number in asked else None
             prepared.append(WholeSample.of(caches, sample, target))
             advance(number + 1)
-    tuned = WholeTuned(caches.kv_runtime, heads, settings).to(caches.kv_runtime.device)
-    history = train_whole(tuned, [s for n, s in enumerate(prepared) if n % 5], prepared[::5])
-    tuned.save(folder, caches.kv_runtime.tokenizer)
+    tuned = WholeTuned(runtime, heads, settings).to(runtime.device)
+    with progress_bar("training the whole model", settings.epochs, "epochs") as advance:
+        state = train(
+            tuned,
+            [prepared[number] for number in learning],
+            [prepared[number] for number in held_out],
+            after_epoch=lambda state: advance(state.epoch),
+        )
+    tuned.save(folder, runtime.tokenizer)
     saved = load_model(str(folder), dtype=config.dtype, device=config.auxiliary_device or config.device)
     about = {"command": "finetune --scope model", "began_with": heads.digest(), "seed": settings.seed}
     found = tuned.head_set(weights_digest(saved.fingerprint), about)
-    return WholeFineTuning(found, folder, tuple(history), time.perf_counter() - started)
-
-
-def train_whole(
-    tuned: WholeTuned, samples: Sequence[WholeSample], held_out: Sequence[WholeSample]
-) -> list[dict[str, float]]:
-    """Train until held-out recall has stood still for a while; ``tuned`` ends as it was at its best.
-
-    Returns:
-        Per epoch ``epoch``, ``loss`` and ``held_out_recall``; epoch 0 is before training.
-    """
-    settings = tuned.settings
-    learning = [parameter for parameter in tuned.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(learning, lr=settings.learning_rate, weight_decay=settings.weight_decay)
-    best, best_epoch = copy.deepcopy(tuned.state_dict()), 0
-    history = [{"epoch": 0.0, "loss": float("nan"), "held_out_recall": tuned.recall(held_out)}]
-    with progress_bar("training the whole model", settings.epochs, "epochs") as advance:
-        for epoch in range(1, settings.epochs + 1):
-            order = list(range(len(samples)))
-            random.Random(f"{settings.seed}/{epoch}").shuffle(order)
-            total = 0.0
-            for start in range(0, len(order), settings.batch):
-                batch = [samples[number] for number in order[start : start + settings.batch]]
-                optimizer.zero_grad()
-                for sample in batch:  # one at a time: memory for one
-                    loss = tuned.loss(sample) / len(batch)
-                    loss.backward()
-                    total += float(loss.detach()) * len(batch)
-                torch.nn.utils.clip_grad_norm_(learning, 1.0)
-                optimizer.step()
-            recall = tuned.recall(held_out)
-            history.append({"epoch": float(epoch), "loss": total / len(samples), "held_out_recall": recall})
-            if recall > history[best_epoch]["held_out_recall"]:
-                best, best_epoch = copy.deepcopy(tuned.state_dict()), epoch
-            advance(epoch)
-            if epoch - best_epoch >= settings.patience:
-                break
-    tuned.load_state_dict(best)
-    return history
+    found.save(folder / HEADS_FILE)
+    return WholeFineTuning(found, folder, tuple(state.history), time.perf_counter() - started)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from cacheclip_rag import CacheClipEngine, EngineConfig
 from cacheclip_rag.errors import ConfigurationError, ModelError
 from cacheclip_rag.selection.auxiliary import score_chunks
-from cacheclip_rag.selection.heads import HeadSet
+from cacheclip_rag.selection.heads import HeadSet, weights_digest
 from cacheclip_rag.training.calibrate import calibrate, combined, downstream, recall_of
 from cacheclip_rag.training.families import synthetic_samples
 from cacheclip_rag.training.features import look
@@ -61,7 +62,10 @@ class TestCalibrate:
         found = calibrate(config, num_samples=21, num_prompts=2)
         best, second = found.ranking[:2]
         assert (best.layer, best.head) == PLANTED and best.recall > second.recall + 0.1
-        assert found.chosen in {each.name for each in found.candidates} and found.heads.sinks in (0, 4)
+        candidates = {each.name: each for each in found.candidates}
+        assert PLANTED in candidates["best 4"].heads.heads and all(each.heads.sinks == 4 for each in found.candidates)
+        assert found.heads.digest() == candidates[found.chosen].heads.digest()
+        assert found.chosen == min(candidates.values(), key=lambda each: each.kl).name
         assert all(len(each.answer_kl) == 2 and each.kl >= 0 for each in found.candidates)
 
     def test_the_same_seed_gives_the_same(self, config: EngineConfig) -> None:
@@ -119,10 +123,17 @@ class TestDownstream:
     def test_it_is_the_engines_own_prefill_and_leaves_the_engine_as_it_was(self, config: EngineConfig) -> None:
         engine = CacheClipEngine(config, heads="none")
         samples = synthetic_samples("test", 2, chunk_words=20)
-        heads = HeadSet.of_layers("", "last", 2, 1)
-        with pytest.raises(ModelError):
-            downstream(engine, samples, [heads])
-        assert engine.head_set is None
-        [exact, direct] = downstream(engine, samples, ["epic", "direct"], ratio=1.0)
+        runtime: Any = engine.auxiliary
+        last = HeadSet.of_layers(weights_digest(runtime.fingerprint), "last", runtime.num_layers, 4)
+        planted = replace(last, heads=(PLANTED,), weights=torch.ones(1))
+        found = downstream(engine, samples, [last, planted, "direct", "cacheclip:pooled=true:layers=last"])
+        assert engine.head_set is None and not any(engine.is_stored(chunk) for chunk in samples[0].chunks)
+        assert found[0] == found[3], "every head of the last layer is the last layer"
+        assert found[0] != found[1] != found[2] and all(first > 0 for each in found for first, _ in each)
+        [exact] = downstream(engine, samples, ["epic"], ratio=1.0)
         assert all(first < 1e-5 and along < 1e-5 for first, along in exact)
-        assert all(first > 1e-5 for first, along in direct)
+
+    def test_an_engine_in_use_is_not_touched(self, config: EngineConfig, tmp_path: Path) -> None:
+        engine = CacheClipEngine(config, store=tmp_path / "store", heads="none")
+        with pytest.raises(AssertionError, match="not a user's own"):
+            downstream(engine, synthetic_samples("test", 1), ["direct"])

@@ -11,14 +11,23 @@ import pytest
 import torch
 
 from cacheclip_rag import CacheClipEngine, EngineConfig
+from cacheclip_rag.errors import ConfigurationError, ModelError
 from cacheclip_rag.selection.auxiliary import score_chunks
 from cacheclip_rag.selection.heads import HeadSet, weights_digest
 from cacheclip_rag.training.families import Sample, synthetic_samples
 from cacheclip_rag.training.features import look, spread_over
-from cacheclip_rag.training.targets import attended_and_stale
-from cacheclip_rag.training.tuning import Trainee, Tuned, TuningSettings, train
+from cacheclip_rag.training.targets import attended_and_stale, attended_when_stale
+from cacheclip_rag.training.tuning import (
+    Trainee,
+    Tuned,
+    TuningSettings,
+    check_trainable,
+    learning_and_held_out,
+    spaced,
+    train,
+)
 
-SETTINGS = TuningSettings(rank=4, batch=2, epochs=50, patience=50, learning_rate=1e-2)
+SETTINGS = TuningSettings(rank=4, batch=4, epochs=50, patience=50, learning_rate=1e-2)
 
 
 class Setting:
@@ -29,7 +38,10 @@ class Setting:
         self.runtime: Any = self.engine.auxiliary
         last = self.runtime.num_layers - 1
         self.heads = HeadSet(
-            weights_digest(self.runtime.fingerprint), ((0, 1), (last, 0), (last, 1)), torch.tensor([0.3, 0.4, 0.3])
+            weights_digest(self.runtime.fingerprint),
+            ((0, 1), (last, 0), (last, 1)),
+            torch.tensor([0.3, 0.4, 0.3]),
+            sinks=4,
         )
         self.samples: list[Sample] = synthetic_samples("train", 4, chunk_words=25)
         seen = [
@@ -46,7 +58,7 @@ class Setting:
         caches = self.engine.auxiliary_caches
         kv = [self.runtime.encode(caches.tokenize(chunk).ids, caches.prefix) for chunk in sample.chunks]
         question = self.runtime.tokenize(sample.question).ids
-        return torch.cat(score_chunks(self.runtime, caches.prefix, kv, question, heads=heads, sinks=4))
+        return torch.cat(score_chunks(self.runtime, caches.prefix, kv, question, heads=heads))
 
 
 @pytest.fixture(params=["auxiliary", "qwen2"])
@@ -89,7 +101,8 @@ class TestTuned:
         assert torch.equal(seen, setting.trainees[0].last.keys)
 
     def test_four_samples_are_learned_by_heart(self, setting: Setting) -> None:
-        history = train(setting.tuned(), setting.trainees, setting.trainees)
+        """In 50 steps, all four in each."""
+        history = train(setting.tuned(), setting.trainees, setting.trainees).history
         assert history[-1]["loss"] < 0.5 * history[0]["loss"]
         assert max(each["held_out_recall"] for each in history) > history[0]["held_out_recall"] + 0.2
 
@@ -105,16 +118,17 @@ class TestTuned:
     def test_training_goes_on_from_a_state(self, setting: Setting) -> None:
         whole, first, second = (setting.tuned(replace(SETTINGS, epochs=n)) for n in (6, 3, 6))
         states: list[Any] = []
-        expected = train(whole, setting.trainees, setting.trainees)
+        expected = train(whole, setting.trainees, setting.trainees).history
         train(first, setting.trainees, setting.trainees, after_epoch=lambda state: states.append(copy.deepcopy(state)))
-        resumed = train(second, setting.trainees, setting.trainees, state=states[-1])
+        resumed = train(second, setting.trainees, setting.trainees, state=states[-1]).history
         assert resumed == expected and second.head_set().digest() == whole.head_set().digest()
 
     def test_it_ends_at_its_best_and_stops_when_nothing_gets_better(self, setting: Setting) -> None:
         tuned = setting.tuned(replace(SETTINGS, learning_rate=0.0, patience=3))
-        history = train(tuned, setting.trainees[:3], setting.trainees[3:])
+        history = train(tuned, setting.trainees[:3], setting.trainees[3:]).history
         assert len(history) == 4  # epoch 0, and three in which nothing moved
         assert tuned.head_set().digest() == setting.tuned().head_set().digest()
+        assert not tuned.head_set().is_updated, "an update of nothing is left out"
 
     def test_saved_and_loaded_it_scores_the_same(self, setting: Setting, tmp_path: Path) -> None:
         tuned = setting.tuned()
@@ -126,13 +140,68 @@ class TestTuned:
             assert torch.equal(setting.engine_scores(sample, loaded), setting.engine_scores(sample, learned))
 
 
+class TestWhatCanBeTrained:
+    @pytest.mark.parametrize(
+        ("model", "reason"),
+        [
+            ("gemma2", "soft-capped"),
+            ("gpt-oss", "attention sinks"),
+            ("mistral-sliding", "sliding windows"),
+            ("llama", None),
+        ],
+    )
+    def test_models_that_attend_otherwise_are_refused(
+        self, tiny_models: dict[str, str], model: str, reason: str | None
+    ) -> None:
+        runtime: Any = CacheClipEngine(
+            EngineConfig(primary=tiny_models["llama"], auxiliary=tiny_models[model])
+        ).auxiliary
+        heads = HeadSet.of_layers(weights_digest(runtime.fingerprint), "last", runtime.num_layers, 2)
+        if reason is None:
+            check_trainable(runtime, heads)
+            return
+        with pytest.raises(ModelError, match=f"{reason}.*which fine-tuning does not compute. Calibrate it"):
+            check_trainable(runtime, heads)
+
+    def test_a_set_that_was_tuned_already_is_refused(self, setting: Setting) -> None:
+        tuned = setting.tuned()
+        train(tuned, setting.trainees, setting.trainees)
+        with pytest.raises(ModelError, match="fine-tuned already"):
+            check_trainable(setting.runtime, tuned.head_set())
+
+    @pytest.mark.parametrize(
+        "wrong", [{"rank": 0}, {"batch": 0}, {"epochs": 1.5}, {"learning_rate": -1.0}, {"target_weight": 2.0}]
+    )
+    def test_senseless_settings_are_refused(self, wrong: dict[str, Any]) -> None:
+        with pytest.raises(ConfigurationError, match=f"{next(iter(wrong))} must be"):
+            TuningSettings(**wrong)
+
+
 class TestTargets:
+    def test_they_reach_what_is_learned_from(self) -> None:
+        """Samples that say when to stop are not those that are learned from, and the primary is asked about these."""
+        learning, held_out = learning_and_held_out(23)
+        assert not set(learning) & set(held_out) and len(learning) + len(held_out) == 23 and len(held_out) == 5
+        asked = spaced(learning, 6)
+        assert len(set(asked)) == 6 and set(asked) <= set(learning) and asked[-1] == learning[-1]
+        assert spaced(learning, 99) == learning and spaced(learning, 0) == []
+
+    def test_short_samples_are_asked_about_too(self, tiny_models: dict[str, str]) -> None:
+        engine = CacheClipEngine(EngineConfig(primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"]))
+        chunks = ("The lamp of the harbour is red.", "It was lit.")
+        sample = Sample("given", chunks, "What is red?", "lamp", ((0, 0, 31),), ((0, 4, 8),))
+        found = attended_and_stale(engine, sample)
+        assert found is not None and float(found.sum()) == pytest.approx(1.0, abs=1e-5)
+        assert not engine.is_stored(chunks[0])
+        own = attended_when_stale(engine, sample, "query_attention:layers=upper")
+        assert own.shape == found.shape and bool((own >= 0).all()) and not torch.allclose(own / own.sum(), found)
+
     def test_a_target_is_a_distribution_over_the_chunks(self, tiny_models: dict[str, str]) -> None:
         setting = Setting(tiny_models["llama"], tiny_models["auxiliary"], with_targets=True)
         for trainee in setting.trainees:
             assert trainee.target is not None and len(trainee.target) == len(trainee.evidence)
             assert float(trainee.target.sum()) == pytest.approx(1.0, abs=1e-5) and bool((trainee.target >= 0).all())
-        history = train(setting.tuned(replace(SETTINGS, epochs=20)), setting.trainees, setting.trainees)
+        history = train(setting.tuned(replace(SETTINGS, epochs=20)), setting.trainees, setting.trainees).history
         assert history[-1]["loss"] < history[0]["loss"]
 
     def test_mass_is_handed_over_by_characters(self) -> None:

@@ -14,8 +14,8 @@ from cacheclip_rag.selection.heads import HeadSet, weights_digest
 from cacheclip_rag.training.calibrate import combined
 from cacheclip_rag.training.families import synthetic_samples
 from cacheclip_rag.training.features import look
-from cacheclip_rag.training.tuning import TuningSettings
-from cacheclip_rag.training.whole import WholeSample, WholeTuned, finetune_whole, train_whole
+from cacheclip_rag.training.tuning import TuningSettings, train
+from cacheclip_rag.training.whole import WholeSample, WholeTuned, finetune_whole
 
 SETTINGS = TuningSettings(batch=2, epochs=6, patience=6, learning_rate=3e-3, sinks=2)
 
@@ -49,7 +49,7 @@ class TestWholeTuned:
         before = {name: value.clone() for name, value in runtime.model.state_dict().items()}
         tuned = WholeTuned(runtime, heads, SETTINGS)
         samples = [WholeSample.of(caches, each) for each in synthetic_samples("train", 4, chunk_words=20)]
-        history = train_whole(tuned, samples, samples)
+        history = train(tuned, samples, samples).history
         assert history[-1]["loss"] < history[1]["loss"]
         assert all(torch.equal(before[name], value) for name, value in runtime.model.state_dict().items())
         changed = {name for name, value in tuned.model.state_dict().items() if not torch.equal(before[name], value)}
@@ -70,7 +70,7 @@ class TestJob:
         engine = CacheClipEngine(config, auxiliary=str(tmp_path / "tuned"))
         caches: Any = engine.auxiliary_caches
         assert found.heads.auxiliary_sha256 == weights_digest(caches.kv_runtime.fingerprint) != heads.auxiliary_sha256
-        engine.use_heads(found.heads)
+        assert engine.head_set is not None and engine.head_set.digest() == found.heads.digest(), "beside the model"
         tuned = WholeTuned(caches.kv_runtime, found.heads, SETTINGS)
         [sample] = synthetic_samples("test", 1, chunk_words=20)
         seen = look(caches, sample, found.heads.layers, sinks=2)
