@@ -304,6 +304,8 @@ def _command(config: EngineConfig, method: Method) -> str:
     }
     if method.needs_auxiliary and config.auxiliary_codec != EngineConfig().auxiliary_codec:
         options["auxiliary-codec"] = config.auxiliary_codec
+    if method.needs_auxiliary and config.heads != EngineConfig().heads:
+        options["heads"] = config.heads
     given = [f"--{name} {shlex.quote(str(value))}" for name, value in options.items() if value is not None]
     return " ".join(["cacheclip certify", *given])
 

@@ -12,6 +12,7 @@ from .common import (
     DeviceOption,
     DtypeOption,
     EmbeddingOption,
+    HeadsOption,
     JsonOption,
     PrimaryOption,
     RatioOption,
@@ -22,6 +23,7 @@ from .common import (
 def bench(
     primary: PrimaryOption = None,
     auxiliary: AuxiliaryOption = None,
+    heads: HeadsOption = "auto",
     context_tokens: Annotated[int, typer.Option(help="Tokens of all chunks together.")] = 4096,
     chunk_tokens: Annotated[int, typer.Option(help="Tokens of one chunk.")] = 512,
     ratio: RatioOption = 0.2,
@@ -47,6 +49,7 @@ def bench(
     config = EngineConfig(
         primary=primary or DEFAULT_SETTINGS.primary,
         auxiliary=parse_auxiliary(auxiliary) if auxiliary else DEFAULT_SETTINGS.auxiliary,
+        heads=heads,
         store=store,
         dtype=dtype or DEFAULT_SETTINGS.dtype,
         device=device,

@@ -12,6 +12,7 @@ from .common import (
     AuxiliaryOption,
     DeviceOption,
     DtypeOption,
+    HeadsOption,
     JsonOption,
     PrimaryOption,
     RatioOption,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 def certify(
     primary: PrimaryOption = None,
     auxiliary: AuxiliaryOption = None,
+    heads: HeadsOption = "auto",
     method: Annotated[str, typer.Option(help="Method to certify.")] = DEFAULT_METHOD,
     ratio: RatioOption = 0.2,
     quick: Annotated[bool, typer.Option("--quick", help="4 prompts instead of 20: a first look.")] = False,
@@ -49,6 +51,7 @@ def certify(
     config = EngineConfig(
         primary=primary or DEFAULT_SETTINGS.primary,
         auxiliary=parse_auxiliary(auxiliary) if auxiliary else DEFAULT_SETTINGS.auxiliary,
+        heads=heads,
         method=method,
         recompute_ratio=ratio,
         dtype=dtype or DEFAULT_SETTINGS.dtype,

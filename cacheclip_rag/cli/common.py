@@ -18,6 +18,7 @@ __all__ = [
     "DtypeOption",
     "EmbeddingOption",
     "FallbackOption",
+    "HeadsOption",
     "JsonOption",
     "NamespaceOption",
     "PrimaryOption",
@@ -35,6 +36,9 @@ PrimaryOption = Annotated[
 ]
 AuxiliaryOption = Annotated[
     str | None, typer.Option("--auxiliary", help="Small model that scores tokens; 'none' for none.")
+]
+HeadsOption = Annotated[
+    str, typer.Option("--heads", help="Head set of the auxiliary model: a file, auto, or none for its last layer.")
 ]
 EmbeddingOption = Annotated[str | None, typer.Option("--embedding", help="sentence-transformers model for retrieval.")]
 DtypeOption = Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16 or float16.")]

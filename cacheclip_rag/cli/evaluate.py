@@ -10,7 +10,15 @@ import typer
 
 from ..errors import ConfigurationError
 from ..methods import DEFAULT_METHOD
-from .common import AuxiliaryOption, DeviceOption, DtypeOption, JsonOption, PrimaryOption, print_json
+from .common import (
+    AuxiliaryOption,
+    DeviceOption,
+    DtypeOption,
+    HeadsOption,
+    JsonOption,
+    PrimaryOption,
+    print_json,
+)
 
 if TYPE_CHECKING:
     from ..config import EngineConfig
@@ -37,6 +45,7 @@ def evaluate(
     overlap_tokens: Annotated[int, typer.Option(help="Tokens that neighbouring chunks share.")] = 50,
     primary: PrimaryOption = None,
     auxiliary: AuxiliaryOption = None,
+    heads: HeadsOption = "auto",
     methods: Annotated[
         str,
         typer.Option(
@@ -90,6 +99,7 @@ def evaluate(
     config = EngineConfig(
         primary=primary or DEFAULT_SETTINGS.primary,
         auxiliary=parse_auxiliary(auxiliary) if auxiliary else DEFAULT_SETTINGS.auxiliary,
+        heads=heads,
         dtype=dtype or DEFAULT_SETTINGS.dtype,
         device=device,
         auxiliary_device=auxiliary_device,
