@@ -9,6 +9,7 @@ import typer
 
 from ..methods import DEFAULT_METHOD
 from .common import (
+    AuxiliaryDeviceOption,
     AuxiliaryOption,
     DeviceOption,
     DtypeOption,
@@ -32,7 +33,7 @@ def certify(
     quick: Annotated[bool, typer.Option("--quick", help="4 prompts instead of 20: a first look.")] = False,
     dtype: DtypeOption = None,
     device: DeviceOption = "cpu",
-    auxiliary_device: Annotated[str | None, typer.Option(help="Device of the auxiliary model, if another.")] = None,
+    auxiliary_device: AuxiliaryDeviceOption = None,
     grouping: Annotated[str, typer.Option(help="window_score, vote_sliding, v1_literal or sentence.")] = "window_score",
     window: Annotated[int, typer.Option(help="Window of the grouping, tokens.")] = 8,
     threshold: Annotated[int, typer.Option(help="Threshold of the grouping, tokens.")] = 5,

@@ -13,6 +13,7 @@ import typer
 from ..errors import CacheClipError, ConfigurationError, DocumentError, UnknownModelError
 
 __all__ = [
+    "AuxiliaryDeviceOption",
     "AuxiliaryOption",
     "DeviceOption",
     "DtypeOption",
@@ -37,6 +38,7 @@ PrimaryOption = Annotated[
 AuxiliaryOption = Annotated[
     str | None, typer.Option("--auxiliary", help="Small model that scores tokens; 'none' for none.")
 ]
+AuxiliaryDeviceOption = Annotated[str | None, typer.Option(help="Device of the auxiliary model, if another.")]
 HeadsOption = Annotated[
     str, typer.Option("--heads", help="Head set of the auxiliary model: a file, auto, or none for its last layer.")
 ]

@@ -11,6 +11,7 @@ import typer
 from ..errors import ConfigurationError
 from ..methods import DEFAULT_METHOD
 from .common import (
+    AuxiliaryDeviceOption,
     AuxiliaryOption,
     DeviceOption,
     DtypeOption,
@@ -70,7 +71,7 @@ def evaluate(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the report in that folder.")] = False,
     dtype: DtypeOption = None,
     device: DeviceOption = "cpu",
-    auxiliary_device: Annotated[str | None, typer.Option(help="Device of the auxiliary model, if another.")] = None,
+    auxiliary_device: AuxiliaryDeviceOption = None,
     codec: Annotated[str | None, typer.Option(help="How the primary's chunk caches are stored.")] = None,
     auxiliary_codec: Annotated[str, typer.Option(help="How the auxiliary's are.")] = "bfloat16",
     as_json: JsonOption = False,

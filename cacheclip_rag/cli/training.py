@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import ConfigurationError
-from .common import AuxiliaryOption, DeviceOption, DtypeOption, JsonOption, PrimaryOption, print_json
+from .common import (
+    AuxiliaryDeviceOption,
+    AuxiliaryOption,
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    PrimaryOption,
+    print_json,
+)
 
 if TYPE_CHECKING:
     from ..config import EngineConfig
@@ -26,7 +34,6 @@ OutOption = Annotated[
     Path | None, typer.Option(help="File of the head set; default where engines of this pair of models look.")
 ]
 OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace a head set that is there.")]
-AuxiliaryDeviceOption = Annotated[str | None, typer.Option(help="Device of the auxiliary model, if another.")]
 SeedOption = Annotated[int, typer.Option(help="Seed of the synthetic questions and of training.")]
 SamplesOption = Annotated[int, typer.Option("--samples", help="Synthetic questions to learn from.")]
 PromptsOption = Annotated[

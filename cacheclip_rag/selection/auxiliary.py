@@ -19,7 +19,7 @@ from ..models.rotary import Tables, rotate, unrotate
 from ..models.runtime import ModelRuntime
 from .heads import HeadSet, LowRank
 
-__all__ = ["PackedChunks", "Scoring", "pack_chunks", "score_chunks", "updated"]
+__all__ = ["PackedChunks", "Scoring", "pack_chunks", "score_chunks", "updated", "without_sinks"]
 
 Adjust = Callable[[int, int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
@@ -106,9 +106,7 @@ def score_chunks(
             found[..., :sinks] = 0.0
             add(number, layer, found)
             return
-        if lengths[number] > sinks:
-            found[..., :sinks] = float("-inf")
-        waiting.append(found)
+        waiting.append(without_sinks(found, sinks))
         if len(waiting) == len(lengths):
             weights = torch.cat(waiting, dim=-1).softmax(-1).nan_to_num()  # a window may hide every chunk from a row
             for index, part in enumerate(weights.split(list(lengths), dim=-1)):
@@ -183,6 +181,15 @@ def pack_chunks(
     return PackedChunks(
         cache, blocks, ids, torch.cat(positions), torch.cat(slots), list(lengths), num_prefix, num_question
     )
+
+
+def without_sinks(logits: torch.Tensor, sinks: int) -> torch.Tensor:
+    """Logits of one chunk's tokens, ``(..., num_tokens)``, its first ``sinks`` at minus infinity; as they are where it
+    has no others."""
+    num_tokens = logits.shape[-1]
+    if num_tokens <= sinks:
+        return logits
+    return logits.masked_fill(torch.arange(num_tokens, device=logits.device) < sinks, float("-inf"))
 
 
 def _updating(heads: HeadSet, tables: Tables | None) -> Adjust:

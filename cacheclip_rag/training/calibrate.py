@@ -33,7 +33,17 @@ from .measures import chosen, span_recall, token_recall
 from .prompts import segments_of
 from .tuning import spaced
 
-__all__ = ["Calibration", "Candidate", "HeadRank", "calibrate", "combined", "downstream", "open_engine", "recall_of"]
+__all__ = [
+    "Calibration",
+    "Candidate",
+    "HeadRank",
+    "calibrate",
+    "capped_mean",
+    "combined",
+    "downstream",
+    "open_engine",
+    "recall_of",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +83,8 @@ class Candidate:
 
     @property
     def kl(self) -> float:
-        """Mean KL along the answer, no prompt counting more than a nat."""
-        return statistics.fmean(min(each, _MOST_KL) for each in self.answer_kl)
+        """:func:`capped_mean` of the KL along the answer."""
+        return capped_mean(self.answer_kl)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +100,11 @@ class Calibration:
     chosen: str
     """Name of the best candidate."""
     seconds: float
+
+
+def capped_mean(kl: Sequence[float]) -> float:
+    """Mean KL, no prompt counting more than a nat."""
+    return statistics.fmean(min(each, _MOST_KL) for each in kl)
 
 
 def open_engine(config: EngineConfig) -> CacheClipEngine:

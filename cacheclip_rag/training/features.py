@@ -13,7 +13,7 @@ from ..models.attention import Probe
 from ..models.rotary import Tables, unrotate
 from ..models.runtime import ModelRuntime
 from ..models.text import TokenizedText
-from ..selection.auxiliary import pack_chunks
+from ..selection.auxiliary import pack_chunks, without_sinks
 from ..selection.mapping import Offsets
 from .families import Sample, Span
 
@@ -85,10 +85,7 @@ def look(
     tables = None if keep is None else packed.tables(runtime, keep)
 
     def record(layer: int, number: int, logits: torch.Tensor) -> None:
-        inside = logits[..., num_prefix : num_prefix + lengths[number]].clone()
-        if lengths[number] > sinks:
-            inside[..., :sinks] = float("-inf")
-        found[layer].append(inside)
+        found[layer].append(without_sinks(logits[..., num_prefix : num_prefix + lengths[number]], sinks))
 
     def adjust(layer: int, number: int, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if layer == keep:

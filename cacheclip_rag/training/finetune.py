@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from .. import __version__
 from ..config import EngineConfig
@@ -26,7 +27,7 @@ from ..errors import ConfigurationError, ModelError
 from ..paths import atomic_path, cache_home
 from ..progress import progress_bar
 from ..selection.heads import HeadSet
-from .calibrate import RATIO, SINKS, calibrate, combined, downstream, open_engine
+from .calibrate import RATIO, SINKS, calibrate, capped_mean, combined, downstream, open_engine
 from .families import Sample, synthetic_samples
 from .features import LastLayer, Seen, look
 from .lexical import lexical_scores
@@ -69,7 +70,7 @@ class Figures:
     @property
     def kl(self) -> float | None:
         """Mean KL along the answer, no prompt counting more than a nat; None where the primary was not asked."""
-        return _capped(self.answer_kl) if self.answer_kl else None
+        return capped_mean(self.answer_kl) if self.answer_kl else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +168,9 @@ def finetune(
     is_tuned = state.best_epoch > 0
     if is_tuned and num_prompts:
         asked = [samples[number] for number in spaced(held_out, num_prompts)]
-        before, after = (_capped([along for _, along in each]) for each in downstream(engine, asked, [heads, found]))
+        before, after = (
+            capped_mean([along for _, along in each]) for each in downstream(engine, asked, [heads, found])
+        )
         is_tuned = after <= before
     if not is_tuned:
         logger.warning("the tuned heads are worth no more than those they began with: these are kept")
@@ -182,10 +185,6 @@ def finetune(
         about,
         folder,
     )
-
-
-def _capped(kl: Sequence[float]) -> float:
-    return statistics.fmean(min(each, 1.0) for each in kl)
 
 
 def _is_accepted(figures: dict[str, Figures]) -> bool | None:
@@ -272,7 +271,7 @@ def _trainees(
     found, made = [], 0
     with progress_bar("reading", len(samples), "samples") as advance:
         for number, sample in enumerate(samples):
-            wants = number in set(asked)
+            wants = number in asked
             name = f"sample-{number:05d}{'-target' if wants else ''}.safetensors"
             trainee = _load_trainee(folder / name, digest)
             if trainee is None:
@@ -353,12 +352,12 @@ def _save(tensors: dict[str, torch.Tensor], header: dict[str, str], path: Path) 
 
 def _load(path: Path, digest: str) -> tuple[dict[str, torch.Tensor], dict[str, str]] | None:
     """None unless the file is there and belongs to these settings; what cannot be read is made again."""
-    from safetensors import SafetensorError, safe_open
-
     try:
         with safe_open(path, framework="pt") as file:
             header = dict(file.metadata() or {})
-        return (load_file(path), header) if header.get("digest") == digest else None
+            if header.get("digest") != digest:
+                return None
+            return {name: file.get_tensor(name) for name in file.keys()}, header  # noqa: SIM118 (not a dict)
     except (OSError, SafetensorError):
         return None
 

@@ -20,6 +20,7 @@ from ..checks import check_whole_number
 from ..errors import ConfigurationError, ModelError
 from ..models.rotary import rotate
 from ..models.runtime import ModelRuntime
+from ..selection.auxiliary import without_sinks
 from ..selection.heads import HeadSet, LowRank
 from .features import LastLayer, Seen
 from .measures import chosen, token_recall
@@ -177,7 +178,7 @@ class Tuned(torch.nn.Module):
 
     def _last_layer(self, sample: Trainee) -> torch.Tensor:
         """``(num_last_heads, num_tokens)``: means over question tokens of a softmax over all chunks."""
-        last, sinks = sample.last, self.settings.sinks
+        last = sample.last
         queries, keys = self._update("queries"), self._update("keys")(last.keys)
         logits, start = [], 0
         for number, length in enumerate(sample.lengths):
@@ -191,9 +192,7 @@ class Tuned(torch.nn.Module):
                 asked = rotate(asked, (cos[behind:stop], sin[behind:stop]))
             by_head = own.repeat_interleave(self.groups, 0)[self.last_heads]
             found = asked[self.last_heads] @ by_head.transpose(-1, -2) * last.scaling
-            if length > sinks:
-                found = torch.cat((torch.full_like(found[..., :sinks], float("-inf")), found[..., sinks:]), dim=-1)
-            logits.append(found)
+            logits.append(without_sinks(found, self.settings.sinks))
             start += length
         return torch.cat(logits, dim=-1).softmax(-1).mean(1)
 
@@ -224,14 +223,6 @@ class Tuned(torch.nn.Module):
             about=about or self.heads.about,
         )
 
-    @torch.no_grad()
-    def recall(self, samples: Sequence[Trainee]) -> float:
-        """Mean share of the evidence among the tokens that the default grouping would take."""
-        settings = self.settings
-        return sum(
-            float(token_recall(chosen(self(each), each.lengths, settings.ratio), each.evidence)) for each in samples
-        ) / len(samples)
-
 
 @dataclass(slots=True)
 class TrainingState:
@@ -246,12 +237,13 @@ class TrainingState:
 
 
 class Learner(Protocol):
-    """What :func:`train` trains: a module with a loss for one sample."""
+    """What :func:`train` trains: a module that scores the tokens of a sample (which has ``lengths`` and ``evidence``),
+    and has a loss for it."""
 
     @property
     def settings(self) -> TuningSettings: ...
+    def __call__(self, sample: Any) -> torch.Tensor: ...
     def loss(self, sample: Any) -> torch.Tensor: ...
-    def recall(self, samples: Sequence[Any]) -> float: ...
     def parameter_groups(self) -> list[dict[str, Any]]: ...
     def state_dict(self) -> Any: ...
     def load_state_dict(self, state_dict: Any) -> Any: ...
@@ -314,7 +306,17 @@ def _mean_loss(learner: Learner, samples: Sequence[Any]) -> float:
 
 
 def _held_out(learner: Learner, samples: Sequence[Any]) -> dict[str, float]:
-    return {"held_out_recall": learner.recall(samples), "held_out_loss": _mean_loss(learner, samples)}
+    return {"held_out_recall": _recall(learner, samples), "held_out_loss": _mean_loss(learner, samples)}
+
+
+@torch.no_grad()
+def _recall(learner: Learner, samples: Sequence[Any]) -> float:
+    """Mean share of the evidence among the tokens that the default grouping would take."""
+    ratio = learner.settings.ratio
+    masks = (chosen(learner(each).cpu(), each.lengths, ratio) for each in samples)
+    return sum(float(token_recall(mask, each.evidence)) for mask, each in zip(masks, samples, strict=True)) / len(
+        samples
+    )
 
 
 def _is_better(one: dict[str, float], other: dict[str, float]) -> bool:

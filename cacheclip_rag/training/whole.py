@@ -26,11 +26,11 @@ from ..errors import ConfigurationError
 from ..models.load import load_model
 from ..models.runtime import ModelRuntime
 from ..progress import progress_bar
+from ..selection.auxiliary import without_sinks
 from ..selection.heads import HEADS_FILE, HeadSet, weights_digest
 from .calibrate import calibrate, open_engine
 from .families import Sample, synthetic_samples
 from .features import marked
-from .measures import chosen, token_recall
 from .targets import attended_and_stale
 from .tuning import TuningSettings, check_trainable, learning_and_held_out, loss_of, spaced, train
 
@@ -116,10 +116,7 @@ class WholeTuned(torch.nn.Module):
                 stop = start + length
                 asked = query[number, own, stop : stop + len(sample.question)]
                 found = asked @ key[number, own, start:stop].transpose(-1, -2) * scaling
-                if length > self.settings.sinks:
-                    sinks = torch.full_like(found[..., : self.settings.sinks], float("-inf"))
-                    found = torch.cat((sinks, found[..., self.settings.sinks :]), dim=-1)
-                logits.append(found)
+                logits.append(without_sinks(found, self.settings.sinks))
             maps.append(torch.cat(logits, dim=-1).softmax(-1).mean(1))
         scores: torch.Tensor = self.mix.softmax(0) @ torch.cat(maps)
         return scores
@@ -127,13 +124,6 @@ class WholeTuned(torch.nn.Module):
     def loss(self, sample: WholeSample) -> torch.Tensor:
         target = None if sample.target is None else sample.target.to(self.mix.device)
         return loss_of(self(sample), sample.evidence.to(self.mix.device), target, self.settings.target_weight)
-
-    @torch.no_grad()
-    def recall(self, samples: Sequence[WholeSample]) -> float:
-        """Mean share of the evidence among the tokens that the default grouping would take."""
-        ratio = self.settings.ratio
-        found = [token_recall(chosen(self(each).cpu(), each.lengths, ratio), each.evidence) for each in samples]
-        return float(torch.stack(found).mean())
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """Parameters for the optimizer."""
