@@ -12,6 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import cacheclip_rag.certificate as certificates
 import cacheclip_rag.evaluation.certify as module
 from cacheclip_rag import CacheClipEngine, EngineConfig, SamplingParams
 from cacheclip_rag.certificate import find_certificate
@@ -185,8 +186,11 @@ class TestCertify:
         with pytest.raises(ConfigurationError, match="auxiliary"):
             certify(replace(config, auxiliary=None))
 
-    def test_what_differs_from_engine_to_engine(self, config: EngineConfig, caplog: pytest.LogCaptureFixture) -> None:
+    def test_what_differs_from_engine_to_engine(
+        self, config: EngineConfig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Nor does an engine send anyone to certify it."""
+        monkeypatch.setattr(certificates, "_warned", set())  # another test may have had the warning: it comes once
         captured = replace(config, method="cachecraft")
         with pytest.raises(ConfigurationError, match="'cachecraft' reuses what an engine kept .*shadow_rate"):
             certify(captured, quick=True)
