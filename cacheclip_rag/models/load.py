@@ -103,6 +103,7 @@ def load_model(name: str, *, dtype: str = "float32", device: str = "cpu") -> Mod
 
     Raises:
         UnsupportedModelError: its KV cannot be reused exactly.
+        ModelError: files missing or damaged, or weights that are more than what is free on the device.
         ConfigurationError: unknown dtype, or a device that this torch does not have.
     """
     from .runtime import ModelRuntime
@@ -145,6 +146,7 @@ def _load(folder: Path, name: str, dtype: str, device: str, fallback: str) -> Te
     import torch
     from transformers import AutoConfig
 
+    from .memory import check_fits
     from .plain import PlainRuntime
     from .runtime import ModelRuntime
     from .text import quiet_transformers
@@ -162,6 +164,7 @@ def _load(folder: Path, name: str, dtype: str, device: str, fallback: str) -> Te
             raise UnsupportedModelError(reason)
     if reason is not None:
         logger.warning("answering by ordinary prefill, without reuse: %s", reason)
+    check_fits(folder, name, getattr(torch, dtype), device)
     options: dict[str, Any] = {"dtype": getattr(torch, dtype), "use_safetensors": True}
     if device in DEVICE_MAPS:
         options["device_map"] = device

@@ -126,8 +126,8 @@ def open_engine(config: EngineConfig) -> CacheClipEngine:
 def calibrate(
     config: EngineConfig,
     *,
-    num_samples: int = 120,
-    num_prompts: int = 12,
+    num_samples: int = 90,
+    num_prompts: int = 10,
     given: Sequence[Sample] = (),
     seed: int = 0,
 ) -> Calibration:

@@ -1,0 +1,104 @@
+"""Whether a model fits: said before it is loaded, since a process that outgrows its machine is killed wordlessly."""
+
+from __future__ import annotations
+
+import json
+import struct
+from math import prod
+from pathlib import Path
+
+import torch
+
+from ..errors import ModelError
+
+__all__ = ["check_fits", "free_bytes", "weight_bytes"]
+
+_CGROUPS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat"),
+    (
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        "/sys/fs/cgroup/memory/memory.stat",
+    ),
+)
+"""Limit, use, and what the use is made of, in version 2 and version 1."""
+
+
+def check_fits(folder: Path, name: str, dtype: torch.dtype, device: str) -> None:
+    """Raise ModelError if the weights in ``folder`` are more than what is free on ``device``.
+
+    Weights alone: what caches and activations need besides is not known before a prompt comes. Says nothing where the
+    system does not tell what is free, or the device is a map of several.
+    """
+    needed, free = weight_bytes(folder, dtype), free_bytes(device)
+    if free is None or needed <= free:
+        return
+    smaller = "" if dtype.itemsize < 4 else "dtype='bfloat16', "
+    raise ModelError(
+        f"model {name!r} needs {needed / 2**30:.1f} GiB on {device!r} as {str(dtype).removeprefix('torch.')}, and "
+        f"{free / 2**30:.1f} GiB are free there beside what is loaded already. Use {smaller}a smaller model, or "
+        "another device for one of the models."
+    )
+
+
+def weight_bytes(folder: Path, dtype: torch.dtype) -> int:
+    """Bytes of a checkpoint's weights in ``dtype``, by the headers of its files; 0 if they cannot be read (loading says
+    why)."""
+    index = folder / "model.safetensors.index.json"
+    try:
+        if index.is_file():
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        else:
+            single = folder / "model.safetensors"
+            names = [single.name] if single.is_file() else sorted(file.name for file in folder.glob("*.safetensors"))
+        return sum(_file_bytes(folder / each, dtype) for each in names)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
+        return 0
+
+
+def _file_bytes(path: Path, dtype: torch.dtype) -> int:
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        if length > path.stat().st_size:
+            raise ValueError("no safetensors file")
+        header = json.loads(file.read(length))
+    tensors = [each for key, each in header.items() if key != "__metadata__"]
+    return sum(
+        prod(each["shape"]) * dtype.itemsize
+        if each["dtype"].startswith(("F", "BF"))
+        else each["data_offsets"][1] - each["data_offsets"][0]
+        for each in tensors
+    )
+
+
+def free_bytes(device: str) -> int | None:
+    """Memory that a model could still take on a device; None where it is not known."""
+    kind = device.partition(":")[0]
+    if kind == "cuda":
+        return int(torch.cuda.mem_get_info(torch.device(device))[0])
+    if kind != "cpu":
+        return None
+    known = [each for each in (_free_in_system(), _free_in_cgroup()) if each is not None]
+    return min(known, default=None)
+
+
+def _free_in_system() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found = {key: int(value.split()[0]) * 1024 for key, _, value in (line.partition(":") for line in lines)}
+        return found["MemAvailable"] + found.get("SwapFree", 0)
+    except (OSError, ValueError, KeyError, IndexError):
+        return None
+
+
+def _free_in_cgroup() -> int | None:
+    """What a container's limit leaves; file cache counts as free."""
+    for limit, used, parts in _CGROUPS:
+        try:
+            most = int(Path(limit).read_text())  # "max": no limit
+            stat = dict(line.split() for line in Path(parts).read_text().splitlines())
+            cached = int(stat.get("inactive_file", stat.get("total_inactive_file", 0)))
+            return max(0, most - int(Path(used).read_text()) + cached)
+        except (OSError, ValueError):
+            continue
+    return None
