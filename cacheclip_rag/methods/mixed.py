@@ -18,7 +18,7 @@ from . import METHODS, create, method_class
 from .base import Method, SelectionRequest
 from .selective import Selective
 
-__all__ = ["Mixed"]
+__all__ = ["Anchored", "Mixed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,21 @@ class Mixed(Selective):
         first, second = (_ranks(torch.cat(each)) for each in rated)
         mixed = self.weight * first + (1 - self.weight) * second
         return list(mixed.split(lengths))
+
+
+@dataclass(frozen=True, slots=True)
+class Anchored(Mixed):
+    """Ours: what the upper half of the model attends to from the question, the nearer to the start of its chunk the
+    better. What a chunk lacked when it was computed alone, its first tokens lacked most (EPIC): attention says what is
+    needed, the place says how stale it is.
+
+    ``anchored:first=cacheclip`` asks the auxiliary model instead.
+    """
+
+    name: ClassVar[str] = "anchored"
+
+    first: str = "query_attention/layers=upper"
+    second: str = "epic"
 
 
 def _part(spec: str, recompute_ratio: float) -> Selective:

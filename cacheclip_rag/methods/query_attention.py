@@ -18,7 +18,7 @@ from ..selection.question import attention_to_tokens, pick_layers
 from .base import SelectionRequest, split_by_span
 from .selective import Selective
 
-__all__ = ["Anchored", "InfoFlow", "ProphetKV", "QCFuse", "QueryAttention"]
+__all__ = ["InfoFlow", "ProphetKV", "QCFuse", "QueryAttention"]
 
 _CHOICES = {"heads": ("mean", "max"), "queries": ("mean", "max"), "softmax": ("row", "chunks")}
 _REPEAT = "\n\nRepeat the previous context exactly."
@@ -119,16 +119,6 @@ class QueryAttention(Selective):
         chunks = [runtime.extract(cache, span.start, span.stop) for span in request.spans]
         ids = runtime.tokenize(_REPEAT).ids
         return score_chunks(runtime, prefix, chunks, ids, layers=range(runtime.num_layers), heads="max", queries="max")
-
-
-@dataclass(frozen=True, slots=True)
-class Anchored(QueryAttention):
-    """Ours: the first tokens of every chunk, as EPIC has it, then what the upper half of the model attends to."""
-
-    name: ClassVar[str] = "anchored"
-
-    layers: str = "upper"
-    always_include_first: int = 16
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import torch
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.methods import create, spec_of
 from cacheclip_rag.methods.mixed import Mixed, _ranks
 from tests.conftest import CHUNKS, rag_prompt
 from tests.fusion.cases import Case, gap
@@ -92,3 +93,15 @@ def test_rounds_of_mixed_look_again(case: Case) -> None:
 def test_equal_scores_have_equal_ranks() -> None:
     assert _ranks(torch.tensor([3.0, 1.0, 3.0, 2.0, 0.0])).tolist() == [0.875, 0.25, 0.875, 0.5, 0.0]
     assert _ranks(torch.tensor([7.0])).tolist() == [0.0]
+
+
+@plain
+def test_anchored_is_a_mix(case: Case) -> None:
+    for spec, alike in (
+        ("anchored", "mixed:first=query_attention/layers=upper:second=epic"),
+        ("anchored:first=cacheclip:weight=0.8", "mixed:first=cacheclip:second=epic:weight=0.8"),
+    ):
+        (_, ours), (_, theirs) = spied(case, spec), spied(case, alike)
+        assert all(torch.equal(a, b) for a, b in zip(ours.masks, theirs.masks, strict=True))
+    assert not create("anchored", {}).needs_auxiliary and create("anchored:first=cacheclip", {}).needs_auxiliary
+    assert spec_of(create("anchored:weight=0.8", {})) == "anchored:weight=0.8"
