@@ -14,7 +14,7 @@ from ..errors import StoreError
 __all__ = ["Database"]
 
 _BUSY_TIMEOUT_S = 30.0
-_SCHEMA_VERSION = 1
+_SCHEMA_VERSION = 2
 """Raise when a table changes: a file of another version is refused, not misread."""
 
 

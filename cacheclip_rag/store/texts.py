@@ -2,20 +2,23 @@
 
 A framework hands its language model one string; the chunks are somewhere in it. Each stored text is remembered by an
 anchor: the window of ``WINDOW`` characters, among those that start in its first ``REGION`` characters, whose hash is
-smallest. Texts that share a head (a metadata header, a licence preamble) still differ in their anchors. To search,
-every window of the prompt is hashed once; where an anchor turns up, the slice it would belong to is compared by
-digest. So a match is never wrong, and the texts themselves need not be kept. (Content-defined anchors: Manber,
-"Finding similar files in a large file system", 1994. An automaton over all texts was rejected: 60 kB a chunk and a
-rebuild at each insert.)
+smallest. Texts that share a head (a metadata header, a licence preamble) still differ in their anchors, or at least in
+their endings. To search, every window of the prompt is hashed once; where an anchor turns up, and the text's last
+window where that should be, the slice is compared by digest. So a match is never wrong, and the texts themselves need
+not be kept. (Content-defined anchors: Manber, "Finding similar files in a large file system", 1994. An automaton over
+all texts was rejected: 60 kB a chunk and a rebuild at each insert.)
 """
 
 from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -31,12 +34,14 @@ REGION = 256
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS texts (
     serial INTEGER PRIMARY KEY AUTOINCREMENT, namespace TEXT NOT NULL, digest BLOB NOT NULL, anchor INTEGER NOT NULL,
-    start INTEGER NOT NULL, length INTEGER NOT NULL, removed INTEGER NOT NULL, UNIQUE (namespace, digest)
+    start INTEGER NOT NULL, length INTEGER NOT NULL, ending INTEGER NOT NULL, removed INTEGER NOT NULL,
+    UNIQUE (namespace, digest)
 );
 """
 # A text has one row, replaced under a new serial number when it is removed or added again: reading the rows behind the
 # last serial seen, by one query, brings an index up to date whatever others did meanwhile.
-_WRITE = "INSERT OR REPLACE INTO texts (namespace, digest, anchor, start, length, removed) SELECT ?, ?, ?, ?, ?, ?"
+_COLUMNS = "digest, anchor, start, length, ending, removed"
+_WRITE = f"INSERT OR REPLACE INTO texts (namespace, {_COLUMNS}) SELECT ?, ?, ?, ?, ?, ?, ?"
 _UNLESS_THERE = " WHERE NOT EXISTS (SELECT 1 FROM texts WHERE namespace = ? AND digest = ? AND removed = 0)"
 
 
@@ -50,20 +55,31 @@ class TextMatch:
 
 @dataclass(frozen=True, slots=True)
 class _Anchor:
+    """What is remembered of a text."""
+
     value: int
+    """Hash of the window that it is found by."""
     start: int
+    """Where in the text that window starts."""
     length: int
+    ending: int
+    """Hash of its last window."""
     digest: bytes
 
 
 class TextIndex:
-    """Texts of one namespace, shared by processes through the store's database (None: in this process only)."""
+    """Texts of one namespace, shared by processes through the store's database (None: in this process only).
+
+    In memory a text takes about 60 bytes. A search looks once at every window of the prompt, and reads what begins and
+    ends like a stored text.
+    """
 
     def __init__(self, folder: Path | None = None, namespace: str = "default") -> None:
         self._database = Database(folder / "index.sqlite3" if folder else None, _SCHEMA)
         self._namespace = namespace
-        self._anchors: dict[int, list[_Anchor]] = {}
-        self._known: set[bytes] = set()
+        self._settled = _Rows.of([])
+        self._recent = _Rows.of([])
+        """What changed since the rows were last put together; it overrules them."""
         self._last_serial = 0
         self._lock = threading.Lock()
 
@@ -77,45 +93,145 @@ class TextIndex:
         rows = [self._row(anchor, removed=1) for text in texts if (anchor := _anchor_of(text)) is not None]
         self._database.execute_many((_WRITE, row) for row in rows)
 
-    def _row(self, anchor: _Anchor, removed: int) -> tuple[str, bytes, int, int, int, int]:
-        return self._namespace, anchor.digest, anchor.value, anchor.start, anchor.length, removed
+    def _row(self, anchor: _Anchor, removed: int) -> tuple[str, bytes, int, int, int, int, int]:
+        of_text = (anchor.digest, anchor.value, anchor.start, anchor.length, anchor.ending)
+        return self._namespace, *of_text, removed
 
     def find(self, prompt: str, candidates: Iterable[str] = ()) -> list[TextMatch]:
         """Stored texts and ``candidates`` occurring in ``prompt``: leftmost, longest, not overlapping, in order."""
+        anchors = [anchor for text in candidates if (anchor := _anchor_of(text)) is not None]
         with self._lock:
             self._refresh()
-            extra: dict[int, list[_Anchor]] = {}
-            for text in candidates:
-                if (anchor := _anchor_of(text)) is not None:
-                    extra.setdefault(anchor.value, []).append(anchor)
-            found = [
-                match
-                for position, value in enumerate(_window_hashes(prompt).tolist())
-                if value in self._anchors or value in extra
-                for anchor in (*self._anchors.get(value, ()), *extra.get(value, ()))
-                if (match := _verify(prompt, position, anchor)) is not None
-            ]
-        return _leftmost_longest(found)
+            tables = (_Rows.of([(anchor, False) for anchor in anchors]), self._recent, self._settled)
+        hashes = _window_hashes(prompt)
+        places = sorted(
+            (start, -length, number, row)
+            for number, rows in enumerate(tables)
+            for start, length, row in rows.places(hashes)
+        )
+        found: list[TextMatch] = []
+        end = 0
+        for (start, length), same in groupby(places, key=itemgetter(0, 1)):
+            if start < end:
+                continue
+            stop = start - length
+            digest = _digest(prompt[start:stop])
+            # the first table that knows the text says whether it is there
+            said = (tables[number].is_removed(row, digest) for _, _, number, row in same)
+            if next((each for each in said if each is not None), True) is False:
+                found.append(TextMatch(start, stop))
+                end = stop
+        return found
 
     def close(self) -> None:
         self._database.close()
 
     def _refresh(self) -> None:
         """Take in what this or another process added or removed since the last look."""
-        rows = self._database.query(
-            "SELECT serial, anchor, start, length, digest, removed FROM texts "
-            "WHERE namespace = ? AND serial > ? ORDER BY serial",
-            (self._namespace, self._last_serial),
-        )
-        for serial, value, start, length, digest, removed in rows:
-            self._last_serial = serial
-            # texts with one head share an anchor, so a bucket may be long: looked through only when it holds the text
-            if digest in self._known:
-                self._known.remove(digest)
-                self._anchors[value] = [a for a in self._anchors[value] if a.digest != digest]
-            if not removed:
-                self._known.add(digest)
-                self._anchors.setdefault(value, []).append(_Anchor(value, start, length, digest))
+        while rows := self._database.query(
+            f"SELECT serial, {_COLUMNS} FROM texts WHERE namespace = ? AND serial > ? ORDER BY serial LIMIT ?",
+            (self._namespace, self._last_serial, _BATCH),
+        ):
+            new = [
+                (_Anchor(value, start, length, ending, digest), bool(removed))
+                for _, digest, value, start, length, ending, removed in rows
+            ]
+            self._recent = _Rows.of(new).over(self._recent)
+            self._last_serial = rows[-1][0]
+            if len(self._recent) > max(_BATCH, len(self._settled) // 16):
+                self._settled, self._recent = self._recent.over(self._settled).present(), _Rows.of([])
+
+
+_BATCH = 4096
+"""Rows read at once, and rows that may be recent before they are put in order with all others."""
+_PAIRS = 200_000
+"""Windows and texts compared at once."""
+
+_Column = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rows:
+    """Texts ordered by anchor and digest, each once; a column for each thing remembered."""
+
+    anchors: _Column
+    """``(num_texts,)`` int64."""
+    starts: _Column
+    """uint16."""
+    lengths: _Column
+    """uint32."""
+    endings: _Column
+    """int64."""
+    digests: _Column
+    """``(num_texts, 2)`` uint64."""
+    removed: _Column
+    """bool."""
+
+    @classmethod
+    def of(cls, texts: Sequence[tuple[_Anchor, bool]]) -> _Rows:
+        """Texts, and whether they were removed; the last that is said of a text counts."""
+        digests = b"".join(anchor.digest for anchor, _ in texts)
+        return cls(
+            np.array([anchor.value for anchor, _ in texts], np.int64),
+            np.array([anchor.start for anchor, _ in texts], np.uint16),
+            np.array([anchor.length for anchor, _ in texts], np.uint32),
+            np.array([anchor.ending for anchor, _ in texts], np.int64),
+            np.frombuffer(digests, np.uint64).reshape(-1, 2),
+            np.array([removed for _, removed in texts], np.bool_),
+        )._ordered()
+
+    def __len__(self) -> int:
+        return len(self.anchors)
+
+    def _map(self, change: Callable[[str], _Column]) -> _Rows:
+        return _Rows(*(change(each.name) for each in fields(self)))
+
+    def _at(self, which: _Column) -> _Rows:
+        return self._map(lambda name: getattr(self, name)[which])
+
+    def _ordered(self) -> _Rows:
+        found = self._at(np.lexsort((self.digests[:, 1], self.digests[:, 0], self.anchors)))  # stable
+        same = (found.anchors[1:] == found.anchors[:-1]) & (found.digests[1:] == found.digests[:-1]).all(1)
+        last = np.ones(len(found), np.bool_)
+        last[:-1] = ~same
+        return found._at(last)
+
+    def over(self, older: _Rows) -> _Rows:
+        """Both; what this one says of a text overrules what the older one does."""
+        return self._map(lambda name: np.concatenate((getattr(older, name), getattr(self, name))))._ordered()
+
+    def present(self) -> _Rows:
+        """Without what was removed."""
+        return self._at(~self.removed)
+
+    def places(self, hashes: _Column) -> Iterator[tuple[int, int, int]]:
+        """Where in a prompt, given by the hashes of its windows, something begins and ends like a text: start, length
+        and row."""
+        first = np.searchsorted(self.anchors, hashes)
+        counts = np.searchsorted(self.anchors, hashes, side="right") - first
+        positions = np.flatnonzero(counts)
+        first, counts = first[positions], counts[positions]
+        batches = np.cumsum(counts) // _PAIRS
+        for batch in range(int(batches[-1]) + 1 if len(batches) else 0):
+            chosen = batches == batch
+            yield from self._places(hashes, positions[chosen], first[chosen], counts[chosen])
+
+    def _places(
+        self, hashes: _Column, positions: _Column, first: _Column, counts: _Column
+    ) -> Iterator[tuple[int, int, int]]:
+        """Of the windows at ``positions``, each with ``counts`` rows from ``first`` on."""
+        before = np.cumsum(counts) - counts
+        rows = np.repeat(first - before, counts) + np.arange(counts.sum())
+        starts = np.repeat(positions, counts) - self.starts[rows]
+        lengths = self.lengths[rows].astype(np.int64)
+        last = starts + lengths - WINDOW
+        fits = np.flatnonzero((starts >= 0) & (last < len(hashes)))
+        fits = fits[hashes[last[fits]] == self.endings[rows[fits]]]
+        yield from zip(starts[fits].tolist(), lengths[fits].tolist(), rows[fits].tolist(), strict=True)
+
+    def is_removed(self, row: int, digest: bytes) -> bool | None:
+        """Whether a row's text was removed; None if the row is of another text."""
+        return bool(self.removed[row]) if self.digests[row].tobytes() == digest else None
 
 
 def _digest(text: str) -> bytes:
@@ -140,22 +256,5 @@ def _anchor_of(text: str) -> _Anchor | None:
         return None
     hashes = _window_hashes(text[: REGION + WINDOW - 1])
     start = int(hashes.argmin())
-    return _Anchor(int(hashes[start]), start, len(text), _digest(text))
-
-
-def _verify(prompt: str, position: int, anchor: _Anchor) -> TextMatch | None:
-    start = position - anchor.start
-    stop = start + anchor.length
-    if start < 0 or stop > len(prompt) or _digest(prompt[start:stop]) != anchor.digest:
-        return None
-    return TextMatch(start, stop)
-
-
-def _leftmost_longest(matches: list[TextMatch]) -> list[TextMatch]:
-    chosen: list[TextMatch] = []
-    end = 0
-    for match in sorted(matches, key=lambda m: (m.start, -m.stop)):
-        if match.start >= end:
-            chosen.append(match)
-            end = match.stop
-    return chosen
+    ending = int(_window_hashes(text[-WINDOW:])[0])
+    return _Anchor(int(hashes[start]), start, len(text), ending, _digest(text))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import random
 import threading
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ from hypothesis import strategies as st
 
 from cacheclip_rag.errors import StoreError
 from cacheclip_rag.prompt import Chunk, segment_text
+from cacheclip_rag.store import texts as module
 from cacheclip_rag.store.texts import REGION, WINDOW, TextIndex
 
 LETTERS = "The lighthouse of Brindle Point was built in 1847."
@@ -294,3 +298,40 @@ class TestProperties:
             if data.draw(st.booleans()):
                 assert found(one, "|".join(pool)) == [t for t in pool if t in present]
         assert found(one, "|".join(pool)) == [t for t in pool if t in present]
+
+
+class TestManyTexts:
+    def test_a_history_in_small_batches(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Texts are put in order now and then, changes overrule them, and windows are compared a few at a time."""
+        monkeypatch.setattr(module, "_BATCH", 3)
+        monkeypatch.setattr(module, "_PAIRS", 2)
+        head = "file_path: /data/annual-report.pdf\n" * 10
+        texts = [f"{head}text {number} of many, {'and so on ' * (number % 5)}and its end." for number in range(40)]
+        writing, reading = TextIndex(tmp_path), TextIndex(tmp_path)
+        rng, there = random.Random(0), set()
+        for step in range(60):
+            some = rng.sample(texts, rng.randrange(1, 9))
+            if rng.random() < 0.6:
+                writing.add(some)
+                there |= set(some)
+            else:
+                writing.remove(some)
+                there -= set(some)
+            if step % 3 == 0:
+                order = rng.sample(texts, len(texts))
+                assert found(reading, "\n".join(order)) == [text for text in order if text in there], step
+        assert len(reading._settled) > 3
+
+    def test_what_a_text_costs_in_memory(self) -> None:
+        index, count = TextIndex(), 20_000
+        index.add(f"Number {number} of many texts, none of which is kept." for number in range(count))
+        found(index, "loads what is loaded at first use")
+        other = TextIndex()
+        other._database = index._database
+        tracemalloc.start()
+        try:
+            assert found(other, "Here: Number 777 of many texts, none of which is kept. Yes.") != []
+            gc.collect()
+            assert tracemalloc.get_traced_memory()[0] / count < 100
+        finally:
+            tracemalloc.stop()
