@@ -73,11 +73,13 @@ def finetune(
     primary: PrimaryOption = None,
     auxiliary: AuxiliaryOption = None,
     data: DataOption = None,
-    heads: Annotated[Path | None, typer.Option(help="Head set to begin with; default what calibration finds.")] = None,
+    heads: Annotated[
+        Path | None, typer.Option(help="Head set to begin with; default those that find most evidence.")
+    ] = None,
     samples: SamplesOption = 120,
-    targets: Annotated[int, typer.Option(help="Of those, how many the primary is asked about.")] = 24,
-    tests: Annotated[int, typer.Option(help="Synthetic questions to measure by.")] = 42,
-    prompts: PromptsOption = 12,
+    targets: Annotated[int, typer.Option(help="Of those, how many the primary is asked about.")] = 18,
+    tests: Annotated[int, typer.Option(help="Synthetic questions to measure by.")] = 36,
+    prompts: PromptsOption = 9,
     epochs: Annotated[int, typer.Option(help="At most.")] = 30,
     rank: Annotated[int, typer.Option(help="Rank of the updates.")] = 8,
     learning_rate: Annotated[

@@ -37,6 +37,7 @@ __all__ = [
     "Calibration",
     "Candidate",
     "HeadRank",
+    "best_of",
     "calibrate",
     "capped_mean",
     "combined",
@@ -53,6 +54,8 @@ SINKS = 4
 """Tokens at the start of each chunk that nobody scores here."""
 _SIZES = (4, 8, 16, 32)
 _ANSWER_TOKENS = 16
+_ABOUT = 1.1
+"""A few prompts tell KLs apart no better than this."""
 _MOST_KL = 1.0
 """A prompt counts no more than this, nats: none may decide alone."""
 
@@ -83,8 +86,8 @@ class Candidate:
 
     @property
     def kl(self) -> float:
-        """:func:`capped_mean` of the KL along the answer."""
-        return capped_mean(self.answer_kl)
+        """:func:`capped_mean` of the KL along the answer; 0 where the primary was not asked."""
+        return capped_mean(self.answer_kl) if self.answer_kl else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +108,13 @@ class Calibration:
 def capped_mean(kl: Sequence[float]) -> float:
     """Mean KL, no prompt counting more than a nat."""
     return statistics.fmean(min(each, _MOST_KL) for each in kl)
+
+
+def best_of(candidates: Sequence[Candidate]) -> Candidate:
+    """Of those that bring answers about as near to full prefill as the best does, the one that finds most."""
+    nearest = min(candidate.kl for candidate in candidates)
+    near = [candidate for candidate in candidates if candidate.kl <= _ABOUT * nearest]
+    return max(near, key=lambda candidate: candidate.recall)
 
 
 def open_engine(config: EngineConfig) -> CacheClipEngine:
@@ -136,14 +146,15 @@ def calibrate(
     Args:
         num_samples: synthetic ones; two thirds rank, the others check. Given ones come on top, and are shared out
             alike.
-        num_prompts: of those that check, for the primary.
+        num_prompts: of those that check, for the primary; 0 asks it nothing, and evidence alone decides.
 
     Raises:
         ConfigurationError: no auxiliary model, or too few samples.
     """
-    if num_samples + len(given) < 6 or num_prompts < 1:
+    if num_samples + len(given) < 6 or num_prompts < 0:
         raise ConfigurationError(
-            f"calibration needs at least 6 samples and 1 prompt, got {num_samples + len(given)} and {num_prompts}."
+            f"calibration needs at least 6 samples, and prompts from 0 on; got {num_samples + len(given)} and "
+            f"{num_prompts}."
         )
     started = time.perf_counter()
     engine = open_engine(config)
@@ -180,7 +191,7 @@ def calibrate(
                 tuple(along for _, along in outcomes),
             )
         )
-    best_one = min(candidates, key=lambda candidate: candidate.kl)
+    best_one = best_of(candidates)
     about = {
         "command": "calibrate",
         "auxiliary": Path(str(config.auxiliary)).name,

@@ -40,14 +40,13 @@ def calibration_table(found: Calibration) -> Table:
     """Candidates, the best marked."""
     rows = []
     for each in found.candidates:
-        kl, first = each.answer_kl, each.first_token_kl
         rows.append(
             [
                 f"{each.name} (chosen)" if each.name == found.chosen else each.name,
                 f"{each.recall:.3f}",
                 f"{each.span_recall:.3f}",
-                f"{statistics.fmean(first):.3f} / {statistics.median(first):.3f}",
-                f"{statistics.fmean(kl):.3f} / {statistics.median(kl):.3f}",
+                _pair(each.first_token_kl),
+                _pair(each.answer_kl),
             ]
         )
     return [
@@ -59,14 +58,15 @@ def calibration_table(found: Calibration) -> Table:
     ], rows
 
 
+def _pair(values: Sequence[float]) -> str:
+    return f"{statistics.fmean(values):.3f} / {statistics.median(values):.3f}" if values else ""
+
+
 def finetuning_table(found: FineTuning) -> Table:
     """Selectors on the test split."""
 
     def text(value: float | None) -> str:
         return "" if value is None else f"{value:.3f}"
-
-    def pair(values: Sequence[float]) -> str:
-        return f"{statistics.fmean(values):.3f} / {statistics.median(values):.3f}" if values else ""
 
     rows = [
         [
@@ -75,8 +75,8 @@ def finetuning_table(found: FineTuning) -> Table:
             *(text(each.span_recall.get(ratio)) for ratio in ("0.1", "0.2")),
             text(each.overlap),
             text(each.correlation),
-            pair(each.first_token_kl),
-            pair(each.answer_kl),
+            _pair(each.first_token_kl),
+            _pair(each.answer_kl),
         ]
         for each in found.figures
     ]

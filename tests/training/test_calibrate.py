@@ -14,9 +14,10 @@ from cacheclip_rag import CacheClipEngine, EngineConfig
 from cacheclip_rag.errors import ConfigurationError, ModelError
 from cacheclip_rag.selection.auxiliary import score_chunks
 from cacheclip_rag.selection.heads import HeadSet, weights_digest
-from cacheclip_rag.training.calibrate import calibrate, combined, downstream, recall_of
+from cacheclip_rag.training.calibrate import Candidate, best_of, calibrate, combined, downstream, recall_of
 from cacheclip_rag.training.families import synthetic_samples
 from cacheclip_rag.training.features import look
+from cacheclip_rag.training.report import calibration_table
 from tests.conftest import build_model, make_tokenizer, of
 
 PLANTED = (1, 2)
@@ -65,7 +66,8 @@ class TestCalibrate:
         candidates = {each.name: each for each in found.candidates}
         assert PLANTED in candidates["best 4"].heads.heads and all(each.heads.sinks == 4 for each in found.candidates)
         assert found.heads.digest() == candidates[found.chosen].heads.digest()
-        assert found.chosen == min(candidates.values(), key=lambda each: each.kl).name
+        assert found.chosen == best_of(found.candidates).name
+        assert candidates[found.chosen].kl <= 1.1 * min(each.kl for each in found.candidates)
         assert all(len(each.answer_kl) == 2 and each.kl >= 0 for each in found.candidates)
 
     def test_the_same_seed_gives_the_same(self, config: EngineConfig) -> None:
@@ -73,8 +75,23 @@ class TestCalibrate:
         assert one.ranking == other.ranking != another.ranking
         assert one.heads.digest() == other.heads.digest()
 
+    def test_without_the_primary_evidence_decides(self, config: EngineConfig) -> None:
+        found = calibrate(config, num_samples=9, num_prompts=0)
+        assert found.chosen == max(found.candidates, key=lambda each: each.recall).name
+        assert all(each.answer_kl == () for each in found.candidates)
+        assert calibration_table(found)[1][0][-1] == ""
+
+    def test_the_best_of_the_nearest(self) -> None:
+        heads = HeadSet("a" * 64, ((0, 0),), torch.ones(1))
+        some = [
+            Candidate("far", heads, 0.9, 0.9, (0.1,), (0.2,)),
+            Candidate("near", heads, 0.6, 0.6, (0.1,), (0.105,)),
+            Candidate("nearest", heads, 0.5, 0.5, (0.1,), (0.1,)),
+        ]
+        assert best_of(some).name == "near"
+
     def test_bad_wishes_are_refused(self, config: EngineConfig) -> None:
-        with pytest.raises(ConfigurationError, match="at least 6 samples and 1 prompt, got 5 and 12"):
+        with pytest.raises(ConfigurationError, match="at least 6 samples, and prompts from 0 on; got 5 and 10"):
             calibrate(config, num_samples=5)
         with pytest.raises(ConfigurationError, match="no auxiliary model to calibrate"):
             calibrate(replace(config, auxiliary=None))
