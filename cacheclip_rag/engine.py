@@ -51,7 +51,7 @@ from .scoring import AuxiliaryScorer
 from .selection.heads import HeadSet, find_head_set
 from .shadow import ShadowChecker, ShadowRequest
 from .stats import PhaseClock
-from .store import ChunkStore, DiskStore, MemoryStore, TextIndex, TieredStore
+from .store import ChunkStore, DiskStore, MemoryStore, SourceIndex, TextIndex, TieredStore
 
 __all__ = ["Answer", "CacheClipEngine", "StreamEvent", "get_engine"]
 
@@ -79,6 +79,7 @@ class CacheClipEngine:
         self._caches: dict[tuple[str, Encoding], ChunkCaches] = {}
         self._store: ChunkStore | None = None
         self._texts: TextIndex | None = None
+        self._sources: SourceIndex | None = None
         self._prefixes: PrefixCache | None = None
         self._captured: CapturedChunks | None = None
         self._head_set: tuple[HeadSet | None] | None = None
@@ -115,9 +116,20 @@ class CacheClipEngine:
         """Which texts were precomputed in this namespace."""
         with self._lock:
             if self._texts is None:
-                folder = Path(self.config.store).expanduser() if self.config.store else None
-                self._texts = TextIndex(folder, self.config.namespace)
+                self._texts = TextIndex(self._folder, self.config.namespace)
             return self._texts
+
+    @property
+    def sources(self) -> SourceIndex:
+        """Which records and documents the precomputed texts come from, where that was said."""
+        with self._lock:
+            if self._sources is None:
+                self._sources = SourceIndex(self._folder, self.config.namespace)
+            return self._sources
+
+    @property
+    def _folder(self) -> Path | None:
+        return Path(self.config.store).expanduser() if self.config.store else None
 
     @property
     def prefixes(self) -> PrefixCache:
@@ -215,7 +227,14 @@ class CacheClipEngine:
 
     # -- the three calls ----------------------------------------------------------------------------------------
 
-    def precompute(self, texts: Iterable[str], *, method: str | Method | None = None) -> int:
+    def precompute(
+        self,
+        texts: Iterable[str],
+        *,
+        method: str | Method | None = None,
+        source: str | None = None,
+        document: str | None = None,
+    ) -> int:
         """Compute and store the KV of chunk texts, for the primary and (if there is one) the auxiliary model.
 
         Idempotent: what is stored already costs a look-up. A killed run loses at most the chunk it was at.
@@ -223,6 +242,8 @@ class CacheClipEngine:
         Args:
             method: encode chunks as this method needs them; default the engine's. All do so alike, except those for
                 checkpoints trained to read chunks apart.
+            source: what the texts come from (the id of a node or record), for :meth:`release_sources`.
+            document: what the source is a part of.
 
         Returns:
             Number of texts for which something had to be computed.
@@ -242,7 +263,21 @@ class CacheClipEngine:
             # every role must run: no short-circuit
             computed += any([caches.write(chunk) for caches in models])
             self.texts.add([chunk])
+            if source is not None:
+                self.sources.add(source, chunk, document or "")
         return computed
+
+    def release_sources(self, gone: Iterable[str]) -> int:
+        """Delete the KV of what came from these sources or documents and from no other; returns how many texts had any.
+
+        Unknown names are passed over: nothing was stored from them.
+        """
+        if isinstance(gone, str):
+            raise ConfigurationError("expected a list of sources, got one string: put it in a list.")
+        names = set(gone)
+        released = self.release(self.sources.orphans(names))
+        self.sources.remove(names)  # last: a killed run does it again
+        return released
 
     def release(self, texts: Iterable[str]) -> int:
         """Delete the KV of chunk texts, for every model that can be loaded; returns how many texts had any.
@@ -278,6 +313,7 @@ class CacheClipEngine:
             shadow.close()
         self.store.close()
         self.texts.close()
+        self.sources.close()
         self.prefixes.clear()
         self.captured.clear()
 

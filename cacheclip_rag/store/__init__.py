@@ -1,7 +1,8 @@
 """The chunk-cache store: content-addressed KV of chunks, in composable tiers. Nothing here knows a model.
 
 ``ChunkStore`` is the interface (five members and a length); ``MemoryStore``, ``DiskStore`` and ``TieredStore`` keep
-it; ``TextIndex`` remembers which texts were stored, so that they can be found again inside a prompt.
+it; ``TextIndex`` remembers which texts were stored, so that they can be found again inside a prompt,
+and ``SourceIndex`` where they come from.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from .codecs import CODECS, ChunkEntry, decode, encode, keeps
 from .disk import DiskStore
 from .keys import chunk_key
 from .memory import MemoryStore
+from .sources import SourceIndex
 from .texts import TextIndex
 from .tiered import TieredStore
 
@@ -21,6 +23,7 @@ __all__ = [
     "DiskStore",
     "MemoryStore",
     "StoreStats",
+    "SourceIndex",
     "TextIndex",
     "TieredStore",
     "chunk_key",

@@ -24,7 +24,7 @@ import numpy as np
 
 from .database import Database
 
-__all__ = ["WINDOW", "TextIndex", "TextMatch"]
+__all__ = ["WINDOW", "TextIndex", "TextMatch", "text_digest"]
 
 WINDOW = 16
 """Characters in an anchor; texts shorter than this are not matched (reusing them would save nothing)."""
@@ -115,7 +115,7 @@ class TextIndex:
             if start < end:
                 continue
             stop = start - length
-            digest = _digest(prompt[start:stop])
+            digest = text_digest(prompt[start:stop])
             # the first table that knows the text says whether it is there
             said = (tables[number].is_removed(row, digest) for _, _, number, row in same)
             if next((each for each in said if each is not None), True) is False:
@@ -234,7 +234,8 @@ class _Rows:
         return bool(self.removed[row]) if self.digests[row].tobytes() == digest else None
 
 
-def _digest(text: str) -> bytes:
+def text_digest(text: str) -> bytes:
+    """What a text is known by."""
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
@@ -257,4 +258,4 @@ def _anchor_of(text: str) -> _Anchor | None:
     hashes = _window_hashes(text[: REGION + WINDOW - 1])
     start = int(hashes.argmin())
     ending = int(_window_hashes(text[-WINDOW:])[0])
-    return _Anchor(int(hashes[start]), start, len(text), ending, _digest(text))
+    return _Anchor(int(hashes[start]), start, len(text), ending, text_digest(text))

@@ -14,6 +14,7 @@ except ImportError as error:
     raise MissingExtraError("llama-index-core", "llama-index") from error
 
 from .base import CacheClipLLM
+from .events import CacheClipFusionEvent
 from .transform import CacheClipTransform
 
-__all__ = ["CacheClipLLM", "CacheClipTransform"]
+__all__ = ["CacheClipFusionEvent", "CacheClipLLM", "CacheClipTransform"]

@@ -23,6 +23,7 @@ from llama_index.core.base.llms.types import (
 )
 from llama_index.core.bridge.pydantic import BaseModel, Field, PrivateAttr
 from llama_index.core.constants import DEFAULT_CONTEXT_WINDOW
+from llama_index.core.instrumentation import get_dispatcher  # type: ignore[attr-defined]
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.custom import CustomLLM
 
@@ -33,12 +34,16 @@ from cacheclip_rag.methods import DEFAULT_METHOD
 from cacheclip_rag.models.catalog import DEFAULT_AUXILIARY, DEFAULT_PRIMARY, PACKAGED_MODELS
 from cacheclip_rag.sampling import merge_call_options
 
+from .events import CacheClipFusionEvent
+
 if TYPE_CHECKING:
     from typing import Self
 
-    from cacheclip_rag import Answer, CacheClipEngine, StreamEvent
+    from cacheclip_rag import Answer, CacheClipEngine, FusionStats, StreamEvent
 
 __all__ = ["CacheClipLLM", "EngineFields"]
+
+dispatcher = get_dispatcher(__name__)
 
 _CONFIG_NAMES = {"model_name": "primary", "auxiliary_model_name": "auxiliary"}
 """Fields that have another name in :class:`EngineConfig`."""
@@ -122,8 +127,9 @@ class CacheClipLLM(EngineFields, CustomLLM):
     streams carry both on the last chunk.
 
     Each call accepts ``max_tokens`` (or ``max_new_tokens``), ``temperature``, ``top_p``, ``stop``, ``method``,
-    ``recompute_ratio`` and ``seed``. The async calls run the model in a worker thread. Messages are rendered with the
-    model's own chat template; ``messages_to_prompt`` is not used.
+    ``recompute_ratio``, ``seed``, and ``candidates``: texts known to be in the prompt, so that they are stored even if
+    they were never precomputed. Every answer emits a :class:`CacheClipFusionEvent`. The async calls run the model in a
+    worker thread. Messages are rendered with the model's own chat template; ``messages_to_prompt`` is not used.
 
     Raises:
         ConfigurationError: an unknown field or call option, a value out of range, or a message that is not text.
@@ -144,6 +150,9 @@ class CacheClipLLM(EngineFields, CustomLLM):
     stop: list[str] = Field(default_factory=list, description="The answer ends before the first of these strings.")
     is_chat_model: bool = Field(default=True, description="Whether LlamaIndex sends messages rather than one text.")
 
+    _nodes: dict[str, str] = PrivateAttr(default_factory=dict)
+    """Texts known to be in the prompts, and the nodes they come from."""
+
     @classmethod
     def class_name(cls) -> str:
         return "CacheClipLLM"
@@ -153,6 +162,12 @@ class CacheClipLLM(EngineFields, CustomLLM):
         """An LLM on this very engine; ``fields`` (sampling, stop, …) go on top of the engine's settings."""
         llm = cls(**{**_fields_of(engine.config), **fields})
         llm._engine = engine
+        return llm
+
+    def with_nodes(self, nodes: Mapping[str, str]) -> Self:
+        """This LLM, knowing that its prompts hold these texts, each from the node whose id it is mapped to."""
+        llm = self.model_copy()
+        llm._nodes = dict(nodes)
         return llm
 
     def _check(self) -> None:
@@ -218,15 +233,32 @@ class CacheClipLLM(EngineFields, CustomLLM):
         return convert(prompt) if convert else prompt
 
     def _answer(self, prompt: Any, options: dict[str, Any]) -> Answer:
-        return self._bind("generate", prompt, options)()  # type: ignore[no-any-return]
+        answer = None
+        for event in self._events(prompt, options)():
+            answer = event.answer or answer
+        assert answer is not None, "a stream ends with its answer"
+        return answer
 
     def _events(self, prompt: Any, options: dict[str, Any]) -> Callable[[], Iterator[StreamEvent]]:
         """The stream's maker: options are checked now, the engine is touched where the maker is called."""
-        return self._bind("generate_stream", prompt, options)
-
-    def _bind(self, call: str, prompt: Any, options: dict[str, Any]) -> Callable[[], Any]:
+        candidates = options.pop("candidates", None) or ()
+        candidates = [candidates] if isinstance(candidates, str) else candidates
         settings = merge_call_options(self._call_settings(), options)
-        return lambda: getattr(self.engine, call)(prompt, **settings)
+
+        def events() -> Iterator[StreamEvent]:
+            given = [*self._nodes, *candidates]
+            for event in self.engine.generate_stream(prompt, **settings, candidates=given):
+                if event.answer is not None:
+                    dispatcher.event(self._fusion_event(event.answer.stats))
+                yield event
+
+        return events
+
+    def _fusion_event(self, stats: FusionStats) -> CacheClipFusionEvent:
+        found = stats.to_dict()
+        named = {name: found[name] for name in CacheClipFusionEvent.model_fields if name in found}
+        nodes = list(dict.fromkeys(self._nodes.values()))
+        return CacheClipFusionEvent(model_name=self.model_name, node_ids=nodes, stats=found, **named)
 
     def _call_settings(self) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in ("temperature", "top_p", "stop", "method", "recompute_ratio")}

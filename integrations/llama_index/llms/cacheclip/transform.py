@@ -44,8 +44,10 @@ class CacheClipTransform(EngineFields, TransformComponent):
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
         """Precompute the nodes; blank ones are passed over. ``kwargs`` are the pipeline's and unused."""
-        texts = (node.get_content(metadata_mode=MetadataMode.LLM) for node in nodes)
-        self.engine.precompute(text for text in texts if text.strip())
+        for node in nodes:
+            text = node.get_content(metadata_mode=MetadataMode.LLM)
+            if text.strip():
+                self.engine.precompute([text], source=node.node_id, document=node.ref_doc_id)
         return nodes
 
     async def acall(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:

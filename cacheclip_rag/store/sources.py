@@ -1,0 +1,69 @@
+"""Where chunk texts come from, so that the caches of a record or a document can be released with it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+from .database import Database
+from .texts import text_digest
+
+__all__ = ["SourceIndex"]
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS sources (
+    namespace TEXT NOT NULL, source TEXT NOT NULL, document TEXT NOT NULL, digest BLOB NOT NULL, text TEXT NOT NULL,
+    PRIMARY KEY (namespace, source, digest)
+);
+CREATE INDEX IF NOT EXISTS sources_by_document ON sources (namespace, document);
+CREATE INDEX IF NOT EXISTS sources_by_text ON sources (namespace, digest);
+"""
+
+
+class SourceIndex:
+    """Texts by source (a node, a record), of one namespace, shared by processes through the store folder (None: in this
+    process only).
+
+    A source may be a part of a document, and goes with it. A text may come from several sources; it is orphaned when
+    the last of them is gone.
+    """
+
+    def __init__(self, folder: Path | None = None, namespace: str = "default") -> None:
+        self._database = Database(folder / "sources.sqlite3" if folder else None, _SCHEMA)
+        self._namespace = namespace
+
+    def add(self, source: str, text: str, document: str = "") -> None:
+        """Remember that a text comes from ``source`` (too)."""
+        self._database.execute(
+            "INSERT OR REPLACE INTO sources VALUES (?, ?, ?, ?, ?)",
+            (self._namespace, source, document, text_digest(text), text),
+        )
+
+    def orphans(self, gone: Collection[str]) -> list[str]:
+        """Texts that no source would hold any more if these sources and documents were forgotten."""
+        gone = set(gone)
+        found: dict[bytes, str] = {}
+        for name in sorted(gone):
+            rows = self._database.query(
+                "SELECT digest, text FROM sources WHERE namespace = ? AND source = ? "
+                "UNION SELECT digest, text FROM sources WHERE namespace = ? AND document = ?",
+                (self._namespace, name) * 2,
+            )
+            for digest, text in rows:
+                holders = self._database.query(
+                    "SELECT source, document FROM sources WHERE namespace = ? AND digest = ?", (self._namespace, digest)
+                )
+                if all(not gone.isdisjoint(holder) for holder in holders):
+                    found[digest] = text
+        return list(found.values())
+
+    def remove(self, gone: Iterable[str]) -> None:
+        """Forget these sources and documents."""
+        self._database.execute_many(
+            (f"DELETE FROM sources WHERE namespace = ? AND {column} = ?", (self._namespace, name))
+            for name in gone
+            for column in ("source", "document")
+        )
+
+    def close(self) -> None:
+        self._database.close()

@@ -1,0 +1,185 @@
+"""The synthesizer: LlamaIndex's own, for each of its modes, with the nodes carried through and chunks kept whole."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from llama_index.core.base.response.schema import RESPONSE_TYPE
+from llama_index.core.bridge.pydantic import BaseModel
+from llama_index.core.callbacks.base import CallbackManager
+from llama_index.core.instrumentation import get_dispatcher  # type: ignore[attr-defined]
+from llama_index.core.llms import LLM
+from llama_index.core.llms.structured_llm import StructuredLLM
+from llama_index.core.prompts import BasePromptTemplate
+from llama_index.core.prompts.mixin import PromptDictType
+from llama_index.core.response_synthesizers import BaseSynthesizer, ResponseMode, get_response_synthesizer
+from llama_index.core.response_synthesizers.context_only import ContextOnly
+from llama_index.core.response_synthesizers.no_text import NoText
+from llama_index.core.schema import MetadataMode, NodeWithScore, QueryType
+from llama_index.core.settings import Settings
+from llama_index.core.types import RESPONSE_TEXT_TYPE
+from llama_index.llms.cacheclip import CacheClipLLM
+
+from cacheclip_rag.errors import ConfigurationError
+
+from .packing import WholeChunks
+
+__all__ = ["CacheClipSynthesizer"]
+
+dispatcher = get_dispatcher(__name__)
+
+_NODES = "cacheclip_nodes"
+"""Keyword that carries the nodes past the base class; not ``nodes``, which its span takes for its own."""
+_WITHOUT_LLM = {ResponseMode.NO_TEXT: NoText, ResponseMode.CONTEXT_ONLY: ContextOnly}
+
+
+class CacheClipSynthesizer(BaseSynthesizer):
+    """Any of LlamaIndex's response modes, on chunk caches.
+
+    What it adds to a stock synthesizer over a :class:`CacheClipLLM`: nodes that were never precomputed are stored after
+    their first answer; prompts are filled with whole chunks, counted by the model's own tokenizer, so that none is cut
+    where the context ends; ``simple_summarize`` joins chunks as the other modes do (LlamaIndex pastes a Python list);
+    and :class:`CacheClipFusionEvent` names the nodes. Templates, ``update_prompts``, streaming, async, ``output_cls``
+    and events are LlamaIndex's own. A structured LLM (``llm.as_structured_llm(...)``) and ``output_cls`` answer by the
+    text path: stored chunks are found in their prompts.
+
+    Args:
+        llm: a :class:`CacheClipLLM`, or a structured LLM over one; default ``Settings.llm``.
+        response_mode: ``compact`` (default), ``refine``, ``tree_summarize``, ``simple_summarize``, ``accumulate``,
+            ``compact_accumulate``, ``generation``, ``no_text`` or ``context_only``.
+        prompt_helper: how chunks are put into prompts; default whole, by the LLM's context and tokenizer.
+        templates: ``text_qa_template``, ``refine_template``, ``summary_template``, ``simple_template``, and whatever
+            else ``get_response_synthesizer`` takes.
+
+    Raises:
+        ConfigurationError: an LLM that is no :class:`CacheClipLLM`.
+    """
+
+    def __init__(
+        self,
+        llm: LLM | None = None,
+        response_mode: ResponseMode | str = ResponseMode.COMPACT,
+        *,
+        callback_manager: CallbackManager | None = None,
+        prompt_helper: Any = None,
+        streaming: bool = False,
+        use_async: bool = False,
+        output_cls: type[BaseModel] | None = None,
+        **templates: Any,
+    ) -> None:
+        llm = llm or Settings.llm
+        if not isinstance(_own(llm), CacheClipLLM):
+            raise ConfigurationError(
+                f"CacheClipSynthesizer needs a CacheClipLLM, got {type(llm).__name__}. Give one as llm, or set "
+                "Settings.llm; for other models use LlamaIndex's own synthesizers."
+            )
+        super().__init__(
+            llm=llm,
+            callback_manager=callback_manager,
+            prompt_helper=prompt_helper or WholeChunks.of(_own(llm)),
+            streaming=streaming,
+            output_cls=output_cls,
+        )
+        self._mode = ResponseMode(response_mode)
+        self._options = {"use_async": use_async, **templates}
+        self._prompts_from = self._stock(llm)
+
+    # -- templates ----------------------------------------------------------------------------------------------
+
+    def _get_prompts(self) -> PromptDictType:
+        return self._prompts_from._get_prompts()
+
+    def _update_prompts(self, prompts: PromptDictType) -> None:
+        self._prompts_from._update_prompts(prompts)
+
+    # -- LlamaIndex's calls -------------------------------------------------------------------------------------
+
+    def synthesize(
+        self,
+        query: QueryType,
+        nodes: list[NodeWithScore],
+        additional_source_nodes: Sequence[NodeWithScore] | None = None,
+        **response_kwargs: Any,
+    ) -> RESPONSE_TYPE:
+        return super().synthesize(query, nodes, additional_source_nodes, **{**response_kwargs, _NODES: nodes})
+
+    async def asynthesize(
+        self,
+        query: QueryType,
+        nodes: list[NodeWithScore],
+        additional_source_nodes: Sequence[NodeWithScore] | None = None,
+        **response_kwargs: Any,
+    ) -> RESPONSE_TYPE:
+        return await super().asynthesize(query, nodes, additional_source_nodes, **{**response_kwargs, _NODES: nodes})
+
+    @dispatcher.span
+    def get_response(
+        self,
+        query_str: str,
+        text_chunks: Sequence[str],
+        cacheclip_nodes: Sequence[NodeWithScore] | None = None,
+        **response_kwargs: Any,
+    ) -> RESPONSE_TEXT_TYPE:
+        llm = self._knowing(text_chunks, cacheclip_nodes)
+        if self._mode is ResponseMode.SIMPLE_SUMMARIZE:
+            ask = llm.stream if self._streaming else llm.predict
+            return ask(**self._summary(query_str, text_chunks, llm), **response_kwargs) or self._empty_response
+        return self._stock(llm).get_response(query_str=query_str, text_chunks=text_chunks, **response_kwargs)
+
+    @dispatcher.span
+    async def aget_response(
+        self,
+        query_str: str,
+        text_chunks: Sequence[str],
+        cacheclip_nodes: Sequence[NodeWithScore] | None = None,
+        **response_kwargs: Any,
+    ) -> RESPONSE_TEXT_TYPE:
+        llm = self._knowing(text_chunks, cacheclip_nodes)
+        if self._mode not in _WITHOUT_LLM:
+            await asyncio.to_thread(lambda: _own(self._llm).engine.primary)  # weights load outside the event loop
+        if self._mode is ResponseMode.SIMPLE_SUMMARIZE:
+            ask = llm.astream if self._streaming else llm.apredict
+            return await ask(**self._summary(query_str, text_chunks, llm), **response_kwargs) or self._empty_response
+        return await self._stock(llm).aget_response(query_str=query_str, text_chunks=text_chunks, **response_kwargs)
+
+    # -- stock parts --------------------------------------------------------------------------------------------
+
+    def _knowing(self, text_chunks: Sequence[str], nodes: Sequence[NodeWithScore] | None) -> LLM:
+        """The LLM, told which texts its prompts will hold; as it is if it is not ours to tell."""
+        if not isinstance(self._llm, CacheClipLLM):
+            return self._llm
+        known = {text: "" for text in text_chunks if text.strip()}
+        for each in nodes or ():
+            text = each.node.get_content(metadata_mode=MetadataMode.LLM)
+            if text in known:
+                known[text] = each.node.node_id
+        return self._llm.with_nodes(known)
+
+    def _stock(self, llm: LLM) -> BaseSynthesizer:
+        """LlamaIndex's synthesizer of this mode, with the templates as they are now."""
+        if self._mode in _WITHOUT_LLM:  # given no LLM by LlamaIndex, they would ask for the one of its settings
+            return _WITHOUT_LLM[self._mode](llm=llm, callback_manager=self._callback_manager, streaming=self._streaming)
+        prompts = self._prompts_from._get_prompts() if hasattr(self, "_prompts_from") else {}
+        return get_response_synthesizer(
+            llm=llm,
+            prompt_helper=self._prompt_helper,
+            chat_prompt_helper=self._chat_prompt_helper,
+            callback_manager=self._callback_manager,
+            response_mode=self._mode,
+            streaming=self._streaming,
+            output_cls=self._output_cls,
+            **{**self._options, **prompts},
+        )
+
+    def _summary(self, query_str: str, text_chunks: Sequence[str], llm: LLM) -> dict[str, Any]:
+        """What ``simple_summarize`` asks: LlamaIndex's own would paste a Python list."""
+        template: BasePromptTemplate = self._get_prompts()["text_qa_template"].partial_format(query_str=query_str)
+        texts = self._prompt_helper.truncate(template, text_chunks, llm=llm)
+        return {"prompt": template, "context_str": "\n\n".join(texts)}
+
+
+def _own(llm: LLM) -> Any:
+    """The LLM that answers: what a structured one asks."""
+    return llm.llm if isinstance(llm, StructuredLLM) else llm

@@ -1,0 +1,109 @@
+"""Chunks into prompts, whole: one that is cut is one whose KV is not found."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from llama_index.core.bridge.pydantic import PrivateAttr
+from llama_index.core.indices.prompt_helper import DEFAULT_PADDING, PromptHelper
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from llama_index.core.llms import LLM
+    from llama_index.core.prompts import BasePromptTemplate
+    from llama_index.llms.cacheclip import CacheClipLLM
+
+__all__ = ["WholeChunks"]
+
+logger = logging.getLogger(__name__)
+
+_GLUE = "\n\n"
+_EMPTY_CHAT = ({"role": "system", "content": ""}, {"role": "user", "content": ""})
+
+
+class WholeChunks(PromptHelper):
+    """A prompt helper that counts with the model's own tokenizer, and puts as many whole chunks into a prompt as fit.
+
+    A chunk that does not fit alone is split as LlamaIndex does.
+    """
+
+    _llm: Any = PrivateAttr(default=None)
+
+    @classmethod
+    def class_name(cls) -> str:
+        return "WholeChunks"
+
+    @classmethod
+    def of(cls, llm: CacheClipLLM) -> Self:
+        """For an LLM's context; its tokenizer is asked for when the first prompt is made."""
+        helper = cls.from_llm_metadata(llm.metadata, tokenizer=lambda text: list(llm.engine.primary.tokenize(text).ids))
+        assert isinstance(helper, cls)
+        helper._llm = llm
+        return helper
+
+    def repack(
+        self,
+        prompt: BasePromptTemplate,
+        text_chunks: Sequence[str],
+        padding: int = DEFAULT_PADDING,
+        llm: LLM | None = None,
+        tools: list[Any] | None = None,
+    ) -> list[str]:
+        """Texts of one prompt each, in order."""
+        room = self._room(prompt, padding, llm, tools)
+        packs: list[str] = []
+        taken = 0
+        for text in _stripped(text_chunks):
+            tokens = self._tokens(text)
+            if tokens > room:
+                packs += super().repack(prompt, [text], padding, llm, tools)
+                taken = room
+            elif packs and taken + self._tokens(_GLUE) + tokens <= room:
+                packs[-1] = f"{packs[-1]}{_GLUE}{text}"
+                taken += self._tokens(_GLUE) + tokens
+            else:
+                packs.append(text)
+                taken = tokens
+        return packs
+
+    def truncate(
+        self,
+        prompt: BasePromptTemplate,
+        text_chunks: Sequence[str],
+        padding: int = DEFAULT_PADDING,
+        llm: LLM | None = None,
+        tools: list[Any] | None = None,
+    ) -> list[str]:
+        """What fits into one prompt: the first chunks, whole; where not even the first fits, its beginning."""
+        texts = _stripped(text_chunks)
+        room = self._room(prompt, padding, llm, tools)
+        kept: list[str] = []
+        for text in texts:
+            room -= self._tokens(text) + (self._tokens(_GLUE) if kept else 0)
+            if room < 0:
+                break
+            kept.append(text)
+        if not kept and texts:
+            kept = super().truncate(prompt, texts[:1], padding, llm, tools)
+        if len(kept) < len(texts):
+            logger.warning(
+                "%d of %d chunks do not fit into one prompt and are left out", len(texts) - len(kept), len(texts)
+            )
+        return kept
+
+    def _room(self, prompt: BasePromptTemplate, padding: int, llm: LLM | None, tools: list[Any] | None) -> int:
+        """Tokens of a prompt that chunks may take."""
+        room = self._get_available_chunk_size(prompt, padding=padding, llm=llm, tools=tools)
+        if self._llm is not None and self._llm.is_chat_model and self._llm.engine.primary.has_chat_template:
+            room -= self._tokens(self._llm.engine.primary.render_chat(_EMPTY_CHAT))
+        return room
+
+    def _tokens(self, text: str) -> int:
+        return int(self._token_counter.get_string_tokens(text))
+
+
+def _stripped(texts: Sequence[str]) -> list[str]:
+    return [text.strip() for text in texts if text.strip()]

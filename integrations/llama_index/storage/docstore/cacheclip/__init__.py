@@ -1,0 +1,12 @@
+"""CacheClip in LlamaIndex: a document store whose deletions release chunk caches.
+
+>>> storage = StorageContext.from_defaults(docstore=CacheClipDocumentStore.of(llm))
+"""
+
+from __future__ import annotations
+
+from llama_index.llms.cacheclip import CacheClipLLM as _CacheClipLLM  # noqa: F401  (says what to install)
+
+from .base import CacheClipDocumentStore
+
+__all__ = ["CacheClipDocumentStore"]

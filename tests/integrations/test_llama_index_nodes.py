@@ -1,0 +1,323 @@
+"""Where the nodes are known: the synthesizer, the events, and deletions that release chunk caches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llama_index.core import (
+    Document,
+    PromptTemplate,
+    Settings,
+    StorageContext,
+    VectorStoreIndex,
+    get_response_synthesizer,
+)
+from llama_index.core.base.response.schema import AsyncStreamingResponse, PydanticResponse, Response, StreamingResponse
+from llama_index.core.bridge.pydantic import BaseModel
+from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
+from llama_index.core.instrumentation import get_dispatcher
+from llama_index.core.instrumentation.event_handlers import BaseEventHandler
+from llama_index.core.llms import MockLLM
+from llama_index.core.node_parser import SentenceSplitter
+from llama_index.core.response_synthesizers import BaseSynthesizer
+from llama_index.core.schema import MetadataMode, NodeWithScore, TextNode
+from llama_index.core.storage.docstore import SimpleDocumentStore
+from llama_index.core.vector_stores import SimpleVectorStore
+from llama_index.llms.cacheclip import CacheClipFusionEvent, CacheClipLLM, CacheClipTransform
+from llama_index.response_synthesizers.cacheclip import CacheClipSynthesizer
+from llama_index.storage.docstore.cacheclip import CacheClipDocumentStore
+
+from cacheclip_rag.errors import ConfigurationError
+from tests.integrations.test_llama_index import WordEmbedding
+
+MODES = ("compact", "refine", "tree_summarize", "simple_summarize", "accumulate", "compact_accumulate")
+
+
+class Seen(BaseEventHandler):
+    """Fusion events and names of all others, in order."""
+
+    fusions: list[CacheClipFusionEvent] = []
+    names: list[str] = []
+
+    def handle(self, event: Any, **kwargs: Any) -> None:
+        self.names.append(event.class_name())
+        if isinstance(event, CacheClipFusionEvent):
+            self.fusions.append(event)
+
+
+@pytest.fixture
+def seen() -> Iterator[Seen]:
+    handler = Seen(fusions=[], names=[])
+    root = get_dispatcher()
+    root.add_event_handler(handler)
+    yield handler
+    root.event_handlers.remove(handler)
+
+
+@pytest.fixture
+def llm(tiny_models: dict[str, str], tmp_path: Path) -> CacheClipLLM:
+    return CacheClipLLM(
+        model_name=tiny_models["llama"],
+        auxiliary_model_name=tiny_models["auxiliary"],
+        store=str(tmp_path / "store"),
+        max_new_tokens=8,
+    )
+
+
+@pytest.fixture
+def nodes(chunks: list[str]) -> list[NodeWithScore]:
+    return [NodeWithScore(node=TextNode(text=chunk, id_=f"node-{n}"), score=1.0) for n, chunk in enumerate(chunks[:3])]
+
+
+class TestSynthesizer:
+    @pytest.mark.parametrize("mode", MODES)
+    def test_nodes_are_stored_and_hit_in_every_mode(
+        self, llm: CacheClipLLM, nodes: list[NodeWithScore], question: str, seen: Seen, mode: str
+    ) -> None:
+        """Nobody precomputed them."""
+        synthesizer = CacheClipSynthesizer(llm=llm, response_mode=mode)
+        first = synthesizer.synthesize(question, nodes)
+        assert isinstance(first, Response) and first.source_nodes == nodes and str(first)
+        assert seen.fusions[0].misses > 0 and seen.fusions[0].hits == 0
+        seen.fusions.clear()
+        second = synthesizer.synthesize(question, nodes)
+        assert str(second)
+        prompts = 3 if mode in ("refine", "accumulate") else 1
+        assert sum(event.hits for event in seen.fusions) == 3 and len(seen.fusions) == prompts
+        assert all(event.misses == 0 and event.reused_tokens > 0 for event in seen.fusions)
+        assert seen.fusions[0].node_ids == ["node-0", "node-1", "node-2"]
+        assert seen.names.index("SynthesizeStartEvent") < seen.names.index("CacheClipFusionEvent")
+
+    @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "simple_summarize"])
+    def test_the_answer_is_the_stock_one(
+        self, llm: CacheClipLLM, nodes: list[NodeWithScore], question: str, mode: str
+    ) -> None:
+        llm.engine.precompute(each.node.get_content(MetadataMode.LLM) for each in nodes)
+        stock = get_response_synthesizer(llm=llm, response_mode=mode)
+        ours = CacheClipSynthesizer(llm=llm, response_mode=mode)
+        assert str(ours.synthesize(question, nodes)) == str(stock.synthesize(question, nodes))
+
+    @pytest.mark.parametrize("mode", ["compact", "tree_summarize", "simple_summarize"])
+    async def test_four_ways(self, llm: CacheClipLLM, nodes: list[NodeWithScore], question: str, mode: str) -> None:
+        llm.engine.precompute(each.node.get_content(MetadataMode.LLM) for each in nodes)
+        whole = CacheClipSynthesizer(llm=llm, response_mode=mode)
+        streamed = CacheClipSynthesizer(llm=llm, response_mode=mode, streaming=True)
+        texts = [str(whole.synthesize(question, nodes)), str(await whole.asynthesize(question, nodes))]
+        answer = streamed.synthesize(question, nodes)
+        assert isinstance(answer, StreamingResponse)
+        texts.append("".join(answer.response_gen))
+        answer = await streamed.asynthesize(question, nodes)
+        assert isinstance(answer, AsyncStreamingResponse)
+        texts.append("".join([token async for token in answer.async_response_gen()]))
+        assert texts[0] and texts == [texts[0]] * 4
+
+    def test_in_a_query_engine_with_updated_prompts(
+        self, llm: CacheClipLLM, nodes: list[NodeWithScore], question: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        index = VectorStoreIndex([each.node for each in nodes], embed_model=WordEmbedding())
+        engine = index.as_query_engine(llm=llm, response_synthesizer=CacheClipSynthesizer(llm=llm), similarity_top_k=2)
+        assert "response_synthesizer:text_qa_template" in engine.get_prompts()
+        engine.update_prompts(
+            {"response_synthesizer:text_qa_template": PromptTemplate("Facts:\n{context_str}\nAsk: {query_str}")}
+        )
+        asked: list[Any] = []
+        original = CacheClipLLM._events
+
+        def recorded(self: CacheClipLLM, prompt: Any, options: dict[str, Any]) -> Any:
+            asked.append(prompt)
+            return original(self, prompt, options)
+
+        monkeypatch.setattr(CacheClipLLM, "_events", recorded)
+        engine.query(question)
+        (prompt,) = asked
+        assert prompt[0]["content"].startswith("Facts:\n") and prompt[0]["content"].endswith(f"Ask: {question}")
+
+    def test_prompts_hold_whole_chunks(
+        self, llm: CacheClipLLM, nodes: list[NodeWithScore], question: str, seen: Seen
+    ) -> None:
+        """Where the context ends, the next chunk goes into another prompt; a stock synthesizer would cut it."""
+        tokens = max(len(llm.engine.primary.tokenize(each.node.get_content()).ids) for each in nodes)
+        template = PromptTemplate("{context_str} {query_str}")
+        narrow = llm.model_copy(update={"context_window": 1024 + tokens + 98})
+        texts = [each.node.get_content() for each in nodes]
+        synthesizer = CacheClipSynthesizer(
+            llm=narrow,
+            text_qa_template=template,
+            refine_template=PromptTemplate("{existing_answer} {context_msg} {query_str}"),
+        )
+        packs = synthesizer._prompt_helper.repack(
+            template.partial_format(query_str=question), texts, padding=1024, llm=narrow
+        )
+        assert len(packs) > 1 and [text for pack in packs for text in pack.split("\n\n")] == texts
+        synthesizer.synthesize(question, nodes)
+        seen.fusions.clear()
+        synthesizer.synthesize(question, nodes)
+        assert sum(event.hits for event in seen.fusions) == 3 and sum(event.misses for event in seen.fusions) == 0
+
+    def test_a_chunk_larger_than_the_context_is_split(self, llm: CacheClipLLM, question: str) -> None:
+        narrow = llm.model_copy(update={"context_window": 160})
+        synthesizer = CacheClipSynthesizer(llm=narrow)
+        template = PromptTemplate("{context_str} {query_str}").partial_format(query_str=question)
+        text = "one two three four five six seven eight nine ten. " * 40
+        packs = synthesizer._prompt_helper.repack(template, ["short", text, "short too"], llm=narrow)
+        assert packs[0] == "short" and packs[-1] == "short too" and len(packs) > 4
+        (kept,) = synthesizer._prompt_helper.truncate(template, [text, "short"], llm=narrow)
+        assert text.startswith(kept.strip()) and 0 < len(kept) < len(text)
+
+    def test_what_does_not_fit_a_summary_is_left_out_whole(
+        self, llm: CacheClipLLM, question: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        narrow = llm.model_copy(update={"context_window": 220})
+        template = PromptTemplate("{context_str} {query_str}").partial_format(query_str=question)
+        texts = [f"Text {n} has a few words, and that is that." for n in range(40)]
+        kept = CacheClipSynthesizer(llm=narrow)._prompt_helper.truncate(template, texts, llm=narrow)
+        assert 0 < len(kept) < 40 and kept == texts[: len(kept)]
+        assert f"{40 - len(kept)} of 40 chunks do not fit" in caplog.text
+
+    def test_no_nodes(self, llm: CacheClipLLM, question: str) -> None:
+        assert str(CacheClipSynthesizer(llm=llm).synthesize(question, [])) == "Empty Response"
+
+    def test_modes_without_an_answer(self, llm: CacheClipLLM, nodes: list[NodeWithScore], question: str) -> None:
+        empty = CacheClipSynthesizer(llm=llm, response_mode="no_text").synthesize(question, nodes)
+        assert isinstance(empty, Response) and empty.response == "" and empty.source_nodes == nodes
+        context = str(CacheClipSynthesizer(llm=llm, response_mode="context_only").synthesize(question, nodes))
+        assert all(each.node.get_content() in context for each in nodes)
+        assert str(CacheClipSynthesizer(llm=llm, response_mode="generation").synthesize(question, nodes))
+
+    def test_structured_output_goes_by_text(
+        self, llm: CacheClipLLM, nodes: list[NodeWithScore], question: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        class Fact(BaseModel):
+            name: str
+
+        original = CacheClipLLM._events
+        asked: list[Any] = []
+
+        def telling(self: CacheClipLLM, prompt: Any, options: dict[str, Any]) -> Any:
+            """A tiny model writes no JSON: the answer's words are put in its mouth, the rest is real."""
+            asked.append(prompt)
+            events = original(self, prompt, options)
+
+            def told() -> Iterator[Any]:
+                for event in events():
+                    if event.answer is not None:
+                        answer = replace(event.answer, text='{"name": "Brindle"}')
+                        yield replace(event, text="", answer=answer)
+
+            return told
+
+        monkeypatch.setattr(CacheClipLLM, "_events", telling)
+        structured = llm.as_structured_llm(Fact)
+        answer = CacheClipSynthesizer(llm=structured).synthesize(question, nodes)
+        assert isinstance(answer, PydanticResponse) and answer.response == Fact(name="Brindle")
+        assert nodes[0].node.get_content() in str(asked[0])
+
+    def test_settings_and_wrong_models(self, llm: CacheClipLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Settings, "_llm", llm)
+        assert CacheClipSynthesizer()._llm is llm
+        with pytest.raises(ConfigurationError, match="needs a CacheClipLLM, got MockLLM"):
+            CacheClipSynthesizer(llm=MockLLM())
+        with pytest.raises(ValueError, match="'nonsense' is not a valid ResponseMode"):
+            CacheClipSynthesizer(llm=llm, response_mode="nonsense")
+        assert BaseSynthesizer.__name__ in [cls.__name__ for cls in CacheClipSynthesizer.__mro__]
+
+    def test_construction_loads_no_weights(self, llm: CacheClipLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(CacheClipLLM, "engine", property(lambda self: pytest.fail("touched")))
+        CacheClipSynthesizer(llm=llm)
+
+
+class TestEvents:
+    def test_plain_calls_emit_them_too(self, llm: CacheClipLLM, chunks: list[str], seen: Seen) -> None:
+        llm.engine.precompute(chunks[:2])
+        text = "\n\n".join([*chunks[:2], "What was built?"])
+        llm.complete(text)
+        list(llm.stream_complete(text))
+        assert [(event.hits, event.node_ids) for event in seen.fusions] == [(2, []), (2, [])]
+        (event, _) = seen.fusions
+        assert event.method == llm.method and event.nominal_ratio == 0.2 and event.ttft_s > 0
+        assert event.model_dump()["class_name"] == "CacheClipFusionEvent" and set(event.phases_s)
+
+    def test_candidates_of_a_call(self, llm: CacheClipLLM, chunks: list[str], seen: Seen) -> None:
+        text = f"{chunks[0]}\n\nWhat was built?"
+        llm.complete(text, candidates=[chunks[0]])
+        llm.complete(text)
+        assert [(event.hits, event.misses) for event in seen.fusions] == [(0, 1), (1, 0)]
+
+
+def stored(llm: CacheClipLLM, texts: list[str]) -> list[bool]:
+    return [llm.engine.is_stored(text) for text in texts]
+
+
+class TestDeletion:
+    def test_refreshing_an_index(self, llm: CacheClipLLM, chunks: list[str]) -> None:
+        """Unchanged documents keep their caches, the old text of a changed one is released."""
+        storage = StorageContext.from_defaults(docstore=CacheClipDocumentStore.of(llm))
+        documents = [Document(text=chunk, id_=f"doc-{n}") for n, chunk in enumerate(chunks[:3])]
+        index = VectorStoreIndex.from_documents(
+            documents,
+            storage_context=storage,
+            embed_model=WordEmbedding(),
+            transformations=[SentenceSplitter(), CacheClipTransform.from_llm(llm)],
+            store_nodes_override=True,
+        )
+        texts = [chunk.strip() for chunk in chunks[:4]]
+        assert stored(llm, texts) == [True, True, True, False]
+        changed = [documents[0], Document(text=chunks[3], id_="doc-1"), documents[2]]
+        assert index.refresh_ref_docs(changed, delete_kwargs={"delete_from_docstore": True}) == [False, True, False]
+        assert stored(llm, texts) == [True, False, True, True]
+        index.delete_ref_doc("doc-2", delete_from_docstore=True)
+        assert stored(llm, texts) == [True, False, False, True]
+
+    def test_a_text_of_two_documents_stays_until_both_are_gone(self, llm: CacheClipLLM, chunks: list[str]) -> None:
+        store = CacheClipDocumentStore.of(llm)
+        nodes = [TextNode(text=chunks[0], id_=f"node-{n}") for n in range(2)]
+        CacheClipTransform.from_llm(llm)(nodes)
+        store.add_documents(nodes)
+        store.delete_document("node-0")
+        assert llm.engine.is_stored(chunks[0])
+        store.delete_document("node-1")
+        assert not llm.engine.is_stored(chunks[0])
+
+    async def test_asynchronously(self, llm: CacheClipLLM, chunks: list[str]) -> None:
+        store = CacheClipDocumentStore.of(llm)
+        document = Document(text=chunks[0], id_="doc")
+        nodes = await IngestionPipeline(
+            transformations=[SentenceSplitter(), CacheClipTransform.from_llm(llm)], disable_cache=True
+        ).arun(documents=[document, Document(text=chunks[1], id_="other")])
+        await store.async_add_documents(nodes)
+        await store.adelete_ref_doc("doc")
+        assert stored(llm, chunks[:2]) == [False, True]
+        await store.adelete_document(nodes[1].node_id)
+        assert stored(llm, chunks[:2]) == [False, False]
+
+    def test_pipeline_upserts(self, llm: CacheClipLLM, chunks: list[str]) -> None:
+        pipeline = IngestionPipeline(
+            transformations=[SentenceSplitter(), WordEmbedding(), CacheClipTransform.from_llm(llm)],
+            docstore=CacheClipDocumentStore.of(llm),
+            vector_store=SimpleVectorStore(),
+            docstore_strategy=DocstoreStrategy.UPSERTS_AND_DELETE,
+        )
+        pipeline.run(documents=[Document(text=chunks[0], id_="a"), Document(text=chunks[1], id_="b")])
+        assert stored(llm, chunks[:3]) == [True, True, False]
+        pipeline.run(documents=[Document(text=chunks[2], id_="a")])
+        assert stored(llm, chunks[:3]) == [False, False, True]
+
+    def test_the_other_store_keeps_the_documents(self, llm: CacheClipLLM, chunks: list[str], tmp_path: Path) -> None:
+        inner = SimpleDocumentStore()
+        ours = CacheClipDocumentStore(inner, llm)
+        ours.add_documents([TextNode(text=chunks[0], id_="node")])
+        assert inner.get_document("node").get_content() == chunks[0]
+        ours.persist(str(tmp_path / "docstore.json"))
+        again = CacheClipDocumentStore(SimpleDocumentStore.from_persist_path(str(tmp_path / "docstore.json")), llm)
+        assert again.get_document("node").get_content() == chunks[0]
+        with pytest.raises(ValueError, match="doc_id missing not found"):
+            ours.delete_document("missing")
+        ours.delete_document("missing", raise_error=False)
+
+    def test_wrong_stores_are_refused(self, llm: CacheClipLLM) -> None:
+        with pytest.raises(ConfigurationError, match="goes over a KVDocumentStore .* got dict"):
+            CacheClipDocumentStore({}, llm)  # type: ignore[arg-type]
