@@ -267,15 +267,18 @@ class CacheClipEngine:
                 self.sources.add(source, chunk, document or "")
         return computed
 
-    def release_sources(self, gone: Iterable[str]) -> int:
+    def release_sources(self, gone: Iterable[str], *, keep: Iterable[str] = ()) -> int:
         """Delete the KV of what came from these sources or documents and from no other; returns how many texts had any.
 
         Unknown names are passed over: nothing was stored from them.
+
+        Args:
+            keep: texts whose KV stays, though their sources are forgotten: those that will come from them again.
         """
         if isinstance(gone, str):
             raise ConfigurationError("expected a list of sources, got one string: put it in a list.")
         names = set(gone)
-        released = self.release(self.sources.orphans(names))
+        released = self.release(self.sources.orphans(names, set(chunk_texts(keep))))
         self.sources.remove(names)  # last: a killed run does it again
         return released
 

@@ -253,13 +253,14 @@ class Prefill:
             # the stored shared prefix is not read: through a coarser codec it would not be fit to keep for others
             used = replace(self.layout, num_prefix=0, num_cached=match.num_tokens)
             cache, logits = self._extend(match) if match.num_tokens else self._prefill()
-        stats = replace(replace(self, layout=used)._stats([], recomputed=0), misses=0)
+        stats = replace(replace(self, layout=used)._stats([], recomputed=0), misses=0, missed_tokens=0)
         stats = replace(stats, charged_ratio=stats.effective_ratio)
         layout = self.layout
         keeping = Keeping(self.prefixes, self.primary.runtime.reuse_tokens) if self._uses_prefixes else None
         if not method.reuses_chunks:
             return Prefilled(layout, cache, logits, stats, (), keeping)
         stats = replace(stats, method="prefix" if match.num_tokens else "full", misses=len(layout.chunks))
+        stats = replace(stats, missed_tokens=self._chunk_tokens)
         fallback = obstacle or "no stored chunk found in the prompt"
         if layout.chunks and not obstacle:
             fallback = f"none of the prompt's {len(layout.chunks)} chunks is in the store"
@@ -365,11 +366,17 @@ class Prefill:
             hits=len(reused),
             exact_tokens=sum(len(span.tokens) for span in reused if layout.is_exact(span)),
             misses=len(layout.chunks) - len(reused),
+            missed_tokens=self._chunk_tokens - chunk_tokens,
             phases_s=self.clock.seconds,
             ttft_s=self.clock.elapsed(),
             charged_ratio=charged / chunk_tokens if chunk_tokens else 0.0,
             cached_prefix_tokens=layout.num_cached,
         )
+
+    @property
+    def _chunk_tokens(self) -> int:
+        """Of all chunks in the prompt, found or not."""
+        return sum(len(span.tokens) for span in self.layout.chunks)
 
     def _missing(self, reused: Sequence[Span]) -> tuple[str, ...]:
         return tuple(span.segment.text for span in self.layout.chunks if span not in reused)

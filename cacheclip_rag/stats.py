@@ -52,6 +52,8 @@ class FusionStats:
     run in full only to choose; 1.0 for plain prefill."""
     cached_prefix_tokens: int = 0
     """Prompt tokens taken from the prefix cache. They count among ``prefix_tokens`` and ``chunk_tokens`` too."""
+    missed_tokens: int = 0
+    """Tokens of the chunks that were not found."""
     generated_tokens: int = 0
     decode_s: float = 0.0
     """Seconds from the first to the last new token."""
@@ -84,7 +86,7 @@ class FusionStats:
 
 _SUMS = (
     *("prompt_tokens", "prefix_tokens", "fresh_tokens", "chunk_tokens", "exact_tokens", "recomputed_tokens"),
-    *("hits", "misses", "cached_prefix_tokens", "generated_tokens", "decode_s"),
+    *("hits", "misses", "missed_tokens", "cached_prefix_tokens", "generated_tokens", "decode_s"),
 )
 
 

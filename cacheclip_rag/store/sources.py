@@ -39,8 +39,9 @@ class SourceIndex:
             (self._namespace, source, document, text_digest(text), text),
         )
 
-    def orphans(self, gone: Collection[str]) -> list[str]:
-        """Texts that no source would hold any more if these sources and documents were forgotten."""
+    def orphans(self, gone: Collection[str], keep: Collection[str] = ()) -> list[str]:
+        """Texts that no source would hold any more if these sources and documents were forgotten, but for
+        those to ``keep``."""
         gone = set(gone)
         found: dict[bytes, str] = {}
         for name in sorted(gone):
@@ -53,7 +54,7 @@ class SourceIndex:
                 holders = self._database.query(
                     "SELECT source, document FROM sources WHERE namespace = ? AND digest = ?", (self._namespace, digest)
                 )
-                if all(not gone.isdisjoint(holder) for holder in holders):
+                if text not in keep and all(not gone.isdisjoint(holder) for holder in holders):
                     found[digest] = text
         return list(found.values())
 

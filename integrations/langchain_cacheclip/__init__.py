@@ -14,5 +14,14 @@ except ImportError as error:
     raise MissingExtraError("langchain-core", "langchain") from error
 
 from .chat_models import ChatCacheClip
+from .documents import CacheClipDocumentTransformer, create_cacheclip_documents_chain
+from .llms import CacheClipLLM
+from .vectorstores import CacheClipVectorStore
 
-__all__ = ["ChatCacheClip"]
+__all__ = [
+    "CacheClipDocumentTransformer",
+    "CacheClipLLM",
+    "CacheClipVectorStore",
+    "ChatCacheClip",
+    "create_cacheclip_documents_chain",
+]

@@ -17,7 +17,15 @@ from langchain_core.caches import InMemoryCache
 from langchain_core.callbacks import BaseCallbackHandler, CallbackManagerForRetrieverRun
 from langchain_core.documents import Document
 from langchain_core.language_models.chat_models import BaseChatModel
-from langchain_core.messages import AIMessage, AIMessageChunk, ChatMessage, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.messages import (
+    AIMessage,
+    AIMessageChunk,
+    ChatMessage,
+    FunctionMessage,
+    HumanMessage,
+    SystemMessage,
+    ToolMessage,
+)
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.retrievers import BaseRetriever
@@ -208,15 +216,27 @@ def test_messages_become_roles(llm: ChatCacheClip, monkeypatch: pytest.MonkeyPat
     assert [m["content"] for m in seen] == ["s", "ab", "x", "y", "z"]
 
 
-def test_tool_calls_are_refused(llm: ChatCacheClip) -> None:
-    call = {"name": "f", "args": {}, "id": "1"}
-    with pytest.raises(ConfigurationError, match="Tool calling"):
-        llm.invoke([HumanMessage("hi"), AIMessage(content="", tool_calls=[call]), HumanMessage("so?")])
+def test_tools_are_read_and_not_called(llm: ChatCacheClip, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, str]] = []
+    original = CacheClipEngine.segment
+
+    def segment(self: CacheClipEngine, prompt: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.extend(prompt)
+        return original(self, prompt, *args, **kwargs)
+
+    monkeypatch.setattr(CacheClipEngine, "segment", segment)
+    call = {"name": "find", "args": {"word": "lamp"}, "id": "1"}
+    messages = [HumanMessage(PROMPT), AIMessage(content="", tool_calls=[call]), ToolMessage("42", tool_call_id="1")]
+    assert llm.invoke(messages).content
+    assert [message["role"] for message in seen] == ["user", "assistant", "tool"]
+    assert seen[1]["content"] == '<tool_call>\n{"name": "find", "arguments": {"word": "lamp"}}\n</tool_call>'
+    with pytest.raises(NotImplementedError):
+        llm.bind_tools([])
 
 
 def test_messages_that_cannot_be_read_are_refused(llm: ChatCacheClip) -> None:
-    with pytest.raises(ConfigurationError, match="'tool' message"):
-        llm.invoke([HumanMessage(PROMPT), ToolMessage("42", tool_call_id="1")])
+    with pytest.raises(ConfigurationError, match="'function' message"):
+        llm.invoke([HumanMessage(PROMPT), FunctionMessage("42", name="f")])
     with pytest.raises(ConfigurationError, match="reads text only"):
         llm.invoke([HumanMessage([{"type": "image_url", "image_url": {"url": "data:,"}}])])
 

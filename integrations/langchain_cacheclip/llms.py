@@ -1,0 +1,102 @@
+"""The text model: a prompt in, its continuation out; for base models, and for chains that want a string."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.language_models.llms import BaseLLM
+from langchain_core.outputs import Generation, GenerationChunk, LLMResult
+
+from cacheclip_rag.aio import iterate_in_thread
+
+from .base import ModelFields, ending
+
+if TYPE_CHECKING:
+    from cacheclip_rag import Answer, StreamEvent
+
+__all__ = ["CacheClipLLM"]
+
+
+class CacheClipLLM(ModelFields, BaseLLM):
+    """A local model as a text model: stored documents are found in its prompts as in :class:`ChatCacheClip`'s.
+
+    A model with a chat template is asked by one user message. Fusion statistics are in
+    ``generation_info["cacheclip"]``. Calls accept what those of the chat model do.
+
+    Raises:
+        ConfigurationError: an unknown field or call option, or a value out of range.
+        PromptTooLongError: the prompt does not fit the model's context.
+
+    >>> CacheClipLLM(model="smollm2-135m", store="my-store").invoke("The Eiffel Tower is 330 metres tall.")
+    """
+
+    @property
+    def _llm_type(self) -> str:
+        return "cacheclip"
+
+    @classmethod
+    def is_lc_serializable(cls) -> bool:
+        return False
+
+    def _generate(
+        self,
+        prompts: list[str],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> LLMResult:
+        return self._results([self._bind("generate", prompt, stop, dict(kwargs))() for prompt in prompts])
+
+    async def _agenerate(
+        self,
+        prompts: list[str],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> LLMResult:
+        calls = [self._bind("generate", prompt, stop, dict(kwargs)) for prompt in prompts]
+        return self._results([await asyncio.to_thread(call) for call in calls])
+
+    def _stream(
+        self,
+        prompt: str,
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[GenerationChunk]:
+        for chunk in _chunks(self._bind("generate_stream", prompt, stop, kwargs)):
+            if run_manager:
+                run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+            yield chunk
+
+    async def _astream(
+        self,
+        prompt: str,
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[GenerationChunk]:
+        events = self._bind("generate_stream", prompt, stop, kwargs)
+        async for chunk in iterate_in_thread(lambda: _chunks(events)):
+            if run_manager:
+                await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+            yield chunk
+
+    def _results(self, answers: list[Answer]) -> LLMResult:
+        usage = {
+            "prompt_tokens": sum(answer.stats.prompt_tokens for answer in answers),
+            "completion_tokens": sum(len(answer.token_ids) for answer in answers),
+        }
+        usage["total_tokens"] = sum(usage.values())
+        return LLMResult(
+            generations=[[Generation(text=answer.text, generation_info=ending(answer))] for answer in answers],
+            llm_output={"token_usage": usage, "model_name": self.model_name},
+        )
+
+
+def _chunks(events: Callable[[], Iterator[StreamEvent]]) -> Iterator[GenerationChunk]:
+    for event in events():
+        yield GenerationChunk(text=event.text, generation_info=ending(event.answer) if event.answer else None)

@@ -1,0 +1,190 @@
+"""Any vector store, with chunk caches that come and go with its documents."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from langchain_core.documents import Document
+from langchain_core.embeddings import Embeddings
+from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
+
+from cacheclip_rag.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from .base import ModelFields
+
+__all__ = ["CacheClipVectorStore"]
+
+
+class CacheClipVectorStore(VectorStore):
+    """Wraps a vector store: documents added are precomputed for a model, documents deleted are released, unless another
+    document holds the same text. Searches are the wrapped store's.
+
+    With ``langchain_core.indexing.index`` and a record manager, ingestion is incremental: unchanged documents are not
+    touched, changed ones replace their caches. A run killed in the middle goes on where it was, since what is
+    precomputed is found by its content.
+
+    Args:
+        store: any vector store.
+        llm: the :class:`ChatCacheClip` or :class:`CacheClipLLM` that will read the documents.
+
+    >>> store = CacheClipVectorStore(FAISS(...), llm)
+    >>> index(documents, record_manager, store, cleanup="incremental", source_id_key="source", key_encoder="blake2b")
+    """
+
+    def __init__(self, store: VectorStore, llm: ModelFields) -> None:
+        self.store, self.llm = store, llm
+
+    def __getattr__(self, name: str) -> Any:
+        """Whatever else the wrapped store has (``save_local``)."""
+        if name.startswith("__") or "store" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.store, name)
+
+    @property
+    def embeddings(self) -> Embeddings | None:
+        return self.store.embeddings
+
+    # -- changes ------------------------------------------------------------------------------------------------
+
+    def add_texts(
+        self,
+        texts: Iterable[str],
+        metadatas: list[dict[str, Any]] | None = None,
+        *,
+        ids: list[str] | None = None,
+        **kwargs: Any,
+    ) -> list[str]:
+        texts = list(texts)
+        added = self.store.add_texts(texts, metadatas, ids=ids, **kwargs)
+        self._precompute(added, texts)
+        return added
+
+    async def aadd_texts(
+        self,
+        texts: Iterable[str],
+        metadatas: list[dict[str, Any]] | None = None,
+        *,
+        ids: list[str] | None = None,
+        **kwargs: Any,
+    ) -> list[str]:
+        texts = list(texts)
+        added = await self.store.aadd_texts(texts, metadatas, ids=ids, **kwargs)
+        await asyncio.to_thread(self._precompute, added, texts)
+        return added
+
+    def add_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
+        added = self.store.add_documents(documents, **kwargs)
+        self._precompute(added, [document.page_content for document in documents])
+        return added
+
+    async def aadd_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
+        added = await self.store.aadd_documents(documents, **kwargs)
+        await asyncio.to_thread(self._precompute, added, [document.page_content for document in documents])
+        return added
+
+    def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
+        """Delete documents, and release their chunk caches. Without ``ids`` the wrapped store says what that means, and
+        nothing is released."""
+        done = self.store.delete(ids, **kwargs)
+        self._release(ids)
+        return done
+
+    async def adelete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
+        done = await self.store.adelete(ids, **kwargs)
+        await asyncio.to_thread(self._release, ids)
+        return done
+
+    def _precompute(self, ids: Sequence[str], texts: Sequence[str]) -> None:
+        engine = self.llm.engine
+        engine.release_sources(ids, keep=texts)  # older texts under the same ids
+        for each, text in zip(ids, texts, strict=True):
+            if text.strip():
+                engine.precompute([text], source=each)
+
+    def _release(self, ids: list[str] | None) -> None:
+        if ids:
+            self.llm.engine.release_sources(ids)
+
+    # -- searches -----------------------------------------------------------------------------------------------
+
+    def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
+        return self.store.get_by_ids(ids)
+
+    async def aget_by_ids(self, ids: Sequence[str], /) -> list[Document]:
+        return await self.store.aget_by_ids(ids)
+
+    def similarity_search(self, query: str, k: int = 4, **kwargs: Any) -> list[Document]:
+        return self.store.similarity_search(query, k, **kwargs)
+
+    async def asimilarity_search(self, query: str, k: int = 4, **kwargs: Any) -> list[Document]:
+        return await self.store.asimilarity_search(query, k, **kwargs)
+
+    def similarity_search_with_score(self, *args: Any, **kwargs: Any) -> list[tuple[Document, float]]:
+        return self.store.similarity_search_with_score(*args, **kwargs)
+
+    async def asimilarity_search_with_score(self, *args: Any, **kwargs: Any) -> list[tuple[Document, float]]:
+        return await self.store.asimilarity_search_with_score(*args, **kwargs)
+
+    def similarity_search_by_vector(self, embedding: list[float], k: int = 4, **kwargs: Any) -> list[Document]:
+        return self.store.similarity_search_by_vector(embedding, k, **kwargs)
+
+    async def asimilarity_search_by_vector(self, embedding: list[float], k: int = 4, **kwargs: Any) -> list[Document]:
+        return await self.store.asimilarity_search_by_vector(embedding, k, **kwargs)
+
+    def max_marginal_relevance_search(self, query: str, *args: Any, **kwargs: Any) -> list[Document]:
+        return self.store.max_marginal_relevance_search(query, *args, **kwargs)
+
+    async def amax_marginal_relevance_search(self, query: str, *args: Any, **kwargs: Any) -> list[Document]:
+        return await self.store.amax_marginal_relevance_search(query, *args, **kwargs)
+
+    def max_marginal_relevance_search_by_vector(
+        self, embedding: list[float], *args: Any, **kwargs: Any
+    ) -> list[Document]:
+        return self.store.max_marginal_relevance_search_by_vector(embedding, *args, **kwargs)
+
+    async def amax_marginal_relevance_search_by_vector(
+        self, embedding: list[float], *args: Any, **kwargs: Any
+    ) -> list[Document]:
+        return await self.store.amax_marginal_relevance_search_by_vector(embedding, *args, **kwargs)
+
+    def _select_relevance_score_fn(self) -> Callable[[float], float]:
+        return self.store._select_relevance_score_fn()
+
+    def _similarity_search_with_relevance_scores(
+        self, query: str, k: int = 4, **kwargs: Any
+    ) -> list[tuple[Document, float]]:
+        return self.store._similarity_search_with_relevance_scores(query, k, **kwargs)
+
+    async def _asimilarity_search_with_relevance_scores(
+        self, query: str, k: int = 4, **kwargs: Any
+    ) -> list[tuple[Document, float]]:
+        return await self.store._asimilarity_search_with_relevance_scores(query, k, **kwargs)
+
+    @classmethod
+    def from_texts(
+        cls,
+        texts: list[str],
+        embedding: Embeddings,
+        metadatas: list[dict[str, Any]] | None = None,
+        *,
+        ids: list[str] | None = None,
+        llm: ModelFields | None = None,
+        store: VectorStore | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """A store of these texts.
+
+        Args:
+            llm: required.
+            store: to wrap; default ``InMemoryVectorStore(embedding)``.
+        """
+        if llm is None:
+            raise ConfigurationError("CacheClipVectorStore precomputes for a model: name it by llm=ChatCacheClip(...).")
+        made = cls(store if store is not None else InMemoryVectorStore(embedding), llm)
+        made.add_texts(texts, metadatas, ids=ids, **kwargs)
+        return made

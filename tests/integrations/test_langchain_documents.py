@@ -1,0 +1,263 @@
+"""Where LangChain's documents are known: the documents chain, the vector store, indexing, carriers in messages, and the
+text model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from langchain_cacheclip import (
+    CacheClipDocumentTransformer,
+    CacheClipLLM,
+    CacheClipVectorStore,
+    ChatCacheClip,
+    create_cacheclip_documents_chain,
+)
+from langchain_classic.chains import create_history_aware_retriever, create_retrieval_chain
+from langchain_classic.chains.combine_documents import create_stuff_documents_chain
+from langchain_core.documents import Document
+from langchain_core.embeddings import DeterministicFakeEmbedding
+from langchain_core.indexing import InMemoryRecordManager, index
+from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder, PromptTemplate
+from langchain_core.runnables import Runnable
+from langchain_core.vectorstores import InMemoryVectorStore
+
+from cacheclip_rag.errors import ConfigurationError
+from tests.integrations.test_langchain import RAG_PROMPT, Recorder, WordRetriever
+
+
+@pytest.fixture
+def llm(tiny_models: dict[str, str], tmp_path: Path) -> ChatCacheClip:
+    return ChatCacheClip(
+        model=tiny_models["llama"], auxiliary=tiny_models["auxiliary"], store=str(tmp_path / "store"), max_tokens=8
+    )
+
+
+@pytest.fixture
+def documents(chunks: list[str]) -> list[Document]:
+    return [Document(chunk, id=f"doc-{n}", metadata={"source": f"file-{n}"}) for n, chunk in enumerate(chunks)]
+
+
+def found(recorder: Recorder) -> list[tuple[int, int]]:
+    return [
+        (message.response_metadata["cacheclip"]["hits"], message.response_metadata["cacheclip"]["misses"])
+        for message in recorder.messages
+    ]
+
+
+class TestChain:
+    async def test_documents_are_stored_and_hit_four_ways(
+        self, llm: ChatCacheClip, documents: list[Document], question: str
+    ) -> None:
+        recorder = Recorder()
+        config: Any = {"callbacks": [recorder]}
+        chain = create_cacheclip_documents_chain(llm, RAG_PROMPT)
+        inputs = {"input": question, "context": documents[:2]}
+        first = chain.invoke(inputs, config)
+        texts = [
+            chain.invoke(inputs, config),
+            "".join(chain.stream(inputs, config)),
+            await chain.ainvoke(inputs, config),
+            "".join([part async for part in chain.astream(inputs, config)]),
+        ]
+        assert first.strip() and texts == [texts[0]] * 4
+        assert found(recorder) == [(0, 2), (2, 0), (2, 0), (2, 0), (2, 0)]
+        assert len(list(chain.stream(inputs))) > 2, "it streams"
+
+    def test_it_answers_as_the_stock_chain(self, llm: ChatCacheClip, documents: list[Document], question: str) -> None:
+        llm.engine.precompute(document.page_content for document in documents)
+        inputs = {"input": question, "context": documents[:2]}
+        options: dict[str, Any] = {
+            "document_prompt": PromptTemplate.from_template("[{source}] {page_content}"),
+            "document_separator": "\n--\n",
+        }
+        ours = create_cacheclip_documents_chain(llm, RAG_PROMPT, **options)
+        stock = create_stuff_documents_chain(llm, RAG_PROMPT, **options)
+        recorder = Recorder()
+        assert ours.invoke(inputs, {"callbacks": [recorder]}) == stock.invoke(inputs)
+        assert found(recorder) == [(2, 0)]
+
+    def test_within_a_retrieval_chain(self, llm: ChatCacheClip, documents: list[Document], question: str) -> None:
+        chain = create_retrieval_chain(
+            WordRetriever(documents=documents), create_cacheclip_documents_chain(llm, RAG_PROMPT)
+        )
+        recorder = Recorder()
+        for _ in range(2):
+            answer = chain.invoke({"input": question}, {"callbacks": [recorder]})
+        assert answer["answer"].strip() and found(recorder) == [(0, 2), (2, 0)]
+
+    def test_a_prompt_without_the_variable(self, llm: ChatCacheClip) -> None:
+        with pytest.raises(ConfigurationError, match="needs the variable 'facts' .* got \\['context', 'input'\\]"):
+            create_cacheclip_documents_chain(llm, RAG_PROMPT, document_variable_name="facts")
+
+    def test_a_conversation(self, llm: ChatCacheClip, documents: list[Document], question: str) -> None:
+        """The history-aware retriever asks the model too; documents are found in whichever prompt they are."""
+        rephrase = ChatPromptTemplate([MessagesPlaceholder("chat_history"), ("human", "{input} Rephrase.")])
+        prompt = ChatPromptTemplate(
+            [("system", "Use:\n\n{context}"), MessagesPlaceholder("chat_history"), ("human", "{input}")]
+        )
+        retriever = create_history_aware_retriever(llm, WordRetriever(documents=documents), rephrase)
+        chain = create_retrieval_chain(retriever, create_cacheclip_documents_chain(llm, prompt))
+        history = [HumanMessage("Hello."), AIMessage("Good day.")]
+        recorder = Recorder()
+        for _ in range(2):
+            chain.invoke({"input": question, "chat_history": history}, {"callbacks": [recorder]})
+        assert found(recorder)[1] == (0, 2) and found(recorder)[3] == (2, 0)
+
+
+def stored(llm: ChatCacheClip, documents: list[Document]) -> list[bool]:
+    return [llm.engine.is_stored(document.page_content) for document in documents]
+
+
+class TestVectorStore:
+    @pytest.fixture
+    def store(self, llm: ChatCacheClip) -> CacheClipVectorStore:
+        return CacheClipVectorStore(InMemoryVectorStore(DeterministicFakeEmbedding(size=8)), llm)
+
+    def test_indexing_is_incremental(
+        self, store: CacheClipVectorStore, llm: ChatCacheClip, documents: list[Document]
+    ) -> None:
+        manager = InMemoryRecordManager("test")
+        manager.create_schema()
+        options: Any = {"cleanup": "incremental", "source_id_key": "source", "key_encoder": "blake2b"}
+        assert index(documents[:2], manager, store, **options)["num_added"] == 2
+        assert stored(llm, documents[:3]) == [True, True, False]
+        assert index(documents[:2], manager, store, **options)["num_skipped"] == 2
+        changed = Document(documents[2].page_content, metadata=documents[0].metadata)
+        result = index([changed, documents[1]], manager, store, **options)
+        assert (result["num_added"], result["num_deleted"], result["num_skipped"]) == (1, 1, 1)
+        assert stored(llm, documents[:3]) == [False, True, True]
+        index([], manager, store, **{**options, "cleanup": "full"})
+        assert stored(llm, documents[:3]) == [False, False, False]
+
+    def test_another_text_under_the_same_id(
+        self, store: CacheClipVectorStore, llm: ChatCacheClip, documents: list[Document]
+    ) -> None:
+        store.add_documents([documents[0], documents[1]], ids=["a", "b"])
+        store.add_texts([documents[2].page_content], ids=["a"])
+        assert stored(llm, documents[:3]) == [False, True, True]
+
+    async def test_asynchronously(
+        self, store: CacheClipVectorStore, llm: ChatCacheClip, documents: list[Document]
+    ) -> None:
+        ids = await store.aadd_documents(documents[:2])
+        more = await store.aadd_texts([documents[2].page_content])
+        assert stored(llm, documents[:3]) == [True, True, True]
+        await store.adelete([ids[0], *more])
+        assert stored(llm, documents[:3]) == [False, True, False]
+        (left,) = await store.asimilarity_search("anything")
+        assert left.page_content == documents[1].page_content
+
+    def test_searches_are_the_wrapped_stores(self, store: CacheClipVectorStore, documents: list[Document]) -> None:
+        store.add_documents(documents[:3])
+        wrapped = store.store
+        vector = store.embeddings.embed_query("keeper")
+        assert store.similarity_search("keeper", k=2) == wrapped.similarity_search("keeper", k=2)
+        assert store.similarity_search_with_score("keeper", k=1) == wrapped.similarity_search_with_score("keeper", k=1)
+        assert store.similarity_search_by_vector(vector, k=2) == wrapped.similarity_search_by_vector(vector, k=2)
+        ours = store.max_marginal_relevance_search("keeper", k=2, fetch_k=3)
+        assert ours == wrapped.max_marginal_relevance_search("keeper", k=2, fetch_k=3)
+        assert store.as_retriever(search_kwargs={"k": 1}).invoke("keeper") == wrapped.similarity_search("keeper", k=1)
+        assert store.dump  # what it does not know itself
+
+    def test_from_texts(self, llm: ChatCacheClip, documents: list[Document]) -> None:
+        texts = [document.page_content for document in documents[:2]]
+        store = CacheClipVectorStore.from_texts(texts, DeterministicFakeEmbedding(size=8), llm=llm)
+        assert stored(llm, documents[:3]) == [True, True, False] and len(store.similarity_search("x")) == 2
+        with pytest.raises(ConfigurationError, match="name it by llm"):
+            CacheClipVectorStore.from_texts(texts, DeterministicFakeEmbedding(size=8))
+
+
+class TestTransformer:
+    async def test_documents_come_back_unchanged(self, llm: ChatCacheClip, documents: list[Document]) -> None:
+        transformer = CacheClipDocumentTransformer(llm)
+        some = [documents[0], Document("  ")]
+        assert transformer.transform_documents(some) == some
+        assert await transformer.atransform_documents(documents[1:2]) == documents[1:2]
+        assert stored(llm, documents[:3]) == [True, True, False]
+        llm.engine.release_sources(["doc-1"])
+        assert stored(llm, documents[:3]) == [True, False, False]
+
+
+class TestCarriers:
+    def ask(self, llm: ChatCacheClip, *messages: Any) -> tuple[int, int]:
+        stats = llm.invoke(list(messages)).response_metadata["cacheclip"]
+        return stats["hits"], stats["misses"]
+
+    def test_text_blocks_with_an_id(self, llm: ChatCacheClip, chunks: list[str]) -> None:
+        blocks = [{"type": "text", "text": chunks[0], "id": "doc-0"}, {"type": "text", "text": "\n\nWhat is it?"}]
+        assert self.ask(llm, HumanMessage(content=blocks)) == (0, 1)
+        assert self.ask(llm, HumanMessage(content=blocks)) == (1, 0)
+        assert not llm.engine.is_stored("What is it?")
+        told = AIMessage(content=[{"type": "text", "text": chunks[1], "id": "msg-1"}])
+        assert self.ask(llm, HumanMessage("Say."), told, HumanMessage("Again.")) == (0, 0), "an answer is no document"
+
+    def test_plain_text_blocks(self, llm: ChatCacheClip, chunks: list[str]) -> None:
+        blocks = [{"type": "text-plain", "text": chunks[0]}, {"type": "text", "text": "What is it?"}]
+        assert self.ask(llm, HumanMessage(content=blocks)) == (0, 1)
+        assert self.ask(llm, HumanMessage(f"{chunks[0]}\n\nWhat is it?")) == (1, 0)
+
+    @pytest.mark.parametrize("wrap", [list, lambda found: {"documents": found}, lambda found: found[0]])
+    def test_artifacts_of_tools(self, llm: ChatCacheClip, documents: list[Document], wrap: Any) -> None:
+        document = documents[0]
+        messages = [
+            HumanMessage("What is it?"),
+            AIMessage("", tool_calls=[{"name": "search", "args": {"query": "it"}, "id": "1"}]),
+            ToolMessage(f"Found: {document.page_content}", tool_call_id="1", artifact=wrap([document])),
+        ]
+        assert self.ask(llm, *messages) == (0, 1)
+        assert self.ask(llm, *messages) == (1, 0)
+
+    def test_additional_keywords(self, llm: ChatCacheClip, documents: list[Document]) -> None:
+        message = HumanMessage(
+            f"{documents[0].page_content} What?", additional_kwargs={"documents": [documents[0], 3, None]}
+        )
+        assert self.ask(llm, SystemMessage("Be brief."), message) == (0, 1)
+
+    def test_carried_but_not_in_the_prompt(self, llm: ChatCacheClip, documents: list[Document]) -> None:
+        message = HumanMessage("What?", additional_kwargs={"documents": documents})
+        assert self.ask(llm, message) == (0, 0)
+
+
+class TestTextModel:
+    @pytest.fixture
+    def text_llm(self, llm: ChatCacheClip) -> CacheClipLLM:
+        return CacheClipLLM(model=llm.model_name, auxiliary=llm.auxiliary, store=llm.store, max_tokens=llm.max_tokens)
+
+    async def test_four_ways_and_batches(self, text_llm: CacheClipLLM, llm: ChatCacheClip, chunks: list[str]) -> None:
+        assert text_llm.engine is llm.engine
+        text_llm.engine.precompute(chunks[:2])
+        prompt, other = f"{chunks[0]}\n\nWhat?", f"{chunks[1]}\n\nWho?"
+        text = text_llm.invoke(prompt)
+        assert text and text == llm.invoke(prompt).content
+        assert [await text_llm.ainvoke(prompt), "".join(text_llm.stream(prompt))] == [text, text]
+        assert "".join([part async for part in text_llm.astream(prompt)]) == text
+        expected = [text, text_llm.invoke(other)]
+        assert text_llm.batch([prompt, other]) == await text_llm.abatch([prompt, other]) == expected
+        result = text_llm.generate([prompt, other])
+        assert [each[0].generation_info["cacheclip"]["hits"] for each in result.generations] == [1, 1]
+        usage = result.llm_output["token_usage"]
+        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"] > 0
+
+    def test_options_and_fields(self, text_llm: CacheClipLLM, chunks: list[str]) -> None:
+        prompt = f"{chunks[0]}\n\nWhat?"
+        result = text_llm.generate([prompt], documents=[chunks[0]], max_tokens=2, stop=["\n\n\n"])
+        info = result.generations[0][0].generation_info
+        assert info["cacheclip"]["misses"] == 1 and info["cacheclip"]["generated_tokens"] <= 2
+        with pytest.raises(ConfigurationError, match="unknown call option"):
+            text_llm.invoke(prompt, colour="red")
+        with pytest.raises(ConfigurationError, match="unknown field"):
+            CacheClipLLM(colour="red")
+        assert text_llm._identifying_params["model_name"] == text_llm.model_name
+
+    def test_in_the_documents_chain(self, text_llm: CacheClipLLM, documents: list[Document]) -> None:
+        prompt = PromptTemplate.from_template("{context}\n\n{input}")
+        chain: Runnable[Any, Any] = create_cacheclip_documents_chain(text_llm, prompt)
+        assert chain.invoke({"context": documents[:2], "input": "What?"})
+        assert stored_texts(text_llm, documents[:3]) == [True, True, False]
+
+
+def stored_texts(llm: CacheClipLLM, documents: list[Document]) -> list[bool]:
+    return [llm.engine.is_stored(document.page_content) for document in documents]
