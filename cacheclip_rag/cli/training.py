@@ -74,13 +74,13 @@ def finetune(
     auxiliary: AuxiliaryOption = None,
     data: DataOption = None,
     heads: Annotated[
-        Path | None, typer.Option(help="Head set to begin with; default those that find most evidence.")
+        Path | None, typer.Option(help="Head set to begin with; default those nearest to what is wanted as they come.")
     ] = None,
-    samples: SamplesOption = 120,
-    targets: Annotated[int, typer.Option(help="Of those, how many the primary is asked about.")] = 18,
+    samples: SamplesOption = 96,
+    targets: Annotated[int, typer.Option(help="Of those, how many the primary is asked about.")] = 36,
     tests: Annotated[int, typer.Option(help="Synthetic questions to measure by.")] = 36,
-    prompts: PromptsOption = 9,
-    epochs: Annotated[int, typer.Option(help="At most.")] = 30,
+    prompts: PromptsOption = 6,
+    epochs: Annotated[int, typer.Option(help="At most.")] = 60,
     rank: Annotated[int, typer.Option(help="Rank of the updates.")] = 8,
     learning_rate: Annotated[
         float | None, typer.Option(help="Of AdamW: 1e-3 unless told, for a whole model 2e-5.")

@@ -50,6 +50,9 @@ logger = logging.getLogger(__name__)
 
 RATIO = 0.2
 """Share of the tokens that heads are ranked at."""
+SELECTOR = "anchored:first=cacheclip"
+"""What a head set is asked for: its scores, mixed with places in the chunk. Alone it finds what the question asks for,
+which does not keep the rest from misleading."""
 SINKS = 4
 """Tokens at the start of each chunk that nobody scores here."""
 _SIZES = (4, 8, 16, 32)
@@ -246,7 +249,7 @@ def downstream(
 
     Args:
         engine: keeps its chunk caches in memory; those of the samples are released.
-        sets: head sets that score for ``cacheclip``, or specifications of other methods.
+        sets: head sets that score for :data:`SELECTOR`, or specifications of other methods.
     """
     assert engine.config.store is None, "an engine to train with, not a user's own"
     settings = {"recompute_ratio": ratio, "behind": engine.config.behind}
@@ -261,7 +264,7 @@ def downstream(
                 reference = Reference.of(engine, full, _ANSWER_TOKENS)
                 del full
                 for outcomes, heads in zip(found, sets, strict=True):
-                    method = create("cacheclip" if isinstance(heads, HeadSet) else heads, settings)
+                    method = create(SELECTOR if isinstance(heads, HeadSet) else heads, settings)
                     engine.use_heads(heads if isinstance(heads, HeadSet) else None)
                     engine.precompute(sample.chunks, method=method)
                     engine.prefixes.clear()

@@ -1,7 +1,7 @@
 """Fine-tuning as a job: look at samples, ask the primary what matters, train, and measure what it was worth.
 
-Calibration, looks at samples, what the primary said and every epoch are kept in a working folder as they come, so that
-an interrupted run goes on where it was.
+The heads to begin with, looks at samples, what the primary said and every epoch are kept in a working folder as they
+come, so that an interrupted run goes on where it was.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import logging
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,8 @@ from ..engine import CacheClipEngine
 from ..errors import ConfigurationError, ModelError
 from ..paths import atomic_path, cache_home
 from ..progress import progress_bar
-from ..selection.heads import HeadSet
-from .calibrate import RATIO, SINKS, calibrate, capped_mean, combined, downstream, open_engine
+from ..selection.heads import HeadSet, weights_digest
+from .calibrate import RATIO, SINKS, capped_mean, combined, downstream, open_engine
 from .families import Sample, synthetic_samples
 from .features import LastLayer, Seen, look
 from .lexical import lexical_scores
@@ -39,6 +39,7 @@ from .tuning import (
     Tuned,
     TuningSettings,
     check_trainable,
+    fitted,
     learning_and_held_out,
     spaced,
     train,
@@ -48,6 +49,8 @@ __all__ = ["Figures", "FineTuning", "finetune"]
 
 logger = logging.getLogger(__name__)
 
+_FITTED = 24
+"""Samples that heads are fitted to where none has a target."""
 _UNTUNED, _WORDS, _OWN_ATTENTION = "last layer as it comes", "words alone", "query_attention:layers=upper"
 
 
@@ -99,23 +102,23 @@ def finetune(
     settings: TuningSettings | None = None,
     *,
     heads: HeadSet | None = None,
-    num_samples: int = 120,
-    num_targets: int = 18,
+    num_samples: int = 96,
+    num_targets: int = 36,
     num_tests: int = 36,
-    num_prompts: int = 9,
+    num_prompts: int = 6,
     given: Sequence[Sample] = (),
     folder: Path | None = None,
 ) -> FineTuning:
     """Train a head set of ``config.auxiliary`` for ``config.primary``.
 
     Args:
-        heads: to begin with; default what calibration finds by evidence alone, on half as many samples.
+        heads: to begin with; default those whose attention, as it comes, is nearest to what is wanted.
         num_samples: synthetic ones to train on; given ones come on top. A fifth is held out.
-        num_targets: of those learned from, for how many the primary is asked what it attends to and holds stale.
+        num_targets: for how many of all these the primary is asked what it attends to and holds stale.
         num_tests: synthetic ones of the other split, to measure by; ``num_prompts`` of them on the primary, and as many
             of the held-out ones to decide whether the tuned set is kept.
-        folder: where calibration, looks, targets and the state of training are kept; default one by these settings in
-            ``$CACHECLIP_HOME/training``.
+        folder: where the heads to begin with, looks, targets and the state of training are kept; default one by these
+            settings in ``$CACHECLIP_HOME/training``.
 
     Raises:
         ConfigurationError: no auxiliary model, too few samples.
@@ -134,13 +137,15 @@ def finetune(
         check_trainable(runtime, heads)
     inputs = _inputs(engine, settings, heads, num_samples, given)
     folder = folder or cache_home() / "training" / _digest(inputs)[:16]
+    samples = [*synthetic_samples("train", num_samples, seed=settings.seed), *given]
+    asked = spaced(range(len(samples)), num_targets)
+    targets = _targets(engine, samples, asked, folder, _digest(inputs))
     if heads is None:
-        heads = _calibrated(config, settings, num_samples, given, folder, _digest(inputs))
+        heads = _begun(engine, settings, samples, targets, folder, _digest(inputs))
         check_trainable(runtime, heads)
     looks = {**inputs, "begins_with": heads.digest()}
-    samples = [*synthetic_samples("train", num_samples, seed=settings.seed), *given]
     learning, held_out = learning_and_held_out(len(samples))
-    trainees = _trainees(engine, heads, samples, spaced(learning, num_targets), folder, _digest(looks), settings.sinks)
+    trainees = _trainees(engine, heads, samples, targets, folder, _digest(looks), settings.sinks)
     tuned = _new(engine, heads, settings)
     whole = {**looks, "settings": asdict(settings), "targets": num_targets}
     with progress_bar("training", settings.epochs, "epochs") as advance:
@@ -167,9 +172,9 @@ def finetune(
     found = tuned.head_set(about)
     is_tuned = state.best_epoch > 0
     if is_tuned and num_prompts:
-        asked = [samples[number] for number in spaced(held_out, num_prompts)]
+        prompts = [samples[number] for number in spaced(held_out, num_prompts)]
         before, after = (
-            capped_mean([along for _, along in each]) for each in downstream(engine, asked, [heads, found])
+            capped_mean([along for _, along in each]) for each in downstream(engine, prompts, [heads, found])
         )
         is_tuned = after <= before
     if not is_tuned:
@@ -234,28 +239,52 @@ def _digest(about: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
 
-def _calibrated(
-    config: EngineConfig,
+def _targets(
+    engine: CacheClipEngine, samples: Sequence[Sample], asked: Sequence[int], folder: Path, digest: str
+) -> dict[int, torch.Tensor | None]:
+    """What the primary attends to and holds stale, by number of the sample; from the folder where it is there."""
+    found: dict[int, torch.Tensor | None] = {}
+    with progress_bar("asking the primary", len(asked), "samples") as advance:
+        for done, number in enumerate(asked, 1):
+            path = folder / f"target-{number:05d}.safetensors"
+            loaded = _load(path, digest)
+            if loaded is None:
+                target = attended_and_stale(engine, samples[number])
+                _save({} if target is None else {"target": target}, {"digest": digest}, path)
+                found[number] = target
+            else:
+                found[number] = loaded[0].get("target")
+            advance(done)
+    return found
+
+
+def _begun(
+    engine: CacheClipEngine,
     settings: TuningSettings,
-    num_samples: int,
-    given: Sequence[Sample],
+    samples: Sequence[Sample],
+    targets: Mapping[int, torch.Tensor | None],
     folder: Path,
     digest: str,
 ) -> HeadSet:
-    """What calibration finds, or found before the run was interrupted."""
-    path = folder / "calibrated.safetensors"
+    """The heads to begin with, as they were found before the run was interrupted, or fitted now."""
+    path = folder / "begun.safetensors"
     if path.is_file():
         try:
             kept = HeadSet.load(path)
-            if kept.about.get("inputs") == digest:
+            if kept.about.get("inputs") == [digest, settings.target_weight]:
                 return kept
         except ModelError as error:
-            logger.info("calibrating again: %s", error)
-    # what the primary says of it decides after training
-    found = calibrate(
-        config, num_samples=max(6, num_samples // 2), num_prompts=0, given=given, seed=settings.seed
-    ).heads
-    found = replace(found, about={**found.about, "inputs": digest})
+            logger.info("fitting again: %s", error)
+    caches = engine.auxiliary_caches
+    runtime = caches.kv_runtime
+    numbers = list(targets) or spaced(range(len(samples)), _FITTED)
+    seen = []
+    with progress_bar("reading with every head", len(numbers), "samples") as advance:
+        for done, number in enumerate(numbers, 1):
+            seen.append(look(caches, samples[number], range(runtime.num_layers), sinks=settings.sinks))
+            advance(done)
+    found = fitted(seen, [targets.get(n) for n in numbers], weights_digest(runtime.fingerprint), settings)
+    found = replace(found, about={"inputs": [digest, settings.target_weight]})
     found.save(path)
     return found
 
@@ -264,7 +293,7 @@ def _trainees(
     engine: CacheClipEngine,
     heads: HeadSet,
     samples: Sequence[Sample],
-    asked: Sequence[int],
+    targets: Mapping[int, torch.Tensor | None],
     folder: Path,
     digest: str,
     sinks: int,
@@ -274,15 +303,14 @@ def _trainees(
     found, made = [], 0
     with progress_bar("reading", len(samples), "samples") as advance:
         for number, sample in enumerate(samples):
-            wants = number in asked
-            name = f"sample-{number:05d}{'-target' if wants else ''}.safetensors"
-            trainee = _load_trainee(folder / name, digest)
+            path = folder / f"sample-{number:05d}.safetensors"
+            trainee = _load_trainee(path, digest)
             if trainee is None:
                 made += 1
                 seen = look(caches, sample, heads.layers, sinks=sinks, keep=heads.layers[-1])
-                trainee = Trainee.of(seen, heads, attended_and_stale(engine, sample) if wants else None)
-                _save_trainee(trainee, folder / name, digest)
-            found.append(trainee)
+                trainee = Trainee.of(seen, heads)
+                _save_trainee(trainee, path, digest)
+            found.append(replace(trainee, target=targets.get(number)))
             advance(number + 1)
     logger.info("%d of %d samples were there already, in %s", len(samples) - made, len(samples), folder)
     return found
@@ -294,8 +322,6 @@ def _trainees(
 def _save_trainee(trainee: Trainee, path: Path, digest: str) -> None:
     last = trainee.last
     tensors = {"fixed": trainee.fixed, "queries": last.queries, "keys": last.keys, "evidence": trainee.evidence}
-    if trainee.target is not None:
-        tensors["target"] = trainee.target
     if last.tables is not None:
         tensors |= {"cos": last.tables[0], "sin": last.tables[1]}
     numbers = {"lengths": trainee.lengths, "num_prefix": last.num_prefix, "scaling": last.scaling}
@@ -310,7 +336,7 @@ def _load_trainee(path: Path, digest: str) -> Trainee | None:
     numbers = json.loads(header["numbers"])
     tables = (tensors["cos"], tensors["sin"]) if "cos" in tensors else None
     last = LastLayer(tensors["queries"], tensors["keys"], tables, numbers["num_prefix"], numbers["scaling"])
-    return Trainee(tuple(numbers["lengths"]), tensors["fixed"], last, tensors["evidence"], tensors.get("target"))
+    return Trainee(tuple(numbers["lengths"]), tensors["fixed"], last, tensors["evidence"])
 
 
 def _save_state(state: TrainingState, folder: Path, digest: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import fields
 
 import torch
@@ -18,7 +19,7 @@ from .prompts import segments_of
 __all__ = ["attended_and_stale", "attended_when_stale"]
 
 _RATIO = 0.5
-"""Of the recompute that comes with the look; any but 0 and 1 has the method rate."""
+"""Any but 0 and 1 has the method rate."""
 
 
 def attended_and_stale(engine: CacheClipEngine, sample: Sample) -> torch.Tensor | None:
@@ -51,7 +52,8 @@ def _rated(engine: CacheClipEngine, sample: Sample, spec: str) -> torch.Tensor |
     engine.precompute(sample.chunks, method=method)
     engine.prefixes.clear()
     try:
-        engine.prefill(segments_of(engine, sample), method=recording.method, question=sample.question)
+        with suppress(_Recorded):  # what comes after is not asked for
+            engine.prefill(segments_of(engine, sample), method=recording.method, question=sample.question)
     finally:
         engine.release(sample.chunks)
         engine.prefixes.clear()
@@ -70,6 +72,10 @@ def _rated(engine: CacheClipEngine, sample: Sample, spec: str) -> torch.Tensor |
     return torch.cat(parts)
 
 
+class _Recorded(Exception):
+    """Nothing went wrong: what was to be seen was seen."""
+
+
 class _Recording:
     """A method of the same settings that keeps what it rates."""
 
@@ -78,13 +84,13 @@ class _Recording:
         self.rated: list[torch.Tensor] = []
         recording = self
 
-        class Recorded(type(method)):  # type: ignore[misc]
+        class Recording(type(method)):  # type: ignore[misc]
             __slots__ = ()
 
             def rate(self, request: SelectionRequest, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
                 rated: list[torch.Tensor] = super().rate(request, scores)
                 recording.request, recording.rated = request, rated
-                return rated
+                raise _Recorded
 
         settings = {each.name: getattr(method, each.name) for each in fields(method)}
-        self.method: Selective = Recorded(**settings)
+        self.method: Selective = Recording(**settings)

@@ -80,7 +80,7 @@ class WholeTuned(torch.nn.Module):
     def __init__(self, auxiliary: ModelRuntime, heads: HeadSet, settings: TuningSettings) -> None:
         super().__init__()
         AttentionInterface.register(_ATTENTION, _attention)
-        self.heads, self.settings = heads, settings
+        self.heads, self.settings, self.target_scale = heads, settings, 1.0
         assert not heads.is_updated, "training begins with heads as they come"
         self.model = copy.deepcopy(auxiliary.model).float()
         self.model.set_attn_implementation(_ATTENTION)
@@ -123,7 +123,9 @@ class WholeTuned(torch.nn.Module):
 
     def loss(self, sample: WholeSample) -> torch.Tensor:
         target = None if sample.target is None else sample.target.to(self.mix.device)
-        return loss_of(self(sample), sample.evidence.to(self.mix.device), target, self.settings.target_weight)
+        return loss_of(
+            self(sample), sample.evidence.to(self.mix.device), target, self.settings.target_weight, self.target_scale
+        )
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """Parameters for the optimizer."""
@@ -196,7 +198,7 @@ def finetune_whole(
     check_trainable(runtime, heads)
     samples = [*synthetic_samples("train", num_samples, seed=settings.seed), *given]
     learning, held_out = learning_and_held_out(len(samples))
-    asked = set(spaced(learning, num_targets))
+    asked = set(spaced(range(len(samples)), num_targets))
     prepared = []
     with progress_bar("asking the primary", len(samples), "samples") as advance:
         for number, sample in enumerate(samples):

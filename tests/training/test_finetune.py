@@ -95,16 +95,16 @@ class TestJob:
         assert resumed.history == whole.history and resumed.heads.digest() == whole.heads.digest()
         assert resumed.figures == whole.figures
 
-    def test_a_run_that_calibrates_keeps_what_it_found(
+    def test_a_run_that_finds_its_heads_keeps_them(
         self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         options: dict[str, Any] = {**SMALL, "num_prompts": 0, "folder": tmp_path}
         whole = finetune(config, SETTINGS, **options)
 
-        def calibrate(*_: Any, **__: Any) -> Any:
+        def fitted(*_: Any, **__: Any) -> Any:
             raise AssertionError("it is there already")
 
-        monkeypatch.setattr(module, "calibrate", calibrate)
+        monkeypatch.setattr(module, "fitted", fitted)
         again = finetune(config, SETTINGS, **options)
         assert again.history == whole.history and again.is_accepted is None
         with pytest.raises(AssertionError, match="there already"):

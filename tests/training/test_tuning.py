@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,18 @@ from cacheclip_rag.errors import ConfigurationError, ModelError
 from cacheclip_rag.selection.auxiliary import score_chunks
 from cacheclip_rag.selection.heads import HeadSet, weights_digest
 from cacheclip_rag.training.families import Sample, synthetic_samples
-from cacheclip_rag.training.features import look, spread_over
+from cacheclip_rag.training.features import Seen, look, spread_over
 from cacheclip_rag.training.targets import attended_and_stale, attended_when_stale
 from cacheclip_rag.training.tuning import (
     Trainee,
     Tuned,
     TuningSettings,
     check_trainable,
+    fitted,
     learning_and_held_out,
+    loss_of,
     spaced,
+    target_scale,
     train,
 )
 
@@ -64,6 +68,43 @@ class Setting:
 @pytest.fixture(params=["auxiliary", "qwen2"])
 def setting(request: pytest.FixtureRequest, tiny_models: dict[str, str]) -> Setting:
     return Setting(tiny_models["llama"], tiny_models[request.param])
+
+
+class TestFitted:
+    def seen(self, wanted: int, seed: int) -> Seen:
+        """Heads that attend here and there, and one, number ``wanted``, to the evidence."""
+        generator = torch.Generator().manual_seed(seed)
+        scores = torch.rand(2, 30, 40, generator=generator)
+        evidence = torch.zeros(40, dtype=torch.bool)
+        start = int(torch.randint(0, 30, (1,), generator=generator))
+        evidence[start : start + 8] = True
+        scores[wanted // 30, wanted % 30] = evidence + 0.01
+        return Seen((20, 20), scores / scores.sum(-1, keepdim=True), evidence, evidence, layers=(3, 5))
+
+    @pytest.mark.parametrize("with_targets", [False, True])
+    def test_the_head_that_sees_it_counts_most(self, with_targets: bool) -> None:
+        seen = [self.seen(40, seed) for seed in range(5)]
+        targets = [each.evidence / each.evidence.sum() if with_targets else None for each in seen]
+        heads = fitted(seen, targets, "a" * 64, SETTINGS)
+        assert len(heads.heads) == 16 and heads.heads[int(heads.weights.argmax())] == (5, 10)
+        assert float(heads.weights.max()) > 0.5 and float(heads.weights.sum()) == pytest.approx(1.0)
+        assert heads.sinks == SETTINGS.sinks and list(heads.heads) == sorted(heads.heads)
+
+
+class TestLoss:
+    def test_by_hand(self) -> None:
+        scores, evidence = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([False, True, True])
+        target = torch.tensor([0.5, 0.5, 0.0])
+        likelihood, divergence = math.log(2), 0.5 * math.log(2)
+        assert float(loss_of(scores, evidence, None, 0.75, 0.0)) == pytest.approx(likelihood)
+        assert float(loss_of(scores, evidence, None, 0.75, 2.0)) == pytest.approx(0.25 * likelihood)
+        found = loss_of(scores, evidence, target, 0.75, 2.0)
+        assert float(found) == pytest.approx(0.25 * likelihood + 0.75 * 2 * divergence)
+
+    def test_few_targets_count_as_much_as_many(self) -> None:
+        some = torch.ones(3)
+        assert target_scale([some, None, None, torch.zeros(3)]) == 4.0
+        assert target_scale([some, some]) == 1.0 and target_scale([None]) == target_scale([]) == 0.0
 
 
 class TestTuned:
