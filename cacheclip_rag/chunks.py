@@ -14,6 +14,7 @@ from .models.runtime import ModelRuntime
 from .models.text import TextModel, TokenizedText
 from .prompt import Chunk, Segment
 from .store import ChunkStore, chunk_key, decode, encode, keeps
+from .store.codecs import CODECS
 
 __all__ = ["DEFAULT_ENCODING", "ChunkCaches", "Encoding"]
 
@@ -91,6 +92,12 @@ class ChunkCaches:
     def is_lossy(self) -> bool:
         """Whether what is stored is coarser than what the model computes."""
         return not keeps(self.codec, str(self.kv_runtime.dtype).removeprefix("torch."))
+
+    @property
+    def bytes_per_token(self) -> int:
+        """What the KV of a token takes in the store."""
+        runtime = self.kv_runtime
+        return 2 * runtime.num_layers * runtime.num_kv_heads * runtime.head_dim * CODECS[self.codec].itemsize
 
     @property
     def kv_runtime(self) -> ModelRuntime:

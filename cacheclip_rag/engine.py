@@ -257,7 +257,7 @@ class CacheClipEngine:
         for chunk in chunk_texts(texts):
             if not chunk:
                 raise ConfigurationError("a chunk must hold text, got an empty or blank string.")
-            models = self._all_caches(encoding)
+            models = self.chunk_caches(encoding)
             for caches in models:
                 caches.check_length(chunk)  # before anything is written for any of them
             # every role must run: no short-circuit
@@ -306,7 +306,7 @@ class CacheClipEngine:
     def is_stored(self, text: str, *, needs_auxiliary: bool = True) -> bool:
         """Whether the KV of this chunk text is there for every model a method needs."""
         chunk = normalise_chunk(text)
-        return all(chunk in caches for caches in self._all_caches(self._encoding_of(None), needs_auxiliary))
+        return all(chunk in caches for caches in self.chunk_caches(with_auxiliary=needs_auxiliary))
 
     def close(self) -> None:
         """Release file handles; the engine may be used again afterwards. Weights stay with the process."""
@@ -563,8 +563,13 @@ class CacheClipEngine:
             method = create(method or self.config.method, self.config.method_settings())
         return method.encoding
 
-    def _all_caches(self, encoding: Encoding, with_auxiliary: bool = True) -> list[ChunkCaches]:
-        found = [self._caches_of(self.config.primary, encoding)]
+    def chunk_caches(self, encoding: Encoding | None = None, *, with_auxiliary: bool = True) -> list[ChunkCaches]:
+        """Where the KV of a chunk is kept, model by model, the primary's first; loads the models.
+
+        Args:
+            encoding: how chunks are encoded for the primary; default as the engine's method wants it.
+        """
+        found = [self._caches_of(self.config.primary, encoding or self._encoding_of(None))]
         if with_auxiliary and self.config.auxiliary:
             found.append(self._caches_of(self.config.auxiliary))
         return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import typer
 
-from . import ask, bench, certify, evaluate, ingest, models, store, training
+from . import ask, bench, certify, evaluate, explain, ingest, models, store, training
 from .common import guarded
 
 __all__ = ["app", "main"]
@@ -29,6 +29,7 @@ app.command("bench")(bench.bench)
 app.command("certify")(certify.certify)
 app.command("eval")(evaluate.evaluate)
 app.command("calibrate")(training.calibrate)
+app.command("explain-miss")(explain.explain_miss)
 app.command("finetune")(training.finetune)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,11 +18,16 @@ from .common import (
     NamespaceOption,
     PrimaryOption,
     StoreOption,
+    format_bytes,
     print_json,
 )
 
+if TYPE_CHECKING:
+    from ..ingest.plan import IngestPlan
+
 
 def ingest(
+    context: typer.Context,
     paths: Annotated[list[str], typer.Argument(help="Text and Markdown files, or folders with some.")],
     store: StoreOption,
     primary: PrimaryOption = None,
@@ -39,17 +46,24 @@ def ingest(
     max_bytes: Annotated[
         int | None, typer.Option(help="Limit of the store, kept for later; 0: none. [default: as before]")
     ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what it would do and take (chunks, bytes, minutes); change nothing.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Precompute the chunk caches of documents and index them for retrieval. Run again: only what changed is done."""
     from ..engine import CacheClipEngine
     from ..ingest.embedding import Embedder
     from ..ingest.job import ingest as run
+    from ..ingest.job import plan
     from ..ingest.library import Library
     from ..ingest.splitting import check_sizes
     from .settings import engine_config, merge_settings
 
-    library = Library(store)
+    folder = Path(store).expanduser()
+    if dry_run and not folder.is_dir():  # where nothing is, nothing is made
+        folder = Path(context.with_resource(TemporaryDirectory()))
+    library = Library(folder)
     settings = merge_settings(
         library,
         primary=primary,
@@ -63,7 +77,10 @@ def ingest(
     )
     check_sizes(settings.chunk_tokens, settings.overlap_tokens)
     limit = library.max_bytes if max_bytes is None else max_bytes or None
-    config = engine_config(settings, store, device=device, fallback=fallback, max_bytes=limit)
+    config = engine_config(settings, str(folder), device=device, fallback=fallback, max_bytes=limit)
+    if dry_run:
+        _print_plan(plan(paths, library=library, engine=CacheClipEngine(config), settings=settings), as_json)
+        return
     if max_bytes is not None:
         library.set_max_bytes(limit)
     report = run(
@@ -84,3 +101,16 @@ def ingest(
             typer.echo(f"skipped: {failure['error']}", err=True)
     if report.failed:
         raise typer.Exit(1)
+
+
+def _print_plan(found: IngestPlan, as_json: bool) -> None:
+    if as_json:
+        print_json({"dry_run": True, **found.to_dict()})
+        return
+    typer.echo(
+        f"{found.added} documents to add, {found.changed} changed, {found.unchanged} unchanged, {found.removed} to "
+        f"remove; {found.chunks} chunks, {found.computed} of them to compute ({found.tokens} tokens)\n"
+        f"about {format_bytes(found.bytes)} and {found.seconds / 60:.1f} minutes, embeddings not counted"
+    )
+    for failure in found.failed:
+        typer.echo(f"would be skipped: {failure['error']}", err=True)

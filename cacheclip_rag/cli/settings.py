@@ -31,18 +31,19 @@ def parse_auxiliary(name: str | None) -> str | None:
     return None if name == "none" else name
 
 
-def merge_settings(library: Library, **given: str | int | None) -> LibrarySettings:
-    """The library's settings (or the defaults) with the options that were given on top.
+def merge_settings(library: Library | None, **given: str | int | None) -> LibrarySettings:
+    """The library's settings (or the defaults, without one) with the options that were given on top.
 
     Raises:
         ConfigurationError: an option contradicts what the library was made with.
     """
-    known = library.settings
+    known = library.settings if library else None
     chosen = {name: _absolute(name, value) for name, value in given.items() if value is not None}
     if "auxiliary" in chosen:
         chosen["auxiliary"] = parse_auxiliary(str(chosen["auxiliary"]))  # type: ignore[assignment]
     settings = replace(known or DEFAULT_SETTINGS, **chosen)  # type: ignore[arg-type]
-    library.check_settings(settings)
+    if library:
+        library.check_settings(settings)
     return settings
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,10 @@ from ..progress import Advance, progress_bar
 from .documents import MARKDOWN_SUFFIXES, find_files, printable, read_document
 from .embedding import Embedder
 from .library import Library, LibrarySettings
+from .plan import IngestPlan, price
 from .splitting import Splitter
 
-__all__ = ["IngestReport", "ingest"]
+__all__ = ["IngestReport", "ingest", "plan"]
 
 logger = logging.getLogger(__name__)
 
@@ -76,12 +77,7 @@ def ingest(
         DocumentError: a path does not exist, or no document was found at all.
         ConfigurationError: the library was made with other settings.
     """
-    roots = [Path(path).expanduser().resolve() for path in paths]
-    files = list(find_files(roots))
-    if not files and not any(_known_under(library, roots)):
-        raise DocumentError(
-            f"no text or Markdown files in {', '.join(map(str, roots))}. Expected .txt, .md, .markdown, .text or .rst."
-        )
+    roots, files = _files(paths, library)
     report = IngestReport()
     texts = _read_all(files, report)
     library.check_settings(settings)
@@ -94,6 +90,36 @@ def ingest(
     library.index()  # built now, so that the first question need not wait for it
     report.documents = len(library.documents())
     return report
+
+
+def plan(
+    paths: Iterable[str | Path], *, library: Library, engine: CacheClipEngine, settings: LibrarySettings
+) -> IngestPlan:
+    """What :func:`ingest` would do with ``paths`` and what it would take; changes nothing. Raises what it raises."""
+    roots, files = _files(paths, library)
+    report = IngestReport()
+    texts = _read_all(files, report)
+    library.check_settings(settings)
+    work = _changed(library, engine, texts, settings, report)
+    found = IngestPlan(
+        unchanged=report.unchanged, failed=report.failed, chunks=sum(len(item.passages) for item in work)
+    )
+    found.added = sum(item.is_new for item in work)
+    found.changed = len(work) - found.added
+    found.removed = sum(1 for _ in _gone(library, roots, files))
+    price(engine, [passage for item in work for passage in item.passages], found)
+    return found
+
+
+def _files(paths: Iterable[str | Path], library: Library) -> tuple[list[Path], list[Path]]:
+    """Where to look, and what is there. Raises DocumentError if nothing is, nor was."""
+    roots = [Path(path).expanduser().resolve() for path in paths]
+    files = list(find_files(roots))
+    if not files and not any(_known_under(library, roots)):
+        raise DocumentError(
+            f"no text or Markdown files in {', '.join(map(str, roots))}. Expected .txt, .md, .markdown, .text or .rst."
+        )
+    return roots, files
 
 
 def _read_all(files: Iterable[Path], report: IngestReport) -> dict[Path, str]:
@@ -115,11 +141,17 @@ def _known_under(library: Library, roots: Iterable[Path]) -> list[str]:
 def _remove_gone(
     library: Library, engine: CacheClipEngine, roots: Iterable[Path], files: Iterable[Path], report: IngestReport
 ) -> None:
+    for path in list(_gone(library, roots, files)):
+        report.released += engine.release(library.remove(path))
+        report.removed += 1
+
+
+def _gone(library: Library, roots: Iterable[Path], files: Iterable[Path]) -> Iterator[str]:
+    """Documents that were ingested from a folder and are not there any more."""
     present = {str(file) for file in files}
     for path in _known_under(library, roots):
         if path not in present and not Path(path).exists():  # a file named on its own may be one a folder passes over
-            report.released += engine.release(library.remove(path))
-            report.removed += 1
+            yield path
 
 
 def _changed(

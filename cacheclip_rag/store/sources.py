@@ -39,6 +39,13 @@ class SourceIndex:
             (self._namespace, source, document, text_digest(text), text),
         )
 
+    def texts(self) -> list[str]:
+        """Every text, once."""
+        rows = self._database.query(
+            "SELECT text FROM sources WHERE namespace = ? GROUP BY digest ORDER BY min(rowid)", (self._namespace,)
+        )
+        return [text for (text,) in rows]
+
     def orphans(self, gone: Collection[str], keep: Collection[str] = ()) -> list[str]:
         """Texts that no source would hold any more if these sources and documents were forgotten, but for
         those to ``keep``."""

@@ -14,8 +14,9 @@ import pytest
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.errors import ConfigurationError, DocumentError, StoreError, UnknownModelError
 from cacheclip_rag.ingest.embedding import Embedder, Vectors
-from cacheclip_rag.ingest.job import IngestReport, ingest
+from cacheclip_rag.ingest.job import IngestReport, ingest, plan
 from cacheclip_rag.ingest.library import Library, LibrarySettings
+from cacheclip_rag.ingest.plan import IngestPlan
 from cacheclip_rag.ingest.splitting import Splitter
 
 
@@ -66,6 +67,30 @@ def test_everything_once_then_nothing(workshop: Workshop) -> None:
     assert all(workshop.engine.is_stored(text) for _, _, text in workshop.library.passages())
     again = workshop.run()
     assert (again.unchanged, again.added, again.changed, again.computed) == (2, 0, 0, 0)
+
+
+def test_a_plan_says_what_a_run_then_does(workshop: Workshop) -> None:
+    def planned() -> IngestPlan:
+        return plan([workshop.corpus], library=workshop.library, engine=workshop.engine, settings=workshop.settings)
+
+    before = planned()
+    assert (before.added, before.changed, before.unchanged, before.removed) == (2, 0, 0, 0)
+    assert workshop.engine.store.stats().entries == 0 and not workshop.library.documents(), "nothing was stored"
+    report = workshop.run()
+    assert (before.chunks, before.computed) == (report.chunks, report.computed)
+    sizes = [caches.bytes_per_token for caches in workshop.engine.chunk_caches()]
+    texts = [text for _, _, text in workshop.library.passages()]
+    tokens = [sum(len(caches.tokenize(text)) for text in texts) for caches in workshop.engine.chunk_caches()]
+    assert before.tokens == tokens[0] and before.seconds > 0
+    assert before.bytes == sum(size * count for size, count in zip(sizes, tokens, strict=True))
+    prefixes = sum(size * len(c.prefix_ids) for size, c in zip(sizes, workshop.engine.chunk_caches(), strict=True))
+    assert workshop.engine.store.stats().bytes == before.bytes + prefixes
+    after = planned()
+    assert (after.unchanged, after.chunks, after.computed, after.bytes, after.seconds) == (2, 0, 0, 0, 0.0)
+    workshop.write("c.txt", "A short text about the weather on the coast, which changes often in spring.")
+    (workshop.corpus / "b.md").unlink()
+    third = planned()
+    assert (third.added, third.unchanged, third.removed, third.computed) == (1, 1, 1, third.chunks)
 
 
 def test_only_the_changed_document_is_done_again_and_old_chunks_go(workshop: Workshop) -> None:

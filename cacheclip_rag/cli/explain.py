@@ -1,0 +1,64 @@
+"""``cacheclip explain-miss``: why a text in a prompt was not reused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..errors import DocumentError, StoreError
+from .common import AuxiliaryOption, DtypeOption, JsonOption, NamespaceOption, PrimaryOption, StoreOption, print_json
+
+_BEGINNING = 40
+"""Characters by which a known text is taken for one that was meant."""
+
+
+def explain_miss(
+    prompt: Annotated[Path, typer.Argument(help="File with the prompt as the model got it.")],
+    store: StoreOption,
+    text: Annotated[
+        list[Path] | None, typer.Option(help="File with the text that was expected to be reused; may come again.")
+    ] = None,
+    primary: PrimaryOption = None,
+    auxiliary: AuxiliaryOption = None,
+    dtype: DtypeOption = None,
+    namespace: NamespaceOption = None,
+    behind: Annotated[str | None, typer.Option(help="What chunks were computed behind: prefix or passages.")] = None,
+    system_prompt: Annotated[str | None, typer.Option(help="The engine's system prompt, if it has one.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say why texts were, or were not, reused in a prompt. Without --text: the texts of the store whose beginning is in
+    it. Exit code 1 if one is not reused."""
+    from ..engine import CacheClipEngine
+    from ..explain import explain_miss as explain
+    from ..ingest.library import Library
+    from .settings import engine_config, merge_settings
+
+    folder = Path(store).expanduser()
+    if not (folder / "index.sqlite3").is_file():
+        raise StoreError(f"there is no store at {store}. Name the folder that was given to ingest or to the engine.")
+    library = Library(folder) if (folder / "library.sqlite3").is_file() else None
+    given = {"primary": primary, "auxiliary": auxiliary, "dtype": dtype, "namespace": namespace, "behind": behind}
+    settings = merge_settings(library, **given)
+    engine = CacheClipEngine(engine_config(settings, store, device="cpu", system_prompt=system_prompt))
+    written = _read(prompt)
+    known = [*engine.sources.texts(), *(passage for _, _, passage in (library.passages() if library else ()))]
+    texts = [_read(path) for path in text or []] or [each for each in known if each[:_BEGINNING] in written]
+    reports = [explain(engine, written, each) for each in dict.fromkeys(texts)]
+    if as_json:
+        print_json({"store": store, "texts": [report.to_dict() for report in reports]})
+    else:
+        for report in reports:
+            typer.echo(f"{'hit ' if report.is_hit else 'miss'}  {report.text!r}\n      {report.explanation}")
+        if not reports:
+            typer.echo("no text that this store knows begins in the prompt. Name the one you expected by --text FILE.")
+    if not reports or not all(report.is_hit for report in reports):
+        raise typer.Exit(1)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DocumentError(f"cannot read {path}: {error}. Give a text file in UTF-8.") from error

@@ -1,0 +1,71 @@
+"""What an ingestion would cost, said before it starts: chunks, bytes, minutes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from ..chunks import ChunkCaches
+from ..engine import CacheClipEngine
+
+__all__ = ["IngestPlan", "price"]
+
+_TIMED_CHUNKS = 3
+
+
+@dataclass(slots=True)
+class IngestPlan:
+    """What a run would do, and take."""
+
+    added: int = 0
+    """Documents."""
+    changed: int = 0
+    unchanged: int = 0
+    removed: int = 0
+    chunks: int = 0
+    """Passages of added and changed documents."""
+    computed: int = 0
+    """Chunks among these whose KV is not stored."""
+    tokens: int = 0
+    """Tokens of these, for the primary."""
+    bytes: int = 0
+    """Bytes that their KV would take, of all models."""
+    seconds: float = 0.0
+    """To compute it, by the speed of the first few on this machine; embedding them comes on top."""
+    failed: list[dict[str, str]] = field(default_factory=list)
+    """Documents that cannot be read: ``{"path", "error"}``."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@torch.inference_mode()
+def price(engine: CacheClipEngine, texts: Sequence[str], plan: IngestPlan) -> None:
+    """Fill in what precomputing ``texts`` would take. Computes a few of them, and stores nothing."""
+    wanted = list(dict.fromkeys(texts))
+    models = engine.chunk_caches()
+    missing = [[text for text in wanted if caches.can_reuse and text not in caches] for caches in models]
+    plan.computed = len({text for of_model in missing for text in of_model})
+    for number, (caches, of_model) in enumerate(zip(models, missing, strict=True)):
+        tokens = [len(caches.tokenize(text)) for text in of_model]
+        plan.tokens += sum(tokens) if number == 0 else 0
+        plan.bytes += sum(tokens) * caches.bytes_per_token if of_model else 0
+        plan.seconds += sum(tokens) * _seconds_per_token(caches, of_model)
+
+
+def _seconds_per_token(caches: ChunkCaches, texts: Sequence[str]) -> float:
+    if not texts:
+        return 0.0
+    prefix = (
+        caches.kv_runtime.encode(caches.prefix_ids) if caches.prefix_ids else None
+    )  # not from the store, nor into it
+    timed = sorted(texts, key=len)[len(texts) // 2 :][:_TIMED_CHUNKS]  # from the middle on: neither headings nor giants
+    caches.kv_runtime.encode(caches.tokenize(timed[0]).ids, prefix)  # the first run of a shape takes longer
+    started = time.perf_counter()
+    for text in timed:
+        caches.kv_runtime.encode(caches.tokenize(text).ids, prefix)
+    return (time.perf_counter() - started) / sum(len(caches.tokenize(text)) for text in timed)

@@ -1,0 +1,128 @@
+"""Why a text was not reused: each reason, met on purpose."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from cacheclip_rag import CacheClipEngine, EngineConfig
+from cacheclip_rag.cli import app
+from cacheclip_rag.explain import MissReport, explain_miss
+from tests.models.test_architectures import build
+
+TEXT = "The keeper of Brindle Point logged <three> ships & a storm on the night of the 4th of May, 1871, before dawn."
+
+
+@pytest.fixture
+def config(tiny_models: dict[str, str], tmp_path: Path) -> EngineConfig:
+    return EngineConfig(primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"], store=str(tmp_path / "store"))
+
+
+@pytest.fixture
+def engine(config: EngineConfig) -> CacheClipEngine:
+    engine = CacheClipEngine(config)
+    engine.precompute([TEXT], source="node-1")
+    return engine
+
+
+def asked(text: str) -> str:
+    return f"Use the context.\n\n{text}\n\nWhat was logged?"
+
+
+def why(engine: CacheClipEngine, written: str, text: str = TEXT) -> MissReport:
+    found = explain_miss(engine, asked(written), text)
+    hits = [segment.text for segment in engine.segment(asked(written)) if type(segment).__name__ == "Chunk"]
+    assert found.is_hit <= (text.strip() in hits), "a hit is what the engine sees too"
+    return found
+
+
+class TestReasons:
+    def test_a_hit(self, engine: CacheClipEngine) -> None:
+        assert why(engine, TEXT).reason == "hit" and why(engine, TEXT, f"  {TEXT}\n").is_hit
+        messages = [{"role": "system", "content": TEXT}, {"role": "user", "content": "What was logged?"}]
+        assert explain_miss(engine, messages, TEXT).is_hit
+
+    @pytest.mark.parametrize(
+        ("change", "said"),
+        [
+            (html.escape, "HTML-escaped"),
+            (lambda text: text.replace(" ", "\n"), "other blanks or line ends"),
+            (lambda text: "  ".join(text.split()), "other blanks or line ends"),
+            (str.upper, "other letter case"),
+            (lambda text: text[:60], "first 60 of 109 characters and is cut off there"),
+            (lambda text: text[:60] + "and nothing else.", "goes on otherwise: expected .*, got 'and nothing else."),
+            (lambda text: "Something else altogether.", "neither the text nor its beginning"),
+        ],
+    )
+    def test_changed_on_the_way(self, engine: CacheClipEngine, change: Any, said: str) -> None:
+        found = why(engine, change(TEXT))
+        assert found.reason == "not_in_prompt" and not found.is_hit and re.search(said, found.explanation)
+
+    def test_entities_resolved(self, engine: CacheClipEngine) -> None:
+        assert "entities resolved" in why(engine, TEXT, html.escape(TEXT)).explanation
+
+    def test_too_short(self, engine: CacheClipEngine) -> None:
+        assert why(engine, TEXT, "The keeper").reason == "too_short"
+
+    def test_never_precomputed(self, engine: CacheClipEngine, config: EngineConfig) -> None:
+        other = "Another text that nobody has precomputed so far, of some length."
+        found = why(engine, other, other)
+        assert found.reason == "not_precomputed" and "namespace 'default'" in found.explanation
+        assert why(CacheClipEngine(replace(config, namespace="tenant")), TEXT).reason == "not_precomputed"
+
+    def test_another_encoding(self, engine: CacheClipEngine, config: EngineConfig) -> None:
+        found = why(CacheClipEngine(replace(config, behind="prefix")), TEXT)
+        assert found.reason == "evicted" and "precomputed with behind='passages'" in found.explanation
+
+    def test_deleted_caches(self, engine: CacheClipEngine) -> None:
+        for key in list(engine.store.keys()):
+            engine.store.delete(key)
+        found = why(engine, TEXT)
+        assert found.reason == "evicted" and "not there for" in found.explanation and not found.is_hit
+
+    def test_inside_a_longer_one(self, engine: CacheClipEngine) -> None:
+        whole = f"Log book. {TEXT} Signed."
+        engine.precompute([whole])
+        assert why(engine, whole).reason == "inside_another"
+
+    def test_models_that_cannot_reuse(self, tmp_path: Path) -> None:
+        engine = CacheClipEngine(primary=build(tmp_path, "mamba"), auxiliary=None, fallback="full", method="direct")
+        found = explain_miss(engine, asked(TEXT), TEXT)
+        assert found.reason == "cannot_reuse" and "plain prefill" in found.explanation
+
+
+class TestCommand:
+    def run(self, engine: CacheClipEngine, tmp_path: Path, prompt: str, *more: str) -> Any:
+        file = tmp_path / "prompt.txt"
+        file.write_text(prompt)
+        models = ["--primary", engine.config.primary, "--auxiliary", str(engine.config.auxiliary)]
+        return CliRunner().invoke(app, ["explain-miss", str(file), "--store", str(engine.config.store), *models, *more])
+
+    def test_the_texts_that_the_store_knows(self, engine: CacheClipEngine, tmp_path: Path) -> None:
+        good = self.run(engine, tmp_path, asked(TEXT), "--json")
+        assert good.exit_code == 0, good.output
+        assert [each["reason"] for each in json.loads(good.stdout)["texts"]] == ["hit"]
+        cut = self.run(engine, tmp_path, asked(TEXT[:60]))
+        assert cut.exit_code == 1 and "miss" in cut.output and "keep them whole" in cut.output
+        none = self.run(engine, tmp_path, "Nothing of it.")
+        assert none.exit_code == 1 and "--text FILE" in none.output
+
+    def test_a_text_of_ones_own(self, engine: CacheClipEngine, tmp_path: Path) -> None:
+        (tmp_path / "text.txt").write_text("Some other text that was expected here, of some length.")
+        result = self.run(engine, tmp_path, asked(TEXT), "--text", str(tmp_path / "text.txt"), "--json")
+        assert result.exit_code == 1
+        assert json.loads(result.stdout)["texts"][0]["reason"] == "not_in_prompt"
+
+    def test_no_store(self, engine: CacheClipEngine, tmp_path: Path) -> None:
+        (tmp_path / "prompt.txt").write_text("x")
+        result = CliRunner().invoke(
+            app, ["explain-miss", str(tmp_path / "prompt.txt"), "--store", str(tmp_path / "none")]
+        )
+        assert "there is no store" in str(result.exception) and not (tmp_path / "none").exists()
