@@ -88,8 +88,8 @@ def explain_miss(engine: CacheClipEngine, prompt: Prompt, text: str) -> MissRepo
         "not_precomputed",
         "the text stands in the prompt as it is, and was never precomputed in namespace "
         f"{engine.config.namespace!r} of store {engine.config.store or 'in memory'!r}: what was precomputed differs "
-        "from it, or went elsewhere. Compare the store, the namespace, and the text as it is when precomputed (metadata "
-        "that a framework adds is part of it).",
+        "from it, or went elsewhere. Compare the store, the namespace, and the text as it is when precomputed (the "
+        "metadata that a framework adds is part of it).",
     )
 
 
