@@ -138,11 +138,17 @@ class CacheClipSynthesizer(BaseSynthesizer):
     ) -> RESPONSE_TEXT_TYPE:
         llm = self._knowing(text_chunks, cacheclip_nodes)
         if self._mode not in _WITHOUT_LLM:
-            await asyncio.to_thread(lambda: _own(self._llm).engine.primary)  # weights load outside the event loop
+            await asyncio.to_thread(self._prepare, text_chunks)
         if self._mode is ResponseMode.SIMPLE_SUMMARIZE:
             ask = llm.astream if self._streaming else llm.apredict
             return await ask(**self._summary(query_str, text_chunks, llm), **response_kwargs) or self._empty_response
         return await self._stock(llm).aget_response(query_str=query_str, text_chunks=text_chunks, **response_kwargs)
+
+    def _prepare(self, text_chunks: Sequence[str]) -> None:
+        """What takes long, for a thread that is not the event loop's: weights, and tokens of the chunks."""
+        assert _own(self._llm).engine.primary
+        if isinstance(self._prompt_helper, WholeChunks):
+            self._prompt_helper.count(text_chunks)
 
     # -- stock parts --------------------------------------------------------------------------------------------
 

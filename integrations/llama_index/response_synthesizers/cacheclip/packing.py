@@ -21,6 +21,7 @@ __all__ = ["WholeChunks"]
 logger = logging.getLogger(__name__)
 
 _GLUE = "\n\n"
+_REMEMBERED = 1024
 _EMPTY_CHAT = ({"role": "system", "content": ""}, {"role": "user", "content": ""})
 
 
@@ -31,6 +32,8 @@ class WholeChunks(PromptHelper):
     """
 
     _llm: Any = PrivateAttr(default=None)
+    _counts: dict[str, int] = PrivateAttr(default_factory=dict)
+    """Tokens of texts that were counted lately: a pack is asked for again, and an event loop should not wait."""
 
     @classmethod
     def class_name(cls) -> str:
@@ -64,6 +67,7 @@ class WholeChunks(PromptHelper):
             elif packs and taken + self._tokens(_GLUE) + tokens <= room:
                 packs[-1] = f"{packs[-1]}{_GLUE}{text}"
                 taken += self._tokens(_GLUE) + tokens
+                self._counts[packs[-1]] = taken
             else:
                 packs.append(text)
                 taken = tokens
@@ -101,8 +105,17 @@ class WholeChunks(PromptHelper):
             room -= self._tokens(self._llm.engine.primary.render_chat(_EMPTY_CHAT))
         return room
 
+    def count(self, texts: Sequence[str]) -> None:
+        """Count now what will be asked for."""
+        for text in (*_stripped(texts), _GLUE):
+            self._tokens(text)
+
     def _tokens(self, text: str) -> int:
-        return int(self._token_counter.get_string_tokens(text))
+        if text not in self._counts:
+            while len(self._counts) >= _REMEMBERED:
+                self._counts.pop(next(iter(self._counts)), None)
+            self._counts[text] = int(self._token_counter.get_string_tokens(text))
+        return self._counts[text]
 
 
 def _stripped(texts: Sequence[str]) -> list[str]:

@@ -1,0 +1,349 @@
+# ruff: noqa: F401, F811 (fixtures are imported)
+"""LlamaIndex around the LLM: chat engines, composed query engines, workflows, agents, and what retrievers and
+postprocessors do to the text that a model reads."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from llama_index.core import Document, StorageContext, VectorStoreIndex
+from llama_index.core.agent.workflow import ReActAgent
+from llama_index.core.base.base_selector import BaseSelector, SelectorResult, SingleSelection
+from llama_index.core.ingestion import IngestionPipeline
+from llama_index.core.node_parser import (
+    HierarchicalNodeParser,
+    SentenceSplitter,
+    SentenceWindowNodeParser,
+    get_leaf_nodes,
+)
+from llama_index.core.postprocessor import LLMRerank, MetadataReplacementPostProcessor, SimilarityPostprocessor
+from llama_index.core.prompts.mixin import PromptDictType
+from llama_index.core.query_engine import RetrieverQueryEngine, RouterQueryEngine, SubQuestionQueryEngine
+from llama_index.core.question_gen.types import BaseQuestionGenerator, SubQuestion
+from llama_index.core.retrievers import AutoMergingRetriever
+from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle, TextNode
+from llama_index.core.storage.docstore import SimpleDocumentStore
+from llama_index.core.tools import FunctionTool, QueryEngineTool, ToolMetadata
+from llama_index.core.workflow import Event, StartEvent, StopEvent, Workflow, step
+from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform
+from llama_index.response_synthesizers.cacheclip import CacheClipSynthesizer
+
+from tests.integrations.test_llama_index import WordEmbedding
+from tests.integrations.test_llama_index_nodes import Seen, llm, seen
+
+# of LlamaIndex's own making: its memory of chats leaves a database open, its agents look at every attribute
+_UNCLOSED = "ignore:Exception ignored in. <function Connection:pytest.PytestUnraisableExceptionWarning"
+pytestmark = [
+    pytest.mark.filterwarnings(_UNCLOSED),
+    pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecationWarning"),
+]
+
+
+@pytest.fixture
+def index(llm: CacheClipLLM, chunks: list[str]) -> VectorStoreIndex:
+    nodes = [TextNode(text=chunk, metadata={"page": n}) for n, chunk in enumerate(chunks[:4])]
+    CacheClipTransform.from_llm(llm)(nodes)
+    return VectorStoreIndex(nodes, embed_model=WordEmbedding())
+
+
+def scripted(monkeypatch: pytest.MonkeyPatch, *texts: str) -> list[Any]:
+    """Puts words into the model's mouth, which writes none that make sense; prompts and statistics are real."""
+    asked: list[Any] = []
+    left = list(texts)
+    original = CacheClipLLM._events
+
+    def events(self: CacheClipLLM, prompt: Any, options: dict[str, Any]) -> Any:
+        asked.append(prompt)
+        made, text = original(self, prompt, options), left.pop(0)
+
+        def told() -> Iterator[Any]:
+            for event in made():
+                if event.answer is not None:
+                    yield replace(event, text=text, answer=replace(event.answer, text=text))
+
+        return told
+
+    monkeypatch.setattr(CacheClipLLM, "_events", events)
+    return asked
+
+
+class TestEngines:
+    @pytest.mark.parametrize("mode", ["context", "condense_plus_context", "condense_question"])
+    async def test_chat_engines(
+        self,
+        index: VectorStoreIndex,
+        llm: CacheClipLLM,
+        question: str,
+        seen: Seen,
+        mode: str,
+    ) -> None:
+        engine = index.as_chat_engine(chat_mode=mode, llm=llm, similarity_top_k=2)
+        assert str(engine.chat(question))
+        assert str(await engine.achat(question))
+        assert "".join(engine.stream_chat(question).response_gen)
+        answers = [event for event in seen.fusions if event.hits]
+        assert [event.hits for event in answers] == [2, 2, 2] and all(event.misses == 0 for event in answers)
+
+    def test_from_args_with_our_synthesizer(
+        self,
+        index: VectorStoreIndex,
+        llm: CacheClipLLM,
+        question: str,
+        seen: Seen,
+    ) -> None:
+        engine = RetrieverQueryEngine.from_args(
+            index.as_retriever(similarity_top_k=3),
+            llm=llm,
+            response_synthesizer=CacheClipSynthesizer(llm=llm),
+            node_postprocessors=[SimilarityPostprocessor(similarity_cutoff=0.0)],
+        )
+        assert len(engine.query(question).source_nodes) == 3
+        assert [(event.hits, len(event.node_ids)) for event in seen.fusions] == [(3, 3)]
+
+    def test_sub_questions(
+        self,
+        index: VectorStoreIndex,
+        llm: CacheClipLLM,
+        question: str,
+        seen: Seen,
+    ) -> None:
+        class Two(BaseQuestionGenerator):
+            def generate(self, tools: Any, query: QueryBundle) -> list[SubQuestion]:
+                return [SubQuestion(sub_question=text, tool_name="island") for text in (question, "Who kept the lamp?")]
+
+            async def agenerate(self, tools: Any, query: QueryBundle) -> list[SubQuestion]:
+                return self.generate(tools, query)
+
+            def _get_prompts(self) -> PromptDictType:
+                return {}
+
+            def _update_prompts(self, prompts: PromptDictType) -> None:
+                return
+
+        tool = QueryEngineTool(
+            index.as_query_engine(llm=llm, similarity_top_k=2), ToolMetadata(name="island", description="All of it.")
+        )
+        engine = SubQuestionQueryEngine.from_defaults(
+            [tool], llm=llm, question_gen=Two(), response_synthesizer=CacheClipSynthesizer(llm=llm), use_async=False
+        )
+        assert str(engine.query("Tell me all."))
+        assert [event.hits for event in seen.fusions][:2] == [2, 2] and len(seen.fusions) == 3
+
+    def test_a_router(
+        self,
+        index: VectorStoreIndex,
+        llm: CacheClipLLM,
+        question: str,
+        seen: Seen,
+    ) -> None:
+        class First(BaseSelector):
+            def _select(self, choices: Any, query: QueryBundle) -> SelectorResult:
+                return SelectorResult(selections=[SingleSelection(index=0, reason="it is the first")])
+
+            async def _aselect(self, choices: Any, query: QueryBundle) -> SelectorResult:
+                return self._select(choices, query)
+
+            def _get_prompts(self) -> PromptDictType:
+                return {}
+
+            def _update_prompts(self, prompts: PromptDictType) -> None:
+                return
+
+        tools = [
+            QueryEngineTool(
+                index.as_query_engine(llm=llm, similarity_top_k=n), ToolMetadata(f"for {n}", name=f"top{n}")
+            )
+            for n in (2, 3)
+        ]
+        engine = RouterQueryEngine(selector=First(), query_engine_tools=tools, llm=llm)
+        assert str(engine.query(question)) and [event.hits for event in seen.fusions] == [2]
+
+    async def test_a_workflow(
+        self,
+        index: VectorStoreIndex,
+        llm: CacheClipLLM,
+        question: str,
+        seen: Seen,
+    ) -> None:
+        class Retrieved(Event):
+            nodes: list[NodeWithScore]
+
+        class Rag(Workflow):
+            @step
+            async def retrieve(self, start: StartEvent) -> Retrieved:
+                return Retrieved(nodes=await index.as_retriever(similarity_top_k=2).aretrieve(start.question))
+
+            @step
+            async def answer(self, found: Retrieved) -> StopEvent:
+                synthesizer = CacheClipSynthesizer(llm=llm)
+                return StopEvent(result=str(await synthesizer.asynthesize(question, found.nodes)))
+
+        assert await Rag(timeout=60).run(question=question)
+        assert [event.hits for event in seen.fusions] == [2]
+
+    async def test_an_agent_that_reasons_in_text(
+        self,
+        index: VectorStoreIndex,
+        llm: CacheClipLLM,
+        chunks: list[str],
+        seen: Seen,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """What its tool found is in the next prompt, and reused."""
+
+        def search(query: str) -> str:
+            """Find texts about the island."""
+            return chunks[0]
+
+        asked = scripted(
+            monkeypatch,
+            'Thought: I need to look.\nAction: search\nAction Input: {"query": "lamp"}',
+            "Thought: I can answer without using any more tools. I'll use the user's language to answer\nAnswer: 1871",
+        )
+        agent = ReActAgent(tools=[FunctionTool.from_defaults(search)], llm=llm, streaming=False)
+        assert "1871" in str(await agent.run("When was the lamp changed?"))
+        assert len(asked) == 2 and chunks[0] in str(asked[1]).encode().decode("unicode_escape")
+        assert [event.hits for event in seen.fusions] == [0, 1]
+
+
+class TestWhatTheModelReads:
+    """Chunks are known by the text that a model reads, whatever node it comes from."""
+
+    def test_metadata_belongs_to_the_text(self, llm: CacheClipLLM, chunks: list[str]) -> None:
+        node = TextNode(text=chunks[0], metadata={"title": "Log"}, excluded_llm_metadata_keys=[])
+        CacheClipTransform.from_llm(llm)([node])
+        assert llm.engine.is_stored(node.get_content(MetadataMode.LLM)) and not llm.engine.is_stored(chunks[0])
+        hidden = TextNode(text=chunks[1], metadata={"title": "Log"}, excluded_llm_metadata_keys=["title"])
+        CacheClipTransform.from_llm(llm)([hidden])
+        assert llm.engine.is_stored(chunks[1])
+
+    def test_sentence_windows_are_stored_when_they_are_read(
+        self,
+        llm: CacheClipLLM,
+        chunks: list[str],
+        question: str,
+        seen: Seen,
+    ) -> None:
+        """A window is no node: nothing can precompute it beforehand. It is stored after its first answer."""
+        parser = SentenceWindowNodeParser.from_defaults(window_size=2)
+        nodes = parser.get_nodes_from_documents([Document(text=" ".join(chunks[:2]))])
+        index = VectorStoreIndex(nodes, embed_model=WordEmbedding())
+        engine = RetrieverQueryEngine.from_args(
+            index.as_retriever(similarity_top_k=1),
+            llm=llm,
+            response_synthesizer=CacheClipSynthesizer(llm=llm),
+            node_postprocessors=[MetadataReplacementPostProcessor(target_metadata_key="window")],
+        )
+        engine.query(question)
+        engine.query(question)
+        assert [(event.hits, event.misses) for event in seen.fusions] == [(0, 1), (1, 0)]
+
+    def test_merged_parents_hit_if_they_were_precomputed(
+        self,
+        llm: CacheClipLLM,
+        chunks: list[str],
+        question: str,
+        seen: Seen,
+    ) -> None:
+        """Precompute every level of the hierarchy: which one is read depends on the question."""
+        parser = HierarchicalNodeParser.from_defaults(chunk_sizes=[256, 64])
+        nodes = parser.get_nodes_from_documents([Document(text=" ".join(chunks[:3]))])
+        CacheClipTransform.from_llm(llm)(nodes)
+        docstore = SimpleDocumentStore()
+        docstore.add_documents(nodes)
+        storage = StorageContext.from_defaults(docstore=docstore)
+        leaves = VectorStoreIndex(get_leaf_nodes(nodes), storage_context=storage, embed_model=WordEmbedding())
+        retriever = AutoMergingRetriever(leaves.as_retriever(similarity_top_k=6), storage, simple_ratio_thresh=0.0)
+        engine = RetrieverQueryEngine.from_args(retriever, llm=llm, response_synthesizer=CacheClipSynthesizer(llm=llm))
+        read = engine.query(question).source_nodes
+        assert any(each.node.child_nodes for each in read), "merging happened"
+        assert [(event.hits, event.misses) for event in seen.fusions] == [(len(read), 0)]
+
+    def test_reranked_nodes_hit_in_their_new_order(
+        self,
+        index: VectorStoreIndex,
+        llm: CacheClipLLM,
+        question: str,
+        seen: Seen,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        asked = scripted(monkeypatch, "Doc: 3, Relevance: 9\nDoc: 1, Relevance: 7", "An answer.")
+        engine = index.as_query_engine(llm=llm, similarity_top_k=3, node_postprocessors=[LLMRerank(llm=llm, top_n=2)])
+        nodes = engine.query(question).source_nodes
+        assert len(nodes) == 2 and len(asked) == 2
+        assert seen.fusions[0].hits == 3, "the reranker's own prompt holds the chunks too"
+        assert (seen.fusions[1].hits, seen.fusions[1].misses) == (2, 0)
+
+    def test_what_the_pipeline_skipped_is_healed(
+        self,
+        llm: CacheClipLLM,
+        chunks: list[str],
+        question: str,
+        seen: Seen,
+    ) -> None:
+        """Its cache does not know that the store was emptied; the next answer stores the chunk again."""
+        pipeline = IngestionPipeline(transformations=[SentenceSplitter(), CacheClipTransform.from_llm(llm)])
+        documents = [Document(text=chunks[0], id_="a")]
+        pipeline.run(documents=documents)
+        llm.engine.release([chunks[0]])
+        nodes = pipeline.run(documents=documents)
+        assert not llm.engine.is_stored(chunks[0]), "skipped"
+        index = VectorStoreIndex(nodes, embed_model=WordEmbedding())
+        engine = index.as_query_engine(llm=llm, response_synthesizer=CacheClipSynthesizer(llm=llm))
+        engine.query(question)
+        engine.query(question)
+        assert [(event.hits, event.misses) for event in seen.fusions] == [(0, 1), (1, 0)]
+
+
+class TestAtOnce:
+    def test_eight_requests_are_answered_as_one_by_one(
+        self,
+        index: VectorStoreIndex,
+        llm: CacheClipLLM,
+        chunks: list[str],
+    ) -> None:
+        engine = index.as_query_engine(llm=llm, similarity_top_k=2)
+        questions = [f"What does it say of {word}?" for word in " ".join(chunks).split()[3:80:10]]
+        expected = [str(engine.query(question)) for question in questions]
+        assert len(set(expected)) > 2
+        with ThreadPoolExecutor(8) as pool:
+            assert [str(answer) for answer in pool.map(engine.query, questions)] == expected
+
+    async def test_eight_at_once_in_one_event_loop(
+        self,
+        index: VectorStoreIndex,
+        llm: CacheClipLLM,
+        chunks: list[str],
+    ) -> None:
+        engine = index.as_query_engine(llm=llm, similarity_top_k=2)
+        questions = [f"What does it say of {word}?" for word in " ".join(chunks).split()[3:80:10]]
+        expected = [str(await engine.aquery(question)) for question in questions]
+        found = await asyncio.gather(*(engine.aquery(question) for question in questions))
+        assert [str(answer) for answer in found] == expected
+
+    async def test_the_event_loop_goes_on(
+        self, index: VectorStoreIndex, llm: CacheClipLLM, chunks: list[str], question: str
+    ) -> None:
+        """The model works in another thread, from the first prompt on; so does what counts its tokens."""
+        here: list[str] = []
+        original = type(llm.engine.primary).tokenize
+
+        def tokenize(self: Any, text: str, *args: Any, **kwargs: Any) -> Any:
+            if threading.current_thread() is threading.main_thread():
+                here.append(text)
+            return original(self, text, *args, **kwargs)
+
+        synthesizer = CacheClipSynthesizer(llm=llm, streaming=True)
+        engine = index.as_query_engine(llm=llm, similarity_top_k=3, streaming=True, response_synthesizer=synthesizer)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(llm.engine.primary), "tokenize", tokenize)
+            response = await engine.aquery(question)
+            assert [token async for token in response.async_response_gen()]
+        assert max(map(len, here), default=0) < 1000, "templates at most"
+        assert not any(chunk in text for text in here for chunk in chunks)
