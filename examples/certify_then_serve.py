@@ -1,0 +1,36 @@
+"""First proof, then service: certify models and method on these very weights, then serve with an engine that refuses to
+reuse anything without that certificate, and compares a share of its answers with full prefill."""
+
+from __future__ import annotations
+
+from common import AUXILIARY, PRIMARY, STORE
+
+from cacheclip_rag import CacheClipEngine, EngineConfig, SamplingParams
+from cacheclip_rag.errors import CertificateError
+from cacheclip_rag.evaluation.certify import certify
+
+config = EngineConfig(primary=PRIMARY, auxiliary=AUXILIARY, store=STORE)
+CHUNKS = [
+    "The lighthouse of Brindle Point was built in 1847 by the engineer Ada Marsh, of granite from the island.",
+    "Its lamp burned whale oil until 1871, when Marsh's nephew had it changed to paraffin, against her will.",
+]
+
+
+def main() -> None:
+    certificate = certify(config, quick=True)  # without quick: 20 prompts instead of 4
+    print(f"verdict at ratio {config.recompute_ratio}: {certificate.verdict}; kept in {certificate.save()}")
+    ratio = next((row.ratio for row in certificate.ratios if row.verdict in ("exact", "faithful")), 1.0)
+    engine = CacheClipEngine(config, recompute_ratio=ratio, require_certificate=True, shadow_rate=1.0)
+    engine.precompute(CHUNKS)
+    prompt = "\n\n".join([*CHUNKS, "Until when did the lamp burn whale oil?"])
+    try:
+        answer = engine.generate(prompt, SamplingParams(max_tokens=20))
+        print(f"at ratio {ratio}: {answer.text!r} by {answer.stats.method}, {answer.stats.hits} hits")
+    except CertificateError as error:  # a quick certificate is enough only where it says 'exact'
+        print(f"refused: {error}")
+    engine.wait_for_shadows()
+    print({name: value for name, value in engine.metrics.snapshot().items() if "shadow" in name})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""What the examples share: which models, where the store lies, and MiniLM in both frameworks' terms.
+
+``PRIMARY``, ``AUXILIARY``, ``STORE`` and ``CORPUS`` in the environment choose others. One chunk-cache store serves all
+examples.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from langchain_core.embeddings import Embeddings
+from llama_index.core.embeddings import BaseEmbedding
+
+from cacheclip_rag.ingest.embedding import Embedder
+
+HERE = Path(__file__).resolve().parent
+CORPUS = Path(os.environ.get("CORPUS", HERE / "corpus"))
+PRIMARY = os.environ.get("PRIMARY", "qwen2.5-coder-0.5b")
+AUXILIARY = os.environ.get("AUXILIARY", "smollm2-135m")
+STORE = os.environ.get("STORE", str(HERE.parent / ".demo" / "examples"))
+FILES = ("apache-2.0.txt", "mpl-2.0.txt")
+"""Of the corpus: two licences are enough to show the way."""
+DIMENSIONS = 384
+
+_embedder = Embedder()  # all-MiniLM-L6-v2 by sentence-transformers, its weights from the package index
+
+
+class LlamaIndexMiniLM(BaseEmbedding):
+    """The embedding model in LlamaIndex's terms."""
+
+    def _get_text_embedding(self, text: str) -> list[float]:
+        return [float(x) for x in _embedder.embed([text])[0]]
+
+    def _get_text_embeddings(self, texts: list[str]) -> list[list[float]]:
+        return [[float(x) for x in row] for row in _embedder.embed(texts)]
+
+    def _get_query_embedding(self, query: str) -> list[float]:
+        return self._get_text_embedding(query)
+
+    async def _aget_query_embedding(self, query: str) -> list[float]:
+        return self._get_text_embedding(query)
+
+
+class LangChainMiniLM(Embeddings):
+    """The same in LangChain's."""
+
+    def embed_documents(self, texts: list[str]) -> list[list[float]]:
+        return [[float(x) for x in row] for row in _embedder.embed(texts)]
+
+    def embed_query(self, text: str) -> list[float]:
+        return self.embed_documents([text])[0]

@@ -1,0 +1,30 @@
+"""An ingestion job, as cron would run it: what will it take, do what changed, say what was done. Kill it and run it
+again: it goes on where it was. The same from the shell: ``cacheclip ingest examples/corpus --store … [--dry-run]``."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from common import AUXILIARY, CORPUS, FILES, PRIMARY, STORE
+
+from cacheclip_rag import CacheClipEngine
+from cacheclip_rag.cli.settings import DEFAULT_SETTINGS, engine_config
+from cacheclip_rag.ingest.embedding import Embedder
+from cacheclip_rag.ingest.job import ingest, plan
+from cacheclip_rag.ingest.library import Library
+
+settings = dataclasses.replace(DEFAULT_SETTINGS, primary=PRIMARY, auxiliary=AUXILIARY, chunk_tokens=256)
+FOLDER = f"{STORE}-job"
+
+
+def main() -> None:
+    engine, library = CacheClipEngine(engine_config(settings, FOLDER, device="cpu")), Library(FOLDER)
+    paths = [CORPUS / name for name in FILES]
+    cost = plan(paths, library=library, engine=engine, settings=settings)
+    print(f"to do: {cost.computed} chunks, {cost.bytes / 1e6:.0f} MB, about {cost.seconds / 60:.1f} minutes")
+    report = ingest(paths, library=library, engine=engine, embedder=Embedder(), settings=settings)
+    print(f"done: {report.added} added, {report.changed} changed, {report.unchanged} unchanged")
+
+
+if __name__ == "__main__":
+    main()
