@@ -9,7 +9,7 @@ export TOKENIZERS_PARALLELISM := false
 # One more requirement for the environment, such as a version of transformers.
 PIN ?=
 
-.PHONY: setup demo test test-oldest lint bench clean
+.PHONY: setup demo test test-oldest lint docs bench clean
 
 setup: $(VENV)/.installed
 
@@ -41,8 +41,13 @@ lint: setup
 	$(BIN)/mypy
 	MYPYPATH=integrations $(BIN)/mypy --namespace-packages --explicit-package-bases integrations
 
+# The documentation site, in site/; a warning is an error.
+docs: setup
+	$(BIN)/python -m pip install --quiet --group docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet -f docs/mkdocs.yml
+
 bench: setup
 	$(BIN)/cacheclip bench
 
 clean:
-	rm -rf $(VENV) .venv-oldest .demo
+	rm -rf $(VENV) .venv-oldest .demo site
