@@ -112,8 +112,8 @@ class WholeChunks(PromptHelper):
 
     def _tokens(self, text: str) -> int:
         if text not in self._counts:
-            while len(self._counts) >= _REMEMBERED:
-                self._counts.pop(next(iter(self._counts)), None)
+            if len(self._counts) >= _REMEMBERED:
+                self._counts.clear()  # at once: other threads count too
             self._counts[text] = int(self._token_counter.get_string_tokens(text))
         return self._counts[text]
 
