@@ -1,5 +1,5 @@
-"""What the frameworks cost: seconds to the first token through LlamaIndex and LangChain, against the bare engine; and how
-long an event loop waits while an answer is streamed into it.
+"""What the frameworks cost: seconds to the first token through LlamaIndex and LangChain, against the bare engine; and
+how long an event loop waits while an answer is streamed into it.
 
     python benchmarks/frameworks.py --primary qwen2.5-coder-0.5b --auxiliary smollm2-135m --chunks 8 --runs 5
 

@@ -7,11 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from langchain_cacheclip import CacheClipVectorStore, ChatCacheClip
+from langchain_cacheclip import CacheClipByteStore, CacheClipVectorStore, ChatCacheClip
 from langchain_core.documents import Document
 from langchain_core.messages import AIMessage
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
-from langchain_tests.integration_tests import ChatModelIntegrationTests, VectorStoreIntegrationTests
+from langchain_tests.integration_tests import (
+    BaseStoreAsyncTests,
+    BaseStoreSyncTests,
+    ChatModelIntegrationTests,
+    VectorStoreIntegrationTests,
+)
 from langchain_tests.unit_tests import ChatModelUnitTests
 
 from tests.conftest import CHUNKS
@@ -87,3 +92,21 @@ class TestVectorStore(VectorStoreIntegrationTests):
         assert isinstance(store.store, InMemoryVectorStore)
         left = [Document(each["text"]) for each in store.store.store.values()]
         assert all(llm.engine.is_stored(each.page_content) for each in left), "what is there is precomputed"
+
+
+class _Bytes:
+    @pytest.fixture
+    def kv_store(self, tmp_path: Path) -> CacheClipByteStore:
+        return CacheClipByteStore(tmp_path / "bytes")
+
+    @pytest.fixture
+    def three_values(self) -> tuple[bytes, bytes, bytes]:
+        return b"one", b"", bytes(range(256)) * 40
+
+
+class TestByteStore(_Bytes, BaseStoreSyncTests[bytes]):
+    pass
+
+
+class TestByteStoreAsync(_Bytes, BaseStoreAsyncTests[bytes]):
+    pass
