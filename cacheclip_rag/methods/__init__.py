@@ -52,7 +52,7 @@ METHODS: dict[str, str] = {
 """Name to ``module:Class`` in this package."""
 
 DEFAULT_METHOD = "anchored"
-"""The one that comes nearest to full prefill at the default ratio (README, "Measured")."""
+"""The one that comes nearest to full prefill at the default ratio (README, "Methods")."""
 
 
 def check_method(method: str) -> None:
