@@ -33,14 +33,17 @@ class Mixed(Selective):
     """Another, or the same with other settings."""
     weight: float = 0.5
     """Weight of the first; the second has the rest."""
+    sure: float = 0.0
+    """Share of the budget that goes to what the first puts highest, whatever the second says of it."""
 
     def __post_init__(self) -> None:
         super(Mixed, self).__post_init__()
         for which in ("first", "second"):
             _check_part(which, getattr(self, which))
         self._parts()
-        if not 0.0 <= self.weight <= 1.0:
-            raise ConfigurationError(f"weight must be between 0 and 1, got {self.weight!r}.")
+        for setting in ("weight", "sure"):
+            if not 0.0 <= getattr(self, setting) <= 1.0:
+                raise ConfigurationError(f"{setting} must be between 0 and 1, got {getattr(self, setting)!r}.")
 
     @property
     def needs_auxiliary(self) -> bool:
@@ -60,6 +63,8 @@ class Mixed(Selective):
         rated = [part.rate(request, [s[number] for s in scores]) for number, part in enumerate(self._parts())]
         first, second = (_ranks(torch.cat(each)) for each in rated)
         mixed = self.weight * first + (1 - self.weight) * second
+        best = first.argsort(descending=True, stable=True)[: round(self.sure * self.budget(request))]
+        mixed[best] += 1.0
         return list(mixed.split(lengths))
 
 

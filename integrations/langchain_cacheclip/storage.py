@@ -10,7 +10,6 @@ import xxhash
 from langchain_core.stores import ByteStore
 
 from cacheclip_rag.errors import ConfigurationError
-from cacheclip_rag.store.database import Database
 
 __all__ = ["CacheClipByteStore"]
 
@@ -43,6 +42,8 @@ class CacheClipByteStore(ByteStore):
     def __init__(self, folder: str | Path, max_bytes: int | None = None) -> None:
         if max_bytes is not None and max_bytes < 0:
             raise ConfigurationError(f"max_bytes must be 0 or more, or None for no limit, got {max_bytes}.")
+        from cacheclip_rag.store.database import Database  # its package loads torch
+
         self._database = Database(Path(folder).expanduser() / "named.sqlite3", _SCHEMA)
         self._max_bytes = max_bytes
 

@@ -37,10 +37,6 @@ from llama_index.response_synthesizers.cacheclip import CacheClipSynthesizer
 from tests.integrations.test_llama_index import WordEmbedding
 from tests.integrations.test_llama_index_nodes import Seen, llm, seen
 
-# of LlamaIndex's own making: its memory of chats leaves a database open, its agents use what is deprecated
-_UNCLOSED = "ignore:Exception ignored in. <function Connection:pytest.PytestUnraisableExceptionWarning"
-pytestmark = pytest.mark.filterwarnings(_UNCLOSED)
-
 
 @pytest.fixture
 def index(llm: CacheClipLLM, chunks: list[str]) -> VectorStoreIndex:

@@ -96,6 +96,21 @@ def test_equal_scores_have_equal_ranks() -> None:
 
 
 @plain
+def test_what_the_first_is_sure_of_is_taken(case: Case) -> None:
+    """All of the budget: the first alone. A part: as many of its best, whatever the second says."""
+    _, alone = spied(case, "query_attention:window=1:threshold=0")
+    mixed = "mixed:first=query_attention:second=epic:window=1:threshold=0"
+    _, all_sure = spied(case, f"{mixed}:sure=1.0")
+    assert all(torch.equal(a, b) for a, b in zip(all_sure.masks, alone.masks, strict=True))
+    none, half = (spied(case, f"{mixed}{sure}")[1] for sure in ("", ":sure=0.5"))
+    common = [sum(int((a & b).sum()) for a, b in zip(each.masks, alone.masks, strict=True)) for each in (none, half)]
+    budget = sum(int(mask.sum()) for mask in alone.masks)
+    assert common[1] >= max(common[0], budget // 2)
+    with pytest.raises(ConfigurationError, match="sure must be between 0 and 1, got 2.0"):
+        Mixed(sure=2.0)
+
+
+@plain
 def test_anchored_is_a_mix(case: Case) -> None:
     for spec, alike in (
         ("anchored", "mixed:first=query_attention/layers=upper:second=epic"),
