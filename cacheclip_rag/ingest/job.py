@@ -77,11 +77,9 @@ def ingest(
         DocumentError: a path does not exist, or no document was found at all.
         ConfigurationError: the library was made with other settings.
     """
-    roots, files = _files(paths, library)
-    report = IngestReport()
-    texts = _read_all(files, report)
-    library.check_settings(settings)
-    work = _changed(library, engine, texts, settings, report)
+    roots, files, work, report = _survey(paths, library, engine, settings)
+    for path in sorted({str(file) for file in files} - {item.path for item in work}):
+        engine.texts.add(library.passages_of(path))  # known already, unless the store's index was lost
     total = sum(len(item.passages) for item in work)
     with progress_bar("precomputing", total, "chunks") as advance:
         for item in work:
@@ -96,11 +94,7 @@ def plan(
     paths: Iterable[str | Path], *, library: Library, engine: CacheClipEngine, settings: LibrarySettings
 ) -> IngestPlan:
     """What :func:`ingest` would do with ``paths`` and what it would take; changes nothing. Raises what it raises."""
-    roots, files = _files(paths, library)
-    report = IngestReport()
-    texts = _read_all(files, report)
-    library.check_settings(settings)
-    work = _changed(library, engine, texts, settings, report)
+    roots, files, work, report = _survey(paths, library, engine, settings)
     found = IngestPlan(
         unchanged=report.unchanged, failed=report.failed, chunks=sum(len(item.passages) for item in work)
     )
@@ -111,15 +105,20 @@ def plan(
     return found
 
 
-def _files(paths: Iterable[str | Path], library: Library) -> tuple[list[Path], list[Path]]:
-    """Where to look, and what is there. Raises DocumentError if nothing is, nor was."""
+def _survey(
+    paths: Iterable[str | Path], library: Library, engine: CacheClipEngine, settings: LibrarySettings
+) -> tuple[list[Path], list[Path], list[_Work], IngestReport]:
+    """Where to look, what is there, what of it is to be done, and a report of what is not."""
     roots = [Path(path).expanduser().resolve() for path in paths]
     files = list(find_files(roots))
     if not files and not any(_known_under(library, roots)):
         raise DocumentError(
             f"no text or Markdown files in {', '.join(map(str, roots))}. Expected .txt, .md, .markdown, .text or .rst."
         )
-    return roots, files
+    report = IngestReport()
+    texts = _read_all(files, report)
+    library.check_settings(settings)
+    return roots, files, _changed(library, engine, texts, settings, report), report
 
 
 def _read_all(files: Iterable[Path], report: IngestReport) -> dict[Path, str]:
@@ -168,7 +167,6 @@ def _changed(
         digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
         if known.get(str(path)) == digest:
             report.unchanged += 1
-            engine.texts.add(library.passages_of(str(path)))  # known already, unless the store's index was lost
             continue
         splitter = splitter or Splitter(engine.primary.tokenizer, settings.chunk_tokens, settings.overlap_tokens)
         passages = splitter.split(text, markdown=path.suffix.lower() in MARKDOWN_SUFFIXES)

@@ -60,9 +60,8 @@ def price(engine: CacheClipEngine, texts: Sequence[str], plan: IngestPlan) -> No
 def _seconds_per_token(caches: ChunkCaches, texts: Sequence[str]) -> float:
     if not texts:
         return 0.0
-    prefix = (
-        caches.kv_runtime.encode(caches.prefix_ids) if caches.prefix_ids else None
-    )  # not from the store, nor into it
+    # computed here: neither from the store nor into it
+    prefix = caches.kv_runtime.encode(caches.prefix_ids) if caches.prefix_ids else None
     timed = sorted(texts, key=len)[len(texts) // 2 :][:_TIMED_CHUNKS]  # from the middle on: neither headings nor giants
     caches.kv_runtime.encode(caches.tokenize(timed[0]).ids, prefix)  # the first run of a shape takes longer
     started = time.perf_counter()

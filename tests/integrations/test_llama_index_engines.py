@@ -296,6 +296,11 @@ class TestWhatTheModelReads:
         assert [(event.hits, event.misses) for event in seen.fusions] == [(0, 1), (1, 0)]
 
 
+def eight(chunks: list[str]) -> list[str]:
+    """Questions about words here and there."""
+    return [f"What does it say of {word}?" for word in " ".join(chunks).split()[3:80:10]]
+
+
 class TestAtOnce:
     def test_eight_requests_are_answered_as_one_by_one(
         self,
@@ -304,7 +309,7 @@ class TestAtOnce:
         chunks: list[str],
     ) -> None:
         engine = index.as_query_engine(llm=llm, similarity_top_k=2)
-        questions = [f"What does it say of {word}?" for word in " ".join(chunks).split()[3:80:10]]
+        questions = eight(chunks)
         expected = [str(engine.query(question)) for question in questions]
         assert len(set(expected)) > 2
         with ThreadPoolExecutor(8) as pool:
@@ -317,7 +322,7 @@ class TestAtOnce:
         chunks: list[str],
     ) -> None:
         engine = index.as_query_engine(llm=llm, similarity_top_k=2)
-        questions = [f"What does it say of {word}?" for word in " ".join(chunks).split()[3:80:10]]
+        questions = eight(chunks)
         expected = [str(await engine.aquery(question)) for question in questions]
         found = await asyncio.gather(*(engine.aquery(question) for question in questions))
         assert [str(answer) for answer in found] == expected
