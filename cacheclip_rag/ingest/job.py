@@ -78,7 +78,7 @@ def ingest(
         ConfigurationError: the library was made with other settings.
     """
     roots, files, work, report = _survey(paths, library, engine, settings)
-    for path in sorted({str(file) for file in files} - {item.path for item in work}):
+    for path in sorted(({str(file) for file in files} & set(library.documents())) - {item.path for item in work}):
         engine.texts.add(library.passages_of(path))  # known already, unless the store's index was lost
     total = sum(len(item.passages) for item in work)
     with progress_bar("precomputing", total, "chunks") as advance:
