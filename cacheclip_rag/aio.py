@@ -15,11 +15,12 @@ T = TypeVar("T")
 
 
 async def iterate_in_thread(make_iterator: Callable[[], Iterator[T]]) -> AsyncGenerator[T, None]:
-    """Yield what ``make_iterator()`` yields; the iterator is made, advanced and closed in one worker thread.
+    """Yield what ``make_iterator()`` yields; the iterator is made, advanced and closed in one thread of its own.
 
-    The thread starts at the first item asked for and runs ahead of a slow consumer: what it produces is small, and a
-    consumer that stands still must not hold a thread. It sees the caller's context variables. Closing this generator
-    early (or cancelling its consumer) stops the worker before its next item and closes the iterator, without waiting.
+    Not one of the loop's pool: a few long answers would keep everything else that waits for a thread there. It starts
+    at the first item asked for and runs ahead of a slow consumer: what it produces is small, and a consumer that stands
+    still must not hold a thread. It sees the caller's context variables. Closing this generator early (or cancelling
+    its consumer) stops the worker before its next item and closes the iterator, without waiting.
 
     Raises:
         Whatever making or advancing the iterator raises, after the items that came before.
@@ -41,8 +42,8 @@ async def iterate_in_thread(make_iterator: Callable[[], Iterator[T]]) -> AsyncGe
         else:
             send("end")
 
-    # not awaited: it may be in the middle of a long step when the consumer leaves; errors arrive through the queue
-    loop.run_in_executor(None, contextvars.copy_context().run, work)
+    # not joined: it may be in the middle of a long step when the consumer leaves; errors arrive through the queue
+    threading.Thread(target=contextvars.copy_context().run, args=(work,), name="cacheclip-stream").start()
     try:
         while True:
             kind, value = await items.get()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,10 @@ from .store import ChunkStore, DiskStore, MemoryStore, SourceIndex, TextIndex, T
 __all__ = ["Answer", "CacheClipEngine", "StreamEvent", "get_engine"]
 
 logger = logging.getLogger(__name__)
+
+Candidates = Iterable[str] | Mapping[str, Iterable[tuple[str, str]]]
+"""Chunk texts known to be in a prompt. A mapping also says where each comes from, as ``(source, document)`` pairs (see
+:meth:`CacheClipEngine.precompute`; the document may be empty): what is stored after an answer goes with its sources."""
 
 _PREFIX_DATE = "01 Jan 2025"
 """Date in the shared prefix of a chat template that states today's: else every night would make all chunks misses."""
@@ -289,9 +293,9 @@ class CacheClipEngine:
         encoding of other settings (special tokens around each) are found by an engine of the same settings.
         """
         chunks = list(chunk_texts(texts))
-        self.prefixes.clear()
         if not chunks:
             return 0  # no weights are loaded for nothing
+        self.prefixes.clear()
         released = 0
         usual = {create(name, {"behind": behind}).encoding for name in METHODS for behind in LEADS}
         list(self._usable_caches())  # now among self._caches, as all others
@@ -324,7 +328,7 @@ class CacheClipEngine:
         """Wait until every comparison with full prefill that is under way is done; False if it took longer."""
         return self._shadow is None or self._shadow.wait(timeout_s)
 
-    def segment(self, prompt: Prompt, candidates: Iterable[str] = (), *, date: str | None = None) -> list[Segment]:
+    def segment(self, prompt: Prompt, candidates: Candidates = (), *, date: str | None = None) -> list[Segment]:
         """Cut a prompt into stored chunks and fresh text.
 
         Args:
@@ -358,7 +362,7 @@ class CacheClipEngine:
         method: str | Method | None = None,
         recompute_ratio: float | None = None,
         question: str | None = None,
-        candidates: Iterable[str] = (),
+        candidates: Candidates = (),
     ) -> Answer:
         """The whole answer to a prompt. Arguments as in :meth:`generate_stream`."""
         answer = None
@@ -378,7 +382,7 @@ class CacheClipEngine:
         method: str | Method | None = None,
         recompute_ratio: float | None = None,
         question: str | None = None,
-        candidates: Iterable[str] = (),
+        candidates: Candidates = (),
     ) -> Iterator[StreamEvent]:
         """Answer piece by piece; the last event carries the whole answer and its statistics.
 
@@ -390,7 +394,8 @@ class CacheClipEngine:
             method: name or instance; default the engine's.
             recompute_ratio: default the engine's.
             question: text that scores the chunks; default the text after the last chunk.
-            candidates: chunk texts known to be in the prompt (ignored when segments are given).
+            candidates: chunk texts known to be in the prompt, so that they are chunks even if nothing is stored of them
+                (not looked for when segments are given); a mapping also says where each comes from.
 
         Raises:
             ConfigurationError: settings out of range, or a method whose auxiliary model is not configured.
@@ -412,10 +417,10 @@ class CacheClipEngine:
             if event.answer is not None:
                 self._record(prefilled, event.answer, params)
             yield event
-        self._store_missing(prefilled.missing, chosen.encoding)
+        self._store_missing(prefilled.missing, candidates, chosen.encoding)
 
     def _compose(
-        self, method: Method, prompt: Prompt | Sequence[Segment], params: SamplingParams, candidates: Iterable[str]
+        self, method: Method, prompt: Prompt | Sequence[Segment], params: SamplingParams, candidates: Candidates
     ) -> Iterator[StreamEvent]:
         """An answer made of several, each of them exact: no certificate is needed."""
         missing: dict[str, None] = {}
@@ -438,15 +443,22 @@ class CacheClipEngine:
             if event.answer is not None:
                 self.metrics.record_answer(event.answer.stats)
             yield event
-        self._store_missing(tuple(missing))
+        self._store_missing(tuple(missing), candidates)
 
-    def _store_missing(self, chunks: Sequence[str], encoding: Encoding = DEFAULT_ENCODING) -> None:
+    def _store_missing(
+        self, chunks: Sequence[str], candidates: Candidates, encoding: Encoding = DEFAULT_ENCODING
+    ) -> None:
         """What was missing in an answer, for the next. The answer is out: a full disk must not take it back."""
-        for chunk in chunks if self.config.on_miss == "store" else ():
+        if not chunks or self.config.on_miss != "store":
+            return
+        origins = _origins(candidates)
+        for chunk in chunks:
             try:
                 for caches in self._usable_caches(encoding):
                     caches.write(chunk)
                 self.texts.add([chunk])
+                for source, document in origins.get(chunk, ()):
+                    self.sources.add(source, chunk, document)
             except CacheClipError as error:
                 logger.warning("a chunk of this prompt could not be stored: %s", error)
 
@@ -467,7 +479,7 @@ class CacheClipEngine:
         *,
         method: Method,
         question: str | None = None,
-        candidates: Iterable[str] = (),
+        candidates: Candidates = (),
     ) -> Prefilled:
         """Everything up to the first token's logits, for those who evaluate: no certificate is asked for, nothing is
         counted or stored, not in the prefix cache either (it is read). Arguments as in :meth:`generate_stream`."""
@@ -484,7 +496,7 @@ class CacheClipEngine:
         params: SamplingParams,
         method: Method | None,
         question: str | None,
-        candidates: Iterable[str],
+        candidates: Candidates,
         before_reuse: Callable[[], None],
     ) -> Prefilled:
         """``method``: None for whichever of the exact ones costs least."""
@@ -575,12 +587,24 @@ class CacheClipEngine:
         return found
 
 
+def _origins(candidates: Candidates) -> dict[str, list[tuple[str, str]]]:
+    """Sources and documents of each chunk, as far as they were said."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for text, origins in candidates.items() if isinstance(candidates, Mapping) else ():
+        found.setdefault(normalise_chunk(text), []).extend(origins)
+    return found
+
+
 _engines: dict[EngineConfig, CacheClipEngine] = {}
 _engines_lock = threading.Lock()
 
 
 def get_engine(config: EngineConfig | None = None, **options: Any) -> CacheClipEngine:
-    """The process-wide engine for these settings. Equal settings give the same one: front ends need hold no engine."""
+    """The process-wide engine for these settings. Equal settings give the same one: front ends need hold no engine.
+
+    It stays for as long as the process does, with a prefix cache of up to ``prefix_cache_bytes`` of its own; the
+    weights are shared by all.
+    """
     config = EngineConfig.from_options(config, options)
     with _engines_lock:
         if config not in _engines:

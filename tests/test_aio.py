@@ -118,6 +118,14 @@ async def test_cancelling_the_consumer_stops_the_worker() -> None:
     assert await asyncio.to_thread(counter.closed.wait, 5)
 
 
+async def test_many_streams_at_once_leave_the_loops_own_threads_free() -> None:
+    streams = [iterate_in_thread(Counter().iterate) for _ in range(40)]
+    assert await asyncio.gather(*map(anext, streams)) == [1] * 40
+    assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), 5) == "free"
+    for stream in streams:
+        await stream.aclose()
+
+
 async def test_starts_at_the_first_item_asked_for() -> None:
     counter = Counter()
     stream = iterate_in_thread(counter.iterate)
