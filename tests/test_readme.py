@@ -33,13 +33,14 @@ def test_engine_block_answers(capsys: pytest.CaptureFixture[str]) -> None:
     assert names["answer"].text in capsys.readouterr().out
 
 
-def test_llama_index_block() -> None:
-    from llama_index.core import MockEmbedding, VectorStoreIndex
+def test_llama_index_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over no documents: the default primary is a download of half a gigabyte."""
+    from llama_index.core import MockEmbedding, Settings, VectorStoreIndex
+    from llama_index.core.node_parser import SentenceSplitter
     from llama_index.core.query_engine import RetrieverQueryEngine
-    from llama_index.core.schema import TextNode
 
-    index = VectorStoreIndex([TextNode(text="Its lamp burned whale oil.")], embed_model=MockEmbedding(8))
-    names: dict[str, Any] = {"index": index}
+    monkeypatch.setattr(Settings, "_embed_model", MockEmbedding(8))
+    names: dict[str, Any] = {"documents": [], "splitter": SentenceSplitter(), "VectorStoreIndex": VectorStoreIndex}
     exec(block("CacheClipLLM"), names)
     assert isinstance(names["query_engine"], RetrieverQueryEngine)
     assert names["CacheClipTransform"].from_llm(names["llm"]).store == names["llm"].store == "my-store"
@@ -48,13 +49,16 @@ def test_llama_index_block() -> None:
 def test_langchain_block() -> None:
     from langchain_classic.chains.combine_documents import create_stuff_documents_chain
     from langchain_classic.chains.retrieval import create_retrieval_chain
+    from langchain_core.embeddings import DeterministicFakeEmbedding
     from langchain_core.prompts import ChatPromptTemplate
     from langchain_core.runnables import Runnable, RunnableLambda
+    from langchain_core.vectorstores import InMemoryVectorStore
 
     names: dict[str, Any] = {
         "create_retrieval_chain": create_retrieval_chain,
         "create_stuff_documents_chain": create_stuff_documents_chain,
         "retriever": RunnableLambda(lambda question: []),
+        "vector_store": InMemoryVectorStore(DeterministicFakeEmbedding(size=8)),
         "prompt": ChatPromptTemplate.from_messages([("human", "{context}\n\n{input}")]),
     }
     exec(block("create_retrieval_chain"), names)
