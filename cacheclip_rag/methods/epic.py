@@ -36,10 +36,13 @@ class Epic(Selective):
     there is no budget to share out: ``probes``, ``always_include_first`` and ``rounds`` are refused."""
     k_final: int = 0
     """Last tokens of every chunk, likewise."""
+    reach: int = 0
+    """How far from the start of its chunk a token's place still counts, in tokens; those further on are rated alike. 0:
+    to the end. It is for :class:`~cacheclip_rag.methods.mixed.Mixed`, where another selector tells these apart."""
 
     def __post_init__(self) -> None:
         super(Epic, self).__post_init__()
-        for name in ("k_init", "k_final"):
+        for name in ("k_init", "k_final", "reach"):
             check_whole_number(name, getattr(self, name), of="tokens")
         defaults = {"always_include_first": 0, "probes": 0.0, "rounds": 1}
         for name, default in defaults.items():
@@ -60,7 +63,8 @@ class Epic(Selective):
 
     def rate(self, request: SelectionRequest, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """First tokens of all chunks before second ones."""
-        return [-torch.arange(len(span.tokens), dtype=torch.float32) for span in request.spans]
+        places = [torch.arange(len(span.tokens), dtype=torch.float32) for span in request.spans]
+        return [-place.clamp(max=self.reach) if self.reach else -place for place in places]
 
     def select(self, request: SelectionRequest, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if not self._by_number:

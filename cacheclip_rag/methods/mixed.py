@@ -33,17 +33,14 @@ class Mixed(Selective):
     """Another, or the same with other settings."""
     weight: float = 0.5
     """Weight of the first; the second has the rest."""
-    sure: float = 0.0
-    """Share of the budget that goes to what the first puts highest, whatever the second says of it."""
 
     def __post_init__(self) -> None:
         super(Mixed, self).__post_init__()
         for which in ("first", "second"):
             _check_part(which, getattr(self, which))
         self._parts()
-        for setting in ("weight", "sure"):
-            if not 0.0 <= getattr(self, setting) <= 1.0:
-                raise ConfigurationError(f"{setting} must be between 0 and 1, got {getattr(self, setting)!r}.")
+        if not 0.0 <= self.weight <= 1.0:
+            raise ConfigurationError(f"weight must be between 0 and 1, got {self.weight!r}.")
 
     @property
     def needs_auxiliary(self) -> bool:
@@ -62,17 +59,15 @@ class Mixed(Selective):
         lengths = [len(span.tokens) for span in request.spans]
         rated = [part.rate(request, [s[number] for s in scores]) for number, part in enumerate(self._parts())]
         first, second = (_ranks(torch.cat(each)) for each in rated)
-        mixed = self.weight * first + (1 - self.weight) * second
-        best = first.argsort(descending=True, stable=True)[: round(self.sure * self.budget(request))]
-        mixed[best] += 1.0
-        return list(mixed.split(lengths))
+        return list((self.weight * first + (1 - self.weight) * second).split(lengths))
 
 
 @dataclass(frozen=True, slots=True)
 class Anchored(Mixed):
     """Ours: what the upper half of the model attends to from the question, the nearer to the start of its chunk the
     better. What a chunk lacked when it was computed alone, its first tokens lacked most (EPIC): attention says what is
-    needed, the place says how stale it is.
+    needed, the place says how stale it is. Beyond the first 64 tokens of a chunk it says nothing, and attention alone
+    decides: were it to count to the end of a long chunk, nothing there would ever be chosen.
 
     ``anchored:first=cacheclip`` asks the auxiliary model instead.
     """
@@ -80,7 +75,7 @@ class Anchored(Mixed):
     name: ClassVar[str] = "anchored"
 
     first: str = "query_attention/layers=upper"
-    second: str = "epic"
+    second: str = "epic/reach=64"
 
 
 def _part(spec: str, recompute_ratio: float) -> Selective:

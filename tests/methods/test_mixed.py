@@ -13,7 +13,7 @@ from cacheclip_rag.methods import create, spec_of
 from cacheclip_rag.methods.mixed import Mixed, _ranks
 from tests.conftest import CHUNKS, rag_prompt
 from tests.fusion.cases import Case, gap
-from tests.methods.spying import plain, spied
+from tests.methods.spying import Spy, plain, spied
 from tests.methods.test_matrix import run
 
 
@@ -95,26 +95,38 @@ def test_equal_scores_have_equal_ranks() -> None:
     assert _ranks(torch.tensor([7.0])).tolist() == [0.0]
 
 
+def rated(case: Case, spec: str) -> tuple[Any, torch.Tensor]:
+    """The chunks that a method rates, and what it makes of their tokens."""
+
+    class Rating(Spy):
+        def select(self, request: Any, scores: Any) -> Any:
+            found.append((request.spans, torch.cat(self.inner.rate(request, scores))))
+            return super().select(request, scores)
+
+    found: list[tuple[Any, torch.Tensor]] = []
+    run(case, Rating(create(spec, {"recompute_ratio": 0.3})))
+    return found[0]
+
+
 @plain
-def test_what_the_first_is_sure_of_is_taken(case: Case) -> None:
-    """All of the budget: the first alone. A part: as many of its best, whatever the second says."""
-    _, alone = spied(case, "query_attention:window=1:threshold=0")
-    mixed = "mixed:first=query_attention:second=epic:window=1:threshold=0"
-    _, all_sure = spied(case, f"{mixed}:sure=1.0")
-    assert all(torch.equal(a, b) for a, b in zip(all_sure.masks, alone.masks, strict=True))
-    none, half = (spied(case, f"{mixed}{sure}")[1] for sure in ("", ":sure=0.5"))
-    common = [sum(int((a & b).sum()) for a, b in zip(each.masks, alone.masks, strict=True)) for each in (none, half)]
-    budget = sum(int(mask.sum()) for mask in alone.masks)
-    assert common[1] >= max(common[0], budget // 2)
-    with pytest.raises(ConfigurationError, match="sure must be between 0 and 1, got 2.0"):
-        Mixed(sure=2.0)
+def test_a_place_beyond_its_reach_says_nothing(case: Case) -> None:
+    """There the other part alone decides; before it, the nearer to the start of the chunk the better."""
+    spec = "mixed:first=query_attention:second=epic/reach={}:weight=0.3"
+    spans, attention = rated(case, "query_attention")
+    _, mixed = rated(case, spec.format(2))
+    deep = torch.cat([torch.arange(len(span.tokens)) >= 2 for span in spans])
+    assert torch.equal(attention[deep].argsort(stable=True), mixed[deep].argsort(stable=True))
+    assert not torch.equal(attention.argsort(stable=True), mixed.argsort(stable=True))
+    assert torch.equal(rated(case, spec.format(10_000))[1], rated(case, spec.format(0))[1])
+    with pytest.raises(ConfigurationError, match="reach"):
+        create("epic:reach=-1", {})
 
 
 @plain
 def test_anchored_is_a_mix(case: Case) -> None:
     for spec, alike in (
-        ("anchored", "mixed:first=query_attention/layers=upper:second=epic"),
-        ("anchored:first=cacheclip:weight=0.8", "mixed:first=cacheclip:second=epic:weight=0.8"),
+        ("anchored", "mixed:first=query_attention/layers=upper:second=epic/reach=64"),
+        ("anchored:first=cacheclip:weight=0.8", "mixed:first=cacheclip:second=epic/reach=64:weight=0.8"),
     ):
         (_, ours), (_, theirs) = spied(case, spec), spied(case, alike)
         assert all(torch.equal(a, b) for a, b in zip(ours.masks, theirs.masks, strict=True))
