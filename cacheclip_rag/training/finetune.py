@@ -17,19 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from .. import __version__
 from ..config import EngineConfig
 from ..engine import CacheClipEngine
 from ..errors import ConfigurationError, ModelError
-from ..paths import atomic_path, cache_home
+from ..paths import cache_home
 from ..progress import progress_bar
 from ..selection.heads import HeadSet, weights_digest
 from .calibrate import RATIO, SINKS, capped_mean, combined, downstream, open_engine
 from .families import Sample, synthetic_samples
-from .features import LastLayer, Seen, look
+from .features import Seen, look
+from .folder import load, load_state, load_trainee, save, save_state, save_trainee
 from .lexical import lexical_scores
 from .measures import chosen, rank_correlation, span_recall, token_recall
 from .targets import attended_and_stale, attended_when_stale
@@ -151,14 +150,14 @@ def finetune(
     with progress_bar("training", settings.epochs, "epochs") as advance:
 
         def after_epoch(state: TrainingState) -> None:
-            _save_state(state, folder, _digest(whole))
+            save_state(state, folder, _digest(whole))
             advance(state.epoch)
 
         state = train(
             tuned,
             [trainees[number] for number in learning],
             [trainees[number] for number in held_out],
-            state=_load_state(folder, _digest(whole), tuned),
+            state=load_state(folder, _digest(whole), tuned),
             after_epoch=after_epoch,
         )
     about = {
@@ -247,10 +246,10 @@ def _targets(
     with progress_bar("asking the primary", len(asked), "samples") as advance:
         for done, number in enumerate(asked, 1):
             path = folder / f"target-{number:05d}.safetensors"
-            loaded = _load(path, digest)
+            loaded = load(path, digest)
             if loaded is None:
                 target = attended_and_stale(engine, samples[number])
-                _save({} if target is None else {"target": target}, {"digest": digest}, path)
+                save({} if target is None else {"target": target}, {"digest": digest}, path)
                 found[number] = target
             else:
                 found[number] = loaded[0].get("target")
@@ -304,91 +303,16 @@ def _trainees(
     with progress_bar("reading", len(samples), "samples") as advance:
         for number, sample in enumerate(samples):
             path = folder / f"sample-{number:05d}.safetensors"
-            trainee = _load_trainee(path, digest)
+            trainee = load_trainee(path, digest)
             if trainee is None:
                 made += 1
                 seen = look(caches, sample, heads.layers, sinks=sinks, keep=heads.layers[-1])
                 trainee = Trainee.of(seen, heads)
-                _save_trainee(trainee, path, digest)
+                save_trainee(trainee, path, digest)
             found.append(replace(trainee, target=targets.get(number)))
             advance(number + 1)
     logger.info("%d of %d samples were there already, in %s", len(samples) - made, len(samples), folder)
     return found
-
-
-# -- the working folder -----------------------------------------------------------------------------------------
-
-
-def _save_trainee(trainee: Trainee, path: Path, digest: str) -> None:
-    last = trainee.last
-    tensors = {"fixed": trainee.fixed, "queries": last.queries, "keys": last.keys, "evidence": trainee.evidence}
-    if last.tables is not None:
-        tensors |= {"cos": last.tables[0], "sin": last.tables[1]}
-    numbers = {"lengths": trainee.lengths, "num_prefix": last.num_prefix, "scaling": last.scaling}
-    _save(tensors, {"digest": digest, "numbers": json.dumps(numbers)}, path)
-
-
-def _load_trainee(path: Path, digest: str) -> Trainee | None:
-    loaded = _load(path, digest)
-    if loaded is None:
-        return None
-    tensors, header = loaded
-    numbers = json.loads(header["numbers"])
-    tables = (tensors["cos"], tensors["sin"]) if "cos" in tensors else None
-    last = LastLayer(tensors["queries"], tensors["keys"], tables, numbers["num_prefix"], numbers["scaling"])
-    return Trainee(tuple(numbers["lengths"]), tensors["fixed"], last, tensors["evidence"])
-
-
-def _save_state(state: TrainingState, folder: Path, digest: str) -> None:
-    tensors = {f"parameters.{name}": tensor for name, tensor in state.parameters.items()}
-    tensors |= {f"best.{name}": tensor for name, tensor in state.best.items()}
-    for number, moments in state.optimizer["state"].items():
-        tensors |= {f"optimizer.{number}.{name}": torch.as_tensor(value) for name, value in moments.items()}
-    header = {
-        "digest": digest,
-        "numbers": json.dumps(
-            {
-                "epoch": state.epoch,
-                "best_epoch": state.best_epoch,
-                "history": state.history,
-                "groups": state.optimizer["param_groups"],
-            }
-        ),
-    }
-    _save({name: tensor.detach().clone() for name, tensor in tensors.items()}, header, folder / "state.safetensors")
-
-
-def _load_state(folder: Path, digest: str, tuned: Tuned) -> TrainingState | None:
-    loaded = _load(folder / "state.safetensors", digest)
-    if loaded is None:
-        return None
-    tensors, header = loaded
-    numbers = json.loads(header["numbers"])
-    moments: dict[int, dict[str, torch.Tensor]] = {}
-    for name, tensor in tensors.items():
-        if name.startswith("optimizer."):
-            _, number, key = name.split(".")
-            moments.setdefault(int(number), {})[key] = tensor
-    parts = [{name: tensors[f"{kind}.{name}"] for name in tuned.state_dict()} for kind in ("parameters", "best")]
-    optimizer = {"state": moments, "param_groups": numbers["groups"]}
-    return TrainingState(numbers["epoch"], parts[0], optimizer, parts[1], numbers["best_epoch"], numbers["history"])
-
-
-def _save(tensors: dict[str, torch.Tensor], header: dict[str, str], path: Path) -> None:
-    with atomic_path(path) as temporary:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, metadata=header)
-
-
-def _load(path: Path, digest: str) -> tuple[dict[str, torch.Tensor], dict[str, str]] | None:
-    """None unless the file is there and belongs to these settings; what cannot be read is made again."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            header = dict(file.metadata() or {})
-            if header.get("digest") != digest:
-                return None
-            return {name: file.get_tensor(name) for name in file.keys()}, header  # noqa: SIM118 (not a dict)
-    except (OSError, SafetensorError):
-        return None
 
 
 # -- before and after -------------------------------------------------------------------------------------------
@@ -448,11 +372,11 @@ def _asked(
     engine: CacheClipEngine, sample: Sample, path: Path, digest: str
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """What the primary attends to and holds stale, and what it attends to over the stale cache; kept in a file."""
-    loaded = _load(path, digest)
+    loaded = load(path, digest)
     if loaded is None:
         target, own = attended_and_stale(engine, sample), attended_when_stale(engine, sample, _OWN_ATTENTION)
         tensors = {"own": own} | ({} if target is None else {"target": target})
-        _save(tensors, {"digest": digest}, path)
+        save(tensors, {"digest": digest}, path)
         return target, own
     return loaded[0].get("target"), loaded[0]["own"]
 

@@ -79,17 +79,17 @@ class TestJob:
         monkeypatch.setattr(module, "look", look)
         with pytest.raises(KeyboardInterrupt):
             tune(config, heads, tmp_path / "parts")
-        save = module._save_state
+        save = module.save_state
 
         def save_twice(state: Any, *args: Any) -> None:
             save(state, *args)
             if state.epoch == 2:
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr(module, "_save_state", save_twice)
+        monkeypatch.setattr(module, "save_state", save_twice)
         with pytest.raises(KeyboardInterrupt):
             tune(config, heads, tmp_path / "parts")
-        monkeypatch.setattr(module, "_save_state", save)
+        monkeypatch.setattr(module, "save_state", save)
         assert len(looks) == 13 and len(set(looks)) == 12  # only the one that was interrupted
         resumed = tune(config, heads, tmp_path / "parts")
         assert resumed.history == whole.history and resumed.heads.digest() == whole.heads.digest()
