@@ -97,6 +97,8 @@ class RatioFigures:
     """Share of needle prompts whose answer holds the needle."""
     verdict: str
     """One of :data:`VERDICTS`."""
+    charged_ratio: float | None = None
+    """Mean over prompts, as :class:`~cacheclip_rag.stats.FusionStats` counts it; None: not recorded."""
 
 
 @dataclass(frozen=True, slots=True)

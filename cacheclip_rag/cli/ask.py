@@ -136,5 +136,6 @@ def _print_details(answer: Answer, passages: list[Passage]) -> None:
     typer.echo(f"  first token after {stats.ttft_s:.2f} s ({phases})")
     typer.echo(
         f"  {stats.prompt_tokens} prompt tokens: {stats.reused_tokens} reused, {stats.recomputed_tokens} recomputed "
-        f"(ratio {stats.effective_ratio:.3f}), {stats.fresh_tokens} fresh; {stats.generated_tokens} generated"
+        f"(ratio: nominal {stats.nominal_ratio:.3f}, effective {stats.effective_ratio:.3f}, charged "
+        f"{stats.charged_ratio:.3f}), {stats.fresh_tokens} fresh; {stats.generated_tokens} generated"
     )

@@ -74,9 +74,10 @@ def _print_table(result: dict[str, Any]) -> None:
     from rich.table import Table
 
     table = Table(
-        title=f"{result['primary']} + {result['auxiliary']}, {result['chunks']} chunks, {result['runs']} runs"
+        title=f"{result['primary']} + {result['auxiliary']}, {result['chunks']} chunks, {result['runs']} runs (medians)"
     )
-    for column in ("method", "TTFT s (median)", "min", "max", "vs full", "ratio", "reused", "recomputed", "peak RSS"):
+    ratios = ("nominal", "effective", "charged")
+    for column in ("method", "TTFT s", "min", "max", "vs full", *ratios, "reused", "recomputed", "peak RSS"):
         table.add_column(column, justify="left" if column == "method" else "right")
     for name, row in result["methods"].items():
         ttft, speedup = row["ttft_s"], row["speedup_vs_full"]
@@ -84,7 +85,7 @@ def _print_table(result: dict[str, Any]) -> None:
             name,
             *(f"{ttft[key]:.2f}" for key in ("median", "min", "max")),
             "" if speedup is None else f"{speedup:.2f}x",
-            f"{row['effective_ratio']:.3f}",
+            *(f"{row[f'{ratio}_ratio']:.3f}" for ratio in ratios),
             str(row["reused_tokens"]),
             str(row["recomputed_tokens"]),
             f"{row['peak_rss_bytes'] / 1e9:.2f} GB",

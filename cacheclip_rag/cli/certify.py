@@ -93,8 +93,8 @@ def _print(certificate: Certificate, path: Path) -> None:
         title=f"Fidelity of {certificate.identity.method} ({certificate.auxiliary}) to full prefill, "
         f"{certificate.prompts} prompts"
     )
-    columns = ("ratio", "effective", "first KL mean", "median", "answer KL mean", "median", "max", "agree", "needles")
-    for column in columns:
+    ratios = ("nominal", "effective", "charged")
+    for column in (*ratios, "first KL mean", "median", "answer KL mean", "median", "max", "agree", "needles"):
         fidelity.add_column(column, justify="right")
     fidelity.add_column("verdict")
     for row in certificate.ratios:
@@ -103,6 +103,7 @@ def _print(certificate: Certificate, path: Path) -> None:
         fidelity.add_row(
             f"{row.ratio:g}",
             f"{row.effective_ratio:.3f}",
+            "-" if row.charged_ratio is None else f"{row.charged_ratio:.3f}",
             *(f"{figure:.4f}" for figure in figures),
             f"{row.agreement:.1%}",
             f"{row.needle_accuracy:.0%}",

@@ -51,7 +51,8 @@ def evaluate(
         str,
         typer.Option(
             help="Comma-separated names, with settings as in epic:k_init=16; 'all' for every method but those "
-            "for checkpoints trained to read chunks apart (block, link)."
+            "for checkpoints trained to read chunks apart (block, link) and, without an auxiliary model, those that "
+            "need one."
         ),
     ] = f"full,direct,{DEFAULT_METHOD},cacheclip",
     ratios: Annotated[str, typer.Option(help="Comma-separated recompute ratios.")] = "0.2",
@@ -78,7 +79,8 @@ def evaluate(
 ) -> None:
     """Compare methods with full prefill on the same questions: scores, fidelity, time to the first token."""
     from ..config import EngineConfig
-    from ..evaluation.lab import Lab, planned_runs
+    from ..evaluation.journal import check_folder
+    from ..evaluation.lab import Lab, every_method, planned_runs
     from ..evaluation.questions import INSTRUCTION
     from ..evaluation.records import read_together
     from ..evaluation.report import FILES, summarise, to_markdown, write_report
@@ -93,10 +95,10 @@ def evaluate(
             f"--limit must be 1 or more questions, got {limit}. Leave it out for the usual number."
         )
     # what can be told at once is told before weights are loaded
-    if out is not None and out.exists() and not out.is_dir():
-        raise ConfigurationError(f"--out must be a folder, got the file {out}. Name another.")
-    if out is not None and not overwrite and (out / FILES["summary"]).exists():
-        raise ConfigurationError(f"{out} holds a report already. Name another folder, or add --overwrite.")
+    if out is not None:
+        if not overwrite and (out / FILES["summary"]).exists():
+            raise ConfigurationError(f"{out} holds a report already. Name another folder, or add --overwrite.")
+        check_folder(out)
     config = EngineConfig(
         primary=primary or DEFAULT_SETTINGS.primary,
         auxiliary=parse_auxiliary(auxiliary) if auxiliary else DEFAULT_SETTINGS.auxiliary,
@@ -107,7 +109,10 @@ def evaluate(
         codec=codec,
         auxiliary_codec=auxiliary_codec,
     )
-    runs = planned_runs(_split(methods), [_ratio(value) for value in _split(ratios)], config)
+    names = _split(methods)
+    if "all" in names and (without := every_method(config)[1]):
+        typer.echo(f"left out of all, since they need an auxiliary model: {', '.join(without)}", err=True)
+    runs = planned_runs(names, [_ratio(value) for value in _split(ratios)], config)
     labels = [planned.run.label for planned in runs]
     if against not in labels:
         raise ConfigurationError(f"--against must be one of {', '.join(labels)}, got {against!r}.")

@@ -41,6 +41,7 @@ class _Outcome:
 
     fidelity: Fidelity
     effective_ratio: float
+    charged_ratio: float
     finds_needle: bool | None
 
 
@@ -131,7 +132,8 @@ def _at_ratios(given: Method) -> dict[float, Method]:
 def _measure(engine: CacheClipEngine, prompt: EvaluationPrompt, method: Method, reference: Reference) -> _Outcome:
     prefilled = check_reuse(engine.prefill(prompt.text, method=method, question=prompt.question))
     followed = reference.follow(prefilled, answers=prompt.needle is not None)
-    return _Outcome(followed.fidelity, prefilled.stats.effective_ratio, _finds(prompt, followed.answer or ""))
+    stats, found = prefilled.stats, _finds(prompt, followed.answer or "")
+    return _Outcome(followed.fidelity, stats.effective_ratio, stats.charged_ratio, found)
 
 
 def _finds(prompt: EvaluationPrompt, answer: str) -> bool | None:
@@ -162,6 +164,7 @@ def _figures(
     return RatioFigures(
         ratio=ratio,
         effective_ratio=statistics.mean(outcome.effective_ratio for outcome in outcomes),
+        charged_ratio=statistics.mean(outcome.charged_ratio for outcome in outcomes),
         first_token_kl=first_token_kl,
         answer_kl=answer_kl,
         agreement=agreement,

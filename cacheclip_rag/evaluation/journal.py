@@ -17,7 +17,7 @@ from ..paths import atomic_path
 from .records import Record
 from .report import ItemResult
 
-__all__ = ["Journal", "open_journal"]
+__all__ = ["Journal", "check_folder", "open_journal"]
 
 _SETTINGS, _ITEMS = "settings.json", "items.jsonl"
 _DIGEST = "record_sha256"
@@ -45,6 +45,15 @@ class Journal:
             os.fsync(self._file.fileno())
 
 
+def check_folder(folder: Path) -> None:
+    """Raise ConfigurationError unless a comparison can be begun in ``folder``, or one was: it is not there, empty, or
+    holds one already."""
+    if any(each.exists() and not each.is_dir() for each in (folder, *folder.parents)):
+        raise ConfigurationError(f"expected a folder for the comparison, got a file at {folder}. Name another.")
+    if folder.exists() and not (folder / _SETTINGS).exists() and any(folder.iterdir()):
+        raise ConfigurationError(f"{folder} is not empty and holds no comparison. Name another folder.")
+
+
 @contextmanager
 def open_journal(folder: Path | None, settings: Mapping[str, Any], records: Sequence[Record]) -> Iterator[Journal]:
     """The journal of ``folder`` (None: in memory), with its answers to ``records``; more or fewer of these than before
@@ -59,12 +68,8 @@ def open_journal(folder: Path | None, settings: Mapping[str, Any], records: Sequ
     if folder is None:
         yield Journal(dict(settings))
         return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError):
-        raise ConfigurationError(
-            f"expected a folder for the comparison, got a file at {folder}. Name another."
-        ) from None
+    check_folder(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     digests = {record.id: _digest(record) for record in records}
     journal = Journal(_agreed(folder, settings), _digests=digests)
     journal.items.update(_answers(folder, digests))
@@ -82,8 +87,6 @@ def _agreed(folder: Path, mine: Mapping[str, Any]) -> dict[str, Any]:
     """The settings to go on with."""
     path = folder / _SETTINGS
     if not path.exists():
-        if any(folder.iterdir()):
-            raise ConfigurationError(f"{folder} is not empty and holds no comparison. Name another folder.")
         return dict(mine)
     theirs = _parsed(path.read_bytes(), str(path))
     agreed, other = dict(mine), []

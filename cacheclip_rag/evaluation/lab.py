@@ -53,7 +53,7 @@ from .report import Comparison, ItemResult, Question, Run
 from .scores import ALL_WANTED, METRICS, check_metric
 from .tables import number_text
 
-__all__ = ["Lab", "PlannedRun", "planned_runs"]
+__all__ = ["Lab", "PlannedRun", "every_method", "planned_runs"]
 
 logger = logging.getLogger(__name__)
 
@@ -82,17 +82,26 @@ class PlannedRun:
     method: Method
 
 
+def every_method(config: EngineConfig) -> tuple[list[str], list[str]]:
+    """Names that ``all`` stands for, which is every method that is not made for special checkpoints; and those of them
+    that are left out, because they need an auxiliary model and there is none."""
+    made = {name: create(name, {}) for name in METHODS}
+    every = [name for name, method in made.items() if method.encoding == DEFAULT_ENCODING]
+    without = [name for name in every if made[name].needs_auxiliary and not config.auxiliary]
+    return [name for name in every if name not in without], without
+
+
 def planned_runs(methods: Sequence[str], ratios: Sequence[float], config: EngineConfig) -> list[PlannedRun]:
     """Every method at every ratio (once, if it has none); ``full`` comes first, asked for or not.
 
     Args:
-        methods: names with settings of their own, ``all`` for every one that is not made for special checkpoints.
+        methods: names with settings of their own, ``all`` for those of :func:`every_method`.
         ratios: recompute ratios, 0 to 1.
 
     Raises:
         ConfigurationError: an unknown method or setting, a ratio out of range, a missing auxiliary model.
     """
-    every = [name for name in METHODS if create(name, {}).encoding == DEFAULT_ENCODING]
+    every, _ = every_method(config)
     names = [name for given in methods for name in (every if given == "all" else [given])]
     planned: dict[str, PlannedRun] = {}
     for name in [_FULL, *names]:
@@ -156,16 +165,19 @@ class Lab:
         needs_auxiliary = any(planned.method.needs_auxiliary for planned in self.runs)
         config = replace(self.config, store=None, shadow_rate=0.0, require_certificate=False, fallback="error")
         engine = CacheClipEngine(config if needs_auxiliary else replace(config, auxiliary=None))
-        with (
-            open_journal(self.folder, self._settings(engine), self.records) as journal,
-            progress_bar("asking", len(self.records), "questions") as advance,
-        ):
+        wanted = {(record.id, planned.run.label) for record in self.records for planned in self.runs}
+        with open_journal(self.folder, self._settings(engine), self.records) as journal:
             self.date = journal.settings["date"]
             self._rehearse(engine, journal)
-            for number, record in enumerate(self.records, 1):
-                for item in self._ask(engine, record, journal.items):
-                    journal.add(item)
-                advance(number)
+            done = len(wanted & journal.items.keys())
+            with progress_bar("asking", len(wanted), "answers", done=done) as advance:
+                for record in self.records:
+                    missing = [one for one in self.runs if (record.id, one.run.label) not in journal.items]
+                    for number, item in enumerate(self._ask(engine, record, missing), 1):
+                        journal.add(item)
+                        advance(done + number)
+                    done += len(missing)
+                    advance(done)  # those of a question that is left out, too
         if len(self.skipped) == len(self.records):
             reasons = first_few(self._skipped()) or "there is none"
             raise ConfigurationError(f"no question of {self.name!r} could be asked. {reasons}")
@@ -194,15 +206,12 @@ class Lab:
             _forget(engine)
 
     @torch.inference_mode()
-    def _ask(
-        self, engine: CacheClipEngine, record: Record, known: dict[tuple[str, str], ItemResult]
-    ) -> Iterator[ItemResult]:
-        """Answers of the runs that have none yet."""
-        missing = [planned for planned in self.runs if (record.id, planned.run.label) not in known]
-        if not missing:
+    def _ask(self, engine: CacheClipEngine, record: Record, runs: Sequence[PlannedRun]) -> Iterator[ItemResult]:
+        """Answers of these runs."""
+        if not runs:
             return
         try:
-            yield from self._answers(engine, *self._asked(engine, record), missing)
+            yield from self._answers(engine, *self._asked(engine, record), runs)
         except _LeftOut as reason:
             self.skipped[record.id] = str(reason)
             logger.info("question %s is left out", record.id, exc_info=reason)
@@ -262,6 +271,10 @@ class Lab:
             "behind": config.behind,
             "dtype": config.dtype,
             "device": config.device,
+            "grouping": config.grouping,
+            "window": config.window,
+            "threshold": config.threshold,
+            "prefix_cache_bytes": config.prefix_cache_bytes,
             "system_prompt": config.system_prompt,
             "date": self.date,
             "metrics": list(self.metrics),
@@ -451,4 +464,5 @@ def _item(asked: AskedQuestion, label: str, answered: _Answered, measured_on: st
         phases_s=dict(stats.phases_s),
         fallback=stats.fallback,
         measured_on=measured_on,
+        effective_ratio_of_stale=stats.effective_ratio_of_stale,
     )

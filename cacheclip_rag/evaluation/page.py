@@ -214,8 +214,11 @@ _KL_CONTROLS = """<label>Order <select id="order"><option value="asked">as asked
 <label>KL from <input type="number" id="least" min="0" step="any" placeholder="0"></label>"""
 
 
+_RATIOS = ("Nominal ratio", "Effective ratio", "Charged ratio")
+
+
 def _item(question: Question, results: list[ItemResult], full: ItemResult | None, scores: list[str]) -> str:
-    main = scores[0] if scores else ""
+    main = (full or results[0]).own or ""
     found = [result.scores[main] for result in results if main in result.scores]
     lost = " data-lost" if full and main in full.scores and found and min(found) < full.scores[main] else ""
     extent = f"<span>{escape(score_title(main))} {min(found):.2f} to {max(found):.2f}</span>" if found else ""
@@ -223,7 +226,7 @@ def _item(question: Question, results: list[ItemResult], full: ItemResult | None
     worst = f' data-kl="{max(divergences):.6g}"' if divergences else ""
     extent += f"<span>KL up to {max(divergences):#.3g}</span>" if divergences else ""
     columns = [name for name in scores if any(name in result.scores for result in results)]
-    titles = ["Method", "Answer", *map(score_title, columns), "KL", "Effective ratio", "TTFT (s)"]
+    titles = ["Method", "Answer", *map(score_title, columns), "KL", *_RATIOS, "TTFT (s)"]
     rows = "\n".join(_answer(result, columns) for result in results)
     return (
         f'<details class="item"{lost}{worst}><summary><span>{escape(question.id)}</span>{extent}'
@@ -235,7 +238,8 @@ def _item(question: Question, results: list[ItemResult], full: ItemResult | None
 def _answer(result: ItemResult, columns: list[str]) -> str:
     figures = [f"{result.scores[name]:.2f}" if name in result.scores else "-" for name in columns]
     figures.append(f"{result.fidelity['answer_kl']:#.3g}" if "answer_kl" in result.fidelity else "-")
-    figures += [f"{result.effective_ratio:.3f}", f"{result.ttft_s:.3f}"]
+    ratios = (result.nominal_ratio, result.effective_ratio, result.charged_ratio)
+    figures += [f"{figure:.3f}" for figure in (*ratios, result.ttft_s)]
     return (
         f'<tr><th scope="row">{escape(result.label)}</th><td class="answer" dir="auto">{escape(result.answer)}</td>'
         f"{''.join(f'<td>{figure}</td>' for figure in figures)}</tr>"

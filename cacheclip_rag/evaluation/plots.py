@@ -78,9 +78,9 @@ class Plot:
 
 
 def plots(summary: dict[str, Any]) -> list[Plot]:
-    """KL to full prefill and the dataset's own score against TTFT: those of the two that there are figures for."""
+    """KL to full prefill and every own score of the questions against TTFT: those that there are figures for."""
     made = [_plot(summary, "kl_to_full", "KL to full prefill", "KL (nats a token, log)", log=True)]
-    for score in summary["scores"][:1]:
+    for score in summary["own_scores"]:
         made.append(_plot(summary, score, score_title(score), score_title(score), log=False))
     return [plot for plot in made if plot is not None]
 

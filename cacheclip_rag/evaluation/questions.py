@@ -3,7 +3,8 @@
 Source: LongBench's prompt for question answering on passages (its instruction as system prompt, the passages, the
 question), its few-shot tasks (no chat template, and only the first line of an answer counts), and RULER's for needles
 (its strings to the letter). Departures: passages carry no numbers, since a number before each would be text that no
-cache holds; the answer's beginning of RULER opens the assistant's turn.
+cache holds; the answer's beginning of RULER opens the assistant's turn; Chinese questions (``multifieldqa_zh``) are
+asked in the same English words, where LongBench has Chinese ones.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from ..paths import atomic_path
 from .page import to_html
 from .plots import plots, to_png
 from .records import Skipped
+from .scores import ALL_WANTED
 from .statistics import paired_bootstrap, paired_ratio, trimmed_mean
 from .tables import to_markdown
 
@@ -79,19 +80,26 @@ class ItemResult:
     """Of the run."""
     answer: str
     scores: dict[str, float]
-    """Name of a metric to 0..1; the dataset's own metric first, as it is the one that is plotted."""
+    """Name of a metric to 0..1; the dataset's own metric first: the one that is plotted."""
     fidelity: dict[str, float]
     """``first_token_kl``, ``answer_kl`` (nats), ``agreement`` (0..1), ``gold_logprob`` (nats): as many as are known."""
     nominal_ratio: float
     effective_ratio: float
     charged_ratio: float
-    """As :class:`~cacheclip_rag.stats.FusionStats` counts them."""
+    """As :class:`~cacheclip_rag.stats.FusionStats` counts them, this and the two before."""
     ttft_s: float
     phases_s: dict[str, float]
     fallback: str | None = None
     """Why the answer came by plain prefill instead; None if it did not."""
     measured_on: str = ""
     """Machine, threads and library that the times are of; empty: not recorded."""
+    effective_ratio_of_stale: float | None = None
+    """Recomputed over the chunk tokens that are not exact anyway; None: not recorded."""
+
+    @property
+    def own(self) -> str | None:
+        """Name of the dataset's own metric; None where nothing was scored."""
+        return next(iter(self.scores), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +124,10 @@ def summarise(comparison: Comparison, *, against: str = "full") -> dict[str, Any
 
     Means are over the run's own items; ``difference_to_full``, ``share_of_full`` (mean score over full's) and
     ``speedup_vs_full`` are over the ``n_paired`` items that full prefill has too, and ``answerable`` over those of them
-    that it gets right: by the question's own metric, or because its answer is or holds a right one, or all that must be
-    named. ``kl_ratio`` is the mean KL over that of the run labelled ``against``, over the questions that both have; for
-    full, whose KL is rounding, there is none. Intervals are those of
+    that it gets right: by the question's own metric, or, where any right answer will do, because its own is or holds
+    one. A score is over those of the items that have it: ``n_of_scores`` of all, ``answerable_n_of_scores`` of the
+    answerable. ``kl_ratio`` is the mean KL over that of the run labelled ``against``, over the questions that both
+    have; for full, whose KL is rounding, there is none. Intervals are those of
     :mod:`~cacheclip_rag.evaluation.statistics`. ``tasks`` holds the same by task, where there are several.
 
     Raises:
@@ -163,7 +172,7 @@ def _figures(comparison: Comparison, against: str, ids: set[str]) -> dict[str, A
     return {
         "n": len(ids),
         "scores": scores,
-        "own_scores": list(dict.fromkeys(next(iter(item.scores)) for item in items if item.scores)),
+        "own_scores": list(dict.fromkeys(item.own for item in items if item.own)),
         "methods": {run.label: _row(run, by_run[run.label], full, other, scores) for run in comparison.runs},
     }
 
@@ -209,20 +218,27 @@ def _row(
         "agreement_with_full": _mean(_fidelity(items, "agreement")),
         "agreement_interval": _interval(_fidelity(items, "agreement")),
         "gold_logprob": _mean(_fidelity(items, "gold_logprob")),
+        "gold_logprob_difference": None if is_full else _difference(pairs, lambda item: item.fidelity, "gold_logprob"),
         "nominal_ratio": _mean(item.nominal_ratio for item in items),
         "effective_ratio": _mean(item.effective_ratio for item in items),
+        "effective_ratio_of_stale": _mean(
+            item.effective_ratio_of_stale for item in items if item.effective_ratio_of_stale is not None
+        ),
         "charged_ratio": _mean(item.charged_ratio for item in items),
         "ttft_s": _median(item.ttft_s for item in items),
         "phases_s": _phases(items),
         "speedup_vs_full": _median(other.ttft_s / item.ttft_s for item, other in pairs if item.ttft_s > 0),
         "difference_to_full": {} if is_full else _differences(pairs, scores),
         "share_of_full": {} if is_full else _shares(pairs, scores),
-        "answerable": {"n": len(right), **_means(right, scores)} if full else None,
+        "n_of_scores": _counts(items, scores),
+        "answerable": {"n": len(right), **_means(right, scores), **_faithful(right, _mean)} if full else None,
         "answerable_intervals": {
-            name: _interval([item.scores[name] for item in right if name in item.scores]) for name in scores
+            **{name: _interval([item.scores[name] for item in right if name in item.scores]) for name in scores},
+            **_faithful(right, _interval),
         }
         if full
         else {},
+        "answerable_n_of_scores": _counts(right, scores) if full else {},
     }
     if clash := row.keys() & set(scores):
         raise ConfigurationError(f"expected scores with names of their own, got {', '.join(sorted(clash))}. Rename it.")
@@ -231,6 +247,14 @@ def _row(
 
 def _fidelity(items: Iterable[ItemResult], name: str) -> list[float]:
     return [item.fidelity[name] for item in items if name in item.fidelity]
+
+
+def _faithful(items: Sequence[ItemResult], figure: Callable[[list[float]], Any]) -> dict[str, Any]:
+    """A figure of what is given of fidelity where full prefill is right."""
+    return {
+        "kl_to_full": figure(_fidelity(items, "answer_kl")),
+        "agreement_with_full": figure(_fidelity(items, "agreement")),
+    }
 
 
 def _spread(name: str, interval: str, values: list[float]) -> dict[str, Any]:
@@ -260,13 +284,22 @@ def _means(items: Sequence[ItemResult], scores: Sequence[str]) -> dict[str, floa
     return {name: _mean(item.scores[name] for item in items if name in item.scores) for name in scores}
 
 
+def _counts(items: Sequence[ItemResult], scores: Sequence[str]) -> dict[str, int]:
+    return {name: sum(name in item.scores for item in items) for name in scores}
+
+
 def _differences(pairs: Sequence[tuple[ItemResult, ItemResult]], scores: Sequence[str]) -> dict[str, list[float]]:
-    found = {}
-    for name in scores:
-        gaps = [a.scores[name] - b.scores[name] for a, b in pairs if name in a.scores and name in b.scores]
-        if gaps:
-            found[name] = [fmean(gaps), *paired_bootstrap(gaps)]
-    return found
+    found = {name: _difference(pairs, lambda item: item.scores, name) for name in scores}
+    return {name: difference for name, difference in found.items() if difference}
+
+
+def _difference(
+    pairs: Sequence[tuple[ItemResult, ItemResult]], figures: Callable[[ItemResult], Mapping[str, float]], name: str
+) -> list[float] | None:
+    """Mean of the differences of a figure over the pairs that have it, and its interval."""
+    values = [(figures(a), figures(b)) for a, b in pairs]
+    gaps = [a[name] - b[name] for a, b in values if name in a and name in b]
+    return [fmean(gaps), *paired_bootstrap(gaps)] if gaps else None
 
 
 def _shares(pairs: Sequence[tuple[ItemResult, ItemResult]], scores: Sequence[str]) -> dict[str, list[float | None]]:
@@ -280,8 +313,9 @@ def _shares(pairs: Sequence[tuple[ItemResult, ItemResult]], scores: Sequence[str
 
 def _is_right(item: ItemResult) -> bool:
     """Whether full prefill's answer is right: where it is wrong, a method's says little about what reuse costs."""
-    own = list(item.scores)[:1]
-    return any(item.scores.get(name, 0.0) >= 1.0 for name in (*own, "contains", "string_match_all", "em"))
+    if item.own in ALL_WANTED:  # one of several values is no right answer, though the answer contains it
+        return item.scores[item.own] >= 1.0
+    return any(item.scores.get(name, 0.0) >= 1.0 for name in (item.own, "contains", "string_match_all", "em") if name)
 
 
 def _phases(items: Sequence[ItemResult]) -> dict[str, float]:
@@ -316,6 +350,8 @@ def _check(comparison: Comparison) -> None:
             raise ConfigurationError(f"expected answers of known runs to known questions, got {item.label} {item.id}.")
         figures = {**item.scores, **item.fidelity, **item.phases_s, "ttft_s": item.ttft_s}
         figures |= {name: getattr(item, name) for name in ("nominal_ratio", "effective_ratio", "charged_ratio")}
+        if item.effective_ratio_of_stale is not None:
+            figures["effective_ratio_of_stale"] = item.effective_ratio_of_stale
         for name, value in figures.items():
             if not math.isfinite(value):
                 raise ConfigurationError(

@@ -35,6 +35,8 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _CONTROL = re.compile(r"[\x00-\x1f]")
 _UNSPACED = re.compile("[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]")
 """Kana and Chinese characters: scripts without spaces between words."""
+_EAST_ASIAN = re.compile("[\u3000-\u303f\uff01-\uff65]|" + _UNSPACED.pattern)
+"""These, and the punctuation and wide letters that stand among them."""
 _ASCII_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _CHINESE_PUNCTUATION = (
     "\uff01\uff1f\uff61\u3002\uff02\uff03\uff04\uff05\uff06\uff07\uff08\uff09\uff0a\uff0b\uff0c\uff0d\uff0f\uff1a\uff1b"
@@ -48,7 +50,10 @@ _ALL_PUNCTUATION = str.maketrans("", "", string.punctuation + _CHINESE_PUNCTUATI
 
 
 def exact_match(prediction: str, answers: Sequence[str]) -> float:
-    """1 if the prediction is an answer, both normalised as for :func:`token_f1`, else 0 (SQuAD)."""
+    """1 if the prediction is an answer, both normalised as for :func:`token_f1`, else 0 (SQuAD).
+
+    In Chinese and Japanese, white space and Chinese punctuation do not count either (``北京。`` is ``北京``).
+    """
     return _best(_exact, prediction, answers)
 
 
@@ -131,7 +136,10 @@ def _normalise(text: str) -> str:
 
 
 def _exact(prediction: str, answer: str) -> float:
-    left, right = _normalise(prediction), _normalise(answer)
+    if any(map(_EAST_ASIAN.search, (prediction, answer))):
+        left, right = (_squeeze(text, _ALL_PUNCTUATION) for text in (prediction, answer))
+    else:
+        left, right = _normalise(prediction), _normalise(answer)
     if not right:
         # nothing but articles and punctuation ("The", "?"): an empty prediction must not match that
         left, right = prediction.strip().lower(), answer.strip().lower()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 __all__ = [
@@ -31,6 +31,7 @@ _SCORES = {
     "rouge_l": ("ROUGE-L", "ROUGE-L F with the nearest right answer"),
     "string_match_all": ("String match", "share of the right strings that occur in the answer"),
 }
+_DIFFERENCE = "mean difference to full over the questions that both answered (with its 95 % interval)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,8 @@ class Column:
     show: Callable[[float], str]
     better: Better | None = None
     interval: Callable[[dict[str, Any]], Sequence[float] | None] | None = None
+    count: Callable[[dict[str, Any]], int] | None = None
+    """How many questions it is over, where that may be fewer than the row's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ class Cell:
     text: str
     """``-`` where there is no figure."""
     note: str = ""
-    """A 95 % interval in brackets."""
+    """A 95 % interval in brackets; the number of questions, if it is not the row's."""
     best: bool = False
     """As good as any other than full prefill, to the digits shown."""
 
@@ -75,8 +78,10 @@ def table(summary: dict[str, Any], task: str | None = None) -> tuple[list[Column
             text = "-" if value is None else column.show(value)
             bounds = column.interval(row) if column.interval else None
             note = f"[{', '.join(column.show(bound) for bound in bounds if bound is not None)}]" if bounds else ""
-            note = "" if note == "[]" else note
-            cells[label].append(Cell(text, note, row["method"] != "full" and text == best))
+            notes = ["" if note == "[]" else note]
+            if column.count and value is not None and column.count(row) != row["n"]:
+                notes.append(f"(n {column.count(row)})")
+            cells[label].append(Cell(text, " ".join(filter(None, notes)), row["method"] != "full" and text == best))
     return columns, cells
 
 
@@ -140,8 +145,8 @@ def notes(summary: dict[str, Any]) -> list[str]:
         found.append(f"Measured on {next(iter(places))}. Chunk caches are read from memory.")
     if _num_right(summary) == 0:
         found.append(
-            "Full prefill answers no question rightly (own metric at 1.0, or a right answer equal to or within its own)"
-            ", so that no figures can be given for those that it does."
+            "Full prefill answers no question rightly (own metric at 1.0, or, where any right answer will do, one "
+            "equal to or within its own), so that no figures can be given for those that it does."
         )
     if _has_gaps(summary) or len({row["n"] for row in summary["methods"].values()}) > 1:
         found.append(
@@ -187,7 +192,7 @@ def _columns(summary: dict[str, Any]) -> list[Column]:
         _figure("answered_plainly", "Plain", "of them answered by plain prefill instead: the method did not fit", "{}"),
         _figure("ttft_s", "TTFT (s)", "time to the first token, median over questions", "{:.3f}", "low"),
         _figure("speedup_vs_full", "Speed-up", "full's TTFT over this one's, median over questions", "{:.2f}x", "high"),
-        *(_figure(name, *_SCORES.get(name, (name, "mean of this score")), "{:.3f}", "high") for name in scores),
+        *(_score(name, summary) for name in scores),
         *(column for score in summary["own_scores"] for column in _against_full(score, summary)),
         *_divergence(summary),
         _figure("kl_to_full_median", "KL median", "the same, median over questions", "{:#.3g}", "low"),
@@ -203,10 +208,23 @@ def _columns(summary: dict[str, Any]) -> list[Column]:
         _figure("first_token_kl_median", "First-token KL median", "the same, median", "{:#.3g}", "low"),
         _figure("first_token_kl_trimmed", "First-token KL trimmed", "the same, trimmed mean", "{:#.3g}", "low"),
         _agreement(),
+        *_where_right(
+            summary,
+            ("kl_to_full", "KL", "{:#.3g}", "low"),
+            ("agreement_with_full", "Agreement", "{:.3f}", "high"),
+        ),
         _figure(
             "gold_logprob", "Gold log-prob", "mean log-probability of a right answer's tokens, nats", "{:.3f}", "high"
         ),
+        _estimate(
+            "Gold log-prob - full",
+            _DIFFERENCE,
+            lambda row: row["gold_logprob_difference"],
+            "{:+.3f}",
+            "high",
+        ),
         _figure("effective_ratio", "Effective ratio", "recomputed over chunk tokens", "{:.3f}"),
+        _figure("effective_ratio_of_stale", "Ratio of stale", "the same without the tokens that are exact", "{:.3f}"),
         _figure("charged_ratio", "Charged ratio", "share of (layer, chunk token) pairs given fresh KV", "{:.3f}"),
     ]
 
@@ -215,7 +233,7 @@ def _task_columns(summary: dict[str, Any]) -> list[Column]:
     own: list[str] = summary["own_scores"]
     return [
         _figure("n", "n", "questions answered", "{}"),
-        *(_figure(name, *_SCORES.get(name, (name, "")), "{:.3f}", "high") for name in own),
+        *(_score(name, summary) for name in own),
         *(column for score in own for column in _against_full(score, summary)),
         *_divergence(summary),
         _agreement(),
@@ -254,6 +272,14 @@ def _figure(
     return Column(title, meaning, lambda row: row[key], shown.format, better, bounds)
 
 
+def _score(name: str, summary: dict[str, Any]) -> Column:
+    title, meaning = _SCORES.get(name, (name, "mean of this score"))
+    if any(row["n_of_scores"][name] != row["n"] for row in summary["methods"].values()):
+        meaning += " (over the n questions that are scored so)"
+    column = _figure(name, title, meaning, "{:.3f}", "high")
+    return replace(column, count=lambda row: row["n_of_scores"][name])
+
+
 def _estimate(
     title: str,
     meaning: str,
@@ -273,12 +299,11 @@ def _estimate(
 
 
 def _against_full(score: str, summary: dict[str, Any]) -> list[Column]:
-    count = max((row["answerable"]["n"] for row in summary["methods"].values() if row["answerable"]), default=0)
     title = score_title(score)
     return [
         _estimate(
             f"{title} - full",
-            "mean difference to full over the questions that both answered (with its 95 % interval)",
+            _DIFFERENCE,
             lambda row: row["difference_to_full"].get(score),
             "{:+.3f}",
             "high",
@@ -290,15 +315,27 @@ def _against_full(score: str, summary: dict[str, Any]) -> list[Column]:
             "{:.1%}",
             "high",
         ),
-        Column(
-            f"{title} where full is right",
-            f"over the {count} questions where full's own is 1.0, or its answer is or holds a right one",
-            lambda row: row["answerable"].get(score) if row["answerable"] else None,
-            "{:.3f}".format,
-            "high",
-            lambda row: row["answerable_intervals"].get(score),
-        ),
+        *_where_right(summary, (score, title, "{:.3f}", "high")),
     ]
+
+
+def _where_right(summary: dict[str, Any], *figures: tuple[str, str, str, Better]) -> list[Column]:
+    """Key, title, format and direction of figures, over the questions that full prefill answers rightly."""
+
+    def column(key: str, title: str, shown: str, better: Better) -> Column:
+        rows = [row for row in summary["methods"].values() if row["answerable"]]
+        count = max((row["answerable_n_of_scores"].get(key, row["answerable"]["n"]) for row in rows), default=0)
+        return Column(
+            f"{title} where full is right",
+            f"over the {count} questions where full's own score is 1.0, or, where any right answer will do, its answer "
+            "is or holds one",
+            lambda row: row["answerable"].get(key) if row["answerable"] else None,
+            shown.format,
+            better,
+            lambda row: row["answerable_intervals"].get(key),
+        )
+
+    return [column(*figure) for figure in figures]
 
 
 def _best(column: Column, rows: dict[str, dict[str, Any]]) -> str | None:

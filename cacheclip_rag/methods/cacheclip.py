@@ -5,7 +5,10 @@ which heads score, and what was learned for them (:mod:`cacheclip_rag.training`)
 comes. Departures: scores are mapped to the primary's tokens before grouping, so that the ratio counts what costs time;
 the default grouping fills its budget; nothing is spent on a chunk that is exact already; of a long question the last
 96 tokens score.
-``grouping="v1_literal"`` is the paper's own rule.
+``grouping="v1_literal"`` is the paper's own rule. The paper scores while the primary's KV is read; here scoring comes
+first, and the time to the first token holds both. Of version 2 (arXiv:2510.10129v2) only the abstract could be checked:
+window, stride and threshold of its sliding grouping, whether its auxiliary is tuned, and how it shares the work between
+processors are not known, so nothing here is claimed to be it; ``grouping="vote_sliding"`` is our reading of the name.
 """
 
 from __future__ import annotations

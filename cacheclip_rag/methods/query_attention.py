@@ -141,7 +141,9 @@ class QCFuse(QueryAttention):
     """QCFuse (arXiv:2606.05875): the question reads a tenth of each chunk, and three layers in the middle decide.
 
     The paper profiles three layers per model, between 0.41 and 0.78 of the depth; here they are the three from the
-    middle on. Departure: the digest is computed with the answer, not stored.
+    middle on. Departures: the digest is computed with the answer, not stored; it is one a chunk, by scores averaged
+    over all layers, where the paper keeps one for each layer by that layer's own; and the four first tokens come on top
+    of the tenth where they are not among its best.
     """
 
     name: ClassVar[str] = "qcfuse"

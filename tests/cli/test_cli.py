@@ -94,6 +94,7 @@ def test_ask_streams_the_answer_with_sources_and_phases(cacheclip: Any, stored: 
     result = machine.json
     assert plain.out.startswith(result["answer"])
     assert "island.txt" in plain.out and "first token after" in plain.out
+    assert "(ratio: nominal 0.200, effective 0.2" in plain.out and ", charged 0.2" in plain.out
     assert result["stats"]["hits"] == len(result["sources"]) >= 3
     assert result["stats"]["method"] == "anchored"
     assert result["stats"]["effective_ratio"] == pytest.approx(0.2, abs=0.01)
@@ -222,6 +223,20 @@ def test_bench_prints_one_object(cacheclip: Any, tiny_models: dict[str, str]) ->
     assert result.code == 0, result.err
     assert list(result.json["methods"]) == ["full", "direct", "anchored"]
     assert len(result.out.splitlines()) == 1
+
+
+def test_bench_shows_all_three_ratios(
+    cacheclip: Any, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+    result = cacheclip(
+        *("bench", "--primary", tiny_models["llama"], "--auxiliary", "none", "--methods", "full,cacheblend"),
+        *("--context-tokens", "256", "--chunk-tokens", "64", "--runs", "1"),
+    )
+    assert all(f" {title} " in result.out for title in ("nominal", "effective", "charged"))
+    [row] = [line for line in result.out.splitlines() if "cacheblend" in line]
+    _, _, _, _, _, _, nominal, effective, charged, *_ = (cell.strip() for cell in row.split("│"))
+    assert (nominal, effective) == ("0.200", "0.199") and charged > effective
 
 
 def test_bench_without_an_auxiliary(cacheclip: Any, tiny_models: dict[str, str]) -> None:

@@ -78,7 +78,7 @@ class TestRefusals:
             ("method", "nonsense"),
             ("grouping", "nonsense"),
             ("window", 0),
-            ("threshold", 8),
+            ("threshold", -1),
             ("dtype", "float64"),
             ("codec", "int3"),
             ("auxiliary_codec", "int3"),

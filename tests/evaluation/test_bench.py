@@ -27,12 +27,15 @@ def test_shape_of_the_result(result: dict[str, Any]) -> None:
         assert set(row["phases_s"]) == set(PHASES)
         assert 0 < row["ttft_s"]["min"] <= row["ttft_s"]["median"] <= row["ttft_s"]["max"]
         assert row["peak_rss_bytes"] > 50e6
+        for ratio in ("nominal_ratio", "effective_ratio", "effective_ratio_of_stale", "charged_ratio"):
+            assert 0.0 <= row[ratio] <= 1.0
     assert result["methods"]["full"]["speedup_vs_full"] == 1.0
 
 
 def test_effective_ratio_is_the_nominal_one(result: dict[str, Any]) -> None:
     assert result["methods"]["anchored"]["effective_ratio"] == pytest.approx(0.25, abs=0.01)
-    assert result["methods"]["direct"]["effective_ratio"] == 0.0
+    assert result["methods"]["anchored"]["nominal_ratio"] == 0.25
+    assert result["methods"]["direct"]["effective_ratio"] == result["methods"]["direct"]["nominal_ratio"] == 0.0
 
 
 def test_phases_add_up_to_the_time_to_first_token(result: dict[str, Any]) -> None:

@@ -149,6 +149,7 @@ class TestCertify:
         assert certificate.verdict == next(row.verdict for row in certificate.ratios if row.ratio == 0.2)
         for row in certificate.ratios:
             assert row.effective_ratio == pytest.approx(row.ratio, abs=0.01)
+            assert row.charged_ratio == pytest.approx(row.effective_ratio)
         # a model of random weights that never saw the chunks together: far from full prefill, and it is told
         assert certificate.ratios[0].answer_kl["mean"] > certificate.thresholds["answer_kl"]
         assert certificate.ratios[0].verdict == "not faithful"
@@ -162,6 +163,10 @@ class TestCertify:
         certificate = certify(replace(config, method="direct"), quick=True)
         assert [row.ratio for row in certificate.ratios] == [0.0] and certificate.ratio == 0.0
         assert certificate.auxiliary is None and certificate.identity.auxiliary_sha256 is None
+
+    def test_layers_that_only_choose_are_charged(self, config: EngineConfig) -> None:
+        row = certify(replace(config, method="cacheblend"), quick=True).ratios[0]
+        assert row.charged_ratio is not None and row.charged_ratio > row.effective_ratio + 0.2
 
     def test_saved_it_covers_an_engine(self, config: EngineConfig, tmp_path: Path) -> None:
         certify(replace(config, recompute_ratio=1.0), quick=True).save()
@@ -251,11 +256,14 @@ class TestCommand:
         assert value["verdict"] == "exact" and Path(value["path"]).is_file()
         assert value["thresholds"] and value["identity"]["transformers"] and value["identity"]["cacheclip_rag"]
 
-    def test_found_wanting_is_exit_code_1(self, arguments: list[str]) -> None:
+    def test_found_wanting_is_exit_code_1(self, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("COLUMNS", "160")
         result = CliRunner().invoke(app, [*arguments, "--ratio", "0.05"])
         assert result.exit_code == 1
         for word in (
             "Verdict at ratio 0.05: not faithful",
+            "nominal",
+            "charged",
             "Noise floor",
             "no_future",
             "0.1 nats at the first token and 0.05 along",

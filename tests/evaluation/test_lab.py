@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.engine import CacheClipEngine
 from cacheclip_rag.errors import ConfigurationError, MissingExtraError
 from cacheclip_rag.evaluation.journal import open_journal
-from cacheclip_rag.evaluation.lab import Lab, planned_runs
+from cacheclip_rag.evaluation.lab import Lab, every_method, planned_runs
 from cacheclip_rag.evaluation.questions import INSTRUCTION, ask
 from cacheclip_rag.evaluation.records import Passage, Record
 from cacheclip_rag.evaluation.reference import Reference
@@ -27,6 +29,7 @@ from cacheclip_rag.methods.direct import Direct
 from cacheclip_rag.methods.full import Full
 from cacheclip_rag.methods.leads import LEADS
 from cacheclip_rag.models.text import TextModel
+from cacheclip_rag.progress import progress_bar
 from cacheclip_rag.prompt import Chunk, Fresh
 from tests.conftest import CACHECLIP, CHUNKS, SENTENCES, add_bos
 
@@ -88,6 +91,18 @@ class TestRun:
             )
             assert answer.text == item.answer
             assert answer.stats.effective_ratio == item.effective_ratio
+
+    def test_every_method_there_is(self, config: EngineConfig) -> None:
+        planned = planned_runs(["all"], [0.2], config)
+        comparison = Lab("tiny", RECORDS[:1], config, planned).run()
+        assert not comparison.skipped and {one.method.name for one in planned} == set(every_method(config)[0])
+        assert [item.label for item in comparison.items] == [one.run.label for one in planned]
+        for item, one in zip(comparison.items, planned, strict=True):
+            assert item.fallback is None, item.label
+            assert bool(item.fidelity) != one.method.composes, item.label
+            ratios = (item.nominal_ratio, item.effective_ratio, item.effective_ratio_of_stale, item.charged_ratio)
+            assert all(isinstance(ratio, float) and 0.0 <= ratio <= 1.25 for ratio in ratios), item.label
+        assert "| oracle@0.2 |" in to_markdown(summarise(comparison))
 
     def test_a_prompt_too_long_is_counted_not_scored(self, config: EngineConfig) -> None:
         long = replace(record(9), chunks=(Passage("", " ".join(SENTENCES * 200)),))
@@ -312,8 +327,8 @@ class TestResume:
         resumed = lab(config, folder)
         original = Lab._ask
 
-        def spy(self: Lab, engine: Any, one: Record, known: Any) -> Any:
-            for item in original(self, engine, one, known):
+        def spy(self: Lab, engine: Any, one: Record, runs: Any) -> Any:
+            for item in original(self, engine, one, runs):
                 asked.append(item.label)
                 yield item
 
@@ -323,6 +338,37 @@ class TestResume:
         assert len(asked) == len(lines) - 11
         assert without_times(comparison) == without_times(whole)
         assert len(journal.read_text().splitlines()) == len(lines)
+
+    def test_the_bar_counts_answers_from_the_known_ones_on(
+        self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        bars: list[tuple[float | None, str, int, list[float]]] = []
+
+        @contextmanager
+        def bar(title: str, total: float | None, unit: str, *, done: int) -> Iterator[Any]:
+            steps: list[float] = []
+            bars.append((total, unit, done, steps))
+            with progress_bar(title, total, unit, done=done) as advance:
+                yield lambda amount: (steps.append(amount), advance(amount))
+
+        monkeypatch.setattr("cacheclip_rag.evaluation.lab.progress_bar", bar)
+        long = replace(record(9), chunks=(Passage("", " ".join(SENTENCES * 200)),))
+        lab(config, tmp_path / "run", RECORDS[:1], ["direct"]).run()
+        lab(config, tmp_path / "run", [*RECORDS[:2], long], ["direct", "ape"]).run()
+        first, second = bars
+        assert first == (2, "answers", 0, [1, 2, 2])
+        assert second == (9, "answers", 2, [3, 3, 4, 5, 6, 6, 9])
+
+    def test_another_grouping_is_refused(self, config: EngineConfig, tmp_path: Path) -> None:
+        lab(config, tmp_path / "run", RECORDS[:1], ["cacheclip"]).run()
+        for change, told in [
+            ({"grouping": "v1_literal"}, "grouping is 'window_score' there and 'v1_literal' now"),
+            ({"window": 16}, "window is 8 there and 16 now"),
+            ({"threshold": 3}, "threshold is 5 there and 3 now"),
+            ({"prefix_cache_bytes": 0}, "prefix_cache_bytes is 268435456 there and 0 now"),
+        ]:
+            with pytest.raises(ConfigurationError, match=told):
+                lab(replace(config, **change), tmp_path / "run", RECORDS[:1], ["cacheclip"]).run()
 
     def test_methods_may_be_added(self, config: EngineConfig, tmp_path: Path) -> None:
         lab(config, tmp_path / "run", methods=["direct"]).run()
@@ -548,6 +594,12 @@ class TestPlan:
         labels = [planned.run.label for planned in planned_runs(["epic", "full", "epic"], [0.1, 0.3], config)]
         assert labels == ["full", "epic@0.1", "epic@0.3"]
 
+    def test_all_without_an_auxiliary_leaves_out_what_needs_one(self, config: EngineConfig) -> None:
+        without = replace(config, auxiliary=None)
+        assert every_method(without)[1] == ["cacheclip", "mixed"] and every_method(config)[1] == []
+        labels = [planned.method.name for planned in planned_runs(["all"], [0.2], without)]
+        assert labels == every_method(without)[0] and "cacheclip" not in labels
+
     def test_all_is_every_method(self, config: EngineConfig) -> None:
         from cacheclip_rag.methods import METHODS as KNOWN
 
@@ -626,7 +678,8 @@ class TestCommand:
         assert told[2].startswith("  question odd: metric must be one of f1, ") and "got 'bleu'" in told[2]
         assert list(summary["methods"]) == ["full", "direct", "epic:k_init=4"]
         row = summary["methods"]["direct"]
-        for key in ("f1", "em", "contains", "kl_to_full", "agreement_with_full", "effective_ratio", "ttft_s"):
+        ratios = ("nominal_ratio", "effective_ratio", "effective_ratio_of_stale", "charged_ratio")
+        for key in ("f1", "em", "contains", "kl_to_full", "agreement_with_full", *ratios, "ttft_s"):
             assert isinstance(row[key], float), key
         assert row["speedup_vs_full"] > 0
         assert {path.name for path in out.iterdir()} == {
@@ -674,7 +727,22 @@ class TestCommand:
 
     def test_out_must_be_a_folder(self, dataset: Path) -> None:
         result = self.run("--dataset", dataset, "--methods", "direct", "--auxiliary", "none", "--out", dataset)
-        assert result.exit_code != 0 and "--out must be a folder, got the file" in str(result.exception)
+        assert result.exit_code != 0 and "expected a folder for the comparison, got a file" in str(result.exception)
+
+    def test_a_folder_of_something_else_is_told_before_weights_are_loaded(self, dataset: Path, tmp_path: Path) -> None:
+        (tmp_path / "thesis").mkdir()
+        (tmp_path / "thesis" / "chapter.tex").write_text("years of work")
+        models = ("--primary", "/no/such/model", "--auxiliary", "none")
+        result = self.run("--dataset", dataset, *models, "--methods", "direct", "--out", tmp_path / "thesis")
+        assert result.exit_code != 0 and "thesis is not empty and holds no comparison" in str(result.exception)
+
+    def test_all_without_an_auxiliary_says_what_is_left_out(self, dataset: Path, tiny_models: dict[str, str]) -> None:
+        models = ("--primary", tiny_models["llama"], "--auxiliary", "none")
+        result = self.run("--dataset", dataset, *models, "--methods", "all", "--limit", 1, "--json")
+        assert result.exit_code == 0, result.output
+        methods = json.loads(result.stdout)["methods"]
+        assert "anchored@0.2" in methods and "cacheclip@0.2" not in methods
+        assert result.stderr.splitlines()[0] == "left out of all, since they need an auxiliary model: cacheclip, mixed"
 
     @pytest.mark.parametrize(
         ("tasks", "message"),

@@ -27,6 +27,7 @@ from cacheclip_rag.evaluation.report import (
     to_png,
     write_report,
 )
+from cacheclip_rag.evaluation.scores import METRICS
 from cacheclip_rag.evaluation.statistics import paired_bootstrap, paired_ratio
 
 RUNS = [Run("full", "full", None), Run("direct", "direct", 0.0), Run("clip 0.2", "clip", 0.2), Run("clip 1", "clip", 1)]
@@ -104,9 +105,15 @@ class TestSummary:
 
     def test_answerable_is_where_full_is_right(self, summary: dict[str, Any]) -> None:
         rows = summary["methods"]
-        assert rows["full"]["answerable"] == {"n": 2, "f1": 1.0, "contains": 1.0}
-        assert rows["clip 0.2"]["answerable"] == {"n": 2, "f1": 0.75, "contains": 0.5}
-        assert rows["direct"]["answerable"] == {"n": 1, "f1": 0.5, "contains": 0.0}
+        nothing = {"kl_to_full": None, "agreement_with_full": None}
+        assert rows["full"]["answerable"] == {"n": 2, "f1": 1.0, "contains": 1.0, **nothing}
+        found = {"kl_to_full": 0.125, "agreement_with_full": 0.875}
+        assert rows["clip 0.2"]["answerable"] == {"n": 2, "f1": 0.75, "contains": 0.5, **found}
+        found = {"kl_to_full": 0.5, "agreement_with_full": 0.5}
+        assert rows["direct"]["answerable"] == {"n": 1, "f1": 0.5, "contains": 0.0, **found}
+        assert rows["clip 0.2"]["answerable_intervals"]["kl_to_full"] == list(paired_bootstrap([0.0, 0.25]))
+        assert "| KL where full is right |" in to_markdown(summary)
+        assert "| Agreement where full is right |" in to_markdown(summary)
 
     @pytest.mark.parametrize(
         ("scores", "right"),
@@ -114,6 +121,7 @@ class TestSummary:
             ({"em": 1.0}, 1),
             ({"em": 0.0, "contains": 1.0}, 1),
             ({"string_match_all": 0.75}, 0),
+            ({"f1": 0.5, "string_match_all": 1.0}, 1),
             ({"rouge_l": 1.0}, 1),
             ({"f1": 0.9, "rouge_l": 1.0}, 0),
         ],
@@ -123,6 +131,43 @@ class TestSummary:
     ) -> None:
         alone = replace(only(comparison, "full"), items=[replace(ITEMS[0], scores=scores)])
         assert summarise(alone)["methods"]["full"]["answerable"]["n"] == right
+
+    @pytest.mark.parametrize(("answer", "right"), [("It is 1234567.", 0), ("1234567, 7654321, 1111111 and 2222222", 1)])
+    def test_where_all_must_be_named_one_of_them_is_not_right(
+        self, comparison: Comparison, answer: str, right: int
+    ) -> None:
+        wanted = ["1234567", "7654321", "1111111", "2222222"]
+        scores = {name: METRICS[name](answer, wanted) for name in ("string_match_all", "em", "contains")}
+        assert scores["contains"] == 1.0
+        alone = replace(only(comparison, "full"), items=[replace(ITEMS[0], scores=scores)])
+        assert summarise(alone)["methods"]["full"]["answerable"]["n"] == right
+
+    def test_gold_logprob_is_held_against_full(self, comparison: Comparison) -> None:
+        gold = {"full": [-1.0, -2.0, -3.0, -4.0], "clip 0.2": [-1.5, -2.0, -4.0, -3.0]}
+        items = [
+            replace(one, fidelity={**one.fidelity, "gold_logprob": gold[one.label][int(one.id[1:]) - 1]})
+            for one in ITEMS
+            if one.label in gold
+        ]
+        summary = summarise(replace(only(comparison, *gold), items=items))
+        differences = [-0.5, 0.0, -1.0, 1.0]
+        expected = [-0.125, *paired_bootstrap(differences)]
+        assert summary["methods"]["clip 0.2"]["gold_logprob_difference"] == expected
+        assert summary["methods"]["full"]["gold_logprob_difference"] is None
+        assert "| Gold log-prob - full |" in to_markdown(summary) and "| -0.125 [-" in to_markdown(summary)
+
+    def test_all_ratios(self, comparison: Comparison) -> None:
+        items = [replace(one, nominal_ratio=0.2, charged_ratio=0.5, effective_ratio_of_stale=0.75) for one in ITEMS]
+        other = replace(comparison, items=items)
+        summary = summarise(other)
+        row = summary["methods"]["clip 0.2"]
+        names = ("nominal_ratio", "effective_ratio", "effective_ratio_of_stale", "charged_ratio")
+        assert [row[name] for name in names] == [0.2, 0.25, 0.75, 0.5]
+        made, page = to_markdown(summary), to_html(other, summary)
+        for title in ("Ratio", "Effective ratio", "Ratio of stale", "Charged ratio"):
+            assert f"| {title} |" in made
+        assert "<td>0.200</td><td>0.250</td><td>0.500</td>" in page, "beside an answer"
+        assert summarise(comparison)["methods"]["direct"]["effective_ratio_of_stale"] is None
 
     def test_without_full_there_is_nothing_to_hold_against(self, comparison: Comparison) -> None:
         row = summarise(only(comparison, "direct"))["methods"]["direct"]
@@ -213,11 +258,36 @@ class TestTasks:
     def test_one_task_is_no_breakdown(self, summary: dict[str, Any]) -> None:
         assert summary["tasks"] == {} and "\n## " not in to_markdown(summary)
 
-    def test_every_tasks_own_metric_is_held_against_full(self, mixed: Comparison) -> None:
+    @pytest.fixture
+    def several(self, mixed: Comparison) -> Comparison:
+        """Two questions are scored by another metric than the rest."""
         items = [replace(one, scores={"rouge_l": one.scores["f1"]}) if one.id in ("q1", "q2") else one for one in ITEMS]
-        summary = summarise(replace(mixed, items=items))
+        return replace(mixed, items=items)
+
+    def test_every_tasks_own_metric_is_held_against_full(self, several: Comparison) -> None:
+        summary = summarise(several)
         assert set(summary["own_scores"]) == {"f1", "rouge_l"}
         assert "| F1 / full |" in to_markdown(summary) and "| ROUGE-L / full |" in to_markdown(summary)
+
+    def test_every_own_metric_says_how_many_questions_have_it(self, several: Comparison) -> None:
+        summary = summarise(several)
+        assert summary["methods"]["direct"]["n_of_scores"] == {"rouge_l": 2, "f1": 2, "contains": 2}
+        made, page = to_markdown(summary), to_html(several, summary)
+        assert "| 0.750 (n 2) |" in made and "0.750<small>(n 2)</small>" in page, "of full, by ROUGE-L"
+        assert "over the n questions that are scored so" in made
+        told = made.partition("## far")[2].partition("## near")[0]
+        assert "ROUGE-L |" in told and "(n " not in told, "all of a task's questions are scored alike"
+        assert "(n " not in to_markdown(summarise(replace(several, items=ITEMS)))
+
+    def test_every_own_metric_is_plotted(self, several: Comparison) -> None:
+        assert [plot.y_label for plot in plots(summarise(several))[1:]] == ["ROUGE-L", "F1"]
+
+    def test_a_question_is_lost_by_its_own_metric(self, several: Comparison) -> None:
+        text = to_html(several, summarise(several))
+        lost = ["data-lost" in found for _, found in Page(text).tags if found.get("class") == "item"]
+        assert lost == [True, False, False, True, False]
+        assert "<span>q1</span><span>ROUGE-L 0.50 to 1.00</span>" in text
+        assert "<span>q4</span><span>F1 0.50 to 1.00</span>" in text
 
 
 class TestSkipped:

@@ -65,6 +65,22 @@ def test_chinese_f1_says_how_to_get_jieba(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
+    ("prediction", "answers", "expected"),
+    [
+        ("北京。", ["上海", "北京"], 1.0),
+        ("《红楼梦》", ["红楼梦"], 1.0),
+        ("2019 年", ["2019年。"], 1.0),
+        ("2019。", ["2019"], 1.0),
+        ("在北京。", ["北京"], 0.0),
+        ("。", ["北京"], 0.0),
+        ("", ["。"], 0.0),
+    ],
+)
+def test_chinese_exact_match(prediction: str, answers: list[str], expected: float) -> None:
+    assert exact_match(prediction, answers) == expected
+
+
+@pytest.mark.parametrize(
     ("prediction", "answer", "expected"),
     [
         ("It was built by the Exeter College, in 1314.", "exeter college", 1.0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.fusion.recompute import choose_rows
 from cacheclip_rag.methods import create
 from cacheclip_rag.methods.direct import Direct
-from tests.conftest import CHUNKS
+from tests.conftest import CHUNKS, TINY_MODELS, build_model, make_tokenizer
 from tests.fusion.cases import BROKEN, EXACT, gap, make_engine, reference_logits, reference_model, scatter
 
 models = pytest.mark.parametrize("name", ["llama", "qwen3", "smollm3", "mixtral", "gemma2", "gemma3", "gpt-oss"])
@@ -156,6 +157,30 @@ class TestKVLink:
         assert int(result.layout.ids[first.stop]) == 0 and int(result.layout.ids[second.stop]) == 1
         assert int(result.layout.ids[second.stop + 1]) == 2, "the token behind the last chunk"
         assert gap(result.logits, masked_reference(engine.config.primary, result.layout)) < EXACT
+
+    @pytest.mark.parametrize("n_link", [1, 3])
+    @models
+    def test_a_token_before_the_chunks_and_several_behind_each(
+        self, name: str, n_link: int, tiny_models: dict[str, str], tmp_path: Path
+    ) -> None:
+        names = [f"<|link_{number}|>" for number in range(3 * n_link + 2)]
+        folder = build_model(tmp_path / "model", TINY_MODELS[name], vocab_size=400 + len(names))
+        tokenizer = make_tokenizer(400)
+        tokenizer.add_special_tokens({"additional_special_tokens": names})
+        tokenizer.save_pretrained(folder)
+        start, end, *links = tokenizer.convert_tokens_to_ids(names)
+        engine = make_engine(str(folder), tiny_models["auxiliary"])
+        spec = f"link:tuned=true:n_link={n_link}:first_id={links[0]}:start_id={start}:end_id={end}:max_chunks=3"
+        engine.precompute(CHUNKS[:3], method=spec)
+        result = engine.prefill(PROMPT, method=create(spec, {}))
+        ids, spans = result.layout.ids.tolist(), result.layout.chunks
+        assert result.stats.hits == 3 and ids[spans[0].start - 1] == start and ids.count(start) == 1
+        for number, span in enumerate(spans):
+            assert ids[span.stop : span.stop + n_link] == links[n_link * number : n_link * (number + 1)]
+        assert ids[spans[-1].stop + n_link] == end and ids.count(end) == 1
+        expected = masked_reference(str(folder), result.layout)
+        assert gap(result.logits, expected) < EXACT
+        assert gap(reference_logits(str(folder), result.layout.ids), expected) > BROKEN, "the mask must show"
 
     @pytest.mark.parametrize("name", ["llama"])
     def test_without_link_tokens_it_is_block(self, engine: CacheClipEngine) -> None:

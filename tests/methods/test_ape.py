@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from cacheclip_rag import Chunk, Fresh
+from cacheclip_rag.fidelity import greedy
+from cacheclip_rag.fusion.recompute import choose_rows
 from cacheclip_rag.methods import create
 from cacheclip_rag.models.attention import AttentionRule, Geometry, block_attention, causal_plan
 from tests.fusion.cases import BROKEN, EXACT, Case, gap
-from tests.methods.test_matrix import few
+from tests.methods.spying import plain
+from tests.methods.test_matrix import few, run
+from tests.methods.test_own_positions import assembled
 
 
 class TestApe:
@@ -23,7 +29,8 @@ class TestApe:
         for order in ((0, 1, 2), (2, 0, 1)):
             segments = [opening, *(Chunk(chunks[n]) for n in order), ask, closing]
             ids.append(case.engine.prefill(segments, method=create("ape", {})))
-        assert gap(ids[0].logits, ids[1].logits) < EXACT
+        first, second = ids
+        assert gap(first.logits, second.logits) < 1e-5 * float(first.logits.abs().max())
         direct = [
             case.engine.prefill(
                 [opening, *(Chunk(chunks[n]) for n in order), ask, closing], method=create("direct", {})
@@ -31,6 +38,32 @@ class TestApe:
             for order in ((0, 1, 2), (2, 0, 1))
         ]
         assert gap(direct[0].logits, direct[1].logits) > BROKEN
+
+    @plain
+    def test_decoding_equals_rows_run_again(self, case: Case) -> None:
+        """Step by step, or question and generated tokens in one pass over the contexts alone."""
+        method = create("ape", {})
+        geometry = method.place(case.layout, case.layout.chunks)
+        assert geometry is not None
+        fused = run(case, method)
+        with torch.inference_mode():
+            generated, stepped = greedy(case.runtime, fused.cache, fused.logits, 6, stop=False)
+        ids = torch.cat((case.layout.ids, torch.tensor(generated)))
+        rows = choose_rows(case.layout, case.layout.chunks, [])
+        twin = replace(geometry, temperature=1.0)
+        for step in range(1, len(generated)):
+            slots = torch.cat((rows, torch.arange(case.layout.num_tokens, case.layout.num_tokens + step)))
+            again, other = (self.logits(case, ids, slots, each) for each in (geometry, twin))
+            assert gap(again, stepped[step]) < EXACT
+            assert gap(other, stepped[step]) > BROKEN, "the temperature must show at every step"
+
+    @torch.inference_mode()
+    def logits(self, case: Case, ids: torch.Tensor, slots: torch.Tensor, geometry: Geometry) -> torch.Tensor:
+        cache = assembled(case, geometry)
+        plan = causal_plan(slots, geometry=geometry)
+        found = case.runtime.run_rows(cache, ids[slots], geometry.positions_of(slots), plan, slots=slots)
+        assert found is not None
+        return found
 
     def test_merged_attention_is_the_weighted_sum(self) -> None:
         generator = torch.Generator().manual_seed(0)

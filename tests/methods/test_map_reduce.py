@@ -22,14 +22,18 @@ THREE = CHUNKS[:3]
 SPECS = {"map_reduce": "map_reduce:map_tokens=6"}
 """Settings that keep the tests short."""
 every = pytest.mark.parametrize("name", COMPOSING)
+few = pytest.mark.parametrize("engine", ["llama", "gemma3", "qwen3", "gpt-oss"], indirect=True)
 INTRODUCED = "Read this first.\n\n" + rag_prompt(THREE)
 
 
 @pytest.fixture
-def engine(tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> CacheClipEngine:
-    """In memory, on the tiny llama, which never ends its turn here; three chunks stored."""
-    monkeypatch.setattr(load_model(tiny_models["llama"]), "eos_ids", frozenset())
-    engine = make_engine(tiny_models["llama"], tiny_models["auxiliary"])
+def engine(
+    request: pytest.FixtureRequest, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> CacheClipEngine:
+    """In memory, on the tiny llama unless told, which never ends its turn here; three chunks stored."""
+    folder = tiny_models[getattr(request, "param", "llama")]
+    monkeypatch.setattr(load_model(folder), "eos_ids", frozenset())
+    engine = make_engine(folder, tiny_models["auxiliary"])
     engine.precompute(THREE)
     return engine
 
@@ -48,6 +52,7 @@ def check_sums(stats: Any) -> None:
 
 
 class TestMapRerank:
+    @few
     @pytest.mark.parametrize("opening", ["", "Read this first.\n\n"])
     def test_one_chunk_is_full_prefill(self, engine: CacheClipEngine, opening: str) -> None:
         prompt = opening + rag_prompt(CHUNKS[:1])
@@ -57,6 +62,7 @@ class TestMapRerank:
         assert answer.stats.prompt_tokens == full.stats.prompt_tokens
         assert answer.stats.effective_ratio == (1.0 if opening else 0.0)
 
+    @few
     @pytest.mark.parametrize("prompt", [rag_prompt(THREE), INTRODUCED], ids=["behind the prefix", "introduced"])
     def test_the_surest_of_separate_answers(self, engine: CacheClipEngine, prompt: str) -> None:
         rated = []
@@ -80,6 +86,7 @@ class TestMapRerank:
 
 
 class TestMapReduce:
+    @few
     def test_the_last_prompt_holds_the_separate_answers(self, engine: CacheClipEngine) -> None:
         lines = []
         for text in THREE:

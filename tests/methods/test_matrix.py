@@ -175,6 +175,12 @@ class TestNames:
         assert create(spec_of(method, engine), engine) == method
         assert create("cacheclip:skip_first_chunk=true", {}).skip_first_chunk is True  # type: ignore[attr-defined]
 
+    def test_a_window_below_a_threshold_that_is_not_used(self) -> None:
+        method: Any = create("random:window=1", {})
+        assert (method.window, method.grouping) == (1, "window_score")
+        with pytest.raises(ConfigurationError, match="threshold below the window .*'v1_literal', got threshold=5 and"):
+            create("random:window=1:grouping=v1_literal", {})
+
     def test_settings_of_parts(self) -> None:
         spec = "mixed:first=cacheclip/layers=0.5+3/pooled=true:second=epic:weight=0.7"
         method: Any = create(spec, {"recompute_ratio": 0.1})

@@ -112,11 +112,24 @@ class TestExamples:
 
     @pytest.mark.parametrize(
         ("mode", "window", "threshold"),
-        [("nonsense", 8, 5), ("window_score", 0, 0), ("v1_literal", 8, 8), ("v1_literal", 8, -1)],
+        [
+            ("nonsense", 8, 5),
+            ("window_score", 0, 0),
+            ("window_score", 8, -1),
+            ("v1_literal", 8, 8),
+            ("v1_literal", 8, -1),
+            ("vote_sliding", 4, 5),
+        ],
     )
     def test_contradictions_are_refused(self, mode: str, window: int, threshold: int) -> None:
         with pytest.raises(ConfigurationError):
             group([torch.ones(8)], 4, mode=mode, window=window, threshold=threshold)
+
+    @pytest.mark.parametrize("mode", ["window_score", "sentence"])
+    def test_a_threshold_that_is_not_used_may_be_any(self, mode: str) -> None:
+        numbers = [torch.arange(24)] if mode == "sentence" else None
+        masks = group([hot(3, 5)], 2, mode=mode, window=1, threshold=5, sentences=numbers)
+        assert chosen(masks) == [[3, 5]]
 
 
 class TestProperties:
