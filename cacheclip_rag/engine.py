@@ -244,8 +244,7 @@ class CacheClipEngine:
         Idempotent: what is stored already costs a look-up. A killed run loses at most the chunk it was at.
 
         Args:
-            method: encode chunks as this method needs them; default the engine's. All do so alike, except those for
-                checkpoints trained to read chunks apart.
+            method: encode chunks as this method needs them (:meth:`encoding_of`); default the engine's.
             source: what the texts come from (the id of a node or record), for :meth:`release_sources`.
             document: what the source is a part of.
 
@@ -257,7 +256,7 @@ class CacheClipEngine:
             PromptTooLongError: a text longer than the model's context.
         """
         computed = 0
-        encoding = self._encoding_of(method)
+        encoding = self.encoding_of(method)
         for chunk in chunk_texts(texts):
             if not chunk:
                 raise ConfigurationError("a chunk must hold text, got an empty or blank string.")
@@ -299,7 +298,7 @@ class CacheClipEngine:
         released = 0
         usual = {create(name, {"behind": behind}).encoding for name in METHODS for behind in LEADS}
         list(self._usable_caches())  # now among self._caches, as all others
-        for encoding in {*usual, self._encoding_of(None)}:
+        for encoding in {*usual, self.encoding_of()}:
             self._caches_of(self.config.primary, encoding)
         everywhere = list(self._caches.values())
         for chunk in chunks:
@@ -417,7 +416,7 @@ class CacheClipEngine:
             if event.answer is not None:
                 self._record(prefilled, event.answer, params)
             yield event
-        self._store_missing(prefilled.missing, candidates, chosen.encoding)
+        self._store_missing(prefilled.missing, candidates, self.encoding_of(chosen))
 
     def _compose(
         self, method: Method, prompt: Prompt | Sequence[Segment], params: SamplingParams, candidates: Candidates
@@ -502,7 +501,7 @@ class CacheClipEngine:
         """``method``: None for whichever of the exact ones costs least."""
         primary = self._caches_of(self.config.primary)  # weights are loaded before the clock starts
         auxiliary = self._scorer_of(method) if method else None
-        encoding = method.encoding if method else Encoding(lead=LEADS[self.config.behind])
+        encoding = method.encoding if method else self._plain_encoding
         encoded = self._caches_of(self.config.primary, encoding)
         captures = method is not None and method.captures
         clock = PhaseClock()
@@ -569,11 +568,18 @@ class CacheClipEngine:
             return None
         return AuxiliaryScorer(self._caches_of(self.config.auxiliary), self.head_set)
 
-    def _encoding_of(self, method: str | Method | None) -> Encoding:
-        """How a method (default the engine's) wants its chunks encoded."""
+    def encoding_of(self, method: str | Method | None = None) -> Encoding:
+        """How a method (default the engine's) wants its chunks encoded: all alike, but for what they are computed
+        ``behind``, and those for checkpoints trained to read chunks apart. One that reads no stored chunks leaves the
+        choice to the settings, for those that do."""
         if not isinstance(method, Method):
             method = create(method or self.config.method, self.config.method_settings())
-        return method.encoding
+        reads = method.reuses_chunks and not method.captures and not method.composes
+        return method.encoding if reads else self._plain_encoding
+
+    @property
+    def _plain_encoding(self) -> Encoding:
+        return Encoding(lead=LEADS[self.config.behind])
 
     def chunk_caches(self, encoding: Encoding | None = None, *, with_auxiliary: bool = True) -> list[ChunkCaches]:
         """Where the KV of a chunk is kept, model by model, the primary's first; loads the models.
@@ -581,7 +587,7 @@ class CacheClipEngine:
         Args:
             encoding: how chunks are encoded for the primary; default as the engine's method wants it.
         """
-        found = [self._caches_of(self.config.primary, encoding or self._encoding_of(None))]
+        found = [self._caches_of(self.config.primary, encoding or self.encoding_of())]
         if with_auxiliary and self.config.auxiliary:
             found.append(self._caches_of(self.config.auxiliary))
         return found

@@ -11,6 +11,7 @@ import torch
 
 from ..chunks import ChunkCaches
 from ..engine import CacheClipEngine
+from ..prompt import chunk_texts
 
 __all__ = ["IngestPlan", "price"]
 
@@ -44,10 +45,14 @@ class IngestPlan:
 
 
 @torch.inference_mode()
-def price(engine: CacheClipEngine, texts: Sequence[str], plan: IngestPlan) -> None:
-    """Fill in what precomputing ``texts`` would take. Computes a few of them, and stores nothing."""
-    wanted = list(dict.fromkeys(texts))
-    models = engine.chunk_caches()
+def price(engine: CacheClipEngine, texts: Sequence[str], plan: IngestPlan, *, method: str | None = None) -> None:
+    """Fill in what precomputing ``texts`` would take, as this method (default the engine's) needs them. Computes a few
+    of them, and stores nothing. Raises what precomputing them would."""
+    wanted = list(dict.fromkeys(chunk_texts(texts)))
+    models = engine.chunk_caches(engine.encoding_of(method))
+    for caches in models:
+        for text in wanted:
+            caches.check_length(text)
     missing = [[text for text in wanted if caches.can_reuse and text not in caches] for caches in models]
     plan.computed = len({text for of_model in missing for text in of_model})
     for number, (caches, of_model) in enumerate(zip(models, missing, strict=True)):

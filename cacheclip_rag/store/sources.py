@@ -39,10 +39,12 @@ class SourceIndex:
             (self._namespace, source, document, text_digest(text), text),
         )
 
-    def texts(self) -> list[str]:
-        """Every text, once."""
+    def texts(self, source: str | None = None) -> list[str]:
+        """Every text, once; those of one source alone, if it is given."""
         rows = self._database.query(
-            "SELECT text FROM sources WHERE namespace = ? GROUP BY digest ORDER BY min(rowid)", (self._namespace,)
+            "SELECT text FROM sources WHERE namespace = ? AND source = ifnull(?, source) "
+            "GROUP BY digest ORDER BY min(rowid)",
+            (self._namespace, source),
         )
         return [text for (text,) in rows]
 
@@ -65,12 +67,15 @@ class SourceIndex:
                     found[digest] = text
         return list(found.values())
 
-    def remove(self, gone: Iterable[str]) -> None:
-        """Forget these sources and documents."""
+    def remove(self, gone: Iterable[str], *, texts: Iterable[str] | None = None) -> None:
+        """Forget these sources and documents; of these texts alone, if any are given."""
+        digests = None if texts is None else [text_digest(text) for text in texts]
+        of_text = "" if digests is None else " AND digest = ?"
         self._database.execute_many(
-            (f"DELETE FROM sources WHERE namespace = ? AND {column} = ?", (self._namespace, name))
+            (f"DELETE FROM sources WHERE namespace = ? AND {column} = ?{of_text}", (self._namespace, name, *digest))
             for name in gone
             for column in ("source", "document")
+            for digest in ([()] if digests is None else [(each,) for each in digests])
         )
 
     def close(self) -> None:

@@ -2,26 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.documents import Document
-from pydantic import BaseModel, ConfigDict, Field
+from langchain_core.exceptions import ContextOverflowError
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from cacheclip_rag import __version__
+from cacheclip_rag.aio import iterate_in_thread
 from cacheclip_rag.config import EngineConfig
-from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.errors import ConfigurationError, PromptTooLongError
 from cacheclip_rag.methods import DEFAULT_METHOD
 from cacheclip_rag.models.catalog import DEFAULT_AUXILIARY, DEFAULT_PRIMARY
 from cacheclip_rag.sampling import merge_call_options
 
 if TYPE_CHECKING:
-    from cacheclip_rag import Answer, CacheClipEngine
+    from typing import Self
 
-__all__ = ["ModelFields", "document_texts", "ending"]
+    from cacheclip_rag import Answer, CacheClipEngine, StreamEvent
+
+__all__ = [
+    "ContextTooLongError",
+    "ModelFields",
+    "ending",
+    "langchain_errors",
+    "last_answer",
+    "last_answer_async",
+    "origin",
+]
 
 _SAMPLING = ("max_tokens", "temperature", "top_p", "stop", "seed")
 _OWN = ("store", "namespace", "dtype", "device", "auxiliary")
+
+
+class ContextTooLongError(PromptTooLongError, ContextOverflowError):
+    """A prompt or a document with more tokens than the model's context, as LangChain's own code catches it."""
 
 
 class ModelFields(BaseModel):
@@ -73,6 +92,13 @@ class ModelFields(BaseModel):
         self._full_config()
         merge_call_options(self._call_settings(), {})
 
+    @model_validator(mode="after")
+    def _set_cacheclip_version(self) -> Self:
+        """Traces say which version answered, from the LangChain on that keeps versions."""
+        if hasattr(self, "_add_version"):
+            self._add_version("cacheclip-rag", __version__)
+        return self
+
     @property
     def _identifying_params(self) -> dict[str, Any]:
         """Everything that changes the output: LangChain's response cache is keyed by it."""
@@ -107,19 +133,45 @@ class ModelFields(BaseModel):
         return list(self.engine.primary.tokenize(text).ids)
 
     def _bind(
-        self, call: str, prompt: Any, stop: list[str] | None, options: dict[str, Any], candidates: Sequence[str] = ()
-    ) -> Callable[[], Any]:
-        """The engine's call, ready to run: everything is checked now, the engine is touched where it is run."""
+        self, prompt: Any, stop: list[str] | None, options: dict[str, Any], carried: Sequence[Document | str] = ()
+    ) -> Callable[[], Iterator[StreamEvent]]:
+        """The engine's stream, ready to run: everything is checked now, the engine is touched where it is run."""
         options = {name: value for name, value in options.items() if name != "stream"}
-        given = [*document_texts(options.pop("documents", None) or ()), *candidates]
+        given = _candidates([*_listed(options.pop("documents", None) or ()), *carried])
         if stop is not None:
             options["stop"] = stop
         settings = merge_call_options(self._call_settings(), options)
-        return lambda: getattr(self.engine, call)(prompt, **settings, candidates=given)
+
+        def events() -> Iterator[StreamEvent]:
+            with langchain_errors():
+                yield from self.engine.generate_stream(prompt, **settings, candidates=given)
+
+        return events
+
+    def _precompute(self, documents: Iterable[Document]) -> None:
+        deque(self._precomputing(documents), maxlen=0)
+
+    async def _aprecompute(self, documents: Iterable[Document]) -> None:
+        """The same in a thread of its own; cancelled, it stops at the next document."""
+        async for _ in iterate_in_thread(lambda: self._precomputing(documents)):
+            pass
+
+    def _precomputing(self, documents: Iterable[Document]) -> Iterator[None]:
+        """Store the KV of those that hold text, and of those with an id where it comes from."""
+        engine = self.engine
+        with langchain_errors():
+            for document in documents:
+                if document.page_content.strip():
+                    source, whole = origin(document)
+                    engine.precompute(
+                        [document.page_content], method=self.method, source=source or None, document=whole
+                    )
+                yield
 
     def _stored_tokens(self, answer: Answer) -> int:
         """Tokens of chunks that were missing, and are stored after the answer."""
-        return answer.stats.missed_tokens if self._engine_config().on_miss == "store" else 0
+        stores = self._engine_config().on_miss == "store" and not self.engine.primary.unsupported
+        return answer.stats.missed_tokens if stores else 0
 
     def _call_settings(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in (*_SAMPLING, "method", "recompute_ratio")}
@@ -130,11 +182,47 @@ def ending(answer: Answer) -> dict[str, Any]:
     return {"finish_reason": answer.finish_reason, "cacheclip": answer.stats.to_dict()}
 
 
-def document_texts(documents: Iterable[Document | str] | Document | str) -> list[str]:
-    """The texts of ``documents``, blank ones left out. Raises ConfigurationError for anything else."""
-    documents = [documents] if isinstance(documents, Document | str) else list(documents)
+def last_answer(events: Iterable[StreamEvent]) -> Answer:
+    """The answer that a stream ends with."""
+    *_, last = events
+    assert last.answer is not None, "a stream ends with its answer"
+    return last.answer
+
+
+async def last_answer_async(events: Callable[[], Iterator[StreamEvent]]) -> Answer:
+    """The same in a thread of its own; cancelled, it stops before the next token."""
+    return last_answer([event async for event in iterate_in_thread(events)])
+
+
+def origin(document: Document) -> tuple[str, str]:
+    """Where its chunk cache comes from: the document's id, and the ``source`` in its metadata, which it is a part of;
+    each may be empty."""
+    return document.id or "", str(document.metadata.get("source") or "")
+
+
+def _listed(documents: Iterable[Document | str] | Document | str) -> list[Document | str]:
+    return [documents] if isinstance(documents, Document | str) else list(documents)
+
+
+def _candidates(documents: Iterable[Document | str]) -> dict[str, list[tuple[str, str]]]:
+    """The texts of ``documents``, blank ones left out, each with the origins of those that have an id. Raises
+    ConfigurationError for anything else."""
+    found: dict[str, list[tuple[str, str]]] = {}
     for document in documents:
         if not isinstance(document, Document | str):
             raise ConfigurationError(f"documents must be Documents or strings, got {type(document).__name__}.")
-    texts = [d if isinstance(d, str) else d.page_content for d in documents]
-    return [text for text in texts if text.strip()]
+        text = document if isinstance(document, str) else document.page_content
+        if text.strip():
+            origins = found.setdefault(text, [])
+            if isinstance(document, Document) and document.id:
+                origins.append(origin(document))
+    return found
+
+
+@contextmanager
+def langchain_errors() -> Iterator[None]:
+    """What LangChain has an error of its own for is that too."""
+    try:
+        yield
+    except PromptTooLongError as error:
+        raise ContextTooLongError(str(error)) from error

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.documents import Document
+from langchain_core.language_models import ModelProfile
 from langchain_core.language_models.chat_models import BaseChatModel
-from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, ToolMessage
+from langchain_core.messages import LC_AUTO_PREFIX, AIMessage, AIMessageChunk, BaseMessage, ToolMessage
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from pydantic import Field, SecretStr
 
 from cacheclip_rag.aio import iterate_in_thread
 from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.models.catalog import PACKAGED_MODELS
 
-from .base import ModelFields, document_texts, ending
+from .base import ModelFields, ending, last_answer, last_answer_async
 
 if TYPE_CHECKING:
     from cacheclip_rag import Answer, StreamEvent
@@ -27,28 +29,37 @@ __all__ = ["ChatCacheClip"]
 
 _ROLES = {"human": "user", "ai": "assistant", "system": "system", "tool": "tool"}
 
+_PASSED_OVER = {
+    *("reasoning", "thinking", "redacted_thinking", "tool_call", "tool_call_chunk", "invalid_tool_call", "tool_use"),
+    *("input_json_delta", "function_call", "server_tool_call", "server_tool_call_chunk", "server_tool_result"),
+}
+"""Content blocks that say how a message came about: a message's calls stand in its ``tool_calls`` as well."""
+
 
 class ChatCacheClip(ModelFields, BaseChatModel):
     """A local chat model whose prompts reuse the precomputed KV of the documents found in them.
 
-    Stock chains need nothing but this model: texts that were precomputed once, with ``llm.engine.precompute``, are
-    recognised in whatever prompt arrives. Reused tokens are in
-    ``usage_metadata["input_token_details"]["cache_read"]``, the fusion statistics in
-    ``response_metadata["cacheclip"]``; streams carry both on the last chunk.
+    Stock chains need nothing but this model: texts that were precomputed once (by :class:`CacheClipVectorStore`,
+    :class:`CacheClipDocumentTransformer`, or ``llm.engine.precompute(texts, method=llm.method)``) are recognised in
+    whatever prompt arrives. Reused tokens are in ``usage_metadata["input_token_details"]["cache_read"]``, the fusion
+    statistics in ``response_metadata["cacheclip"]``; streams carry both on the last chunk.
 
     Each call accepts ``max_tokens`` (or ``max_new_tokens``), ``temperature``, ``top_p``, ``stop``, ``method``,
     ``recompute_ratio``, ``seed``, and ``documents``: Documents or strings known to be in the prompt, so that they are
-    stored even if they were never precomputed. Messages may carry them too: text blocks with an ``id`` (of system,
-    human and tool messages), ``text-plain`` blocks, a tool message's ``artifact``, ``additional_kwargs["documents"]``.
-    The async calls run the model in a worker thread.
+    stored even if they were never precomputed. Messages may carry them too: ``text-plain`` blocks, a tool message's
+    ``artifact``, ``additional_kwargs["documents"]``, and text blocks with an ``id`` of your own (of system, human and
+    tool messages; what the last human message ends with is the question). What is stored of a document with an id is
+    released with it (:class:`CacheClipVectorStore`). The async calls run the model in a thread of its own; cancelled,
+    it stops before the next token.
 
     The constructor only checks settings; weights load at the first call, and models with equal settings share them.
-    Of a message's content blocks the text is read and the rest is not. The model calls no tools (``bind_tools`` is not
-    there); tool messages, and the calls they answer, are read as the chat template writes them.
+    A message's text is read, its reasoning is not, and other content is refused. The model calls no tools
+    (``bind_tools`` is not there). Tool messages are read as the chat template writes them, the calls they answer as
+    JSON between ``<tool_call>`` and ``</tool_call>``: the way of Hermes and Qwen models, whatever the model.
 
     Raises:
         ConfigurationError: an unknown field or call option, a value out of range, or a message that is not text.
-        PromptTooLongError: the prompt does not fit the model's context.
+        PromptTooLongError: the prompt does not fit the model's context; LangChain's ``ContextOverflowError`` too.
 
     >>> llm = ChatCacheClip(model="qwen2.5-coder-0.5b", store="my-store")
     >>> llm.invoke("How tall is the Eiffel Tower?").content
@@ -71,6 +82,12 @@ class ChatCacheClip(ModelFields, BaseChatModel):
     def is_lc_serializable(cls) -> bool:
         return False
 
+    def _resolve_model_profile(self) -> ModelProfile | None:
+        """What agents and trimmers ask. The context where it is known without loading the model."""
+        profile = ModelProfile(text_inputs=True, text_outputs=True, image_inputs=False, tool_calling=False)
+        tokens = _context_tokens(self.model_name)
+        return {**profile, "max_input_tokens": tokens} if tokens else profile
+
     # -- LangChain's four calls ---------------------------------------------------------------------------------
 
     def _generate(
@@ -80,7 +97,7 @@ class ChatCacheClip(ModelFields, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        return self._result(self._asked("generate", messages, stop, kwargs)())
+        return self._result(last_answer(self._asked(messages, stop, kwargs)()))
 
     async def _agenerate(
         self,
@@ -89,7 +106,7 @@ class ChatCacheClip(ModelFields, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        return self._result(await asyncio.to_thread(self._asked("generate", messages, stop, kwargs)))
+        return self._result(await last_answer_async(self._asked(messages, stop, kwargs)))
 
     def _stream(
         self,
@@ -98,7 +115,7 @@ class ChatCacheClip(ModelFields, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        for chunk in self._chunks(self._asked("generate_stream", messages, stop, kwargs)):
+        for chunk in self._chunks(self._asked(messages, stop, kwargs)):
             if run_manager:
                 run_manager.on_llm_new_token(chunk.text, chunk=chunk)
             yield chunk
@@ -110,18 +127,16 @@ class ChatCacheClip(ModelFields, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        events = self._asked("generate_stream", messages, stop, kwargs)
+        events = self._asked(messages, stop, kwargs)
         async for chunk in iterate_in_thread(lambda: self._chunks(events)):
             if run_manager:
                 await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
             yield chunk
 
-    # -- the engine's two calls ---------------------------------------------------------------------------------
-
     def _asked(
-        self, call: str, messages: Sequence[BaseMessage], stop: list[str] | None, options: dict[str, Any]
-    ) -> Callable[[], Any]:
-        return self._bind(call, _messages(messages), stop, options, _carried(messages))
+        self, messages: Sequence[BaseMessage], stop: list[str] | None, options: dict[str, Any]
+    ) -> Callable[[], Iterator[StreamEvent]]:
+        return self._bind(_messages(messages), stop, options, _carried(messages))
 
     # -- answers as LangChain has them --------------------------------------------------------------------------
 
@@ -155,6 +170,16 @@ def _usage(answer: Answer, stored: int) -> UsageMetadata:
     )
 
 
+def _context_tokens(model: str) -> int | None:
+    if model in PACKAGED_MODELS:
+        return PACKAGED_MODELS[model].context_tokens
+    try:
+        config = json.loads((Path(model).expanduser() / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return {**config, **config.get("text_config", {})}.get("max_position_embeddings")
+
+
 def _messages(messages: Sequence[BaseMessage]) -> list[dict[str, str]]:
     """Messages as the engine takes them. Raises ConfigurationError for unknown roles and for content without text."""
     return [{"role": _role(message), "content": _content(message)} for message in messages]
@@ -173,37 +198,59 @@ def _role(message: BaseMessage) -> str:
 
 
 def _content(message: BaseMessage) -> str:
-    calls = [
-        f"<tool_call>\n{json.dumps({'name': call['name'], 'arguments': call['args']})}\n</tool_call>"
-        for call in getattr(message, "tool_calls", None) or ()
-    ]
-    plain = [block["text"] for block in _blocks(message) if block.get("type") == "text-plain" and block.get("text")]
-    text = "\n\n".join([*plain, *([str(message.text)] if message.text else []), *calls])
+    """The text of a message, block by block; documents and calls stand in paragraphs of their own."""
+    paragraphs = [""]
+    for block in _blocks(message):
+        kind = block.get("type")
+        if kind == "text":
+            paragraphs[-1] += block.get("text") or ""
+        elif kind == "text-plain" and block.get("text"):
+            paragraphs += [block["text"], ""]
+        elif kind not in _PASSED_OVER:
+            raise ConfigurationError(
+                f"ChatCacheClip reads text only, got a block of type {kind!r} in a message of type {message.type!r}. "
+                "Leave it out, or put its text in a text block."
+            )
+    for call in getattr(message, "tool_calls", None) or ():
+        written = json.dumps({"name": call["name"], "arguments": call["args"]}, ensure_ascii=False)
+        paragraphs.append(f"<tool_call>\n{written}\n</tool_call>")
+    text = "\n\n".join(filter(None, paragraphs))
     if message.content and not text:
-        raise ConfigurationError(f"ChatCacheClip reads text only, got a {message.type} message without any.")
+        raise ConfigurationError(f"ChatCacheClip reads text only, got a message of type {message.type!r} without any.")
     return text
 
 
 def _blocks(message: BaseMessage) -> list[dict[str, Any]]:
-    content = message.content if isinstance(message.content, list) else []
-    return [block for block in content if isinstance(block, dict)]
+    content = [message.content] if isinstance(message.content, str) else message.content
+    return [{"type": "text", "text": block} if isinstance(block, str) else block for block in content]
 
 
-def _carried(messages: Sequence[BaseMessage]) -> list[str]:
-    """Texts of retrieved documents that messages carry beside their content."""
-    found: list[Any] = []
+def _carried(messages: Sequence[BaseMessage]) -> list[Document | str]:
+    """Retrieved documents that messages carry beside their content, or as it."""
+    asking = next((message for message in reversed(messages) if _role(message) == "user"), None)
+    found: list[Document | str] = []
     for message in messages:
         found += _documents_in(message.additional_kwargs.get("documents"))
         if isinstance(message, ToolMessage):
             found += _documents_in(message.artifact)
-        for block in _blocks(message):
-            is_document = block.get("type") == "text" and block.get("id") and not isinstance(message, AIMessage)
-            if is_document or block.get("type") == "text-plain":
-                found.append(block.get("text") or "")
-    return document_texts(found)
+        blocks = _blocks(message)
+        for number, block in enumerate(blocks):
+            is_question = message is asking and number == len(blocks) - 1
+            found += _document_of(block, is_text_one=not is_question and not isinstance(message, AIMessage))
+    return found
 
 
-def _documents_in(carrier: Any) -> list[Any]:
+def _document_of(block: dict[str, Any], *, is_text_one: bool) -> list[Document | str]:
+    """The document that a block holds, if any. ``is_text_one``: whether one of text with an id does."""
+    identity = str(block.get("id") or "")
+    if identity.startswith(LC_AUTO_PREFIX):
+        identity = ""  # LangChain's own, of a block made without one
+    if block.get("type") == "text-plain" or (block.get("type") == "text" and identity and is_text_one):
+        return [Document(block.get("text") or "", id=identity or None)]
+    return []
+
+
+def _documents_in(carrier: Any) -> list[Document | str]:
     """Documents and strings out of whatever a tool or a chain attached; all else is not for us."""
     if isinstance(carrier, dict):
         carrier = carrier.get("documents")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,11 +9,19 @@ from langchain_core.documents import BaseDocumentTransformer, Document
 from langchain_core.language_models import LanguageModelLike
 from langchain_core.output_parsers import BaseOutputParser, StrOutputParser
 from langchain_core.prompts import BasePromptTemplate, PromptTemplate, format_document
-from langchain_core.runnables import Runnable, RunnableLambda, RunnablePassthrough
+from langchain_core.runnables import (
+    Runnable,
+    RunnableLambda,
+    RunnablePassthrough,
+    RunnableSequence,
+    RunnableWithFallbacks,
+)
+from langchain_core.runnables.base import RunnableBindingBase
+from langchain_core.runnables.configurable import RunnableConfigurableAlternatives, RunnableConfigurableFields
 
 from cacheclip_rag.errors import ConfigurationError
 
-from .base import ModelFields
+from .base import ModelFields, origin
 
 __all__ = ["CacheClipDocumentTransformer", "create_cacheclip_documents_chain"]
 
@@ -24,8 +31,10 @@ _CONTENT = PromptTemplate.from_template("{page_content}")
 class CacheClipDocumentTransformer(BaseDocumentTransformer):
     """Precomputes documents on their way into a store, and returns them unchanged.
 
-    Put it behind the splitter: what is stored is each document's ``page_content`` as it is then. Deletions do not pass
-    a transformer: :class:`CacheClipVectorStore` sees them, or call ``llm.engine.release_sources(ids)``.
+    Put it behind the splitter: what is stored is each document's ``page_content`` as it is then, for the method of the
+    model. Deletions do not pass a transformer: call ``llm.engine.release_sources(names)``. A name is the ``source`` in
+    the documents' metadata, for all that came of it, or a document's id where it has one (splitters give none). Where
+    the vector store is a :class:`CacheClipVectorStore`, which precomputes and releases by itself, leave this out.
 
     Args:
         llm: the model that will read them.
@@ -38,16 +47,22 @@ class CacheClipDocumentTransformer(BaseDocumentTransformer):
         """Precompute those that hold text.
 
         Raises:
-            PromptTooLongError: a document longer than the model's context.
+            PromptTooLongError: a document longer than the model's context; it is LangChain's ``ContextOverflowError``
+                too.
         """
-        for document in documents:
-            if document.page_content.strip():
-                self.llm.engine.precompute([document.page_content], source=document.id)
+        self.llm._precompute(map(_named, documents))
         return documents
 
     async def atransform_documents(self, documents: Sequence[Document], **kwargs: Any) -> Sequence[Document]:
-        """The same in a worker thread."""
-        return await asyncio.to_thread(self.transform_documents, documents, **kwargs)
+        """The same in a thread of its own; cancelled, it stops at the next document."""
+        await self.llm._aprecompute(map(_named, documents))
+        return documents
+
+
+def _named(document: Document) -> Document:
+    """What has no id goes by what it came of."""
+    source, whole = origin(document)
+    return document if source or not whole else document.model_copy(update={"id": whole})
 
 
 def create_cacheclip_documents_chain(
@@ -63,7 +78,8 @@ def create_cacheclip_documents_chain(
     never precomputed are stored after their first answer.
 
     Args:
-        llm: a :class:`ChatCacheClip` or :class:`CacheClipLLM`, bound or configured as you like.
+        llm: a :class:`ChatCacheClip` or :class:`CacheClipLLM`, bound, configured or with fallbacks as you like: models
+            of other makers among these get the prompt alone.
         prompt: with the variable ``document_variable_name``.
         output_parser: default a string.
         document_prompt: how a document is written; default its ``page_content``. What else it writes (a title, a
@@ -86,6 +102,31 @@ def create_cacheclip_documents_chain(
     def asked(inputs: dict[str, Any]) -> Runnable[dict[str, Any], Any]:
         documents = list(inputs[document_variable_name])
         format_inputs = RunnablePassthrough.assign(**{document_variable_name: written})
-        return format_inputs.with_config(run_name="format_inputs") | prompt | llm.bind(documents=documents) | parser
+        return format_inputs.with_config(run_name="format_inputs") | prompt | _told(llm, documents) | parser
 
     return RunnableLambda(asked).with_config(run_name="cacheclip_documents_chain")
+
+
+def _told(llm: Runnable[Any, Any], documents: list[Document]) -> Runnable[Any, Any]:
+    """``llm`` with the documents for what of it is ours: another model would not know the word."""
+
+    def with_parts(**parts: Any) -> Runnable[Any, Any]:
+        copied: Runnable[Any, Any] = llm.model_copy(update=parts)  # type: ignore[attr-defined]
+        return copied
+
+    def told(part: Any) -> Any:
+        return _told(part, documents) if isinstance(part, Runnable) else lambda: _told(part(), documents)
+
+    match llm:
+        case ModelFields() | RunnableConfigurableFields(default=ModelFields()):
+            return llm.bind(documents=documents)
+        case RunnableBindingBase():
+            return with_parts(bound=told(llm.bound))
+        case RunnableWithFallbacks():
+            return with_parts(runnable=told(llm.runnable), fallbacks=[told(each) for each in llm.fallbacks])
+        case RunnableConfigurableAlternatives():
+            others = {name: told(each) for name, each in llm.alternatives.items()}
+            return with_parts(default=told(llm.default), alternatives=others)
+        case RunnableSequence():
+            return with_parts(first=told(llm.first))
+    return llm

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 
 from cacheclip_rag.aio import iterate_in_thread
 
-from .base import ModelFields, ending
+from .base import ModelFields, ending, last_answer, last_answer_async
 
 if TYPE_CHECKING:
     from cacheclip_rag import Answer, StreamEvent
@@ -28,7 +27,7 @@ class CacheClipLLM(ModelFields, BaseLLM):
 
     Raises:
         ConfigurationError: an unknown field or call option, or a value out of range.
-        PromptTooLongError: the prompt does not fit the model's context.
+        PromptTooLongError: the prompt does not fit the model's context; LangChain's ``ContextOverflowError`` too.
 
     >>> CacheClipLLM(model="smollm2-135m", store="my-store").invoke("The Eiffel Tower is 330 metres tall.")
     """
@@ -48,7 +47,7 @@ class CacheClipLLM(ModelFields, BaseLLM):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> LLMResult:
-        return self._results([self._bind("generate", prompt, stop, dict(kwargs))() for prompt in prompts])
+        return self._results([last_answer(self._bind(prompt, stop, kwargs)()) for prompt in prompts])
 
     async def _agenerate(
         self,
@@ -57,8 +56,8 @@ class CacheClipLLM(ModelFields, BaseLLM):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> LLMResult:
-        calls = [self._bind("generate", prompt, stop, dict(kwargs)) for prompt in prompts]
-        return self._results([await asyncio.to_thread(call) for call in calls])
+        calls = [self._bind(prompt, stop, kwargs) for prompt in prompts]
+        return self._results([await last_answer_async(call) for call in calls])
 
     def _stream(
         self,
@@ -67,7 +66,7 @@ class CacheClipLLM(ModelFields, BaseLLM):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[GenerationChunk]:
-        for chunk in _chunks(self._bind("generate_stream", prompt, stop, kwargs)):
+        for chunk in _chunks(self._bind(prompt, stop, kwargs)):
             if run_manager:
                 run_manager.on_llm_new_token(chunk.text, chunk=chunk)
             yield chunk
@@ -79,7 +78,7 @@ class CacheClipLLM(ModelFields, BaseLLM):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[GenerationChunk]:
-        events = self._bind("generate_stream", prompt, stop, kwargs)
+        events = self._bind(prompt, stop, kwargs)
         async for chunk in iterate_in_thread(lambda: _chunks(events)):
             if run_manager:
                 await run_manager.on_llm_new_token(chunk.text, chunk=chunk)

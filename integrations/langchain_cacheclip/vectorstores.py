@@ -12,8 +12,12 @@ from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
 from cacheclip_rag.errors import ConfigurationError
 
+from .base import langchain_errors, origin
+
 if TYPE_CHECKING:
     from typing import Self
+
+    from cacheclip_rag.ingest.plan import IngestPlan
 
     from .base import ModelFields
 
@@ -25,12 +29,16 @@ class CacheClipVectorStore(VectorStore):
     document holds the same text. Searches are the wrapped store's.
 
     With ``langchain_core.indexing.index`` and a record manager, ingestion is incremental: unchanged documents are not
-    touched, changed ones replace their caches. A run killed in the middle goes on where it was, since what is
-    precomputed is found by its content.
+    touched, changed ones replace their caches. Documents are precomputed, then added, then older texts under their ids
+    are released. So nothing is added of a batch in which a document is too long, and a run killed in the middle goes on
+    where it was when it is repeated: what is precomputed is found by its content.
 
     Args:
         store: any vector store.
-        llm: the :class:`ChatCacheClip` or :class:`CacheClipLLM` that will read the documents.
+        llm: the :class:`ChatCacheClip` or :class:`CacheClipLLM` that will read the documents, by its ``method``.
+
+    Raises:
+        PromptTooLongError: a document longer than the model's context; it is LangChain's ``ContextOverflowError`` too.
 
     >>> store = CacheClipVectorStore(FAISS(...), llm)
     >>> index(documents, record_manager, store, cleanup="incremental", source_id_key="source", key_encoder="blake2b")
@@ -60,9 +68,9 @@ class CacheClipVectorStore(VectorStore):
         **kwargs: Any,
     ) -> list[str]:
         texts = list(texts)
-        added = self.store.add_texts(texts, metadatas, ids=ids, **kwargs)
-        self._precompute(added, texts)
-        return added
+        documents = _documents(texts, metadatas, ids)
+        self.llm._precompute(documents)
+        return self._settled(self.store.add_texts(texts, metadatas, ids=ids, **kwargs), documents)
 
     async def aadd_texts(
         self,
@@ -73,19 +81,35 @@ class CacheClipVectorStore(VectorStore):
         **kwargs: Any,
     ) -> list[str]:
         texts = list(texts)
+        documents = _documents(texts, metadatas, ids)
+        await self.llm._aprecompute(documents)
         added = await self.store.aadd_texts(texts, metadatas, ids=ids, **kwargs)
-        await asyncio.to_thread(self._precompute, added, texts)
-        return added
+        return await asyncio.to_thread(self._settled, added, documents)
 
     def add_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
-        added = self.store.add_documents(documents, **kwargs)
-        self._precompute(added, [document.page_content for document in documents])
-        return added
+        self.llm._precompute(_with_ids(documents, kwargs.get("ids")))
+        return self._settled(self.store.add_documents(documents, **kwargs), documents)
 
     async def aadd_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
+        await self.llm._aprecompute(_with_ids(documents, kwargs.get("ids")))
         added = await self.store.aadd_documents(documents, **kwargs)
-        await asyncio.to_thread(self._precompute, added, [document.page_content for document in documents])
-        return added
+        return await asyncio.to_thread(self._settled, added, documents)
+
+    def plan(self, documents: Iterable[Document]) -> IngestPlan:
+        """What adding these would take: ``chunks`` (documents with text), ``computed`` (those not stored yet),
+        ``tokens``, ``bytes`` of their KV and ``seconds``, by the speed of a few that it computes; embeddings come on
+        top. Nothing is stored or added.
+
+        Raises:
+            PromptTooLongError: a document longer than the model's context.
+        """
+        from cacheclip_rag.ingest.plan import IngestPlan, price
+
+        with langchain_errors():
+            texts = [document.page_content for document in documents if document.page_content.strip()]
+            plan = IngestPlan(chunks=len(texts))
+            price(self.llm.engine, texts, plan, method=self.llm.method)
+        return plan
 
     def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
         """Delete documents, and release their chunk caches. Without ``ids`` the wrapped store says what that means, and
@@ -99,12 +123,17 @@ class CacheClipVectorStore(VectorStore):
         await asyncio.to_thread(self._release, ids)
         return done
 
-    def _precompute(self, ids: Sequence[str], texts: Sequence[str]) -> None:
-        engine = self.llm.engine
-        engine.release_sources(ids, keep=texts)  # older texts under the same ids
-        for each, text in zip(ids, texts, strict=True):
-            if text.strip():
-                engine.precompute([text], source=each)
+    def _settled(self, ids: list[str], documents: Sequence[Document]) -> list[str]:
+        """Release older texts under the same ids, which nobody finds any more, and remember the new ones alone."""
+        from cacheclip_rag.prompt import normalise_chunk  # its package loads torch
+
+        engine, texts = self.llm.engine, [document.page_content for document in documents]
+        engine.release_sources(ids, keep=texts)
+        for document in _with_ids(documents, ids):
+            source, whole = origin(document)
+            if source and document.page_content.strip():
+                engine.sources.add(source, normalise_chunk(document.page_content), whole)
+        return ids
 
     def _release(self, ids: list[str] | None) -> None:
         if ids:
@@ -188,3 +217,20 @@ class CacheClipVectorStore(VectorStore):
         made = cls(store if store is not None else InMemoryVectorStore(embedding), llm)
         made.add_texts(texts, metadatas, ids=ids, **kwargs)
         return made
+
+
+def _documents(texts: list[str], metadatas: list[dict[str, Any]] | None, ids: list[str] | None) -> list[Document]:
+    if metadatas is not None and len(metadatas) != len(texts):
+        raise ConfigurationError(f"metadatas must be one a text, got {len(metadatas)} for {len(texts)} texts.")
+    found = [
+        Document(text, metadata=each or {}) for text, each in zip(texts, metadatas or [{}] * len(texts), strict=True)
+    ]
+    return _with_ids(found, ids)
+
+
+def _with_ids(documents: Sequence[Document], ids: Sequence[str | None] | None) -> list[Document]:
+    if not ids:
+        return list(documents)
+    if len(ids) != len(documents):
+        raise ConfigurationError(f"ids must be one a text, got {len(ids)} for {len(documents)} texts.")
+    return [document.model_copy(update={"id": each}) for document, each in zip(documents, ids, strict=True)]

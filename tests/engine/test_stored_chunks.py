@@ -67,6 +67,23 @@ class TestMisses:
         assert engine.generate(rag(chunks), SHORT).stats.hits == 4
 
 
+class TestEncodings:
+    """Chunks are computed as the method that will read them needs them."""
+
+    @pytest.mark.parametrize("method", ["full", "prefix", "cachecraft", "map_reduce"])
+    def test_for_a_method_that_reads_none_as_the_settings_have_it(
+        self, engine: CacheClipEngine, chunks: list[str], method: str
+    ) -> None:
+        engine.precompute(chunks, method=method)
+        assert engine.generate(rag(chunks), SHORT).stats.hits == 4
+
+    @pytest.mark.parametrize("method", ["epic:behind=passages", "block"])
+    def test_for_a_method_of_its_own_kind(self, engine: CacheClipEngine, chunks: list[str], method: str) -> None:
+        engine.precompute(chunks, method=method)
+        assert engine.generate(rag(chunks), SHORT, method=method).stats.hits == 4
+        assert engine.generate(rag(chunks), SHORT).stats.hits == 0
+
+
 class TestSources:
     """What came from a record or a document goes with it, unless another holds the same text."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import threading
@@ -10,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from langchain_cacheclip import ChatCacheClip
+from langchain_cacheclip import CacheClipLLM, ChatCacheClip
 from langchain_classic.chains import create_retrieval_chain
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
+from langchain_classic.chains.question_answering import load_qa_chain
 from langchain_core.caches import InMemoryCache
 from langchain_core.callbacks import BaseCallbackHandler, CallbackManagerForRetrieverRun
 from langchain_core.documents import Document
+from langchain_core.exceptions import ContextOverflowError
 from langchain_core.language_models.chat_models import BaseChatModel
 from langchain_core.messages import (
     AIMessage,
@@ -31,8 +34,9 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import ConfigurableField, Runnable
 
-from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.errors import CacheClipError, ConfigurationError
+from cacheclip_rag import CacheClipEngine, __version__
+from cacheclip_rag.errors import ConfigurationError, PromptTooLongError
+from tests.models.test_architectures import build
 
 PROMPT = "Where did the keeper live?"
 RAG_PROMPT = ChatPromptTemplate([("system", "Use the context.\n\n{context}"), ("human", "{input}")])
@@ -103,6 +107,18 @@ async def test_stock_retrieval_chain_four_ways(chain: Runnable[Any, Any], questi
     # the start of the prompt, computed in the first answer, is kept for the others
     assert first["input_token_details"]["cache_read"] <= others[0]["input_token_details"]["cache_read"]
     assert {**first, "input_token_details": None} == {**others[0], "input_token_details": None}
+
+
+@pytest.mark.filterwarnings("ignore::langchain_core._api.LangChainDeprecationWarning")
+@pytest.mark.parametrize("kind", ["stuff", "refine", "map_reduce"])
+def test_older_chains_hit_every_chunk(llm: ChatCacheClip, documents: list[Document], question: str, kind: str) -> None:
+    llm.engine.precompute(document.page_content for document in documents)
+    recorder = Recorder()
+    inputs = {"input_documents": documents, "question": question}
+    assert load_qa_chain(llm, chain_type=kind).invoke(inputs, {"callbacks": [recorder]})["output_text"].strip()
+    stats = [message.response_metadata["cacheclip"] for message in recorder.messages]
+    assert len(stats) == {"stuff": 1, "refine": 4, "map_reduce": 5}[kind]
+    assert sum(each["hits"] for each in stats) == len(documents) and not any(each["misses"] for each in stats)
 
 
 async def test_prompt_pipe_llm(llm: ChatCacheClip, chunks: list[str]) -> None:
@@ -200,23 +216,9 @@ def test_tokens_are_counted_with_the_models_own_tokenizer(llm: ChatCacheClip, ch
     assert llm.get_num_tokens(chunks[0]) == len(ids)
 
 
-def test_messages_become_roles(llm: ChatCacheClip, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-
-    def generate(self: CacheClipEngine, prompt: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        seen.extend(prompt)
-        raise LookupError
-
-    monkeypatch.setattr(CacheClipEngine, "generate", generate)
-    blocks = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "data:,"}}, "b"]
-    turns = [SystemMessage("s"), HumanMessage(blocks), AIMessage("x"), AIMessageChunk(content="y")]
-    with pytest.raises(LookupError):
-        llm.invoke([*turns, ChatMessage("z", role="user")])
-    assert [m["role"] for m in seen] == ["system", "user", "assistant", "assistant", "user"]
-    assert [m["content"] for m in seen] == ["s", "ab", "x", "y", "z"]
-
-
-def test_tools_are_read_and_not_called(llm: ChatCacheClip, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def read(llm: ChatCacheClip, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
+    """The messages that reach the engine."""
     seen: list[dict[str, str]] = []
     original = CacheClipEngine.segment
 
@@ -225,20 +227,53 @@ def test_tools_are_read_and_not_called(llm: ChatCacheClip, monkeypatch: pytest.M
         return original(self, prompt, *args, **kwargs)
 
     monkeypatch.setattr(CacheClipEngine, "segment", segment)
-    call = {"name": "find", "args": {"word": "lamp"}, "id": "1"}
+    return seen
+
+
+def test_messages_become_roles(llm: ChatCacheClip, read: list[dict[str, str]]) -> None:
+    turns = [SystemMessage("s"), HumanMessage([{"type": "text", "text": "a"}, "b"]), AIMessage("x")]
+    llm.invoke([*turns, AIMessageChunk(content="y"), ChatMessage("z", role="user")])
+    assert [m["role"] for m in read] == ["system", "user", "assistant", "assistant", "user"]
+    assert [m["content"] for m in read] == ["s", "ab", "x", "y", "z"]
+
+
+def test_blocks_are_read_in_order(llm: ChatCacheClip, read: list[dict[str, str]]) -> None:
+    plain = [{"type": "text-plain", "text": text} for text in ("First.", "Second.")]
+    llm.invoke([HumanMessage([{"type": "text", "text": "Compare"}, " this:", plain[0], "with:", plain[1], "Well?"])])
+    assert read[0]["content"] == "Compare this:\n\nFirst.\n\nwith:\n\nSecond.\n\nWell?"
+
+
+def test_tools_are_read_and_not_called(llm: ChatCacheClip, read: list[dict[str, str]]) -> None:
+    call = {"name": "find", "args": {"word": "fenêtre"}, "id": "1"}
     messages = [HumanMessage(PROMPT), AIMessage(content="", tool_calls=[call]), ToolMessage("42", tool_call_id="1")]
     assert llm.invoke(messages).content
-    assert [message["role"] for message in seen] == ["user", "assistant", "tool"]
-    assert seen[1]["content"] == '<tool_call>\n{"name": "find", "arguments": {"word": "lamp"}}\n</tool_call>'
+    assert [message["role"] for message in read] == ["user", "assistant", "tool"]
+    assert read[1]["content"] == '<tool_call>\n{"name": "find", "arguments": {"word": "fenêtre"}}\n</tool_call>'
     with pytest.raises(NotImplementedError):
         llm.bind_tools([])
+
+
+def test_what_a_message_says_of_itself_is_passed_over(llm: ChatCacheClip, read: list[dict[str, str]]) -> None:
+    call = {"type": "tool_call", "name": "find", "args": {}, "id": "1"}
+    thought = {"type": "reasoning", "reasoning": "Let me see."}
+    llm.invoke([HumanMessage(PROMPT), AIMessage(content=[thought, {"type": "text", "text": "Wait."}, call])])
+    assert read[1]["content"].startswith("Wait.") and "see" not in read[1]["content"]
 
 
 def test_messages_that_cannot_be_read_are_refused(llm: ChatCacheClip) -> None:
     with pytest.raises(ConfigurationError, match="'function' message"):
         llm.invoke([HumanMessage(PROMPT), FunctionMessage("42", name="f")])
-    with pytest.raises(ConfigurationError, match="reads text only"):
-        llm.invoke([HumanMessage([{"type": "image_url", "image_url": {"url": "data:,"}}])])
+    text = {"type": "text", "text": PROMPT}
+    for block in (
+        {"type": "image_url", "image_url": {"url": "data:,"}},
+        {"type": "image", "base64": "", "mime_type": "image/png"},
+        {"type": "text-plain", "url": "file:///x.txt"},
+        {"type": "document", "source": {}},
+    ):
+        with pytest.raises(ConfigurationError, match=f"reads text only, got a block of type '{block['type']}'"):
+            llm.invoke([HumanMessage([text, block])])
+    with pytest.raises(ConfigurationError, match="'ai' without any"):
+        llm.invoke([HumanMessage(PROMPT), AIMessage([{"type": "reasoning", "reasoning": "Hm."}])])
 
 
 # -- options --------------------------------------------------------------------------------------------------------
@@ -289,9 +324,77 @@ def test_wrong_fields_are_refused(fields: dict[str, Any]) -> None:
         ChatCacheClip(**fields)
 
 
-def test_errors_of_the_engine_pass_through(llm: ChatCacheClip) -> None:
-    with pytest.raises(CacheClipError, match="fit model"):
-        llm.invoke("word " * 4000)
+@pytest.mark.parametrize("kind", [ChatCacheClip, CacheClipLLM])
+async def test_a_prompt_too_long_is_langchains_error_too(
+    llm: ChatCacheClip, kind: type[ChatCacheClip | CacheClipLLM]
+) -> None:
+    model = kind(model=llm.model_name, auxiliary=llm.auxiliary, store=llm.store)
+    long = "word " * 4000
+    with pytest.raises(ContextOverflowError, match="fit model") as error:
+        model.invoke(long)
+    assert isinstance(error.value, PromptTooLongError)
+    with pytest.raises(ContextOverflowError):
+        await model.ainvoke(long)
+    with pytest.raises(ContextOverflowError):
+        list(model.stream(long))
+    with pytest.raises(ContextOverflowError):
+        [part async for part in model.astream(long)]
+
+
+# -- many at once, and fewer than asked -----------------------------------------------------------------------------
+
+
+async def test_eight_at_once_answer_as_one_by_one(llm: ChatCacheClip, chunks: list[str]) -> None:
+    llm.engine.precompute(chunks)
+    prompts = [f"{chunks[n % 4]}\n\n{chunks[(n + 1 + n // 4) % 4]}\n\nWhat is number {n}?" for n in range(8)]
+    serial = [llm.invoke(prompt) for prompt in prompts]
+    together = await asyncio.gather(*map(llm.ainvoke, prompts))
+    assert [message.content for message in together] == [message.content for message in serial]
+    assert len({message.content for message in serial}) > 4, "answers that could be mixed up"
+    assert [m.response_metadata["cacheclip"]["hits"] for m in together] == [2] * 8
+
+
+@pytest.mark.parametrize("kind", [ChatCacheClip, CacheClipLLM])
+async def test_a_cancelled_task_stops_the_model(
+    llm: ChatCacheClip, kind: type[ChatCacheClip | CacheClipLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = kind(model=llm.model_name, auxiliary=llm.auxiliary, store=llm.store, max_tokens=200)
+    assert len(list(model.stream(PROMPT))) > 5
+    steps: list[Any] = []
+    started, cancelled, finished = threading.Event(), threading.Event(), threading.Event()
+    original = CacheClipEngine.generate_stream
+
+    def watched(self: CacheClipEngine, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        try:
+            for event in original(self, *args, **kwargs):
+                steps.append(event)
+                started.set()
+                assert cancelled.wait(10)
+                yield event
+        finally:
+            finished.set()
+
+    monkeypatch.setattr(CacheClipEngine, "generate_stream", watched)
+    task = asyncio.create_task(model.ainvoke(PROMPT))
+    assert await asyncio.to_thread(started.wait, 10)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    cancelled.set()
+    assert await asyncio.to_thread(finished.wait, 30)
+    assert len(steps) == 1
+
+
+def test_a_model_whose_kv_cannot_be_reused_answers_too(tmp_path: Path, chunks: list[str]) -> None:
+    folder = build(tmp_path / "gpt2", "gpt2")
+    llm = ChatCacheClip(
+        model=folder, auxiliary=None, store=str(tmp_path / "s"), max_tokens=4, engine_kwargs={"fallback": "full"}
+    )
+    for _ in range(2):
+        message = llm.invoke(f"{chunks[0]}\n\nWhat?", documents=chunks[:1])
+        stats = message.response_metadata["cacheclip"]
+        assert message.content and stats["method"] == "full" and stats["fallback"]
+        assert message.usage_metadata["input_token_details"] == {"cache_read": 0, "cache_creation": 0}
 
 
 # -- construction ---------------------------------------------------------------------------------------------------
@@ -305,6 +408,17 @@ def test_mro_and_identity() -> None:
     assert llm._llm_type == "cacheclip-chat"
     assert not ChatCacheClip.is_lc_serializable()
     assert llm._get_ls_params()["ls_provider"] == "cacheclip"
+
+
+def test_profile_and_version(llm: ChatCacheClip) -> None:
+    assert llm.profile["max_input_tokens"] == llm.engine.primary.context_tokens == 2048
+    assert not llm.profile["image_inputs"] and not llm.profile["tool_calling"]
+    assert ChatCacheClip().profile["max_input_tokens"] == 32768
+    assert "max_input_tokens" not in ChatCacheClip(model="some/model").profile
+    assert ChatCacheClip(profile={"max_input_tokens": 7}).profile == {"max_input_tokens": 7}
+    if hasattr(BaseChatModel, "_add_version"):
+        assert llm.metadata["lc_versions"]["cacheclip-rag"] == __version__
+        assert "langchain-core" in llm.metadata["lc_versions"]
 
 
 @pytest.mark.parametrize(

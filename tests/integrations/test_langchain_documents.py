@@ -22,9 +22,13 @@ from langchain_classic.embeddings import CacheBackedEmbeddings
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
 from langchain_core.indexing import InMemoryRecordManager, index
+from langchain_core.language_models.chat_models import BaseChatModel
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.messages.content import create_plaintext_block, create_text_block
+from langchain_core.output_parsers import StrOutputParser
+from langchain_core.outputs import ChatGeneration, ChatResult
 from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder, PromptTemplate
-from langchain_core.runnables import Runnable
+from langchain_core.runnables import ConfigurableField, Runnable
 from langchain_core.vectorstores import InMemoryVectorStore
 
 from cacheclip_rag.errors import ConfigurationError
@@ -95,6 +99,32 @@ class TestChain:
         with pytest.raises(ConfigurationError, match="needs the variable 'facts' .* got \\['context', 'input'\\]"):
             create_cacheclip_documents_chain(llm, RAG_PROMPT, document_variable_name="facts")
 
+    def test_what_is_ours_alone_is_told(self, llm: ChatCacheClip, documents: list[Document]) -> None:
+        """However it is wrapped; a model of another maker refuses words that it does not know."""
+        inputs = {"input": "What?", "context": documents[:2]}
+        other = Strict()
+        fields = llm.configurable_fields(max_tokens=ConfigurableField(id="max_tokens"))
+        choice = llm.configurable_alternatives(
+            ConfigurableField(id="model"), default_key="ours", other=other, made=lambda: llm.bind(max_tokens=1)
+        )
+        for asked, config in (
+            (llm, {}),
+            (llm.with_fallbacks([other]), {}),
+            (other.bind(fail=True).with_fallbacks([llm]), {}),
+            (llm.with_retry().bind(max_tokens=3), {}),
+            (llm.with_config(tags=["a"]) | StrOutputParser(), {}),
+            (fields, {"configurable": {"max_tokens": 2}}),
+            (choice, {}),
+            (choice, {"configurable": {"model": "made"}}),
+        ):
+            llm.engine.release([document.page_content for document in documents])
+            assert create_cacheclip_documents_chain(asked, RAG_PROMPT).invoke(inputs, config)
+            assert stored(llm, documents[:3]) == [True, True, False], asked
+        strangers = (other, choice, llm.bind(max_tokens=0).with_fallbacks([other]))
+        for asked in strangers:
+            chain = create_cacheclip_documents_chain(asked, RAG_PROMPT)
+            assert chain.invoke(inputs, {"configurable": {"model": "other"}}) == "strict"
+
     def test_a_conversation(self, llm: ChatCacheClip, documents: list[Document], question: str) -> None:
         """The history-aware retriever asks the model too; documents are found in whichever prompt they are."""
         rephrase = ChatPromptTemplate([MessagesPlaceholder("chat_history"), ("human", "{input} Rephrase.")])
@@ -108,6 +138,19 @@ class TestChain:
         for _ in range(2):
             chain.invoke({"input": question, "chat_history": history}, {"callbacks": [recorder]})
         assert found(recorder)[1] == (0, 2) and found(recorder)[3] == (2, 0)
+
+
+class Strict(BaseChatModel):
+    """A model of another maker."""
+
+    @property
+    def _llm_type(self) -> str:
+        return "strict"
+
+    def _generate(self, messages: Any, stop: Any = None, run_manager: Any = None, *, fail: bool = False) -> ChatResult:
+        if fail:
+            raise LookupError
+        return ChatResult(generations=[ChatGeneration(message=AIMessage("strict"))])
 
 
 def stored(llm: ChatCacheClip, documents: list[Document]) -> list[bool]:
@@ -196,6 +239,18 @@ class TestCarriers:
         assert not llm.engine.is_stored("What is it?")
         told = AIMessage(content=[{"type": "text", "text": chunks[1], "id": "msg-1"}])
         assert self.ask(llm, HumanMessage("Say."), told, HumanMessage("Again.")) == (0, 0), "an answer is no document"
+
+    def test_questions_are_no_documents(self, llm: ChatCacheClip, chunks: list[str]) -> None:
+        question = create_text_block("What is it?")
+        assert self.ask(llm, HumanMessage(content=[create_text_block(chunks[0]), question])) == (0, 0)
+        blocks = [{**create_text_block(chunks[0]), "id": "doc-0"}, {**question, "id": "q"}]
+        assert self.ask(llm, HumanMessage(content=blocks)) == (0, 1)
+        assert not llm.engine.is_stored("What is it?")
+        earlier = HumanMessage(content=[{**create_text_block(chunks[1]), "id": "doc-1"}])
+        assert self.ask(llm, earlier, AIMessage("Well."), HumanMessage(content=blocks)) == (1, 1)
+        plain = create_plaintext_block(text=chunks[2])
+        assert self.ask(llm, HumanMessage(content=[question, plain])) == (0, 1), "a document by its type"
+        assert llm.engine.sources.orphans(["doc-0", "doc-1", plain["id"]]) == chunks[:2]
 
     def test_plain_text_blocks(self, llm: ChatCacheClip, chunks: list[str]) -> None:
         blocks = [{"type": "text-plain", "text": chunks[0]}, {"type": "text", "text": "What is it?"}]

@@ -1,0 +1,320 @@
+"""What LangChain's indexing leaves behind: caches for the model's own method, and none for documents that are gone."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import faiss
+import pytest
+from langchain_cacheclip import (
+    CacheClipDocumentTransformer,
+    CacheClipVectorStore,
+    ChatCacheClip,
+    create_cacheclip_documents_chain,
+)
+from langchain_classic.indexes import SQLRecordManager
+from langchain_core.documents import Document
+from langchain_core.embeddings import DeterministicFakeEmbedding
+from langchain_core.exceptions import ContextOverflowError
+from langchain_core.indexing import IndexingResult, InMemoryRecordManager, index
+from langchain_core.messages import HumanMessage, ToolMessage
+from langchain_core.vectorstores import InMemoryVectorStore
+
+from cacheclip_rag import CacheClipEngine
+from cacheclip_rag.errors import ConfigurationError, PromptTooLongError
+from tests.conftest import CHUNKS
+from tests.integrations.test_langchain import RAG_PROMPT
+
+pytestmark = pytest.mark.filterwarnings("ignore:`langchain-community` is being sunset:DeprecationWarning")
+
+TOO_LONG = "word " * 4000
+OPTIONS: Any = {"cleanup": "incremental", "source_id_key": "source", "key_encoder": "blake2b"}
+
+
+@pytest.fixture
+def make(tiny_models: dict[str, str], tmp_path: Path) -> Callable[..., ChatCacheClip]:
+    models: Any = {"model": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"]}
+    return lambda **fields: ChatCacheClip(**models, store=str(tmp_path / "store"), max_tokens=4, **fields)
+
+
+@pytest.fixture
+def llm(make: Callable[..., ChatCacheClip]) -> ChatCacheClip:
+    return make()
+
+
+@pytest.fixture
+def store(llm: ChatCacheClip) -> CacheClipVectorStore:
+    return over_memory(llm)
+
+
+@pytest.fixture
+def documents(chunks: list[str]) -> list[Document]:
+    return [Document(chunk, id=f"doc-{n}", metadata={"source": f"file-{n}"}) for n, chunk in enumerate(chunks)]
+
+
+def over_memory(llm: ChatCacheClip) -> CacheClipVectorStore:
+    return CacheClipVectorStore(InMemoryVectorStore(DeterministicFakeEmbedding(size=8)), llm)
+
+
+def over_faiss(llm: ChatCacheClip) -> CacheClipVectorStore:
+    from langchain_community.docstore.in_memory import InMemoryDocstore
+    from langchain_community.vectorstores import FAISS
+
+    return CacheClipVectorStore(
+        FAISS(DeterministicFakeEmbedding(size=8), faiss.IndexFlatIP(8), InMemoryDocstore(), {}), llm
+    )
+
+
+def stored(llm: ChatCacheClip, documents: list[Document]) -> list[bool]:
+    return [llm.engine.is_stored(document.page_content) for document in documents]
+
+
+def hits(llm: ChatCacheClip, documents: list[Document], **options: Any) -> int:
+    prompt = "\n\n".join([*(document.page_content for document in documents), "What?"])
+    return int(llm.invoke(prompt, **options).response_metadata["cacheclip"]["hits"])
+
+
+class TestMethods:
+    """Chunks are computed as the model's own method reads them."""
+
+    @pytest.mark.parametrize(
+        "method", ["anchored", "cacheclip", "epic:behind=prefix", "block", "link:n_link=0:start_id=-1:end_id=-1"]
+    )
+    @pytest.mark.parametrize("way", ["store", "transformer"])
+    async def test_all_are_hit(
+        self, method: str, way: str, make: Callable[..., ChatCacheClip], documents: list[Document]
+    ) -> None:
+        llm = make(method=method)
+        if way == "store":
+            over_memory(llm).add_documents(documents[:1])
+            await over_memory(llm).aadd_documents(documents[1:3])
+        else:
+            CacheClipDocumentTransformer(llm).transform_documents(documents[:1])
+            await CacheClipDocumentTransformer(llm).atransform_documents(documents[1:3])
+        assert hits(llm, documents[:3]) == 3
+
+    @pytest.mark.parametrize("method", ["full", "prefix", "cachecraft", "map_reduce"])
+    def test_what_reads_no_stored_chunks_leaves_the_engines_default(
+        self, method: str, make: Callable[..., ChatCacheClip], documents: list[Document]
+    ) -> None:
+        llm = make(method=method)
+        over_memory(llm).add_documents(documents[:2])
+        assert hits(llm, documents[:2], method="anchored") == 2
+
+
+class TestOrder:
+    """Precomputed, added, then older texts released."""
+
+    def test_a_document_too_long_adds_nothing(self, llm: ChatCacheClip, documents: list[Document]) -> None:
+        store, manager = over_faiss(llm), InMemoryRecordManager("test")
+        manager.create_schema()
+        giant = Document(TOO_LONG, metadata={"source": "giant"})
+        with pytest.raises(PromptTooLongError, match="Split the document") as error:
+            index([*documents[:2], giant], manager, store, **OPTIONS)
+        assert isinstance(error.value, ContextOverflowError)
+        assert store.similarity_search("anything") == []
+        assert index(documents[:2], manager, store, **OPTIONS)["num_added"] == 2
+        assert sorted(each.page_content for each in store.similarity_search("anything")) == sorted(
+            each.page_content for each in documents[:2]
+        )
+
+    async def test_an_older_text_stays_until_the_new_one_is_there(
+        self, store: CacheClipVectorStore, llm: ChatCacheClip, documents: list[Document]
+    ) -> None:
+        store.add_documents([documents[0]], ids=["a"])
+        for adding in (
+            lambda: store.aadd_documents([Document(TOO_LONG)], ids=["a"]),
+            lambda: store.aadd_texts([TOO_LONG], ids=["a"]),
+        ):
+            with pytest.raises(ContextOverflowError):
+                await adding()
+        assert store.get_by_ids(["a"])[0].page_content == documents[0].page_content
+        assert stored(llm, documents[:1]) == [True]
+        await store.aadd_documents([documents[1]], ids=["a"])
+        assert stored(llm, documents[:2]) == [False, True]
+        store.delete(["a"])
+        assert stored(llm, documents[:2]) == [False, False]
+
+    def test_one_id_and_one_metadata_a_text(self, store: CacheClipVectorStore, documents: list[Document]) -> None:
+        with pytest.raises(ConfigurationError, match="got 1 for 2 texts"):
+            store.add_documents(documents[:2], ids=["a"])
+        with pytest.raises(ConfigurationError, match="metadatas must be one a text, got 1 for 2"):
+            store.add_texts(["a", "b"], [{}])
+
+    def test_by_the_file_too(self, store: CacheClipVectorStore, llm: ChatCacheClip, documents: list[Document]) -> None:
+        store.add_texts([each.page_content for each in documents[:2]], [each.metadata for each in documents[:2]])
+        llm.engine.release_sources(["file-1"])
+        assert stored(llm, documents[:2]) == [True, False]
+
+    async def test_cancelled_it_stops_at_the_next_document(
+        self,
+        store: CacheClipVectorStore,
+        llm: ChatCacheClip,
+        documents: list[Document],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        started, cancelled = threading.Event(), threading.Event()
+        original = CacheClipEngine.precompute
+
+        def watched(self: CacheClipEngine, *args: Any, **kwargs: Any) -> int:
+            started.set()
+            assert cancelled.wait(10)
+            return original(self, *args, **kwargs)
+
+        monkeypatch.setattr(CacheClipEngine, "precompute", watched)
+        for adding in (store.aadd_documents, CacheClipDocumentTransformer(llm).atransform_documents):
+            task = asyncio.create_task(adding(documents))
+            assert await asyncio.to_thread(started.wait, 10)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            workers = [thread for thread in threading.enumerate() if thread.name == "cacheclip-stream"]
+            cancelled.set()
+            for worker in workers:
+                await asyncio.to_thread(worker.join, 10)
+            assert stored(llm, documents) == [True, False, False, False]
+            assert store.get_by_ids([documents[0].id]) == []
+            started.clear()
+            cancelled.clear()
+
+    def test_killed_and_repeated(self, tiny_models: dict[str, str], tmp_path: Path) -> None:
+        """kill -9 while the KV of a chunk is computed, in the second batch."""
+        settings = (str(tmp_path), tiny_models["llama"], tiny_models["auxiliary"])
+        root = Path(__file__).resolve().parents[2]
+        killed = subprocess.run([sys.executable, "-c", KILLED, *settings], cwd=root, capture_output=True, check=False)
+        assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+        half = OnDisk.load(str(tmp_path / "vectors.json"), DeterministicFakeEmbedding(size=8))
+        assert len(half.store) == 2, "nothing is found that is not precomputed"
+        documents = [Document(text, metadata={"source": str(number)}) for number, text in enumerate(CHUNKS)]
+        llm, vectors, result = run_pipeline(*settings, documents)
+        assert result == {"num_added": 2, "num_updated": 0, "num_skipped": 2, "num_deleted": 0}
+        assert sorted(each["text"] for each in vectors.store.values()) == sorted(CHUNKS)
+        assert llm.engine.store.stats().entries == 2 * (1 + len(CHUNKS)), "of each model: the prefix, and every chunk"
+        assert hits(llm, documents) == len(llm.engine.sources.texts()) == len(CHUNKS)
+        llm, vectors, result = run_pipeline(*settings, documents)
+        assert result == {"num_added": 0, "num_updated": 0, "num_skipped": 4, "num_deleted": 0}
+        llm, vectors, result = run_pipeline(*settings, [])
+        assert result["num_deleted"] == 4 and vectors.store == {}
+        assert stored(llm, documents) == [False] * 4 and llm.engine.sources.texts() == []
+
+
+class OnDisk(InMemoryVectorStore):
+    """Written whole after every change."""
+
+    path: str
+
+    def add_documents(self, *args: Any, **kwargs: Any) -> list[str]:
+        added = super().add_documents(*args, **kwargs)
+        self.dump(self.path)
+        return added
+
+
+def run_pipeline(
+    folder: str, model: str, auxiliary: str, documents: list[Document]
+) -> tuple[ChatCacheClip, OnDisk, IndexingResult]:
+    """One run over vectors, records and chunk caches in ``folder``, two documents a batch."""
+    path, embedding = f"{folder}/vectors.json", DeterministicFakeEmbedding(size=8)
+    vectors = OnDisk.load(path, embedding) if Path(path).is_file() else OnDisk(embedding)
+    vectors.path = path
+    llm = ChatCacheClip(model=model, auxiliary=auxiliary, store=f"{folder}/store", max_tokens=2)
+    records = SQLRecordManager("test", db_url=f"sqlite:///{folder}/records.sqlite3")
+    records.create_schema()
+    options: Any = {"cleanup": "full", "batch_size": 2, "key_encoder": "blake2b"}
+    result = index(documents, records, CacheClipVectorStore(vectors, llm), **options)
+    records.engine.dispose()
+    return llm, vectors, result
+
+
+KILLED = """
+import os, signal, sys
+from langchain_core.documents import Document
+from cacheclip_rag.models.runtime import ModelRuntime
+from tests.conftest import CHUNKS
+from tests.integrations.test_langchain_indexing import run_pipeline
+
+chunks, encode = 0, ModelRuntime.encode
+
+def counted(self, ids, prefix=None):
+    global chunks
+    chunks += prefix is not None  # the shared prefix has none
+    if chunks == 2 * 2 + 2:  # two chunks and one, for two models
+        os.kill(os.getpid(), signal.SIGKILL)
+    return encode(self, ids, prefix)
+
+ModelRuntime.encode = counted
+run_pipeline(*sys.argv[1:], [Document(text, metadata={"source": str(n)}) for n, text in enumerate(CHUNKS)])
+"""
+
+
+class TestStoredByAnswers:
+    """What is stored after an answer goes with its document."""
+
+    def carried(self, way: str, llm: ChatCacheClip, documents: list[Document]) -> None:
+        text = "\n\n".join([*(document.page_content for document in documents), "What?"])
+        blocks = [{"type": "text", "text": each.page_content, "id": each.id} for each in documents]
+        question = {"type": "text", "text": "What?"}
+        match way:
+            case "chain":
+                create_cacheclip_documents_chain(llm, RAG_PROMPT).invoke({"input": "What?", "context": documents})
+            case "option":
+                llm.invoke(text, documents=documents)
+            case "keyword":
+                llm.invoke([HumanMessage(text, additional_kwargs={"documents": documents})])
+            case "artifact":
+                llm.invoke([HumanMessage("What?"), ToolMessage(text, tool_call_id="1", artifact=documents)])
+            case "text":
+                llm.invoke([HumanMessage([*blocks, question])])
+            case "text-plain":
+                llm.invoke([HumanMessage([*({**each, "type": "text-plain"} for each in blocks), question])])
+
+    @pytest.mark.parametrize("way", ["chain", "option", "keyword", "artifact", "text", "text-plain"])
+    def test_deleting_releases_it(
+        self, way: str, store: CacheClipVectorStore, llm: ChatCacheClip, documents: list[Document]
+    ) -> None:
+        store.store.add_documents(documents[:2])  # past the wrapper: never precomputed
+        assert stored(llm, documents[:2]) == [False, False]
+        self.carried(way, llm, store.get_by_ids(["doc-0", "doc-1"]))
+        assert stored(llm, documents[:2]) == [True, True]
+        store.delete(["doc-0"])
+        assert stored(llm, documents[:2]) == [False, True]
+
+    def test_by_the_file_too(self, llm: ChatCacheClip, documents: list[Document]) -> None:
+        CacheClipDocumentTransformer(llm).transform_documents(
+            [document.model_copy(update={"id": None}) for document in documents[:2]]  # as splitters give them
+        )
+        llm.engine.release([documents[0].page_content])
+        self.carried("option", llm, documents[:2])
+        llm.engine.release_sources(["file-0"])
+        assert stored(llm, documents[:2]) == [False, True]
+
+
+class TestPlan:
+    def test_it_says_what_adding_takes(
+        self, store: CacheClipVectorStore, llm: ChatCacheClip, documents: list[Document]
+    ) -> None:
+        store.add_documents(documents[:1])
+        before = llm.engine.store.stats()
+        plan = store.plan([*documents, documents[3], Document("  ")])
+        assert llm.engine.store.stats() == before and len(store.similarity_search("x")) == 1
+        assert (plan.chunks, plan.computed) == (5, 3)
+        assert plan.tokens == sum(len(llm.get_token_ids(each.page_content)) for each in documents[1:])
+        assert plan.seconds > 0
+        store.add_documents(documents)
+        assert plan.bytes == llm.engine.store.stats().bytes - before.bytes
+        assert store.plan(documents).computed == 0
+
+    def test_for_the_models_method(self, make: Callable[..., ChatCacheClip], documents: list[Document]) -> None:
+        over_memory(make()).add_documents(documents)
+        assert over_memory(make()).plan(documents).computed == 0
+        assert over_memory(make(method="block")).plan(documents).computed == len(documents)
+
+    def test_of_a_document_too_long(self, store: CacheClipVectorStore) -> None:
+        with pytest.raises(ContextOverflowError, match="Split the document"):
+            store.plan([Document(TOO_LONG)])
