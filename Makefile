@@ -37,7 +37,7 @@ test-oldest:
 	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest $(PARALLEL) tests/models tests/fusion tests/methods tests/evaluation tests/engine
 
 lint: setup
-	$(BIN)/ruff check cacheclip_rag integrations examples tests
+	$(BIN)/ruff check cacheclip_rag integrations examples tests benchmarks docs
 	$(BIN)/mypy
 	MYPYPATH=integrations $(BIN)/mypy --namespace-packages --explicit-package-bases integrations
 
