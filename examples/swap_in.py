@@ -6,8 +6,8 @@
     -Settings.llm = HuggingFaceLLM(model_name="Qwen/Qwen2.5-Coder-0.5B-Instruct")
     +Settings.llm = CacheClipLLM(model_name="qwen2.5-coder-0.5b", store="my-store")
 
-Nothing else. Documents that were there before are not precomputed yet: one call does it, or nobody does, and prompts
-are plain prefill until it is done.
+The rest stays as it is. Nodes that were indexed before are not precomputed yet, and prompts are plain prefill until one
+call has done it, once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What LlamaIndex expects of a language model, as one class to inherit: give it a fixture ``llm``.
+"""What LlamaIndex expects of a language model, a transformation, a synthesizer and a document store: a class to inherit
+for each.
 
 In the spirit of ``langchain-tests``, which LlamaIndex has no counterpart of. Nothing in it knows CacheClip.
 """
@@ -8,17 +9,32 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-from collections.abc import AsyncGenerator, Generator, Iterator
+import pickle
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from typing import Any
 
 import pytest
 from llama_index.core.base.llms.base import BaseLLM
 from llama_index.core.base.llms.types import ChatMessage, ChatResponse, CompletionResponse, LLMMetadata, MessageRole
+from llama_index.core.base.response.schema import AsyncStreamingResponse, Response, StreamingResponse
 from llama_index.core.callbacks import CallbackManager, CBEventType, LlamaDebugHandler, TokenCountingHandler
+from llama_index.core.ingestion import IngestionPipeline
+from llama_index.core.ingestion.pipeline import get_transformation_hash
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.llms import LLM
 from llama_index.core.prompts import ChatPromptTemplate, PromptTemplate
+from llama_index.core.response_synthesizers import BaseSynthesizer
+from llama_index.core.schema import (
+    BaseNode,
+    NodeRelationship,
+    NodeWithScore,
+    QueryBundle,
+    RelatedNodeInfo,
+    TextNode,
+    TransformComponent,
+)
+from llama_index.core.storage.docstore import BaseDocumentStore
 
 PROMPT = "Say something about a lighthouse."
 MESSAGES = [
@@ -151,3 +167,128 @@ class LLMConformance:
         async for _ in await llm.astream_complete(PROMPT):
             break
         assert llm.complete(PROMPT).text, "and it still answers"
+
+
+class TransformConformance:
+    """Inherit, and define the fixture ``transform``: a component that returns its nodes as they came."""
+
+    @pytest.fixture
+    def nodes(self) -> list[BaseNode]:
+        return [TextNode(text=f"Lamp number {n} was lit.", metadata={"page": n}) for n in range(3)]
+
+    async def test_nodes_go_through(self, transform: TransformComponent, nodes: list[BaseNode]) -> None:
+        before = [node.to_dict() for node in nodes]
+        for after in (transform(nodes), await transform.acall(nodes)):
+            assert [node.to_dict() for node in after] == before
+        assert not list(transform([])) and not list(await transform.acall([]))
+
+    def test_unknown_arguments_are_the_pipelines(self, transform: TransformComponent, nodes: list[BaseNode]) -> None:
+        assert list(transform(nodes, show_progress=True, whatever=1)) == nodes
+
+    async def test_in_a_pipeline(self, transform: TransformComponent, nodes: list[BaseNode]) -> None:
+        for pipeline in (IngestionPipeline(transformations=[transform]) for _ in range(2)):
+            assert [node.id_ for node in pipeline.run(nodes=nodes)] == [node.id_ for node in nodes]
+            assert [node.id_ for node in await pipeline.arun(nodes=nodes)] == [node.id_ for node in nodes]
+
+    def test_it_can_be_written_down_and_made_again(self, transform: TransformComponent) -> None:
+        made = type(transform).from_dict(json.loads(json.dumps(transform.to_dict())))
+        copied = pickle.loads(pickle.dumps(transform))
+        for other in (made, copied, copy.deepcopy(transform)):
+            assert get_transformation_hash([], other) == get_transformation_hash([], transform)
+        assert type(transform).class_name() == type(transform).__name__
+
+
+class SynthesizerConformance:
+    """Inherit, and define the fixture ``make``: a synthesizer of these options, over a greedy model."""
+
+    @pytest.fixture
+    def nodes(self) -> list[NodeWithScore]:
+        return [NodeWithScore(node=TextNode(text=f"Lamp number {n} was lit."), score=1.0) for n in range(3)]
+
+    async def test_four_ways(self, make: Callable[..., BaseSynthesizer], nodes: list[NodeWithScore]) -> None:
+        whole, streaming = make(), make(streaming=True)
+        answer = whole.synthesize(PROMPT, nodes)
+        assert isinstance(answer, Response) and str(answer)
+        assert answer.source_nodes == nodes and set(answer.metadata or {}) == {each.node_id for each in nodes}
+        assert str(await whole.asynthesize(PROMPT, nodes)) == str(answer)
+        streamed = streaming.synthesize(QueryBundle(PROMPT), nodes)
+        assert isinstance(streamed, StreamingResponse) and "".join(streamed.response_gen) == str(answer)
+        later = await streaming.asynthesize(QueryBundle(PROMPT), nodes)
+        assert isinstance(later, AsyncStreamingResponse)
+        assert "".join([part async for part in later.async_response_gen()]) == str(answer)
+
+    async def test_texts_without_nodes(self, make: Callable[..., BaseSynthesizer], nodes: list[NodeWithScore]) -> None:
+        texts = [each.node.get_content() for each in nodes]
+        answer = make().get_response(PROMPT, texts)
+        assert answer and await make().aget_response(PROMPT, texts) == answer
+
+    async def test_additional_sources_and_none(
+        self, make: Callable[..., BaseSynthesizer], nodes: list[NodeWithScore]
+    ) -> None:
+        answer = make().synthesize(PROMPT, nodes[:1], additional_source_nodes=nodes[1:])
+        assert answer.source_nodes == nodes
+        assert str(make().synthesize(PROMPT, [])) == str(await make().asynthesize(PROMPT, [])) == "Empty Response"
+
+    def test_prompts_can_be_changed(self, make: Callable[..., BaseSynthesizer], nodes: list[NodeWithScore]) -> None:
+        synthesizer = make()
+        before = str(synthesizer.synthesize(PROMPT, nodes))
+        names = synthesizer.get_prompts()
+        assert names
+        synthesizer.update_prompts({name: PromptTemplate("{context_str} So: {query_str}") for name in names})
+        assert {each.get_template() for each in synthesizer.get_prompts().values()} == {"{context_str} So: {query_str}"}
+        assert str(synthesizer.synthesize(PROMPT, nodes)) != before
+
+
+class DocumentStoreConformance:
+    """Inherit, and define the fixture ``docstore``: empty."""
+
+    @pytest.fixture
+    def nodes(self) -> list[TextNode]:
+        """Two of one document, one of another."""
+        return [
+            TextNode(
+                text=f"Lamp number {n} was lit.",
+                id_=f"node-{n}",
+                relationships={NodeRelationship.SOURCE: RelatedNodeInfo(node_id=f"doc-{n // 2}")},
+            )
+            for n in range(3)
+        ]
+
+    def test_what_is_added_is_there(self, docstore: BaseDocumentStore, nodes: list[TextNode]) -> None:
+        docstore.add_documents(nodes)
+        assert docstore.get_document("node-1") == nodes[1] and docstore.document_exists("node-1")
+        assert sorted(docstore.docs) == ["node-0", "node-1", "node-2"]
+        assert docstore.get_nodes(["node-2", "node-0"]) == [nodes[2], nodes[0]]
+        assert {name: info.node_ids for name, info in (docstore.get_all_ref_doc_info() or {}).items()} == {
+            "doc-0": ["node-0", "node-1"],
+            "doc-1": ["node-2"],
+        }
+        with pytest.raises(ValueError, match="node-9"):
+            docstore.get_document("node-9")
+        assert docstore.get_document("node-9", raise_error=False) is None
+
+    def test_what_is_deleted_is_gone(self, docstore: BaseDocumentStore, nodes: list[TextNode]) -> None:
+        docstore.add_documents(nodes)
+        docstore.delete_document("node-0")
+        docstore.delete_ref_doc("doc-1")
+        assert list(docstore.docs) == ["node-1"] and not docstore.ref_doc_exists("doc-1")
+        for delete in (docstore.delete_document, docstore.delete_ref_doc):
+            with pytest.raises(ValueError, match="nothing"):
+                delete("nothing")
+            delete("nothing", raise_error=False)
+
+    async def test_asynchronously(self, docstore: BaseDocumentStore, nodes: list[TextNode]) -> None:
+        await docstore.async_add_documents(nodes)
+        assert await docstore.aget_document("node-1") == nodes[1] and await docstore.adocument_exists("node-1")
+        await docstore.adelete_document("node-0")
+        await docstore.adelete_ref_doc("doc-1")
+        assert list(docstore.docs) == ["node-1"]
+        for delete in (docstore.adelete_document, docstore.adelete_ref_doc):
+            with pytest.raises(ValueError, match="nothing"):
+                await delete("nothing")
+
+    async def test_hashes(self, docstore: BaseDocumentStore) -> None:
+        docstore.set_document_hashes({"a": "1", "b": "2"})
+        await docstore.aset_document_hash("c", "3")
+        assert docstore.get_document_hash("a") == "1" and await docstore.aget_document_hash("z") is None
+        assert docstore.get_all_document_hashes() == {"1": "a", "2": "b", "3": "c"}

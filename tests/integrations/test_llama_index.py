@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 from llama_index.core import Document, PromptTemplate, Settings, VectorStoreIndex
 from llama_index.core.base.embeddings.base import BaseEmbedding
+from llama_index.core.base.llms import types
 from llama_index.core.base.llms.base import BaseLLM
-from llama_index.core.base.llms.types import ChatMessage, ImageBlock, MessageRole
+from llama_index.core.base.llms.types import ChatMessage, ImageBlock, MessageRole, TextBlock
 from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
 from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.instrumentation import get_dispatcher
@@ -119,13 +120,13 @@ async def test_stock_query_engine_four_ways(
     assert all(stats["misses"] == 0 and stats["reused_tokens"] > 0 for stats in answers.stats)
 
 
-@pytest.mark.parametrize(("mode", "calls", "hits"), [("compact", 1, 3), ("refine", 3, 1)])
+@pytest.mark.parametrize(("mode", "calls", "hits"), [("compact", 1, 3), ("refine", 3, 1), ("accumulate", 3, 1)])
 def test_response_modes(
     index: VectorStoreIndex, llm: CacheClipLLM, question: str, answers: Answers, mode: str, calls: int, hits: int
 ) -> None:
     engine = index.as_query_engine(llm=llm, similarity_top_k=3, response_mode=mode)
     assert ask(engine, question).strip()
-    assert [stats["hits"] for stats in answers.stats] == [hits] * calls
+    assert [(stats["hits"], stats["misses"]) for stats in answers.stats] == [(hits, 0)] * calls
 
 
 def test_query_engine_of_a_completion_model(
@@ -195,12 +196,53 @@ def test_transform_returns_the_nodes_and_passes_over_blank_ones(llm: CacheClipLL
     assert llm.engine.is_stored(chunks[0])
 
 
+LINK = "link:tuned=true:n_link=1:first_id=0:start_id=-1:end_id=-1:max_chunks=2"
+
+
+@pytest.mark.parametrize("method", ["anchored", "cacheclip", "ape", "epic:behind=prefix", "block", LINK])
+def test_what_was_precomputed_hits_with_the_method_of_the_llm(
+    llm: CacheClipLLM, chunks: list[str], answers: Answers, method: str
+) -> None:
+    llm = llm.model_copy(update={"method": method})
+    CacheClipTransform.from_llm(llm)([TextNode(text=chunk) for chunk in chunks[:2]])
+    llm.complete("\n\n".join([*chunks[:2], PROMPT]))
+    assert [(stats["hits"], stats["misses"]) for stats in answers.stats] == [(2, 0)]
+
+
+@pytest.mark.parametrize("method", ["anchored", "block"])
+def test_what_it_would_take(llm: CacheClipLLM, chunks: list[str], method: str) -> None:
+    transform = CacheClipTransform.from_llm(llm.model_copy(update={"method": method}))
+    nodes = [TextNode(text=f" {text} ") for text in (chunks[0], chunks[1], chunks[1], "")]
+    plan = transform.plan(nodes)
+    assert (plan.chunks, plan.computed) == (3, 2)
+    assert plan.tokens == sum(len(llm.engine.primary.tokenize(chunk).ids) for chunk in chunks[:2])
+    assert plan.seconds > 0 and llm.engine.store.stats().entries == 0
+    transform([TextNode(text=chunks[2])])  # with it, what chunks are computed behind
+    before = llm.engine.store.stats().bytes
+    transform(nodes)
+    assert plan.bytes <= llm.engine.store.stats().bytes - before < plan.bytes * 1.1
+    plan = transform.plan(nodes)
+    assert (plan.chunks, plan.computed, plan.tokens, plan.bytes, plan.seconds) == (3, 0, 0, 0, 0.0)
+
+
+def test_progress_is_shown_where_asked_for(
+    llm: CacheClipLLM, chunks: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    transform = CacheClipTransform.from_llm(llm)
+    nodes = [TextNode(text=chunk) for chunk in chunks[:2]]
+    transform(nodes)
+    assert "Precomputing" not in capsys.readouterr().err
+    transform(nodes, show_progress=True)
+    assert "Precomputing chunks: 100%" in capsys.readouterr().err
+
+
 def test_pipeline_cache_tells_transforms_apart(llm: CacheClipLLM) -> None:
     transform = CacheClipTransform.from_llm(llm)
     changes = {
         "model_name": "other",
         "store": "elsewhere",
         "namespace": "bob",
+        "method": "block",
         "dtype": "bfloat16",
         "system_prompt": "x",
     }
@@ -297,6 +339,64 @@ async def test_closing_an_async_stream_stops_the_model(llm: CacheClipLLM, monkey
     assert closed.is_set()
 
 
+@pytest.mark.parametrize("call", ["acomplete", "achat"])
+async def test_cancelling_a_call_stops_the_model(llm: CacheClipLLM, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """Before its next token."""
+    began, goes_on, closed = threading.Event(), threading.Event(), threading.Event()
+    pieces = 0
+    original = CacheClipEngine.generate_stream
+
+    def watched(self: CacheClipEngine, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        nonlocal pieces
+        try:
+            for event in original(self, *args, **kwargs):
+                pieces += 1
+                began.set()
+                assert goes_on.wait(10.0)
+                yield event
+        finally:
+            closed.set()
+
+    question: Any = MESSAGES if call == "achat" else PROMPT
+    whole = list(llm.stream_chat(question) if call == "achat" else llm.stream_complete(question))
+    monkeypatch.setattr(CacheClipEngine, "generate_stream", watched)
+    task = asyncio.create_task(getattr(llm, call)(question))
+    while not began.is_set():
+        await asyncio.sleep(0.001)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    goes_on.set()
+    assert await asyncio.to_thread(closed.wait, 10.0)
+    assert pieces == 1 < len(whole)
+
+
+async def test_cancelling_a_transform_stops_it_before_the_next_node(
+    llm: CacheClipLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, goes_on = threading.Event(), threading.Event()
+    original = CacheClipEngine.precompute
+
+    def watched(self: CacheClipEngine, *args: Any, **kwargs: Any) -> int:
+        began.set()
+        assert goes_on.wait(10.0)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(CacheClipEngine, "precompute", watched)
+    nodes = [TextNode(text=f"Lamp {n} was lit.") for n in range(3)]
+    before = set(threading.enumerate())
+    task = asyncio.create_task(CacheClipTransform.from_llm(llm).acall(nodes))
+    while not began.is_set():
+        await asyncio.sleep(0.001)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    goes_on.set()
+    for thread in set(threading.enumerate()) - before:
+        await asyncio.to_thread(thread.join, 10.0)
+    assert [llm.engine.is_stored(node.text) for node in nodes] == [True, False, False]
+
+
 # -- options --------------------------------------------------------------------------------------------------------
 
 
@@ -352,8 +452,18 @@ def test_wrong_fields_are_refused(fields: dict[str, Any]) -> None:
 def test_messages_that_are_not_text_are_refused(llm: CacheClipLLM) -> None:
     with pytest.raises(ConfigurationError, match="role 'tool'"):
         llm.chat([ChatMessage(role=MessageRole.TOOL, content="42")])
-    with pytest.raises(ConfigurationError, match="ImageBlock"):
-        llm.chat([ChatMessage(role=MessageRole.USER, blocks=[ImageBlock(image=b"0")])])
+    picture = ImageBlock(image=b"0")
+    for blocks in ([picture], [TextBlock(text="What is this?"), picture]):
+        with pytest.raises(ConfigurationError, match="text only, got a message with ImageBlock"):
+            llm.chat([ChatMessage(role=MessageRole.USER, blocks=blocks)])
+
+
+def test_what_is_thought_or_called_is_passed_over(llm: CacheClipLLM) -> None:
+    call = types.ToolCallBlock(tool_name="search", tool_kwargs={})
+    mark = types.CachePoint(cache_control=types.CacheControl(type="x"))
+    blocks = [TextBlock(text=PROMPT), types.ThinkingBlock(content="hm"), call, mark]
+    answer = llm.chat([ChatMessage(role=MessageRole.USER, blocks=blocks)])
+    assert answer.message.content == llm.complete(PROMPT).text
 
 
 def test_errors_of_the_engine_pass_through(llm: CacheClipLLM) -> None:

@@ -5,16 +5,14 @@ postprocessors do to the text that a model reads."""
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from llama_index.core import Document, StorageContext, VectorStoreIndex
 from llama_index.core.agent.workflow import ReActAgent
-from llama_index.core.base.base_selector import BaseSelector, SelectorResult, SingleSelection
 from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.node_parser import (
     HierarchicalNodeParser,
@@ -23,11 +21,11 @@ from llama_index.core.node_parser import (
     get_leaf_nodes,
 )
 from llama_index.core.postprocessor import LLMRerank, MetadataReplacementPostProcessor, SimilarityPostprocessor
-from llama_index.core.prompts.mixin import PromptDictType
 from llama_index.core.query_engine import RetrieverQueryEngine, RouterQueryEngine, SubQuestionQueryEngine
-from llama_index.core.question_gen.types import BaseQuestionGenerator, SubQuestion
+from llama_index.core.question_gen import LLMQuestionGenerator
 from llama_index.core.retrievers import AutoMergingRetriever
-from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle, TextNode
+from llama_index.core.schema import MetadataMode, NodeWithScore, TextNode
+from llama_index.core.selectors import LLMSingleSelector
 from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.tools import FunctionTool, QueryEngineTool, ToolMetadata
 from llama_index.core.workflow import Event, StartEvent, StopEvent, Workflow, step
@@ -35,7 +33,7 @@ from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform
 from llama_index.response_synthesizers.cacheclip import CacheClipSynthesizer
 
 from tests.integrations.test_llama_index import WordEmbedding
-from tests.integrations.test_llama_index_nodes import Seen, llm, seen
+from tests.integrations.test_llama_index_nodes import Seen, llm, scripted, seen
 
 
 @pytest.fixture
@@ -43,27 +41,6 @@ def index(llm: CacheClipLLM, chunks: list[str]) -> VectorStoreIndex:
     nodes = [TextNode(text=chunk, metadata={"page": n}) for n, chunk in enumerate(chunks[:4])]
     CacheClipTransform.from_llm(llm)(nodes)
     return VectorStoreIndex(nodes, embed_model=WordEmbedding())
-
-
-def scripted(monkeypatch: pytest.MonkeyPatch, *texts: str) -> list[Any]:
-    """Puts words into the model's mouth, which writes none that make sense; prompts and statistics are real."""
-    asked: list[Any] = []
-    left = list(texts)
-    original = CacheClipLLM._events
-
-    def events(self: CacheClipLLM, prompt: Any, options: dict[str, Any]) -> Any:
-        asked.append(prompt)
-        made, text = original(self, prompt, options), left.pop(0)
-
-        def told() -> Iterator[Any]:
-            for event in made():
-                if event.answer is not None:
-                    yield replace(event, text=text, answer=replace(event.answer, text=text))
-
-        return told
-
-    monkeypatch.setattr(CacheClipLLM, "_events", events)
-    return asked
 
 
 class TestEngines:
@@ -80,8 +57,10 @@ class TestEngines:
         assert str(engine.chat(question))
         assert str(await engine.achat(question))
         assert "".join(engine.stream_chat(question).response_gen)
+        response = await engine.astream_chat(question)
+        assert "".join([token async for token in response.async_response_gen()])
         answers = [event for event in seen.fusions if event.hits]
-        assert [event.hits for event in answers] == [2, 2, 2] and all(event.misses == 0 for event in answers)
+        assert [event.hits for event in answers] == [2, 2, 2, 2] and all(event.misses == 0 for event in answers)
 
     def test_from_args_with_our_synthesizer(
         self,
@@ -100,62 +79,38 @@ class TestEngines:
         assert [(event.hits, len(event.node_ids)) for event in seen.fusions] == [(3, 3)]
 
     def test_sub_questions(
-        self,
-        index: VectorStoreIndex,
-        llm: CacheClipLLM,
-        question: str,
-        seen: Seen,
+        self, index: VectorStoreIndex, llm: CacheClipLLM, question: str, seen: Seen, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        class Two(BaseQuestionGenerator):
-            def generate(self, tools: Any, query: QueryBundle) -> list[SubQuestion]:
-                return [SubQuestion(sub_question=text, tool_name="island") for text in (question, "Who kept the lamp?")]
-
-            async def agenerate(self, tools: Any, query: QueryBundle) -> list[SubQuestion]:
-                return self.generate(tools, query)
-
-            def _get_prompts(self) -> PromptDictType:
-                return {}
-
-            def _update_prompts(self, prompts: PromptDictType) -> None:
-                return
-
+        items = [{"sub_question": text, "tool_name": "island"} for text in (question, "Who kept the lamp?")]
+        asked = scripted(monkeypatch, f"```json\n{json.dumps({'items': items})}\n```", "7316042", "Tom Garrow", "Both.")
         tool = QueryEngineTool(
             index.as_query_engine(llm=llm, similarity_top_k=2), ToolMetadata(name="island", description="All of it.")
         )
         engine = SubQuestionQueryEngine.from_defaults(
-            [tool], llm=llm, question_gen=Two(), response_synthesizer=CacheClipSynthesizer(llm=llm), use_async=False
+            [tool],
+            llm=llm,
+            question_gen=LLMQuestionGenerator.from_defaults(llm=llm),
+            response_synthesizer=CacheClipSynthesizer(llm=llm),
+            use_async=False,
         )
-        assert str(engine.query("Tell me all."))
-        assert [event.hits for event in seen.fusions][:2] == [2, 2] and len(seen.fusions) == 3
+        assert str(engine.query("Tell me all.")) == "Both."
+        assert [event.hits for event in seen.fusions] == [0, 2, 2, 0]
+        assert "7316042" in str(asked[3]) and "Tom Garrow" in str(asked[3])
 
     def test_a_router(
-        self,
-        index: VectorStoreIndex,
-        llm: CacheClipLLM,
-        question: str,
-        seen: Seen,
+        self, index: VectorStoreIndex, llm: CacheClipLLM, question: str, seen: Seen, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        class First(BaseSelector):
-            def _select(self, choices: Any, query: QueryBundle) -> SelectorResult:
-                return SelectorResult(selections=[SingleSelection(index=0, reason="it is the first")])
-
-            async def _aselect(self, choices: Any, query: QueryBundle) -> SelectorResult:
-                return self._select(choices, query)
-
-            def _get_prompts(self) -> PromptDictType:
-                return {}
-
-            def _update_prompts(self, prompts: PromptDictType) -> None:
-                return
-
         tools = [
             QueryEngineTool(
                 index.as_query_engine(llm=llm, similarity_top_k=n), ToolMetadata(f"for {n}", name=f"top{n}")
             )
             for n in (2, 3)
         ]
-        engine = RouterQueryEngine(selector=First(), query_engine_tools=tools, llm=llm)
-        assert str(engine.query(question)) and [event.hits for event in seen.fusions] == [2]
+        scripted(monkeypatch, '[{"choice": 2, "reason": "it reads more"}]', "7316042")
+        selector = LLMSingleSelector.from_defaults(llm=llm)
+        engine = RouterQueryEngine(selector=selector, query_engine_tools=tools, llm=llm)
+        assert str(engine.query(question)) == "7316042"
+        assert [event.hits for event in seen.fusions] == [0, 3]
 
     async def test_a_workflow(
         self,

@@ -31,7 +31,9 @@ from llama_index.llms.cacheclip import CacheClipFusionEvent, CacheClipLLM, Cache
 from llama_index.response_synthesizers.cacheclip import CacheClipSynthesizer
 from llama_index.storage.docstore.cacheclip import CacheClipDocumentStore
 
+from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.errors import ConfigurationError
+from tests.conftest import SENTENCES
 from tests.integrations.test_llama_index import WordEmbedding
 
 MODES = ("compact", "refine", "tree_summarize", "simple_summarize", "accumulate", "compact_accumulate")
@@ -73,6 +75,27 @@ def nodes(chunks: list[str]) -> list[NodeWithScore]:
     return [NodeWithScore(node=TextNode(text=chunk, id_=f"node-{n}"), score=1.0) for n, chunk in enumerate(chunks[:3])]
 
 
+def scripted(monkeypatch: pytest.MonkeyPatch, *texts: str) -> list[Any]:
+    """Puts words into the model's mouth, which writes none that make sense; prompts and statistics are real."""
+    asked: list[Any] = []
+    left = list(texts)
+    original = CacheClipLLM._events
+
+    def events(self: CacheClipLLM, prompt: Any, options: dict[str, Any]) -> Any:
+        asked.append(prompt)
+        made, text = original(self, prompt, options), left.pop(0)
+
+        def told() -> Iterator[Any]:
+            for event in made():
+                if event.answer is not None:
+                    yield replace(event, text=text, answer=replace(event.answer, text=text))
+
+        return told
+
+    monkeypatch.setattr(CacheClipLLM, "_events", events)
+    return asked
+
+
 class TestSynthesizer:
     @pytest.mark.parametrize("mode", MODES)
     def test_nodes_are_stored_and_hit_in_every_mode(
@@ -89,7 +112,8 @@ class TestSynthesizer:
         prompts = 3 if mode in ("refine", "accumulate") else 1
         assert sum(event.hits for event in seen.fusions) == 3 and len(seen.fusions) == prompts
         assert all(event.misses == 0 and event.reused_tokens > 0 for event in seen.fusions)
-        assert seen.fusions[0].node_ids == ["node-0", "node-1", "node-2"]
+        ids = ["node-0", "node-1", "node-2"]
+        assert [event.node_ids for event in seen.fusions] == ([[each] for each in ids] if prompts == 3 else [ids])
         assert seen.names.index("SynthesizeStartEvent") < seen.names.index("CacheClipFusionEvent")
 
     @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "simple_summarize"])
@@ -194,27 +218,49 @@ class TestSynthesizer:
         class Fact(BaseModel):
             name: str
 
-        original = CacheClipLLM._events
-        asked: list[Any] = []
-
-        def telling(self: CacheClipLLM, prompt: Any, options: dict[str, Any]) -> Any:
-            """A tiny model writes no JSON: the answer's words are put in its mouth, the rest is real."""
-            asked.append(prompt)
-            events = original(self, prompt, options)
-
-            def told() -> Iterator[Any]:
-                for event in events():
-                    if event.answer is not None:
-                        answer = replace(event.answer, text='{"name": "Brindle"}')
-                        yield replace(event, text="", answer=answer)
-
-            return told
-
-        monkeypatch.setattr(CacheClipLLM, "_events", telling)
+        asked = scripted(monkeypatch, '{"name": "Brindle"}')
         structured = llm.as_structured_llm(Fact)
         answer = CacheClipSynthesizer(llm=structured).synthesize(question, nodes)
         assert isinstance(answer, PydanticResponse) and answer.response == Fact(name="Brindle")
         assert nodes[0].node.get_content() in str(asked[0])
+
+    def test_output_class(self, llm: CacheClipLLM, nodes: list[NodeWithScore], question: str, seen: Seen) -> None:
+        """The nodes are known on this way, too."""
+
+        class Fact(BaseModel):
+            name: str
+
+        synthesizer = CacheClipSynthesizer(llm=llm, output_cls=Fact)
+        for _ in range(2):
+            with pytest.MonkeyPatch.context() as patch:
+                scripted(patch, '{"name": "Brindle"}')
+                answer = synthesizer.synthesize(question, nodes)
+            assert isinstance(answer, PydanticResponse) and answer.response == Fact(name="Brindle")
+        ids = ["node-0", "node-1", "node-2"]
+        assert [(event.hits, event.misses, event.node_ids) for event in seen.fusions] == [(0, 3, ids), (3, 0, ids)]
+
+    @pytest.mark.parametrize("mode", ["accumulate", "tree_summarize", "compact_accumulate"])
+    def test_several_prompts_at_once(
+        self, llm: CacheClipLLM, nodes: list[NodeWithScore], question: str, mode: str
+    ) -> None:
+        one_by_one = CacheClipSynthesizer(llm=llm, response_mode=mode)
+        one_by_one.synthesize(question, nodes)  # stores them
+        at_once = CacheClipSynthesizer(llm=llm, response_mode=mode, use_async=True)
+        assert str(at_once.synthesize(question, nodes)) == str(one_by_one.synthesize(question, nodes))
+
+    def test_versions_without_a_helper_for_messages(
+        self, llm: CacheClipLLM, nodes: list[NodeWithScore], question: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Before 0.14.23 LlamaIndex's factory took none, and before 0.14.22 synthesizers had none."""
+
+        def older(**options: Any) -> BaseSynthesizer:
+            assert "chat_prompt_helper" not in options
+            return get_response_synthesizer(**options)
+
+        monkeypatch.setattr("llama_index.response_synthesizers.cacheclip.base.get_response_synthesizer", older)
+        synthesizer = CacheClipSynthesizer(llm=llm)
+        monkeypatch.delattr(synthesizer, "_chat_prompt_helper", raising=False)
+        assert str(synthesizer.synthesize(question, nodes))
 
     def test_settings_and_wrong_models(self, llm: CacheClipLLM, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Settings, "_llm", llm)
@@ -229,8 +275,55 @@ class TestSynthesizer:
         monkeypatch.setattr(CacheClipLLM, "engine", property(lambda self: pytest.fail("touched")))
         CacheClipSynthesizer(llm=llm)
 
+    def test_what_an_answer_stored_is_released_with_its_node(
+        self, llm: CacheClipLLM, chunks: list[str], question: str
+    ) -> None:
+        """By node or by document, unless another node holds the text."""
+        store = CacheClipDocumentStore.of(llm)
+        nodes = IngestionPipeline(transformations=[SentenceSplitter()]).run(
+            documents=[Document(text=text, id_=f"doc-{n}") for n, text in enumerate([*chunks[:3], chunks[2]])]
+        )
+        store.add_documents(nodes)
+        texts = [chunk.strip() for chunk in chunks[:3]]
+        CacheClipSynthesizer(llm=llm).synthesize(question, [NodeWithScore(node=node) for node in nodes])
+        assert stored(llm, texts) == [True, True, True]
+        store.delete_document(nodes[0].node_id)
+        assert stored(llm, texts) == [False, True, True]
+        store.delete_ref_doc("doc-1")
+        assert stored(llm, texts) == [False, False, True]
+        store.delete_ref_doc("doc-2")
+        assert stored(llm, texts) == [False, False, True], "doc-3 holds it too"
+        store.delete_ref_doc("doc-3")
+        assert stored(llm, texts) == [False, False, False]
+
+    def test_counting_while_others_count(
+        self, llm: CacheClipLLM, question: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What is remembered is thrown away by whoever finds it full, at any time."""
+        helper = CacheClipSynthesizer(llm=llm)._prompt_helper
+
+        class Forgetful(dict[str, int]):
+            def __setitem__(self, text: str, count: int) -> None:
+                super().__setitem__(text, count)
+                self.clear()
+
+        monkeypatch.setattr(helper, "_counts", Forgetful())
+        assert helper._tokens(question) == len(llm.engine.primary.tokenize(question).ids)
+
 
 class TestEvents:
+    def test_each_prompt_names_its_own_nodes(
+        self, llm: CacheClipLLM, chunks: list[str], question: str, seen: Seen
+    ) -> None:
+        twins = [TextNode(text=chunks[n], id_=name) for n, name in ((0, "a"), (0, "b"), (1, "c"))]
+        nodes = [NodeWithScore(node=node) for node in twins]
+        synthesizer = CacheClipSynthesizer(llm=llm, response_mode="accumulate")
+        synthesizer.synthesize(question, nodes)
+        assert [event.node_ids for event in seen.fusions] == [["a", "b"], ["a", "b"], ["c"]]
+        seen.fusions.clear()
+        synthesizer.get_response(question, chunks[:1])
+        assert [event.node_ids for event in seen.fusions] == [[]], "no node is known"
+
     def test_plain_calls_emit_them_too(self, llm: CacheClipLLM, chunks: list[str], seen: Seen) -> None:
         llm.engine.precompute(chunks[:2])
         text = "\n\n".join([*chunks[:2], "What was built?"])
@@ -247,9 +340,39 @@ class TestEvents:
         llm.complete(text)
         assert [(event.hits, event.misses) for event in seen.fusions] == [(0, 1), (1, 0)]
 
+    def test_nodes_of_a_call_and_of_the_model(self, llm: CacheClipLLM, chunks: list[str], seen: Seen) -> None:
+        knowing = llm.with_nodes({chunks[0]: [("a", "doc")], chunks[2]: [("elsewhere", "")]})
+        text = f"{chunks[0]}\n\n{chunks[1]}\n\nWhat was built?"
+        knowing.complete(text, candidates={chunks[0]: [("b", "")], chunks[1]: [("c", "doc")]})
+        assert [event.node_ids for event in seen.fusions] == [["a", "b", "c"]]
+        llm.engine.release_sources(["doc"])
+        assert stored(llm, chunks[:3]) == [True, False, False], "b holds the first, too"
+
 
 def stored(llm: CacheClipLLM, texts: list[str]) -> list[bool]:
     return [llm.engine.is_stored(text) for text in texts]
+
+
+def held(llm: CacheClipLLM, texts: list[str]) -> tuple[CacheClipDocumentStore, list[TextNode]]:
+    """A document store of precomputed nodes."""
+    docstore = CacheClipDocumentStore.of(llm)
+    nodes = [TextNode(text=text) for text in texts]
+    CacheClipTransform.from_llm(llm)(nodes)
+    docstore.add_documents(nodes)
+    return docstore, nodes
+
+
+def count_computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Texts that had to be computed, call by call from now on."""
+    computed: list[int] = []
+    original = CacheClipEngine.precompute
+
+    def counted(self: CacheClipEngine, *args: Any, **kwargs: Any) -> int:
+        computed.append(original(self, *args, **kwargs))
+        return computed[-1]
+
+    monkeypatch.setattr(CacheClipEngine, "precompute", counted)
+    return computed
 
 
 class TestDeletion:
@@ -267,7 +390,7 @@ class TestDeletion:
         texts = [chunk.strip() for chunk in chunks[:4]]
         assert stored(llm, texts) == [True, True, True, False]
         changed = [documents[0], Document(text=chunks[3], id_="doc-1"), documents[2]]
-        assert index.refresh_ref_docs(changed, delete_kwargs={"delete_from_docstore": True}) == [False, True, False]
+        assert index.refresh_ref_docs(changed) == [False, True, False]
         assert stored(llm, texts) == [True, False, True, True]
         index.delete_ref_doc("doc-2", delete_from_docstore=True)
         assert stored(llm, texts) == [True, False, False, True]
@@ -304,6 +427,82 @@ class TestDeletion:
         pipeline.run(documents=[Document(text=chunks[0], id_="a"), Document(text=chunks[1], id_="b")])
         assert stored(llm, chunks[:3]) == [True, True, False]
         pipeline.run(documents=[Document(text=chunks[2], id_="a")])
+        assert stored(llm, chunks[:3]) == [False, False, True]
+
+    @pytest.mark.parametrize("how", ["pipeline", "async pipeline", "index"])
+    async def test_a_document_that_changed_in_one_place(
+        self, llm: CacheClipLLM, monkeypatch: pytest.MonkeyPatch, how: str
+    ) -> None:
+        """Within an update only what is new is computed, and only what is gone released."""
+        docstore = CacheClipDocumentStore.of(llm)
+        splitter = SentenceSplitter(chunk_size=24, chunk_overlap=0)
+        parts = [splitter, WordEmbedding(), CacheClipTransform.from_llm(llm)]
+        pipeline = IngestionPipeline(
+            transformations=parts,
+            docstore=docstore,
+            vector_store=SimpleVectorStore(),
+            docstore_strategy=DocstoreStrategy.UPSERTS_AND_DELETE,
+        )
+        storage = StorageContext.from_defaults(docstore=docstore)
+        index = VectorStoreIndex(
+            [],
+            storage_context=storage,
+            embed_model=WordEmbedding(),
+            transformations=[splitter, parts[-1]],
+            store_nodes_override=True,
+        )
+
+        async def ingest(documents: list[Document]) -> None:
+            if how == "pipeline":
+                pipeline.run(documents=documents)
+            elif how == "async pipeline":
+                await pipeline.arun(documents=documents)
+            else:
+                index.refresh_ref_docs(documents)
+
+        computed = count_computed(monkeypatch)
+        lines = SENTENCES[:6]
+        old = Document(text="\n\n\n".join(lines), id_="a")
+        await ingest([old, Document(text=SENTENCES[6], id_="b")])
+        before = [node.text for node in splitter([old])]
+        assert len(before) == 6 and sum(computed) == 7 and all(stored(llm, before))
+        computed.clear()
+        lines[2] = "A keeper and three assistants lived on the rock for six weeks at a time."
+        new = Document(text="\n\n\n".join(lines), id_="a")
+        after = [node.text for node in splitter([new])]
+        with docstore.updating():
+            await ingest([new, Document(text=SENTENCES[7], id_="b")])
+            assert all(stored(llm, [*before, *after, SENTENCES[6]])), "what is gone goes at the end"
+        assert sum(computed) == 2
+        assert stored(llm, before) == [text in after for text in before] and all(stored(llm, after))
+        assert stored(llm, SENTENCES[6:8]) == [False, True]
+        docstore.delete_ref_doc("a", raise_error=False)
+        assert stored(llm, after) == [False] * len(after), "nothing of the update stays behind"
+
+    def test_an_update_that_fails_releases_too(self, llm: CacheClipLLM, chunks: list[str]) -> None:
+        docstore, nodes = held(llm, chunks[:3])
+
+        def fails() -> None:
+            with docstore.updating():
+                docstore.delete_document(nodes[0].node_id)
+                with docstore.updating():
+                    docstore.delete_document(nodes[1].node_id)
+                assert stored(llm, chunks[:3]) == [True, True, True], "an update within another ends with it"
+                raise RuntimeError
+
+        with pytest.raises(RuntimeError):
+            fails()
+        assert stored(llm, chunks[:3]) == [False, False, True]
+
+    def test_what_a_killed_update_left_goes_with_the_next_deletion(self, llm: CacheClipLLM, chunks: list[str]) -> None:
+        docstore, nodes = held(llm, chunks[:3])
+        left = docstore.updating()
+        left.__enter__()
+        docstore.delete_document(nodes[0].node_id)
+        llm.engine.close()
+        again = CacheClipDocumentStore(docstore._docstore, llm)  # as the next process makes it
+        assert stored(llm, chunks[:3]) == [True, True, True]
+        again.delete_document(nodes[1].node_id)
         assert stored(llm, chunks[:3]) == [False, False, True]
 
     def test_the_other_store_keeps_the_documents(self, llm: CacheClipLLM, chunks: list[str], tmp_path: Path) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
@@ -20,8 +20,9 @@ from llama_index.core.base.llms.types import (
     CompletionResponseGen,
     LLMMetadata,
     MessageRole,
+    TextBlock,
 )
-from llama_index.core.bridge.pydantic import BaseModel, Field, PrivateAttr
+from llama_index.core.bridge.pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 from llama_index.core.constants import DEFAULT_CONTEXT_WINDOW
 from llama_index.core.instrumentation import get_dispatcher  # type: ignore[attr-defined]
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
@@ -41,12 +42,17 @@ if TYPE_CHECKING:
 
     from cacheclip_rag import Answer, CacheClipEngine, FusionStats, StreamEvent
 
+Origins = Mapping[str, Sequence[tuple[str, str]]]
+"""Texts, and what each comes from: ``(node id, ref_doc_id)`` pairs, ``""`` where there is no document."""
+
 __all__ = ["CacheClipLLM", "EngineFields"]
 
 dispatcher = get_dispatcher(__name__)
 
 _CONFIG_NAMES = {"model_name": "primary", "auxiliary_model_name": "auxiliary"}
 """Fields that have another name in :class:`EngineConfig`."""
+_PASSED_OVER = {"ThinkingBlock", "ToolCallBlock", "CachePoint"}
+"""Blocks by name, since older versions of LlamaIndex lack some: what another model thought or called, and marks."""
 _SHARED = ("model_name", "auxiliary_model_name", "store", "namespace", "system_prompt", "dtype", "device")
 _ROLES = {
     MessageRole.SYSTEM: "system",
@@ -67,16 +73,24 @@ class EngineFields(BaseModel):
         ConfigurationError: a field or one of ``engine_kwargs`` is unknown or out of range.
     """
 
-    model_name: str = Field(default=DEFAULT_PRIMARY, description="Primary model: folder, packaged name or hub id.")
-    auxiliary_model_name: str | None = Field(
-        default=DEFAULT_AUXILIARY, description="Small model that scores tokens; None for methods that need none."
-    )
-    store: str | None = Field(default=None, description="Folder of the chunk-cache store; None keeps it in memory.")
-    namespace: str = Field(default="default", description="Tenant: two namespaces never share an entry.")
-    system_prompt: str | None = Field(default=None, description="System prompt that chunks are precomputed behind.")
-    dtype: str = Field(default="float32", description="Compute dtype: float32, bfloat16 or float16.")
-    device: str = Field(default="cpu", description="Device of both models.")
-    engine_kwargs: Mapping[str, Any] = Field(default_factory=dict, description="Other fields of EngineConfig.")
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    model_name: str = DEFAULT_PRIMARY
+    """Primary model: folder, packaged name or hub id."""
+    auxiliary_model_name: str | None = DEFAULT_AUXILIARY
+    """Small model that scores tokens; None for methods that need none."""
+    store: str | None = None
+    """Folder of the chunk-cache store; None keeps it in memory."""
+    namespace: str = "default"
+    """Tenant: two namespaces never share an entry."""
+    system_prompt: str | None = None
+    """System prompt that chunks are precomputed behind."""
+    dtype: str = "float32"
+    """Compute dtype: float32, bfloat16 or float16."""
+    device: str = "cpu"
+    """Device of both models."""
+    engine_kwargs: Mapping[str, Any] = Field(default_factory=dict)
+    """Other fields of EngineConfig."""
 
     _engine: Any = PrivateAttr(default=None)
 
@@ -128,8 +142,10 @@ class CacheClipLLM(EngineFields, CustomLLM):
 
     Each call accepts ``max_tokens`` (or ``max_new_tokens``), ``temperature``, ``top_p``, ``stop``, ``method``,
     ``recompute_ratio``, ``seed``, and ``candidates``: texts known to be in the prompt, so that they are stored even if
-    they were never precomputed. Every answer emits a :class:`CacheClipFusionEvent`. The async calls run the model in a
-    worker thread. Messages are rendered with the model's own chat template; ``messages_to_prompt`` is not used.
+    they were never precomputed; as a mapping to ``(node id, ref_doc_id)`` pairs, so that they are released with these.
+    Every answer emits a :class:`CacheClipFusionEvent`. The async calls run the model in a thread of its own, which
+    stops before the next token when the task is cancelled. Messages are rendered with the model's own chat
+    template; ``messages_to_prompt`` is not used.
 
     Raises:
         ConfigurationError: an unknown field or call option, a value out of range, or a message that is not text.
@@ -139,18 +155,24 @@ class CacheClipLLM(EngineFields, CustomLLM):
     >>> index.as_query_engine(llm=llm).query("How tall is it?")
     """
 
-    method: str = Field(default=DEFAULT_METHOD, description="How chunks are reused: anchored, cacheclip, direct, full.")
-    recompute_ratio: float = Field(default=0.2, description="Share of chunk tokens to recompute, 0 to 1.")
-    context_window: int | None = Field(
-        default=None, description="Tokens of prompt and answer; None takes the model's own."
-    )
-    max_new_tokens: int = Field(default=256, description="Most new tokens of an answer.")
-    temperature: float = Field(default=0.0, description="0 is greedy.")
-    top_p: float = Field(default=1.0, description="Sample from the smallest set of tokens of this probability.")
-    stop: list[str] = Field(default_factory=list, description="The answer ends before the first of these strings.")
-    is_chat_model: bool = Field(default=True, description="Whether LlamaIndex sends messages rather than one text.")
+    method: str = DEFAULT_METHOD
+    """How chunks are reused: anchored, cacheclip, direct, full."""
+    recompute_ratio: float = 0.2
+    """Share of chunk tokens to recompute, 0 to 1."""
+    context_window: int | None = None
+    """Tokens of prompt and answer; None takes the model's own."""
+    max_new_tokens: int = 256
+    """Most new tokens of an answer."""
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    """Sample from the smallest set of tokens of this probability."""
+    stop: list[str] = Field(default_factory=list)
+    """The answer ends before the first of these strings."""
+    is_chat_model: bool = True
+    """Whether LlamaIndex sends messages rather than one text."""
 
-    _nodes: dict[str, str] = PrivateAttr(default_factory=dict)
+    _nodes: Origins = PrivateAttr(default_factory=dict)
     """Texts known to be in the prompts, and the nodes they come from."""
 
     @classmethod
@@ -164,8 +186,9 @@ class CacheClipLLM(EngineFields, CustomLLM):
         llm._engine = engine
         return llm
 
-    def with_nodes(self, nodes: Mapping[str, str]) -> Self:
-        """This LLM, knowing that its prompts hold these texts, each from the node whose id it is mapped to."""
+    def with_nodes(self, nodes: Origins) -> Self:
+        """This LLM, knowing that its prompts hold these texts, each mapped to the ``(node id, ref_doc_id)`` pairs that
+        it comes from. Those never precomputed are stored after their first answer, and released with these nodes."""
         llm = self.model_copy()
         llm._nodes = dict(nodes)
         return llm
@@ -200,7 +223,7 @@ class CacheClipLLM(EngineFields, CustomLLM):
 
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        return _completion(await asyncio.to_thread(self._answer, self._text(prompt, formatted), kwargs))
+        return _completion(await self._aanswer(self._text(prompt, formatted), kwargs))
 
     @llm_completion_callback()
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
@@ -219,7 +242,7 @@ class CacheClipLLM(EngineFields, CustomLLM):
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        return _chat(await asyncio.to_thread(self._answer, _messages(messages), kwargs))
+        return _chat(await self._aanswer(_messages(messages), kwargs))
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
@@ -239,26 +262,32 @@ class CacheClipLLM(EngineFields, CustomLLM):
         assert answer is not None, "a stream ends with its answer"
         return answer
 
+    async def _aanswer(self, prompt: Any, options: dict[str, Any]) -> Answer:
+        answer = None
+        async with aclosing(iterate_in_thread(self._events(prompt, options))) as events:  # cancelled: the model stops
+            async for event in events:
+                answer = event.answer or answer
+        assert answer is not None, "a stream ends with its answer"
+        return answer
+
     def _events(self, prompt: Any, options: dict[str, Any]) -> Callable[[], Iterator[StreamEvent]]:
         """The stream's maker: options are checked now, the engine is touched where the maker is called."""
         candidates = options.pop("candidates", None) or ()
-        candidates = [candidates] if isinstance(candidates, str) else candidates
         settings = merge_call_options(self._call_settings(), options)
 
         def events() -> Iterator[StreamEvent]:
-            given = [*self._nodes, *candidates]
+            given = _merged(self._nodes, candidates)
             for event in self.engine.generate_stream(prompt, **settings, candidates=given):
                 if event.answer is not None:
-                    dispatcher.event(self._fusion_event(event.answer.stats))
+                    dispatcher.event(self._fusion_event(event.answer.stats, _nodes_of(prompt, given)))
                 yield event
 
         return events
 
-    def _fusion_event(self, stats: FusionStats) -> CacheClipFusionEvent:
+    def _fusion_event(self, stats: FusionStats, node_ids: list[str]) -> CacheClipFusionEvent:
         found = stats.to_dict()
         named = {name: found[name] for name in CacheClipFusionEvent.model_fields if name in found}
-        nodes = list(dict.fromkeys(self._nodes.values()))
-        return CacheClipFusionEvent(model_name=self.model_name, node_ids=nodes, stats=found, **named)
+        return CacheClipFusionEvent(model_name=self.model_name, node_ids=node_ids, stats=found, **named)
 
     def _call_settings(self) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in ("temperature", "top_p", "stop", "method", "recompute_ratio")}
@@ -295,11 +324,31 @@ def _role(message: ChatMessage) -> str:
 
 
 def _content(message: ChatMessage) -> str:
-    content: str | None = message.content
-    if content is None and message.blocks:
-        kinds = ", ".join(sorted({type(block).__name__ for block in message.blocks}))
-        raise ConfigurationError(f"CacheClipLLM reads text only, got a message of {kinds}.")
-    return content or ""
+    kinds = {type(block).__name__ for block in message.blocks if not isinstance(block, TextBlock)} - _PASSED_OVER
+    if kinds:
+        raise ConfigurationError(
+            f"CacheClipLLM reads text only, got a message with {', '.join(sorted(kinds))}. Leave that out, or describe "
+            "it in words."
+        )
+    return message.content or ""
+
+
+def _merged(nodes: Origins, candidates: str | Iterable[str] | Origins) -> Origins:
+    """What is known of the prompts and of this one: texts, and all that each comes from."""
+    from cacheclip_rag.prompt import chunk_texts
+
+    if not isinstance(candidates, Mapping):
+        candidates = dict.fromkeys(chunk_texts([candidates] if isinstance(candidates, str) else candidates), ())
+    return {text: [*nodes.get(text, ()), *candidates.get(text, ())] for text in {**nodes, **candidates}}
+
+
+def _nodes_of(prompt: str | Sequence[Mapping[str, str]], given: Origins) -> list[str]:
+    """Ids of the nodes whose text, whole, is in this prompt."""
+    from cacheclip_rag.prompt import normalise_chunk
+
+    texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
+    read = [text for text in given if any(normalise_chunk(text) in each for each in texts)]
+    return list(dict.fromkeys(node for text in read for node, _ in given[text] if node))
 
 
 def _details(answer: Answer) -> dict[str, Any]:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from llama_index.core.schema import BaseNode, MetadataMode, TransformComponent
+from llama_index.core.utils import get_tqdm_iterable
+
+from cacheclip_rag.aio import iterate_in_thread
+from cacheclip_rag.methods import DEFAULT_METHOD
 
 from .base import EngineFields
 
 if TYPE_CHECKING:
     from typing import Self
+
+    from cacheclip_rag.ingest.plan import IngestPlan
 
     from .base import CacheClipLLM
 
@@ -23,12 +30,17 @@ class CacheClipTransform(EngineFields, TransformComponent):
 
     Put it last in an ingestion pipeline: a later change of text or metadata makes another chunk. All its fields are
     public, since the pipeline's cache tells transforms apart by them. That cache skips nodes it has seen: after
-    deleting a store, clear the cache too, or call the transform on the nodes. With several pipeline workers give a
-    ``store`` folder: a memory-only store stays in the worker.
+    deleting a store, clear the cache too, or call the transform on the nodes. With ``num_workers`` each worker process
+    loads the weights for itself; give a ``store`` folder, since a memory-only store stays in the worker.
+
+    A killed run loses the chunk it was at: run again, and what is stored costs a look-up.
 
     Raises:
         PromptTooLongError: a node longer than the model's context.
     """
+
+    method: str = DEFAULT_METHOD
+    """Method that will answer: some read chunks that are encoded another way."""
 
     @classmethod
     def class_name(cls) -> str:
@@ -36,20 +48,55 @@ class CacheClipTransform(EngineFields, TransformComponent):
 
     @classmethod
     def from_llm(cls, llm: CacheClipLLM) -> Self:
-        """A transform that fills the store this LLM reads."""
-        fields = {name: getattr(llm, name) for name in EngineFields.model_fields}
+        """A transform that fills the store this LLM reads, as its method reads it."""
+        fields = {name: getattr(llm, name) for name in (*EngineFields.model_fields, "method")}
         transform = cls(**{**fields, "system_prompt": llm._prefix_system_prompt()})
         transform._engine = llm._engine
         return transform
 
+    def _check(self) -> None:
+        replace(self._engine_config(), method=self.method)
+
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
-        """Precompute the nodes; blank ones are passed over. ``kwargs`` are the pipeline's and unused."""
-        for node in nodes:
-            text = node.get_content(metadata_mode=MetadataMode.LLM)
-            if text.strip():
-                self.engine.precompute([text], source=node.node_id, document=node.ref_doc_id)
+        """Precompute the nodes; blank ones are passed over.
+
+        Args:
+            kwargs: ``show_progress=True`` shows LlamaIndex's bar; the pipeline's others are not used.
+        """
+        for _ in self._precompute(nodes, **kwargs):
+            pass
         return nodes
 
     async def acall(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
-        """The same in a worker thread."""
-        return await asyncio.to_thread(self, nodes, **kwargs)
+        """The same in a thread of its own; a cancelled task stops it before the next node."""
+        async with aclosing(iterate_in_thread(lambda: self._precompute(nodes, **kwargs))) as done:
+            async for _ in done:
+                pass
+        return nodes
+
+    def _precompute(self, nodes: Sequence[BaseNode], show_progress: bool = False, **_: Any) -> Iterator[None]:
+        for node, text in get_tqdm_iterable(list(_read(nodes)), show_progress, "Precomputing chunks"):
+            self.engine.precompute([text], method=self.method, source=node.node_id, document=node.ref_doc_id)
+            yield
+
+    def plan(self, nodes: Sequence[BaseNode]) -> IngestPlan:
+        """What precomputing these nodes would take: ``chunks``, of these ``computed`` anew, their ``tokens``, ``bytes``
+        in the store and ``seconds`` on this machine. Computes a few of them to tell the speed, and stores nothing.
+        Raises what precomputing them would.
+
+        >>> CacheClipTransform.from_llm(llm).plan(SentenceSplitter()(documents)).seconds
+        """
+        from cacheclip_rag.ingest.plan import IngestPlan, price
+
+        texts = [text for _, text in _read(nodes)]
+        plan = IngestPlan(chunks=len(texts))
+        price(self.engine, texts, plan, method=self.method)
+        return plan
+
+
+def _read(nodes: Iterable[BaseNode]) -> Iterator[tuple[BaseNode, str]]:
+    """Nodes that are not blank, and what an LLM reads of them."""
+    for node in nodes:
+        text = node.get_content(metadata_mode=MetadataMode.LLM)
+        if text.strip():
+            yield node, text

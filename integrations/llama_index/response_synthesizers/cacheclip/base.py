@@ -39,11 +39,12 @@ class CacheClipSynthesizer(BaseSynthesizer):
     """Any of LlamaIndex's response modes, on chunk caches.
 
     What it adds to a stock synthesizer over a :class:`CacheClipLLM`: nodes that were never precomputed are stored after
-    their first answer; prompts are filled with whole chunks, counted by the model's own tokenizer, so that none is cut
-    where the context ends; ``simple_summarize`` joins chunks as the other modes do (LlamaIndex pastes a Python list);
-    and :class:`CacheClipFusionEvent` names the nodes. Templates, ``update_prompts``, streaming, async, ``output_cls``
-    and events are LlamaIndex's own. A structured LLM (``llm.as_structured_llm(...)``) and ``output_cls`` answer by the
-    text path: stored chunks are found in their prompts.
+    their first answer, and released when they are deleted; prompts are filled with whole chunks, counted by the model's
+    own tokenizer, so that none is cut where the context ends; ``simple_summarize`` joins chunks as the other modes do
+    (LlamaIndex pastes a Python list); and :class:`CacheClipFusionEvent` names the nodes of each prompt. Templates,
+    ``update_prompts``, streaming, async, ``output_cls`` and events are LlamaIndex's own. A structured LLM
+    (``llm.as_structured_llm(...)``) and ``output_cls`` answer by the text path: stored chunks are found in their
+    prompts.
 
     Args:
         llm: a :class:`CacheClipLLM`, or a structured LLM over one; default ``Settings.llm``.
@@ -156,11 +157,11 @@ class CacheClipSynthesizer(BaseSynthesizer):
         """The LLM, told which texts its prompts will hold; as it is if it is not ours to tell."""
         if not isinstance(self._llm, CacheClipLLM):
             return self._llm
-        known = {text: "" for text in text_chunks if text.strip()}
+        known: dict[str, list[tuple[str, str]]] = {text: [] for text in text_chunks if text.strip()}
         for each in nodes or ():
             text = each.node.get_content(metadata_mode=MetadataMode.LLM)
             if text in known:
-                known[text] = each.node.node_id
+                known[text].append((each.node.node_id, each.node.ref_doc_id or ""))
         return self._llm.with_nodes(known)
 
     def _stock(self, llm: LLM) -> BaseSynthesizer:
@@ -171,7 +172,6 @@ class CacheClipSynthesizer(BaseSynthesizer):
         return get_response_synthesizer(
             llm=llm,
             prompt_helper=self._prompt_helper,
-            chat_prompt_helper=self._chat_prompt_helper,
             callback_manager=self._callback_manager,
             response_mode=self._mode,
             streaming=self._streaming,

@@ -111,11 +111,13 @@ class WholeChunks(PromptHelper):
             self._tokens(text)
 
     def _tokens(self, text: str) -> int:
-        if text not in self._counts:
+        count = self._counts.get(text)
+        if count is None:
+            count = int(self._token_counter.get_string_tokens(text))
             if len(self._counts) >= _REMEMBERED:
-                self._counts.clear()  # at once: other threads count too
-            self._counts[text] = int(self._token_counter.get_string_tokens(text))
-        return self._counts[text]
+                self._counts.clear()  # another thread's may be among them: nobody reads back what it wrote
+            self._counts[text] = count
+        return count
 
 
 def _stripped(texts: Sequence[str]) -> list[str]:

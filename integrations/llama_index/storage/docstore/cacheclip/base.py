@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from llama_index.core.storage.docstore import SimpleDocumentStore
@@ -17,16 +20,24 @@ if TYPE_CHECKING:
 
 __all__ = ["CacheClipDocumentStore"]
 
+_DELETED = "cacheclip:deleted"
+"""Source that holds what was deleted while an update is under way. It lies in the chunk-cache store: what a crash left
+there, the next deletion or update releases."""
+_lock = threading.Lock()  # of the module: a document store can be copied
+
 
 class CacheClipDocumentStore(KVDocumentStore):
     """Another document store's documents, in the same place; what is deleted here is released from the chunk-cache
     store, unless another node holds the same text.
 
     It is the document store of an index (``index.refresh_ref_docs``, ``delete_ref_doc(…, delete_from_docstore=True)``,
-    ``delete_nodes``) or of an ``IngestionPipeline`` (``upserts``: the caches of a document's older version go before
-    the new one is computed). What it releases is what :class:`CacheClipTransform` precomputed, here or in another
-    process with the same store. Updates happen through deletion; a node that is overwritten under its id keeps the
-    caches of its older text until it is deleted.
+    ``delete_nodes``) or of an ``IngestionPipeline`` (``upserts``). What it releases is what :class:`CacheClipTransform`
+    precomputed or :class:`CacheClipSynthesizer` stored, here or in another process with the same store. LlamaIndex
+    updates a document by deleting it first: within :meth:`updating`, chunks that its new version holds too are not
+    computed again. A node that is overwritten under its id keeps the caches of its older text until it is deleted.
+
+    >>> with docstore.updating():
+    ...     pipeline.run(documents=documents)  # or index.refresh_ref_docs(documents)
     """
 
     def __init__(self, docstore: KVDocumentStore, llm: CacheClipLLM | CacheClipTransform) -> None:
@@ -44,6 +55,7 @@ class CacheClipDocumentStore(KVDocumentStore):
                 f"got {type(docstore).__name__}. For others call llm.engine.release_sources(ids) after deleting."
             )
         self._docstore, self._llm = docstore, llm
+        self._updates = 0
         for name in (
             "_kvstore",
             "_namespace",
@@ -68,20 +80,53 @@ class CacheClipDocumentStore(KVDocumentStore):
     def persist(self, *arguments: Any, **options: Any) -> None:
         self._docstore.persist(*arguments, **options)
 
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """What is deleted in this block is released at its end (an exception is an end, too), as far as nothing stored
+        meanwhile holds the same text."""
+        with _lock:
+            self._updates += 1
+        try:
+            yield
+        finally:
+            with _lock:
+                self._updates -= 1
+                if not self._updates:
+                    self._release_deleted()
+
+    def _release(self, name: str) -> None:
+        """Release a source or document, now or at the end of an update."""
+        engine = self._llm.engine
+        with _lock:
+            if self._updates:
+                for text in engine.sources.orphans([name]):
+                    engine.sources.add(_DELETED, text)
+                engine.sources.remove([name])  # last: a killed run does it again
+            else:
+                engine.release_sources([name])
+                self._release_deleted()
+
+    def _release_deleted(self) -> None:
+        """Release what updates left, unless another source holds it by now."""
+        engine = self._llm.engine
+        deleted = engine.sources.texts(_DELETED)
+        engine.release(set(engine.sources.orphans([_DELETED])).intersection(deleted))
+        engine.sources.remove([_DELETED], texts=deleted)  # not what another process deletes just now
+
     def delete_document(self, doc_id: str, raise_error: bool = True) -> None:
         """Delete a node or document, and release what was precomputed of it."""
         super().delete_document(doc_id, raise_error=raise_error)
-        self._llm.engine.release_sources([doc_id])
+        self._release(doc_id)
 
     async def adelete_document(self, doc_id: str, raise_error: bool = True) -> None:
         await super().adelete_document(doc_id, raise_error=raise_error)
-        await asyncio.to_thread(lambda: self._llm.engine.release_sources([doc_id]))
+        await asyncio.to_thread(self._release, doc_id)
 
     def delete_ref_doc(self, ref_doc_id: str, raise_error: bool = True) -> None:
         """Delete all nodes of a document, and release what was precomputed of them."""
         super().delete_ref_doc(ref_doc_id, raise_error=raise_error)
-        self._llm.engine.release_sources([ref_doc_id])
+        self._release(ref_doc_id)
 
     async def adelete_ref_doc(self, ref_doc_id: str, raise_error: bool = True) -> None:
         await super().adelete_ref_doc(ref_doc_id, raise_error=raise_error)
-        await asyncio.to_thread(lambda: self._llm.engine.release_sources([ref_doc_id]))
+        await asyncio.to_thread(self._release, ref_doc_id)

@@ -1,0 +1,86 @@
+# ruff: noqa: F401, F811 (fixtures are imported)
+"""Ingestion across processes: workers of a pipeline, and a run that is killed."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import llama_index.core
+import pytest
+from llama_index.core import Document
+from llama_index.core.ingestion import IngestionPipeline
+from llama_index.core.node_parser import SentenceSplitter
+from llama_index.core.schema import MetadataMode
+from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform
+
+from tests.conftest import SENTENCES
+from tests.integrations.test_llama_index_nodes import llm
+
+ROOT = Path(__file__).resolve().parents[2]
+KILLED = """
+import os, signal, sys
+from cacheclip_rag import CacheClipEngine
+from tests.integrations.test_llama_index_processes import pipeline_of
+from llama_index.llms.cacheclip import CacheClipLLM
+
+original, left = CacheClipEngine.precompute, 3
+
+def precompute(self, *args, **kwargs):
+    global left
+    left -= 1
+    if not left:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(self, *args, **kwargs)
+
+CacheClipEngine.precompute = precompute
+primary, auxiliary, store = sys.argv[1:]
+pipeline, documents = pipeline_of(CacheClipLLM(model_name=primary, auxiliary_model_name=auxiliary, store=store))
+pipeline.run(documents=documents)
+"""
+
+
+def pipeline_of(llm: CacheClipLLM) -> tuple[IngestionPipeline, list[Document]]:
+    """A stock pipeline, and six documents of one chunk each."""
+    parts = [SentenceSplitter(), CacheClipTransform.from_llm(llm)]
+    documents = [Document(text=text, id_=f"doc-{n}") for n, text in enumerate(SENTENCES[:6])]
+    return IngestionPipeline(transformations=parts), documents
+
+
+def hits(llm: CacheClipLLM) -> int:
+    prompt = "\n\n".join([*SENTENCES[:6], "Who kept the lamp?"])
+    return int(llm.complete(prompt, max_tokens=1).additional_kwargs["cacheclip"]["hits"])
+
+
+def test_two_workers_fill_one_store(llm: CacheClipLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    # a splitter's tokenizer looks here for its vocabulary when a worker unpickles it; without it, in the network
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(Path(llama_index.core.__file__).parent / "_static/tiktoken_cache"))
+    pipeline, documents = pipeline_of(llm)
+    nodes = pipeline.run(documents=documents, num_workers=2)
+    assert [node.get_content(MetadataMode.LLM) for node in nodes] == SENTENCES[:6]
+    assert hits(llm) == 6
+    llm.engine.release_sources(["doc-0", nodes[1].node_id])
+    assert hits(llm) == 4, "the sources are known here, too"
+
+
+def test_a_killed_run_goes_on(llm: CacheClipLLM) -> None:
+    arguments = [llm.model_name, str(llm.auxiliary_model_name), str(llm.store)]
+    run = subprocess.run([sys.executable, "-c", KILLED, *arguments], cwd=ROOT, check=False)
+    assert run.returncode == -signal.SIGKILL
+    assert hits(llm) == 2
+    before = dict(files(Path(str(llm.store))))
+    assert before
+    pipeline, documents = pipeline_of(llm)
+    pipeline.run(documents=documents)
+    assert hits(llm) == 6
+    after = dict(files(Path(str(llm.store))))
+    assert {name: after[name] for name in before} == before, "what was there is not written again"
+    llm.engine.release_sources([f"doc-{n}" for n in range(3)])
+    assert hits(llm) == 3, "the sources of both runs are known"
+
+
+def files(store: Path) -> list[tuple[str, int]]:
+    """Payloads, and when they were written."""
+    return [(str(file), file.stat().st_mtime_ns) for file in sorted(store.rglob("*.safetensors"))]
