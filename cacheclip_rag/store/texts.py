@@ -37,6 +37,7 @@ CREATE TABLE IF NOT EXISTS texts (
     start INTEGER NOT NULL, length INTEGER NOT NULL, ending INTEGER NOT NULL, removed INTEGER NOT NULL,
     UNIQUE (namespace, digest)
 );
+CREATE INDEX IF NOT EXISTS texts_by_serial ON texts (namespace, serial);
 """
 # A text has one row, replaced under a new serial number when it is removed or added again: reading the rows behind the
 # last serial seen, by one query, brings an index up to date whatever others did meanwhile.
@@ -147,6 +148,9 @@ _BATCH = 4096
 _PAIRS = 200_000
 """Windows and texts compared at once."""
 
+_ENDINGS = 1 << 18
+"""Classes of hashes by which endings are told apart at first."""
+
 _Column = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -210,18 +214,26 @@ class _Rows:
         first = np.searchsorted(self.anchors, hashes)
         counts = np.searchsorted(self.anchors, hashes, side="right") - first
         positions = np.flatnonzero(counts)
-        first, counts = first[positions], counts[positions]
+        # of all texts with such an anchor (thousands may share a head), those whose ending may be in the prompt
+        groups, here, group_of = np.unique(first[positions], return_index=True, return_inverse=True)
+        sizes = counts[positions[here]]
+        rows = _ranges(groups, sizes)
+        ends = np.zeros(_ENDINGS, np.bool_)
+        ends[hashes % _ENDINGS] = True
+        ending = ends[self.endings[rows] % _ENDINGS]
+        rows, sizes = rows[ending], np.bincount(np.repeat(np.arange(len(groups)), sizes)[ending], minlength=len(groups))
+        first, counts = (np.cumsum(sizes) - sizes)[group_of], sizes[group_of]
         batches = np.cumsum(counts) // _PAIRS
         for batch in range(int(batches[-1]) + 1 if len(batches) else 0):
             chosen = batches == batch
-            yield from self._places(hashes, positions[chosen], first[chosen], counts[chosen])
+            yield from self._places(
+                hashes, positions[chosen], counts[chosen], rows[_ranges(first[chosen], counts[chosen])]
+            )
 
     def _places(
-        self, hashes: _Column, positions: _Column, first: _Column, counts: _Column
+        self, hashes: _Column, positions: _Column, counts: _Column, rows: _Column
     ) -> Iterator[tuple[int, int, int]]:
-        """Of the windows at ``positions``, each with ``counts`` rows from ``first`` on."""
-        before = np.cumsum(counts) - counts
-        rows = np.repeat(first - before, counts) + np.arange(counts.sum())
+        """Of the windows at ``positions``, each with ``counts`` of the ``rows``."""
         starts = np.repeat(positions, counts) - self.starts[rows]
         lengths = self.lengths[rows].astype(np.int64)
         last = starts + lengths - WINDOW
@@ -232,6 +244,12 @@ class _Rows:
     def is_removed(self, row: int, digest: bytes) -> bool | None:
         """Whether a row's text was removed; None if the row is of another text."""
         return bool(self.removed[row]) if self.digests[row].tobytes() == digest else None
+
+
+def _ranges(first: _Column, counts: _Column) -> _Column:
+    """Whole numbers from each ``first`` on, as many as its count."""
+    before = np.cumsum(counts) - counts
+    return np.repeat(first - before, counts) + np.arange(counts.sum())
 
 
 def text_digest(text: str) -> bytes:
