@@ -20,6 +20,7 @@ CALL_OPTIONS = (
     "seed",
     "method",
     "recompute_ratio",
+    "question",
 )
 """What a front end may set per call; ``max_new_tokens`` is another name of ``max_tokens``."""
 
@@ -59,11 +60,11 @@ def merge_call_options(own: Mapping[str, Any], options: Mapping[str, Any]) -> di
     """A front end's own settings with a call's options on top, as keyword arguments of ``engine.generate``.
 
     Args:
-        own: values of all :data:`CALL_OPTIONS` but ``max_new_tokens``.
+        own: values of all :data:`CALL_OPTIONS` but ``max_new_tokens`` and ``question``.
         options: the call's; None means not given.
 
     Returns:
-        ``params``, ``method`` and ``recompute_ratio``.
+        ``params``, ``method``, ``recompute_ratio`` and ``question``.
 
     Raises:
         ConfigurationError: an unknown option, or a value out of range.
@@ -85,4 +86,5 @@ def merge_call_options(own: Mapping[str, Any], options: Mapping[str, Any]) -> di
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         seed=merged["seed"],
     )
-    return {"params": params, "method": merged["method"], "recompute_ratio": merged["recompute_ratio"]}
+    others = {name: merged.get(name) for name in ("method", "recompute_ratio", "question")}
+    return {"params": params, **others}

@@ -45,12 +45,13 @@ class ChatCacheClip(ModelFields, BaseChatModel):
     statistics in ``response_metadata["cacheclip"]``; streams carry both on the last chunk.
 
     Each call accepts ``max_tokens`` (or ``max_new_tokens``), ``temperature``, ``top_p``, ``stop``, ``method``,
-    ``recompute_ratio``, ``seed``, and ``documents``: Documents or strings known to be in the prompt, so that they are
-    stored even if they were never precomputed. Messages may carry them too: ``text-plain`` blocks, a tool message's
-    ``artifact``, ``additional_kwargs["documents"]``, and text blocks with an ``id`` of your own (of system, human and
-    tool messages; what the last human message ends with is the question). What is stored of a document with an id is
-    released with it (:class:`CacheClipVectorStore`). The async calls run the model in a thread of its own; cancelled,
-    it stops before the next token.
+    ``recompute_ratio``, ``seed``, ``question`` (the words that choose what is recomputed; default all text behind the
+    last chunk, the template's among it), and ``documents``: Documents or strings known to be in the prompt, so that
+    they are stored even if they were never precomputed. Messages may carry them too: ``text-plain`` blocks, a tool
+    message's ``artifact``, ``additional_kwargs["documents"]``, and text blocks with an ``id`` of your own (of system,
+    human and tool messages; what the last human message ends with is the question). What is stored of a document with
+    an id is released with it (:class:`CacheClipVectorStore`). The async calls run the model in a thread of its own;
+    cancelled, it stops before the next token.
 
     The constructor only checks settings; weights load at the first call, and models with equal settings share them.
     A message's text is read, its reasoning is not, and other content is refused. The model calls no tools

@@ -73,6 +73,7 @@ def create_cacheclip_documents_chain(
     document_prompt: BasePromptTemplate[Any] | None = None,
     document_separator: str = "\n\n",
     document_variable_name: str = "context",
+    question_variable_name: str = "input",
 ) -> Runnable[dict[str, Any], Any]:
     """As ``create_stuff_documents_chain``, with the documents handed to the model beside the prompt: those that were
     never precomputed are stored after their first answer.
@@ -84,9 +85,11 @@ def create_cacheclip_documents_chain(
         output_parser: default a string.
         document_prompt: how a document is written; default its ``page_content``. What else it writes (a title, a
             page) is ordinary text around the chunk.
+        question_variable_name: the user's words among the inputs, which choose what is recomputed; where there is none
+            such, all text behind the documents does.
 
     Raises:
-        ConfigurationError: a prompt without that variable.
+        ConfigurationError: a prompt without the variable of the documents.
     """
     if document_variable_name not in prompt.input_variables:
         raise ConfigurationError(
@@ -100,26 +103,29 @@ def create_cacheclip_documents_chain(
         return document_separator.join(format_document(each, writing) for each in inputs[document_variable_name])
 
     def asked(inputs: dict[str, Any]) -> Runnable[dict[str, Any], Any]:
-        documents = list(inputs[document_variable_name])
+        question = inputs.get(question_variable_name)
+        about: dict[str, Any] = {"documents": list(inputs[document_variable_name])}
+        if isinstance(question, str):
+            about["question"] = question
         format_inputs = RunnablePassthrough.assign(**{document_variable_name: written})
-        return format_inputs.with_config(run_name="format_inputs") | prompt | _told(llm, documents) | parser
+        return format_inputs.with_config(run_name="format_inputs") | prompt | _told(llm, about) | parser
 
     return RunnableLambda(asked).with_config(run_name="cacheclip_documents_chain")
 
 
-def _told(llm: Runnable[Any, Any], documents: list[Document]) -> Runnable[Any, Any]:
-    """``llm`` with the documents for what of it is ours: another model would not know the word."""
+def _told(llm: Runnable[Any, Any], about: dict[str, Any]) -> Runnable[Any, Any]:
+    """``llm`` with what is known of the prompt for what of it is ours: another model would not know these words."""
 
     def with_parts(**parts: Any) -> Runnable[Any, Any]:
         copied: Runnable[Any, Any] = llm.model_copy(update=parts)  # type: ignore[attr-defined]
         return copied
 
     def told(part: Any) -> Any:
-        return _told(part, documents) if isinstance(part, Runnable) else lambda: _told(part(), documents)
+        return _told(part, about) if isinstance(part, Runnable) else lambda: _told(part(), about)
 
     match llm:
         case ModelFields() | RunnableConfigurableFields(default=ModelFields()):
-            return llm.bind(documents=documents)
+            return llm.bind(**about)
         case RunnableBindingBase():
             return with_parts(bound=told(llm.bound))
         case RunnableWithFallbacks():

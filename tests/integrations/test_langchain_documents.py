@@ -74,6 +74,8 @@ class TestChain:
         assert len(list(chain.stream(inputs))) > 2, "it streams"
 
     def test_it_answers_as_the_stock_chain(self, llm: ChatCacheClip, documents: list[Document], question: str) -> None:
+        """By a method that no question turns: ours hands the user's words on, the stock one does not know them."""
+        llm = llm.model_copy(update={"method": "direct"})
         llm.engine.precompute(document.page_content for document in documents)
         inputs = {"input": question, "context": documents[:2]}
         options: dict[str, Any] = {
@@ -85,6 +87,23 @@ class TestChain:
         recorder = Recorder()
         assert ours.invoke(inputs, {"callbacks": [recorder]}) == stock.invoke(inputs)
         assert found(recorder) == [(2, 0)]
+
+    def test_the_users_words_choose_what_is_recomputed(
+        self, llm: ChatCacheClip, documents: list[Document], question: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked: list[Any] = []
+        stream = type(llm.engine).generate_stream
+
+        def spying(*arguments: Any, **options: Any) -> Any:
+            asked.append(options["question"])
+            return stream(*arguments, **options)
+
+        monkeypatch.setattr(type(llm.engine), "generate_stream", spying)
+        inputs = {"input": question, "context": documents[:2]}
+        create_cacheclip_documents_chain(llm, RAG_PROMPT).invoke(inputs)
+        create_cacheclip_documents_chain(llm, RAG_PROMPT, question_variable_name="other").invoke(inputs)
+        llm.invoke("Who lit the lamp?", question="the lamp")
+        assert asked == [question, None, "the lamp"]
 
     def test_within_a_retrieval_chain(self, llm: ChatCacheClip, documents: list[Document], question: str) -> None:
         chain = create_retrieval_chain(

@@ -120,10 +120,30 @@ class TestSynthesizer:
     def test_the_answer_is_the_stock_one(
         self, llm: CacheClipLLM, nodes: list[NodeWithScore], question: str, mode: str
     ) -> None:
+        """By a method that no question turns: ours hands the user's words on, the stock one does not know them."""
+        llm = llm.model_copy(update={"method": "direct"})
         llm.engine.precompute(each.node.get_content(MetadataMode.LLM) for each in nodes)
         stock = get_response_synthesizer(llm=llm, response_mode=mode)
         ours = CacheClipSynthesizer(llm=llm, response_mode=mode)
         assert str(ours.synthesize(question, nodes)) == str(stock.synthesize(question, nodes))
+
+    @pytest.mark.parametrize("mode", MODES)
+    def test_the_users_words_choose_what_is_recomputed(
+        self, llm: CacheClipLLM, nodes: list[NodeWithScore], question: str, mode: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked: list[Any] = []
+        stream = type(llm.engine).generate_stream
+
+        def spying(*arguments: Any, **options: Any) -> Any:
+            asked.append(options["question"])
+            return stream(*arguments, **options)
+
+        monkeypatch.setattr(type(llm.engine), "generate_stream", spying)
+        CacheClipSynthesizer(llm=llm, response_mode=mode).synthesize(question, nodes)
+        assert set(asked) == {question}
+        llm.complete("Who lit the lamp?", question="the lamp")
+        llm.complete("Who lit the lamp?")
+        assert asked[-2:] == ["the lamp", None]
 
     @pytest.mark.parametrize("mode", ["compact", "tree_summarize", "simple_summarize"])
     async def test_four_ways(self, llm: CacheClipLLM, nodes: list[NodeWithScore], question: str, mode: str) -> None:

@@ -141,10 +141,11 @@ class CacheClipLLM(EngineFields, CustomLLM):
     streams carry both on the last chunk.
 
     Each call accepts ``max_tokens`` (or ``max_new_tokens``), ``temperature``, ``top_p``, ``stop``, ``method``,
-    ``recompute_ratio``, ``seed``, and ``candidates``: texts known to be in the prompt, so that they are stored even if
-    they were never precomputed; as a mapping to ``(node id, ref_doc_id)`` pairs, so that they are released with these.
-    Every answer emits a :class:`CacheClipFusionEvent`. The async calls run the model in a thread of its own, which
-    stops before the next token when the task is cancelled. Messages are rendered with the model's own chat
+    ``recompute_ratio``, ``seed``, ``question`` (the words that choose what is recomputed; default all text behind the
+    last chunk, the template's among it), and ``candidates``: texts known to be in the prompt, so that they are stored
+    even if they were never precomputed; as a mapping to ``(node id, ref_doc_id)`` pairs, so that they are released with
+    these. Every answer emits a :class:`CacheClipFusionEvent`. The async calls run the model in a thread of its own,
+    which stops before the next token when the task is cancelled. Messages are rendered with the model's own chat
     template; ``messages_to_prompt`` is not used.
 
     Raises:
@@ -174,6 +175,8 @@ class CacheClipLLM(EngineFields, CustomLLM):
 
     _nodes: Origins = PrivateAttr(default_factory=dict)
     """Texts known to be in the prompts, and the nodes they come from."""
+    _question: str | None = PrivateAttr(default=None)
+    """What the prompts ask, where it is known."""
 
     @classmethod
     def class_name(cls) -> str:
@@ -186,11 +189,15 @@ class CacheClipLLM(EngineFields, CustomLLM):
         llm._engine = engine
         return llm
 
-    def with_nodes(self, nodes: Origins) -> Self:
+    def with_nodes(self, nodes: Origins, *, question: str | None = None) -> Self:
         """This LLM, knowing that its prompts hold these texts, each mapped to the ``(node id, ref_doc_id)`` pairs that
-        it comes from. Those never precomputed are stored after their first answer, and released with these nodes."""
+        it comes from. Those never precomputed are stored after their first answer, and released with these nodes.
+
+        Args:
+            question: the user's words, which choose what is recomputed.
+        """
         llm = self.model_copy()
-        llm._nodes = dict(nodes)
+        llm._nodes, llm._question = dict(nodes), question
         return llm
 
     def _check(self) -> None:
@@ -273,7 +280,7 @@ class CacheClipLLM(EngineFields, CustomLLM):
     def _events(self, prompt: Any, options: dict[str, Any]) -> Callable[[], Iterator[StreamEvent]]:
         """The stream's maker: options are checked now, the engine is touched where the maker is called."""
         candidates = options.pop("candidates", None) or ()
-        settings = merge_call_options(self._call_settings(), options)
+        settings = merge_call_options({**self._call_settings(), "question": self._question}, options)
 
         def events() -> Iterator[StreamEvent]:
             given = _merged(self._nodes, candidates)

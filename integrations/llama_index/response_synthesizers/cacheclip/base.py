@@ -123,7 +123,7 @@ class CacheClipSynthesizer(BaseSynthesizer):
         cacheclip_nodes: Sequence[NodeWithScore] | None = None,
         **response_kwargs: Any,
     ) -> RESPONSE_TEXT_TYPE:
-        llm = self._knowing(text_chunks, cacheclip_nodes)
+        llm = self._knowing(query_str, text_chunks, cacheclip_nodes)
         if self._mode is ResponseMode.SIMPLE_SUMMARIZE:
             ask = llm.stream if self._streaming else llm.predict
             return ask(**self._summary(query_str, text_chunks, llm), **response_kwargs) or self._empty_response
@@ -137,7 +137,7 @@ class CacheClipSynthesizer(BaseSynthesizer):
         cacheclip_nodes: Sequence[NodeWithScore] | None = None,
         **response_kwargs: Any,
     ) -> RESPONSE_TEXT_TYPE:
-        llm = self._knowing(text_chunks, cacheclip_nodes)
+        llm = self._knowing(query_str, text_chunks, cacheclip_nodes)
         if self._mode not in _WITHOUT_LLM:
             await asyncio.to_thread(self._prepare, text_chunks)
         if self._mode is ResponseMode.SIMPLE_SUMMARIZE:
@@ -153,8 +153,8 @@ class CacheClipSynthesizer(BaseSynthesizer):
 
     # -- stock parts --------------------------------------------------------------------------------------------
 
-    def _knowing(self, text_chunks: Sequence[str], nodes: Sequence[NodeWithScore] | None) -> LLM:
-        """The LLM, told which texts its prompts will hold; as it is if it is not ours to tell."""
+    def _knowing(self, question: str, text_chunks: Sequence[str], nodes: Sequence[NodeWithScore] | None) -> LLM:
+        """The LLM, told what its prompts will ask and hold; as it is if it is not ours to tell."""
         if not isinstance(self._llm, CacheClipLLM):
             return self._llm
         known: dict[str, list[tuple[str, str]]] = {text: [] for text in text_chunks if text.strip()}
@@ -162,7 +162,7 @@ class CacheClipSynthesizer(BaseSynthesizer):
             text = each.node.get_content(metadata_mode=MetadataMode.LLM)
             if text in known:
                 known[text].append((each.node.node_id, each.node.ref_doc_id or ""))
-        return self._llm.with_nodes(known)
+        return self._llm.with_nodes(known, question=question)
 
     def _stock(self, llm: LLM) -> BaseSynthesizer:
         """LlamaIndex's synthesizer of this mode, with the templates as they are now."""
