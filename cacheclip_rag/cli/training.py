@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, ModelError
 from .common import (
     AuxiliaryDeviceOption,
     AuxiliaryOption,
@@ -119,7 +119,7 @@ def finetune(
         assert out is not None
         _finetune_whole(config, out, settings, begin, samples, targets, data, as_json)
         return
-    path = _target(config, out, overwrite)
+    path = _target(config, out, overwrite, instead_of="calibrate")
     found = run(
         config,
         settings,
@@ -131,10 +131,18 @@ def finetune(
         given=_given(config, data, seed),
         folder=work,
     )
-    found.heads.save(path)
+    kept = path.exists() and not overwrite and not found.is_accepted
+    if kept:
+        typer.echo(
+            f"{path} keeps the head set of 'cacheclip calibrate', since the new one was not accepted. Write it with "
+            "--overwrite (nothing is computed twice), or elsewhere with --out.",
+            err=True,
+        )
+    else:
+        found.heads.save(path)
     reports = [str(each) for each in write_report(found, report)] if report else []
     if as_json:
-        print_json({**finetuning_json(found), "path": str(path), "reports": reports})
+        print_json({**finetuning_json(found), "path": None if kept else str(path), "reports": reports})
     else:
         _print("On families and words never trained on", finetuning_table(found), path, finetuning_verdict(found))
 
@@ -186,8 +194,9 @@ def _given(config: EngineConfig, data: Sequence[str] | None, seed: int) -> list[
     return given_samples(open_engine(config), data, seed=seed) if data else []
 
 
-def _target(config: EngineConfig, out: Path | None, overwrite: bool) -> Path:
-    """Where the head set goes: where it was asked for, or where engines of this pair of models look."""
+def _target(config: EngineConfig, out: Path | None, overwrite: bool, *, instead_of: str = "") -> Path:
+    """Where the head set goes: where it was asked for, or where engines of this pair of models look. One by the command
+    ``instead_of`` may be there."""
     from ..selection.heads import HeadSet, head_set_path, weights_digest
     from ..training.calibrate import open_engine
 
@@ -199,11 +208,15 @@ def _target(config: EngineConfig, out: Path | None, overwrite: bool) -> Path:
     if path.is_dir():
         raise ConfigurationError(f"a head set is a file, and {path} is a folder. Name a file with --out.")
     if path.exists() and not overwrite:
-        about = HeadSet.load(path).about
-        raise ConfigurationError(
-            f"{path} holds a head set already (of {about.get('command', 'an unknown command')}). Replace it with "
-            "--overwrite, or name another file with --out."
-        )
+        try:
+            command = HeadSet.load(path).about.get("command", "an unknown command")
+        except ModelError:
+            command = "no command that is known: the file cannot be read"
+        if not instead_of or command != instead_of:
+            raise ConfigurationError(
+                f"{path} holds a head set already (of {command}). Replace it with --overwrite, or name another file "
+                "with --out."
+            )
     return path
 
 

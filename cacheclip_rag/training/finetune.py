@@ -22,6 +22,7 @@ from .. import __version__
 from ..config import EngineConfig
 from ..engine import CacheClipEngine
 from ..errors import ConfigurationError, ModelError
+from ..models.runtime import ModelRuntime
 from ..paths import cache_home
 from ..progress import progress_bar
 from ..selection.heads import HeadSet, weights_digest
@@ -31,7 +32,7 @@ from .features import Seen, look
 from .folder import load, load_state, load_trainee, save, save_state, save_trainee
 from .lexical import lexical_scores
 from .measures import chosen, rank_correlation, span_recall, token_recall
-from .targets import attended_and_stale, attended_when_stale
+from .targets import attended_and_stale, attended_when_stale, behind_sinks
 from .tuning import (
     Trainee,
     TrainingState,
@@ -60,6 +61,8 @@ class Figures:
     name: str
     recall: dict[str, float] = field(default_factory=dict)
     """Of evidence tokens, by ratio."""
+    recall_of_asked: dict[str, float] = field(default_factory=dict)
+    """The same over the samples that the primary was asked about; of the tuned set."""
     span_recall: dict[str, float] = field(default_factory=dict)
     """Of whole values, by ratio."""
     overlap: float | None = None
@@ -132,8 +135,8 @@ def finetune(
     started = time.perf_counter()
     engine = open_engine(config)
     runtime = engine.auxiliary_caches.kv_runtime
-    if heads is not None:
-        check_trainable(runtime, heads)
+    last = _last_layer(runtime, settings.sinks)
+    check_trainable(runtime, last if heads is None else heads)
     inputs = _inputs(engine, settings, heads, num_samples, given)
     folder = folder or cache_home() / "training" / _digest(inputs)[:16]
     samples = [*synthetic_samples("train", num_samples, seed=settings.seed), *given]
@@ -141,7 +144,6 @@ def finetune(
     targets = _targets(engine, samples, asked, folder, _digest(inputs))
     if heads is None:
         heads = _begun(engine, settings, samples, targets, folder, _digest(inputs))
-        check_trainable(runtime, heads)
     looks = {**inputs, "begins_with": heads.digest()}
     learning, held_out = learning_and_held_out(len(samples))
     trainees = _trainees(engine, heads, samples, targets, folder, _digest(looks), settings.sinks)
@@ -197,7 +199,13 @@ def _is_accepted(figures: dict[str, Figures]) -> bool | None:
         return None
     nearer = all((figures[name].kl or 0.0) > after.kl for name in (_UNTUNED, "epic"))
     finds = after.recall["0.2"] > figures[_WORDS].recall["0.2"]
-    return nearer and finds and after.recall["0.2"] >= own.recall["0.2"] - 0.02
+    return nearer and finds and after.recall_of_asked["0.2"] >= own.recall["0.2"] - 0.02
+
+
+def _last_layer(runtime: ModelRuntime, sinks: int) -> HeadSet:
+    """The last layer as it comes."""
+    sha256, num_heads = weights_digest(runtime.fingerprint), runtime.model.config.num_attention_heads
+    return replace(HeadSet.of_layers(sha256, "last", runtime.num_layers, num_heads), sinks=sinks)
 
 
 def _new(engine: CacheClipEngine, heads: HeadSet, settings: TuningSettings) -> Tuned:
@@ -267,10 +275,11 @@ def _begun(
 ) -> HeadSet:
     """The heads to begin with, as they were found before the run was interrupted, or fitted now."""
     path = folder / "begun.safetensors"
+    made_by = [digest, settings.target_weight, list(targets)]
     if path.is_file():
         try:
             kept = HeadSet.load(path)
-            if kept.about.get("inputs") == [digest, settings.target_weight]:
+            if kept.about.get("inputs") == made_by:
                 return kept
         except ModelError as error:
             logger.info("fitting again: %s", error)
@@ -282,8 +291,12 @@ def _begun(
         for done, number in enumerate(numbers, 1):
             seen.append(look(caches, samples[number], range(runtime.num_layers), sinks=settings.sinks))
             advance(done)
-    found = fitted(seen, [targets.get(n) for n in numbers], weights_digest(runtime.fingerprint), settings)
-    found = replace(found, about={"inputs": [digest, settings.target_weight]})
+    aims = [
+        behind_sinks(targets.get(number), each.lengths, settings.sinks)
+        for number, each in zip(numbers, seen, strict=True)
+    ]
+    found = fitted(seen, aims, weights_digest(runtime.fingerprint), settings)
+    found = replace(found, about={"inputs": made_by})
     found.save(path)
     return found
 
@@ -309,7 +322,7 @@ def _trainees(
                 seen = look(caches, sample, heads.layers, sinks=sinks, keep=heads.layers[-1])
                 trainee = Trainee.of(seen, heads)
                 save_trainee(trainee, path, digest)
-            found.append(replace(trainee, target=targets.get(number)))
+            found.append(replace(trainee, target=behind_sinks(targets.get(number), trainee.lengths, sinks)))
             advance(number + 1)
     logger.info("%d of %d samples were there already, in %s", len(samples) - made, len(samples), folder)
     return found
@@ -333,9 +346,7 @@ def _figures(
     caches, sinks = engine.auxiliary_caches, tuned.settings.sinks
     runtime = caches.kv_runtime
     samples = synthetic_samples("test", num_tests, seed=tuned.settings.seed)
-    num_heads = runtime.model.config.num_attention_heads
-    last = HeadSet.of_layers(found.auxiliary_sha256, "last", runtime.num_layers, num_heads)
-    last = replace(last, sinks=sinks)
+    last = _last_layer(runtime, sinks)
     layers = sorted({*heads.layers, runtime.num_layers - 1})
     scorers: dict[str, Callable[[Sample, Seen], torch.Tensor]] = {
         _UNTUNED: lambda _, seen: combined(seen, last),
@@ -353,14 +364,20 @@ def _figures(
             target = None
             if number < num_prompts:
                 target, own = _asked(engine, sample, folder / f"test-{number:05d}.safetensors", digest)
+                target = behind_sinks(target, seen.lengths, sinks)
                 measured[_OWN_ATTENTION].append(_measured(own, seen, target))
             for name, score in scorers.items():
                 measured[name].append(_measured(score(sample, seen), seen, target))
             advance(number + 1)
     figures = {name: _mean(name, rows) for name, rows in measured.items()}
+    if num_prompts:  # what is held against the primary's own attention: the same questions
+        asked = _mean("after", measured["after"][:num_prompts]).recall
+        figures["after"] = replace(figures["after"], recall_of_asked=asked)
     if num_prompts:
         sets: dict[str, HeadSet | str] = {_UNTUNED: last, "before": heads, "after": found}
-        sets |= {name: name for name in ("direct", "random", "cacheblend", "epic", _OWN_ATTENTION, "oracle")}
+        sets |= {
+            name: name for name in ("direct", "random", "cacheblend", "epic", _OWN_ATTENTION, "anchored", "oracle")
+        }
         outcomes = downstream(engine, samples[:num_prompts], list(sets.values()))
         for name, of_set in zip(sets, outcomes, strict=True):
             first, along = zip(*of_set, strict=True)
@@ -402,4 +419,10 @@ def _mean(name: str, rows: Sequence[dict[str, float]]) -> Figures:
     def by_ratio(kind: str) -> dict[str, float]:
         return {str(ratio): mean(f"{kind} {ratio}") or 0.0 for ratio in (0.1, RATIO)}
 
-    return Figures(name, by_ratio("recall"), by_ratio("span"), mean("overlap"), mean("correlation"))
+    return Figures(
+        name,
+        recall=by_ratio("recall"),
+        span_recall=by_ratio("span"),
+        overlap=mean("overlap"),
+        correlation=mean("correlation"),
+    )

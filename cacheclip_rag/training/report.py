@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..paths import atomic_path
-from .calibrate import Calibration
+from .calibrate import SELECTOR, Calibration
 from .finetune import FineTuning
 
 __all__ = [
@@ -23,6 +23,9 @@ __all__ = [
 
 Table = tuple[list[str], list[list[str]]]
 """Titles of columns, and rows."""
+
+_AS_USED = f"of head sets: {SELECTOR}"
+"""A head set scores alone where recall is measured, and mixed with places on the primary."""
 
 _STYLE = """
 :root { color-scheme: light dark; }
@@ -53,8 +56,8 @@ def calibration_table(found: Calibration) -> Table:
         "heads",
         "evidence recall",
         "whole values",
-        "first-token KL, mean / median",
-        "answer KL, mean / median",
+        f"first-token KL, mean / median ({_AS_USED})",
+        f"answer KL, mean / median ({_AS_USED})",
     ], rows
 
 
@@ -89,7 +92,7 @@ def finetuning_table(found: FineTuning) -> Table:
         "overlap with target",
         "rank correlation",
     ]
-    return [*titles, "first-token KL, mean / median", "answer KL, mean / median"], rows
+    return [*titles, f"first-token KL, mean / median ({_AS_USED})", f"answer KL, mean / median ({_AS_USED})"], rows
 
 
 def calibration_json(found: Calibration) -> dict[str, Any]:

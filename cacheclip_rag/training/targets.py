@@ -16,7 +16,7 @@ from .families import Sample
 from .features import spread_over
 from .prompts import segments_of
 
-__all__ = ["attended_and_stale", "attended_when_stale"]
+__all__ = ["attended_and_stale", "attended_when_stale", "behind_sinks"]
 
 _RATIO = 0.5
 """Any but 0 and 1 has the method rate."""
@@ -32,6 +32,15 @@ def attended_and_stale(engine: CacheClipEngine, sample: Sample) -> torch.Tensor 
     """
     found = _rated(engine, sample, "oracle")
     return found / found.sum() if found is not None and bool(found.any()) else None
+
+
+def behind_sinks(target: torch.Tensor | None, lengths: Sequence[int], sinks: int) -> torch.Tensor | None:
+    """The target without the first ``sinks`` tokens of every chunk, which nobody scores; None where nothing is left."""
+    if target is None:
+        return None
+    scored = torch.cat([torch.arange(length) >= sinks for length in lengths])
+    left = target * scored
+    return left / left.sum() if bool(left.any()) else None
 
 
 def attended_when_stale(engine: CacheClipEngine, sample: Sample, spec: str) -> torch.Tensor:

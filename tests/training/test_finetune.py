@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from cacheclip_rag import CacheClipEngine, EngineConfig
@@ -20,6 +21,7 @@ from cacheclip_rag.training.finetune import FineTuning, finetune
 from cacheclip_rag.training.given import given_samples, sample_of_record
 from cacheclip_rag.training.lexical import lexical_scores
 from cacheclip_rag.training.report import write_report
+from cacheclip_rag.training.targets import behind_sinks
 from cacheclip_rag.training.tuning import TuningSettings
 from tests.conftest import CHUNKS
 
@@ -34,8 +36,6 @@ def config(tiny_models: dict[str, str]) -> EngineConfig:
 
 @pytest.fixture
 def heads(config: EngineConfig) -> HeadSet:
-    import torch
-
     runtime: Any = CacheClipEngine(config).auxiliary
     return HeadSet(weights_digest(runtime.fingerprint), ((0, 1), (1, 0), (1, 1)), torch.full((3,), 1 / 3), sinks=4)
 
@@ -50,7 +50,7 @@ class TestJob:
         assert [each["epoch"] for each in found.history] == [0, 1, 2, 3, 4]
         by_name = {each.name: each for each in found.figures}
         scored = ["last layer as it comes", "before", "after", "words alone", "query_attention:layers=upper"]
-        assert list(by_name) == [*scored, "direct", "random", "cacheblend", "epic", "oracle"]
+        assert list(by_name) == [*scored, "direct", "random", "cacheblend", "epic", "anchored", "oracle"]
         for name in scored:
             figures = by_name[name]
             assert set(figures.recall) == set(figures.span_recall) == {"0.1", "0.2"}
@@ -169,6 +169,13 @@ class TestJob:
         assert f"epoch 4: loss {found.history[4]['loss']:.3f}" in markdown
 
 
+def test_sinks_are_no_part_of_what_is_wanted() -> None:
+    target = torch.tensor([0.5, 0.1, 0.1, 0.2, 0.1])
+    left = behind_sinks(target, (3, 2), 1)
+    assert left is not None and torch.allclose(left, torch.tensor([0.0, 1 / 3, 1 / 3, 0.0, 1 / 3]))
+    assert behind_sinks(torch.tensor([1.0, 0.0]), (2,), 1) is None and behind_sinks(None, (2,), 1) is None
+
+
 class TestCommands:
     def run(self, *args: str) -> dict[str, Any]:
         result = CliRunner().invoke(app, [*args, "--json"], catch_exceptions=False)
@@ -188,13 +195,20 @@ class TestCommands:
         assert calibrated["chosen"] in calibrated["candidates"] and len(calibrated["ranking"]) >= 4
         options = ["--samples", "10", "--targets", "2", "--tests", "2", "--prompts", "1", "--epochs", "1"]
         options += ["--heads", calibrated["path"], "--report", str(tmp_path / "report")]
-        with pytest.raises(ConfigurationError, match=r"holds a head set already \(of calibrate\)"):
-            CliRunner().invoke(app, ["finetune", *models, *options], catch_exceptions=False)
-        options.append("--overwrite")
-        tuned = self.run("finetune", *models, *options)
+        first = self.run("finetune", *models, *options)
+        used = CacheClipEngine(config).head_set
+        assert used is not None, "what was calibrated gives way to nothing worse"
+        assert used.digest() == (first if first["is_accepted"] else calibrated)["digest"]
+        assert (first["path"] is None) == (not first["is_accepted"])
+        tuned = self.run("finetune", *models, *options, "--overwrite")
         assert CacheClipEngine(config).head_set.digest() == tuned["digest"]  # type: ignore[union-attr]
         auxiliary, primary = CacheClipEngine(config).auxiliary, CacheClipEngine(config).primary
         path = head_set_path(weights_digest(auxiliary.fingerprint), weights_digest(primary.fingerprint))  # type: ignore[union-attr]
+        with pytest.raises(ConfigurationError, match=r"holds a head set already \(of finetune\)"):
+            CliRunner().invoke(app, ["finetune", *models, *options], catch_exceptions=False)
+        path.write_bytes(b"damaged")
+        with pytest.raises(ConfigurationError, match=r"the file cannot be read\). Replace it with --overwrite"):
+            CliRunner().invoke(app, ["calibrate", *models], catch_exceptions=False)
         assert tuned["path"] == str(path) and [Path(each).name for each in tuned["reports"]] == [
             "report.md",
             "report.html",
