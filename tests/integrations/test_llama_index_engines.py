@@ -53,12 +53,13 @@ class TestEngines:
         seen: Seen,
         mode: str,
     ) -> None:
+        """What so small a model says in a conversation with itself may be nothing: what it read is looked at."""
         engine = index.as_chat_engine(chat_mode=mode, llm=llm, similarity_top_k=2)
-        assert str(engine.chat(question))
-        assert str(await engine.achat(question))
-        assert "".join(engine.stream_chat(question).response_gen)
+        assert str(engine.chat(question)) == engine.chat_history[-1].content
+        assert str(await engine.achat(question)) == engine.chat_history[-1].content
+        assert "".join(engine.stream_chat(question).response_gen) == engine.chat_history[-1].content
         response = await engine.astream_chat(question)
-        assert "".join([token async for token in response.async_response_gen()])
+        assert [token async for token in response.async_response_gen()]
         answers = [event for event in seen.fusions if event.hits]
         assert [event.hits for event in answers] == [2, 2, 2, 2] and all(event.misses == 0 for event in answers)
 
