@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -18,7 +17,7 @@ from pydantic import Field, SecretStr
 
 from cacheclip_rag.aio import iterate_in_thread
 from cacheclip_rag.errors import ConfigurationError
-from cacheclip_rag.models.catalog import PACKAGED_MODELS
+from cacheclip_rag.models.context import known_context
 
 from .base import ModelFields, ending, last_answer, last_answer_async
 
@@ -86,7 +85,10 @@ class ChatCacheClip(ModelFields, BaseChatModel):
     def _resolve_model_profile(self) -> ModelProfile | None:
         """What agents and trimmers ask. The context where it is known without loading the model."""
         profile = ModelProfile(text_inputs=True, text_outputs=True, image_inputs=False, tool_calling=False)
-        tokens = _context_tokens(self.model_name)
+        try:
+            tokens = known_context(self.model_name)
+        except (OSError, ValueError):  # said where the model is loaded
+            tokens = None
         return {**profile, "max_input_tokens": tokens} if tokens else profile
 
     # -- LangChain's four calls ---------------------------------------------------------------------------------
@@ -169,16 +171,6 @@ def _usage(answer: Answer, stored: int) -> UsageMetadata:
         total_tokens=prompt + completion,
         input_token_details=InputTokenDetails(cache_read=answer.stats.reused_tokens, cache_creation=stored),
     )
-
-
-def _context_tokens(model: str) -> int | None:
-    if model in PACKAGED_MODELS:
-        return PACKAGED_MODELS[model].context_tokens
-    try:
-        config = json.loads((Path(model).expanduser() / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return {**config, **config.get("text_config", {})}.get("max_position_embeddings")
 
 
 def _messages(messages: Sequence[BaseMessage]) -> list[dict[str, str]]:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import zlib
-from collections.abc import AsyncGenerator, Generator, Iterator
+from collections.abc import AsyncGenerator, Coroutine, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -339,6 +339,16 @@ async def test_closing_an_async_stream_stops_the_model(llm: CacheClipLLM, monkey
     assert closed.is_set()
 
 
+async def cancelled(call: Coroutine[Any, Any, Any], began: threading.Event) -> None:
+    """Run until it has begun, then cancel it."""
+    task = asyncio.create_task(call)
+    while not began.is_set():
+        await asyncio.sleep(0.001)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
 @pytest.mark.parametrize("call", ["acomplete", "achat"])
 async def test_cancelling_a_call_stops_the_model(llm: CacheClipLLM, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     """Before its next token."""
@@ -360,12 +370,7 @@ async def test_cancelling_a_call_stops_the_model(llm: CacheClipLLM, monkeypatch:
     question: Any = MESSAGES if call == "achat" else PROMPT
     whole = list(llm.stream_chat(question) if call == "achat" else llm.stream_complete(question))
     monkeypatch.setattr(CacheClipEngine, "generate_stream", watched)
-    task = asyncio.create_task(getattr(llm, call)(question))
-    while not began.is_set():
-        await asyncio.sleep(0.001)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    await cancelled(getattr(llm, call)(question), began)
     goes_on.set()
     assert await asyncio.to_thread(closed.wait, 10.0)
     assert pieces == 1 < len(whole)
@@ -385,12 +390,7 @@ async def test_cancelling_a_transform_stops_it_before_the_next_node(
     monkeypatch.setattr(CacheClipEngine, "precompute", watched)
     nodes = [TextNode(text=f"Lamp {n} was lit.") for n in range(3)]
     before = set(threading.enumerate())
-    task = asyncio.create_task(CacheClipTransform.from_llm(llm).acall(nodes))
-    while not began.is_set():
-        await asyncio.sleep(0.001)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    await cancelled(CacheClipTransform.from_llm(llm).acall(nodes), began)
     goes_on.set()
     for thread in set(threading.enumerate()) - before:
         await asyncio.to_thread(thread.join, 10.0)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, replace
-from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llama_index.core.base.llms.types import (
@@ -32,7 +29,8 @@ from cacheclip_rag.aio import iterate_in_thread
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.methods import DEFAULT_METHOD
-from cacheclip_rag.models.catalog import DEFAULT_AUXILIARY, DEFAULT_PRIMARY, PACKAGED_MODELS
+from cacheclip_rag.models.catalog import DEFAULT_AUXILIARY, DEFAULT_PRIMARY
+from cacheclip_rag.models.context import known_context
 from cacheclip_rag.sampling import merge_call_options
 
 from .events import CacheClipFusionEvent
@@ -212,7 +210,7 @@ class CacheClipLLM(EngineFields, CustomLLM):
     def metadata(self) -> LLMMetadata:
         """Context window, answer length and name; loads no weights and opens no connection."""
         return LLMMetadata(
-            context_window=self.context_window or _context_tokens(self.model_name),
+            context_window=self.context_window or known_context(self.model_name) or DEFAULT_CONTEXT_WINDOW,
             num_output=self.max_new_tokens,
             is_chat_model=self.is_chat_model,
             model_name=self.model_name,
@@ -390,31 +388,3 @@ def _chats(events: Iterator[StreamEvent]) -> ChatResponseGen:
         details = _details(event.answer) if event.answer else {}
         message = ChatMessage(role=MessageRole.ASSISTANT, content=text)
         yield ChatResponse(message=message, delta=event.text, **details)
-
-
-def _context_tokens(name: str) -> int:
-    """Context of a model, from its catalogue entry or its config file; LlamaIndex's default if it is not here yet."""
-    if name in PACKAGED_MODELS and not Path(name).is_dir():
-        return PACKAGED_MODELS[name].context_tokens
-    file = _config_file(name)
-    return _read_context(file) if file else DEFAULT_CONTEXT_WINDOW
-
-
-def _config_file(name: str) -> str | None:
-    local = Path(name).expanduser() / "config.json"
-    if local.is_file():
-        return str(local.resolve())
-    if name.count("/") != 1:
-        return None
-    from huggingface_hub import try_to_load_from_cache
-
-    cached = try_to_load_from_cache(name, "config.json")
-    return cached if isinstance(cached, str) else None
-
-
-@lru_cache
-def _read_context(file: str) -> int:
-    config = json.loads(Path(file).read_text(encoding="utf-8"))
-    text_config = config.get("text_config") or {}
-    tokens = config.get("max_position_embeddings") or text_config.get("max_position_embeddings")
-    return int(tokens or DEFAULT_CONTEXT_WINDOW)
