@@ -65,7 +65,7 @@ class Identity:
     """Its name; with its class, if that is not the one registered under the name."""
     method_settings: str
     """JSON of the method's settings, the recompute ratio left out, and the digest of the text that its chunks are
-    computed behind and of the auxiliary's head set, if any."""
+    computed behind and of the auxiliary's head sets, if any."""
     dtype: str
     device: str
     """Kind of device of both models, ``cpu`` or ``cuda+cpu``."""
@@ -237,6 +237,8 @@ def identity_of(config: EngineConfig, method: Method, primary: ChunkCaches, scor
         settings["lead_sha256"] = hashlib.sha256(method.encoding.lead.encode()).hexdigest()
     if scorer and scorer.heads:
         settings["heads_sha256"] = scorer.heads.digest()
+    if scorer and scorer.named:
+        settings["named_heads_sha256"] = {name: heads.digest() for name, heads in scorer.named.items()}
     cls = type(method)
     registered = method.name in METHODS and method_class(method.name) is cls
     return Identity(

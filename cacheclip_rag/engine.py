@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ from .prompt import (
 )
 from .sampling import SamplingParams
 from .scoring import AuxiliaryScorer
-from .selection.heads import HeadSet, find_head_set
+from .selection.heads import HeadSet, find_head_set, load_named
 from .shadow import ShadowChecker, ShadowRequest
 from .stats import PhaseClock
 from .store import ChunkStore, DiskStore, MemoryStore, SourceIndex, TextIndex, TieredStore
@@ -87,6 +87,7 @@ class CacheClipEngine:
         self._prefixes: PrefixCache | None = None
         self._captured: CapturedChunks | None = None
         self._head_set: tuple[HeadSet | None] | None = None
+        self._named_heads: dict[str, HeadSet] = {}
         self._shadow: ShadowChecker | None = None
         self._checked: set[tuple[str, float]] = set()
         self.metrics = Metrics()
@@ -163,6 +164,24 @@ class CacheClipEngine:
                     found = find_head_set(setting, auxiliary, self.primary.fingerprint)
                 self._head_set = (found,)
             return self._head_set[0]
+
+    def named_heads(self, names: Collection[str]) -> dict[str, HeadSet]:
+        """The head sets that a method asks for by name or file; each is read once. None where the auxiliary is missing
+        or cannot be reused: nothing is scored then.
+
+        Raises:
+            ModelError: there is none of that name, or it cannot be read, or was made for another model.
+        """
+        auxiliary = self.auxiliary
+        if not isinstance(auxiliary, ModelRuntime):
+            return {}
+        with self._lock:
+            for name in names:
+                if name not in self._named_heads:
+                    found = load_named(name)
+                    found.check(auxiliary, name)
+                    self._named_heads[name] = found
+            return {name: self._named_heads[name] for name in names}
 
     def use_heads(self, heads: HeadSet | None) -> None:
         """Have the auxiliary score by these heads from now on, whatever the settings say; None: by its last layer.
@@ -566,7 +585,8 @@ class CacheClipEngine:
     def _scorer_of(self, method: Method) -> AuxiliaryScorer | None:
         if not method.needs_auxiliary or not self.config.auxiliary:
             return None
-        return AuxiliaryScorer(self._caches_of(self.config.auxiliary), self.head_set)
+        named = self.named_heads(method.head_sets)
+        return AuxiliaryScorer(self._caches_of(self.config.auxiliary), self.head_set, named)
 
     def encoding_of(self, method: str | Method | None = None) -> Encoding:
         """How a method (default the engine's) wants its chunks encoded: all alike, but for what they are computed

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from .chunks import ChunkCaches
 from .fusion.layout import Span
+from .models.runtime import ModelRuntime
 from .models.text import TokenizedText
 from .selection.auxiliary import Scoring, score_chunks
 from .selection.heads import HeadSet
@@ -18,12 +19,14 @@ from .selection.question import pick_layers
 from .selection.sentences import sentence_numbers
 from .stats import PhaseClock
 
-__all__ = ["AuxiliaryScorer"]
+__all__ = ["MAX_QUESTION_TOKENS", "AuxiliaryScorer", "Question"]
 
 logger = logging.getLogger(__name__)
 
-_MAX_QUESTION_TOKENS = 96
+MAX_QUESTION_TOKENS = 96
 """Of a longer question, the last tokens score the chunks: one row each in the auxiliary model."""
+_MAX_SENTENCE_TOKENS = 64
+"""Of a longer sentence put before the question, the stretch that scores best. It takes no room from the question."""
 _LEAST_QUESTION_TOKENS = 16
 """A chunk that leaves the auxiliary model less room is not scored; the others are, by the whole question."""
 
@@ -34,13 +37,15 @@ class AuxiliaryScorer:
 
     caches: ChunkCaches
     heads: HeadSet | None = None
-    """Heads to ask where a method does not name layers of its own."""
+    """Heads to ask where a method names neither layers nor a head set of its own."""
+    named: Mapping[str, HeadSet] = field(default_factory=dict)
+    """Those that the method asks for, by the names it has for them."""
 
     def score(self, spans: Sequence[Span], question: str, scoring: Scoring, clock: PhaseClock) -> list[torch.Tensor]:
         """Per span ``(num_tokens,)`` in the primary's tokens; reading is counted as such on the clock, which is within
         its phase ``select``."""
         runtime, caches = self.caches.kv_runtime, self.caches
-        asked = _Question.of(runtime.tokenize(question), question)
+        asked = Question.of(runtime, question)
         least = min(len(asked.ids), _LEAST_QUESTION_TOKENS)
         room = {s: runtime.reuse_tokens - len(caches.prefix_ids) - len(caches.tokenize(s.segment.text)) for s in spans}
         scorable = [span for span in spans if room[span] >= least]
@@ -57,20 +62,19 @@ class AuxiliaryScorer:
         texts = [span.segment.text for span in scorable]
         raw = self._scores(texts, asked, scoring, clock)
         if scoring.passes > 1:
-            best = self._best_sentence(texts, raw)
-            longer = _Question.of(runtime.tokenize(f"{best} {question}"), f"{best} {question}")
+            between = Question.of(runtime, "\n")
+            longer = asked.behind(between.behind(self._best_sentence(texts, raw)))
             longer = longer.last(min(room[span] for span in scorable))
-            again = self._scores(texts, longer, scoring, clock)
-            raw = [torch.maximum(one, other) for one, other in zip(raw, again, strict=True)]
+            if len(longer.ids) > len(asked.ids):  # else there is no room for the sentence, and nothing new to ask
+                again = self._scores(texts, longer, scoring, clock)
+                raw = [torch.maximum(one, other) for one, other in zip(raw, again, strict=True)]
         scores = {
             span: map_scores(score, caches.tokenize(text).offsets, span.tokens.offsets)
             for score, text, span in zip(raw, texts, scorable, strict=True)
         }
         return [scores[span] if span in scores else torch.zeros(len(span.tokens)) for span in spans]
 
-    def _scores(
-        self, texts: Sequence[str], asked: _Question, scoring: Scoring, clock: PhaseClock
-    ) -> list[torch.Tensor]:
+    def _scores(self, texts: Sequence[str], asked: Question, scoring: Scoring, clock: PhaseClock) -> list[torch.Tensor]:
         """Per text ``(num_tokens,)`` in the auxiliary's tokens."""
         runtime, caches = self.caches.kv_runtime, self.caches
 
@@ -81,10 +85,7 @@ class AuxiliaryScorer:
                 # Damaged or evicted since the look-up: the auxiliary is small, compute it here.
                 yield runtime.encode(caches.tokenize(text).ids, caches.prefix) if kv is None else kv
 
-        heads: str | HeadSet = "mean"
         layers = "last" if scoring.layers == "tuned" else scoring.layers
-        if scoring.layers == "tuned" and self.heads is not None:
-            heads = self.heads
         return score_chunks(
             runtime,
             caches.prefix,
@@ -92,28 +93,37 @@ class AuxiliaryScorer:
             asked.ids,
             [len(caches.tokenize(text)) for text in texts],
             layers=pick_layers(layers, runtime.num_layers),
-            heads=heads,
+            heads=self._head_set(scoring) or "mean",
             pooled=scoring.pooled,
             sinks=scoring.sinks,
             counted=asked.words if scoring.words and bool(asked.words.any()) else None,
         )
 
-    def _best_sentence(self, texts: Sequence[str], scores: Sequence[torch.Tensor]) -> str:
-        """The sentence of highest mean score."""
-        best, found = -1.0, ""
+    def _head_set(self, scoring: Scoring) -> HeadSet | None:
+        if scoring.layers != "tuned" or scoring.heads == "none":
+            return None
+        return self.heads if scoring.heads == "auto" else self.named[scoring.heads]
+
+    def _best_sentence(self, texts: Sequence[str], scores: Sequence[torch.Tensor]) -> Question:
+        """The sentence of highest mean score, as the chunk's own tokens; of one too long the best stretch."""
+        best, found = -1.0, Question((), torch.zeros(0, dtype=torch.bool))
         for text, score in zip(texts, scores, strict=True):
-            offsets = self.caches.tokenize(text).offsets
-            numbers = sentence_numbers(text, offsets)
+            tokens = self.caches.tokenize(text)
+            numbers = sentence_numbers(text, tokens.offsets)
+            whole = Question.of_tokens(tokens, text)
             for number in numbers.unique().tolist():
                 inside = (numbers == number).nonzero().flatten()
                 mean = float(score[inside].mean())
                 if mean > best:
-                    best, found = mean, text[offsets[int(inside[0])][0] : offsets[int(inside[-1])][1]]
-        return found.strip()
+                    means = score[inside].unfold(0, min(len(inside), _MAX_SENTENCE_TOKENS), 1).mean(-1)
+                    start = int(inside[0]) + int(means.argmax())
+                    stop = min(int(inside[-1]) + 1, start + _MAX_SENTENCE_TOKENS)
+                    best, found = mean, Question(whole.ids[start:stop], whole.words[start:stop])
+        return found
 
 
 @dataclass(frozen=True, slots=True)
-class _Question:
+class Question:
     """What the chunks are asked."""
 
     ids: tuple[int, ...]
@@ -121,11 +131,18 @@ class _Question:
     """``(num_tokens,)`` bool: tokens with a letter or a digit."""
 
     @classmethod
-    def of(cls, tokens: TokenizedText, text: str) -> _Question:
-        words = [any(letter.isalnum() for letter in text[start:end]) for start, end in tokens.offsets]
-        return cls(tokens.ids, torch.tensor(words or [True] * len(tokens.ids), dtype=torch.bool)).last(
-            _MAX_QUESTION_TOKENS
-        )
+    def of(cls, auxiliary: ModelRuntime, text: str) -> Question:
+        """A question as every look asks it: of a long one its last :data:`MAX_QUESTION_TOKENS` tokens."""
+        return cls.of_tokens(auxiliary.tokenize(text), text).last(MAX_QUESTION_TOKENS)
 
-    def last(self, count: int) -> _Question:
-        return _Question(self.ids[-count:], self.words[-count:])
+    @classmethod
+    def of_tokens(cls, tokens: TokenizedText, text: str) -> Question:
+        words = [any(letter.isalnum() for letter in text[start:end]) for start, end in tokens.offsets]
+        return cls(tokens.ids, torch.tensor(words or [True] * len(tokens.ids), dtype=torch.bool))
+
+    def last(self, count: int) -> Question:
+        return Question(self.ids[-count:], self.words[-count:])
+
+    def behind(self, other: Question) -> Question:
+        """Both, this one last; tokenised apart, so that this one asks as it does alone."""
+        return Question(other.ids + self.ids, torch.cat((other.words, self.words)))

@@ -59,7 +59,8 @@ def open_journal(folder: Path | None, settings: Mapping[str, Any], records: Sequ
     """The journal of ``folder`` (None: in memory), with its answers to ``records``; more or fewer of these than before
     are welcome.
 
-    ``date`` is that of the first run. Settings of the auxiliary model are None as long as no method needs it.
+    ``date`` is that of the first run. Settings of the auxiliary model are None as long as no method needs it. One that
+    is a mapping may be given more entries; those of earlier runs are kept.
 
     Raises:
         ConfigurationError: the folder holds something else, a comparison with other settings, or answers to a record
@@ -91,7 +92,14 @@ def _agreed(folder: Path, mine: Mapping[str, Any]) -> dict[str, Any]:
     theirs = _parsed(path.read_bytes(), str(path))
     agreed, other = dict(mine), []
     for key, value in mine.items():
-        if key not in theirs:
+        if isinstance(value, dict) and isinstance(known := theirs.get(key, {}), dict):
+            other += [
+                f"{key} of {name} is {known[name]!r} there and {value[name]!r} now"
+                for name in sorted(value.keys() & known.keys())
+                if known[name] != value[name]
+            ]
+            agreed[key] = {**known, **value}
+        elif key not in theirs:
             other.append(f"{key} is not recorded there and {value!r} now")
         elif key == "date" or (key.startswith("auxiliary") and value is None):
             agreed[key] = theirs[key]

@@ -44,6 +44,7 @@ from ..prefill import Prefilled
 from ..progress import progress_bar
 from ..prompt import Chunk, Fresh, Segment
 from ..sampling import SamplingParams
+from ..selection.heads import load_named
 from ..stats import FusionStats
 from .journal import Journal, open_journal
 from .questions import AskedQuestion, ask
@@ -100,6 +101,7 @@ def planned_runs(methods: Sequence[str], ratios: Sequence[float], config: Engine
 
     Raises:
         ConfigurationError: an unknown method or setting, a ratio out of range, a missing auxiliary model.
+        ModelError: a head set that a method names is not there, or cannot be read.
     """
     every, _ = every_method(config)
     names = [name for given in methods for name in (every if given == "all" else [given])]
@@ -114,6 +116,8 @@ def planned_runs(methods: Sequence[str], ratios: Sequence[float], config: Engine
         for ratio in ratios if has_ratio else [None]:
             method = create(name, settings if ratio is None else {**settings, "recompute_ratio": ratio})
             check_auxiliary(method, config.auxiliary)
+            for heads in method.head_sets:
+                load_named(heads)  # can be told before weights are loaded
             spec = spec_of(method, config.method_settings())
             counts = ratio is not None and _counts(ratio, method)
             label = f"{spec}@{number_text(ratio)}" if ratio is not None and counts else spec
@@ -256,6 +260,7 @@ class Lab:
         """What must be the same for answers to be compared; questions and methods may be added."""
         config, auxiliary = engine.config, engine.auxiliary
         heads = engine.head_set if auxiliary else None
+        named = engine.named_heads({name for planned in self.runs for name in planned.method.head_sets})
         return {
             "dataset": self.name,
             "primary": config.primary,
@@ -268,6 +273,7 @@ class Lab:
             "auxiliary_codec": config.auxiliary_codec if auxiliary else None,
             "auxiliary_device": (config.auxiliary_device or config.device) if auxiliary else None,
             "auxiliary_heads_sha256": (heads.digest() if heads else "none") if auxiliary else None,
+            "auxiliary_named_heads_sha256": {name: named[name].digest() for name in sorted(named)},
             "behind": config.behind,
             "dtype": config.dtype,
             "device": config.device,

@@ -39,6 +39,7 @@ METHODS: dict[str, str] = {
     "prophetkv": "query_attention:ProphetKV",
     "qcfuse": "query_attention:QCFuse",
     "infoflow": "query_attention:InfoFlow",
+    "key_bounds": "key_bounds:KeyBounds",
     "mixed": "mixed:Mixed",
     "anchored": "mixed:Anchored",
     "random": "random:Random",

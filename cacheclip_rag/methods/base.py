@@ -112,6 +112,11 @@ class Method(ABC):
         return False
 
     @property
+    def head_sets(self) -> tuple[str, ...]:
+        """Head sets of the auxiliary that it asks for by name or file, beside the one of the engine's settings."""
+        return ()
+
+    @property
     def nominal_ratio(self) -> float:
         """Share of chunk tokens that the user asked to recompute."""
         return 0.0

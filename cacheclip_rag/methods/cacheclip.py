@@ -19,7 +19,9 @@ from typing import ClassVar
 import torch
 
 from ..checks import check_whole_number
+from ..errors import ConfigurationError
 from ..selection.auxiliary import Scoring
+from ..selection.heads import check_head_set_name
 from ..selection.question import pick_layers
 from .base import SelectionRequest
 from .selective import Selective
@@ -35,8 +37,8 @@ class CacheClip(Selective):
     needs_auxiliary: ClassVar[bool] = True
 
     layers: str = "tuned"
-    """Layers of the auxiliary whose attention scores: ``tuned`` (the heads of the engine's head set; ``last`` where
-    there is none), ``last`` (the paper), ``all``, ``upper``, ``middle``, a range of depth (``0.3-0.6``), a depth and a
+    """Layers of the auxiliary whose attention scores: ``tuned`` (the heads of a head set; ``last`` where there is
+    none), ``last`` (the paper), ``all``, ``upper``, ``middle``, a range of depth (``0.3-0.6``), a depth and a
     count (``0.3+4``) or numbers joined by ``+``."""
     pooled: bool = False
     """True takes one softmax over the tokens of all chunks, so that chunks compare (a head set always does); False (the
@@ -49,15 +51,30 @@ class CacheClip(Selective):
     passes: int = 1
     """2 asks again with the best sentence before the question: evidence that shares no word with the question itself.
     It costs the second look."""
+    heads: str = "auto"
+    """Which head set ``tuned`` means: ``auto``, that of the engine; ``none``, the last layer as it is; the name of one,
+    for ``$CACHECLIP_HOME/heads/NAME.safetensors``; or a file, with a slash in its path (a name only in a part of
+    :class:`~cacheclip_rag.methods.mixed.Mixed`, where slashes part settings)."""
 
     def __post_init__(self) -> None:
         super(CacheClip, self).__post_init__()
         if self.layers != "tuned":
             pick_layers(self.layers, 1024)
+        check_head_set_name(self.heads)
+        if self.heads != "auto" and self.layers != "tuned":
+            raise ConfigurationError(
+                f"heads={self.heads} says which head set layers=tuned means, and layers={self.layers} asks for none. "
+                "Leave one out."
+            )
         check_whole_number("sinks", self.sinks, of="tokens")
         check_whole_number("passes", self.passes, least=1, most=2)
+
+    @property
+    def head_sets(self) -> tuple[str, ...]:
+        return () if self.heads in ("auto", "none") else (self.heads,)
 
     def score(self, request: SelectionRequest) -> list[torch.Tensor]:
         if not self.is_open(request):
             return [torch.zeros(len(span.tokens)) for span in request.spans]
-        return request.auxiliary_scores(Scoring(self.layers, self.pooled, self.sinks, self.words, self.passes))
+        scoring = Scoring(self.layers, self.pooled, self.sinks, self.words, self.passes, self.heads)
+        return request.auxiliary_scores(scoring)

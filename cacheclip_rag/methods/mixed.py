@@ -46,6 +46,10 @@ class Mixed(Selective):
     def needs_auxiliary(self) -> bool:
         return any(part.needs_auxiliary for part in self._parts())
 
+    @property
+    def head_sets(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name for part in self._parts() for name in part.head_sets))
+
     def _parts(self) -> list[Selective]:
         return [_part(spec, self.recompute_ratio) for spec in (self.first, self.second)]
 
@@ -104,7 +108,12 @@ def _check_part(which: str, spec: str) -> None:
     assert issubclass(cls, Selective)
     choosing = {each.name for each in fields(Selective)} | set(cls.chooses_by)
     for setting in settings:
-        key = setting.partition("=")[0]
+        key, separator, _ = setting.partition("=")
+        if not separator:
+            raise ConfigurationError(
+                "settings behind slashes are written name=value, with no slash in the value (a head set goes by its "
+                f"name, not its path); got {setting!r} in {spec!r}."
+            )
         if key in choosing:
             raise ConfigurationError(
                 f"{key} of {spec!r} says how tokens are chosen, and a part of 'mixed' only scores them: leave it out"

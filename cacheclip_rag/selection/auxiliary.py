@@ -39,6 +39,9 @@ class Scoring:
     passes: int = 1
     """2: the sentence that scores best is put before the question, which then asks again; a token's score is the
     larger of the two."""
+    heads: str = "auto"
+    """What ``tuned`` means: ``auto``, the head set of the engine; ``none``, the last layer; else a head set by name or
+    file, which the method declares."""
 
 
 @torch.inference_mode()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,16 +19,27 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from ..errors import ModelError
+from ..errors import ConfigurationError, ModelError
 from ..paths import atomic_path, cache_home
 from .question import pick_layers
 
-__all__ = ["HEADS_FILE", "HeadSet", "LowRank", "find_head_set", "head_set_path", "weights_digest"]
+__all__ = [
+    "HEADS_FILE",
+    "HeadSet",
+    "LowRank",
+    "check_head_set_name",
+    "find_head_set",
+    "head_set_path",
+    "load_named",
+    "weights_digest",
+]
 
 FORMAT_VERSION = 1
 HEADS_FILE = "cacheclip-heads.st"
 """Name of a head set in the folder of the model that it belongs to. Not ``*.safetensors``: these are its weights."""
 _SHIPPED = Path(__file__).parent / "shipped"
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_NAMES_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,11 +105,13 @@ class HeadSet:
                 found[head] = weight
         return found
 
-    def check(self, auxiliary: Any) -> None:
-        """Raise ModelError unless it was made for this very model (a ModelRuntime)."""
+    def check(self, auxiliary: Any, name: str = "") -> None:
+        """Raise ModelError, which says the head set's ``name`` if it has one, unless it was made for this very model (a
+        ModelRuntime)."""
+        called = f"the head set {name!r}" if name else "the head set"
         if weights_digest(auxiliary.fingerprint) != self.auxiliary_sha256:
             raise ModelError(
-                f"the head set was made for an auxiliary model with digest {self.auxiliary_sha256[:12]}, and "
+                f"{called} was made for an auxiliary model with digest {self.auxiliary_sha256[:12]}, and "
                 f"{auxiliary.name!r} has {weights_digest(auxiliary.fingerprint)[:12]}. Make one with 'cacheclip "
                 "calibrate', or set heads='none' to use the last layer as it is."
             )
@@ -110,11 +124,11 @@ class HeadSet:
                 width, rank = update.up.shape
                 fits = fits and width == of * auxiliary.head_dim and tuple(update.down.shape) == (rank, width)
         if not fits:
-            raise ModelError(f"the head set names heads that model {auxiliary.name!r} does not have. Make it anew.")
+            raise ModelError(f"{called} names heads that model {auxiliary.name!r} does not have. Make it anew.")
         if not all(bool(tensor.isfinite().all()) for tensor in self._tensors().values()) or bool(
             (self.weights < 0).any()
         ):
-            raise ModelError("the head set holds numbers that are no weights. Make it anew.")
+            raise ModelError(f"{called} holds numbers that are no weights. Make it anew.")
 
     def digest(self) -> str:
         """Of all that decides scores."""
@@ -204,6 +218,40 @@ def find_head_set(setting: str, auxiliary: Any, primary_fingerprint: str) -> Hea
             found.check(auxiliary)
             return found
     return None
+
+
+def check_head_set_name(heads: str) -> None:
+    """Raise ConfigurationError unless ``heads`` can be the name of a head set, or a file with a slash in its path."""
+    if not isinstance(heads, str) or ("/" not in heads and not _NAME.fullmatch(heads)):
+        raise ConfigurationError(
+            "heads must be auto, none, a name of letters, digits, '-', '_' and '.' that does not begin with '-' or "
+            f"'.', or a file with a slash in its path (./{HEADS_FILE}), got {heads!r}."
+        )
+
+
+def load_named(heads: str) -> HeadSet:
+    """The head set that a method asks for: a file if there is a slash in it, else a name among those of
+    ``$CACHECLIP_HOME/heads``. Whoever uses it checks it against the auxiliary.
+
+    Raises:
+        ConfigurationError: no name and no file.
+        ModelError: there is none, or it cannot be read.
+    """
+    check_head_set_name(heads)
+    if "/" in heads:
+        return HeadSet.load(Path(heads).expanduser())
+    folder = cache_home() / "heads"
+    path = folder / f"{heads}.safetensors"
+    if not path.is_file():
+        names = sorted(each.stem for each in folder.glob("*.safetensors") if _NAME.fullmatch(each.stem))
+        shown = ", ".join(names[:_NAMES_SHOWN]) + (
+            f" and {more} more" if (more := len(names) - _NAMES_SHOWN) > 0 else ""
+        )
+        raise ModelError(
+            f"no head set named {heads!r}: expected {path}, and {folder} holds {shown or 'none'}. Make it with "
+            f"'cacheclip calibrate --out {path}', or name a file with a slash in its path."
+        )
+    return HeadSet.load(path)
 
 
 def head_set_path(auxiliary_sha256: str, primary_sha256: str) -> Path:

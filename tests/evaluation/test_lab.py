@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.engine import CacheClipEngine
-from cacheclip_rag.errors import ConfigurationError, MissingExtraError
+from cacheclip_rag.errors import ConfigurationError, MissingExtraError, ModelError
 from cacheclip_rag.evaluation.journal import open_journal
 from cacheclip_rag.evaluation.lab import Lab, every_method, planned_runs
 from cacheclip_rag.evaluation.questions import INSTRUCTION, ask
@@ -31,6 +31,7 @@ from cacheclip_rag.methods.leads import LEADS
 from cacheclip_rag.models.text import TextModel
 from cacheclip_rag.progress import progress_bar
 from cacheclip_rag.prompt import Chunk, Fresh
+from cacheclip_rag.selection.heads import HeadSet, weights_digest
 from tests.conftest import CACHECLIP, CHUNKS, SENTENCES, add_bos
 
 METHODS = ["direct", "epic", "cacheclip", "query_attention"]
@@ -438,6 +439,38 @@ class TestResume:
         assert run(None, ["direct"]).settings["auxiliary_sha256"] == known is not None
         with pytest.raises(ConfigurationError, match="auxiliary is '.*' there and '.*' now; auxiliary_sha256 is"):
             run(tiny_models["qwen2"], ["cacheclip"])
+
+    def test_head_sets_that_methods_name_stay_the_same(
+        self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Others may be added, whatever this run does not ask for is kept, and a name always means one set."""
+        monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
+        runtime: Any = CacheClipEngine(config).auxiliary
+        sha256 = weights_digest(runtime.fingerprint)
+        sets = {str(n): HeadSet(sha256, ((0, n), (1, n)), torch.tensor([0.5, 0.5])) for n in (0, 1)}
+
+        def run(*methods: str) -> Comparison:
+            return lab(config, tmp_path / "run", RECORDS[:1], methods).run()
+
+        with pytest.raises(ModelError, match="no head set named '0'"):
+            planned_runs(["cacheclip:heads=0"], [0.2], replace(config, primary="/no/such/model"))
+        for name, heads in sets.items():
+            heads.save(tmp_path / "home" / "heads" / f"{name}.safetensors")
+        key, digests = "auxiliary_named_heads_sha256", {name: heads.digest() for name, heads in sets.items()}
+        assert run("direct").settings[key] == {}
+        settings = tmp_path / "run" / "settings.json"
+        before = json.loads(settings.read_text())
+        del before[key]  # as it was before methods could name any
+        settings.write_text(json.dumps(before))
+        both = run("cacheclip:heads=0", "cacheclip:layers=last", "anchored:first=cacheclip/heads=1")
+        assert both.settings[key] == digests == json.loads(settings.read_text())[key]
+        labels = [item.label for item in both.items]
+        assert "cacheclip:heads=0@0.2" in labels and "anchored:first=cacheclip/heads=1@0.2" in labels
+        assert run("direct").settings[key] == digests, "kept for whoever asks again"
+        sets["1"].save(tmp_path / "home" / "heads" / "0.safetensors")
+        run("anchored:first=cacheclip/heads=1")
+        with pytest.raises(ConfigurationError, match=f"{key} of 0 is '{digests['0']}' there and '{digests['1']}' now"):
+            run("cacheclip:heads=0")
 
     def test_the_day_does_not_change(
         self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -208,6 +208,8 @@ class TestNames:
             ("query_attention:heads=median", "heads must be one of mean, max"),
             ("query_attention:rounds=0", "from 1 to 8"),
             ("query_attention:digest=2", "between 0"),
+            ("key_bounds:page=0", "page must be a whole number of tokens, 1 or more"),
+            ("key_bounds:layers=some", "layers"),
             ("qcfuse:alone=true", "alone=True and digest=0.1"),
             ("ape:temperature=0", "above 0"),
             ("cacheblend:deviation=q", "one of v, k, kv"),

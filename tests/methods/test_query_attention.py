@@ -20,6 +20,31 @@ from tests.methods.spying import plain, spied
 from tests.methods.test_matrix import few, run
 
 
+@torch.inference_mode()
+def eager_queries(case: Case, rows: torch.Tensor, hidden: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Per layer queries ``(num_heads, num_rows, head_dim)`` of an eager model that runs ``rows`` over the assembled
+    cache where ``hidden`` lets them look, and the keys ``(num_kv_heads, num_tokens, head_dim)`` of that; after RoPE."""
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    model = reference_model(case.folder)
+    past = scatter_cache(case.assembled(), case.layout.num_tokens, rows)
+    seen: list[torch.Tensor] = []
+
+    def look(module: Any, args: Any, kwargs: Any) -> None:
+        states = (args[0] if args else kwargs["hidden_states"])[0]
+        queries = module.q_proj(states).unflatten(-1, (-1, module.head_dim))
+        queries = module.q_norm(queries) if hasattr(module, "q_norm") else queries
+        tables = [table[0] for table in kwargs["position_embeddings"]]
+        seen.append(apply_rotary_pos_emb(queries.transpose(0, 1), queries.transpose(0, 1), *tables, unsqueeze_dim=0)[0])
+
+    hooks = [layer.self_attn.register_forward_pre_hook(look, with_kwargs=True) for layer in model.base_model.layers]
+    mask = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min)[None, None]
+    model(input_ids=case.layout.ids[rows][None], position_ids=rows[None], attention_mask=mask, past_key_values=past)
+    for hook in hooks:
+        hook.remove()
+    return [(queries, layer.keys[0]) for queries, layer in zip(seen, past.layers, strict=True)]
+
+
 class TestQueryAttention:
     def brute_force(self, case: Case, spy: Any) -> torch.Tensor:
         """``(num_layers, num_tokens)`` from an eager model that returns its attention weights."""
@@ -52,41 +77,20 @@ class TestQueryAttention:
             assert gap(score, expected[span.start : span.stop]) < 1e-5
             assert float(score.sum()) <= 1.0
 
-    @torch.inference_mode()
     def by_hand(self, case: Case, request: Any, hidden: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
         """``(num_layers, num_tokens)``: weights of the question's rows over keys that these rows may not have seen.
 
-        An eager model runs the fresh rows where ``hidden`` lets them look; its queries are then turned and multiplied
-        with the keys of the assembled cache by hand, one query head and its group's key head at a time.
+        The queries of an eager model are multiplied with the keys of the assembled cache by hand, one query head and
+        its group's key head at a time.
         """
-        from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
-
-        rows, model = request.fresh, reference_model(case.folder)
-        past = scatter_cache(case.assembled(), case.layout.num_tokens, rows)
-        seen: list[torch.Tensor] = []
-
-        def look(module: Any, args: Any, kwargs: Any) -> None:
-            states = (args[0] if args else kwargs["hidden_states"])[0]
-            queries = module.q_proj(states).unflatten(-1, (-1, module.head_dim))
-            queries = module.q_norm(queries) if hasattr(module, "q_norm") else queries
-            tables = [table[0] for table in kwargs["position_embeddings"]]
-            seen.append(
-                apply_rotary_pos_emb(queries.transpose(0, 1), queries.transpose(0, 1), *tables, unsqueeze_dim=0)[0]
-            )
-
-        hooks = [layer.self_attn.register_forward_pre_hook(look, with_kwargs=True) for layer in model.base_model.layers]
-        mask = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min)[None, None]
-        model(input_ids=case.layout.ids[rows][None], position_ids=rows[None], attention_mask=mask, past_key_values=past)
-        for hook in hooks:
-            hook.remove()
-        asking = torch.isin(rows, request.question)
-        causal = torch.arange(case.layout.num_tokens)[None] <= rows[asking, None]
+        asking = torch.isin(request.fresh, request.question)
+        causal = torch.arange(case.layout.num_tokens)[None] <= request.fresh[asking, None]
         scores = []
-        for queries, layer in zip(seen, past.layers, strict=True):
-            group = queries.shape[0] // layer.keys.shape[1]
+        for queries, keys in eager_queries(case, request.fresh, hidden):
+            group = queries.shape[0] // keys.shape[0]
             weights = []
             for head, of_head in enumerate(queries):
-                logits = of_head[asking] @ layer.keys[0, head // group].T * of_head.shape[-1] ** -0.5
+                logits = of_head[asking] @ keys[head // group].T * of_head.shape[-1] ** -0.5
                 weights.append(logits.masked_fill(~(causal & among[None]), float("-inf")).softmax(-1))
             scores.append(torch.stack(weights).mean(0).mean(0))
         return torch.stack(scores)

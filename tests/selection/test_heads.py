@@ -18,7 +18,15 @@ from cacheclip_rag.methods import create
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.selection import heads as module
 from cacheclip_rag.selection.auxiliary import score_chunks
-from cacheclip_rag.selection.heads import HeadSet, LowRank, find_head_set, head_set_path, weights_digest
+from cacheclip_rag.selection.heads import (
+    HeadSet,
+    LowRank,
+    check_head_set_name,
+    find_head_set,
+    head_set_path,
+    load_named,
+    weights_digest,
+)
 from tests.conftest import CACHECLIP, CHUNKS
 from tests.selection.test_auxiliary_scores import Scored, eager
 
@@ -242,6 +250,87 @@ class TestEngine:
         assert tuned.identity(method).digest() != plain.identity(method).digest()
         direct = create("direct", {})
         assert tuned.identity(direct).digest() == plain.identity(direct).digest()
+
+    def test_methods_may_ask_for_others_by_name_or_file(
+        self, config: EngineConfig, heads: HeadSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Each as an engine of these settings has it, side by side in one; read once."""
+        monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path))
+        weights = {"a": [1.0, 0, 0], "b": [0, 0, 1.0]}
+        sets = {name: replace(heads, weights=torch.tensor(each)) for name, each in weights.items()}
+        for name, each in sets.items():
+            each.save(tmp_path / "heads" / f"{name}.safetensors")
+        prompt = "\n\n".join([*CHUNKS, "What is the magic number?"])
+
+        def logits(engine: CacheClipEngine, spec: str) -> torch.Tensor:
+            return engine.prefill(prompt, method=create(spec, {"behind": "prefix"})).logits
+
+        engine = CacheClipEngine(config, heads=tmp_path / "heads" / "a.safetensors")
+        engine.precompute(CHUNKS)
+        reads: list[Path] = []
+        load = HeadSet.load
+        monkeypatch.setattr(HeadSet, "load", lambda path: (reads.append(path), load(path))[1])
+        for name in "ab":
+            alone = CacheClipEngine(config, heads=tmp_path / "heads" / f"{name}.safetensors")
+            alone.precompute(CHUNKS)
+            expected = logits(alone, "cacheclip")
+            mixed = logits(alone, "anchored:first=cacheclip")
+            before = len(reads)
+            for spec in (f"cacheclip:heads={name}", f"cacheclip:heads={tmp_path}/heads/{name}.safetensors"):
+                assert torch.equal(logits(engine, spec), expected) and torch.equal(logits(engine, spec), expected)
+            assert torch.equal(logits(engine, f"anchored:first=cacheclip/heads={name}"), mixed)
+            assert len(reads) - before == (3 if name == "a" else 2), "by name, by file, and the engine's own"
+        assert torch.equal(logits(engine, "cacheclip"), logits(engine, "cacheclip:heads=a"))
+        assert torch.equal(logits(engine, "cacheclip:heads=none"), logits(engine, "cacheclip:layers=last"))
+        assert not torch.equal(logits(engine, "cacheclip:heads=a"), logits(engine, "cacheclip:heads=b"))
+        assert not torch.equal(logits(engine, "cacheclip:heads=a"), logits(engine, "cacheclip:heads=none"))
+        both = create("mixed:first=cacheclip/heads=a:second=cacheclip/heads=b", {})
+        assert both.head_sets == ("a", "b") and torch.isfinite(logits(engine, "mixed:first=cacheclip/heads=b")).all()
+
+    def test_a_certificate_is_about_what_a_name_stands_for(
+        self, config: EngineConfig, heads: HeadSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path))
+        method = create("cacheclip:heads=own", {})
+        digests = []
+        for weights in ([1.0, 0, 0], [0, 0, 1.0], [1.0, 0, 0]):
+            replace(heads, weights=torch.tensor(weights)).save(tmp_path / "heads" / "own.safetensors")
+            digests.append(CacheClipEngine(config, heads="none").identity(method).digest())
+        assert digests[0] == digests[2] != digests[1]
+
+    def test_a_name_that_means_nothing_is_told_before_anything_is_computed(
+        self, config: EngineConfig, heads: HeadSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path))
+        engine = CacheClipEngine(config)
+        with pytest.raises(ModelError, match="no head set named 'tuned': expected .*tuned.safetensors, .* holds none"):
+            engine.generate("What is it?", method="cacheclip:heads=tuned")
+        heads.save(tmp_path / "heads" / "calibrated.safetensors")
+        (tmp_path / "heads" / ".tmp-1.safetensors").write_bytes(b"")
+        with pytest.raises(ModelError, match=r"holds calibrated\. Make it with 'cacheclip calibrate --out "):
+            engine.generate("What is it?", method="anchored:first=cacheclip/heads=tuned")
+        with pytest.raises(ModelError, match="no head set at .*nothing.safetensors"):
+            load_named("./nothing.safetensors")
+        replace(heads, auxiliary_sha256=SHA).save(tmp_path / "heads" / "foreign.safetensors")
+        with pytest.raises(ModelError, match="head set 'foreign' was made for an auxiliary model with digest aaaaaaa"):
+            engine.generate("What is it?", method="cacheclip:heads=foreign")
+        (tmp_path / "heads" / "broken.safetensors").write_bytes(b"nothing of the kind")
+        with pytest.raises(ModelError, match="broken.safetensors is no head set that can be read"):
+            engine.generate("What is it?", method="cacheclip:heads=broken")
+
+    def test_names_stay_in_their_folder(self) -> None:
+        for name in ("auto", "none", "tuned", "qwen2.5-0.5b_v2", "./own.safetensors", "/tmp/own", "~/own"):
+            check_head_set_name(name)
+        for wrong in ("", ".", "..", ".own", "-own", "a b", "a\\b", "a\n", "\u00e9", "a:b", None, 3):
+            with pytest.raises(ConfigurationError, match="heads must be auto, none, a name of letters"):
+                check_head_set_name(wrong)  # type: ignore[arg-type]
+        for wrong in ("heads=..", "heads=own:layers=last", "heads=none:layers=all"):
+            with pytest.raises(ConfigurationError, match="heads"):
+                create(f"cacheclip:{wrong}", {})
+        with pytest.raises(
+            ConfigurationError, match="no slash in the value .*got 'own.safetensors' in 'cacheclip/heads"
+        ):
+            create("mixed:first=cacheclip/heads=./own.safetensors", {})
 
     def test_chunk_caches_do_not_depend_on_it(self, config: EngineConfig, heads: HeadSet, tmp_path: Path) -> None:
         """What is learned acts on stored keys: nothing is computed anew."""
