@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,7 +23,7 @@ from .common import (
 if TYPE_CHECKING:
     from ..config import EngineConfig
     from ..selection.heads import HeadSet
-    from ..training.families import Sample
+    from ..training.given import Given
     from ..training.report import Table
     from ..training.tuning import TuningSettings
 
@@ -30,11 +31,13 @@ DataOption = Annotated[
     list[str] | None,
     typer.Option(help="Files to learn from beside the synthetic questions: records as JSON lines, or documents."),
 ]
+DataLimitOption = Annotated[int, typer.Option(help="Most questions to take from --data.")]
 OutOption = Annotated[
     Path | None, typer.Option(help="File of the head set; default where engines of this pair of models look.")
 ]
 OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace a head set that is there.")]
 SeedOption = Annotated[int, typer.Option(help="Seed of the synthetic questions and of training.")]
+WorkOption = Annotated[Path | None, typer.Option(help="Folder that an interrupted run goes on from.")]
 SamplesOption = Annotated[int, typer.Option("--samples", help="Synthetic questions to learn from.")]
 PromptsOption = Annotated[
     int, typer.Option("--prompts", help="Of those to measure by, how many are asked of the primary.")
@@ -45,34 +48,49 @@ def calibrate(
     primary: PrimaryOption = None,
     auxiliary: AuxiliaryOption = None,
     data: DataOption = None,
+    data_limit: DataLimitOption = 40,
     samples: SamplesOption = 90,
     prompts: PromptsOption = 10,
     seed: SeedOption = 0,
     out: OutOption = None,
+    work: WorkOption = None,
     overwrite: OverwriteOption = False,
     dtype: DtypeOption = None,
     device: DeviceOption = "cpu",
     auxiliary_device: AuxiliaryDeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Find the heads of the auxiliary model that look at evidence; engines of this pair use them from then on."""
+    """Find the heads of the auxiliary model that look at evidence; engines of this pair use them from then on. An
+    interrupted run goes on where it was."""
     from ..training.calibrate import calibrate as run
-    from ..training.report import calibration_json, calibration_table
+    from ..training.report import calibration_json, calibration_table, ranking_tables
 
+    _check_folder(work, "working files")
     config = _config(primary, auxiliary, dtype, device, auxiliary_device)
     path = _target(config, out, overwrite)
-    found = run(config, num_samples=samples, num_prompts=prompts, given=_given(config, data, seed), seed=seed)
+    with _stoppable():
+        given = _given(config, data, data_limit, seed)
+        found = run(
+            config,
+            num_samples=samples,
+            num_prompts=prompts,
+            given=given.samples if given else (),
+            seed=seed,
+            folder=work,
+        )
     found.heads.save(path)
     if as_json:
         print_json({**calibration_json(found), "path": str(path)})
     else:
-        _print("Heads of the auxiliary model", calibration_table(found), path)
+        tables = {**ranking_tables(found), "Heads of the auxiliary model": calibration_table(found)}
+        _print(tables, f"Head set: {path}")
 
 
 def finetune(
     primary: PrimaryOption = None,
     auxiliary: AuxiliaryOption = None,
     data: DataOption = None,
+    data_limit: DataLimitOption = 40,
     heads: Annotated[
         Path | None, typer.Option(help="Head set to begin with; default those nearest to what is wanted as they come.")
     ] = None,
@@ -83,7 +101,7 @@ def finetune(
     epochs: Annotated[int, typer.Option(help="At most.")] = 60,
     rank: Annotated[int, typer.Option(help="Rank of the updates.")] = 8,
     learning_rate: Annotated[
-        float | None, typer.Option(help="Of AdamW: 1e-3 unless told, for a whole model 2e-5.")
+        float | None, typer.Option(help="Of AdamW, above 0: 1e-3 unless told, for a whole model 2e-5.")
     ] = None,
     scope: Annotated[
         str, typer.Option(help="heads: a head set. model: every weight up to its last layer; --out is then a folder.")
@@ -91,7 +109,7 @@ def finetune(
     seed: SeedOption = 0,
     out: OutOption = None,
     report: Annotated[Path | None, typer.Option(help="Folder for report.md and report.html.")] = None,
-    work: Annotated[Path | None, typer.Option(help="Folder that an interrupted run goes on from.")] = None,
+    work: WorkOption = None,
     overwrite: OverwriteOption = False,
     dtype: DtypeOption = None,
     device: DeviceOption = "cpu",
@@ -107,30 +125,36 @@ def finetune(
 
     if scope not in ("heads", "model") or (scope == "model" and out is None):
         raise ConfigurationError(f"scope must be heads, or model with a new folder as --out; got {scope!r}.")
-    if report is not None and report.exists() and not report.is_dir():
-        raise ConfigurationError(f"the report needs a folder, and {report} is a file. Name another.")
+    _check_folder(report, "the report")
+    _check_folder(work, "working files")
     config = _config(primary, auxiliary, dtype, device, auxiliary_device)
     begin = HeadSet.load(heads) if heads else None
-    rate = learning_rate or (WHOLE_LEARNING_RATE if scope == "model" else TuningSettings().learning_rate)
-    settings = TuningSettings(rank=rank, learning_rate=rate, epochs=epochs, sinks=SINKS, seed=seed)
+    if learning_rate is None:
+        learning_rate = WHOLE_LEARNING_RATE if scope == "model" else TuningSettings().learning_rate
+    settings = TuningSettings(rank=rank, learning_rate=learning_rate, epochs=epochs, sinks=SINKS, seed=seed)
     if scope == "model":
-        if report is not None or work is not None:
-            raise ConfigurationError("--report and --work are for head sets; with --scope model leave them out.")
+        if work is not None:
+            raise ConfigurationError("--work is for head sets: with --scope model nothing is kept to go on from.")
         assert out is not None
-        _finetune_whole(config, out, settings, begin, samples, targets, data, as_json)
+        with _stoppable():
+            given = _given(config, data, data_limit, seed)
+            _finetune_whole(config, out, settings, begin, samples, targets, prompts, given, report, as_json)
         return
     path = _target(config, out, overwrite, instead_of="calibrate")
-    found = run(
-        config,
-        settings,
-        heads=begin,
-        num_samples=samples,
-        num_targets=targets,
-        num_tests=tests,
-        num_prompts=prompts,
-        given=_given(config, data, seed),
-        folder=work,
-    )
+    with _stoppable():
+        given = _given(config, data, data_limit, seed)
+        found = run(
+            config,
+            settings,
+            heads=begin,
+            num_samples=samples,
+            num_targets=targets,
+            num_tests=tests,
+            num_prompts=prompts,
+            given=given.samples if given else (),
+            given_from=given.files if given else (),
+            folder=work,
+        )
     kept = path.exists() and not overwrite and not found.is_accepted
     if kept:
         typer.echo(
@@ -144,7 +168,8 @@ def finetune(
     if as_json:
         print_json({**finetuning_json(found), "path": None if kept else str(path), "reports": reports})
     else:
-        _print("On families and words never trained on", finetuning_table(found), path, finetuning_verdict(found))
+        tables = {"On families and words never trained on": finetuning_table(found)}
+        _print(tables, finetuning_verdict(found), f"Head set: {path}")
 
 
 def _finetune_whole(
@@ -154,20 +179,52 @@ def _finetune_whole(
     heads: HeadSet | None,
     samples: int,
     targets: int,
-    data: Sequence[str] | None,
+    prompts: int,
+    given: Given | None,
+    report: Path | None,
     as_json: bool,
 ) -> None:
-    from ..selection.heads import HEADS_FILE
+    from ..training.report import whole_json, whole_table, whole_verdict, write_report
     from ..training.whole import finetune_whole
 
-    given = _given(config, data, settings.seed)
-    found = finetune_whole(config, folder, settings, heads=heads, num_samples=samples, num_targets=targets, given=given)
+    found = finetune_whole(
+        config,
+        folder,
+        settings,
+        heads=heads,
+        num_samples=samples,
+        num_targets=targets,
+        num_prompts=prompts,
+        given=given.samples if given else (),
+        given_from=given.files if given else (),
+    )
+    reports = [str(each) for each in write_report(found, report)] if report else []
     if as_json:
-        figures = {"history": list(found.history), "seconds": found.seconds}
-        print_json({"model": str(folder), "digest": found.heads.digest(), **figures})
-        return
-    rows = [[f"{each['epoch']:.0f}", f"{each['loss']:.3f}", f"{each['held_out_recall']:.3f}"] for each in found.history]
-    _print("Training of the whole model", (["epoch", "loss", "held-out recall"], rows), folder / HEADS_FILE)
+        print_json({**whole_json(found), "reports": reports})
+    else:
+        saved = [f"Model: {found.folder}"] if found.folder else []
+        _print({"Training of the whole model": whole_table(found)}, whole_verdict(found), *saved)
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """Ctrl-C ends the command with a line that says what is kept, and exit code 130."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        folder = getattr(stop, "folder", None)  # of an Interrupted
+        kept = (
+            "Nothing is kept of it."
+            if folder is None
+            else f"What was made so far is kept in {folder}; the same command goes on from there."
+        )
+        typer.echo(f"cacheclip: stopped. {kept}", err=True)
+        raise typer.Exit(130) from None
+
+
+def _check_folder(path: Path | None, of: str) -> None:
+    if path is not None and path.exists() and not path.is_dir():
+        raise ConfigurationError(f"expected a folder for {of}, and {path} is a file. Name another.")
 
 
 def _config(
@@ -187,11 +244,18 @@ def _config(
     )
 
 
-def _given(config: EngineConfig, data: Sequence[str] | None, seed: int) -> list[Sample]:
+def _given(config: EngineConfig, data: Sequence[str] | None, limit: int, seed: int) -> Given | None:
+    """What is taken of the user's own data, told on stderr; None without any."""
     from ..training.calibrate import open_engine
     from ..training.given import given_samples
 
-    return given_samples(open_engine(config), data, seed=seed) if data else []
+    if limit < 1:
+        raise ConfigurationError(f"--data-limit must be 1 question or more, got {limit}. Leave out --data for none.")
+    if not data:
+        return None
+    found = given_samples(open_engine(config), data, limit=limit, seed=seed)
+    typer.echo(f"--data: learning from {found.summary}; at most {limit} (--data-limit).", err=True)
+    return found
 
 
 def _target(config: EngineConfig, out: Path | None, overwrite: bool, *, instead_of: str = "") -> Path:
@@ -220,18 +284,17 @@ def _target(config: EngineConfig, out: Path | None, overwrite: bool, *, instead_
     return path
 
 
-def _print(title: str, table: Table, path: Path, verdict: str = "") -> None:
+def _print(tables: Mapping[str, Table], *lines: str) -> None:
     from rich.console import Console
     from rich.table import Table as Printed
 
-    titles, rows = table
-    printed = Printed(title=title)
-    for number, each in enumerate(titles):
-        printed.add_column(each, justify="left" if number == 0 else "right")
-    for row in rows:
-        printed.add_row(*row)
     out = Console()
-    out.print(printed)
-    if verdict:
-        out.print(verdict)
-    out.print(f"Head set: {path}", soft_wrap=True)
+    for title, (titles, rows) in tables.items():
+        printed = Printed(title=title)
+        for number, each in enumerate(titles):
+            printed.add_column(each, justify="left" if number == 0 else "right")
+        for row in rows:
+            printed.add_row(*row)
+        out.print(printed)
+    for line in lines:
+        out.print(line, soft_wrap=True)

@@ -1,9 +1,9 @@
-"""Calibration: which of the auxiliary's heads look at evidence. No gradients.
+"""Calibration: which of the auxiliary's heads and layers look at evidence. No gradients.
 
 Ours; that few heads of a model retrieve is known since Retrieval Head (arXiv:2404.15574). Every head scores synthetic
 questions (and given ones) by itself; heads are ranked by the evidence among the tokens that the default grouping would
 take; sets of the best are then tried on the primary itself, where what counts is how far the answer is from full
-prefill's.
+prefill's. Looks and answers are kept in a working folder as they come: an interrupted run goes on where it was.
 """
 
 from __future__ import annotations
@@ -11,24 +11,26 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from .. import __version__
-from ..chunks import ChunkCaches
 from ..config import EngineConfig
 from ..engine import CacheClipEngine
 from ..errors import ConfigurationError
 from ..evaluation.reference import Reference
 from ..methods import create
 from ..models.runtime import ModelRuntime
+from ..paths import cache_home
 from ..progress import progress_bar
 from ..selection.heads import HeadSet, weights_digest
 from .families import Sample, synthetic_samples
-from .features import Seen, check_offsets, look
+from .features import Seen, check_offsets
+from .folder import Kept, digest_of, engine_inputs, resumable
 from .measures import chosen, span_recall, token_recall
 from .prompts import segments_of
 from .tuning import spaced
@@ -37,6 +39,7 @@ __all__ = [
     "Calibration",
     "Candidate",
     "HeadRank",
+    "LayerRank",
     "best_of",
     "calibrate",
     "capped_mean",
@@ -74,6 +77,15 @@ class HeadRank:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerRank:
+    """One layer on the ranking samples."""
+
+    layer: int
+    recall: float
+    """As of a head, by the mean of the attention of all its heads."""
+
+
+@dataclass(frozen=True, slots=True)
 class Candidate:
     """A set of heads, and what it is worth on samples it was not chosen by."""
 
@@ -101,11 +113,15 @@ class Calibration:
     """Of the best candidate."""
     ranking: tuple[HeadRank, ...]
     """Every head, the best first."""
+    layers: tuple[LayerRank, ...]
+    """Every layer, the best first."""
     candidates: tuple[Candidate, ...]
     """The untuned last layer first."""
     chosen: str
     """Name of the best candidate."""
     seconds: float
+    folder: Path
+    """Where an interrupted run would have gone on from; may be deleted."""
 
 
 def capped_mean(kl: Sequence[float]) -> float:
@@ -143,16 +159,20 @@ def calibrate(
     num_prompts: int = 10,
     given: Sequence[Sample] = (),
     seed: int = 0,
+    folder: Path | None = None,
 ) -> Calibration:
-    """Rank the heads of ``config.auxiliary``, and try the best on ``config.primary``.
+    """Rank the heads and layers of ``config.auxiliary``, and try the best on ``config.primary``.
 
     Args:
         num_samples: synthetic ones; two thirds rank, the others check. Given ones come on top, and are shared out
             alike.
         num_prompts: of those that check, for the primary; 0 asks it nothing, and evidence alone decides.
+        folder: where looks at samples and answers are kept; default one by these settings in
+            ``$CACHECLIP_HOME/training``.
 
     Raises:
         ConfigurationError: no auxiliary model, or too few samples.
+        Interrupted: the user stopped it; it goes on from the folder.
     """
     if num_samples + len(given) < 6 or num_prompts < 0:
         raise ConfigurationError(
@@ -165,22 +185,20 @@ def calibrate(
     assert isinstance(auxiliary, ModelRuntime)
     caches = engine.auxiliary_caches
     samples = [*synthetic_samples("train", num_samples, seed=seed), *given]
-    layers = range(auxiliary.num_layers)
-    with progress_bar("reading", len(samples), "samples") as advance:
-        seen = list(_looked(caches, samples, layers, advance))
-    ranking_on = [each for number, each in enumerate(seen) if number % 3]
-    ranking = _ranked(ranking_on)
-    check = list(range(0, len(seen), 3))
-    sha256 = weights_digest(auxiliary.fingerprint)
-    num_heads = seen[0].scores.shape[1]
-    sets = {}
-    for name, layers_of in (("last layer", "last"), ("middle third", "middle"), ("upper half", "upper")):
-        sets[name] = replace(HeadSet.of_layers(sha256, layers_of, auxiliary.num_layers, num_heads), sinks=SINKS)
-    for size in (size for size in _SIZES if size <= len(ranking)):
-        best = sorted((each.layer, each.head) for each in ranking[:size])
-        sets[f"best {size}"] = HeadSet(sha256, tuple(best), torch.full((size,), 1.0 / size), sinks=SINKS)
+    inputs = engine_inputs(engine)
+    digest = digest_of([inputs, [asdict(each) for each in samples]])
+    kept = Kept(folder or cache_home() / "training" / digest[:16], inputs)
+    check = list(range(0, len(samples), 3))
     prompts = [samples[number] for number in spaced(check, num_prompts)]
-    found = downstream(engine, prompts, list(sets.values()))
+    with resumable(kept.folder):
+        seen = []
+        with progress_bar("reading", len(samples), "samples") as advance:
+            for done, sample in enumerate(samples, 1):
+                seen.append(kept.look(caches, sample, range(auxiliary.num_layers), sinks=SINKS))
+                advance(done)
+        ranking, layers = _ranked([each for number, each in enumerate(seen) if number % 3])
+        sets = _sets(auxiliary, ranking)
+        found = downstream(engine, prompts, list(sets.values()), kept=kept)
     candidates = []
     for (name, heads), outcomes in zip(sets.items(), found, strict=True):
         recalls = [recall_of(combined(seen[number], heads), seen[number]) for number in check]
@@ -206,28 +224,47 @@ def calibrate(
         "cacheclip_rag": __version__,
     }
     heads = replace(best_one.heads, about=about)
-    return Calibration(heads, tuple(ranking), tuple(candidates), best_one.name, time.perf_counter() - started)
-
-
-def _looked(
-    caches: ChunkCaches, samples: Sequence[Sample], layers: Sequence[int], advance: Callable[[float], None]
-) -> Iterator[Seen]:
-    for number, sample in enumerate(samples, 1):
-        yield look(caches, sample, layers, sinks=SINKS)
-        advance(number)
-
-
-def _ranked(seen: Sequence[Seen]) -> list[HeadRank]:
-    """Every head by its mean recall of evidence, ties by layer and head."""
-    recall = torch.stack([token_recall(chosen(each.scores, each.lengths, RATIO), each.evidence) for each in seen]).mean(
-        0
+    return Calibration(
+        heads,
+        tuple(ranking),
+        tuple(layers),
+        tuple(candidates),
+        best_one.name,
+        time.perf_counter() - started,
+        kept.folder,
     )
-    found = [
+
+
+def _sets(auxiliary: ModelRuntime, ranking: Sequence[HeadRank]) -> dict[str, HeadSet]:
+    """What may be chosen: the last layer, some layers of the model as they come, and the best heads."""
+    sha256, num_heads = weights_digest(auxiliary.fingerprint), auxiliary.model.config.num_attention_heads
+    sets = {}
+    for name, layers in (("last layer", "last"), ("middle third", "middle"), ("upper half", "upper")):
+        sets[name] = replace(HeadSet.of_layers(sha256, layers, auxiliary.num_layers, num_heads), sinks=SINKS)
+    for size in (size for size in _SIZES if size <= len(ranking)):
+        best = sorted((each.layer, each.head) for each in ranking[:size])
+        sets[f"best {size}"] = HeadSet(sha256, tuple(best), torch.full((size,), 1.0 / size), sinks=SINKS)
+    return sets
+
+
+def _ranked(seen: Sequence[Seen]) -> tuple[list[HeadRank], list[LayerRank]]:
+    """Every head and every layer by its mean recall of evidence, ties by number."""
+    scores = [torch.cat((each.scores, each.scores.mean(1, keepdim=True)), dim=1) for each in seen]  # the mean last
+    recalls = [
+        token_recall(chosen(found, each.lengths, RATIO), each.evidence)
+        for found, each in zip(scores, seen, strict=True)
+    ]
+    recall = torch.stack(recalls).mean(0)  # (num_layers, num_heads + 1)
+    heads = [
         HeadRank(layer, head, float(recall[layer, head]))
         for layer in range(recall.shape[0])
-        for head in range(recall.shape[1])
+        for head in range(recall.shape[1] - 1)
     ]
-    return sorted(found, key=lambda rank: (-rank.recall, rank.layer, rank.head))
+    layers = [LayerRank(layer, float(row[-1])) for layer, row in enumerate(recall)]
+    return (
+        sorted(heads, key=lambda rank: (-rank.recall, rank.layer, rank.head)),
+        sorted(layers, key=lambda rank: (-rank.recall, rank.layer)),
+    )
 
 
 def combined(seen: Seen, heads: HeadSet) -> torch.Tensor:
@@ -243,37 +280,66 @@ def recall_of(scores: torch.Tensor, seen: Seen, ratio: float = RATIO) -> tuple[f
 
 
 def downstream(
-    engine: CacheClipEngine, samples: Sequence[Sample], sets: Sequence[HeadSet | str], ratio: float = RATIO
+    engine: CacheClipEngine,
+    samples: Sequence[Sample],
+    sets: Sequence[HeadSet | str],
+    ratio: float = RATIO,
+    *,
+    kept: Kept | None = None,
 ) -> list[list[tuple[float, float]]]:
     """First-token KL and mean KL along full prefill's answer, for each set of heads and each sample.
 
     Args:
         engine: keeps its chunk caches in memory; those of the samples are released.
         sets: head sets that score for :data:`SELECTOR`, or specifications of other methods.
+        kept: where each is looked up first, and written as it comes.
     """
     assert engine.config.store is None, "an engine to train with, not a user's own"
-    settings = {"recompute_ratio": ratio, "behind": engine.config.behind}
     found: list[list[tuple[float, float]]] = [[] for _ in sets]
     before = engine.head_set
     try:
         with progress_bar("asking the primary", len(samples), "prompts") as advance, torch.inference_mode():
             for number, sample in enumerate(samples, 1):
-                segments = segments_of(engine, sample)
-                engine.prefixes.clear()
-                full = engine.prefill(segments, method=create("full", {}))
-                reference = Reference.of(engine, full, _ANSWER_TOKENS)
-                del full
-                for outcomes, heads in zip(found, sets, strict=True):
-                    method = create(SELECTOR if isinstance(heads, HeadSet) else heads, settings)
-                    engine.use_heads(heads if isinstance(heads, HeadSet) else None)
-                    engine.precompute(sample.chunks, method=method)
-                    engine.prefixes.clear()
-                    prefilled = engine.prefill(segments, method=method, question=sample.question)
-                    fidelity = reference.follow(prefilled, answers=False).fidelity
-                    outcomes.append((fidelity.first_token_kl, fidelity.answer_kl))
-                engine.release(sample.chunks)
+                abouts = [_about(sample, heads, ratio) for heads in sets]
+                known = [kept.outcome(about) if kept else None for about in abouts]
+                measure = _measure(engine, sample, ratio) if None in known else None
+                for outcomes, heads, about, outcome in zip(found, sets, abouts, known, strict=True):
+                    if outcome is None:
+                        assert measure is not None, "made where one is missing"
+                        outcome = measure(heads)
+                        if kept:
+                            kept.keep_outcome(about, outcome)
+                    outcomes.append((outcome[0], outcome[1]))
+                if measure is not None:
+                    engine.release(sample.chunks)
                 advance(number)
     finally:
         engine.use_heads(before)
         engine.release([chunk for sample in samples for chunk in sample.chunks])
     return found
+
+
+def _about(sample: Sample, heads: HeadSet | str, ratio: float) -> dict[str, Any]:
+    """All that an outcome depends on, beside the engine."""
+    asked = [SELECTOR, heads.digest()] if isinstance(heads, HeadSet) else [heads]
+    return {"sample": asdict(sample), "asked": asked, "ratio": ratio, "answer_tokens": _ANSWER_TOKENS}
+
+
+def _measure(engine: CacheClipEngine, sample: Sample, ratio: float) -> Callable[[HeadSet | str], tuple[float, ...]]:
+    """Answers the sample by full prefill, and says of a set how far from that its answer is."""
+    segments = segments_of(engine, sample)
+    engine.prefixes.clear()
+    full = engine.prefill(segments, method=create("full", {}))
+    reference = Reference.of(engine, full, _ANSWER_TOKENS)
+    settings = {"recompute_ratio": ratio, "behind": engine.config.behind}
+
+    def measure(heads: HeadSet | str) -> tuple[float, ...]:
+        method = create(SELECTOR if isinstance(heads, HeadSet) else heads, settings)
+        engine.use_heads(heads if isinstance(heads, HeadSet) else None)
+        engine.precompute(sample.chunks, method=method)
+        engine.prefixes.clear()
+        prefilled = engine.prefill(segments, method=method, question=sample.question)
+        fidelity = reference.follow(prefilled, answers=False).fidelity
+        return fidelity.first_token_kl, fidelity.answer_kl
+
+    return measure

@@ -13,6 +13,7 @@ from ..models.attention import Probe
 from ..models.rotary import Tables, unrotate
 from ..models.runtime import ModelRuntime
 from ..models.text import TokenizedText
+from ..scoring import Question
 from ..selection.auxiliary import pack_chunks, without_sinks
 from ..selection.mapping import Offsets
 from .families import Sample, Span
@@ -66,8 +67,8 @@ def check_offsets(runtime: ModelRuntime) -> None:
 def look(
     caches: ChunkCaches, sample: Sample, layers: Sequence[int], *, sinks: int = 0, keep: int | None = None
 ) -> Seen:
-    """Have the auxiliary model read a sample's question on each of its chunks; nothing is taken from or put into a
-    store.
+    """Have the auxiliary model read a sample's question on each of its chunks, as much of it as an engine asks with;
+    nothing is taken from or put into a store.
 
     Args:
         layers: whose heads are looked at, increasing.
@@ -77,7 +78,7 @@ def look(
     runtime = caches.kv_runtime
     tokens = [caches.tokenize(chunk) for chunk in sample.chunks]
     kv = [runtime.encode(each.ids, caches.prefix if caches.prefix_ids else None) for each in tokens]
-    question = runtime.tokenize(sample.question).ids
+    question = Question.of(runtime, sample.question).ids
     packed = pack_chunks(runtime, caches.prefix, kv, question)
     num_prefix, lengths = packed.num_prefix, packed.lengths
     found: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}

@@ -1,13 +1,11 @@
 """Fine-tuning as a job: look at samples, ask the primary what matters, train, and measure what it was worth.
 
-The heads to begin with, looks at samples, what the primary said and every epoch are kept in a working folder as they
-come, so that an interrupted run goes on where it was.
+The heads to begin with, looks at samples, what the primary said, every epoch and every outcome of the tests are kept in
+a working folder as they come, so that an interrupted run goes on where it was.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import statistics
 import time
@@ -18,7 +16,6 @@ from typing import Any
 
 import torch
 
-from .. import __version__
 from ..config import EngineConfig
 from ..engine import CacheClipEngine
 from ..errors import ConfigurationError, ModelError
@@ -29,7 +26,19 @@ from ..selection.heads import HeadSet, weights_digest
 from .calibrate import RATIO, SINKS, capped_mean, combined, downstream, open_engine
 from .families import Sample, synthetic_samples
 from .features import Seen, look
-from .folder import load, load_state, load_trainee, save, save_state, save_trainee
+from .folder import (
+    Kept,
+    digest_of,
+    engine_inputs,
+    load,
+    load_state,
+    load_trainee,
+    resumable,
+    save,
+    save_state,
+    save_trainee,
+)
+from .given import data_of
 from .lexical import lexical_scores
 from .measures import chosen, rank_correlation, span_recall, token_recall
 from .targets import attended_and_stale, attended_when_stale, behind_sinks
@@ -109,6 +118,7 @@ def finetune(
     num_tests: int = 36,
     num_prompts: int = 6,
     given: Sequence[Sample] = (),
+    given_from: Sequence[str] = (),
     folder: Path | None = None,
 ) -> FineTuning:
     """Train a head set of ``config.auxiliary`` for ``config.primary``.
@@ -119,12 +129,14 @@ def finetune(
         num_targets: for how many of all these the primary is asked what it attends to and holds stale.
         num_tests: synthetic ones of the other split, to measure by; ``num_prompts`` of them on the primary, and as many
             of the held-out ones to decide whether the tuned set is kept.
-        folder: where the heads to begin with, looks, targets and the state of training are kept; default one by these
-            settings in ``$CACHECLIP_HOME/training``.
+        given_from: names of the files that the given ones come from, for the report.
+        folder: where the heads to begin with, looks, targets, the state of training and outcomes are kept; default one
+            by these settings in ``$CACHECLIP_HOME/training``.
 
     Raises:
         ConfigurationError: no auxiliary model, too few samples.
         ModelError: models that cannot be used so.
+        Interrupted: the user stopped it; it goes on from the folder.
     """
     settings = settings or TuningSettings(sinks=SINKS)
     if num_samples + len(given) < 10 or num_tests < 1 or not 0 <= num_prompts <= num_tests:
@@ -137,60 +149,64 @@ def finetune(
     runtime = engine.auxiliary_caches.kv_runtime
     last = _last_layer(runtime, settings.sinks)
     check_trainable(runtime, last if heads is None else heads)
-    inputs = _inputs(engine, settings, heads, num_samples, given)
-    folder = folder or cache_home() / "training" / _digest(inputs)[:16]
     samples = [*synthetic_samples("train", num_samples, seed=settings.seed), *given]
-    asked = spaced(range(len(samples)), num_targets)
-    targets = _targets(engine, samples, asked, folder, _digest(inputs))
-    if heads is None:
-        heads = _begun(engine, settings, samples, targets, folder, _digest(inputs))
-    looks = {**inputs, "begins_with": heads.digest()}
-    learning, held_out = learning_and_held_out(len(samples))
-    trainees = _trainees(engine, heads, samples, targets, folder, _digest(looks), settings.sinks)
-    tuned = _new(engine, heads, settings)
-    whole = {**looks, "settings": asdict(settings), "targets": num_targets}
-    with progress_bar("training", settings.epochs, "epochs") as advance:
+    inputs = _inputs(engine, settings, heads, samples, len(given))
+    folder = folder or cache_home() / "training" / digest_of(inputs)[:16]
+    kept = Kept(folder, engine_inputs(engine))
+    with resumable(folder):
+        asked = spaced(range(len(samples)), num_targets)
+        targets = _targets(engine, samples, asked, folder, digest_of(inputs))
+        if heads is None:
+            heads = _begun(engine, settings, samples, targets, kept, digest_of(inputs))
+        looks = {**inputs, "begins_with": heads.digest()}
+        learning, held_out = learning_and_held_out(len(samples))
+        trainees = _trainees(engine, heads, samples, targets, folder, digest_of(looks), settings.sinks)
+        tuned = _new(engine, heads, settings)
+        whole = {**looks, "settings": asdict(settings), "targets": num_targets}
+        with progress_bar("training", settings.epochs, "epochs") as advance:
 
-        def after_epoch(state: TrainingState) -> None:
-            save_state(state, folder, _digest(whole))
-            advance(state.epoch)
+            def after_epoch(state: TrainingState) -> None:
+                save_state(state, folder, digest_of(whole))
+                advance(state.epoch)
 
-        state = train(
-            tuned,
-            [trainees[number] for number in learning],
-            [trainees[number] for number in held_out],
-            state=load_state(folder, _digest(whole), tuned),
-            after_epoch=after_epoch,
+            state = train(
+                tuned,
+                [trainees[number] for number in learning],
+                [trainees[number] for number in held_out],
+                state=load_state(folder, digest_of(whole), tuned),
+                after_epoch=after_epoch,
+            )
+        about = {
+            **whole,
+            "command": "finetune",
+            "auxiliary": Path(str(config.auxiliary)).name,
+            "primary": Path(config.primary).name,
+            "tests": num_tests,
+            "prompts": num_prompts,
+            **data_of(len(given), given_from),
+        }
+        found = tuned.head_set(about)
+        is_tuned = state.best_epoch > 0
+        if is_tuned and num_prompts:
+            prompts = [samples[number] for number in spaced(held_out, num_prompts)]
+            before, after = (
+                capped_mean([along for _, along in each])
+                for each in downstream(engine, prompts, [heads, found], kept=kept)
+            )
+            is_tuned = after <= before
+        if not is_tuned:
+            logger.warning("the tuned heads are worth no more than those they began with: these are kept")
+        figures = _figures(engine, heads, tuned, found, num_tests, num_prompts, kept)
+        return FineTuning(
+            found if is_tuned else replace(heads, about=about),
+            is_tuned,
+            _is_accepted({each.name: each for each in figures}),
+            tuple(state.history),
+            tuple(figures),
+            time.perf_counter() - started,
+            about,
+            folder,
         )
-    about = {
-        **whole,
-        "command": "finetune",
-        "auxiliary": Path(str(config.auxiliary)).name,
-        "primary": Path(config.primary).name,
-        "data": "questions written by cacheclip_rag.training.families (Apache-2.0)"
-        + (", and questions that were given" if given else ""),
-    }
-    found = tuned.head_set(about)
-    is_tuned = state.best_epoch > 0
-    if is_tuned and num_prompts:
-        prompts = [samples[number] for number in spaced(held_out, num_prompts)]
-        before, after = (
-            capped_mean([along for _, along in each]) for each in downstream(engine, prompts, [heads, found])
-        )
-        is_tuned = after <= before
-    if not is_tuned:
-        logger.warning("the tuned heads are worth no more than those they began with: these are kept")
-    figures = _figures(engine, heads, tuned, found, num_tests, num_prompts, folder, _digest(looks))
-    return FineTuning(
-        found if is_tuned else replace(heads, about=about),
-        is_tuned,
-        _is_accepted({each.name: each for each in figures}),
-        tuple(state.history),
-        tuple(figures),
-        time.perf_counter() - started,
-        about,
-        folder,
-    )
 
 
 def _is_accepted(figures: dict[str, Figures]) -> bool | None:
@@ -217,33 +233,19 @@ def _inputs(
     engine: CacheClipEngine,
     settings: TuningSettings,
     heads: HeadSet | None,
-    num_samples: int,
-    given: Sequence[Sample],
+    samples: Sequence[Sample],
+    num_given: int,
 ) -> dict[str, Any]:
     """Everything that decides what is seen of the samples, names and folders of models left out."""
-    config, auxiliary = engine.config, engine.auxiliary_caches
     return {
-        "primary_sha256": engine.primary.fingerprint,
-        "primary_tokenizer_sha256": engine.primary.tokenizer_sha256,
-        "auxiliary_sha256": auxiliary.runtime.fingerprint,
-        "auxiliary_tokenizer_sha256": auxiliary.runtime.tokenizer_sha256,
-        "prefix_ids": list(auxiliary.prefix_ids),
-        "system_prompt": config.system_prompt,
-        "behind": config.behind,
-        "codecs": [config.codec, config.auxiliary_codec],
-        "device": [config.device, config.auxiliary_device],
+        **engine_inputs(engine),
         "heads_sha256": heads.digest() if heads else None,
         "sinks": settings.sinks,
         "seed": settings.seed,
-        "samples": num_samples,
-        "given": len(given),
-        "given_sha256": hashlib.sha256(json.dumps([asdict(each) for each in given]).encode()).hexdigest(),
-        "cacheclip_rag": __version__,
+        "samples": len(samples) - num_given,
+        "given": num_given,
+        "samples_sha256": digest_of([asdict(each) for each in samples]),
     }
-
-
-def _digest(about: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
 
 def _targets(
@@ -270,17 +272,17 @@ def _begun(
     settings: TuningSettings,
     samples: Sequence[Sample],
     targets: Mapping[int, torch.Tensor | None],
-    folder: Path,
+    kept: Kept,
     digest: str,
 ) -> HeadSet:
     """The heads to begin with, as they were found before the run was interrupted, or fitted now."""
-    path = folder / "begun.safetensors"
+    path = kept.folder / "begun.safetensors"
     made_by = [digest, settings.target_weight, list(targets)]
     if path.is_file():
         try:
-            kept = HeadSet.load(path)
-            if kept.about.get("inputs") == made_by:
-                return kept
+            begun = HeadSet.load(path)
+            if begun.about.get("inputs") == made_by:
+                return begun
         except ModelError as error:
             logger.info("fitting again: %s", error)
     caches = engine.auxiliary_caches
@@ -289,7 +291,7 @@ def _begun(
     seen = []
     with progress_bar("reading with every head", len(numbers), "samples") as advance:
         for done, number in enumerate(numbers, 1):
-            seen.append(look(caches, samples[number], range(runtime.num_layers), sinks=settings.sinks))
+            seen.append(kept.look(caches, samples[number], range(runtime.num_layers), sinks=settings.sinks))
             advance(done)
     aims = [
         behind_sinks(targets.get(number), each.lengths, settings.sinks)
@@ -338,8 +340,7 @@ def _figures(
     found: HeadSet,
     num_tests: int,
     num_prompts: int,
-    folder: Path,
-    digest: str,
+    kept: Kept,
 ) -> list[Figures]:
     """On the test split: the last layer as it comes, the set before and after, words alone; on the primary also methods
     that ask no auxiliary."""
@@ -360,10 +361,10 @@ def _figures(
     measured: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     with progress_bar("testing", len(samples), "samples") as advance:
         for number, sample in enumerate(samples):
-            seen = look(caches, sample, layers, sinks=sinks, keep=heads.layers[-1])
+            seen = kept.look(caches, sample, layers, sinks=sinks, keep=heads.layers[-1])
             target = None
             if number < num_prompts:
-                target, own = _asked(engine, sample, folder / f"test-{number:05d}.safetensors", digest)
+                target, own = _asked(engine, sample, kept)
                 target = behind_sinks(target, seen.lengths, sinks)
                 measured[_OWN_ATTENTION].append(_measured(own, seen, target))
             for name, score in scorers.items():
@@ -378,24 +379,22 @@ def _figures(
         sets |= {
             name: name for name in ("direct", "random", "cacheblend", "epic", _OWN_ATTENTION, "anchored", "oracle")
         }
-        outcomes = downstream(engine, samples[:num_prompts], list(sets.values()))
+        outcomes = downstream(engine, samples[:num_prompts], list(sets.values()), kept=kept)
         for name, of_set in zip(sets, outcomes, strict=True):
             first, along = zip(*of_set, strict=True)
             figures[name] = replace(figures.get(name, Figures(name)), first_token_kl=first, answer_kl=along)
     return list(figures.values())
 
 
-def _asked(
-    engine: CacheClipEngine, sample: Sample, path: Path, digest: str
-) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """What the primary attends to and holds stale, and what it attends to over the stale cache; kept in a file."""
-    loaded = load(path, digest)
-    if loaded is None:
+def _asked(engine: CacheClipEngine, sample: Sample, kept: Kept) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """What the primary attends to and holds stale, and what it attends to over the stale cache."""
+
+    def ask() -> dict[str, torch.Tensor]:
         target, own = attended_and_stale(engine, sample), attended_when_stale(engine, sample, _OWN_ATTENTION)
-        tensors = {"own": own} | ({} if target is None else {"target": target})
-        save(tensors, {"digest": digest}, path)
-        return target, own
-    return loaded[0].get("target"), loaded[0]["own"]
+        return {"own": own} | ({} if target is None else {"target": target})
+
+    found = kept.tensors("asked", {"sample": asdict(sample), "own": _OWN_ATTENTION}, ask)
+    return found.get("target"), found["own"]
 
 
 def _measured(scores: torch.Tensor, seen: Seen, target: torch.Tensor | None) -> dict[str, float]:

@@ -1,25 +1,163 @@
-"""The working folder of a fine-tuning run: what was made so far, each file with the digest of the settings it is of.
+"""The working folder of a calibration or fine-tuning: what was made so far, each file with the digest of what it is of.
 
 A file of other settings, or one that cannot be read, is as good as none: what it held is made again.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from .. import __version__
+from ..chunks import ChunkCaches
+from ..engine import CacheClipEngine
 from ..paths import atomic_path
-from .features import LastLayer
+from .families import Sample
+from .features import LastLayer, Seen, look
 from .tuning import Trainee, TrainingState, Tuned
 
-__all__ = ["load", "load_state", "load_trainee", "save", "save_state", "save_trainee"]
+__all__ = [
+    "Interrupted",
+    "Kept",
+    "digest_of",
+    "engine_inputs",
+    "load",
+    "load_state",
+    "load_trainee",
+    "resumable",
+    "save",
+    "save_state",
+    "save_trainee",
+]
+
+_FORMAT = 2
+"""Of the files; part of every digest."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """The user stopped a job that goes on from a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(f"what was made so far is kept in {folder}")
+        self.folder = folder
+
+
+@contextmanager
+def resumable(folder: Path) -> Iterator[None]:
+    """A job whose parts are kept in ``folder``; stopped by the user, it says so."""
+    try:
+        yield
+    except Interrupted:
+        raise
+    except KeyboardInterrupt as stop:
+        raise Interrupted(folder) from stop
+
+
+def digest_of(about: Any) -> str:
+    """Of anything that JSON can write."""
+    return hashlib.sha256(json.dumps([_FORMAT, about], sort_keys=True).encode()).hexdigest()
+
+
+def engine_inputs(engine: CacheClipEngine) -> dict[str, Any]:
+    """Everything of an engine that decides what its models say, names and folders of models left out."""
+    config, auxiliary = engine.config, engine.auxiliary_caches
+    return {
+        "primary_sha256": engine.primary.fingerprint,
+        "primary_tokenizer_sha256": engine.primary.tokenizer_sha256,
+        "auxiliary_sha256": auxiliary.runtime.fingerprint,
+        "auxiliary_tokenizer_sha256": auxiliary.runtime.tokenizer_sha256,
+        "prefix_ids": list(auxiliary.prefix_ids),
+        "system_prompt": config.system_prompt,
+        "behind": config.behind,
+        "codecs": [config.codec, config.auxiliary_codec],
+        "device": [config.device, config.auxiliary_device],
+        "cacheclip_rag": __version__,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What the models of one engine said, in a folder: each file is named after the digest of all that it depends on,
+    so that any run in this folder may ask."""
+
+    folder: Path
+    inputs: dict[str, Any]
+    """:func:`engine_inputs`."""
+
+    def outcome(self, about: Any) -> tuple[float, ...] | None:
+        """The figures that were kept of something; None where none were."""
+        path, digest = self._place("outcome", about)
+        loaded = load(path, digest)
+        return None if loaded is None else tuple(loaded[0]["figures"].tolist())
+
+    def keep_outcome(self, about: Any, figures: Sequence[float]) -> None:
+        path, digest = self._place("outcome", about)
+        save({"figures": torch.tensor(figures, dtype=torch.float64)}, {"digest": digest}, path)
+
+    def tensors(self, kind: str, about: Any, make: Callable[[], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Those that were kept of something, or made now."""
+        path, digest = self._place(kind, about)
+        loaded = load(path, digest)
+        if loaded is not None:
+            return loaded[0]
+        made = make()
+        save(made, {"digest": digest}, path)
+        return made
+
+    def look(
+        self, caches: ChunkCaches, sample: Sample, layers: Sequence[int], *, sinks: int = 0, keep: int | None = None
+    ) -> Seen:
+        """:func:`~cacheclip_rag.training.features.look`, or what it saw before."""
+        path, digest = self._place("look", {"sample": asdict(sample), "look": [list(layers), sinks, keep]})
+        loaded = load(path, digest)
+        if loaded is not None:
+            return _seen(*loaded)
+        seen = look(caches, sample, layers, sinks=sinks, keep=keep)
+        numbers: dict[str, Any] = {"lengths": seen.lengths, "layers": seen.layers}
+        tensors = {"scores": seen.scores, "evidence": seen.evidence, "values": seen.values}
+        if seen.last is not None:
+            numbers |= _numbers_of(seen.last)
+            tensors |= _tensors_of(seen.last)
+        save(tensors, {"digest": digest, "numbers": json.dumps(numbers)}, path)
+        return seen
+
+    def _place(self, kind: str, about: Any) -> tuple[Path, str]:
+        digest = digest_of({"inputs": self.inputs, "about": about})
+        return self.folder / f"{kind}-{digest[:20]}.safetensors", digest
+
+
+def _seen(tensors: dict[str, torch.Tensor], header: dict[str, str]) -> Seen:
+    numbers = json.loads(header["numbers"])
+    last = _last_of(tensors, numbers) if "queries" in tensors else None
+    lengths, layers = tuple(numbers["lengths"]), tuple(numbers["layers"])
+    return Seen(lengths, tensors["scores"], tensors["evidence"], tensors["values"], layers, last)
+
+
+def _tensors_of(last: LastLayer) -> dict[str, torch.Tensor]:
+    found = {"queries": last.queries, "keys": last.keys}
+    return found if last.tables is None else found | {"cos": last.tables[0], "sin": last.tables[1]}
+
+
+def _numbers_of(last: LastLayer) -> dict[str, float]:
+    return {"num_prefix": last.num_prefix, "scaling": last.scaling}
+
+
+def _last_of(tensors: dict[str, torch.Tensor], numbers: dict[str, Any]) -> LastLayer:
+    tables = (tensors["cos"], tensors["sin"]) if "cos" in tensors else None
+    return LastLayer(tensors["queries"], tensors["keys"], tables, numbers["num_prefix"], numbers["scaling"])
 
 
 def save(tensors: dict[str, torch.Tensor], header: dict[str, str], path: Path) -> None:
+    """One safetensors file, all at once or not at all."""
     with atomic_path(path) as temporary:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, metadata=header)
 
@@ -37,11 +175,8 @@ def load(path: Path, digest: str) -> tuple[dict[str, torch.Tensor], dict[str, st
 
 
 def save_trainee(trainee: Trainee, path: Path, digest: str) -> None:
-    last = trainee.last
-    tensors = {"fixed": trainee.fixed, "queries": last.queries, "keys": last.keys, "evidence": trainee.evidence}
-    if last.tables is not None:
-        tensors |= {"cos": last.tables[0], "sin": last.tables[1]}
-    numbers = {"lengths": trainee.lengths, "num_prefix": last.num_prefix, "scaling": last.scaling}
+    tensors = {"fixed": trainee.fixed, "evidence": trainee.evidence, **_tensors_of(trainee.last)}
+    numbers = {"lengths": trainee.lengths, **_numbers_of(trainee.last)}
     save(tensors, {"digest": digest, "numbers": json.dumps(numbers)}, path)
 
 
@@ -51,9 +186,7 @@ def load_trainee(path: Path, digest: str) -> Trainee | None:
         return None
     tensors, header = loaded
     numbers = json.loads(header["numbers"])
-    tables = (tensors["cos"], tensors["sin"]) if "cos" in tensors else None
-    last = LastLayer(tensors["queries"], tensors["keys"], tables, numbers["num_prefix"], numbers["scaling"])
-    return Trainee(tuple(numbers["lengths"]), tensors["fixed"], last, tensors["evidence"])
+    return Trainee(tuple(numbers["lengths"]), tensors["fixed"], _last_of(tensors, numbers), tensors["evidence"])
 
 
 def save_state(state: TrainingState, folder: Path, digest: str) -> None:

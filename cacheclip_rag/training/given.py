@@ -6,10 +6,13 @@ import logging
 import random
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
+from ..checks import check_whole_number
 from ..engine import CacheClipEngine
 from ..errors import ConfigurationError
 from ..evaluation.records import Record, read_records
@@ -18,10 +21,11 @@ from ..ingest.splitting import Splitter
 from ..progress import progress_bar
 from ..prompt import Message
 from ..sampling import SamplingParams
+from ..scoring import Question
 from ..selection.sentences import sentence_spans
-from .families import Sample, Span
+from .families import FAMILIES, Sample, Span
 
-__all__ = ["given_samples", "sample_of_record", "samples_of_documents"]
+__all__ = ["Candidates", "Given", "data_of", "given_samples", "sample_of_record", "samples_of_documents"]
 
 logger = logging.getLogger(__name__)
 
@@ -35,21 +39,70 @@ _ROOM = 256
 """Tokens for what the prompt says beside the chunks, and for the answer."""
 
 
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Samples from data of one's own, and how much of it they are."""
+
+    samples: tuple[Sample, ...]
+    files: tuple[str, ...]
+    """Names of the files and folders named, without those they lie in."""
+    num_records: int = 0
+    """In the files."""
+    num_usable: int = 0
+    """Those with evidence that both models have room for."""
+    num_taken: int = 0
+    """Those among the samples."""
+    num_sentences: int = 0
+    """Of documents, that can be asked about."""
+    num_asked: int = 0
+    """Those that the primary was asked to question."""
+
+    @property
+    def summary(self) -> str:
+        """How many were taken of how many."""
+        said = []
+        if self.num_records:
+            said.append(
+                f"{self.num_taken} of {self.num_usable} records that can be learned from ({self.num_records} in all)"
+            )
+        if self.num_sentences:
+            made, asked = len(self.samples) - self.num_taken, f"{self.num_asked} of {self.num_sentences} sentences"
+            said.append(f"{made} questions about documents, made from {asked}")
+        return " and ".join(said) or "nothing"
+
+
+def data_of(num_given: int, files: Sequence[str]) -> dict[str, Any]:
+    """What a job learned from and was measured by, for its report."""
+    data = "questions written by cacheclip_rag.training.families (Apache-2.0)"
+    if num_given:
+        data += ", and questions that were given (under the licence of their files)"
+    families = {split: list(of_split) for split, of_split in FAMILIES.items()}
+    return {"data": data, "families": families, "given_from": list(files)}
+
+
 def given_samples(
-    engine: CacheClipEngine, paths: Sequence[str | Path], *, limit: int = 40, num_chunks: int = 4, seed: int = 0
-) -> list[Sample]:
+    engine: CacheClipEngine,
+    paths: Sequence[str | Path],
+    *,
+    limit: int = 40,
+    num_chunks: int = 4,
+    seed: int = 0,
+) -> Given:
     """At most ``limit`` samples from files: records (``.jsonl``, ``.jsonl.gz``) whose answers stand in their chunks,
-    and text, from which the primary makes questions.
+    and, as far as these leave room, text, from which the primary makes questions.
 
     Raises:
-        ConfigurationError: nothing in the files says where an answer comes from.
+        ConfigurationError: nothing in the files says where an answer comes from, or a limit below 1.
         DocumentError: a file that cannot be read.
     """
+    check_whole_number("limit", limit, least=1, of="samples")
     datasets = [Path(path) for path in paths if str(path).endswith((".jsonl", ".jsonl.gz"))]
     documents = [path for path in paths if not str(path).endswith((".jsonl", ".jsonl.gz"))]
     found: list[Sample] = []
+    num_records = 0
     for path in datasets:
         records = read_records(path).records
+        num_records += len(records)
         usable = [sample for record in records if (sample := sample_of_record(record)) is not None]
         fitting = [sample for sample in usable if _fits(engine, sample)]
         logger.info(
@@ -60,17 +113,21 @@ def given_samples(
             len(fitting),
         )
         found += fitting
-    if len(found) > limit:
+    num_usable = len(found)
+    if num_usable > limit:
         found = random.Random(seed).sample(found, limit)
-    if documents and len(found) < limit:
-        texts = [(path, read_document(path)) for path in find_files(documents)]
-        found += samples_of_documents(engine, texts, limit=limit - len(found), num_chunks=num_chunks, seed=seed)
+    num_taken = len(found)
+    candidates = Candidates.of(engine, [(path, read_document(path)) for path in find_files(documents)])
+    left = limit - num_taken
+    found += samples_of_documents(engine, candidates, limit=left, num_chunks=num_chunks, seed=seed)
     if not found:
         raise ConfigurationError(
             f"no evidence in {', '.join(map(str, paths))}: a record's answer must stand in one of its chunks word for "
             "word, and a document must have at least two passages with whole sentences. Give other data, or none."
         )
-    return found
+    files = tuple(Path(path).name for path in paths)
+    sentences = len(candidates.sentences)
+    return Given(tuple(found), files, num_records, num_usable, num_taken, sentences, min(left, sentences))
 
 
 def _fits(engine: CacheClipEngine, sample: Sample) -> bool:
@@ -78,7 +135,7 @@ def _fits(engine: CacheClipEngine, sample: Sample) -> bool:
     auxiliary = engine.auxiliary_caches.kv_runtime
     primary = engine.primary
     rows = [len(auxiliary.tokenize(chunk)) for chunk in sample.chunks]
-    asked = len(auxiliary.tokenize(sample.question))
+    asked = len(Question.of(auxiliary, sample.question).ids)
     whole = sum(len(primary.tokenize(text)) for text in (*sample.chunks, sample.question))
     room = auxiliary.reuse_tokens - len(engine.auxiliary_caches.prefix_ids)
     return max(rows) + asked <= room and whole + _ROOM <= getattr(primary, "reuse_tokens", primary.context_tokens)
@@ -117,9 +174,34 @@ def _as_words(answer: str) -> str:
     return before + re.escape(answer) + after
 
 
+class Candidates(NamedTuple):
+    """What documents can be asked about."""
+
+    passages: list[str]
+    sentences: list[Span]
+    """Number of the passage, start and end; none where there is one passage only."""
+
+    @classmethod
+    def of(cls, engine: CacheClipEngine, documents: Sequence[tuple[Path, str]]) -> Candidates:
+        splitter = Splitter(engine.primary.tokenizer, _PASSAGE_TOKENS)
+        passages = [
+            passage
+            for path, text in documents
+            for passage in splitter.split(text, markdown=path.suffix.lower() in MARKDOWN_SUFFIXES)
+        ]
+        passages = list(dict.fromkeys(passages))
+        sentences = [
+            (number, start, end)
+            for number, passage in enumerate(passages)
+            for start, end in sentence_spans(passage)
+            if len(passage[start:end].split()) >= _MIN_SENTENCE_WORDS and passage[end - 1] in ".!?\"'”’)。！？"
+        ]
+        return cls(passages, sentences if len(passages) > 1 else [])
+
+
 def samples_of_documents(
     engine: CacheClipEngine,
-    documents: Sequence[tuple[Path, str]],
+    candidates: Candidates,
     *,
     limit: int = 40,
     num_chunks: int = 4,
@@ -127,24 +209,10 @@ def samples_of_documents(
 ) -> list[Sample]:
     """Questions about sentences of documents, made by the engine's primary; the other chunks are passages from
     anywhere."""
-    splitter = Splitter(engine.primary.tokenizer, _PASSAGE_TOKENS)
-    passages = [
-        passage
-        for path, text in documents
-        for passage in splitter.split(text, markdown=path.suffix.lower() in MARKDOWN_SUFFIXES)
-    ]
-    passages = list(dict.fromkeys(passages))
+    passages, sentences = candidates
     rng = random.Random(seed)
-    candidates = [
-        (number, start, end)
-        for number, passage in enumerate(passages)
-        for start, end in sentence_spans(passage)
-        if len(passage[start:end].split()) >= _MIN_SENTENCE_WORDS and passage[end - 1] in ".!?\"'”’)。！？"
-    ]
-    if len(passages) < 2:
-        return []
     found, refused = [], 0
-    picked = rng.sample(candidates, min(limit, len(candidates)))
+    picked = rng.sample(sentences, min(limit, len(sentences)))
     with progress_bar("making questions", len(picked), "questions") as advance, torch.inference_mode():
         for done, (number, start, end) in enumerate(picked, 1):
             sentence = passages[number][start:end]

@@ -11,6 +11,7 @@ from typing import Any
 from ..paths import atomic_path
 from .calibrate import SELECTOR, Calibration
 from .finetune import FineTuning
+from .whole import WholeFineTuning
 
 __all__ = [
     "calibration_json",
@@ -18,6 +19,10 @@ __all__ = [
     "finetuning_json",
     "finetuning_table",
     "finetuning_verdict",
+    "ranking_tables",
+    "whole_json",
+    "whole_table",
+    "whole_verdict",
     "write_report",
 ]
 
@@ -27,13 +32,14 @@ Table = tuple[list[str], list[list[str]]]
 _AS_USED = f"of head sets: {SELECTOR}"
 """A head set scores alone where recall is measured, and mixed with places on the primary."""
 
+_SHOWN_HEADS, _SHOWN_LAYERS = 8, 5
 _STYLE = """
 :root { color-scheme: light dark; }
 body { margin: 0 auto; max-width: 70rem; padding: 1rem; font: 15px/1.5 system-ui, sans-serif; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 1rem 0; }
 th, td { padding: .3rem .7rem; border-bottom: 1px solid #8885; text-align: right; }
-th:first-child, td:first-child { text-align: left; }
+th:first-child, td:first-child, .plain td { text-align: left; overflow-wrap: anywhere; }
 svg { width: 100%; max-width: 40rem; height: auto; font-size: 12px; fill: currentColor; }
 svg polyline { fill: none; stroke-width: 2; }
 """
@@ -59,6 +65,16 @@ def calibration_table(found: Calibration) -> Table:
         f"first-token KL, mean / median ({_AS_USED})",
         f"answer KL, mean / median ({_AS_USED})",
     ], rows
+
+
+def ranking_tables(found: Calibration) -> dict[str, Table]:
+    """The best heads and the best layers, by title."""
+    heads = [[f"{each.layer}.{each.head}", f"{each.recall:.3f}"] for each in found.ranking[:_SHOWN_HEADS]]
+    layers = [[f"{each.layer}", f"{each.recall:.3f}"] for each in found.layers[:_SHOWN_LAYERS]]
+    return {
+        "Best heads, each alone": (["layer.head", "evidence recall"], heads),
+        "Best layers, each by the mean of its heads": (["layer", "evidence recall"], layers),
+    }
 
 
 def _pair(values: Sequence[float]) -> str:
@@ -111,6 +127,8 @@ def calibration_json(found: Calibration) -> dict[str, Any]:
             for each in found.candidates
         },
         "ranking": [[rank.layer, rank.head, rank.recall] for rank in found.ranking],
+        "layers": [[rank.layer, rank.recall] for rank in found.layers],
+        "folder": str(found.folder),
         "seconds": found.seconds,
     }
 
@@ -152,61 +170,157 @@ def finetuning_verdict(found: FineTuning) -> str:
     return kept + said[found.is_accepted]
 
 
-def write_report(found: FineTuning, folder: Path) -> list[Path]:
-    """``report.md`` and ``report.html`` in ``folder``; their paths."""
-    verdict = finetuning_verdict(found)
-    head = f"{found.about['auxiliary']} for {found.about['primary']}"
-    titles, rows = finetuning_table(found)
-    markdown = "\n".join(
+def whole_table(found: WholeFineTuning) -> Table:
+    """The model before and after."""
+    rows = [
         [
-            f"# Fine-tuning of {head}",
-            "",
-            verdict,
-            "",
-            f"| {' | '.join(titles)} |",
-            f"|{'---|' * len(titles)}",
-            *(f"| {' | '.join(row)} |" for row in rows),
-            "",
-            *(
-                f"- epoch {each['epoch']:.0f}: loss {each['loss']:.3f}, held-out loss {each['held_out_loss']:.3f}, "
-                f"held-out recall {each['held_out_recall']:.3f}"
-                for each in found.history
-            ),
-            "",
+            each.name,
+            f"{each.held_out_found:.3f}",
+            f"{each.held_out_loss:.3f}",
+            _pair(each.first_token_kl),
+            _pair(each.answer_kl),
         ]
-    )
-    cells = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    about = "".join(
-        f"<tr><td>{escape(key)}</td><td>{escape(str(value))}</td></tr>" for key, value in found.about.items()
-    )
-    header = "".join(f"<th>{escape(title)}</th>" for title in titles)
-    html = "\n".join(
+        for each in found.figures
+    ]
+    titles = ["held-out questions", "found of what is wanted", "loss"]
+    return [*titles, f"first-token KL, mean / median ({_AS_USED})", f"answer KL, mean / median ({_AS_USED})"], rows
+
+
+def whole_json(found: WholeFineTuning) -> dict[str, Any]:
+    """One object for machines."""
+    return {
+        "is_tuned": found.is_tuned,
+        "is_nearer": found.is_nearer,
+        "digest": found.heads.digest(),
+        "model": str(found.folder) if found.folder else None,
+        "history": list(found.history),
+        "figures": {
+            each.name: {
+                "held_out_found": each.held_out_found,
+                "held_out_loss": each.held_out_loss,
+                "first_token_kl": list(each.first_token_kl),
+                "answer_kl": list(each.answer_kl),
+            }
+            for each in found.figures
+        },
+        "about": found.about,
+        "seconds": found.seconds,
+    }
+
+
+def whole_verdict(found: WholeFineTuning) -> str:
+    """What became of the trained model."""
+    if not found.is_tuned:
+        return "In the held-out questions training gained nothing: no model is saved."
+    said = {
+        True: " With it the primary's answers to held-out questions are nearer to full prefill.",
+        False: " But with it the primary's answers to held-out questions are no nearer to full prefill.",
+        None: "",
+    }
+    kept = "The trained model is saved: in the held-out questions, by which training was stopped, it does better."
+    return kept + said[found.is_nearer]
+
+
+def write_report(found: FineTuning | WholeFineTuning, folder: Path) -> list[Path]:
+    """``report.md`` and ``report.html`` in ``folder``; their paths."""
+    models = f"{found.about['auxiliary']} for {found.about['primary']}"
+    if isinstance(found, WholeFineTuning):
+        title, verdict, figures = f"Fine-tuning of all of {models}", whole_verdict(found), whole_table(found)
+    else:
+        title, verdict, figures = f"Fine-tuning of {models}", finetuning_verdict(found), finetuning_table(found)
+    sections = _sections(found.about)
+    pages = {
+        "report.md": _markdown(title, verdict, figures, found.history, sections),
+        "report.html": _html(title, verdict, figures, found.history, sections),
+    }
+    for name, text in pages.items():
+        with atomic_path(folder / name) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+    return [folder / name for name in pages]
+
+
+def _sections(about: dict[str, Any]) -> dict[str, Table]:
+    """Where it all comes from: data, settings, and whatever else decided the outcome."""
+    about = dict(about)
+    families, files = about.pop("families"), about.pop("given_from")
+    numbers = {
+        "samples": "questions written to learn from",
+        "given": "questions given to learn from",
+        "targets": "of all these, asked of the primary",
+        "tests": "questions to test by",
+        "prompts": "of those to measure by, asked of the primary",
+        "seed": "seed",
+    }
+    data = [["questions and licence", about.pop("data")]]
+    data += [[f"families, {split}", ", ".join(names)] for split, names in families.items()]
+    data += [["files given", ", ".join(files) or "none"]]
+    data += [[title, str(about.pop(name))] for name, title in numbers.items() if name in about]
+    settings = [[name, str(value)] for name, value in about.pop("settings").items()]
+    about.pop("prefix_ids", None)  # the system prompt in numbers
+    rest = [[name, str(value)] for name, value in about.items()]
+    return {
+        "Data": (["data", ""], data),
+        "Settings": (["setting", "value"], settings),
+        "Models and versions": (["of", "value"], rest),
+    }
+
+
+def _markdown(
+    title: str, verdict: str, figures: Table, history: Sequence[dict[str, float]], sections: dict[str, Table]
+) -> str:
+    epochs = [
+        f"- epoch {each['epoch']:.0f}: loss {each['loss']:.3f}, held-out loss {each['held_out_loss']:.3f}, "
+        f"found in held-out questions {each['held_out_found']:.3f}"
+        for each in history
+    ]
+    lines = [f"# {title}", "", verdict, "", *_markdown_table(figures), "", "## Training", "", *epochs, ""]
+    for name, table in sections.items():
+        lines += [f"## {name}", "", *_markdown_table(table), ""]
+    return "\n".join(lines)
+
+
+def _markdown_table(table: Table) -> list[str]:
+    titles, rows = table
+    cells = [[" ".join(cell.split()).replace("|", "\\|") for cell in row] for row in rows]
+    return [
+        f"| {' | '.join(titles)} |",
+        f"|{'---|' * len(titles)}",
+        *(f"| {' | '.join(row)} |" for row in cells),
+    ]
+
+
+def _html(
+    title: str, verdict: str, figures: Table, history: Sequence[dict[str, float]], sections: dict[str, Table]
+) -> str:
+    return "\n".join(
         [
             '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
             "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">",
-            f"<title>Fine-tuning of {escape(head)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>",
-            f"<h1>Fine-tuning of {escape(head)}</h1>\n<p>{escape(verdict)}</p>",
-            f'<div class="wide"><table><tr>{header}</tr>{cells}</table></div>',
-            _curves(found.history),
-            f"<h2>Settings</h2>\n<table>{about}</table>\n</body>\n</html>\n",
+            f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>",
+            f"<h1>{escape(title)}</h1>\n<p>{escape(verdict)}</p>",
+            _html_table(figures),
+            _curves(history),
+            *(f"<h2>{name}</h2>\n{_html_table(table, 'plain')}" for name, table in sections.items()),
+            "</body>\n</html>\n",
         ]
     )
-    paths = []
-    for name, text in (("report.md", markdown), ("report.html", html)):
-        with atomic_path(folder / name) as temporary:
-            temporary.write_text(text, encoding="utf-8")
-        paths.append(folder / name)
-    return paths
+
+
+def _html_table(table: Table, style: str = "figures") -> str:
+    titles, rows = table
+    header = "".join(f"<th>{escape(title)}</th>" for title in titles)
+    cells = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<div class="wide"><table class="{style}"><tr>{header}</tr>{cells}</table></div>'
 
 
 def _curves(history: Sequence[dict[str, float]]) -> str:
-    """Losses and held-out recall over epochs, each scaled to the frame."""
-    series = {"loss": "#2563eb", "held_out_loss": "#d97706", "held_out_recall": "#059669"}
+    """Losses and what is found of held-out samples over epochs, each scaled to the frame."""
+    series = {"loss": "#2563eb", "held_out_loss": "#d97706", "held_out_found": "#059669"}
     highest = max(each[name] for each in history for name in ("loss", "held_out_loss"))
     lines, labels = [], []
     for number, (name, colour) in enumerate(series.items()):
         values = [each[name] for each in history]
-        low, high = 0.0, 1.0 if name == "held_out_recall" else highest
+        low, high = 0.0, 1.0 if name == "held_out_found" else highest
         points = " ".join(
             f"{40 + 420 * n / max(1, len(values) - 1):.1f},{180 - 160 * (value - low) / max(1e-9, high - low):.1f}"
             for n, value in enumerate(values)

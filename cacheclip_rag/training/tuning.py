@@ -48,6 +48,8 @@ _FIT_STEPS = 300
 _MOST_HEADS = 16
 _MOST_GRADIENT = 1.0
 """Norm that gradients are clipped to."""
+_SAME = 1e-3
+"""Shares found that differ by less are the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class TuningSettings:
     rank: int = 8
     """Of the low-rank updates."""
     learning_rate: float = 1e-3
-    """Of AdamW. For a whole model a fiftieth of it: :data:`WHOLE_LEARNING_RATE`."""
+    """Of AdamW, above 0. For a whole model a fiftieth of it: :data:`WHOLE_LEARNING_RATE`."""
     weight_decay: float = 0.01
     """Pulls the updates towards nothing."""
     batch: int = 8
@@ -65,12 +67,12 @@ class TuningSettings:
     epochs: int = 60
     """At most."""
     patience: int = 10
-    """Epochs without a better held-out recall (or, at the same recall, a lower held-out loss) after which training
-    ends."""
+    """Epochs after which training ends if none of them found more of what is wanted in held-out samples (or, of as
+    much, had a lower loss)."""
     target_weight: float = 0.75
     """Share of the loss that is the KL to the target, on average over samples, however few have one."""
     ratio: float = 0.2
-    """Share of the tokens that held-out recall is measured at."""
+    """Share of the tokens that what is found in held-out samples is measured at."""
     sinks: int = 4
     """Tokens at the start of each chunk that nobody scores."""
     seed: int = 0
@@ -79,7 +81,10 @@ class TuningSettings:
         for name in ("rank", "batch", "epochs", "patience"):
             check_whole_number(name, getattr(self, name), least=1)
         check_whole_number("sinks", self.sinks, of="tokens")
-        for name, most in (("learning_rate", None), ("weight_decay", None), ("target_weight", 1.0), ("ratio", 1.0)):
+        rate = self.learning_rate
+        if not isinstance(rate, int | float) or not 0.0 < rate < float("inf"):
+            raise ConfigurationError(f"learning_rate must be a number above 0, got {rate!r}.")
+        for name, most in (("weight_decay", None), ("target_weight", 1.0), ("ratio", 1.0)):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not 0.0 <= value <= (most or float("inf")):
                 bound = f"from 0 to {most:g}" if most else "0 or more"
@@ -300,16 +305,16 @@ def train(
     state: TrainingState | None = None,
     after_epoch: Callable[[TrainingState], None] = lambda _: None,
 ) -> TrainingState:
-    """Train until held-out recall has stood still for a while; the learner ends as it was at its best.
+    """Train until no more is found in held-out samples for a while; the learner ends as it was at its best.
 
     Args:
         state: to go on from.
         after_epoch: called after each epoch, to keep where training stands.
 
     Returns:
-        The last state. Its ``history`` has for each epoch ``epoch``, ``loss`` (mean over samples), ``held_out_recall``
-        (of evidence, and where there is a target of what it would choose) and ``held_out_loss``; epoch 0 is before
-        training.
+        The last state. Its ``history`` has for each epoch ``epoch``, ``loss`` (mean over samples), ``held_out_found``
+        (share of what is wanted: of the evidence, and where there is a target, by its weight, of as much of the target
+        as so many tokens can have) and ``held_out_loss``; epoch 0 is before training.
     """
     settings = learner.settings
     learner.target_scale = target_scale([each.target for each in samples])
@@ -337,7 +342,7 @@ def train(
             optimizer.step()
         state.history.append({"epoch": float(epoch), "loss": total / len(samples), **_held_out(learner, held_out)})
         state.epoch = epoch
-        if _is_better(state.history[epoch], state.history[state.best_epoch]):
+        if _is_better(state.history, state.best_epoch):
             state.best, state.best_epoch = copy.deepcopy(learner.state_dict()), epoch
         state.parameters, state.optimizer = learner.state_dict(), optimizer.state_dict()
         after_epoch(state)
@@ -351,11 +356,11 @@ def _mean_loss(learner: Learner, samples: Sequence[Any]) -> float:
 
 
 def _held_out(learner: Learner, samples: Sequence[Any]) -> dict[str, float]:
-    return {"held_out_recall": _recall(learner, samples), "held_out_loss": _mean_loss(learner, samples)}
+    return {"held_out_found": _found(learner, samples), "held_out_loss": _mean_loss(learner, samples)}
 
 
 @torch.no_grad()
-def _recall(learner: Learner, samples: Sequence[Any]) -> float:
+def _found(learner: Learner, samples: Sequence[Any]) -> float:
     """Mean share of what is wanted among the tokens that the default grouping would take: of the evidence, and of as
     much of the target as so many tokens can have."""
     settings, total = learner.settings, 0.0
@@ -370,10 +375,14 @@ def _recall(learner: Learner, samples: Sequence[Any]) -> float:
     return total / len(samples)
 
 
-def _is_better(one: dict[str, float], other: dict[str, float]) -> bool:
-    """Whether an epoch finds more than another; recalls within a thousandth are the same."""
-    gained = one["held_out_recall"] - other["held_out_recall"]
-    return gained > 1e-3 or (gained >= -1e-3 and one["held_out_loss"] < other["held_out_loss"])
+def _is_better(history: Sequence[dict[str, float]], best_epoch: int) -> bool:
+    """Whether the last epoch finds more than the best before it. What is within a thousandth of the most that any epoch
+    found is the same, and the loss decides: of the most, not of the best, or many small losses would add up."""
+    last, best = history[-1], history[best_epoch]
+    most = max(each["held_out_found"] for each in history)
+    if last["held_out_found"] > best["held_out_found"] + _SAME:
+        return True
+    return last["held_out_found"] >= most - _SAME and last["held_out_loss"] < best["held_out_loss"]
 
 
 def learning_and_held_out(count: int) -> tuple[list[int], list[int]]:

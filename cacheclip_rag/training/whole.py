@@ -12,7 +12,7 @@ import os
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +20,25 @@ import torch
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from ..checks import check_whole_number
 from ..chunks import ChunkCaches
 from ..config import EngineConfig
+from ..engine import CacheClipEngine
 from ..errors import ConfigurationError
 from ..models.load import load_model
 from ..models.runtime import ModelRuntime
 from ..progress import progress_bar
+from ..scoring import Question
 from ..selection.auxiliary import without_sinks
 from ..selection.heads import HEADS_FILE, HeadSet, weights_digest
-from .calibrate import calibrate, open_engine
+from .calibrate import calibrate, capped_mean, downstream, open_engine
 from .families import Sample, synthetic_samples
 from .features import marked
+from .given import data_of
 from .targets import attended_and_stale
 from .tuning import TuningSettings, check_trainable, learning_and_held_out, loss_of, spaced, train
 
-__all__ = ["WholeFineTuning", "WholeSample", "WholeTuned", "finetune_whole"]
+__all__ = ["WholeFigures", "WholeFineTuning", "WholeSample", "WholeTuned", "finetune_whole"]
 
 _ATTENTION = "cacheclip_training"
 _seen: contextvars.ContextVar[dict[int, tuple[torch.Tensor, torch.Tensor, float]] | None] = contextvars.ContextVar(
@@ -65,7 +69,7 @@ class WholeSample:
     @classmethod
     def of(cls, caches: ChunkCaches, sample: Sample, target: torch.Tensor | None = None) -> WholeSample:
         tokens = [caches.tokenize(chunk) for chunk in sample.chunks]
-        question = caches.runtime.tokenize(sample.question).ids
+        question = Question.of(caches.kv_runtime, sample.question).ids
         chunks = tuple(each.ids for each in tokens)
         return cls(tuple(caches.prefix_ids), chunks, question, marked(tokens, sample.evidence), target)
 
@@ -155,15 +159,48 @@ class WholeTuned(torch.nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
+class WholeFigures:
+    """A model on held-out samples: those that say when to stop, of the families trained on."""
+
+    name: str
+    held_out_found: float
+    """Share of what is wanted, as in the history."""
+    held_out_loss: float
+    first_token_kl: tuple[float, ...] = ()
+    """Per prompt asked of the primary, nats."""
+    answer_kl: tuple[float, ...] = ()
+
+    @property
+    def kl(self) -> float | None:
+        """Mean KL along the answer, no prompt counting more than a nat; None where the primary was not asked."""
+        return capped_mean(self.answer_kl) if self.answer_kl else None
+
+
+@dataclass(frozen=True, slots=True)
 class WholeFineTuning:
     """What fine-tuning of a whole model found."""
 
     heads: HeadSet
-    """For the model that was saved; in its folder too, where engines look for it."""
-    folder: Path
-    """That model: name it as the auxiliary."""
+    """For the model that was saved, and in its folder too, where engines look for it; else those it began with."""
+    folder: Path | None
+    """That model: name it as the auxiliary. None where training gained nothing, and no model was saved."""
+    figures: tuple[WholeFigures, ...]
+    """Before, and where training gained something after."""
     history: tuple[dict[str, float], ...]
+    """Per epoch loss and held-out figures; epoch 0 is before training."""
     seconds: float
+    about: dict[str, Any]
+
+    @property
+    def is_tuned(self) -> bool:
+        """Whether the trained model finds more in held-out samples."""
+        return self.folder is not None
+
+    @property
+    def is_nearer(self) -> bool | None:
+        """Whether it brings the primary's answers nearer to full prefill; None where the primary was not asked."""
+        before, after = self.figures[0].kl, self.figures[-1].kl
+        return None if not self.is_tuned or before is None or after is None else after < before
 
 
 def finetune_whole(
@@ -174,23 +211,29 @@ def finetune_whole(
     heads: HeadSet | None = None,
     num_samples: int = 120,
     num_targets: int = 24,
+    num_prompts: int = 6,
     given: Sequence[Sample] = (),
+    given_from: Sequence[str] = (),
 ) -> WholeFineTuning:
-    """Train every weight of ``config.auxiliary`` up to the last layer in use, and save the model in ``folder``.
+    """Train every weight of ``config.auxiliary`` up to the last layer in use, and save the model in ``folder`` if it
+    finds more in held-out samples than before.
 
     Args:
         heads: to begin with; default what calibration finds.
         num_samples: synthetic ones; given ones come on top. A fifth is held out.
         num_targets: of all, those for which the primary is asked what it attends to and holds stale.
+        num_prompts: of those held out, for the primary, before and after.
+        given_from: names of the files that the given ones come from, for the report.
 
     Raises:
-        ConfigurationError: no auxiliary model, too few samples, a folder that holds something.
+        ConfigurationError: no auxiliary model, fewer than no prompts, too few samples, a folder that holds something.
         ModelError: models that cannot be used so.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigurationError(f"{folder} holds something already. Give a new folder for the trained model.")
     if num_samples + len(given) < 10:
         raise ConfigurationError(f"fine-tuning needs at least 10 samples, got {num_samples + len(given)}.")
+    check_whole_number("num_prompts", num_prompts, of="prompts")
     started = time.perf_counter()
     engine = open_engine(config)
     runtime, caches = engine.auxiliary_caches.kv_runtime, engine.auxiliary_caches
@@ -205,6 +248,8 @@ def finetune_whole(
             target = attended_and_stale(engine, sample) if number in asked else None
             prepared.append(WholeSample.of(caches, sample, target))
             advance(number + 1)
+    prompts = [samples[number] for number in spaced(held_out, num_prompts)]
+    kl_before = _kl(engine, prompts, heads)
     tuned = WholeTuned(runtime, heads, settings).to(runtime.device)
     with progress_bar("training the whole model", settings.epochs, "epochs") as advance:
         state = train(
@@ -213,9 +258,44 @@ def finetune_whole(
             [prepared[number] for number in held_out],
             after_epoch=lambda state: advance(state.epoch),
         )
-    tuned.save(folder, runtime.tokenizer)
-    saved = load_model(str(folder), dtype=config.dtype, device=config.auxiliary_device or config.device)
-    about = {"command": "finetune --scope model", "began_with": heads.digest(), "seed": settings.seed}
-    found = tuned.head_set(weights_digest(saved.fingerprint), about)
-    found.save(folder / HEADS_FILE)
-    return WholeFineTuning(found, folder, tuple(state.history), time.perf_counter() - started)
+    about = {
+        "command": "finetune --scope model",
+        "auxiliary": Path(str(config.auxiliary)).name,
+        "primary": Path(config.primary).name,
+        "began_with": heads.digest(),
+        "settings": asdict(settings),
+        "seed": settings.seed,
+        "samples": num_samples,
+        "given": len(given),
+        "targets": num_targets,
+        "prompts": len(prompts),
+        **data_of(len(given), given_from),
+    }
+    figures = [_figures("before", state.history[0], kl_before)]
+    if state.best_epoch:
+        tuned.save(folder, runtime.tokenizer)
+        saved = load_model(str(folder), dtype=config.dtype, device=config.auxiliary_device or config.device)
+        found = tuned.head_set(weights_digest(saved.fingerprint), about)
+        found.save(folder / HEADS_FILE)
+        del tuned
+        after = open_engine(replace(config, auxiliary=str(folder)))
+        figures.append(_figures("after", state.history[state.best_epoch], _kl(after, prompts, found)))
+    return WholeFineTuning(
+        found if state.best_epoch else heads,
+        folder if state.best_epoch else None,
+        tuple(figures),
+        tuple(state.history),
+        time.perf_counter() - started,
+        about,
+    )
+
+
+def _kl(engine: CacheClipEngine, prompts: Sequence[Sample], heads: HeadSet) -> list[tuple[float, float]]:
+    """Of the first token and along the answer, for each prompt."""
+    [outcomes] = downstream(engine, prompts, [heads])
+    return outcomes
+
+
+def _figures(name: str, epoch: dict[str, float], outcomes: Sequence[tuple[float, float]]) -> WholeFigures:
+    first, along = (tuple(each) for each in zip(*outcomes, strict=True)) if outcomes else ((), ())
+    return WholeFigures(name, epoch["held_out_found"], epoch["held_out_loss"], first, along)

@@ -8,49 +8,26 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from cacheclip_rag import CacheClipEngine, EngineConfig
 from cacheclip_rag.errors import ConfigurationError, ModelError
+from cacheclip_rag.evaluation.reference import Reference
+from cacheclip_rag.scoring import MAX_QUESTION_TOKENS
 from cacheclip_rag.selection.auxiliary import score_chunks
 from cacheclip_rag.selection.heads import HeadSet, weights_digest
+from cacheclip_rag.training import folder
 from cacheclip_rag.training.calibrate import Candidate, best_of, calibrate, combined, downstream, recall_of
 from cacheclip_rag.training.families import synthetic_samples
 from cacheclip_rag.training.features import look
-from cacheclip_rag.training.report import calibration_table
-from tests.conftest import build_model, make_tokenizer, of
-
-PLANTED = (1, 2)
+from cacheclip_rag.training.folder import Interrupted
+from cacheclip_rag.training.report import calibration_json, calibration_table, ranking_tables
+from cacheclip_rag.training.whole import WholeSample
+from tests.training.planted import PLANTED, build_planted
 
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """An auxiliary model one of whose heads attends to tokens that are the same as the asking one.
-
-    What enters its layers is the embeddings alone (the lower layer writes nothing), and in this head query and key are
-    the same random projection, in dimensions that hardly turn. Its tokens are mostly words.
-    """
-    layer, head = PLANTED
-    vocab_size, dim, hidden = 3000, 32, 64
-    spec = of("llama", num_hidden_layers=2, head_dim=dim, rope_parameters={"rope_type": "default", "rope_theta": 1e9})
-    folder = build_model(tmp_path_factory.mktemp("planted"), spec, vocab_size=vocab_size)
-    texts = [text for each in synthetic_samples("train", 60) for text in (*each.chunks, each.question)]
-    make_tokenizer(vocab_size, texts).save_pretrained(folder)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for below in model.model.layers[:layer]:
-            below.self_attn.o_proj.weight.zero_()
-            below.mlp.down_proj.weight.zero_()
-        model.model.embed_tokens.weight.normal_(generator=generator)
-        slow = torch.zeros(dim, 1)
-        slow[dim // 4 : dim // 2] = slow[3 * dim // 4 :] = 1.0
-        projection = slow * torch.randn(dim, hidden, generator=generator) / 4
-        attention = model.model.layers[layer].self_attn
-        attention.q_proj.weight[head * dim : (head + 1) * dim] = projection
-        attention.k_proj.weight[head // 2 * dim : (head // 2 + 1) * dim] = projection  # two heads share a key head
-    model.save_pretrained(folder)
-    return str(folder)
+    return build_planted(tmp_path_factory.mktemp("planted") / "model")
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +36,8 @@ def config(planted: str, tiny_models: dict[str, str]) -> EngineConfig:
 
 
 class TestCalibrate:
-    def test_a_planted_head_is_found(self, config: EngineConfig) -> None:
-        found = calibrate(config, num_samples=21, num_prompts=2)
+    def test_a_planted_head_is_found(self, config: EngineConfig, tmp_path: Path) -> None:
+        found = calibrate(config, num_samples=21, num_prompts=2, folder=tmp_path)
         best, second = found.ranking[:2]
         assert (best.layer, best.head) == PLANTED and best.recall > second.recall + 0.1
         candidates = {each.name: each for each in found.candidates}
@@ -70,13 +47,96 @@ class TestCalibrate:
         assert candidates[found.chosen].kl <= 1.1 * min(each.kl for each in found.candidates)
         assert all(len(each.answer_kl) == 2 and each.kl >= 0 for each in found.candidates)
 
-    def test_the_same_seed_gives_the_same(self, config: EngineConfig) -> None:
-        one, other, another = (calibrate(config, num_samples=9, num_prompts=1, seed=seed) for seed in (0, 0, 1))
+    def test_layers_are_ranked_by_the_mean_of_their_heads(self, config: EngineConfig, tmp_path: Path) -> None:
+        found = calibrate(config, num_samples=9, num_prompts=0, folder=tmp_path)
+        caches = CacheClipEngine(config).auxiliary_caches
+        samples = [each for number, each in enumerate(synthetic_samples("train", 9)) if number % 3]
+        expected = []
+        for layer in range(2):
+            seen = [look(caches, each, [layer], sinks=4) for each in samples]
+            recalls = [recall_of(each.scores[0].mean(0), each)[0] for each in seen]
+            expected.append(sum(recalls) / len(recalls))
+        assert {each.layer: each.recall for each in found.layers} == pytest.approx(dict(enumerate(expected)))
+        assert found.layers[0].layer == PLANTED[0] and found.layers[0].recall > found.layers[1].recall
+        heads, layers = (rows for _, rows in ranking_tables(found).values())
+        assert len(heads) == 8 and heads[0][0] == "1.2" and [row[0] for row in layers] == ["1", "0"]
+        assert calibration_json(found)["layers"] == [[each.layer, each.recall] for each in found.layers]
+
+    def test_the_same_seed_gives_the_same(self, config: EngineConfig, tmp_path: Path) -> None:
+        one, other, another = (
+            calibrate(config, num_samples=9, num_prompts=1, seed=seed, folder=tmp_path / str(number))
+            for number, seed in enumerate((0, 0, 1))
+        )
         assert one.ranking == other.ranking != another.ranking
         assert one.heads.digest() == other.heads.digest()
 
-    def test_without_the_primary_evidence_decides(self, config: EngineConfig) -> None:
-        found = calibrate(config, num_samples=9, num_prompts=0)
+    def test_an_interrupted_run_goes_on_where_it_was(
+        self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Stopped while reading, then while the primary is asked: nothing is done twice, and the end is the same."""
+        wishes: dict[str, Any] = {"num_samples": 9, "num_prompts": 2}
+        whole = calibrate(config, **wishes, folder=tmp_path / "whole")
+        looks: list[str] = []
+        original = folder.look
+
+        def look(caches: Any, sample: Any, *args: Any, **options: Any) -> Any:
+            looks.append(sample.question)
+            if len(looks) == 4:
+                raise KeyboardInterrupt
+            return original(caches, sample, *args, **options)
+
+        monkeypatch.setattr(folder, "look", look)
+        with pytest.raises(Interrupted) as stopped:
+            calibrate(config, **wishes, folder=tmp_path / "parts")
+        assert stopped.value.folder == tmp_path / "parts"
+        followed: list[int] = []
+        follow = Reference.follow
+
+        def follow_some(self: Any, *args: Any, **options: Any) -> Any:
+            followed.append(1)
+            if len(followed) == len(whole.candidates) + 2:
+                raise KeyboardInterrupt
+            return follow(self, *args, **options)
+
+        monkeypatch.setattr(Reference, "follow", follow_some)
+        with pytest.raises(Interrupted):
+            calibrate(config, **wishes, folder=tmp_path / "parts")
+        assert len(looks) == 10 and len(set(looks)) == 9, "only the one that was interrupted"
+        resumed = calibrate(config, **wishes, folder=tmp_path / "parts")
+        left = {each.heads.digest() for each in whole.candidates[1:]} - {whole.candidates[0].heads.digest()}
+        assert len(followed) == len(whole.candidates) + 2 + len(left), "the second prompt but for what was kept of it"
+        assert (resumed.ranking, resumed.layers) == (whole.ranking, whole.layers)
+        assert [(each.name, each.answer_kl, each.first_token_kl) for each in resumed.candidates] == [
+            (each.name, each.answer_kl, each.first_token_kl) for each in whole.candidates
+        ]
+        assert resumed.heads.digest() == whole.heads.digest()
+
+    def test_what_was_kept_of_others_is_not_taken(
+        self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        wishes: dict[str, Any] = {"num_samples": 6, "num_prompts": 1, "folder": tmp_path}
+        calibrate(config, **wishes)
+        looks: list[str] = []
+        original = folder.look
+
+        def look(caches: Any, sample: Any, *args: Any, **options: Any) -> Any:
+            looks.append(sample.question)
+            return original(caches, sample, *args, **options)
+
+        monkeypatch.setattr(folder, "look", look)
+        calibrate(config, **wishes)
+        assert not looks
+        calibrate(replace(config, system_prompt="Be brief."), **wishes)
+        assert len(looks) == 6
+        calibrate(config, **wishes, seed=1)
+        assert len(looks) == 12
+        for path in tmp_path.glob("*.safetensors"):
+            path.write_bytes(path.read_bytes()[:-50])
+        calibrate(config, **wishes)
+        assert len(looks) == 18, "damaged files are made again"
+
+    def test_without_the_primary_evidence_decides(self, config: EngineConfig, tmp_path: Path) -> None:
+        found = calibrate(config, num_samples=9, num_prompts=0, folder=tmp_path)
         assert found.chosen == max(found.candidates, key=lambda each: each.recall).name
         assert all(each.answer_kl == () for each in found.candidates)
         assert calibration_table(found)[1][0][-1] == ""
@@ -122,6 +182,21 @@ class TestLook:
         evidence, values = recall_of(torch.cat(engines), seen, ratio=1.0)
         assert evidence == values == 1.0
 
+    def test_of_a_long_question_it_sees_what_an_engine_asks_with(self, config: EngineConfig) -> None:
+        engine = CacheClipEngine(config, heads="none")
+        caches, runtime = engine.auxiliary_caches, engine.auxiliary_caches.kv_runtime
+        [sample] = synthetic_samples("train", 1, chunk_words=20)
+        tail = f"{sample.question} " * 20
+        ids = runtime.tokenize(tail).ids
+        assert len(ids) > MAX_QUESTION_TOKENS
+        long = replace(sample, question=tail)
+        seen = look(caches, long, [0, 1], keep=1)
+        assert seen.last is not None and seen.last.queries.shape[2] == MAX_QUESTION_TOKENS
+        kv = [runtime.encode(caches.tokenize(chunk).ids, caches.prefix) for chunk in sample.chunks]
+        engines = score_chunks(runtime, caches.prefix, kv, ids[-MAX_QUESTION_TOKENS:], pooled=True)
+        torch.testing.assert_close(torch.cat(engines), seen.scores[-1].mean(0), atol=1e-6, rtol=1e-4)
+        assert WholeSample.of(caches, long).question == ids[-MAX_QUESTION_TOKENS:]
+
     def test_evidence_is_marked_in_tokens(self, config: EngineConfig) -> None:
         caches = CacheClipEngine(config).auxiliary_caches
         for sample in synthetic_samples("train", 7, chunk_words=20):
@@ -137,6 +212,20 @@ class TestLook:
 
 
 class TestDownstream:
+    def test_only_sets_that_are_new_are_measured(
+        self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine = CacheClipEngine(config, heads="none")
+        samples = synthetic_samples("test", 2, chunk_words=20)
+        kept = folder.Kept(tmp_path, folder.engine_inputs(engine))
+        first = downstream(engine, samples, ["direct"], kept=kept)
+        both = downstream(engine, samples, ["epic", "direct"], kept=kept)
+        assert both[1] == first[0] and both == downstream(engine, samples, ["epic", "direct"])
+        monkeypatch.setattr(engine, "prefill", None)
+        assert downstream(engine, samples, ["direct", "epic"], kept=kept) == both[::-1]
+        with pytest.raises(TypeError):
+            downstream(engine, samples, ["direct"], ratio=0.3, kept=kept)
+
     def test_it_is_the_engines_own_prefill_and_leaves_the_engine_as_it_was(self, config: EngineConfig) -> None:
         engine = CacheClipEngine(config, heads="none")
         samples = synthetic_samples("test", 2, chunk_words=20)

@@ -15,9 +15,13 @@ from cacheclip_rag import CacheClipEngine, EngineConfig
 from cacheclip_rag.cli import app
 from cacheclip_rag.errors import CacheClipError, ConfigurationError, ModelError
 from cacheclip_rag.evaluation.records import Passage, Record
+from cacheclip_rag.evaluation.reference import Reference
 from cacheclip_rag.selection.heads import HeadSet, head_set_path, weights_digest
 from cacheclip_rag.training import finetune as module
+from cacheclip_rag.training import folder as folder_module
+from cacheclip_rag.training.families import FAMILIES, synthetic_samples
 from cacheclip_rag.training.finetune import FineTuning, finetune
+from cacheclip_rag.training.folder import Interrupted
 from cacheclip_rag.training.given import given_samples, sample_of_record
 from cacheclip_rag.training.lexical import lexical_scores
 from cacheclip_rag.training.report import write_report
@@ -95,6 +99,38 @@ class TestJob:
         assert resumed.history == whole.history and resumed.heads.digest() == whole.heads.digest()
         assert resumed.figures == whole.figures
 
+    def test_interrupted_while_it_is_measured_it_goes_on_there(
+        self, config: EngineConfig, heads: HeadSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Stopped in the looks at the tests, in what the primary is asked of them, and in the last comparison."""
+        whole = tune(config, heads, tmp_path / "whole")
+        counts: dict[str, int] = {}
+
+        def stop(owner: Any, name: str, at: int) -> None:
+            original = getattr(owner, name)
+
+            def stopping(*args: Any, **options: Any) -> Any:
+                counts[name] = counts.get(name, 0) + 1
+                if counts[name] == at:
+                    raise KeyboardInterrupt
+                return original(*args, **options)
+
+            monkeypatch.setattr(owner, name, stopping)
+
+        stop(folder_module, "look", 4)
+        stop(module, "attended_when_stale", 2)
+        stop(Reference, "follow", 15)
+        for _ in range(3):
+            with pytest.raises(Interrupted) as stopped:
+                tune(config, heads, tmp_path / "parts")
+            assert stopped.value.folder == tmp_path / "parts"
+        resumed = tune(config, heads, tmp_path / "parts")
+        assert resumed.figures == whole.figures and resumed.heads.digest() == whole.heads.digest()
+        assert counts["look"] == SMALL["num_tests"] + 1 and counts["attended_when_stale"] == SMALL["num_prompts"] + 1
+        once = dict(counts)
+        assert tune(config, heads, tmp_path / "parts").figures == whole.figures
+        assert counts == once, "a run that is done measures nothing again"
+
     def test_a_run_that_finds_its_heads_keeps_them(
         self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -128,6 +164,7 @@ class TestJob:
             return original(caches, sample, *args, **options)
 
         monkeypatch.setattr(module, "look", look)
+        monkeypatch.setattr(folder_module, "look", look)
         tune(replace(config, **change), heads, tmp_path, num_prompts=0)
         assert len(looks) == SMALL["num_samples"] + SMALL["num_tests"]
 
@@ -168,6 +205,30 @@ class TestJob:
         assert "http" not in html.replace("http-equiv", "") and "<svg" in html and "default-src 'none'" in html
         assert f"epoch 4: loss {found.history[4]['loss']:.3f}" in markdown
 
+    def test_the_report_says_what_it_was_made_from(self, config: EngineConfig, heads: HeadSet, tmp_path: Path) -> None:
+        given = synthetic_samples("train", 2, seed=9)
+        prompted = replace(config, system_prompt="Answer\nin <one> | two words.")
+        found = tune(
+            prompted, heads, tmp_path / "work", num_prompts=0, given=given, given_from=["own.jsonl", "notes.txt"]
+        )
+        markdown, html = (path.read_text() for path in write_report(found, tmp_path / "report"))
+        for name, value in [
+            ("families, train", ", ".join(FAMILIES["train"])),
+            ("families, test", ", ".join(FAMILIES["test"])),
+            ("files given", "own.jsonl, notes.txt"),
+            ("questions written to learn from", "12"),
+            ("questions given to learn from", "2"),
+            ("of all these, asked of the primary", "3"),
+            ("questions to test by", "7"),
+            ("seed", "0"),
+            ("rank", "2"),
+            ("learning_rate", "0.01"),
+        ]:
+            assert f"| {name} | {value} |" in markdown and f"<td>{name}</td><td>{value}</td>" in html, name
+        for text in (markdown, html):
+            assert "Apache-2.0" in text and "under the licence of their files" in text
+        assert "Answer in <one> \\| two words." in markdown and "&lt;one&gt;" in html and "<one>" not in html
+
 
 def test_sinks_are_no_part_of_what_is_wanted() -> None:
     target = torch.tensor([0.5, 0.1, 0.1, 0.2, 0.1])
@@ -190,6 +251,7 @@ class TestCommands:
         models = ["--primary", config.primary, "--auxiliary", str(config.auxiliary)]
         assert CacheClipEngine(config).head_set is None
         calibrated = self.run("calibrate", *models, "--samples", "9", "--prompts", "1")
+        assert calibrated["layers"] and Path(calibrated["folder"]).is_dir()
         engine = CacheClipEngine(config)
         assert engine.head_set is not None and engine.head_set.digest() == calibrated["digest"]
         assert calibrated["chosen"] in calibrated["candidates"] and len(calibrated["ranking"]) >= 4
@@ -214,7 +276,8 @@ class TestCommands:
             "report.html",
         ]
 
-    def test_a_file_of_ones_own(self, config: EngineConfig, tmp_path: Path) -> None:
+    def test_a_file_of_ones_own(self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
         out = tmp_path / "own.safetensors"
         models = ["--primary", config.primary, "--auxiliary", str(config.auxiliary)]
         result = CliRunner().invoke(app, ["calibrate", *models, "--samples", "6", "--prompts", "1", "--out", str(out)])
@@ -228,14 +291,116 @@ class TestCommands:
         monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
         models = ["--primary", config.primary, "--auxiliary", str(config.auxiliary)]
         self.run("calibrate", *models, "--samples", "6", "--prompts", "1", "--out", str(tmp_path / "h.safetensors"))
-        options = ["--scope", "model", "--samples", "10", "--targets", "0", "--epochs", "1"]
-        options += ["--heads", str(tmp_path / "h.safetensors"), "--out", str(tmp_path / "tuned")]
-        found = self.run("finetune", *models, *options)
+        begin = ["--scope", "model", "--samples", "10", "--targets", "0", "--heads", str(tmp_path / "h.safetensors")]
+        report = ["--report", str(tmp_path / "report")]
+        options = [*begin, "--prompts", "1", "--epochs", "6", "--learning-rate", "1e-3"]
+        options += ["--out", str(tmp_path / "tuned")]
+        found = self.run("finetune", *models, *options, *report)
         engine = CacheClipEngine(config, auxiliary=str(tmp_path / "tuned"))
         assert engine.head_set is not None and engine.head_set.digest() == found["digest"]
+        assert found["model"] == str(tmp_path / "tuned") and set(found["figures"]) == {"before", "after"}
+        assert [Path(each).name for each in found["reports"]] == ["report.md", "report.html"]
+        assert "| before |" in Path(found["reports"][0]).read_text()
+        options = [
+            *begin,
+            "--prompts",
+            "0",
+            "--epochs",
+            "1",
+            "--learning-rate",
+            "1e-30",
+            "--out",
+            str(tmp_path / "none"),
+        ]
+        result = CliRunner().invoke(app, ["finetune", *models, *options], catch_exceptions=False)
+        assert result.exit_code == 0 and "training gained nothing: no model is saved" in result.stdout
+        assert not (tmp_path / "none").exists()
         for bad in (["--scope", "model"], ["--scope", "nonsense"]):
             with pytest.raises(ConfigurationError, match="scope must be heads, or model"):
                 CliRunner().invoke(app, ["finetune", *models, *bad], catch_exceptions=False)
+        with pytest.raises(ConfigurationError, match="--work is for head sets"):
+            CliRunner().invoke(app, ["finetune", *models, *options, "--work", str(tmp_path)], catch_exceptions=False)
+
+    @pytest.mark.parametrize(("command", "where"), [("calibrate", "calibrate"), ("finetune", "finetune")])
+    def test_stopped_it_says_where_it_goes_on_from(
+        self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, where: str
+    ) -> None:
+        monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
+        owner = folder_module if command == "calibrate" else module
+        original, looks = owner.look, []
+
+        def look(*args: Any, **options: Any) -> Any:
+            looks.append(1)
+            if len(looks) == 3:
+                raise KeyboardInterrupt
+            return original(*args, **options)
+
+        monkeypatch.setattr(owner, "look", look)
+        options = [
+            "--primary",
+            config.primary,
+            "--auxiliary",
+            str(config.auxiliary),
+            "--samples",
+            "10",
+            "--prompts",
+            "0",
+        ]
+        options += [] if command == "calibrate" else ["--targets", "0", "--tests", "1", "--epochs", "1"]
+        stopped = CliRunner().invoke(app, [command, *options, "--json"], catch_exceptions=False)
+        assert stopped.exit_code == 130 and stopped.stdout == ""
+        [line] = stopped.stderr.strip().splitlines()
+        [kept] = (tmp_path / "home" / "training").iterdir()
+        assert line == (
+            f"cacheclip: stopped. What was made so far is kept in {kept}; the same command goes on from there."
+        )
+        assert self.run(command, *options)["folder"] == str(kept) and len(looks) == 11
+
+    def test_stopped_before_anything_was_kept_it_says_so(
+        self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def stopping(*_: Any, **__: Any) -> Any:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr("cacheclip_rag.training.given.given_samples", stopping)
+        models = ["--primary", config.primary, "--auxiliary", str(config.auxiliary), "--out", str(tmp_path / "own")]
+        stopped = CliRunner().invoke(app, ["calibrate", *models, "--data", "x.jsonl"], catch_exceptions=False)
+        assert stopped.exit_code == 130 and stopped.stderr == "cacheclip: stopped. Nothing is kept of it.\n"
+
+    @pytest.mark.parametrize("scope", [[], ["--scope", "model"]])
+    def test_a_learning_rate_of_nothing_is_refused(
+        self, config: EngineConfig, tmp_path: Path, scope: list[str]
+    ) -> None:
+        options = ["--primary", config.primary, "--auxiliary", str(config.auxiliary), "--out", str(tmp_path / "out")]
+        with pytest.raises(ConfigurationError, match="learning_rate must be a number above 0, got 0.0"):
+            CliRunner().invoke(app, ["finetune", *options, *scope, "--learning-rate", "0"], catch_exceptions=False)
+
+    def test_it_says_how_much_of_the_data_it_takes(
+        self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
+        chunks = [{"text": each} for each in CHUNKS]
+        lines = [
+            json.dumps({"id": str(n), "task": "t", "question": "What?", "answers": [answer], "chunks": chunks})
+            for n, answer in enumerate(["Tom Garrow", "7316042", "Ada Thornbury", "Nobody named here"])
+        ]
+        (tmp_path / "data.jsonl").write_text("\n".join(lines))
+        options = [
+            "--primary",
+            config.primary,
+            "--auxiliary",
+            str(config.auxiliary),
+            "--samples",
+            "6",
+            "--prompts",
+            "0",
+        ]
+        options += ["--data", str(tmp_path / "data.jsonl")]
+        result = CliRunner().invoke(app, ["calibrate", *options, "--data-limit", "2"], catch_exceptions=False)
+        said = "learning from 2 of 3 records that can be learned from (4 in all); at most 2 (--data-limit)."
+        assert result.exit_code == 0 and said in result.stderr and said not in result.stdout
+        with pytest.raises(ConfigurationError, match="--data-limit must be 1 question or more, got 0"):
+            CliRunner().invoke(app, ["calibrate", *options, "--data-limit", "0", "--overwrite"], catch_exceptions=False)
 
     def test_data_without_evidence_is_refused(self, config: EngineConfig, tmp_path: Path) -> None:
         record = {
@@ -277,7 +442,8 @@ class TestGiven:
 
         (tmp_path / "data.jsonl").write_text("\n".join([line("Short."), line("Long. " * 3000)]))
         found = given_samples(CacheClipEngine(config), [tmp_path / "data.jsonl"])
-        assert [sample.chunks[0][:6] for sample in found] == ["Short."]
+        assert [sample.chunks[0][:6] for sample in found.samples] == ["Short."]
+        assert (found.num_records, found.num_usable, found.num_taken, found.files) == (2, 1, 1, ("data.jsonl",))
 
     @pytest.mark.parametrize("answer", ["yes", "No", "x", "not there"])
     def test_answers_that_stand_nowhere_give_no_sample(self, answer: str) -> None:
@@ -304,8 +470,10 @@ class TestGiven:
 
         monkeypatch.setattr(engine, "generate", generate)
         found = given_samples(engine, [tmp_path / "file.txt"], limit=3)
-        assert len(found) == 3 and all(each.question == "What does the file say?" for each in found)
-        for sample, prompt in zip(found, prompts, strict=True):
+        assert len(found.samples) == 3 and all(each.question == "What does the file say?" for each in found.samples)
+        assert found.num_asked == 3 < found.num_sentences
+        assert f"3 questions about documents, made from 3 of {found.num_sentences} sentences" == found.summary
+        for sample, prompt in zip(found.samples, prompts, strict=True):
             [(number, start, end)] = sample.evidence
             assert sample.chunks[number][start:end] in prompt and len(sample.chunks) == 4
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from cacheclip_rag.selection.heads import HeadSet, weights_digest
 from cacheclip_rag.training.calibrate import combined
 from cacheclip_rag.training.families import synthetic_samples
 from cacheclip_rag.training.features import look
+from cacheclip_rag.training.report import whole_verdict, write_report
 from cacheclip_rag.training.tuning import TuningSettings, train
 from cacheclip_rag.training.whole import WholeSample, WholeTuned, finetune_whole
 
@@ -65,8 +67,16 @@ class TestJob:
         )
         runtime: Any = CacheClipEngine(config).auxiliary
         heads = HeadSet(weights_digest(runtime.fingerprint), ((0, 1), (1, 0)), torch.tensor([0.5, 0.5]), sinks=2)
-        found = finetune_whole(config, tmp_path / "tuned", SETTINGS, heads=heads, num_samples=10, num_targets=2)
+        found = finetune_whole(
+            config, tmp_path / "tuned", SETTINGS, heads=heads, num_samples=10, num_targets=2, num_prompts=2
+        )
         assert len(found.history) >= 2
+        before, after = found.figures
+        assert before.held_out_found == found.history[0]["held_out_found"] <= after.held_out_found + 1e-3
+        assert len(before.answer_kl) == len(after.answer_kl) == 2 and before.answer_kl != after.answer_kl
+        assert found.is_tuned and found.is_nearer == (after.kl < before.kl)
+        markdown, html = (path.read_text() for path in write_report(found, tmp_path / "report"))
+        assert whole_verdict(found) in markdown and "<td>after</td>" in html and "| learning_rate | 0.003 |" in markdown
         engine = CacheClipEngine(config, auxiliary=str(tmp_path / "tuned"))
         caches: Any = engine.auxiliary_caches
         assert found.heads.auxiliary_sha256 == weights_digest(caches.kv_runtime.fingerprint) != heads.auxiliary_sha256
@@ -77,6 +87,21 @@ class TestJob:
         torch.testing.assert_close(
             tuned(WholeSample.of(caches, sample)).detach(), combined(seen, found.heads), atol=1e-5, rtol=1e-3
         )
+
+    def test_a_model_that_gained_nothing_is_not_saved(self, tiny_models: dict[str, str], tmp_path: Path) -> None:
+        config = EngineConfig(primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"])
+        runtime: Any = CacheClipEngine(config).auxiliary
+        heads = HeadSet(weights_digest(runtime.fingerprint), ((0, 1), (1, 0)), torch.tensor([0.5, 0.5]), sinks=2)
+        settings = replace(SETTINGS, learning_rate=1e-30, epochs=1)
+        found = finetune_whole(
+            config, tmp_path / "tuned", settings, heads=heads, num_samples=10, num_targets=0, num_prompts=1
+        )
+        assert not found.is_tuned and found.folder is None and found.is_nearer is None and found.heads is heads
+        assert [each.name for each in found.figures] == ["before"] and not (tmp_path / "tuned").exists()
+        assert "gained nothing: no model is saved" in whole_verdict(found)
+        assert "gained nothing" in write_report(found, tmp_path / "report")[0].read_text()
+        with pytest.raises(ConfigurationError, match="num_prompts must be a whole number of prompts, 0 or more"):
+            finetune_whole(config, tmp_path / "tuned", settings, heads=heads, num_prompts=-1)
 
     def test_nothing_is_written_over(self, tiny_models: dict[str, str], tmp_path: Path) -> None:
         config = EngineConfig(
