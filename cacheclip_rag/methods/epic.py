@@ -33,7 +33,7 @@ class Epic(Selective):
     threshold: int = 0
     k_init: int = 0
     """First tokens of every chunk, whatever the ratio; 0 takes as many as the ratio allows. With numbers of tokens
-    there is no budget to share out: ``probes``, ``always_include_first`` and ``rounds`` are refused."""
+    there is no budget to share out: ``probes``, ``anchor``, ``always_include_first`` and ``rounds`` are refused."""
     k_final: int = 0
     """Last tokens of every chunk, likewise."""
     reach: int = 0
@@ -44,7 +44,7 @@ class Epic(Selective):
         super(Epic, self).__post_init__()
         for name in ("k_init", "k_final", "reach"):
             check_whole_number(name, getattr(self, name), of="tokens")
-        defaults = {"always_include_first": 0, "probes": 0.0, "rounds": 1}
+        defaults = {"always_include_first": 0, "anchor": 0.0, "probes": 0.0, "rounds": 1}
         for name, default in defaults.items():
             if (self.k_init or self.k_final) and getattr(self, name) != default:
                 raise ConfigurationError(

@@ -19,6 +19,9 @@ from .base import ReusingMethod, SelectionRequest
 
 __all__ = ["Selective"]
 
+_ANCHOR_TOKENS = 16
+"""Of each chunk no more than these are anchors: beyond them a token's place says little."""
+
 
 @dataclass(frozen=True, slots=True)
 class Selective(ReusingMethod):
@@ -41,6 +44,9 @@ class Selective(ReusingMethod):
     always_include_first: int = 0
     """Tokens at the start of every chunk that are recomputed before all others, within the budget: each is a false
     attention sink (EPIC, arXiv:2410.15332)."""
+    anchor: float = 0.0
+    """Share of the budget that goes, before all else, to the starts of chunks: as many first tokens of each, 16 at
+    most. ``v1_literal`` has none."""
     correction: float = 0.0
     """Above 0, tokens that are not recomputed get this share of the mean change of those that are, per chunk and
     layer (AgentKVShift, arXiv:2607.21604)."""
@@ -57,6 +63,8 @@ class Selective(ReusingMethod):
         check_grouping(self.grouping, self.window, self.threshold)
         check_whole_number("always_include_first", self.always_include_first, of="tokens")
         check_whole_number("rounds", self.rounds, least=1, most=8)
+        if not 0.0 <= self.anchor <= 1.0:
+            raise ConfigurationError(f"anchor must be a share of the budget, 0 to 1, got {self.anchor!r}.")
         if not 0.0 <= self.correction <= 1.0:
             raise ConfigurationError(f"correction must be between 0 (none) and 1, got {self.correction!r}.")
         if not 0.0 <= self.probes <= 1.0:
@@ -112,13 +120,14 @@ class Selective(ReusingMethod):
         among = [a & (number >= skipped) for number, a in enumerate(among)]
         budget = min(budget, sum(int(a.sum()) for a in among))
         num_probes = round(self.probes * budget)
+        num_first = max(self.always_include_first, self._num_anchors(budget, len(scores) - skipped))
         masks = group(
             scores,
             budget - num_probes,
             mode=self.grouping,
             window=self.window,
             threshold=self.threshold,
-            first=[torch.arange(len(s)) < self.always_include_first for s in scores],
+            first=[torch.arange(len(s)) < num_first for s in scores],
             among=among,
             sentences=_sentences(request) if self.grouping == "sentence" else None,
         )
@@ -130,6 +139,12 @@ class Selective(ReusingMethod):
         for span, probe in zip(request.spans, probes, strict=True):
             request.probes[span.start : span.stop] = probe
         return [m | p for m, p in zip(masks, probes, strict=True)]
+
+    def _num_anchors(self, budget: int, num_chunks: int) -> int:
+        """First tokens of each chunk that the anchor's share of a budget pays for."""
+        if self.grouping == "v1_literal":
+            return 0
+        return min(_ANCHOR_TOKENS, int(self.anchor * budget / max(1, num_chunks)))
 
     def num_skipped(self, request: SelectionRequest) -> int:
         """Spans, from the first on, on which nothing is spent: 1 where the prompt's first chunk is to be skipped and

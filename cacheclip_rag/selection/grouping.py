@@ -95,7 +95,9 @@ def whole_sentences(
     first: Masks | None = None,
     sentences: Sentences | None = None,
 ) -> Masks:
-    """Whole sentences by the mean score of their tokens, budget filled exactly.
+    """Whole sentences by the score of their best token, budget filled exactly.
+
+    A question looks at a word or two of the sentence that answers it; a mean over all of its tokens would hide them.
 
     Of the sentence that the budget ends in, the tokens of highest score are taken. ``window`` and ``threshold`` are not
     used; without ``sentences`` every chunk is one.
@@ -201,7 +203,7 @@ def _min_over_windows(values: torch.Tensor, num_tokens: int, window: int) -> tor
 
 
 def _sentence_rank(scores: Scores, sentences: Sentences) -> list[torch.Tensor]:
-    """Per chunk ``(num_tokens,)`` int64: rank, over all chunks, of the token's sentence by its mean score."""
+    """Per chunk ``(num_tokens,)`` int64: rank, over all chunks, of the token's sentence by its best score."""
     if not scores:
         return []
     apart, start = [], 0
@@ -209,10 +211,10 @@ def _sentence_rank(scores: Scores, sentences: Sentences) -> list[torch.Tensor]:
         apart.append(numbers + start)
         start += int(numbers.max()) + 1 if len(numbers) else 0
     flat = torch.cat(list(scores))
-    _, of, counts = torch.cat(apart).unique(return_inverse=True, return_counts=True)
-    means = torch.zeros(len(counts), dtype=torch.float64).index_add(0, of, flat.double()) / counts
-    rank = torch.empty(len(counts), dtype=torch.int64)
-    rank[means.argsort(descending=True, stable=True)] = torch.arange(len(counts))
+    known, of = torch.cat(apart).unique(return_inverse=True)
+    best = torch.full((len(known),), -torch.inf, dtype=torch.float64).scatter_reduce(0, of, flat.double(), "amax")
+    rank = torch.empty(len(known), dtype=torch.int64)
+    rank[best.argsort(descending=True, stable=True)] = torch.arange(len(known))
     return list(rank[of].split([len(s) for s in scores]))
 
 

@@ -53,9 +53,8 @@ logger = logging.getLogger(__name__)
 
 RATIO = 0.2
 """Share of the tokens that heads are ranked at."""
-SELECTOR = "anchored:first=cacheclip"
-"""What a head set is asked for: its scores, mixed with places in the chunk. Alone it finds what the question asks for,
-which does not keep the rest from misleading."""
+SELECTOR = "cacheclip"
+"""What a head set is asked for."""
 SINKS = 4
 """Tokens at the start of each chunk that nobody scores here."""
 _SIZES = (4, 8, 16, 32)

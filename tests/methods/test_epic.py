@@ -74,7 +74,7 @@ class TestEpic:
         corrected, bare = (run(case, f"epic:k_init=5{part}") for part in (":correction=1.0", ""))
         assert gap(corrected.logits, bare.logits) > 1e-3
 
-    @pytest.mark.parametrize("part", ["probes=0.25", "always_include_first=4", "rounds=2"])
+    @pytest.mark.parametrize("part", ["probes=0.25", "anchor=0.5", "always_include_first=4", "rounds=2"])
     @pytest.mark.parametrize("number", ["k_init=16", "k_final=2"])
     def test_numbers_leave_no_budget_to_share_out(self, part: str, number: str) -> None:
         with pytest.raises(ConfigurationError, match=f"{part} shares out a budget"):

@@ -200,6 +200,7 @@ class TestNames:
             ("epic:k_init=-1", "0 or more"),
             ("cacheclip:skip_first_chunk=perhaps", "true or false"),
             ("cacheclip:always_include_first=-1", "0 or more"),
+            ("cacheclip:anchor=1.5", "0 to 1"),
             ("cacheclip:correction=2", "between 0"),
             ("query_attention:layers=some", "layers"),
             ("query_attention:layers=0.9-0.2", "range of depth"),

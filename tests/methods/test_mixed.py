@@ -19,7 +19,7 @@ from tests.methods.test_matrix import run
 
 @plain
 def test_mixed_with_all_the_weight_on_one(case: Case) -> None:
-    for weight, part in ((1.0, "cacheclip"), (0.0, "query_attention")):
+    for weight, part in ((1.0, "cacheclip:anchor=0"), (0.0, "query_attention")):
         _, mixed = spied(case, f"mixed:weight={weight}:window=1:threshold=0")
         _, alone = spied(case, f"{part}:window=1:threshold=0")
         assert all(torch.equal(a, b) for a, b in zip(mixed.masks, alone.masks, strict=True))

@@ -40,7 +40,7 @@ def test_saved_scores_choose_the_same(case: Case, spec: str) -> None:
         def rate(self, request: Any, scores: Any) -> list[torch.Tensor]:
             return saved[0]
 
-    settings = ("recompute_ratio", "window", "threshold", "always_include_first")
+    settings = ("recompute_ratio", "window", "threshold", "always_include_first", "anchor")
     again: Any = Spy(Replay(**{name: getattr(spy.inner, name) for name in settings}))
     second = run(case, again)
     assert all(torch.equal(a, b) for a, b in zip(spy.masks, again.masks, strict=True))
@@ -52,6 +52,26 @@ def test_first_tokens_come_before_all_others(case: Case) -> None:
     _, spy = spied(case, "random:always_include_first=4", 0.4)
     assert all(bool(mask[:4].all()) for mask in spy.masks)
     assert sum(int(m.sum()) for m in spy.masks) == round(0.4 * spy.request.num_chunk_tokens)
+
+
+@plain
+@pytest.mark.parametrize(("anchor", "ratio"), [(0.5, 0.4), (1.0, 0.4), (0.5, 0.9), (0.5, 0.01)])
+def test_anchors_are_the_starts_of_all_chunks(case: Case, anchor: float, ratio: float) -> None:
+    """As many of each as the share of the budget pays for, 16 at most; the budget is kept to the token."""
+    _, spy = spied(case, f"random:anchor={anchor}", ratio)
+    budget = round(ratio * spy.request.num_chunk_tokens)
+    each = min(16, int(anchor * budget / len(spy.masks)))
+    assert all(bool(mask[:each].all()) for mask in spy.masks)
+    assert sum(int(m.sum()) for m in spy.masks) == budget
+    assert each > 0 or ratio == 0.01
+
+
+@plain
+def test_the_papers_own_rule_has_no_anchors(case: Case) -> None:
+    (_, with_anchor), (_, without) = (
+        spied(case, f"cacheclip:grouping=v1_literal:anchor={anchor}", 0.4) for anchor in (0.5, 0.0)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(with_anchor.masks, without.masks, strict=True))
 
 
 @plain

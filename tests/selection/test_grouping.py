@@ -322,8 +322,8 @@ def brute_sentences(scores: list[list[int]], numbers: list[list[int]], budget: i
     for c, of in enumerate(numbers):
         for t, number in enumerate(of):
             tokens.setdefault((c, number), []).append(t)
-    mean = {(c, n): Fraction(sum(scores[c][t] for t in ts), len(ts)) for (c, n), ts in tokens.items()}
-    order = sorted(tokens, key=lambda sentence: (-mean[sentence], sentence))
+    best = {(c, n): max(scores[c][t] for t in ts) for (c, n), ts in tokens.items()}
+    order = sorted(tokens, key=lambda sentence: (-best[sentence], sentence))
     ranked = [(c, t) for c, n in order for t in sorted(tokens[c, n], key=lambda t: (-scores[c][t], t))]
     return set(ranked[:budget])
 

@@ -348,7 +348,7 @@ class TestEngine:
         prompt = "\n\n".join([*CHUNKS, "What is the magic number, said the keeper?"])
         one, other = (
             engine.prefill(prompt, method=create(spec, {"behind": "prefix"}))
-            for spec in ("cacheclip", f"cacheclip:{setting}")
+            for spec in ("cacheclip:anchor=0", f"cacheclip:anchor=0:{setting}")
         )
         assert not torch.equal(one.logits, other.logits)
         assert one.stats.recomputed_tokens == other.stats.recomputed_tokens

@@ -232,9 +232,7 @@ class TestDownstream:
         runtime: Any = engine.auxiliary
         last = HeadSet.of_layers(weights_digest(runtime.fingerprint), "last", runtime.num_layers, 4)
         planted = replace(last, heads=(PLANTED,), weights=torch.ones(1))
-        found = downstream(
-            engine, samples, [last, planted, "direct", "anchored:first=cacheclip/pooled=true/layers=last"]
-        )
+        found = downstream(engine, samples, [last, planted, "direct", "cacheclip:pooled=true:layers=last"])
         assert engine.head_set is None and not any(engine.is_stored(chunk) for chunk in samples[0].chunks)
         assert found[0] == found[3], "every head of the last layer is the last layer"
         assert found[0] != found[1] != found[2] and all(first > 0 for each in found for first, _ in each)
