@@ -12,6 +12,7 @@ from cacheclip_rag.evaluation.exactness import check_exactness
 from cacheclip_rag.evaluation.prompts import bundled_prompts
 from cacheclip_rag.fusion.layout import lay_out
 from cacheclip_rag.models.runtime import ModelRuntime
+from cacheclip_rag.selection.heads import _SHIPPED, HeadSet
 
 pytestmark = pytest.mark.slow
 
@@ -50,6 +51,11 @@ def test_the_needle_is_found_by_every_method(engine: CacheClipEngine) -> None:
     for method in ("full", "cacheclip"):
         answer = engine.generate(PROMPT, SamplingParams(max_tokens=24), method=method, question=QUESTION)
         assert "7316042" in answer.text, (method, answer.text)
+
+
+def test_the_auxiliary_is_asked_with_the_head_set_that_comes_with_the_package(engine: CacheClipEngine) -> None:
+    [shipped] = [HeadSet.load(path) for path in _SHIPPED.glob("*.safetensors")]
+    assert engine.head_set is not None and engine.head_set.digest() == shipped.digest()
 
 
 def test_ratio_one_is_full_prefill(engine: CacheClipEngine) -> None:
