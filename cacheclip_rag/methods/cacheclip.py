@@ -4,8 +4,8 @@ Source: CacheClip (arXiv:2510.10129v1). The paper fine-tunes the auxiliary and d
 which heads score, and what was learned for them (:mod:`cacheclip_rag.training`); without one the model is used as it
 comes. Departures: scores are mapped to the primary's tokens before grouping, so that the ratio counts what costs time;
 the default grouping fills its budget, half of it with the starts of chunks (``anchor``), whatever they score: what a
-chunk lacked when it was computed alone its first tokens lacked most (EPIC, arXiv:2410.15332), and a question seldom asks
-for them; nothing is spent on a chunk that is exact already; of a long question the last 96 tokens score.
+chunk lacked when it was computed alone its first tokens lacked most (EPIC, arXiv:2410.15332), and a question seldom
+asks for them; nothing is spent on a chunk that is exact already; of a long question the last 96 tokens score.
 ``grouping="v1_literal"`` is the paper's own rule. The paper scores while the primary's KV is read; here scoring comes
 first, and the time to the first token holds both. Of version 2 (arXiv:2510.10129v2) only the abstract could be checked:
 window, stride and threshold of its sliding grouping, whether its auxiliary is tuned, and how it shares the work between

@@ -1,4 +1,5 @@
-"""What an auxiliary model should find: the tokens of a prompt that the primary both attends to and holds stale."""
+"""What an auxiliary model should find: the tokens of a prompt that the primary both attends to and holds stale; and
+what a method chooses of a sample."""
 
 from __future__ import annotations
 
@@ -12,11 +13,12 @@ from ..engine import CacheClipEngine
 from ..methods import create
 from ..methods.base import SelectionRequest
 from ..methods.selective import Selective
+from ..selection.mapping import Offsets
 from .families import Sample
 from .features import spread_over
 from .prompts import segments_of
 
-__all__ = ["attended_and_stale", "attended_when_stale", "behind_sinks"]
+__all__ = ["attended_and_stale", "attended_when_stale", "behind_sinks", "chosen_by"]
 
 _RATIO = 0.5
 """Any but 0 and 1 has the method rate."""
@@ -55,21 +57,9 @@ def attended_when_stale(engine: CacheClipEngine, sample: Sample, spec: str) -> t
 def _rated(engine: CacheClipEngine, sample: Sample, spec: str) -> torch.Tensor | None:
     """``(num_tokens,)`` in the auxiliary's tokens: what a method rates; None where it rates nothing."""
     assert engine.config.store is None, "an engine to train with, not a user's own"
-    method = create(spec, {"recompute_ratio": _RATIO, "behind": engine.config.behind})
-    assert isinstance(method, Selective), "a method that rates tokens"
-    recording = _Recording(method)
-    engine.precompute(sample.chunks, method=method)
-    engine.prefixes.clear()
-    try:
-        with suppress(_Recorded):  # what comes after is not asked for
-            engine.prefill(segments_of(engine, sample), method=recording.method, question=sample.question)
-    finally:
-        engine.release(sample.chunks)
-        engine.prefixes.clear()
-    if recording.request is None:
+    by_text = _recorded(engine, sample, spec, _RATIO, "rate")
+    if not by_text:
         return None
-    spans = zip(recording.request.spans, recording.rated, strict=True)
-    by_text = {span.segment.text: (score, span.tokens.offsets) for span, score in spans}
     parts = []
     for chunk in sample.chunks:
         offsets = engine.auxiliary_caches.tokenize(chunk).offsets
@@ -81,25 +71,57 @@ def _rated(engine: CacheClipEngine, sample: Sample, spec: str) -> torch.Tensor |
     return torch.cat(parts)
 
 
+def chosen_by(engine: CacheClipEngine, sample: Sample, spec: str, ratio: float) -> list[tuple[torch.Tensor, Offsets]]:
+    """Per chunk what a method recomputes: ``(num_tokens,)`` bool in the primary's tokens, and where these stand in the
+    text. What is exact already, or computed with the prompt, counts as recomputed."""
+    by_text = _recorded(engine, sample, spec, ratio, "select")
+    found = []
+    for chunk in sample.chunks:
+        offsets = engine.primary.tokenize(chunk).offsets
+        found.append(by_text.get(chunk, (torch.ones(len(offsets), dtype=torch.bool), offsets)))
+    return found
+
+
+def _recorded(
+    engine: CacheClipEngine, sample: Sample, spec: str, ratio: float, hook: str
+) -> dict[str, tuple[torch.Tensor, Offsets]]:
+    """By text of the chunk what a method's ``hook`` (``rate`` or ``select``) returns for it, and the offsets of its
+    tokens; empty where the hook is not asked. What comes after it is not computed; chunks that were not there are
+    released."""
+    method = create(spec, {"recompute_ratio": ratio, "behind": engine.config.behind})
+    assert isinstance(method, Selective), "a method that rates tokens"
+    recording = _Recording(method, hook)
+    missing = [chunk for chunk in sample.chunks if not engine.is_stored(chunk)]
+    engine.precompute(sample.chunks, method=method)
+    engine.prefixes.clear()
+    try:
+        with suppress(_Recorded):
+            engine.prefill(segments_of(engine, sample), method=recording.method, question=sample.question)
+    finally:
+        engine.release(missing)
+        engine.prefixes.clear()
+    if recording.request is None:
+        return {}
+    spans = zip(recording.request.spans, recording.returned, strict=True)
+    return {span.segment.text: (tensor, span.tokens.offsets) for span, tensor in spans}
+
+
 class _Recorded(Exception):
     """Nothing went wrong: what was to be seen was seen."""
 
 
 class _Recording:
-    """A method of the same settings that keeps what it rates."""
+    """A method of the same settings that keeps what one of its hooks returns, and ends there."""
 
-    def __init__(self, method: Selective) -> None:
+    def __init__(self, method: Selective, hook: str) -> None:
         self.request: SelectionRequest | None = None
-        self.rated: list[torch.Tensor] = []
-        recording = self
+        self.returned: list[torch.Tensor] = []
 
-        class Recording(type(method)):  # type: ignore[misc]
-            __slots__ = ()
+        def record(of: Selective, request: SelectionRequest, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            self.returned = list(getattr(type(method), hook)(of, request, scores))
+            self.request = request
+            raise _Recorded
 
-            def rate(self, request: SelectionRequest, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-                rated: list[torch.Tensor] = super().rate(request, scores)
-                recording.request, recording.rated = request, rated
-                raise _Recorded
-
+        Recording = type("Recording", (type(method),), {"__slots__": (), hook: record})
         settings = {each.name: getattr(method, each.name) for each in fields(method)}
         self.method: Selective = Recording(**settings)
