@@ -97,7 +97,7 @@ def finetune(
     samples: SamplesOption = 96,
     targets: Annotated[int, typer.Option(help="Of those, how many the primary is asked about.")] = 36,
     tests: Annotated[int, typer.Option(help="Synthetic questions to measure by.")] = 36,
-    prompts: PromptsOption = 6,
+    prompts: PromptsOption = 12,
     epochs: Annotated[int, typer.Option(help="At most.")] = 60,
     rank: Annotated[int, typer.Option(help="Rank of the updates.")] = 8,
     learning_rate: Annotated[

@@ -42,6 +42,7 @@ __all__ = [
     "LayerRank",
     "best_of",
     "calibrate",
+    "answered_rightly",
     "capped_mean",
     "combined",
     "downstream",
@@ -59,6 +60,10 @@ SINKS = 4
 """Tokens at the start of each chunk that nobody scores here."""
 _SIZES = (4, 8, 16, 32)
 _ANSWER_TOKENS = 16
+_WHOLE_ANSWER_TOKENS = 40
+"""Room for the longest that the package's own questions have: a UUID."""
+TRIES = 3
+"""Samples tried, at most, for each that the primary should answer rightly."""
 _ABOUT = 1.1
 """A few prompts tell KLs apart no better than this."""
 _MOST_KL = 1.0
@@ -165,7 +170,8 @@ def calibrate(
     Args:
         num_samples: synthetic ones; two thirds rank, the others check. Given ones come on top, and are shared out
             alike.
-        num_prompts: of those that check, for the primary; 0 asks it nothing, and evidence alone decides.
+        num_prompts: of those that check, for the primary, as far as it answers so many rightly by itself
+            (:func:`answered_rightly`); 0 asks it nothing, and evidence alone decides.
         folder: where looks at samples and answers are kept; default one by these settings in
             ``$CACHECLIP_HOME/training``.
 
@@ -188,7 +194,6 @@ def calibrate(
     digest = digest_of([inputs, [asdict(each) for each in samples]])
     kept = Kept(folder or cache_home() / "training" / digest[:16], inputs)
     check = list(range(0, len(samples), 3))
-    prompts = [samples[number] for number in spaced(check, num_prompts)]
     with resumable(kept.folder):
         seen = []
         with progress_bar("reading", len(samples), "samples") as advance:
@@ -197,6 +202,9 @@ def calibrate(
                 advance(done)
         ranking, layers = _ranked([each for number, each in enumerate(seen) if number % 3])
         sets = _sets(auxiliary, ranking)
+        prompts = answered_rightly(
+            engine, [samples[number] for number in spaced(check, TRIES * num_prompts)], num_prompts, kept=kept
+        )
         found = downstream(engine, prompts, list(sets.values()), kept=kept)
     candidates = []
     for (name, heads), outcomes in zip(sets.items(), found, strict=True):
@@ -276,6 +284,35 @@ def recall_of(scores: torch.Tensor, seen: Seen, ratio: float = RATIO) -> tuple[f
     """Share of evidence tokens, and of whole values, among the tokens that the default grouping takes."""
     mask = chosen(scores, seen.lengths, ratio)
     return float(token_recall(mask, seen.evidence)), float(span_recall(mask, seen.values))
+
+
+def answered_rightly(
+    engine: CacheClipEngine, samples: Sequence[Sample], count: int, *, kept: Kept | None = None
+) -> list[Sample]:
+    """The first ``count`` samples to which full prefill's answer holds every part of the right one; where there are
+    fewer, others fill up. How near a method comes to a wrong answer says little: there it hangs by a hair."""
+    right: list[Sample] = []
+    others: list[Sample] = []
+    with progress_bar("what the primary knows", count, "prompts") as advance, torch.inference_mode():
+        for sample in samples:
+            if len(right) == count:
+                break
+            about = {"sample": asdict(sample), "right in": _WHOLE_ANSWER_TOKENS}
+            known = kept.outcome(about) if kept else None
+            if known is None:
+                known = (float(_is_answered(engine, sample)),)
+                if kept:
+                    kept.keep_outcome(about, known)
+            (right if known[0] else others).append(sample)
+            advance(len(right))
+    return [*right, *others][:count]
+
+
+def _is_answered(engine: CacheClipEngine, sample: Sample) -> bool:
+    engine.prefixes.clear()
+    full = engine.prefill(segments_of(engine, sample), method=create("full", {}))
+    answer = Reference.of(engine, full, _WHOLE_ANSWER_TOKENS).answer.lower()
+    return all(part in answer for part in sample.answer.lower().split(", "))
 
 
 def downstream(

@@ -23,7 +23,8 @@ from ..models.runtime import ModelRuntime
 from ..paths import cache_home
 from ..progress import progress_bar
 from ..selection.heads import HeadSet, weights_digest
-from .calibrate import RATIO, SINKS, capped_mean, combined, downstream, open_engine
+from ..selection.sentences import sentence_numbers
+from .calibrate import RATIO, SINKS, TRIES, answered_rightly, capped_mean, combined, downstream, open_engine
 from .families import Sample, synthetic_samples
 from .features import Seen, look
 from .folder import (
@@ -40,7 +41,7 @@ from .folder import (
 )
 from .given import data_of
 from .lexical import lexical_scores
-from .measures import chosen, rank_correlation, span_recall, token_recall
+from .measures import chosen, chosen_sentences, rank_correlation, span_recall, token_recall
 from .targets import attended_and_stale, attended_when_stale, behind_sinks
 from .tuning import (
     Trainee,
@@ -70,6 +71,8 @@ class Figures:
     name: str
     recall: dict[str, float] = field(default_factory=dict)
     """Of evidence tokens, by ratio."""
+    sentence_recall: dict[str, float] = field(default_factory=dict)
+    """The same where whole sentences are taken, by their best token."""
     recall_of_asked: dict[str, float] = field(default_factory=dict)
     """The same over the samples that the primary was asked about; of the tuned set."""
     span_recall: dict[str, float] = field(default_factory=dict)
@@ -95,9 +98,9 @@ class FineTuning:
     """What to use: the tuned set if it is worth more on the primary, else the one it began with."""
     is_tuned: bool
     is_accepted: bool | None
-    """Whether the tuned set is nearer to full prefill, on the test split, than the untuned last layer, words alone (by
-    recall) and EPIC, and its recall within 0.02 of what the primary's own attention would find; None where the primary
-    was not asked."""
+    """Whether the tuned set is nearer to full prefill, on the test split, than the untuned last layer and EPIC, finds
+    more than words alone (by sentences), and its recall is within 0.02 of what the primary's own attention would find;
+    None where the primary was not asked."""
     history: tuple[dict[str, float], ...]
     """Per epoch loss and held-out figures; epoch 0 is before training."""
     figures: tuple[Figures, ...]
@@ -116,7 +119,7 @@ def finetune(
     num_samples: int = 96,
     num_targets: int = 36,
     num_tests: int = 36,
-    num_prompts: int = 6,
+    num_prompts: int = 12,
     given: Sequence[Sample] = (),
     given_from: Sequence[str] = (),
     folder: Path | None = None,
@@ -128,7 +131,8 @@ def finetune(
         num_samples: synthetic ones to train on; given ones come on top. A fifth is held out.
         num_targets: for how many of all these the primary is asked what it attends to and holds stale.
         num_tests: synthetic ones of the other split, to measure by; ``num_prompts`` of them on the primary, and as many
-            of the held-out ones to decide whether the tuned set is kept.
+            of the held-out ones to decide whether the tuned set is kept; both as far as the primary answers so many
+            rightly by itself.
         given_from: names of the files that the given ones come from, for the report.
         folder: where the heads to begin with, looks, targets, the state of training and outcomes are kept; default one
             by these settings in ``$CACHECLIP_HOME/training``.
@@ -188,7 +192,8 @@ def finetune(
         found = tuned.head_set(about)
         is_tuned = state.best_epoch > 0
         if is_tuned and num_prompts:
-            prompts = [samples[number] for number in spaced(held_out, num_prompts)]
+            asked_for = [samples[number] for number in spaced(held_out, TRIES * num_prompts)]
+            prompts = answered_rightly(engine, asked_for, num_prompts, kept=kept)
             before, after = (
                 capped_mean([along for _, along in each])
                 for each in downstream(engine, prompts, [heads, found], kept=kept)
@@ -214,7 +219,8 @@ def _is_accepted(figures: dict[str, Figures]) -> bool | None:
     if after.kl is None or own is None:
         return None
     nearer = all((figures[name].kl or 0.0) > after.kl for name in (_UNTUNED, "epic"))
-    finds = after.recall["0.2"] > figures[_WORDS].recall["0.2"]
+    # words score whole sentences: so are both held against each other
+    finds = after.sentence_recall["0.2"] > figures[_WORDS].sentence_recall["0.2"]
     return nearer and finds and after.recall_of_asked["0.2"] >= own.recall["0.2"] - 0.02
 
 
@@ -347,6 +353,7 @@ def _figures(
     caches, sinks = engine.auxiliary_caches, tuned.settings.sinks
     runtime = caches.kv_runtime
     samples = synthetic_samples("test", num_tests, seed=tuned.settings.seed)
+    prompts = answered_rightly(engine, samples, num_prompts, kept=kept)
     last = _last_layer(runtime, sinks)
     layers = sorted({*heads.layers, runtime.num_layers - 1})
     scorers: dict[str, Callable[[Sample, Seen], torch.Tensor]] = {
@@ -363,23 +370,23 @@ def _figures(
         for number, sample in enumerate(samples):
             seen = kept.look(caches, sample, layers, sinks=sinks, keep=heads.layers[-1])
             target = None
-            if number < num_prompts:
+            sentences = [sentence_numbers(chunk, caches.tokenize(chunk).offsets) for chunk in sample.chunks]
+            if sample in prompts:
                 target, own = _asked(engine, sample, kept)
                 target = behind_sinks(target, seen.lengths, sinks)
-                measured[_OWN_ATTENTION].append(_measured(own, seen, target))
+                measured[_OWN_ATTENTION].append(_measured(own, seen, target, sentences))
             for name, score in scorers.items():
-                measured[name].append(_measured(score(sample, seen), seen, target))
+                measured[name].append(_measured(score(sample, seen), seen, target, sentences))
             advance(number + 1)
     figures = {name: _mean(name, rows) for name, rows in measured.items()}
-    if num_prompts:  # what is held against the primary's own attention: the same questions
-        asked = _mean("after", measured["after"][:num_prompts]).recall
-        figures["after"] = replace(figures["after"], recall_of_asked=asked)
-    if num_prompts:
+    if prompts:  # what is held against the primary's own attention: the same questions
+        asked = [row for row, sample in zip(measured["after"], samples, strict=True) if sample in prompts]
+        figures["after"] = replace(figures["after"], recall_of_asked=_mean("after", asked).recall)
         sets: dict[str, HeadSet | str] = {_UNTUNED: last, "before": heads, "after": found}
         sets |= {
             name: name for name in ("direct", "random", "cacheblend", "epic", _OWN_ATTENTION, "anchored", "oracle")
         }
-        outcomes = downstream(engine, samples[:num_prompts], list(sets.values()), kept=kept)
+        outcomes = downstream(engine, prompts, list(sets.values()), kept=kept)
         for name, of_set in zip(sets, outcomes, strict=True):
             first, along = zip(*of_set, strict=True)
             figures[name] = replace(figures.get(name, Figures(name)), first_token_kl=first, answer_kl=along)
@@ -397,11 +404,15 @@ def _asked(engine: CacheClipEngine, sample: Sample, kept: Kept) -> tuple[torch.T
     return found.get("target"), found["own"]
 
 
-def _measured(scores: torch.Tensor, seen: Seen, target: torch.Tensor | None) -> dict[str, float]:
+def _measured(
+    scores: torch.Tensor, seen: Seen, target: torch.Tensor | None, sentences: Sequence[torch.Tensor]
+) -> dict[str, float]:
     found = {}
     for ratio in (0.1, RATIO):
         mask = chosen(scores, seen.lengths, ratio)
         found[f"recall {ratio}"] = float(token_recall(mask, seen.evidence))
+        whole = chosen_sentences(scores, seen.lengths, sentences, ratio)
+        found[f"sentence {ratio}"] = float(token_recall(whole, seen.evidence))
         found[f"span {ratio}"] = float(span_recall(mask, seen.values))
     if target is not None:
         ours, theirs = (chosen(each, seen.lengths, RATIO) for each in (scores, target))
@@ -421,6 +432,7 @@ def _mean(name: str, rows: Sequence[dict[str, float]]) -> Figures:
     return Figures(
         name,
         recall=by_ratio("recall"),
+        sentence_recall=by_ratio("sentence"),
         span_recall=by_ratio("span"),
         overlap=mean("overlap"),
         correlation=mean("correlation"),

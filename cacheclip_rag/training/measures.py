@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["chosen", "rank_correlation", "span_recall", "token_recall"]
+from ..selection.grouping import group
+
+__all__ = ["chosen", "chosen_sentences", "rank_correlation", "span_recall", "token_recall"]
 
 _WINDOW = 8
 
@@ -40,6 +42,24 @@ def chosen(scores: torch.Tensor, lengths: Sequence[int], ratio: float) -> torch.
     mask = torch.zeros_like(flat, dtype=torch.bool)
     mask.scatter_(-1, order[:, : round(ratio * scores.shape[-1])], True)
     return mask.reshape(scores.shape)
+
+
+def chosen_sentences(
+    scores: torch.Tensor, lengths: Sequence[int], sentences: Sequence[torch.Tensor], ratio: float
+) -> torch.Tensor:
+    """What the grouping ``sentence`` takes: whole sentences by their best token.
+
+    Args:
+        scores: ``(num_tokens,)``.
+        sentences: per chunk the number of each token's sentence.
+
+    Returns:
+        ``(num_tokens,)`` bool, ``round(ratio * num_tokens)`` of them True.
+    """
+    parts = list(scores.split(list(lengths)))
+    return torch.cat(
+        group(parts, round(ratio * len(scores)), mode="sentence", window=8, threshold=5, sentences=sentences)
+    )
 
 
 def token_recall(mask: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:

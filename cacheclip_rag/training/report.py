@@ -91,6 +91,7 @@ def finetuning_table(found: FineTuning) -> Table:
         [
             each.name,
             *(text(each.recall.get(ratio)) for ratio in ("0.1", "0.2")),
+            *(text(each.sentence_recall.get(ratio)) for ratio in ("0.1", "0.2")),
             *(text(each.span_recall.get(ratio)) for ratio in ("0.1", "0.2")),
             text(each.overlap),
             text(each.correlation),
@@ -102,6 +103,8 @@ def finetuning_table(found: FineTuning) -> Table:
     titles = [
         "selector",
         "recall at 0.1",
+        "at 0.2",
+        "by whole sentences at 0.1",
         "at 0.2",
         "whole values at 0.1",
         "at 0.2",
@@ -143,6 +146,7 @@ def finetuning_json(found: FineTuning) -> dict[str, Any]:
         "figures": {
             each.name: {
                 "recall": each.recall,
+                "sentence_recall": each.sentence_recall,
                 "span_recall": each.span_recall,
                 "overlap": each.overlap,
                 "correlation": each.correlation,

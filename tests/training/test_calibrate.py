@@ -12,14 +12,24 @@ import torch
 from cacheclip_rag import CacheClipEngine, EngineConfig
 from cacheclip_rag.errors import ConfigurationError, ModelError
 from cacheclip_rag.evaluation.reference import Reference
+from cacheclip_rag.methods import create
 from cacheclip_rag.scoring import MAX_QUESTION_TOKENS
 from cacheclip_rag.selection.auxiliary import score_chunks
 from cacheclip_rag.selection.heads import HeadSet, weights_digest
 from cacheclip_rag.training import folder
-from cacheclip_rag.training.calibrate import Candidate, best_of, calibrate, combined, downstream, recall_of
+from cacheclip_rag.training.calibrate import (
+    Candidate,
+    answered_rightly,
+    best_of,
+    calibrate,
+    combined,
+    downstream,
+    recall_of,
+)
 from cacheclip_rag.training.families import synthetic_samples
 from cacheclip_rag.training.features import look
 from cacheclip_rag.training.folder import Interrupted
+from cacheclip_rag.training.prompts import segments_of
 from cacheclip_rag.training.report import calibration_json, calibration_table, ranking_tables
 from cacheclip_rag.training.whole import WholeSample
 from tests.training.planted import PLANTED, build_planted
@@ -209,6 +219,23 @@ class TestLook:
                     assert bool(seen.evidence[start + index]) == bool(wanted & set(range(a, b)))
                 start += len(tokens)
             assert bool((seen.evidence | ~seen.values).all()), "values lie within evidence"
+
+
+class TestAnsweredRightly:
+    def test_those_that_are_come_first(
+        self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine = CacheClipEngine(config, heads="none")
+        kept = folder.Kept(tmp_path, folder.engine_inputs(engine))
+        [wrong, other] = synthetic_samples("test", 2, chunk_words=20)
+        prefilled = engine.prefill(segments_of(engine, other), method=create("full", {}))
+        said = Reference.of(engine, prefilled, 40).answer.split()
+        right = replace(other, answer=f"{said[-1]}, {said[0].upper()}")
+        assert answered_rightly(engine, [wrong, right, other], 1, kept=kept) == [right]
+        assert answered_rightly(engine, [wrong, right], 2, kept=kept) == [right, wrong], "others fill up"
+        assert answered_rightly(engine, [right], 0) == []
+        monkeypatch.setattr(engine, "prefill", None)
+        assert answered_rightly(engine, [wrong, right], 2, kept=kept) == [right, wrong], "asked once"
 
 
 class TestDownstream:
