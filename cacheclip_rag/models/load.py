@@ -241,22 +241,23 @@ def check_device(device: str) -> None:
 
 
 def _fingerprint(folder: Path) -> str:
-    """sha256 over config and weights. Hashing gigabytes takes seconds, so results are remembered by size and mtime."""
+    """``WEIGHTS:CONFIG``, the sha256 of each: what is learned for a model is for its weights, whatever release wrote
+    the config beside them. Hashing gigabytes takes seconds, so results are remembered by size and mtime."""
     files = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
     identity = repr([(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files])
     memo_path = cache_home() / "fingerprints" / f"{hashlib.sha256(identity.encode()).hexdigest()}.json"
     try:
-        return str(json.loads(memo_path.read_text())["sha256"])
+        return str(json.loads(memo_path.read_text())["fingerprint"])
     except (OSError, ValueError, KeyError, TypeError):  # absent or damaged: computed again
         pass
-    total = hashlib.sha256()
-    for file in files:
+    weights, config = hashlib.sha256(), files[0].read_bytes()
+    for file in files[1:]:
         with file.open("rb") as handle:
-            total.update(hashlib.file_digest(handle, "sha256").digest())
-    digest = total.hexdigest()
+            weights.update(hashlib.file_digest(handle, "sha256").digest())
+    fingerprint = f"{weights.hexdigest()}:{hashlib.sha256(config).hexdigest()}"
     try:
         with atomic_path(memo_path) as temporary:
-            temporary.write_text(json.dumps({"folder": os.fspath(folder), "sha256": digest}) + "\n")
+            temporary.write_text(json.dumps({"folder": os.fspath(folder), "fingerprint": fingerprint}) + "\n")
     except OSError as error:
         logger.debug("fingerprint of %s is not remembered: %s", folder, error)
-    return digest
+    return fingerprint

@@ -64,7 +64,7 @@ class HeadSet:
     """Heads whose attention, pooled over all chunks, is the score: ``sum_h weight_h * mean_q softmax(logits_h,q)``."""
 
     auxiliary_sha256: str
-    """Digest of the auxiliary's config and weights, whatever it computes in."""
+    """Digest of the auxiliary's weights, whatever it computes in."""
     heads: tuple[tuple[int, int], ...]
     """``(layer, head)``, in increasing order."""
     weights: torch.Tensor

@@ -19,6 +19,7 @@ from cacheclip_rag.models.architectures import SUPPORTED, check_supported, rope_
 from cacheclip_rag.models.catalog import PACKAGED_MODELS
 from cacheclip_rag.models.load import _fingerprint as fingerprint
 from cacheclip_rag.models.load import load_model, resolve
+from cacheclip_rag.selection.heads import weights_digest
 
 
 @pytest.fixture
@@ -159,6 +160,12 @@ class TestFingerprint:
         change_config(folder, rms_norm_eps=1e-5)
         assert fingerprint(folder) != before
 
+    def test_another_release_of_transformers_writes_another_config_for_the_same_weights(self, folder: Path) -> None:
+        before = fingerprint(folder)
+        change_config(folder, transformers_version="5.99.0")
+        assert fingerprint(folder) != before, "what is computed may differ: chunk caches are made anew"
+        assert weights_digest(fingerprint(folder)) == weights_digest(before), "what was learned for them stays"
+
     def test_changes_with_a_second_weights_file(self, folder: Path) -> None:
         before = fingerprint(folder)
         save_file({"extra": torch.ones(1)}, folder / "model-2.safetensors")
@@ -178,8 +185,8 @@ class TestFingerprint:
     def test_is_remembered(self, folder: Path, home: Path) -> None:
         first = fingerprint(folder)
         (memo,) = (home / "fingerprints").glob("*.json")
-        assert json.loads(memo.read_text())["sha256"] == first
-        memo.write_text(json.dumps({"sha256": "remembered"}))
+        assert json.loads(memo.read_text())["fingerprint"] == first
+        memo.write_text(json.dumps({"fingerprint": "remembered"}))
         assert fingerprint(folder) == "remembered"  # the weights were not read again
 
     def test_damaged_memory_is_computed_again(self, folder: Path, home: Path) -> None:
