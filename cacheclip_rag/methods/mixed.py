@@ -2,7 +2,7 @@
 
 Ours. Each part is a method that scores tokens, with settings of its own behind slashes, since ``:`` and ``,`` part
 methods and settings already: ``mixed:first=cacheclip/layers=0.5+3/pooled=true:second=epic:weight=0.7``. What says how
-tokens are chosen (ratio, grouping, floors, rounds) is set once, on ``mixed``.
+tokens are chosen (ratio, grouping, floors, anchor, rounds) is set once, on ``mixed``, whatever a part does by itself.
 """
 
 from __future__ import annotations

@@ -69,6 +69,10 @@ class Selective(ReusingMethod):
             raise ConfigurationError(f"correction must be between 0 (none) and 1, got {self.correction!r}.")
         if not 0.0 <= self.probes <= 1.0:
             raise ConfigurationError(f"probes must be a share of the budget, 0 to 1, got {self.probes!r}.")
+        if self.anchor + self.probes > 1.0:
+            raise ConfigurationError(
+                f"anchor={self.anchor} and probes={self.probes} are shares of one budget: together 1 at most."
+            )
 
     @property
     def nominal_ratio(self) -> float:
@@ -120,7 +124,7 @@ class Selective(ReusingMethod):
         among = [a & (number >= skipped) for number, a in enumerate(among)]
         budget = min(budget, sum(int(a.sum()) for a in among))
         num_probes = round(self.probes * budget)
-        num_first = max(self.always_include_first, self._num_anchors(budget, len(scores) - skipped))
+        num_first = max(self.always_include_first, self._num_anchors(request, len(scores) - skipped))
         masks = group(
             scores,
             budget - num_probes,
@@ -140,11 +144,11 @@ class Selective(ReusingMethod):
             request.probes[span.start : span.stop] = probe
         return [m | p for m, p in zip(masks, probes, strict=True)]
 
-    def _num_anchors(self, budget: int, num_chunks: int) -> int:
-        """First tokens of each chunk that the anchor's share of a budget pays for."""
+    def _num_anchors(self, request: SelectionRequest, num_chunks: int) -> int:
+        """First tokens of each chunk that the anchor's share of the whole budget pays for, whatever the round."""
         if self.grouping == "v1_literal":
             return 0
-        return min(_ANCHOR_TOKENS, int(self.anchor * budget / max(1, num_chunks)))
+        return min(_ANCHOR_TOKENS, int(self.anchor * self.budget(request) / max(1, num_chunks)))
 
     def num_skipped(self, request: SelectionRequest) -> int:
         """Spans, from the first on, on which nothing is spent: 1 where the prompt's first chunk is to be skipped and

@@ -201,6 +201,7 @@ class TestNames:
             ("cacheclip:skip_first_chunk=perhaps", "true or false"),
             ("cacheclip:always_include_first=-1", "0 or more"),
             ("cacheclip:anchor=1.5", "0 to 1"),
+            ("cacheclip:probes=0.6", "together 1 at most"),
             ("cacheclip:correction=2", "between 0"),
             ("query_attention:layers=some", "layers"),
             ("query_attention:layers=0.9-0.2", "range of depth"),

@@ -67,6 +67,16 @@ def test_anchors_are_the_starts_of_all_chunks(case: Case, anchor: float, ratio: 
 
 
 @plain
+@pytest.mark.parametrize("rounds", [2, 3])
+def test_anchors_do_not_depend_on_rounds(case: Case, rounds: int) -> None:
+    _, spy = spied(case, f"query_attention:anchor=0.5:rounds={rounds}", 0.4)
+    each = min(16, int(0.5 * round(0.4 * spy.request.num_chunk_tokens) / len(spy.masks)))
+    assert each > 0
+    for span in spy.request.spans:
+        assert bool(spy.request.computed[span.start : span.start + each].all())
+
+
+@plain
 def test_the_papers_own_rule_has_no_anchors(case: Case) -> None:
     (_, with_anchor), (_, without) = (
         spied(case, f"cacheclip:grouping=v1_literal:anchor={anchor}", 0.4) for anchor in (0.5, 0.0)
