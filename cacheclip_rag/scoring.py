@@ -105,8 +105,9 @@ class AuxiliaryScorer:
         return self.heads if scoring.heads == "auto" else self.named[scoring.heads]
 
     def _best_sentence(self, texts: Sequence[str], scores: Sequence[torch.Tensor]) -> Question:
-        """The sentence of highest mean score, as the chunk's own tokens; of one too long the best stretch. A mean: as the
-        model comes, single tokens score high because every question attends to them."""
+        """The sentence of highest mean score, as the chunk's own tokens; of one too long the best stretch.
+
+        A mean: as the model comes, single tokens score high because every question attends to them."""
         best, found = -1.0, Question((), torch.zeros(0, dtype=torch.bool))
         for text, score in zip(texts, scores, strict=True):
             tokens = self.caches.tokenize(text)
