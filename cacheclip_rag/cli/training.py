@@ -63,13 +63,13 @@ def calibrate(
     """Find the heads of the auxiliary model that look at evidence; engines of this pair use them from then on. An
     interrupted run goes on where it was."""
     from ..training.calibrate import calibrate as run
-    from ..training.report import calibration_json, calibration_table, ranking_tables
+    from ..training.report import calibration_json, calibration_note, calibration_table, ranking_tables
 
     _check_folder(work, "working files")
     config = _config(primary, auxiliary, dtype, device, auxiliary_device)
     path = _target(config, out, overwrite)
     with _stoppable():
-        given = _given(config, data, data_limit, seed)
+        given = _given(config, data, data_limit, seed, work)
         found = run(
             config,
             num_samples=samples,
@@ -83,7 +83,7 @@ def calibrate(
         print_json({**calibration_json(found), "path": str(path)})
     else:
         tables = {**ranking_tables(found), "Heads of the auxiliary model": calibration_table(found)}
-        _print(tables, f"Head set: {path}")
+        _print(tables, calibration_note(found), f"Head set: {path}")
 
 
 def finetune(
@@ -120,7 +120,13 @@ def finetune(
     from ..selection.heads import HeadSet
     from ..training.calibrate import SINKS
     from ..training.finetune import finetune as run
-    from ..training.report import finetuning_json, finetuning_table, finetuning_verdict, write_report
+    from ..training.report import (
+        finetuning_json,
+        finetuning_note,
+        finetuning_table,
+        finetuning_verdict,
+        write_report,
+    )
     from ..training.tuning import WHOLE_LEARNING_RATE, TuningSettings
 
     if scope not in ("heads", "model") or (scope == "model" and out is None):
@@ -142,7 +148,7 @@ def finetune(
         return
     path = _target(config, out, overwrite, instead_of="calibrate")
     with _stoppable():
-        given = _given(config, data, data_limit, seed)
+        given = _given(config, data, data_limit, seed, work)
         found = run(
             config,
             settings,
@@ -169,7 +175,8 @@ def finetune(
         print_json({**finetuning_json(found), "path": None if kept else str(path), "reports": reports})
     else:
         tables = {"On families and words never trained on": finetuning_table(found)}
-        _print(tables, finetuning_verdict(found), f"Head set: {path}")
+        written = [] if kept else [f"Head set: {path}"]
+        _print(tables, finetuning_note(found), finetuning_verdict(found), *written)
 
 
 def _finetune_whole(
@@ -184,7 +191,7 @@ def _finetune_whole(
     report: Path | None,
     as_json: bool,
 ) -> None:
-    from ..training.report import whole_json, whole_table, whole_verdict, write_report
+    from ..training.report import whole_json, whole_note, whole_table, whole_verdict, write_report
     from ..training.whole import finetune_whole
 
     found = finetune_whole(
@@ -203,7 +210,8 @@ def _finetune_whole(
         print_json({**whole_json(found), "reports": reports})
     else:
         saved = [f"Model: {found.folder}"] if found.folder else []
-        _print({"Training of the whole model": whole_table(found)}, whole_verdict(found), *saved)
+        tables = {"Training of the whole model": whole_table(found)}
+        _print(tables, whole_note(found), whole_verdict(found), *saved)
 
 
 @contextmanager
@@ -244,8 +252,12 @@ def _config(
     )
 
 
-def _given(config: EngineConfig, data: Sequence[str] | None, limit: int, seed: int) -> Given | None:
-    """What is taken of the user's own data, told on stderr; None without any."""
+def _given(
+    config: EngineConfig, data: Sequence[str] | None, limit: int, seed: int, work: Path | None = None
+) -> Given | None:
+    """What is taken of the user's own data, told on stderr; None without any. Questions that the primary makes of
+    documents are kept in ``work``, by default in a folder that all jobs share."""
+    from ..paths import cache_home
     from ..training.calibrate import open_engine
     from ..training.given import given_samples
 
@@ -253,7 +265,8 @@ def _given(config: EngineConfig, data: Sequence[str] | None, limit: int, seed: i
         raise ConfigurationError(f"--data-limit must be 1 question or more, got {limit}. Leave out --data for none.")
     if not data:
         return None
-    found = given_samples(open_engine(config), data, limit=limit, seed=seed)
+    folder = work or cache_home() / "training" / "questions"
+    found = given_samples(open_engine(config), data, limit=limit, seed=seed, folder=folder)
     typer.echo(f"--data: learning from {found.summary}; at most {limit} (--data-limit).", err=True)
     return found
 

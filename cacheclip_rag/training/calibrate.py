@@ -14,19 +14,22 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from .. import __version__
 from ..config import EngineConfig
 from ..engine import CacheClipEngine
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, ModelError
 from ..evaluation.reference import Reference
 from ..methods import create
+from ..methods.base import Method
+from ..methods.mixed import Mixed
 from ..models.runtime import ModelRuntime
 from ..paths import cache_home
 from ..progress import progress_bar
+from ..selection import heads as head_sets
 from ..selection.heads import HeadSet, weights_digest
 from .families import Sample, synthetic_samples
 from .features import Seen, check_offsets
@@ -36,18 +39,24 @@ from .prompts import segments_of
 from .tuning import spaced
 
 __all__ = [
+    "SHIPPED",
+    "Asked",
     "Calibration",
     "Candidate",
     "HeadRank",
     "LayerRank",
+    "answered_rightly",
     "best_of",
     "calibrate",
-    "answered_rightly",
     "capped_mean",
     "combined",
     "downstream",
+    "in_turn",
+    "is_combined",
     "open_engine",
+    "ranking_and_checking",
     "recall_of",
+    "shipped_set",
 ]
 
 logger = logging.getLogger(__name__)
@@ -56,6 +65,8 @@ RATIO = 0.2
 """Share of the tokens that heads are ranked at."""
 SELECTOR = "cacheclip"
 """What a head set is asked for."""
+SHIPPED = "comes with the package"
+"""Name of the set that engines take where nothing was calibrated or tuned."""
 SINKS = 4
 """Tokens at the start of each chunk that nobody scores here."""
 _SIZES = (4, 8, 16, 32)
@@ -168,8 +179,8 @@ def calibrate(
     """Rank the heads and layers of ``config.auxiliary``, and try the best on ``config.primary``.
 
     Args:
-        num_samples: synthetic ones; two thirds rank, the others check. Given ones come on top, and are shared out
-            alike.
+        num_samples: synthetic ones; two thirds of each family rank, the others check. Given ones come on top, and are
+            shared out alike.
         num_prompts: of those that check, for the primary, as far as it answers so many rightly by itself
             (:func:`answered_rightly`); 0 asks it nothing, and evidence alone decides.
         folder: where looks at samples and answers are kept; default one by these settings in
@@ -191,21 +202,20 @@ def calibrate(
     caches = engine.auxiliary_caches
     samples = [*synthetic_samples("train", num_samples, seed=seed), *given]
     inputs = engine_inputs(engine)
-    digest = digest_of([inputs, [asdict(each) for each in samples]])
+    digest = digest_of([inputs, [each.as_read() for each in samples]])
     kept = Kept(folder or cache_home() / "training" / digest[:16], inputs)
-    check = list(range(0, len(samples), 3))
+    rank, check = ranking_and_checking(samples)
     with resumable(kept.folder):
         seen = []
         with progress_bar("reading", len(samples), "samples") as advance:
             for done, sample in enumerate(samples, 1):
                 seen.append(kept.look(caches, sample, range(auxiliary.num_layers), sinks=SINKS))
                 advance(done)
-        ranking, layers = _ranked([each for number, each in enumerate(seen) if number % 3])
+        ranking, layers = _ranked([seen[number] for number in rank])
         sets = _sets(auxiliary, ranking)
-        prompts = answered_rightly(
-            engine, [samples[number] for number in spaced(check, TRIES * num_prompts)], num_prompts, kept=kept
-        )
-        found = downstream(engine, prompts, list(sets.values()), kept=kept)
+        tried = in_turn(check, num_samples, TRIES * num_prompts)
+        asked = answered_rightly(engine, [samples[number] for number in tried], num_prompts, kept=kept)
+        found = downstream(engine, asked.samples, list(sets.values()), kept=kept)
     candidates = []
     for (name, heads), outcomes in zip(sets.items(), found, strict=True):
         recalls = [recall_of(combined(seen[number], heads), seen[number]) for number in check]
@@ -227,9 +237,12 @@ def calibrate(
         "chosen": best_one.name,
         "samples": num_samples,
         "given": len(given),
+        "prompts": len(asked.samples),
         "seed": seed,
         "cacheclip_rag": __version__,
     }
+    if asked.samples:
+        about["right"] = asked.summary
     heads = replace(best_one.heads, about=about)
     return Calibration(
         heads,
@@ -242,8 +255,50 @@ def calibrate(
     )
 
 
+def ranking_and_checking(samples: Sequence[Sample]) -> tuple[list[int], list[int]]:
+    """Numbers of the samples that rank, and of a third of each family, which check: of each another third, so that few
+    samples are shared out evenly too."""
+    seen: dict[str, int] = {}
+    order: dict[str, int] = {}
+    rank: list[int] = []
+    check: list[int] = []
+    for number, sample in enumerate(samples):
+        turn = seen.get(sample.family, 0) + order.setdefault(sample.family, len(order))
+        seen[sample.family] = seen.get(sample.family, 0) + 1
+        (rank if turn % 3 else check).append(number)
+    return rank, check
+
+
+def in_turn(numbers: Sequence[int], num_synthetic: int, count: int) -> list[int]:
+    """``count`` of the samples, evenly spread, in the order to try them in: given ones, which are those from
+    ``num_synthetic`` on, evenly among the others, so that the first few are some of both."""
+    picked = spaced(numbers, count)
+    kinds = [n for n in picked if n < num_synthetic], [n for n in picked if n >= num_synthetic]
+    return [n for _, n in sorted(((place + 0.5) / len(kind), n) for kind in kinds for place, n in enumerate(kind))]
+
+
+def shipped_set(auxiliary: ModelRuntime) -> HeadSet | None:
+    """The head set that comes with the package for this auxiliary; None where there is none that fits."""
+    path = head_sets._SHIPPED / f"{weights_digest(auxiliary.fingerprint)[:16]}.safetensors"
+    if not path.is_file():
+        return None
+    try:
+        found = HeadSet.load(path)
+        found.check(auxiliary)
+    except ModelError as error:
+        logger.warning("left out: %s", error)
+        return None
+    return found
+
+
+def is_combined(heads: HeadSet, sinks: int) -> bool:
+    """Whether looks with so many sinks show what these heads score (:func:`combined`)."""
+    return not heads.is_updated and heads.sinks == sinks
+
+
 def _sets(auxiliary: ModelRuntime, ranking: Sequence[HeadRank]) -> dict[str, HeadSet]:
-    """What may be chosen: the last layer, some layers of the model as they come, and the best heads."""
+    """What may be chosen: the last layer, some layers of the model as they come, the best heads, and what comes with
+    the package."""
     sha256, num_heads = weights_digest(auxiliary.fingerprint), auxiliary.model.config.num_attention_heads
     sets = {}
     for name, layers in (("last layer", "last"), ("middle third", "middle"), ("upper half", "upper")):
@@ -251,6 +306,9 @@ def _sets(auxiliary: ModelRuntime, ranking: Sequence[HeadRank]) -> dict[str, Hea
     for size in (size for size in _SIZES if size <= len(ranking)):
         best = sorted((each.layer, each.head) for each in ranking[:size])
         sets[f"best {size}"] = HeadSet(sha256, tuple(best), torch.full((size,), 1.0 / size), sinks=SINKS)
+    shipped = shipped_set(auxiliary)
+    if shipped is not None and is_combined(shipped, SINKS):
+        sets[SHIPPED] = shipped
     return sets
 
 
@@ -286,33 +344,57 @@ def recall_of(scores: torch.Tensor, seen: Seen, ratio: float = RATIO) -> tuple[f
     return float(token_recall(mask, seen.evidence)), float(span_recall(mask, seen.values))
 
 
+class Asked(NamedTuple):
+    """Samples that the primary is asked, to measure by."""
+
+    samples: list[Sample]
+    num_right: int
+    """Those that full prefill answers rightly."""
+    num_open: int
+    """Those that have no short right answer to hold it to."""
+
+    @property
+    def summary(self) -> str:
+        """How many of how many are answered rightly."""
+        said = f"{self.num_right} of {len(self.samples)}"
+        return f"{said}, and {self.num_open} have no short right answer" if self.num_open else said
+
+
 def answered_rightly(
     engine: CacheClipEngine, samples: Sequence[Sample], count: int, *, kept: Kept | None = None
-) -> list[Sample]:
-    """The first ``count`` samples to which full prefill's answer holds every part of the right one; where there are
-    fewer, others fill up. How near a method comes to a wrong answer says little: there it hangs by a hair."""
+) -> Asked:
+    """The first ``count`` samples to which full prefill's answer holds every part of the right one, each in one of its
+    wordings; where there are fewer, others fill up. How near a method comes to a wrong answer says little: there it
+    hangs by a hair.
+
+    Samples without parts, which are questions made from documents, count among the first without being asked: their
+    answer is a whole sentence, which no primary says word for word.
+    """
+    if not count:
+        return Asked([], 0, 0)
     right: list[Sample] = []
     others: list[Sample] = []
     with progress_bar("what the primary knows", count, "prompts") as advance, torch.inference_mode():
         for sample in samples:
             if len(right) == count:
                 break
-            about = {"sample": asdict(sample), "right in": _WHOLE_ANSWER_TOKENS}
-            known = kept.outcome(about) if kept else None
-            if known is None:
-                known = (float(_is_answered(engine, sample)),)
-                if kept:
-                    kept.keep_outcome(about, known)
-            (right if known[0] else others).append(sample)
+            (right if not sample.parts or _is_answered(engine, sample, kept) else others).append(sample)
             advance(len(right))
-    return [*right, *others][:count]
+    num_open = sum(not sample.parts for sample in right)
+    return Asked([*right, *others][:count], len(right) - num_open, num_open)
 
 
-def _is_answered(engine: CacheClipEngine, sample: Sample) -> bool:
-    engine.prefixes.clear()
-    full = engine.prefill(segments_of(engine, sample), method=create("full", {}))
-    answer = Reference.of(engine, full, _WHOLE_ANSWER_TOKENS).answer.lower()
-    return all(part in answer for part in sample.answer.lower().split(", "))
+def _is_answered(engine: CacheClipEngine, sample: Sample, kept: Kept | None) -> bool:
+    about = {"sample": asdict(sample), "right in": _WHOLE_ANSWER_TOKENS}
+    known = kept.outcome(about) if kept else None
+    if known is None:
+        engine.prefixes.clear()
+        full = engine.prefill(segments_of(engine, sample), method=create("full", {}))
+        answer = Reference.of(engine, full, _WHOLE_ANSWER_TOKENS).answer.lower()
+        known = (float(all(any(each.lower() in answer for each in wordings) for wordings in sample.parts)),)
+        if kept:
+            kept.keep_outcome(about, known)
+    return bool(known[0])
 
 
 def downstream(
@@ -332,11 +414,13 @@ def downstream(
     """
     assert engine.config.store is None, "an engine to train with, not a user's own"
     found: list[list[tuple[float, float]]] = [[] for _ in sets]
+    if not samples:
+        return found
     before = engine.head_set
     try:
         with progress_bar("asking the primary", len(samples), "prompts") as advance, torch.inference_mode():
             for number, sample in enumerate(samples, 1):
-                abouts = [_about(sample, heads, ratio) for heads in sets]
+                abouts = [_about(engine, sample, heads, ratio) for heads in sets]
                 known = [kept.outcome(about) if kept else None for about in abouts]
                 measure = _measure(engine, sample, ratio) if None in known else None
                 for outcomes, heads, about, outcome in zip(found, sets, abouts, known, strict=True):
@@ -355,10 +439,26 @@ def downstream(
     return found
 
 
-def _about(sample: Sample, heads: HeadSet | str, ratio: float) -> dict[str, Any]:
-    """All that an outcome depends on, beside the engine."""
-    asked = [SELECTOR, heads.digest()] if isinstance(heads, HeadSet) else [heads]
-    return {"sample": asdict(sample), "asked": asked, "ratio": ratio, "answer_tokens": _ANSWER_TOKENS}
+def _about(engine: CacheClipEngine, sample: Sample, heads: HeadSet | str, ratio: float) -> dict[str, Any]:
+    """All that an outcome depends on, beside the engine's models."""
+    return {
+        "sample": sample.as_read(),
+        "method": _settings_of(_method(engine, heads, ratio)),
+        "heads": heads.digest() if isinstance(heads, HeadSet) else None,
+        "ratio": ratio,
+        "answer_tokens": _ANSWER_TOKENS,
+    }
+
+
+def _method(engine: CacheClipEngine, heads: HeadSet | str, ratio: float) -> Method:
+    settings = {"recompute_ratio": ratio, "behind": engine.config.behind}
+    return create(SELECTOR if isinstance(heads, HeadSet) else heads, settings)
+
+
+def _settings_of(method: Method) -> list[Any]:
+    """Its name and every setting, defaults and those of its parts included: an outcome is of no other default."""
+    parts = (method.first, method.second) if isinstance(method, Mixed) else ()
+    return [method.name, asdict(method), *(_settings_of(create(part.replace("/", ":"), {})) for part in parts)]
 
 
 def _measure(engine: CacheClipEngine, sample: Sample, ratio: float) -> Callable[[HeadSet | str], tuple[float, ...]]:
@@ -367,10 +467,9 @@ def _measure(engine: CacheClipEngine, sample: Sample, ratio: float) -> Callable[
     engine.prefixes.clear()
     full = engine.prefill(segments, method=create("full", {}))
     reference = Reference.of(engine, full, _ANSWER_TOKENS)
-    settings = {"recompute_ratio": ratio, "behind": engine.config.behind}
 
     def measure(heads: HeadSet | str) -> tuple[float, ...]:
-        method = create(SELECTOR if isinstance(heads, HeadSet) else heads, settings)
+        method = _method(engine, heads, ratio)
         engine.use_heads(heads if isinstance(heads, HeadSet) else None)
         engine.precompute(sample.chunks, method=method)
         engine.prefixes.clear()

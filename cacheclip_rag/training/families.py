@@ -12,7 +12,7 @@ import json
 import random
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any, Literal
@@ -43,6 +43,12 @@ class Sample:
     """Whole sentences that the answer follows from."""
     values: tuple[Span, ...]
     """Within them, the words of the answer."""
+    parts: tuple[tuple[str, ...], ...] = ()
+    """What a right answer holds: of each part one of its wordings. Nothing where there is no short right answer."""
+
+    def as_read(self) -> dict[str, Any]:
+        """All that models make something of, for digests: not what they are held to."""
+        return {name: value for name, value in asdict(self).items() if name != "parts"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +61,8 @@ class _Sentence:
 
 _Documents = list[list[_Sentence]]
 """Sentences that a chunk must hold, chunk by chunk; the rest of it is filler."""
-_Written = tuple[str, str, _Documents]
-"""Question, answer and documents."""
+_Written = tuple[str, list[str], _Documents]
+"""Question, parts of the answer and documents."""
 
 
 def synthetic_samples(
@@ -97,7 +103,7 @@ def synthetic_samples(
 
 def _sample(split: Split, family: str, seed: str, num_chunks: int, chunk_words: int) -> Sample:
     world = _World(split, random.Random(seed))
-    question, answer, documents = FAMILIES[split][family](world, num_chunks)
+    question, parts, documents = FAMILIES[split][family](world, num_chunks)
     chunks, evidence, values = [], [], []
     for number, sentences in enumerate(documents):
         text = ""
@@ -110,7 +116,8 @@ def _sample(split: Split, family: str, seed: str, num_chunks: int, chunk_words: 
                 inside = start + sentence.text.index(sentence.value)
                 values.append((number, inside, inside + len(sentence.value)))
         chunks.append(text)
-    return Sample(family, tuple(chunks), question, answer, tuple(evidence), tuple(values))
+    answer, wordings = ", ".join(parts), tuple((part,) for part in parts)
+    return Sample(family, tuple(chunks), question, answer, tuple(evidence), tuple(values), wordings)
 
 
 class _World:
@@ -219,14 +226,14 @@ class _World:
 def _needle(world: _World, num_chunks: int) -> _Written:
     name, thing, value = world.pick(list(world.texts["facts"])), world.thing(), world.value()
     question = world.pick(world.texts["ask"]["one"]).format(fact=name, thing=thing)
-    return question, value, world.scattered([world.fact(name, thing, value, is_evidence=True)], num_chunks)
+    return question, [value], world.scattered([world.fact(name, thing, value, is_evidence=True)], num_chunks)
 
 
 def _keys(world: _World, num_chunks: int) -> _Written:
     name, thing, value = world.pick(list(world.texts["facts"])), world.thing(), world.value()
     others = [world.fact(name, world.thing(), world.value(), is_evidence=False) for _ in range(2 * num_chunks - 1)]
     question = world.pick(world.texts["ask"]["one"]).format(fact=name, thing=thing)
-    return question, value, world.scattered([world.fact(name, thing, value, is_evidence=True), *others], num_chunks)
+    return question, [value], world.scattered([world.fact(name, thing, value, is_evidence=True), *others], num_chunks)
 
 
 def _values(world: _World, num_chunks: int) -> _Written:
@@ -235,7 +242,7 @@ def _values(world: _World, num_chunks: int) -> _Written:
     asked = [world.fact(name, thing, value, is_evidence=True) for value in values]
     others = [world.fact(name, world.thing(), world.value(), is_evidence=False) for _ in range(num_chunks)]
     question = world.pick(world.texts["ask"]["all"]).format(fact=name, thing=thing)
-    return question, ", ".join(values), world.scattered([*asked, *others], num_chunks)
+    return question, values, world.scattered([*asked, *others], num_chunks)
 
 
 def _two_hop(world: _World, num_chunks: int) -> _Written:
@@ -249,7 +256,7 @@ def _two_hop(world: _World, num_chunks: int) -> _Written:
         others.append(world.fact(name, other, world.value(), is_evidence=False))
     question = world.pick(world.texts["ask"]["hop"]).format(fact=name, person=person)
     asked = [alias, world.fact(name, thing, value, is_evidence=True)]
-    return question, value, world.scattered([*asked, *others], num_chunks)
+    return question, [value], world.scattered([*asked, *others], num_chunks)
 
 
 def _biography(world: _World, num_chunks: int) -> _Written:
@@ -257,7 +264,7 @@ def _biography(world: _World, num_chunks: int) -> _Written:
     life, known = world.life(person, name)
     question = world.pick(world.texts["life"][name][1]).format(person=person)
     others = world.lives([world.person() for _ in range(num_chunks - 1)])
-    return question, known[name], world.shuffled([life, *others])
+    return question, [known[name]], world.shuffled([life, *others])
 
 
 def _comparison(world: _World, num_chunks: int) -> _Written:
@@ -266,7 +273,7 @@ def _comparison(world: _World, num_chunks: int) -> _Written:
     question = world.pick(world.texts["compare"]).format(person=pair[0], other=pair[1])
     others = world.lives([world.person() for _ in range(num_chunks - 2)])
     answer = pair[0] if int(one["birth year"]) < int(other["birth year"]) else pair[1]
-    return question, answer, world.shuffled([first, second, *others])
+    return question, [answer], world.shuffled([first, second, *others])
 
 
 def _works(world: _World, num_chunks: int) -> _Written:
@@ -278,7 +285,7 @@ def _works(world: _World, num_chunks: int) -> _Written:
     life, known = world.life(person, "birthplace")
     others = world.lives([world.person() for _ in range(num_chunks - 2)])
     question = world.pick(questions).format(title=title)
-    return question, known["birthplace"], world.shuffled([film, life, *others])
+    return question, [known["birthplace"]], world.shuffled([film, life, *others])
 
 
 def _residence(world: _World, num_chunks: int) -> _Written:
@@ -293,7 +300,7 @@ def _residence(world: _World, num_chunks: int) -> _Written:
         elsewhere = world.town()
         others.append(_Sentence(lives.format(person=world.person(), town=elsewhere)))
         others.append(_Sentence(office.format(town=elsewhere, other=world.person())))
-    return world.pick(texts["ask"]).format(person=person), mayor, world.scattered([*asked, *others], num_chunks)
+    return world.pick(texts["ask"]).format(person=person), [mayor], world.scattered([*asked, *others], num_chunks)
 
 
 def _multiquery(world: _World, num_chunks: int) -> _Written:
@@ -302,7 +309,7 @@ def _multiquery(world: _World, num_chunks: int) -> _Written:
     asked = [world.fact(name, *pair, is_evidence=True) for pair in zip(things, values, strict=True)]
     others = [world.fact(name, world.thing(), world.value(), is_evidence=False) for _ in range(num_chunks)]
     question = world.pick(world.texts["ask"]["pair"]).format(fact=name, thing=things[0], another=things[1])
-    return question, ", ".join(values), world.scattered([*asked, *others], num_chunks)
+    return question, values, world.scattered([*asked, *others], num_chunks)
 
 
 FAMILIES: dict[Split, dict[str, Callable[[_World, int], _Written]]] = {

@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,21 @@ from ..paths import cache_home
 from ..progress import progress_bar
 from ..selection.heads import HeadSet, weights_digest
 from ..selection.sentences import sentence_numbers
-from .calibrate import RATIO, SINKS, TRIES, answered_rightly, capped_mean, combined, downstream, open_engine
+from .calibrate import (
+    RATIO,
+    SHIPPED,
+    SINKS,
+    TRIES,
+    Asked,
+    answered_rightly,
+    capped_mean,
+    combined,
+    downstream,
+    in_turn,
+    is_combined,
+    open_engine,
+    shipped_set,
+)
 from .families import Sample, synthetic_samples
 from .features import Seen, look
 from .folder import (
@@ -74,7 +89,7 @@ class Figures:
     sentence_recall: dict[str, float] = field(default_factory=dict)
     """The same where whole sentences are taken, by their best token."""
     recall_of_asked: dict[str, float] = field(default_factory=dict)
-    """The same over the samples that the primary was asked about; of the tuned set."""
+    """The same over the samples that the primary was asked about; of the set before and after."""
     span_recall: dict[str, float] = field(default_factory=dict)
     """Of whole values, by ratio."""
     overlap: float | None = None
@@ -98,9 +113,9 @@ class FineTuning:
     """What to use: the tuned set if it is worth more on the primary, else the one it began with."""
     is_tuned: bool
     is_accepted: bool | None
-    """Whether the tuned set is nearer to full prefill, on the test split, than the untuned last layer and EPIC, finds
-    more than words alone (by sentences), and its recall is within 0.02 of what the primary's own attention would find;
-    None where the primary was not asked."""
+    """Whether the set to use is nearer to full prefill, on the test split, than the untuned last layer and EPIC, no
+    farther than what comes with the package for this auxiliary, finds more than words alone (by sentences), and its
+    recall is within 0.02 of what the primary's own attention would find; None where the primary was not asked."""
     history: tuple[dict[str, float], ...]
     """Per epoch loss and held-out figures; epoch 0 is before training."""
     figures: tuple[Figures, ...]
@@ -189,23 +204,26 @@ def finetune(
             "prompts": num_prompts,
             **data_of(len(given), given_from),
         }
-        found = tuned.head_set(about)
+        found = tuned.head_set()
         is_tuned = state.best_epoch > 0
         if is_tuned and num_prompts:
-            asked_for = [samples[number] for number in spaced(held_out, TRIES * num_prompts)]
-            prompts = answered_rightly(engine, asked_for, num_prompts, kept=kept)
+            tried = in_turn(held_out, num_samples, TRIES * num_prompts)
+            deciding = answered_rightly(engine, [samples[number] for number in tried], num_prompts, kept=kept)
+            about["held_out_right"] = deciding.summary
             before, after = (
                 capped_mean([along for _, along in each])
-                for each in downstream(engine, prompts, [heads, found], kept=kept)
+                for each in downstream(engine, deciding.samples, [heads, found], kept=kept)
             )
             is_tuned = after <= before
         if not is_tuned:
             logger.warning("the tuned heads are worth no more than those they began with: these are kept")
-        figures = _figures(engine, heads, tuned, found, num_tests, num_prompts, kept)
+        figures, asked_of_tests = _figures(engine, heads, tuned, found, num_tests, num_prompts, kept)
+        if num_prompts:
+            about["right"] = asked_of_tests.summary
         return FineTuning(
-            found if is_tuned else replace(heads, about=about),
+            replace(found if is_tuned else heads, about=about),
             is_tuned,
-            _is_accepted({each.name: each for each in figures}),
+            _is_accepted({each.name: each for each in figures}, is_tuned),
             tuple(state.history),
             tuple(figures),
             time.perf_counter() - started,
@@ -214,14 +232,16 @@ def finetune(
         )
 
 
-def _is_accepted(figures: dict[str, Figures]) -> bool | None:
-    after, own = figures["after"], figures.get(_OWN_ATTENTION)
-    if after.kl is None or own is None:
+def _is_accepted(figures: Mapping[str, Figures], is_tuned: bool) -> bool | None:
+    """Of the set that is kept: the tuned one, or the one it began with."""
+    kept, own, shipped = figures["after" if is_tuned else "before"], figures.get(_OWN_ATTENTION), figures.get(SHIPPED)
+    if kept.kl is None or own is None:
         return None
-    nearer = all((figures[name].kl or 0.0) > after.kl for name in (_UNTUNED, "epic"))
+    nearer = all((figures[name].kl or 0.0) > kept.kl for name in (_UNTUNED, "epic"))
+    nearer = nearer and (shipped is None or shipped.kl is None or kept.kl <= shipped.kl)
     # words score whole sentences: so are both held against each other
-    finds = after.sentence_recall["0.2"] > figures[_WORDS].sentence_recall["0.2"]
-    return nearer and finds and after.recall_of_asked["0.2"] >= own.recall["0.2"] - 0.02
+    finds = kept.sentence_recall["0.2"] > figures[_WORDS].sentence_recall["0.2"]
+    return nearer and finds and kept.recall_of_asked["0.2"] >= own.recall["0.2"] - 0.02
 
 
 def _last_layer(runtime: ModelRuntime, sinks: int) -> HeadSet:
@@ -250,7 +270,7 @@ def _inputs(
         "seed": settings.seed,
         "samples": len(samples) - num_given,
         "given": num_given,
-        "samples_sha256": digest_of([asdict(each) for each in samples]),
+        "samples_sha256": digest_of([each.as_read() for each in samples]),
     }
 
 
@@ -259,6 +279,8 @@ def _targets(
 ) -> dict[int, torch.Tensor | None]:
     """What the primary attends to and holds stale, by number of the sample; from the folder where it is there."""
     found: dict[int, torch.Tensor | None] = {}
+    if not asked:
+        return found
     with progress_bar("asking the primary", len(asked), "samples") as advance:
         for done, number in enumerate(asked, 1):
             path = folder / f"target-{number:05d}.safetensors"
@@ -347,17 +369,24 @@ def _figures(
     num_tests: int,
     num_prompts: int,
     kept: Kept,
-) -> list[Figures]:
-    """On the test split: the last layer as it comes, the set before and after, words alone; on the primary also methods
-    that ask no auxiliary."""
+) -> tuple[list[Figures], Asked]:
+    """On the test split: the last layer as it comes, what comes with the package, the set before and after, words
+    alone; on the primary also methods that ask no auxiliary. And what the primary was asked."""
     caches, sinks = engine.auxiliary_caches, tuned.settings.sinks
     runtime = caches.kv_runtime
     samples = synthetic_samples("test", num_tests, seed=tuned.settings.seed)
-    prompts = answered_rightly(engine, samples, num_prompts, kept=kept)
-    last = _last_layer(runtime, sinks)
-    layers = sorted({*heads.layers, runtime.num_layers - 1})
-    scorers: dict[str, Callable[[Sample, Seen], torch.Tensor]] = {
-        _UNTUNED: lambda _, seen: combined(seen, last),
+    asked = answered_rightly(engine, samples, num_prompts, kept=kept)
+    prompts = asked.samples
+    last, shipped = _last_layer(runtime, sinks), shipped_set(runtime)
+    sets: dict[str, HeadSet | str] = {_UNTUNED: last}
+    layers = {*heads.layers, runtime.num_layers - 1}
+    scorers: dict[str, Callable[[Sample, Seen], torch.Tensor]] = {_UNTUNED: lambda _, seen: combined(seen, last)}
+    if shipped is not None:
+        sets[SHIPPED] = shipped
+        if is_combined(shipped, sinks):
+            scorers[SHIPPED] = partial(_combined_of, shipped)
+            layers |= set(shipped.layers)
+    scorers |= {
         "before": lambda _, seen: combined(seen, heads),
         "after": lambda _, seen: tuned(Trainee.of(seen, heads)).detach(),
         _WORDS: lambda sample, _: lexical_scores(
@@ -368,7 +397,7 @@ def _figures(
     measured: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     with progress_bar("testing", len(samples), "samples") as advance:
         for number, sample in enumerate(samples):
-            seen = kept.look(caches, sample, layers, sinks=sinks, keep=heads.layers[-1])
+            seen = kept.look(caches, sample, sorted(layers), sinks=sinks, keep=heads.layers[-1])
             target = None
             sentences = [sentence_numbers(chunk, caches.tokenize(chunk).offsets) for chunk in sample.chunks]
             if sample in prompts:
@@ -380,9 +409,10 @@ def _figures(
             advance(number + 1)
     figures = {name: _mean(name, rows) for name, rows in measured.items()}
     if prompts:  # what is held against the primary's own attention: the same questions
-        asked = [row for row, sample in zip(measured["after"], samples, strict=True) if sample in prompts]
-        figures["after"] = replace(figures["after"], recall_of_asked=_mean("after", asked).recall)
-        sets: dict[str, HeadSet | str] = {_UNTUNED: last, "before": heads, "after": found}
+        for name in ("before", "after"):
+            rows = [row for row, sample in zip(measured[name], samples, strict=True) if sample in prompts]
+            figures[name] = replace(figures[name], recall_of_asked=_mean(name, rows).recall)
+        sets |= {"before": heads, "after": found}
         sets |= {
             name: name for name in ("direct", "random", "cacheblend", "epic", _OWN_ATTENTION, "anchored", "oracle")
         }
@@ -390,7 +420,11 @@ def _figures(
         for name, of_set in zip(sets, outcomes, strict=True):
             first, along = zip(*of_set, strict=True)
             figures[name] = replace(figures.get(name, Figures(name)), first_token_kl=first, answer_kl=along)
-    return list(figures.values())
+    return list(figures.values()), asked
+
+
+def _combined_of(heads: HeadSet, _: Sample, seen: Seen) -> torch.Tensor:
+    return combined(seen, heads)
 
 
 def _asked(engine: CacheClipEngine, sample: Sample, kept: Kept) -> tuple[torch.Tensor | None, torch.Tensor]:
@@ -400,7 +434,7 @@ def _asked(engine: CacheClipEngine, sample: Sample, kept: Kept) -> tuple[torch.T
         target, own = attended_and_stale(engine, sample), attended_when_stale(engine, sample, _OWN_ATTENTION)
         return {"own": own} | ({} if target is None else {"target": target})
 
-    found = kept.tensors("asked", {"sample": asdict(sample), "own": _OWN_ATTENTION}, ask)
+    found = kept.tensors("asked", {"sample": sample.as_read(), "own": _OWN_ATTENTION}, ask)
     return found.get("target"), found["own"]
 
 

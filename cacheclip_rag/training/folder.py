@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -113,11 +113,21 @@ class Kept:
         save(made, {"digest": digest}, path)
         return made
 
+    def text(self, kind: str, about: Any, make: Callable[[], str]) -> str:
+        """A text that was kept of something, or made now."""
+        path, digest = self._place(kind, about)
+        loaded = load(path, digest)
+        if loaded is not None:
+            return loaded[1]["text"]
+        made = make()
+        save({}, {"digest": digest, "text": made}, path)
+        return made
+
     def look(
         self, caches: ChunkCaches, sample: Sample, layers: Sequence[int], *, sinks: int = 0, keep: int | None = None
     ) -> Seen:
         """:func:`~cacheclip_rag.training.features.look`, or what it saw before."""
-        path, digest = self._place("look", {"sample": asdict(sample), "look": [list(layers), sinks, keep]})
+        path, digest = self._place("look", {"sample": sample.as_read(), "look": [list(layers), sinks, keep]})
         loaded = load(path, digest)
         if loaded is not None:
             return _seen(*loaded)

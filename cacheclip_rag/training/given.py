@@ -6,6 +6,7 @@ import logging
 import random
 import re
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from ..sampling import SamplingParams
 from ..scoring import Question
 from ..selection.sentences import sentence_spans
 from .families import FAMILIES, Sample, Span
+from .folder import Kept, engine_inputs, resumable
 
 __all__ = ["Candidates", "Given", "data_of", "given_samples", "sample_of_record", "samples_of_documents"]
 
@@ -87,13 +89,18 @@ def given_samples(
     limit: int = 40,
     num_chunks: int = 4,
     seed: int = 0,
+    folder: Path | None = None,
 ) -> Given:
     """At most ``limit`` samples from files: records (``.jsonl``, ``.jsonl.gz``) whose answers stand in their chunks,
     and, as far as these leave room, text, from which the primary makes questions.
 
+    Args:
+        folder: where these questions are kept as they come; None keeps none.
+
     Raises:
         ConfigurationError: nothing in the files says where an answer comes from, or a limit below 1.
         DocumentError: a file that cannot be read.
+        Interrupted: the user stopped it; it goes on from the folder.
     """
     check_whole_number("limit", limit, least=1, of="samples")
     datasets = [Path(path) for path in paths if str(path).endswith((".jsonl", ".jsonl.gz"))]
@@ -119,7 +126,9 @@ def given_samples(
     num_taken = len(found)
     candidates = Candidates.of(engine, [(path, read_document(path)) for path in find_files(documents)])
     left = limit - num_taken
-    found += samples_of_documents(engine, candidates, limit=left, num_chunks=num_chunks, seed=seed)
+    kept = Kept(folder, engine_inputs(engine)) if folder else None
+    with resumable(folder) if folder else nullcontext():
+        found += samples_of_documents(engine, candidates, limit=left, num_chunks=num_chunks, seed=seed, kept=kept)
     if not found:
         raise ConfigurationError(
             f"no evidence in {', '.join(map(str, paths))}: a record's answer must stand in one of its chunks word for "
@@ -162,7 +171,7 @@ def sample_of_record(record: Record) -> Sample | None:
                 values += [(number, *span) for span in inside]
     if len(chunks) < 2 or not evidence:
         return None
-    return Sample(record.task, chunks, record.question, answers[0], tuple(evidence), tuple(values))
+    return Sample(record.task, chunks, record.question, answers[0], tuple(evidence), tuple(values), (tuple(answers),))
 
 
 def _as_words(answer: str) -> str:
@@ -206,13 +215,22 @@ def samples_of_documents(
     limit: int = 40,
     num_chunks: int = 4,
     seed: int = 0,
+    kept: Kept | None = None,
 ) -> list[Sample]:
     """Questions about sentences of documents, made by the engine's primary; the other chunks are passages from
-    anywhere."""
+    anywhere.
+
+    The answer is the whole sentence, which nobody gives word for word: the samples have no ``parts``.
+
+    Args:
+        kept: where what the primary wrote is looked up first, and written as it comes.
+    """
     passages, sentences = candidates
     rng = random.Random(seed)
     found, refused = [], 0
     picked = rng.sample(sentences, min(limit, len(sentences)))
+    if not picked:
+        return []
     with progress_bar("making questions", len(picked), "questions") as advance, torch.inference_mode():
         for done, (number, start, end) in enumerate(picked, 1):
             sentence = passages[number][start:end]
@@ -220,8 +238,7 @@ def samples_of_documents(
                 {"role": "system", "content": _ASKING},
                 {"role": "user", "content": _ASK.format(sentence=sentence)},
             ]
-            params = SamplingParams(max_tokens=_QUESTION_TOKENS)
-            answer = engine.generate(messages, params, method="full").text.strip()
+            answer = _written(engine, messages, kept)
             question = answer.splitlines()[0].strip() if answer else ""
             advance(done)
             if not question.endswith(("?", "？")) or question in sentence:
@@ -238,3 +255,10 @@ def samples_of_documents(
     if refused > len(found):
         logger.warning("of %d sentences %d gave no question: the primary may be too small to ask", len(picked), refused)
     return found
+
+
+def _written(engine: CacheClipEngine, messages: list[Message], kept: Kept | None) -> str:
+    def write() -> str:
+        return engine.generate(messages, SamplingParams(max_tokens=_QUESTION_TOKENS), method="full").text.strip()
+
+    return kept.text("question", [messages, _QUESTION_TOKENS], write) if kept else write()

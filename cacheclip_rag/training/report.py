@@ -9,18 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from ..paths import atomic_path
-from .calibrate import SELECTOR, Calibration
+from .calibrate import SELECTOR, SHIPPED, Calibration
 from .finetune import FineTuning
 from .whole import WholeFineTuning
 
 __all__ = [
     "calibration_json",
+    "calibration_note",
     "calibration_table",
     "finetuning_json",
+    "finetuning_note",
     "finetuning_table",
     "finetuning_verdict",
     "ranking_tables",
     "whole_json",
+    "whole_note",
     "whole_table",
     "whole_verdict",
     "write_report",
@@ -30,7 +33,10 @@ Table = tuple[list[str], list[list[str]]]
 """Titles of columns, and rows."""
 
 _AS_USED = f"of head sets: {SELECTOR}"
-"""A head set scores alone where recall is measured, and mixed with places on the primary."""
+"""On the primary a head set is used as this method does, which spends half of its budget on the starts of chunks."""
+_SCORES_ALONE = (
+    f"What is found is by scores alone, without the starts of chunks that {SELECTOR} spends half of its budget on."
+)
 
 _SHOWN_HEADS, _SHOWN_LAYERS = 8, 5
 _STYLE = """
@@ -65,6 +71,30 @@ def calibration_table(found: Calibration) -> Table:
         f"first-token KL, mean / median ({_AS_USED})",
         f"answer KL, mean / median ({_AS_USED})",
     ], rows
+
+
+def calibration_note(found: Calibration) -> str:
+    """What stands under the table of candidates."""
+    return _note(found.heads.about.get("right"))
+
+
+def finetuning_note(found: FineTuning) -> str:
+    """What stands under the table of selectors."""
+    return _note(found.about.get("right"))
+
+
+def whole_note(found: WholeFineTuning) -> str:
+    """What stands under the table of models."""
+    return _SCORES_ALONE
+
+
+def _note(right: str | None) -> str:
+    if right is None:
+        return _SCORES_ALONE
+    return (
+        f"{_SCORES_ALONE} KL is of prompts that full prefill answers rightly, as far as there are so many (others fill "
+        f"up): {right}."
+    )
 
 
 def ranking_tables(found: Calibration) -> dict[str, Table]:
@@ -118,6 +148,7 @@ def calibration_json(found: Calibration) -> dict[str, Any]:
     """One object for machines."""
     return {
         "chosen": found.chosen,
+        "about": found.heads.about,
         "heads": [[*pair, float(weight)] for pair, weight in zip(found.heads.heads, found.heads.weights, strict=True)],
         "digest": found.heads.digest(),
         "candidates": {
@@ -147,6 +178,7 @@ def finetuning_json(found: FineTuning) -> dict[str, Any]:
             each.name: {
                 "recall": each.recall,
                 "sentence_recall": each.sentence_recall,
+                "recall_of_asked": each.recall_of_asked,
                 "span_recall": each.span_recall,
                 "overlap": each.overlap,
                 "correlation": each.correlation,
@@ -163,12 +195,20 @@ def finetuning_json(found: FineTuning) -> dict[str, Any]:
 
 def finetuning_verdict(found: FineTuning) -> str:
     """What became of the tuned heads, and what the test questions say of them."""
-    kept = "The tuned heads are kept." if found.is_tuned else "The tuned heads were worth no more: not kept."
+    kept = "The tuned heads are kept."
+    if not found.is_tuned:
+        kept = "The tuned heads were worth no more: those they began with are kept."
+    shipped = any(each.name == SHIPPED for each in found.figures)
+    no_worse, or_worse = (
+        (", no worse than what comes with the package", ", worse than what comes with the package")
+        if shipped
+        else ("", "")
+    )
     said = {
-        True: " On the test questions they are better than the last layer as it comes, words alone and EPIC, and find "
-        "as much as the primary's own attention.",
-        False: " On the test questions they are not better than all of the last layer as it comes, words alone and "
-        "EPIC, or find less than the primary's own attention.",
+        True: " On the test questions the heads that are kept are better than the last layer as it comes, words alone "
+        f"and EPIC{no_worse}, and find as much as the primary's own attention.",
+        False: " On the test questions the heads that are kept are not better than all of the last layer as it comes, "
+        f"words alone and EPIC{or_worse}, or find less than the primary's own attention.",
         None: "",
     }
     return kept + said[found.is_accepted]
@@ -230,12 +270,14 @@ def write_report(found: FineTuning | WholeFineTuning, folder: Path) -> list[Path
     models = f"{found.about['auxiliary']} for {found.about['primary']}"
     if isinstance(found, WholeFineTuning):
         title, verdict, figures = f"Fine-tuning of all of {models}", whole_verdict(found), whole_table(found)
+        note = whole_note(found)
     else:
         title, verdict, figures = f"Fine-tuning of {models}", finetuning_verdict(found), finetuning_table(found)
+        note = finetuning_note(found)
     sections = _sections(found.about)
     pages = {
-        "report.md": _markdown(title, verdict, figures, found.history, sections),
-        "report.html": _html(title, verdict, figures, found.history, sections),
+        "report.md": _markdown(title, verdict, figures, note, found.history, sections),
+        "report.html": _html(title, verdict, figures, note, found.history, sections),
     }
     for name, text in pages.items():
         with atomic_path(folder / name) as temporary:
@@ -253,6 +295,8 @@ def _sections(about: dict[str, Any]) -> dict[str, Table]:
         "targets": "of all these, asked of the primary",
         "tests": "questions to test by",
         "prompts": "of those to measure by, asked of the primary",
+        "right": "of these, answered rightly by full prefill",
+        "held_out_right": "of those held out and asked, answered rightly",
         "seed": "seed",
     }
     data = [["questions and licence", about.pop("data")]]
@@ -270,14 +314,19 @@ def _sections(about: dict[str, Any]) -> dict[str, Table]:
 
 
 def _markdown(
-    title: str, verdict: str, figures: Table, history: Sequence[dict[str, float]], sections: dict[str, Table]
+    title: str,
+    verdict: str,
+    figures: Table,
+    note: str,
+    history: Sequence[dict[str, float]],
+    sections: dict[str, Table],
 ) -> str:
     epochs = [
         f"- epoch {each['epoch']:.0f}: loss {each['loss']:.3f}, held-out loss {each['held_out_loss']:.3f}, "
         f"found in held-out questions {each['held_out_found']:.3f}"
         for each in history
     ]
-    lines = [f"# {title}", "", verdict, "", *_markdown_table(figures), "", "## Training", "", *epochs, ""]
+    lines = [f"# {title}", "", verdict, "", *_markdown_table(figures), "", note, "", "## Training", "", *epochs, ""]
     for name, table in sections.items():
         lines += [f"## {name}", "", *_markdown_table(table), ""]
     return "\n".join(lines)
@@ -294,7 +343,12 @@ def _markdown_table(table: Table) -> list[str]:
 
 
 def _html(
-    title: str, verdict: str, figures: Table, history: Sequence[dict[str, float]], sections: dict[str, Table]
+    title: str,
+    verdict: str,
+    figures: Table,
+    note: str,
+    history: Sequence[dict[str, float]],
+    sections: dict[str, Table],
 ) -> str:
     return "\n".join(
         [
@@ -303,6 +357,7 @@ def _html(
             f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>",
             f"<h1>{escape(title)}</h1>\n<p>{escape(verdict)}</p>",
             _html_table(figures),
+            f"<p>{escape(note)}</p>",
             _curves(history),
             *(f"<h2>{name}</h2>\n{_html_table(table, 'plain')}" for name, table in sections.items()),
             "</body>\n</html>\n",

@@ -13,24 +13,31 @@ from cacheclip_rag import CacheClipEngine, EngineConfig
 from cacheclip_rag.errors import ConfigurationError, ModelError
 from cacheclip_rag.evaluation.reference import Reference
 from cacheclip_rag.methods import create
+from cacheclip_rag.progress import progress_bar
 from cacheclip_rag.scoring import MAX_QUESTION_TOKENS
+from cacheclip_rag.selection import heads as heads_module
 from cacheclip_rag.selection.auxiliary import score_chunks
 from cacheclip_rag.selection.heads import HeadSet, weights_digest
+from cacheclip_rag.training import calibrate as module
 from cacheclip_rag.training import folder
 from cacheclip_rag.training.calibrate import (
+    Asked,
     Candidate,
     answered_rightly,
     best_of,
     calibrate,
     combined,
     downstream,
+    in_turn,
+    ranking_and_checking,
     recall_of,
+    shipped_set,
 )
-from cacheclip_rag.training.families import synthetic_samples
+from cacheclip_rag.training.families import FAMILIES, synthetic_samples
 from cacheclip_rag.training.features import look
 from cacheclip_rag.training.folder import Interrupted
 from cacheclip_rag.training.prompts import segments_of
-from cacheclip_rag.training.report import calibration_json, calibration_table, ranking_tables
+from cacheclip_rag.training.report import calibration_json, calibration_note, calibration_table, ranking_tables
 from cacheclip_rag.training.whole import WholeSample
 from tests.training.planted import PLANTED, build_planted
 
@@ -56,11 +63,14 @@ class TestCalibrate:
         assert found.chosen == best_of(found.candidates).name
         assert candidates[found.chosen].kl <= 1.1 * min(each.kl for each in found.candidates)
         assert all(len(each.answer_kl) == 2 and each.kl >= 0 for each in found.candidates)
+        right = found.heads.about["right"]
+        assert right in ("0 of 2", "1 of 2", "2 of 2") and f": {right}." in calibration_note(found)
 
     def test_layers_are_ranked_by_the_mean_of_their_heads(self, config: EngineConfig, tmp_path: Path) -> None:
         found = calibrate(config, num_samples=9, num_prompts=0, folder=tmp_path)
         caches = CacheClipEngine(config).auxiliary_caches
-        samples = [each for number, each in enumerate(synthetic_samples("train", 9)) if number % 3]
+        whole = synthetic_samples("train", 9)
+        samples = [whole[number] for number in ranking_and_checking(whole)[0]]
         expected = []
         for layer in range(2):
             seen = [look(caches, each, [layer], sinks=4) for each in samples]
@@ -151,6 +161,41 @@ class TestCalibrate:
         assert all(each.answer_kl == () for each in found.candidates)
         assert calibration_table(found)[1][0][-1] == ""
 
+    def test_without_prompts_no_bar_is_shown(
+        self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        titles: list[str] = []
+
+        def bar(title: str, *args: Any, **options: Any) -> Any:
+            titles.append(title)
+            return progress_bar(title, *args, **options)
+
+        monkeypatch.setattr(module, "progress_bar", bar)
+        found = calibrate(config, num_samples=6, num_prompts=0, folder=tmp_path)
+        assert titles == ["reading"] and "right" not in found.heads.about
+        assert "KL" not in calibration_note(found) and "without the starts of chunks" in calibration_note(found)
+
+    def test_what_comes_with_the_package_is_a_candidate(
+        self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        runtime: Any = CacheClipEngine(config).auxiliary
+        heads = HeadSet(weights_digest(runtime.fingerprint), (PLANTED,), torch.ones(1), sinks=4, about={"seed": 7})
+        monkeypatch.setattr(heads_module, "_SHIPPED", tmp_path)
+        path = tmp_path / f"{heads.auxiliary_sha256[:16]}.safetensors"
+        assert shipped_set(runtime) is None
+        heads.save(path)
+        found = calibrate(config, num_samples=12, num_prompts=0, folder=tmp_path / "work")
+        assert found.candidates[-1].name == found.chosen == "comes with the package", "the planted head alone"
+        assert found.heads.digest() == heads.digest() and found.heads.about["command"] == "calibrate"
+        for other in (replace(heads, heads=((7, 7),)), replace(heads, auxiliary_sha256="b" * 64)):
+            other.save(path)
+            assert shipped_set(runtime) is None, "of another model"
+        replace(heads, sinks=0).save(path)
+        found = calibrate(config, num_samples=12, num_prompts=0, folder=tmp_path / "work")
+        assert "comes with the package" not in [each.name for each in found.candidates], (
+            "looks do not show what it scores"
+        )
+
     def test_the_best_of_the_nearest(self) -> None:
         heads = HeadSet("a" * 64, ((0, 0),), torch.ones(1))
         some = [
@@ -221,6 +266,30 @@ class TestLook:
             assert bool((seen.evidence | ~seen.values).all()), "values lie within evidence"
 
 
+class TestSharingOut:
+    @pytest.mark.parametrize("count", [18, 21, 90, 96])
+    def test_every_family_ranks_and_checks(self, count: int) -> None:
+        samples = synthetic_samples("train", count, chunk_words=20)
+        rank, check = ranking_and_checking(samples)
+        assert sorted([*rank, *check]) == list(range(count)) and abs(len(check) - count / 3) < 1
+        for side in (rank, check):
+            assert {samples[number].family for number in side} == set(FAMILIES["train"])
+
+    def test_given_ones_too_and_no_side_is_empty(self) -> None:
+        written = synthetic_samples("train", 18, chunk_words=20)
+        given = [replace(written[0], family=family) for family in "aaaaaabbb"]
+        rank, check = ranking_and_checking([*written, *given])
+        for side in (rank, check):
+            assert {[*written, *given][number].family for number in side} == {*FAMILIES["train"], "a", "b"}
+        for families in ("aaaaaa", "abcdef"):
+            assert all(ranking_and_checking([replace(written[0], family=family) for family in families]))
+
+    def test_given_ones_are_tried_among_the_others(self) -> None:
+        assert in_turn(range(12), 8, 99) == [0, 8, 1, 2, 9, 3, 4, 10, 5, 6, 11, 7]
+        assert in_turn(range(0, 96, 5), 96, 36) == list(range(0, 96, 5)), "written ones alone stay in order"
+        assert in_turn(range(8), 0, 4) == [0, 2, 5, 7] and in_turn([], 8, 4) == in_turn(range(8), 4, 0) == []
+
+
 class TestAnsweredRightly:
     def test_those_that_are_come_first(
         self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -230,12 +299,22 @@ class TestAnsweredRightly:
         [wrong, other] = synthetic_samples("test", 2, chunk_words=20)
         prefilled = engine.prefill(segments_of(engine, other), method=create("full", {}))
         said = Reference.of(engine, prefilled, 40).answer.split()
-        right = replace(other, answer=f"{said[-1]}, {said[0].upper()}")
-        assert answered_rightly(engine, [wrong, right, other], 1, kept=kept) == [right]
-        assert answered_rightly(engine, [wrong, right], 2, kept=kept) == [right, wrong], "others fill up"
-        assert answered_rightly(engine, [right], 0) == []
+        right = replace(other, parts=((said[-1],), ("said by nobody", said[0].upper())))
+        half = replace(other, parts=((said[-1],), ("said by nobody",)))
+        assert answered_rightly(engine, [wrong, right, other], 1, kept=kept) == ([right], 1, 0)
+        assert answered_rightly(engine, [wrong, half, right], 1, kept=kept).samples == [right], "every part"
+        assert answered_rightly(engine, [wrong, right], 2, kept=kept) == ([right, wrong], 1, 0), "others fill up"
+        assert answered_rightly(engine, [right], 0) == ([], 0, 0)
         monkeypatch.setattr(engine, "prefill", None)
-        assert answered_rightly(engine, [wrong, right], 2, kept=kept) == [right, wrong], "asked once"
+        assert answered_rightly(engine, [wrong, right], 2, kept=kept).samples == [right, wrong], "asked once"
+
+    def test_what_has_no_short_answer_is_not_asked(self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+        engine = CacheClipEngine(config, heads="none")
+        monkeypatch.setattr(engine, "prefill", None)
+        samples = [replace(each, parts=()) for each in synthetic_samples("test", 2, chunk_words=20)]
+        found = answered_rightly(engine, samples, 2)
+        assert found == (samples, 0, 2) and found.summary == "0 of 2, and 2 have no short right answer"
+        assert Asked(samples, 1, 0).summary == "1 of 2"
 
 
 class TestDownstream:
@@ -252,6 +331,36 @@ class TestDownstream:
         assert downstream(engine, samples, ["direct", "epic"], kept=kept) == both[::-1]
         with pytest.raises(TypeError):
             downstream(engine, samples, ["direct"], ratio=0.3, kept=kept)
+
+    def test_outcomes_are_of_all_settings_of_a_method(
+        self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """With another default of a method, or of a part of one, it is measured anew."""
+        engine = CacheClipEngine(config, heads="none")
+        samples = synthetic_samples("test", 1, chunk_words=20)
+        kept = folder.Kept(tmp_path, folder.engine_inputs(engine))
+        runtime: Any = engine.auxiliary
+        heads = HeadSet(weights_digest(runtime.fingerprint), (PLANTED,), torch.ones(1))
+        sets = [heads, "anchored:first=cacheclip"]
+        before = downstream(engine, samples, sets, kept=kept)
+        original = create
+
+        def other(name: str, settings: Any) -> Any:
+            made = original(name, settings)
+            return replace(made, anchor=0.25) if made.name == "cacheclip" else made
+
+        asked: list[str] = []
+        prefill = engine.prefill
+
+        def counting(*args: Any, **options: Any) -> Any:
+            asked.append(options["method"].name)
+            return prefill(*args, **options)
+
+        monkeypatch.setattr(engine, "prefill", counting)
+        assert downstream(engine, samples, sets, kept=kept) == before and not asked
+        monkeypatch.setattr(module, "create", other)
+        downstream(engine, samples, sets, kept=kept)
+        assert asked == ["full", "cacheclip", "anchored"]
 
     def test_it_is_the_engines_own_prefill_and_leaves_the_engine_as_it_was(self, config: EngineConfig) -> None:
         engine = CacheClipEngine(config, heads="none")

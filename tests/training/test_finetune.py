@@ -16,19 +16,21 @@ from cacheclip_rag.cli import app
 from cacheclip_rag.errors import CacheClipError, ConfigurationError, ModelError
 from cacheclip_rag.evaluation.records import Passage, Record
 from cacheclip_rag.evaluation.reference import Reference
+from cacheclip_rag.selection import heads as heads_module
 from cacheclip_rag.selection.heads import HeadSet, head_set_path, weights_digest
 from cacheclip_rag.training import finetune as module
 from cacheclip_rag.training import folder as folder_module
 from cacheclip_rag.training.families import FAMILIES, synthetic_samples
-from cacheclip_rag.training.finetune import FineTuning, finetune
+from cacheclip_rag.training.finetune import Figures, FineTuning, finetune
 from cacheclip_rag.training.folder import Interrupted
 from cacheclip_rag.training.given import given_samples, sample_of_record
 from cacheclip_rag.training.lexical import lexical_scores
-from cacheclip_rag.training.report import write_report
+from cacheclip_rag.training.report import finetuning_note, finetuning_verdict, write_report
 from cacheclip_rag.training.targets import behind_sinks
 from cacheclip_rag.training.tuning import TuningSettings
 from tests.conftest import CHUNKS
 
+OWN = "query_attention:layers=upper"
 SMALL: dict[str, Any] = {"num_samples": 12, "num_targets": 3, "num_tests": 7, "num_prompts": 2}
 SETTINGS = TuningSettings(rank=2, epochs=4, patience=4, learning_rate=1e-2, sinks=4)
 
@@ -65,6 +67,21 @@ class TestJob:
         assert found.heads.is_updated == found.is_tuned and found.is_accepted in (True, False)
         assert found.about["primary_sha256"] == CacheClipEngine(config).primary.fingerprint
         assert config.primary not in json.dumps(found.about), "no path of a machine"
+        assert found.about["right"].endswith(" of 2") and f": {found.about['right']}." in finetuning_note(found)
+        assert found.heads.about == found.about
+        assert set(by_name["before"].recall_of_asked) == set(by_name["after"].recall_of_asked) == {"0.1", "0.2"}
+
+    def test_it_is_held_against_what_comes_with_the_package(
+        self, config: EngineConfig, heads: HeadSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(heads_module, "_SHIPPED", tmp_path)
+        other = replace(heads, heads=((0, 0), (0, 2), (1, 3)))
+        other.save(tmp_path / f"{heads.auxiliary_sha256[:16]}.safetensors")
+        found = tune(config, heads, tmp_path / "work")
+        by_name = {each.name: each for each in found.figures}
+        assert list(by_name)[:3] == ["last layer as it comes", "comes with the package", "before"]
+        shipped = by_name["comes with the package"]
+        assert shipped.recall and len(shipped.answer_kl) == 2 and shipped.answer_kl != by_name["before"].answer_kl
 
     def test_an_interrupted_run_goes_on_where_it_was(
         self, config: EngineConfig, heads: HeadSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -203,6 +220,7 @@ class TestJob:
         for name in ("last layer as it comes", "before", "after", "words alone", "direct", "epic"):
             assert f"| {name} |" in markdown and f"<td>{name}</td>" in html
         assert "http" not in html.replace("http-equiv", "") and "<svg" in html and "default-src 'none'" in html
+        assert finetuning_note(found) in markdown and "KL is of prompts that full prefill answers rightly" in html
         assert f"epoch 4: loss {found.history[4]['loss']:.3f}" in markdown
 
     def test_the_report_says_what_it_was_made_from(self, config: EngineConfig, heads: HeadSet, tmp_path: Path) -> None:
@@ -228,6 +246,59 @@ class TestJob:
         for text in (markdown, html):
             assert "Apache-2.0" in text and "under the licence of their files" in text
         assert "Answer in <one> \\| two words." in markdown and "&lt;one&gt;" in html and "<one>" not in html
+
+
+class TestAcceptance:
+    """Figures made up: the set that is kept is what is judged."""
+
+    def figures(self, kl: dict[str, float] | None = None, **recall: float) -> dict[str, Figures]:
+        kls = {"last layer as it comes": 0.5, "epic": 0.4, "before": 0.3, "after": 0.2, OWN: 0.3} | (kl or {})
+        figures = {
+            name: Figures(name, {"0.2": 0.6}, {"0.2": 0.6}, {"0.2": 0.6}, answer_kl=(each,))
+            for name, each in kls.items()
+        }
+        figures["words alone"] = Figures("words alone", sentence_recall={"0.2": 0.5})
+        for name, found in recall.items():
+            figures[name] = replace(figures[name], sentence_recall={"0.2": found}, recall_of_asked={"0.2": found})
+        return figures
+
+    def test_both_are_good(self) -> None:
+        assert all(module._is_accepted(self.figures(), is_tuned) is True for is_tuned in (True, False))
+
+    @pytest.mark.parametrize(("name", "is_tuned"), [("after", True), ("before", False)])
+    def test_the_set_that_is_kept_is_judged(self, name: str, is_tuned: bool) -> None:
+        """What is wrong with one refuses that one, and not the other."""
+        bad = [
+            self.figures({name: 0.4}),
+            self.figures(**{name: 0.5}),
+            self.figures(**{name: 0.57}),
+            self.figures({"last layer as it comes": 0.5, "comes with the package": 0.35, name: 0.36}),
+        ]
+        for figures in bad:
+            assert module._is_accepted(figures, is_tuned) is False
+            assert module._is_accepted(figures, not is_tuned) is True
+        assert module._is_accepted(self.figures({"comes with the package": 0.2, name: 0.2}), is_tuned) is True, (
+            "as near"
+        )
+
+    def test_nothing_is_said_where_the_primary_was_not_asked(self) -> None:
+        figures = {name: replace(each, answer_kl=()) for name, each in self.figures().items()}
+        del figures[OWN]
+        assert module._is_accepted(figures, True) is None
+
+    @pytest.mark.parametrize(
+        ("is_tuned", "kept"), [(True, "tuned heads are kept"), (False, "they began with are kept")]
+    )
+    @pytest.mark.parametrize(("is_accepted", "said"), [(True, "are better"), (False, "are not better"), (None, "")])
+    def test_the_verdict_is_of_the_set_that_is_kept(
+        self, heads: HeadSet, tmp_path: Path, is_tuned: bool, kept: str, is_accepted: bool | None, said: str
+    ) -> None:
+        figures = tuple(self.figures({"comes with the package": 0.3}).values())
+        found = FineTuning(heads, is_tuned, is_accepted, (), figures, 1.0, {}, tmp_path)
+        verdict = finetuning_verdict(found)
+        assert kept in verdict and said in verdict
+        assert ("what comes with the package" in verdict) == (is_accepted is not None)
+        assert "package" not in finetuning_verdict(replace(found, figures=figures[:3]))
 
 
 def test_sinks_are_no_part_of_what_is_wanted() -> None:
@@ -275,6 +346,20 @@ class TestCommands:
             "report.md",
             "report.html",
         ]
+
+    @pytest.mark.parametrize("is_accepted", [True, False])
+    def test_it_names_the_file_only_where_it_was_written(
+        self, config: EngineConfig, heads: HeadSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_accepted: bool
+    ) -> None:
+        out = tmp_path / "own.safetensors"
+        replace(heads, about={"command": "calibrate"}).save(out)
+        found = FineTuning(replace(heads, sinks=1), True, is_accepted, (), (), 1.0, {"right": "1 of 2"}, tmp_path)
+        monkeypatch.setattr(module, "finetune", lambda *_, **__: found)
+        models = ["--primary", config.primary, "--auxiliary", str(config.auxiliary), "--out", str(out)]
+        result = CliRunner().invoke(app, ["finetune", *models], catch_exceptions=False)
+        assert result.exit_code == 0 and "1 of 2" in result.stdout
+        assert (f"Head set: {out}" in result.stdout) == is_accepted == (HeadSet.load(out).sinks == 1)
+        assert ("since the new one was not accepted" in result.stderr) == (not is_accepted)
 
     def test_a_file_of_ones_own(self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
@@ -430,6 +515,11 @@ class TestGiven:
         assert texts == ["It was lit in 1871.", "Elsewhere 1871 is named too."]
         assert [sample.chunks[n][a:b] for n, a, b in sample.values] == ["1871", "1871"]
 
+    def test_any_wording_of_a_record_is_right(self) -> None:
+        chunks = (Passage("", "The lamp was lit in 1871."), Passage("", "More of it."))
+        sample = sample_of_record(Record("a", "t", "When?", ("in 1871", "1871", "year 71"), chunks, {}))
+        assert sample is not None and sample.parts == (("in 1871", "1871", "year 71"),)
+
     def test_scripts_without_spaces(self) -> None:
         chunks = (Passage("", "他住在巴黎多年。他喜欢那里。"), Passage("", "没有别的。"))
         sample = sample_of_record(Record("a", "t", "他住在哪里？", ("巴黎",), chunks, {}))
@@ -469,13 +559,26 @@ class TestGiven:
             return Said()
 
         monkeypatch.setattr(engine, "generate", generate)
-        found = given_samples(engine, [tmp_path / "file.txt"], limit=3)
+        found = given_samples(engine, [tmp_path / "file.txt"], limit=3, folder=tmp_path / "kept")
+        assert not any(each.parts for each in found.samples), "nobody says a whole sentence word for word"
         assert len(found.samples) == 3 and all(each.question == "What does the file say?" for each in found.samples)
         assert found.num_asked == 3 < found.num_sentences
         assert f"3 questions about documents, made from 3 of {found.num_sentences} sentences" == found.summary
         for sample, prompt in zip(found.samples, prompts, strict=True):
             [(number, start, end)] = sample.evidence
             assert sample.chunks[number][start:end] in prompt and len(sample.chunks) == 4
+        assert given_samples(engine, [tmp_path / "file.txt"], limit=3, folder=tmp_path / "kept") == found
+        assert len(prompts) == 3, "what was written is kept"
+
+        def stopped(*_: Any, **__: Any) -> Any:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(engine, "generate", stopped)
+        with pytest.raises(Interrupted) as stop:
+            given_samples(engine, [tmp_path / "file.txt"], limit=5, folder=tmp_path / "kept")
+        assert stop.value.folder == tmp_path / "kept"
+        with pytest.raises(KeyboardInterrupt):
+            given_samples(engine, [tmp_path / "file.txt"], limit=3)
 
     def test_the_primary_itself_is_asked(self, config: EngineConfig, tmp_path: Path) -> None:
         (tmp_path / "file.md").write_text("# A\n\n" + "\n\n".join(CHUNKS * 4))
