@@ -31,6 +31,7 @@ __all__ = [
     "find_head_set",
     "head_set_path",
     "load_named",
+    "shipped_path",
     "weights_digest",
 ]
 
@@ -211,7 +212,7 @@ def find_head_set(setting: str, auxiliary: Any, primary_fingerprint: str) -> Hea
         return found
     sha256 = weights_digest(auxiliary.fingerprint)
     of_pair = head_set_path(sha256, weights_digest(primary_fingerprint))
-    own, shipped = Path(auxiliary.name).expanduser(), _SHIPPED / f"{sha256[:16]}.safetensors"
+    own, shipped = Path(auxiliary.name).expanduser(), shipped_path(sha256)
     for path in (of_pair, *([own / HEADS_FILE] if (own / "config.json").is_file() else []), shipped):
         if path.is_file():
             found = HeadSet.load(path)
@@ -257,6 +258,11 @@ def load_named(heads: str) -> HeadSet:
 def head_set_path(auxiliary_sha256: str, primary_sha256: str) -> Path:
     """Where the head set of a pair of models lies."""
     return cache_home() / "heads" / f"{auxiliary_sha256[:16]}-{primary_sha256[:16]}.safetensors"
+
+
+def shipped_path(auxiliary_sha256: str) -> Path:
+    """Where the head set of a model that comes with the package lies, if one does."""
+    return _SHIPPED / f"{auxiliary_sha256[:16]}.safetensors"
 
 
 def weights_digest(fingerprint: str) -> str:

@@ -29,8 +29,7 @@ from ..methods.mixed import Mixed
 from ..models.runtime import ModelRuntime
 from ..paths import cache_home
 from ..progress import progress_bar
-from ..selection import heads as head_sets
-from ..selection.heads import HeadSet, weights_digest
+from ..selection.heads import HeadSet, shipped_path, weights_digest
 from .families import Sample, synthetic_samples
 from .features import Seen, check_offsets
 from .folder import Kept, digest_of, engine_inputs, resumable
@@ -279,7 +278,7 @@ def in_turn(numbers: Sequence[int], num_synthetic: int, count: int) -> list[int]
 
 def shipped_set(auxiliary: ModelRuntime) -> HeadSet | None:
     """The head set that comes with the package for this auxiliary; None where there is none that fits."""
-    path = head_sets._SHIPPED / f"{weights_digest(auxiliary.fingerprint)[:16]}.safetensors"
+    path = shipped_path(weights_digest(auxiliary.fingerprint))
     if not path.is_file():
         return None
     try:
