@@ -117,7 +117,7 @@ def finetune(
     as_json: JsonOption = False,
 ) -> None:
     """Train the auxiliary model to find what the primary attends to and holds stale; an interrupted run goes on."""
-    from ..selection.heads import HeadSet
+    from ..selection.heads import HeadSet, shipped_path
     from ..training.calibrate import SINKS
     from ..training.finetune import finetune as run
     from ..training.report import (
@@ -161,11 +161,13 @@ def finetune(
             given_from=given.files if given else (),
             folder=work,
         )
-    kept = path.exists() and not overwrite and not found.is_accepted
+    in_use = path.exists() or (out is None and shipped_path(found.heads.auxiliary_sha256).is_file())
+    kept = in_use and not overwrite and not found.is_accepted
     if kept:
+        current = f"the one in {path}" if path.exists() else "the one that comes with the package"
         typer.echo(
-            f"{path} keeps the head set of 'cacheclip calibrate', since the new one was not accepted. Write it with "
-            "--overwrite (nothing is computed twice), or elsewhere with --out.",
+            f"The new head set was not accepted, so that engines go on with {current}. Write it with --overwrite "
+            "(nothing is computed twice), or elsewhere with --out.",
             err=True,
         )
     else:

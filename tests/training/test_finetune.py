@@ -359,7 +359,21 @@ class TestCommands:
         result = CliRunner().invoke(app, ["finetune", *models], catch_exceptions=False)
         assert result.exit_code == 0 and "1 of 2" in result.stdout
         assert (f"Head set: {out}" in result.stdout) == is_accepted == (HeadSet.load(out).sinks == 1)
-        assert ("since the new one was not accepted" in result.stderr) == (not is_accepted)
+        assert ("The new head set was not accepted" in result.stderr) == (not is_accepted)
+
+    @pytest.mark.parametrize("is_accepted", [True, False])
+    def test_what_the_package_ships_gives_way_to_nothing_that_was_not_accepted(
+        self, config: EngineConfig, heads: HeadSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_accepted: bool
+    ) -> None:
+        monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
+        monkeypatch.setattr(heads_module, "_SHIPPED", tmp_path / "shipped")
+        heads.save(heads_module.shipped_path(heads.auxiliary_sha256))
+        found = FineTuning(replace(heads, sinks=1), True, is_accepted, (), (), 1.0, {}, tmp_path)
+        monkeypatch.setattr(module, "finetune", lambda *_, **__: found)
+        models = ["--primary", config.primary, "--auxiliary", str(config.auxiliary)]
+        result = CliRunner().invoke(app, ["finetune", *models], catch_exceptions=False)
+        assert ("comes with the package" in result.stderr) == (not is_accepted)
+        assert (CacheClipEngine(config).head_set.sinks == 1) == is_accepted  # type: ignore[union-attr]
 
     def test_a_file_of_ones_own(self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
