@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -265,6 +266,18 @@ def whole_verdict(found: WholeFineTuning) -> str:
     return kept + said[found.is_nearer]
 
 
+@dataclass(frozen=True, slots=True)
+class _Page:
+    """What a report says, in whatever format."""
+
+    title: str
+    verdict: str
+    figures: Table
+    note: str
+    history: Sequence[dict[str, float]]
+    sections: dict[str, Table]
+
+
 def write_report(found: FineTuning | WholeFineTuning, folder: Path) -> list[Path]:
     """``report.md`` and ``report.html`` in ``folder``; their paths."""
     models = f"{found.about['auxiliary']} for {found.about['primary']}"
@@ -274,11 +287,8 @@ def write_report(found: FineTuning | WholeFineTuning, folder: Path) -> list[Path
     else:
         title, verdict, figures = f"Fine-tuning of {models}", finetuning_verdict(found), finetuning_table(found)
         note = finetuning_note(found)
-    sections = _sections(found.about)
-    pages = {
-        "report.md": _markdown(title, verdict, figures, note, found.history, sections),
-        "report.html": _html(title, verdict, figures, note, found.history, sections),
-    }
+    page = _Page(title, verdict, figures, note, found.history, _sections(found.about))
+    pages = {"report.md": _markdown(page), "report.html": _html(page)}
     for name, text in pages.items():
         with atomic_path(folder / name) as temporary:
             temporary.write_text(text, encoding="utf-8")
@@ -313,21 +323,15 @@ def _sections(about: dict[str, Any]) -> dict[str, Table]:
     }
 
 
-def _markdown(
-    title: str,
-    verdict: str,
-    figures: Table,
-    note: str,
-    history: Sequence[dict[str, float]],
-    sections: dict[str, Table],
-) -> str:
+def _markdown(page: _Page) -> str:
     epochs = [
         f"- epoch {each['epoch']:.0f}: loss {each['loss']:.3f}, held-out loss {each['held_out_loss']:.3f}, "
         f"found in held-out questions {each['held_out_found']:.3f}"
-        for each in history
+        for each in page.history
     ]
-    lines = [f"# {title}", "", verdict, "", *_markdown_table(figures), "", note, "", "## Training", "", *epochs, ""]
-    for name, table in sections.items():
+    lines = [f"# {page.title}", "", page.verdict, "", *_markdown_table(page.figures), "", page.note, ""]
+    lines += ["## Training", "", *epochs, ""]
+    for name, table in page.sections.items():
         lines += [f"## {name}", "", *_markdown_table(table), ""]
     return "\n".join(lines)
 
@@ -342,24 +346,17 @@ def _markdown_table(table: Table) -> list[str]:
     ]
 
 
-def _html(
-    title: str,
-    verdict: str,
-    figures: Table,
-    note: str,
-    history: Sequence[dict[str, float]],
-    sections: dict[str, Table],
-) -> str:
+def _html(page: _Page) -> str:
     return "\n".join(
         [
             '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
             "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">",
-            f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>",
-            f"<h1>{escape(title)}</h1>\n<p>{escape(verdict)}</p>",
-            _html_table(figures),
-            f"<p>{escape(note)}</p>",
-            _curves(history),
-            *(f"<h2>{name}</h2>\n{_html_table(table, 'plain')}" for name, table in sections.items()),
+            f"<title>{escape(page.title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>",
+            f"<h1>{escape(page.title)}</h1>\n<p>{escape(page.verdict)}</p>",
+            _html_table(page.figures),
+            f"<p>{escape(page.note)}</p>",
+            _curves(page.history),
+            *(f"<h2>{name}</h2>\n{_html_table(table, 'plain')}" for name, table in page.sections.items()),
             "</body>\n</html>\n",
         ]
     )
