@@ -139,12 +139,10 @@ def finetune(
         learning_rate = WHOLE_LEARNING_RATE if scope == "model" else TuningSettings().learning_rate
     settings = TuningSettings(rank=rank, learning_rate=learning_rate, epochs=epochs, sinks=SINKS, seed=seed)
     if scope == "model":
-        if work is not None:
-            raise ConfigurationError("--work is for head sets: with --scope model nothing is kept to go on from.")
         assert out is not None
         with _stoppable():
-            given = _given(config, data, data_limit, seed)
-            _finetune_whole(config, out, settings, begin, samples, targets, prompts, given, report, as_json)
+            given = _given(config, data, data_limit, seed, work)
+            _finetune_whole(config, out, settings, begin, samples, targets, prompts, given, report, work, as_json)
         return
     path = _target(config, out, overwrite, instead_of="calibrate")
     with _stoppable():
@@ -191,6 +189,7 @@ def _finetune_whole(
     prompts: int,
     given: Given | None,
     report: Path | None,
+    work: Path | None,
     as_json: bool,
 ) -> None:
     from ..training.report import whole_json, whole_note, whole_table, whole_verdict, write_report
@@ -206,6 +205,7 @@ def _finetune_whole(
         num_prompts=prompts,
         given=given.samples if given else (),
         given_from=given.files if given else (),
+        work=work,
     )
     reports = [str(each) for each in write_report(found, report)] if report else []
     if as_json:
@@ -254,9 +254,7 @@ def _config(
     )
 
 
-def _given(
-    config: EngineConfig, data: Sequence[str] | None, limit: int, seed: int, work: Path | None = None
-) -> Given | None:
+def _given(config: EngineConfig, data: Sequence[str] | None, limit: int, seed: int, work: Path | None) -> Given | None:
     """What is taken of the user's own data, told on stderr; None without any. Questions that the primary makes of
     documents are kept in ``work``, by default in a folder that all jobs share."""
     from ..paths import cache_home

@@ -46,18 +46,16 @@ from .folder import (
     Kept,
     digest_of,
     engine_inputs,
-    load,
     load_state,
     load_trainee,
     resumable,
-    save,
     save_state,
     save_trainee,
 )
 from .given import data_of
 from .lexical import lexical_scores
 from .measures import chosen, chosen_sentences, rank_correlation, span_recall, token_recall
-from .targets import attended_and_stale, attended_when_stale, behind_sinks
+from .targets import attended_and_stale, attended_when_stale, behind_sinks, targets_of
 from .tuning import (
     Trainee,
     TrainingState,
@@ -174,7 +172,7 @@ def finetune(
     kept = Kept(folder, engine_inputs(engine))
     with resumable(folder):
         asked = spaced(range(len(samples)), num_targets)
-        targets = _targets(engine, samples, asked, folder, digest_of(inputs))
+        targets = targets_of(engine, samples, asked, kept)
         if heads is None:
             heads = _begun(engine, settings, samples, targets, kept, digest_of(inputs))
         looks = {**inputs, "begins_with": heads.digest()}
@@ -272,27 +270,6 @@ def _inputs(
         "given": num_given,
         "samples_sha256": digest_of([each.as_read() for each in samples]),
     }
-
-
-def _targets(
-    engine: CacheClipEngine, samples: Sequence[Sample], asked: Sequence[int], folder: Path, digest: str
-) -> dict[int, torch.Tensor | None]:
-    """What the primary attends to and holds stale, by number of the sample; from the folder where it is there."""
-    found: dict[int, torch.Tensor | None] = {}
-    if not asked:
-        return found
-    with progress_bar("asking the primary", len(asked), "samples") as advance:
-        for done, number in enumerate(asked, 1):
-            path = folder / f"target-{number:05d}.safetensors"
-            loaded = load(path, digest)
-            if loaded is None:
-                target = attended_and_stale(engine, samples[number])
-                save({} if target is None else {"target": target}, {"digest": digest}, path)
-                found[number] = target
-            else:
-                found[number] = loaded[0].get("target")
-            advance(done)
-    return found
 
 
 def _begun(

@@ -23,13 +23,14 @@ from ..engine import CacheClipEngine
 from ..paths import atomic_path
 from .families import Sample
 from .features import LastLayer, Seen, look
-from .tuning import Trainee, TrainingState, Tuned
+from .tuning import Learner, Trainee, TrainingState
 
 __all__ = [
     "Interrupted",
     "Kept",
     "digest_of",
     "engine_inputs",
+    "forget_state",
     "load",
     "load_state",
     "load_trainee",
@@ -39,8 +40,9 @@ __all__ = [
     "save_trainee",
 ]
 
-_FORMAT = 2
+_FORMAT = 3
 """Of the files; part of every digest."""
+_STATE = "state.safetensors"
 
 
 class Interrupted(KeyboardInterrupt):
@@ -201,7 +203,8 @@ def load_trainee(path: Path, digest: str) -> Trainee | None:
 
 def save_state(state: TrainingState, folder: Path, digest: str) -> None:
     tensors = {f"parameters.{name}": tensor for name, tensor in state.parameters.items()}
-    tensors |= {f"best.{name}": tensor for name, tensor in state.best.items()}
+    if state.best_epoch != state.epoch:  # else the parameters are the best
+        tensors |= {f"best.{name}": tensor for name, tensor in state.best.items()}
     for number, moments in state.optimizer["state"].items():
         tensors |= {f"optimizer.{number}.{name}": torch.as_tensor(value) for name, value in moments.items()}
     header = {
@@ -215,11 +218,17 @@ def save_state(state: TrainingState, folder: Path, digest: str) -> None:
             }
         ),
     }
-    save({name: tensor.detach().clone() for name, tensor in tensors.items()}, header, folder / "state.safetensors")
+    # clones: parts that share memory are not written
+    save({name: tensor.detach().clone() for name, tensor in tensors.items()}, header, folder / _STATE)
 
 
-def load_state(folder: Path, digest: str, tuned: Tuned) -> TrainingState | None:
-    loaded = load(folder / "state.safetensors", digest)
+def forget_state(folder: Path) -> None:
+    """Of a training that is done: for a whole model it takes gigabytes."""
+    (folder / _STATE).unlink(missing_ok=True)
+
+
+def load_state(folder: Path, digest: str, learner: Learner) -> TrainingState | None:
+    loaded = load(folder / _STATE, digest)
     if loaded is None:
         return None
     tensors, header = loaded
@@ -229,6 +238,9 @@ def load_state(folder: Path, digest: str, tuned: Tuned) -> TrainingState | None:
         if name.startswith("optimizer."):
             _, number, key = name.split(".")
             moments.setdefault(int(number), {})[key] = tensor
-    parts = [{name: tensors[f"{kind}.{name}"] for name in tuned.state_dict()} for kind in ("parameters", "best")]
+    best_kind = "parameters" if numbers["best_epoch"] == numbers["epoch"] else "best"
+    parameters, best = (
+        {name: tensors[f"{kind}.{name}"] for name in learner.state_dict()} for kind in ("parameters", best_kind)
+    )
     optimizer = {"state": moments, "param_groups": numbers["groups"]}
-    return TrainingState(numbers["epoch"], parts[0], optimizer, parts[1], numbers["best_epoch"], numbers["history"])
+    return TrainingState(numbers["epoch"], parameters, optimizer, best, numbers["best_epoch"], numbers["history"])

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields
+from functools import partial
 
 import torch
 
@@ -13,12 +14,14 @@ from ..engine import CacheClipEngine
 from ..methods import create
 from ..methods.base import SelectionRequest
 from ..methods.selective import Selective
+from ..progress import progress_bar
 from ..selection.mapping import Offsets
 from .families import Sample
 from .features import spread_over
+from .folder import Kept
 from .prompts import segments_of
 
-__all__ = ["attended_and_stale", "attended_when_stale", "behind_sinks", "chosen_by"]
+__all__ = ["attended_and_stale", "attended_when_stale", "behind_sinks", "chosen_by", "targets_of"]
 
 _RATIO = 0.5
 """Any but 0 and 1 has the method rate."""
@@ -34,6 +37,27 @@ def attended_and_stale(engine: CacheClipEngine, sample: Sample) -> torch.Tensor 
     """
     found = _rated(engine, sample, "oracle")
     return found / found.sum() if found is not None and bool(found.any()) else None
+
+
+def targets_of(
+    engine: CacheClipEngine, samples: Sequence[Sample], asked: Sequence[int], kept: Kept
+) -> dict[int, torch.Tensor | None]:
+    """:func:`attended_and_stale` of those ``samples`` whose numbers are ``asked``, by number; from the folder where it
+    is there."""
+    found: dict[int, torch.Tensor | None] = {}
+    if not asked:
+        return found
+
+    def ask(sample: Sample) -> dict[str, torch.Tensor]:
+        target = attended_and_stale(engine, sample)
+        return {} if target is None else {"target": target}
+
+    with progress_bar("asking the primary", len(asked), "samples") as advance:
+        for done, number in enumerate(asked, 1):
+            sample = samples[number]
+            found[number] = kept.tensors("target", {"target": sample.as_read()}, partial(ask, sample)).get("target")
+            advance(done)
+    return found
 
 
 def behind_sinks(target: torch.Tensor | None, lengths: Sequence[int], sinks: int) -> torch.Tensor | None:

@@ -1,5 +1,9 @@
 """Fine-tuning of a whole auxiliary model: every weight up to the last layer in use, with the loss of the head set.
 
+What the primary said, every epoch and every outcome are kept in a working folder as they come, so that an interrupted
+run goes on where it was. Until the training is done, the
+state in it takes about four times the model in float32.
+
 For those who have an accelerator and a bigger auxiliary: two CPU cores train a head set in minutes, and this in hours.
 The result is another model, with another fingerprint: chunk caches of the old one are not taken for its own.
 """
@@ -11,7 +15,8 @@ import copy
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +32,7 @@ from ..engine import CacheClipEngine
 from ..errors import ConfigurationError
 from ..models.load import load_model
 from ..models.runtime import ModelRuntime
+from ..paths import cache_home
 from ..progress import progress_bar
 from ..scoring import Question
 from ..selection.auxiliary import without_sinks
@@ -34,9 +40,10 @@ from ..selection.heads import HEADS_FILE, HeadSet, weights_digest
 from .calibrate import calibrate, capped_mean, downstream, open_engine
 from .families import Sample, synthetic_samples
 from .features import marked
+from .folder import Kept, digest_of, engine_inputs, forget_state, load_state, resumable, save_state
 from .given import data_of
-from .targets import attended_and_stale
-from .tuning import TuningSettings, check_trainable, learning_and_held_out, loss_of, spaced, train
+from .targets import targets_of
+from .tuning import TrainingState, TuningSettings, check_trainable, learning_and_held_out, loss_of, spaced, train
 
 __all__ = ["WholeFigures", "WholeFineTuning", "WholeSample", "WholeTuned", "finetune_whole"]
 
@@ -137,18 +144,12 @@ class WholeTuned(torch.nn.Module):
         return [{"params": learning, "weight_decay": self.settings.weight_decay}]
 
     def save(self, folder: Path, tokenizer: Any) -> None:
-        """The model, with the layers above as they were, and its tokenizer, as transformers writes them; all at once or
-        not at all."""
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".tmp-") as temporary:
-            whole = copy.deepcopy(self.model).cpu()
-            whole.base_model.layers.extend(copy.deepcopy(self._above))
-            whole.config.use_cache = True
-            whole.save_pretrained(temporary)
-            tokenizer.save_pretrained(temporary)
-            Path(temporary).chmod(0o755)
-            os.replace(temporary, folder)
-            Path(temporary).mkdir()  # for its own removal
+        """The model, with the layers above as they were, and its tokenizer, as transformers writes them."""
+        whole = copy.deepcopy(self.model).cpu()
+        whole.base_model.layers.extend(copy.deepcopy(self._above))
+        whole.config.use_cache = True
+        whole.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
 
     def head_set(self, auxiliary_sha256: str, about: dict[str, Any]) -> HeadSet:
         """The heads with the weights learned, for the saved model."""
@@ -190,6 +191,8 @@ class WholeFineTuning:
     """Per epoch loss and held-out figures; epoch 0 is before training."""
     seconds: float
     about: dict[str, Any]
+    work: Path
+    """Where an interrupted run would have gone on from; may be deleted."""
 
     @property
     def is_tuned(self) -> bool:
@@ -214,6 +217,7 @@ def finetune_whole(
     num_prompts: int = 6,
     given: Sequence[Sample] = (),
     given_from: Sequence[str] = (),
+    work: Path | None = None,
 ) -> WholeFineTuning:
     """Train every weight of ``config.auxiliary`` up to the last layer in use, and save the model in ``folder`` if it
     finds more in held-out samples than before.
@@ -224,10 +228,13 @@ def finetune_whole(
         num_targets: of all, those for which the primary is asked what it attends to and holds stale.
         num_prompts: of those held out, for the primary, before and after.
         given_from: names of the files that the given ones come from, for the report.
+        work: where targets, the state of training and outcomes are kept; default a folder by these settings in
+            ``$CACHECLIP_HOME/training``.
 
     Raises:
         ConfigurationError: no auxiliary model, fewer than no prompts, too few samples, a folder that holds something.
         ModelError: models that cannot be used so.
+        Interrupted: the user stopped it; it goes on from the working folder.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigurationError(f"{folder} holds something already. Give a new folder for the trained model.")
@@ -237,62 +244,89 @@ def finetune_whole(
     started = time.perf_counter()
     engine = open_engine(config)
     runtime, caches = engine.auxiliary_caches.kv_runtime, engine.auxiliary_caches
-    heads = heads or calibrate(config, given=given, seed=settings.seed).heads
-    check_trainable(runtime, heads)
     samples = [*synthetic_samples("train", num_samples, seed=settings.seed), *given]
-    learning, held_out = learning_and_held_out(len(samples))
-    asked = set(spaced(range(len(samples)), num_targets))
-    prepared = []
-    with progress_bar("asking the primary", len(samples), "samples") as advance:
-        for number, sample in enumerate(samples):
-            target = attended_and_stale(engine, sample) if number in asked else None
-            prepared.append(WholeSample.of(caches, sample, target))
-            advance(number + 1)
-    prompts = [samples[number] for number in spaced(held_out, num_prompts)]
-    kl_before = _kl(engine, prompts, heads)
-    tuned = WholeTuned(runtime, heads, settings).to(runtime.device)
-    with progress_bar("training the whole model", settings.epochs, "epochs") as advance:
-        state = train(
-            tuned,
-            [prepared[number] for number in learning],
-            [prepared[number] for number in held_out],
-            after_epoch=lambda state: advance(state.epoch),
-        )
-    about = {
-        "command": "finetune --scope model",
-        "auxiliary": Path(str(config.auxiliary)).name,
-        "primary": Path(config.primary).name,
-        "began_with": heads.digest(),
+    inputs = {
+        **engine_inputs(engine),
+        "scope": "model",
+        "began_with": heads.digest() if heads else None,
         "settings": asdict(settings),
-        "seed": settings.seed,
-        "samples": num_samples,
-        "given": len(given),
         "targets": num_targets,
-        "prompts": len(prompts),
-        **data_of(len(given), given_from),
+        "samples_sha256": digest_of([each.as_read() for each in samples]),
     }
-    figures = [_figures("before", state.history[0], kl_before)]
-    if state.best_epoch:
-        tuned.save(folder, runtime.tokenizer)
-        saved = load_model(str(folder), dtype=config.dtype, device=config.auxiliary_device or config.device)
-        found = tuned.head_set(weights_digest(saved.fingerprint), about)
-        found.save(folder / HEADS_FILE)
-        del tuned
-        after = open_engine(replace(config, auxiliary=str(folder)))
-        figures.append(_figures("after", state.history[state.best_epoch], _kl(after, prompts, found)))
+    kept = Kept(work or cache_home() / "training" / digest_of(inputs)[:16], engine_inputs(engine))
+    with resumable(kept.folder):
+        heads = heads or calibrate(config, given=given, seed=settings.seed, folder=kept.folder).heads
+        check_trainable(runtime, heads)
+        targets = targets_of(engine, samples, spaced(range(len(samples)), num_targets), kept)
+        prepared = [WholeSample.of(caches, sample, targets.get(number)) for number, sample in enumerate(samples)]
+        learning, held_out = learning_and_held_out(len(samples))
+        prompts = [samples[number] for number in spaced(held_out, num_prompts)]
+        kl_before = _kl(engine, prompts, heads, kept)
+        tuned = WholeTuned(runtime, heads, settings).to(runtime.device)
+        digest = digest_of({**inputs, "began_with": heads.digest()})
+        with progress_bar("training the whole model", settings.epochs, "epochs") as advance:
+
+            def after_epoch(state: TrainingState) -> None:
+                save_state(state, kept.folder, digest)
+                advance(state.epoch)
+
+            state = train(
+                tuned,
+                [prepared[number] for number in learning],
+                [prepared[number] for number in held_out],
+                state=load_state(kept.folder, digest, tuned),
+                after_epoch=after_epoch,
+            )
+        about = {
+            "command": "finetune --scope model",
+            "auxiliary": Path(str(config.auxiliary)).name,
+            "primary": Path(config.primary).name,
+            "began_with": heads.digest(),
+            "settings": asdict(settings),
+            "seed": settings.seed,
+            "samples": num_samples,
+            "given": len(given),
+            "targets": num_targets,
+            "prompts": len(prompts),
+            **data_of(len(given), given_from),
+        }
+        figures = [_figures("before", state.history[0], kl_before)]
+        if state.best_epoch:
+            with _all_or_nothing(folder) as temporary:
+                tuned.save(temporary, runtime.tokenizer)
+                saved = load_model(str(temporary), dtype=config.dtype, device=config.auxiliary_device or config.device)
+                heads = tuned.head_set(weights_digest(saved.fingerprint), about)
+                heads.save(temporary / HEADS_FILE)
+                del tuned, saved
+                after = open_engine(replace(config, auxiliary=str(temporary)))
+                kl_after = _kl(after, prompts, heads, Kept(kept.folder, engine_inputs(after)))
+            figures.append(_figures("after", state.history[state.best_epoch], kl_after))
+    forget_state(kept.folder)
     return WholeFineTuning(
-        found if state.best_epoch else heads,
+        heads,
         folder if state.best_epoch else None,
         tuple(figures),
         tuple(state.history),
         time.perf_counter() - started,
         about,
+        kept.folder,
     )
 
 
-def _kl(engine: CacheClipEngine, prompts: Sequence[Sample], heads: HeadSet) -> list[tuple[float, float]]:
+@contextmanager
+def _all_or_nothing(folder: Path) -> Iterator[Path]:
+    """A folder to write to; once everything is done it is ``folder``."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".tmp-") as temporary:
+        yield Path(temporary)
+        Path(temporary).chmod(0o755)
+        os.replace(temporary, folder)
+        Path(temporary).mkdir()  # for its own removal
+
+
+def _kl(engine: CacheClipEngine, prompts: Sequence[Sample], heads: HeadSet, kept: Kept) -> list[tuple[float, float]]:
     """Of the first token and along the answer, for each prompt."""
-    [outcomes] = downstream(engine, prompts, [heads])
+    [outcomes] = downstream(engine, prompts, [heads], kept=kept)
     return outcomes
 
 

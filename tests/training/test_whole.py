@@ -12,12 +12,15 @@ import torch
 from cacheclip_rag import CacheClipEngine, EngineConfig
 from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.selection.heads import HeadSet, weights_digest
+from cacheclip_rag.training import targets as targets_module
+from cacheclip_rag.training import whole as module
 from cacheclip_rag.training.calibrate import combined
 from cacheclip_rag.training.families import synthetic_samples
 from cacheclip_rag.training.features import look
+from cacheclip_rag.training.folder import Interrupted
 from cacheclip_rag.training.report import whole_verdict, write_report
 from cacheclip_rag.training.tuning import TuningSettings, train
-from cacheclip_rag.training.whole import WholeSample, WholeTuned, finetune_whole
+from cacheclip_rag.training.whole import WholeFineTuning, WholeSample, WholeTuned, finetune_whole
 
 SETTINGS = TuningSettings(batch=2, epochs=6, patience=6, learning_rate=3e-3, sinks=2)
 
@@ -87,6 +90,50 @@ class TestJob:
         torch.testing.assert_close(
             tuned(WholeSample.of(caches, sample)).detach(), combined(seen, found.heads), atol=1e-5, rtol=1e-3
         )
+
+    def test_an_interrupted_run_goes_on_where_it_was(
+        self, tiny_models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Stopped while the primary is asked, in training, and while the trained model is measured: nothing is done
+        twice, nothing half done is left where the model goes, and the end is the same."""
+        config = EngineConfig(primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"])
+        runtime: Any = CacheClipEngine(config).auxiliary
+        heads = HeadSet(weights_digest(runtime.fingerprint), ((0, 1), (1, 0)), torch.tensor([0.5, 0.5]), sinks=2)
+        options: dict[str, Any] = {"heads": heads, "num_samples": 10, "num_targets": 3, "num_prompts": 1}
+
+        def tune(name: str) -> WholeFineTuning:
+            return finetune_whole(config, tmp_path / name, SETTINGS, work=tmp_path / f"{name}-work", **options)
+
+        whole = tune("whole")
+        counts: dict[str, int] = {}
+
+        def stop(owner: Any, name: str, at: int) -> None:
+            original = getattr(owner, name)
+
+            def stopping(*args: Any, **kwargs: Any) -> Any:
+                counts[name] = counts.get(name, 0) + 1
+                if counts[name] == at:
+                    raise KeyboardInterrupt
+                return original(*args, **kwargs)
+
+            monkeypatch.setattr(owner, name, stopping)
+
+        stop(targets_module, "attended_and_stale", 2)
+        stop(module, "save_state", 3)
+        stop(module, "_kl", 3)  # the third run asks for the second time what was before, and then what is after
+        stop(module, "load_model", 0)  # never: counted only
+        for _ in range(3):
+            with pytest.raises(Interrupted) as stopped:
+                tune("parts")
+            assert stopped.value.folder == tmp_path / "parts-work"
+            assert not (tmp_path / "parts").exists() and not list(tmp_path.glob(".tmp-*"))
+        assert counts["load_model"] == 1, "stopped after the model was written, before it was measured"
+        resumed = tune("parts")
+        assert resumed.history == whole.history and resumed.figures == whole.figures
+        assert resumed.heads.digest() == whole.heads.digest()
+        assert counts["attended_and_stale"] == 4 and counts["save_state"] == len(whole.history)
+        assert not (tmp_path / "parts-work" / "state.safetensors").exists(), "gigabytes, of a model of size"
+        assert any((tmp_path / "parts-work").iterdir())
 
     def test_a_model_that_gained_nothing_is_not_saved(self, tiny_models: dict[str, str], tmp_path: Path) -> None:
         config = EngineConfig(primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"])
