@@ -1,8 +1,7 @@
 """Fine-tuning of a whole auxiliary model: every weight up to the last layer in use, with the loss of the head set.
 
 What the primary said, every epoch and every outcome are kept in a working folder as they come, so that an interrupted
-run goes on where it was. Until the training is done, the
-state in it takes about four times the model in float32.
+run goes on where it was. Until the training is done, the state in it takes about four times the model in float32.
 
 For those who have an accelerator and a bigger auxiliary: two CPU cores train a head set in minutes, and this in hours.
 The result is another model, with another fingerprint: chunk caches of the old one are not taken for its own.
