@@ -26,7 +26,7 @@ from .errors import CacheClipError, ConfigurationError, ModelError
 from .fusion.blocks import PrefixCache
 from .fusion.capture import CapturedChunks
 from .fusion.layout import check_length, lay_out
-from .methods import METHODS, check_auxiliary, create
+from .methods import DEFAULT_METHOD, METHODS, check_auxiliary, create
 from .methods.base import Method
 from .methods.leads import LEADS
 from .metrics import Metrics
@@ -426,7 +426,7 @@ class CacheClipEngine:
             raise ConfigurationError(f"params must be SamplingParams, got {type(params).__name__}.")
         if question is not None and not isinstance(question, str):
             raise ConfigurationError(f"the question must be a string, got {type(question).__name__}.")
-        chosen = self._method(method, recompute_ratio)
+        chosen = self.make_method(method, recompute_ratio)
         if chosen.composes:
             yield from self._compose(chosen, prompt, params, candidates)
             return
@@ -540,7 +540,14 @@ class CacheClipEngine:
 
     # -- answering ----------------------------------------------------------------------------------------------
 
-    def _method(self, method: str | Method | None, recompute_ratio: float | None) -> Method:
+    def make_method(self, method: str | Method | None = None, recompute_ratio: float | None = None) -> Method:
+        """What a call with these options computes by: the method of that name (default the engine's) with the engine's
+        settings. ``auto`` is ``cacheclip`` where the auxiliary model has a head set, and else ``anchored``.
+
+        Raises:
+            ConfigurationError: unknown methods or settings, a ratio beside a method that was made already, or no
+                auxiliary model where the method needs one.
+        """
         if isinstance(method, Method):
             chosen = method
             if recompute_ratio is not None:
@@ -549,10 +556,16 @@ class CacheClipEngine:
                     "settings. Give the ratio to the method, or the method by name."
                 )
         else:
-            config = self.config if recompute_ratio is None else replace(self.config, recompute_ratio=recompute_ratio)
-            chosen = create(method or config.method, config.method_settings())
+            chosen = self._named(method, recompute_ratio)
         check_auxiliary(chosen, self.config.auxiliary)
         return chosen
+
+    def _named(self, method: str | None, recompute_ratio: float | None = None) -> Method:
+        config = self.config if recompute_ratio is None else replace(self.config, recompute_ratio=recompute_ratio)
+        name = method or config.method
+        if name == DEFAULT_METHOD:
+            name = "cacheclip" if self.head_set else "anchored"
+        return create(name, config.method_settings())
 
     def _record(self, prefilled: Prefilled, answer: Answer, params: SamplingParams) -> None:
         """Count an answer, and have a share of those that reused something compared with full prefill."""
@@ -593,7 +606,7 @@ class CacheClipEngine:
         ``behind``, and those for checkpoints trained to read chunks apart. One that reads no stored chunks leaves the
         choice to the settings, for those that do."""
         if not isinstance(method, Method):
-            method = create(method or self.config.method, self.config.method_settings())
+            method = self._named(method)
         reads = method.reuses_chunks and not method.captures and not method.composes
         return method.encoding if reads else self._plain_encoding
 

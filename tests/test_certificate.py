@@ -302,5 +302,5 @@ class TestEngine:
             engine.generate(rag_prompt(chunks), ONE)
         command = str(error.value).partition("Measure it: cacheclip ")[2].partition("; or set")[0]
         CliRunner().invoke(app, shlex.split(command))
-        found, why = find_certificate(engine.identity(engine._method(None, None)))
+        found, why = find_certificate(engine.identity(engine.make_method()))
         assert found is not None, why

@@ -41,7 +41,10 @@ def ask(
     question: Annotated[str, typer.Argument(help="What to ask of the documents.")],
     store: StoreOption,
     method: Annotated[
-        str, typer.Option(help="anchored, full, direct, cacheclip, ... (README lists them).")
+        str,
+        typer.Option(
+            help="cacheclip, anchored, full, direct, ... (README lists them); auto chooses between the first two."
+        ),
     ] = DEFAULT_METHOD,
     ratio: RatioOption = 0.2,
     grouping: Annotated[str, typer.Option(help="window_score, vote_sliding, v1_literal or sentence.")] = "window_score",

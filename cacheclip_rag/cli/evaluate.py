@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import ConfigurationError
-from ..methods import DEFAULT_METHOD
 from .common import (
     AuxiliaryDeviceOption,
     AuxiliaryOption,
@@ -54,7 +53,7 @@ def evaluate(
             "for checkpoints trained to read chunks apart (block, link) and, without an auxiliary model, those that "
             "need one."
         ),
-    ] = f"full,direct,{DEFAULT_METHOD},cacheclip",
+    ] = "full,direct,anchored,cacheclip",
     ratios: Annotated[str, typer.Option(help="Comma-separated recompute ratios.")] = "0.2",
     limit: Annotated[
         int | None, typer.Option(help="Questions of each file, or of each RULER task: 20 unless told.")

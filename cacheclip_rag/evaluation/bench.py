@@ -20,7 +20,7 @@ from typing import Any
 from ..config import EngineConfig
 from ..engine import CacheClipEngine
 from ..errors import ConfigurationError
-from ..methods import DEFAULT_METHOD, check_auxiliary, check_ratio, create
+from ..methods import DEFAULT_METHOD, check_ratio
 from ..progress import progress_bar
 from ..sampling import SamplingParams
 from ..stats import PHASES, FusionStats
@@ -66,7 +66,10 @@ def bench(
         ConfigurationError: unknown method, or numbers that make no sense.
     """
     _check(config, methods, context_tokens, chunk_tokens, runs)
-    if not any(create(name, config.method_settings()).needs_auxiliary for name in methods):
+    choosing = CacheClipEngine(replace(config, store=None))
+    made = {name: choosing.make_method(name) for name in methods}
+    methods = list(dict.fromkeys(made[name].name if name == DEFAULT_METHOD else name for name in methods))
+    if not any(method.needs_auxiliary for method in made.values()):
         config = replace(config, auxiliary=None)
     config = replace(config, prefix_cache_bytes=0)  # one method's prompt would make the next one's free
     with ExitStack() as stack:
@@ -96,8 +99,6 @@ def bench(
 
 def _check(config: EngineConfig, methods: Sequence[str], context_tokens: int, chunk_tokens: int, runs: int) -> None:
     check_ratio(config.recompute_ratio)
-    for name in methods:
-        check_auxiliary(create(name, config.method_settings()), config.auxiliary)
     if not methods:
         raise ConfigurationError("name at least one method to measure.")
     if runs < 1 or chunk_tokens < 16 or context_tokens < chunk_tokens:

@@ -19,7 +19,7 @@ from ..config import EngineConfig
 from ..engine import CacheClipEngine
 from ..errors import ConfigurationError, UnsupportedModelError
 from ..fidelity import Fidelity
-from ..methods import check_auxiliary, create
+from ..methods import create
 from ..methods.base import Method
 from ..progress import progress_bar
 from .exactness import check_exactness, check_reuse
@@ -62,8 +62,8 @@ def certify(config: EngineConfig, *, method: Method | None = None, quick: bool =
         CertificateError: the certificate could not be saved afterwards.
     """
     started = time.perf_counter()
-    given = method or create(config.method, config.method_settings())
-    _check_method(given, config)
+    given = CacheClipEngine(replace(config, store=None, shadow_rate=0.0)).make_method(method)
+    _check_method(given)
     check_writable()
     auxiliary_name = config.auxiliary if given.needs_auxiliary else None
     config = replace(config, store=None, shadow_rate=0.0, auxiliary=auxiliary_name)
@@ -108,9 +108,8 @@ def certify(config: EngineConfig, *, method: Method | None = None, quick: bool =
     return replace(certificate, verdict=verdict_at(certificate, certificate.ratio))
 
 
-def _check_method(method: Method, config: EngineConfig) -> None:
+def _check_method(method: Method) -> None:
     """Raise ConfigurationError unless there is something to certify."""
-    check_auxiliary(method, config.auxiliary)
     if not method.reuses_chunks or method.composes:
         raise ConfigurationError(f"method {method.name!r} reuses nothing inexactly, so there is nothing to certify.")
     if method.captures:

@@ -52,15 +52,18 @@ METHODS: dict[str, str] = {
 }
 """Name to ``module:Class`` in this package."""
 
-DEFAULT_METHOD = "anchored"
-"""The one that comes nearest to full prefill at the default ratio (README, "Methods")."""
+DEFAULT_METHOD = "auto"
+"""No method of its own: ``cacheclip`` where the engine's auxiliary model has a head set, ``anchored`` elsewhere
+(:meth:`~cacheclip_rag.engine.CacheClipEngine.make_method`)."""
 
 
 def check_method(method: str) -> None:
-    """Raise ConfigurationError, listing the known methods, unless ``method`` names one of them (settings may follow
-    the name, as in ``epic:k_init=16``; they are checked when the method is made)."""
-    if method.partition(":")[0] not in METHODS:
-        raise ConfigurationError(f"method must be one of {', '.join(METHODS)}, got {method!r}.")
+    """Raise ConfigurationError, listing the known methods, unless ``method`` is ``auto`` or names one of them (settings
+    may follow the name, as in ``epic:k_init=16``; they are checked when the method is made)."""
+    if method != DEFAULT_METHOD and method.partition(":")[0] not in METHODS:
+        raise ConfigurationError(
+            f"method must be {DEFAULT_METHOD} (which takes no settings) or one of {', '.join(METHODS)}, got {method!r}."
+        )
 
 
 def check_ratio(recompute_ratio: float) -> None:
@@ -85,6 +88,8 @@ def check_auxiliary(method: Method, auxiliary: str | None) -> None:
 def method_class(method: str) -> type[Method]:
     """The class registered under the name that ``method`` begins with."""
     check_method(method)
+    if method == DEFAULT_METHOD:
+        raise ConfigurationError(f"an engine chooses what {method!r} means; name a method here: {', '.join(METHODS)}.")
     module, _, cls = METHODS[method.partition(":")[0]].partition(":")
     found: type[Method] = getattr(import_module(f".{module}", __name__), cls)
     return found

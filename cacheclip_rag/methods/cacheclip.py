@@ -5,7 +5,8 @@ which heads score, and what was learned for them (:mod:`cacheclip_rag.training`)
 comes. Departures: scores are mapped to the primary's tokens before grouping, so that the ratio counts what costs time;
 the default grouping fills its budget, half of it with the starts of chunks (``anchor``), whatever they score: what a
 chunk lacked when it was computed alone its first tokens lacked most (EPIC, arXiv:2410.15332), and a question seldom
-asks for them; nothing is spent on a chunk that is exact already; of a long question the last 96 tokens score.
+asks for them; tokens that are not recomputed follow those that are, half of the way (``correction``, AgentKVShift,
+arXiv:2607.21604); nothing is spent on a chunk that is exact already; of a long question the last 96 tokens score.
 ``grouping="v1_literal"`` is the paper's own rule. The paper scores while the primary's KV is read; here scoring comes
 first, and the time to the first token holds both. Of version 2 (arXiv:2510.10129v2) only the abstract could be checked:
 window, stride and threshold of its sliding grouping, whether its auxiliary is tuned, and how it shares the work between
@@ -58,6 +59,9 @@ class CacheClip(Selective):
     :class:`~cacheclip_rag.methods.mixed.Mixed`, where slashes part settings)."""
     anchor: float = 0.5
     """Share of the budget that goes to the starts of chunks first. 0.0 for scores alone, as in the paper."""
+    correction: float = 0.5
+    """Share of the mean change of recomputed tokens that the others of their chunk are given. 0.0 as in the paper, and
+    with ``v1_literal``."""
 
     def __post_init__(self) -> None:
         super(CacheClip, self).__post_init__()

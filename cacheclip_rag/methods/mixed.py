@@ -73,13 +73,16 @@ class Anchored(Mixed):
     needed, the place says how stale it is. Beyond the first 64 tokens of a chunk it says nothing, and attention alone
     decides: were it to count to the end of a long chunk, nothing there would ever be chosen.
 
-    ``anchored:first=cacheclip`` asks the auxiliary model instead.
+    Tokens that are not recomputed follow those that are (``correction``). ``anchored:first=cacheclip`` asks the
+    auxiliary model instead.
     """
 
     name: ClassVar[str] = "anchored"
 
     first: str = "query_attention/layers=upper"
     second: str = "epic/reach=64"
+    correction: float = 0.5
+    """Tokens that are not recomputed follow the mean change of those that are, half of the way."""
 
 
 def _part(spec: str, recompute_ratio: float) -> Selective:

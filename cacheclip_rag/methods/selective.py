@@ -49,7 +49,7 @@ class Selective(ReusingMethod):
     most. ``v1_literal`` has none."""
     correction: float = 0.0
     """Above 0, tokens that are not recomputed get this share of the mean change of those that are, per chunk and
-    layer (AgentKVShift, arXiv:2607.21604)."""
+    layer (AgentKVShift, arXiv:2607.21604). Not with ``v1_literal``."""
     probes: float = 0.0
     """Share of the budget that is spread evenly over each chunk, whatever the scores. The correction then follows these
     tokens alone: tokens chosen for a score change more than others do."""
@@ -156,7 +156,7 @@ class Selective(ReusingMethod):
         return int(self.skip_first_chunk and request.layout.chunks[0] in request.spans[:1])
 
     def prepare(self, request: SelectionRequest, masks: Sequence[torch.Tensor]) -> None:
-        if self.correction and request.cache is not None:
+        if self.correction and self.grouping != "v1_literal" and request.cache is not None:
             assert request.computed is not None
             correction = ResidualCorrection(request.runtime, request.cache, self.correction)
             correction.install(request.spans, request.computed, request.probes if self.probes else None)

@@ -63,7 +63,8 @@ class ModelFields(BaseModel):
     namespace: str = "default"
     """Tenant: two namespaces never share an entry."""
     method: str = DEFAULT_METHOD
-    """How chunks are reused: ``cacheclip``, ``direct`` or ``full``."""
+    """How chunks are reused: ``cacheclip``, ``anchored``, ``direct``, …; ``auto`` chooses between the first two,
+    see :class:`~cacheclip_rag.config.EngineConfig`."""
     recompute_ratio: float = 0.2
     """Share of chunk tokens to recompute, 0 to 1."""
     temperature: float = 0.0

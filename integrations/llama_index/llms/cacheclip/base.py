@@ -155,7 +155,7 @@ class CacheClipLLM(EngineFields, CustomLLM):
     """
 
     method: str = DEFAULT_METHOD
-    """How chunks are reused: anchored, cacheclip, direct, full."""
+    """How chunks are reused: cacheclip, anchored, direct, full, …; auto chooses between the first two."""
     recompute_ratio: float = 0.2
     """Share of chunk tokens to recompute, 0 to 1."""
     context_window: int | None = None
