@@ -115,6 +115,16 @@ def nearby(change: torch.Tensor, probes: torch.Tensor, at: torch.Tensor, by_dist
 
 
 @plain
+@pytest.mark.parametrize("method", ["cacheclip", "anchored"])
+def test_our_own_correct_half_of_the_way(case: Case, method: str) -> None:
+    """Unless told otherwise; the paper's own grouping does not."""
+    logits = {spec: run(case, f"{method}{spec}", 0.3).logits for spec in ("", ":correction=0.5", ":correction=0")}
+    assert torch.equal(logits[""], logits[":correction=0.5"]) and not torch.equal(logits[""], logits[":correction=0"])
+    literal = f"{method}:grouping=v1_literal:threshold=2"
+    assert torch.equal(run(case, literal, 0.3).logits, run(case, f"{literal}:correction=0", 0.3).logits)
+
+
+@plain
 @pytest.mark.parametrize("probes", [0.0, 0.5])
 def test_correction_moves_what_is_not_recomputed(case: Case, probes: float) -> None:
     """By the mean change of what is, or of near probes as far as it is not chance, keys compared before RoPE. In the

@@ -12,8 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cacheclip_rag import CacheClipEngine, EngineConfig
+from cacheclip_rag import CacheClipEngine, EngineConfig, SamplingParams
 from cacheclip_rag.errors import ConfigurationError, ModelError
+from cacheclip_rag.evaluation.bench import bench
 from cacheclip_rag.methods import create
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.selection import heads as module
@@ -250,6 +251,32 @@ class TestEngine:
         assert tuned.identity(method).digest() != plain.identity(method).digest()
         direct = create("direct", {})
         assert tuned.identity(direct).digest() == plain.identity(direct).digest()
+
+    def test_the_default_method_asks_the_auxiliary_where_it_has_one(
+        self, config: EngineConfig, heads: HeadSet, tmp_path: Path
+    ) -> None:
+        heads.save(tmp_path / "own.safetensors")
+        config = replace(config, method="auto")
+        own = CacheClipEngine(config, heads=tmp_path / "own.safetensors")
+        assert own.make_method() == own.make_method("auto") == create("cacheclip", own.config.method_settings())
+        assert own.make_method("auto", 0.5).nominal_ratio == 0.5
+        own.precompute(CHUNKS)
+        prompt = "\n\n".join([*CHUNKS, "What is the magic number?"])
+        one_token = SamplingParams(max_tokens=1)
+        assert own.generate(prompt, one_token).stats.method == "cacheclip"
+        assert own.generate(prompt, one_token, method="auto").stats.method == "cacheclip"
+        for without in (replace(config, heads="none"), replace(config, auxiliary=None)):
+            engine = CacheClipEngine(without)
+            engine.precompute(CHUNKS)
+            assert engine.generate(prompt, one_token).stats.method == "anchored"
+        measured = bench(
+            own.config, methods=["auto", "cacheclip", "direct"], context_tokens=64, chunk_tokens=32, runs=1
+        )
+        assert list(measured["methods"]) == ["cacheclip", "direct"]
+        with pytest.raises(ConfigurationError, match="method must be auto .which takes no settings. or one of full"):
+            own.generate(prompt, one_token, method="auto:anchor=0.3")
+        with pytest.raises(ConfigurationError, match="an engine chooses what 'auto' means"):
+            create("auto", {})
 
     def test_methods_may_ask_for_others_by_name_or_file(
         self, config: EngineConfig, heads: HeadSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
