@@ -37,7 +37,7 @@ class EngineConfig:
     method: str = DEFAULT_METHOD
     """Default method of :meth:`~cacheclip_rag.engine.CacheClipEngine.generate`: a name, and settings of its own behind
     it where they differ from the defaults (``epic:k_init=16``); or ``auto``: ``cacheclip`` where the auxiliary model
-    has a head set, ``anchored`` elsewhere."""
+    can be had and has a head set, ``anchored`` elsewhere."""
     recompute_ratio: float = 0.2
     """Share of chunk tokens to recompute, 0 to 1."""
     heads: str | PathLike[str] = "auto"

@@ -158,9 +158,8 @@ class CacheClipEngine:
         """Which heads of the auxiliary score, as the settings ask for it; read once."""
         with self._lock:
             if self._head_set is None:
-                auxiliary, setting = self.auxiliary, str(self.config.heads)
-                found = None
-                if isinstance(auxiliary, ModelRuntime):
+                setting, found = str(self.config.heads), None
+                if setting != "none" and isinstance(auxiliary := self.auxiliary, ModelRuntime):
                     found = find_head_set(setting, auxiliary, self.primary.fingerprint)
                 self._head_set = (found,)
             return self._head_set[0]
@@ -542,7 +541,8 @@ class CacheClipEngine:
 
     def make_method(self, method: str | Method | None = None, recompute_ratio: float | None = None) -> Method:
         """What a call with these options computes by: the method of that name (default the engine's) with the engine's
-        settings. ``auto`` is ``cacheclip`` where the auxiliary model has a head set, and else ``anchored``.
+        settings. ``auto`` is ``cacheclip`` where the auxiliary model can be had and has a head set, and else
+        ``anchored``; to know it loads the models.
 
         Raises:
             ConfigurationError: unknown methods or settings, a ratio beside a method that was made already, or no
@@ -564,8 +564,20 @@ class CacheClipEngine:
         config = self.config if recompute_ratio is None else replace(self.config, recompute_ratio=recompute_ratio)
         name = method or config.method
         if name == DEFAULT_METHOD:
-            name = "cacheclip" if self.head_set else "anchored"
+            name = "cacheclip" if self._has_head_set else "anchored"
         return create(name, config.method_settings())
+
+    @property
+    def _has_head_set(self) -> bool:
+        """False too where the auxiliary cannot be had, or the primary has no KV to be chosen from: a head set that
+        cannot be read is an error, and a missing model is told where its chunk caches should be written."""
+        if not self.config.auxiliary or self.config.heads == "none" or not isinstance(self.primary, ModelRuntime):
+            return False
+        try:
+            _ = self.auxiliary
+        except ModelError:
+            return False
+        return self.head_set is not None
 
     def _record(self, prefilled: Prefilled, answer: Answer, params: SamplingParams) -> None:
         """Count an answer, and have a share of those that reused something compared with full prefill."""
@@ -605,6 +617,8 @@ class CacheClipEngine:
         """How a method (default the engine's) wants its chunks encoded: all alike, but for what they are computed
         ``behind``, and those for checkpoints trained to read chunks apart. One that reads no stored chunks leaves the
         choice to the settings, for those that do."""
+        if (method or self.config.method) == DEFAULT_METHOD:
+            return self._plain_encoding  # both that it may be, with no model loaded
         if not isinstance(method, Method):
             method = self._named(method)
         reads = method.reuses_chunks and not method.captures and not method.composes

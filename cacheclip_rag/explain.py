@@ -95,7 +95,8 @@ def explain_miss(engine: CacheClipEngine, prompt: Prompt, text: str) -> MissRepo
 
 def _stored(engine: CacheClipEngine, chunk: str) -> dict[str, bool]:
     """By model, whether the KV is there as the engine's method wants it."""
-    caches = engine.chunk_caches(with_auxiliary=engine.make_method().needs_auxiliary)
+    needs_auxiliary = bool(engine.config.auxiliary) and engine.make_method().needs_auxiliary
+    caches = engine.chunk_caches(with_auxiliary=needs_auxiliary)
     return {each.runtime.name: chunk in each for each in caches}
 
 

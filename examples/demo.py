@@ -182,7 +182,7 @@ def print_table(engine: CacheClipEngine, outcomes: list[Outcome]) -> None:
     outcomes = outcomes[::2]
     print(f"Measuring {len(outcomes)} of these prompts with each method, ordinary prefill among them ...", flush=True)
     one_token = SamplingParams(max_tokens=1)
-    rows: dict[str, list[dict[str, Any]]] = {"full": [], "direct": [], engine.config.method: [], "cacheclip": []}
+    rows: dict[str, list[dict[str, Any]]] = {"full": [], "direct": [], "anchored": [], "cacheclip": []}
     for messages, _, _ in outcomes:
         for method, stats in rows.items():
             stats.append(engine.generate(messages, one_token, method=method).stats.to_dict())

@@ -40,7 +40,10 @@ AuxiliaryOption = Annotated[
 ]
 AuxiliaryDeviceOption = Annotated[str | None, typer.Option(help="Device of the auxiliary model, if another.")]
 HeadsOption = Annotated[
-    str, typer.Option("--heads", help="Head set of the auxiliary model: a file, auto, or none for its last layer.")
+    str,
+    typer.Option(
+        "--heads", help="Head set of the auxiliary model: a file, auto, or none (its last layer, for cacheclip)."
+    ),
 ]
 EmbeddingOption = Annotated[str | None, typer.Option("--embedding", help="sentence-transformers model for retrieval.")]
 DtypeOption = Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16 or float16.")]

@@ -128,6 +128,7 @@ def finetune(
         write_report,
     )
     from ..training.tuning import WHOLE_LEARNING_RATE, TuningSettings
+    from ..training.whole import check_folders
 
     if scope not in ("heads", "model") or (scope == "model" and out is None):
         raise ConfigurationError(f"scope must be heads, or model with a new folder as --out; got {scope!r}.")
@@ -140,6 +141,7 @@ def finetune(
     settings = TuningSettings(rank=rank, learning_rate=learning_rate, epochs=epochs, sinks=SINKS, seed=seed)
     if scope == "model":
         assert out is not None
+        check_folders(out, work)
         with _stoppable():
             given = _given(config, data, data_limit, seed, work)
             _finetune_whole(config, out, settings, begin, samples, targets, prompts, given, report, work, as_json)

@@ -62,9 +62,9 @@ def certify(config: EngineConfig, *, method: Method | None = None, quick: bool =
         CertificateError: the certificate could not be saved afterwards.
     """
     started = time.perf_counter()
+    check_writable()
     given = CacheClipEngine(replace(config, store=None, shadow_rate=0.0)).make_method(method)
     _check_method(given)
-    check_writable()
     auxiliary_name = config.auxiliary if given.needs_auxiliary else None
     config = replace(config, store=None, shadow_rate=0.0, auxiliary=auxiliary_name)
     engine = CacheClipEngine(config)

@@ -114,7 +114,7 @@ class HeadSet:
             raise ModelError(
                 f"{called} was made for an auxiliary model with digest {self.auxiliary_sha256[:12]}, and "
                 f"{auxiliary.name!r} has {weights_digest(auxiliary.fingerprint)[:12]}. Make one with 'cacheclip "
-                "calibrate', or set heads='none' to use the last layer as it is."
+                "calibrate', or set heads='none' to go without."
             )
         num_heads = auxiliary.model.config.num_attention_heads
         numbers = [head for _, head in self.heads]

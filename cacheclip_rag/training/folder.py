@@ -42,7 +42,6 @@ __all__ = [
 
 _FORMAT = 3
 """Of the files; part of every digest."""
-_STATE = "state.safetensors"
 
 
 class Interrupted(KeyboardInterrupt):
@@ -218,17 +217,18 @@ def save_state(state: TrainingState, folder: Path, digest: str) -> None:
             }
         ),
     }
-    # clones: parts that share memory are not written
-    save({name: tensor.detach().clone() for name, tensor in tensors.items()}, header, folder / _STATE)
+    # copies: parts that share memory are not written, and an accelerator has no room for them
+    on_cpu = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+    save(on_cpu, header, _state_path(folder, digest))
 
 
-def forget_state(folder: Path) -> None:
+def forget_state(folder: Path, digest: str) -> None:
     """Of a training that is done: for a whole model it takes gigabytes."""
-    (folder / _STATE).unlink(missing_ok=True)
+    _state_path(folder, digest).unlink(missing_ok=True)
 
 
 def load_state(folder: Path, digest: str, learner: Learner) -> TrainingState | None:
-    loaded = load(folder / _STATE, digest)
+    loaded = load(_state_path(folder, digest), digest)
     if loaded is None:
         return None
     tensors, header = loaded
@@ -244,3 +244,8 @@ def load_state(folder: Path, digest: str, learner: Learner) -> TrainingState | N
     )
     optimizer = {"state": moments, "param_groups": numbers["groups"]}
     return TrainingState(numbers["epoch"], parameters, optimizer, best, numbers["best_epoch"], numbers["history"])
+
+
+def _state_path(folder: Path, digest: str) -> Path:
+    """One a training: others may share the folder."""
+    return folder / f"state-{digest[:20]}.safetensors"

@@ -238,6 +238,7 @@ def whole_json(found: WholeFineTuning) -> dict[str, Any]:
         "is_nearer": found.is_nearer,
         "digest": found.heads.digest(),
         "model": str(found.folder) if found.folder else None,
+        "work": str(found.work),
         "history": list(found.history),
         "figures": {
             each.name: {

@@ -1,7 +1,8 @@
 """Fine-tuning of a whole auxiliary model: every weight up to the last layer in use, with the loss of the head set.
 
 What the primary said, every epoch and every outcome are kept in a working folder as they come, so that an interrupted
-run goes on where it was. Until the training is done, the state in it takes about four times the model in float32.
+run goes on where it was. Until the training is done, the state in it takes about four times the model in float32 (for a
+moment twice that, while one epoch's replaces the last's).
 
 For those who have an accelerator and a bigger auxiliary: two CPU cores train a head set in minutes, and this in hours.
 The result is another model, with another fingerprint: chunk caches of the old one are not taken for its own.
@@ -44,7 +45,7 @@ from .given import data_of
 from .targets import targets_of
 from .tuning import TrainingState, TuningSettings, check_trainable, learning_and_held_out, loss_of, spaced, train
 
-__all__ = ["WholeFigures", "WholeFineTuning", "WholeSample", "WholeTuned", "finetune_whole"]
+__all__ = ["WholeFigures", "WholeFineTuning", "WholeSample", "WholeTuned", "check_folders", "finetune_whole"]
 
 _ATTENTION = "cacheclip_training"
 _seen: contextvars.ContextVar[dict[int, tuple[torch.Tensor, torch.Tensor, float]] | None] = contextvars.ContextVar(
@@ -205,6 +206,16 @@ class WholeFineTuning:
         return None if not self.is_tuned or before is None or after is None else after < before
 
 
+def check_folders(folder: Path, work: Path | None) -> None:
+    """Raise ConfigurationError unless a trained model may go to ``folder``, while working files lie in ``work``."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigurationError(f"{folder} holds something already. Give a new folder for the trained model.")
+    if work is not None and folder.resolve() in (work.resolve(), *work.resolve().parents):
+        raise ConfigurationError(
+            f"working files in {work} would lie where the trained model goes ({folder}). Name another folder for them."
+        )
+
+
 def finetune_whole(
     config: EngineConfig,
     folder: Path,
@@ -235,8 +246,7 @@ def finetune_whole(
         ModelError: models that cannot be used so.
         Interrupted: the user stopped it; it goes on from the working folder.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigurationError(f"{folder} holds something already. Give a new folder for the trained model.")
+    check_folders(folder, work)
     if num_samples + len(given) < 10:
         raise ConfigurationError(f"fine-tuning needs at least 10 samples, got {num_samples + len(given)}.")
     check_whole_number("num_prompts", num_prompts, of="prompts")
@@ -300,7 +310,7 @@ def finetune_whole(
                 after = open_engine(replace(config, auxiliary=str(temporary)))
                 kl_after = _kl(after, prompts, heads, Kept(kept.folder, engine_inputs(after)))
             figures.append(_figures("after", state.history[state.best_epoch], kl_after))
-    forget_state(kept.folder)
+    forget_state(kept.folder, digest)
     return WholeFineTuning(
         heads,
         folder if state.best_epoch else None,

@@ -156,17 +156,25 @@ class TestRefusals:
         with pytest.raises(ConfigurationError, match="own settings"):
             engine.generate("Hello", SHORT, method=CacheClip(0.3), recompute_ratio=0.9)
 
+    @pytest.mark.parametrize(("default", "method"), [("cacheclip", "direct"), ("auto", "direct"), ("auto", None)])
     def test_other_methods_work_while_the_auxiliary_cannot_be_had(
-        self, make: Callable[..., CacheClipEngine], chunks: list[str], caplog: pytest.LogCaptureFixture
+        self,
+        make: Callable[..., CacheClipEngine],
+        chunks: list[str],
+        caplog: pytest.LogCaptureFixture,
+        default: str,
+        method: str | None,
     ) -> None:
-        engine = make(auxiliary="no-such-model")
-        first = engine.generate(rag(chunks), SHORT, method="direct", candidates=chunks)
+        engine = make(auxiliary="no-such-model", method=default)
+        first = engine.generate(rag(chunks), SHORT, method=method, candidates=chunks)
         assert (first.stats.hits, first.stats.misses) == (0, 4)
         assert "without the auxiliary" in caplog.text
-        assert engine.generate(rag(chunks), SHORT, method="direct").stats.hits == 4
+        again = engine.generate(rag(chunks), SHORT, method=method).stats
+        assert (again.hits, again.method) == (4, method or "anchored")
+        assert engine.is_stored(chunks[0], needs_auxiliary=False)
         assert engine.release(chunks) == 4
         with pytest.raises(UnknownModelError):
-            engine.generate(rag(chunks), SHORT)
+            engine.generate(rag(chunks), SHORT, method="cacheclip")
         with pytest.raises(UnknownModelError):
             engine.precompute(chunks)
 

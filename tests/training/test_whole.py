@@ -132,8 +132,8 @@ class TestJob:
         assert resumed.history == whole.history and resumed.figures == whole.figures
         assert resumed.heads.digest() == whole.heads.digest()
         assert counts["attended_and_stale"] == 4 and counts["save_state"] == len(whole.history)
-        assert not (tmp_path / "parts-work" / "state.safetensors").exists(), "gigabytes, of a model of size"
-        assert any((tmp_path / "parts-work").iterdir())
+        assert not list((tmp_path / "parts-work").glob("state-*")), "gigabytes, of a model of size"
+        assert list((tmp_path / "parts-work").glob("outcome-*")) and resumed.work == tmp_path / "parts-work"
 
     def test_a_model_that_gained_nothing_is_not_saved(self, tiny_models: dict[str, str], tmp_path: Path) -> None:
         config = EngineConfig(primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"])
@@ -157,5 +157,8 @@ class TestJob:
         (tmp_path / "file").touch()
         with pytest.raises(ConfigurationError, match="holds something already"):
             finetune_whole(config, tmp_path, SETTINGS)
+        for work in (tmp_path / "new", tmp_path / "new" / "work"):
+            with pytest.raises(ConfigurationError, match="would lie where the trained model goes"):
+                finetune_whole(config, tmp_path / "new", SETTINGS, work=work)
         with pytest.raises(ConfigurationError, match="at least 10 samples, got 9"):
             finetune_whole(config, tmp_path / "new", SETTINGS, num_samples=9)
