@@ -278,10 +278,18 @@ def to_png(summary: dict[str, Any], path: Path) -> None:
     made = plots(summary)
     if not made:
         raise ConfigurationError("expected a summary with KL or scores and times of a method, got none to plot.")
-    figure = Figure(figsize=(6.0 * len(made), 4.4), dpi=150, layout="constrained")
+    methods = {series.method for plot in made for series in plot.series}
+    columns = max(1, int(6.0 * len(made) / (0.7 + 0.075 * max(map(len, methods)))))  # as many as there is width for
+    rows = math.ceil((len(methods) + 1) / columns)
+    figure = Figure(figsize=(6.0 * len(made), 4.0 + 0.25 * rows), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
+    drawn: dict[str, Any] = {}
     for axes, plot in zip(figure.subplots(1, len(made), squeeze=False)[0], made, strict=True):
         _draw(axes, plot)
+        handles, labels = axes.get_legend_handles_labels()
+        drawn |= dict(zip(labels, handles, strict=True))
+    # below the plots: within them it would hide points
+    figure.legend(list(drawn.values()), list(drawn), loc="outside lower center", ncols=columns, fontsize=9)
     with atomic_path(path) as temporary, warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"Glyph .* missing")  # a name in a script that its font lacks
         figure.savefig(temporary, format="png")
@@ -312,7 +320,6 @@ def _draw(axes: Any, plot: Plot) -> None:
     axes.set(xlim=(plot.x_ticks[0], plot.x_ticks[-1]), ylim=(plot.y_ticks[0], plot.y_ticks[-1]))
     axes.set(xlabel="time to the first token (s, median)", ylabel=plot.y_label, title=plot.title)
     axes.grid(alpha=0.3)
-    axes.legend()
 
 
 def _verbatim(text: str) -> str:

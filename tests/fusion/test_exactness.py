@@ -121,7 +121,9 @@ class TestPartialRecompute:
 
         case.runtime.run_rows = spy  # an instance attribute over the method: gone with ``del``
         try:
-            fused = prefilled(case.engine, [span.segment for span in case.layout.spans], "cacheclip", ratio)
+            fused = prefilled(
+                case.engine, [span.segment for span in case.layout.spans], "cacheclip:correction=0", ratio
+            )
         finally:
             del case.runtime.run_rows
         total = sum(len(s.tokens) for s in case.layout.chunks)

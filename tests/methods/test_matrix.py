@@ -193,7 +193,7 @@ class TestNames:
     @pytest.mark.parametrize(
         ("spec", "message"),
         [
-            ("nonsense", "method must be one of full"),
+            ("nonsense", "method must be auto .which takes no settings. or one of full"),
             ("epic:k=16", "names among .*recompute_ratio, .*k_init, k_final"),
             ("epic:k_init", "written name=value"),
             ("epic:k_init=many", "of type int"),

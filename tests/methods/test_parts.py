@@ -40,7 +40,7 @@ def test_saved_scores_choose_the_same(case: Case, spec: str) -> None:
         def rate(self, request: Any, scores: Any) -> list[torch.Tensor]:
             return saved[0]
 
-    settings = ("recompute_ratio", "window", "threshold", "always_include_first", "anchor")
+    settings = ("recompute_ratio", "window", "threshold", "always_include_first", "anchor", "correction")
     again: Any = Spy(Replay(**{name: getattr(spy.inner, name) for name in settings}))
     second = run(case, again)
     assert all(torch.equal(a, b) for a, b in zip(spy.masks, again.masks, strict=True))

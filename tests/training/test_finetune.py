@@ -390,10 +390,10 @@ class TestCommands:
     def test_a_whole_model(self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
         models = ["--primary", config.primary, "--auxiliary", str(config.auxiliary)]
-        self.run("calibrate", *models, "--samples", "6", "--prompts", "1", "--out", str(tmp_path / "h.safetensors"))
+        self.run("calibrate", *models, "--samples", "6", "--prompts", "0", "--out", str(tmp_path / "h.safetensors"))
         begin = ["--scope", "model", "--samples", "10", "--targets", "0", "--heads", str(tmp_path / "h.safetensors")]
         report = ["--report", str(tmp_path / "report")]
-        options = [*begin, "--prompts", "1", "--epochs", "6", "--learning-rate", "1e-3"]
+        options = [*begin, "--prompts", "1", "--epochs", "12", "--learning-rate", "3e-3"]
         options += ["--out", str(tmp_path / "tuned"), "--work", str(tmp_path / "work")]
         found = self.run("finetune", *models, *options, *report)
         assert list((tmp_path / "work").glob("outcome-*")), "to go on from"
