@@ -35,8 +35,12 @@ def rotate(keys: torch.Tensor, tables: Tables | None) -> torch.Tensor:
     if tables is None:
         return keys
     cos, sin = tables
-    turned, rest = keys[..., : cos.shape[-1]], keys[..., cos.shape[-1] :]
-    return torch.cat((turned * cos + _rotate_half(turned) * sin, rest), dim=-1)
+    width, half = cos.shape[-1], cos.shape[-1] // 2
+    # x cos + rotate_half(x) sin, to the bit, without a copy of x turned by halves
+    turned = keys[..., :width] * cos
+    turned[..., :half] -= keys[..., half:width] * sin[..., :half]
+    turned[..., half:] += keys[..., :half] * sin[..., half:]
+    return turned if width == keys.shape[-1] else torch.cat((turned, keys[..., width:]), dim=-1)
 
 
 def unrotate(keys: torch.Tensor, tables: Tables | None) -> torch.Tensor:

@@ -166,12 +166,15 @@ class ModelRuntime(TextModel):
             cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
         return cos[0], sin[0]
 
-    def fill(self, cache: FusedCache, kv: torch.Tensor, *, slot: int, position: int) -> None:
-        """Write stored ``kv`` into ``cache`` at ``slot``, its keys rotated to ``position`` and following."""
+    def fill(
+        self, cache: FusedCache, kv: torch.Tensor, *, slot: int, position: int, num_layers: int | None = None
+    ) -> None:
+        """Write stored ``kv`` into ``cache`` at ``slot``, its keys rotated to ``position`` and following; of the first
+        ``num_layers`` alone where no others will run."""
         if not kv.shape[3]:
             return  # a shared prefix of no tokens; some rotary modules ask for the largest position
         tables = self.rotary_tables(position, position + kv.shape[3])
-        for layer, piece, of_layer in zip(cache.layers, kv, tables, strict=True):
+        for layer, piece, of_layer in list(zip(cache.layers, kv, tables, strict=True))[:num_layers]:
             keys, values = piece.to(layer.device)
             layer.write(slot, rotate(keys, of_layer), values)
 

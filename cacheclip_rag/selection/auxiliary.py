@@ -83,12 +83,12 @@ def score_chunks(
     Returns:
         Per chunk ``(num_chunk_tokens,)`` float32, each between 0 and 1.
     """
-    packed = pack_chunks(auxiliary, prefix, chunks, question_ids, lengths)
-    lengths, num_prefix = packed.lengths, packed.num_prefix
     if isinstance(heads, HeadSet):
         pooled, chosen, sinks = True, frozenset(heads.layers), max(sinks, heads.sinks)
     else:
         chosen = frozenset(layers) if layers is not None else frozenset([auxiliary.num_layers - 1])
+    packed = pack_chunks(auxiliary, prefix, chunks, question_ids, lengths, num_layers=max(chosen) + 1)
+    lengths, num_prefix = packed.lengths, packed.num_prefix
     scores = [torch.zeros(length) for length in lengths]
     waiting: list[torch.Tensor] = []
 
@@ -154,8 +154,10 @@ def pack_chunks(
     chunks: Iterable[torch.Tensor],
     question_ids: Sequence[int],
     lengths: Sequence[int] | None = None,
+    num_layers: int | None = None,
 ) -> PackedChunks:
-    """Lay out stored KV for one look at every chunk; arguments as for :func:`score_chunks`."""
+    """Lay out stored KV for one look at every chunk by the first ``num_layers`` (default all); other arguments as for
+    :func:`score_chunks`."""
     assert question_ids, "scoring needs at least one question token"
     num_prefix, num_question = prefix.shape[3], len(question_ids)
     if lengths is None:
@@ -166,8 +168,8 @@ def pack_chunks(
     start = 0
     for number, (chunk, length) in enumerate(zip(chunks, lengths, strict=True)):
         context = num_prefix + length
-        auxiliary.fill(cache, prefix, slot=start, position=0)
-        auxiliary.fill(cache, chunk, slot=start + num_prefix, position=num_prefix)
+        auxiliary.fill(cache, prefix, slot=start, position=0, num_layers=num_layers)
+        auxiliary.fill(cache, chunk, slot=start + num_prefix, position=num_prefix, num_layers=num_layers)
         rows = torch.arange(context, context + num_question)
         blocks.append(
             Block.of(
