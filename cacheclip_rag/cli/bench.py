@@ -16,6 +16,7 @@ from .common import (
     JsonOption,
     PrimaryOption,
     RatioOption,
+    output,
     print_json,
 )
 
@@ -70,7 +71,6 @@ def bench(
 
 
 def _print_table(result: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(
@@ -90,4 +90,4 @@ def _print_table(result: dict[str, Any]) -> None:
             str(row["recomputed_tokens"]),
             f"{row['peak_rss_bytes'] / 1e9:.2f} GB",
         )
-    Console().print(table)
+    output().print(table)

@@ -17,6 +17,7 @@ from .common import (
     JsonOption,
     PrimaryOption,
     RatioOption,
+    output,
     print_json,
 )
 
@@ -75,10 +76,9 @@ def certify(
 
 
 def _print(certificate: Certificate, path: Path) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    out = Console()
+    out = output()
     exactness = certificate.exactness
     checks = Table(title=f"Exactness of {certificate.primary}, {exactness['prompt_tokens']} tokens")
     for column in ("check", "figure", "limit", "", "what it is"):

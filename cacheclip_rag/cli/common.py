@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..errors import CacheClipError, ConfigurationError, DocumentError, UnknownModelError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 __all__ = [
     "AuxiliaryDeviceOption",
@@ -27,6 +31,7 @@ __all__ = [
     "StoreOption",
     "format_bytes",
     "guarded",
+    "output",
     "print_json",
 ]
 
@@ -55,6 +60,13 @@ RatioOption = Annotated[float, typer.Option("--ratio", help="Share of chunk toke
 NamespaceOption = Annotated[str | None, typer.Option("--namespace", help="Tenant; tenants never share chunk caches.")]
 
 _USAGE_ERRORS = (ConfigurationError, UnknownModelError, DocumentError)
+
+
+def output() -> Console:
+    """Where tables go; wide where that is no terminal, so that a file loses no figures."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 200)
 
 
 def print_json(value: dict[str, Any]) -> None:

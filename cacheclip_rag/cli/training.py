@@ -17,6 +17,7 @@ from .common import (
     DtypeOption,
     JsonOption,
     PrimaryOption,
+    output,
     print_json,
 )
 
@@ -300,10 +301,9 @@ def _target(config: EngineConfig, out: Path | None, overwrite: bool, *, instead_
 
 
 def _print(tables: Mapping[str, Table], *lines: str) -> None:
-    from rich.console import Console
     from rich.table import Table as Printed
 
-    out = Console()
+    out = output()
     for title, (titles, rows) in tables.items():
         printed = Printed(title=title)
         for number, each in enumerate(titles):
