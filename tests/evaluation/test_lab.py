@@ -647,7 +647,7 @@ class TestPlan:
         assert learning == {"prefix", *(name for name in KNOWN if method_class(name).captures)}
 
     def test_unknown_method(self, config: EngineConfig) -> None:
-        with pytest.raises(ConfigurationError, match="or one of full"):
+        with pytest.raises(ConfigurationError, match="method must be auto .which takes no settings. or one of full"):
             planned_runs(["nonsense"], [0.2], config)
 
     def test_labels_say_the_ratio_that_runs(self, config: EngineConfig) -> None:
