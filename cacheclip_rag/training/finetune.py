@@ -46,11 +46,10 @@ from .folder import (
     Kept,
     digest_of,
     engine_inputs,
-    load_state,
     load_trainee,
     resumable,
-    save_state,
     save_trainee,
+    train_kept,
 )
 from .given import data_of
 from .lexical import lexical_scores
@@ -58,14 +57,12 @@ from .measures import chosen, chosen_sentences, rank_correlation, span_recall, t
 from .targets import attended_and_stale, attended_when_stale, behind_sinks, targets_of
 from .tuning import (
     Trainee,
-    TrainingState,
     Tuned,
     TuningSettings,
     check_trainable,
     fitted,
     learning_and_held_out,
     spaced,
-    train,
 )
 
 __all__ = ["Figures", "FineTuning", "finetune"]
@@ -176,23 +173,11 @@ def finetune(
         if heads is None:
             heads = _begun(engine, settings, samples, targets, kept, digest_of(inputs))
         looks = {**inputs, "begins_with": heads.digest()}
-        learning, held_out = learning_and_held_out(len(samples))
+        _, held_out = learning_and_held_out(len(samples))
         trainees = _trainees(engine, heads, samples, targets, folder, digest_of(looks), settings.sinks)
         tuned = _new(engine, heads, settings)
         whole = {**looks, "settings": asdict(settings), "targets": num_targets}
-        with progress_bar("training", settings.epochs, "epochs") as advance:
-
-            def after_epoch(state: TrainingState) -> None:
-                save_state(state, folder, digest_of(whole))
-                advance(state.epoch)
-
-            state = train(
-                tuned,
-                [trainees[number] for number in learning],
-                [trainees[number] for number in held_out],
-                state=load_state(folder, digest_of(whole), tuned),
-                after_epoch=after_epoch,
-            )
+        state = train_kept(tuned, trainees, folder, digest_of(whole), title="training")
         about = {
             **whole,
             "command": "finetune",

@@ -33,17 +33,16 @@ from ..errors import ConfigurationError
 from ..models.load import load_model
 from ..models.runtime import ModelRuntime
 from ..paths import cache_home
-from ..progress import progress_bar
 from ..scoring import Question
 from ..selection.auxiliary import without_sinks
 from ..selection.heads import HEADS_FILE, HeadSet, weights_digest
 from .calibrate import calibrate, capped_mean, downstream, open_engine
 from .families import Sample, synthetic_samples
 from .features import marked
-from .folder import Kept, digest_of, engine_inputs, forget_state, load_state, resumable, save_state
+from .folder import Kept, digest_of, engine_inputs, forget_state, resumable, train_kept
 from .given import data_of
 from .targets import targets_of
-from .tuning import TrainingState, TuningSettings, check_trainable, learning_and_held_out, loss_of, spaced, train
+from .tuning import TuningSettings, check_trainable, learning_and_held_out, loss_of, spaced
 
 __all__ = ["WholeFigures", "WholeFineTuning", "WholeSample", "WholeTuned", "check_folders", "finetune_whole"]
 
@@ -268,24 +267,12 @@ def finetune_whole(
         check_trainable(runtime, heads)
         targets = targets_of(engine, samples, spaced(range(len(samples)), num_targets), kept)
         prepared = [WholeSample.of(caches, sample, targets.get(number)) for number, sample in enumerate(samples)]
-        learning, held_out = learning_and_held_out(len(samples))
+        _, held_out = learning_and_held_out(len(samples))
         prompts = [samples[number] for number in spaced(held_out, num_prompts)]
         kl_before = _kl(engine, prompts, heads, kept)
         tuned = WholeTuned(runtime, heads, settings).to(runtime.device)
         digest = digest_of({**inputs, "began_with": heads.digest()})
-        with progress_bar("training the whole model", settings.epochs, "epochs") as advance:
-
-            def after_epoch(state: TrainingState) -> None:
-                save_state(state, kept.folder, digest)
-                advance(state.epoch)
-
-            state = train(
-                tuned,
-                [prepared[number] for number in learning],
-                [prepared[number] for number in held_out],
-                state=load_state(kept.folder, digest, tuned),
-                after_epoch=after_epoch,
-            )
+        state = train_kept(tuned, prepared, kept.folder, digest, title="training the whole model")
         about = {
             "command": "finetune --scope model",
             "auxiliary": Path(str(config.auxiliary)).name,

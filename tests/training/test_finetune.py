@@ -30,6 +30,7 @@ from cacheclip_rag.training.report import finetuning_note, finetuning_verdict, w
 from cacheclip_rag.training.targets import behind_sinks
 from cacheclip_rag.training.tuning import TuningSettings
 from tests.conftest import CHUNKS
+from tests.training.stopping import stopper
 
 OWN = "query_attention:layers=upper"
 SMALL: dict[str, Any] = {"num_samples": 12, "num_targets": 3, "num_tests": 7, "num_prompts": 2}
@@ -101,17 +102,17 @@ class TestJob:
         monkeypatch.setattr(module, "look", look)
         with pytest.raises(KeyboardInterrupt):
             tune(config, heads, tmp_path / "parts")
-        save = module.save_state
+        save = folder_module.save_state
 
         def save_twice(state: Any, *args: Any) -> None:
             save(state, *args)
             if state.epoch == 2:
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr(module, "save_state", save_twice)
+        monkeypatch.setattr(folder_module, "save_state", save_twice)
         with pytest.raises(KeyboardInterrupt):
             tune(config, heads, tmp_path / "parts")
-        monkeypatch.setattr(module, "save_state", save)
+        monkeypatch.setattr(folder_module, "save_state", save)
         assert len(looks) == 13 and len(set(looks)) == 12  # only the one that was interrupted
         resumed = tune(config, heads, tmp_path / "parts")
         assert resumed.history == whole.history and resumed.heads.digest() == whole.heads.digest()
@@ -122,19 +123,7 @@ class TestJob:
     ) -> None:
         """Stopped in the looks at the tests, in what the primary is asked of them, and in the last comparison."""
         whole = tune(config, heads, tmp_path / "whole")
-        counts: dict[str, int] = {}
-
-        def stop(owner: Any, name: str, at: int) -> None:
-            original = getattr(owner, name)
-
-            def stopping(*args: Any, **options: Any) -> Any:
-                counts[name] = counts.get(name, 0) + 1
-                if counts[name] == at:
-                    raise KeyboardInterrupt
-                return original(*args, **options)
-
-            monkeypatch.setattr(owner, name, stopping)
-
+        stop, counts = stopper(monkeypatch)
         stop(folder_module, "look", 4)
         stop(module, "attended_when_stale", 2)
         stop(Reference, "follow", 15)

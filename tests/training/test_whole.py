@@ -12,6 +12,7 @@ import torch
 from cacheclip_rag import CacheClipEngine, EngineConfig
 from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.selection.heads import HeadSet, weights_digest
+from cacheclip_rag.training import folder as folder_module
 from cacheclip_rag.training import targets as targets_module
 from cacheclip_rag.training import whole as module
 from cacheclip_rag.training.calibrate import combined
@@ -21,6 +22,7 @@ from cacheclip_rag.training.folder import Interrupted
 from cacheclip_rag.training.report import whole_verdict, write_report
 from cacheclip_rag.training.tuning import TuningSettings, train
 from cacheclip_rag.training.whole import WholeFineTuning, WholeSample, WholeTuned, finetune_whole
+from tests.training.stopping import stopper
 
 SETTINGS = TuningSettings(batch=2, epochs=6, patience=6, learning_rate=3e-3, sinks=2)
 
@@ -105,21 +107,9 @@ class TestJob:
             return finetune_whole(config, tmp_path / name, SETTINGS, work=tmp_path / f"{name}-work", **options)
 
         whole = tune("whole")
-        counts: dict[str, int] = {}
-
-        def stop(owner: Any, name: str, at: int) -> None:
-            original = getattr(owner, name)
-
-            def stopping(*args: Any, **kwargs: Any) -> Any:
-                counts[name] = counts.get(name, 0) + 1
-                if counts[name] == at:
-                    raise KeyboardInterrupt
-                return original(*args, **kwargs)
-
-            monkeypatch.setattr(owner, name, stopping)
-
+        stop, counts = stopper(monkeypatch)
         stop(targets_module, "attended_and_stale", 2)
-        stop(module, "save_state", 3)
+        stop(folder_module, "save_state", 3)
         stop(module, "_kl", 3)  # the third run asks for the second time what was before, and then what is after
         stop(module, "load_model", 0)  # never: counted only
         for _ in range(3):
