@@ -18,12 +18,12 @@ import torch
 
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.engine import CacheClipEngine
-from cacheclip_rag.evaluation.ruler import generate
+from cacheclip_rag.lab.evaluation.ruler import generate
+from cacheclip_rag.lab.training.families import Sample, Span, synthetic_samples
+from cacheclip_rag.lab.training.given import sample_of_record
+from cacheclip_rag.lab.training.targets import chosen_by
 from cacheclip_rag.progress import progress_bar
 from cacheclip_rag.selection.mapping import Offsets
-from cacheclip_rag.training.families import Sample, Span, synthetic_samples
-from cacheclip_rag.training.given import sample_of_record
-from cacheclip_rag.training.targets import chosen_by
 
 RULER = ("niah_multivalue", "niah_multiquery")
 FAMILIES = ("multiquery", "two_hop")

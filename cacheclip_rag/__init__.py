@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .config import EngineConfig
     from .engine import Answer, CacheClipEngine, StreamEvent, get_engine
     from .errors import CacheClipError
-    from .prompt import Chunk, Fresh
+    from .prompt.segments import Chunk, Fresh
     from .sampling import SamplingParams
     from .stats import FusionStats
 
@@ -36,9 +36,9 @@ _HOMES = {
     "Answer": "engine",
     "CacheClipEngine": "engine",
     "CacheClipError": "errors",
-    "Chunk": "prompt",
+    "Chunk": "prompt.segments",
     "EngineConfig": "config",
-    "Fresh": "prompt",
+    "Fresh": "prompt.segments",
     "FusionStats": "stats",
     "SamplingParams": "sampling",
     "StreamEvent": "engine",

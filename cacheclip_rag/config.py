@@ -8,10 +8,10 @@ from os import PathLike
 from typing import Any
 
 from .checks import check_whole_number
+from .chunks.context import LEADS
 from .errors import ConfigurationError
 from .methods import DEFAULT_METHOD, check_method, check_ratio
-from .methods.leads import LEADS
-from .models.catalog import DEFAULT_AUXILIARY, DEFAULT_PRIMARY
+from .models.packaged.catalogue import DEFAULT_AUXILIARY, DEFAULT_PRIMARY
 from .selection.modes import check_grouping
 
 __all__ = ["DTYPES", "SHADOW_MODES", "EngineConfig"]

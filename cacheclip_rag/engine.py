@@ -17,24 +17,22 @@ from typing import Any
 import torch
 
 from .answer import Answer, StreamEvent
-from .certificate import Identity, check_certificate, identity_of
-from .chunks import DEFAULT_ENCODING, ChunkCaches, Encoding
-from .composition import Composition, count_chunks, exact_method
+from .chunks.caches import DEFAULT_ENCODING, ChunkCaches, Encoding
+from .chunks.context import LEADS
+from .chunks.prefix_cache import PrefixCache
 from .config import EngineConfig
-from .decoding import Observer, capacity_for, decode, is_greedy
 from .errors import CacheClipError, ConfigurationError, ModelError
-from .fusion.blocks import PrefixCache
 from .fusion.capture import CapturedChunks
-from .fusion.layout import check_length, lay_out
+from .fusion.prefill import Prefill, Prefilled
+from .guards.certificate import Identity, check_certificate, identity_of
+from .guards.metrics import Metrics
+from .guards.shadow import ShadowChecker, ShadowRequest
 from .methods import DEFAULT_METHOD, METHODS, check_auxiliary, create
 from .methods.base import Method
-from .methods.leads import LEADS
-from .metrics import Metrics
+from .methods.composition import Composition, count_chunks, exact_method
 from .models.load import load_any
-from .models.runtime import ModelRuntime
-from .models.text import TextModel
-from .prefill import Prefill, Prefilled
-from .prompt import (
+from .prompt.layout import check_length, lay_out
+from .prompt.segments import (
     Fresh,
     Message,
     Prompt,
@@ -46,10 +44,12 @@ from .prompt import (
     segment_chat,
     segment_text,
 )
+from .runtime.decoding import Observer, capacity_for, decode, is_greedy
+from .runtime.transformers.model import ModelRuntime
+from .runtime.transformers.text import TextModel
 from .sampling import SamplingParams
-from .scoring import AuxiliaryScorer
 from .selection.heads import HeadSet, find_head_set, load_named
-from .shadow import ShadowChecker, ShadowRequest
+from .selection.scoring import AuxiliaryScorer
 from .stats import PhaseClock
 from .store import ChunkStore, DiskStore, MemoryStore, SourceIndex, TextIndex, TieredStore
 
@@ -91,7 +91,7 @@ class CacheClipEngine:
         self._shadow: ShadowChecker | None = None
         self._checked: set[tuple[str, float]] = set()
         self.metrics = Metrics()
-        """Counts over all answers: :meth:`~cacheclip_rag.metrics.Metrics.to_prometheus` for a dashboard."""
+        """Counts over all answers: :meth:`~cacheclip_rag.guards.metrics.Metrics.to_prometheus` for a dashboard."""
 
     def __deepcopy__(self, memo: object) -> CacheClipEngine:
         return self  # frameworks copy what holds an engine; the store and the weights stay one

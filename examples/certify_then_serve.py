@@ -7,7 +7,7 @@ from common import AUXILIARY, PRIMARY, STORE
 
 from cacheclip_rag import CacheClipEngine, EngineConfig, SamplingParams
 from cacheclip_rag.errors import CertificateError
-from cacheclip_rag.evaluation.certify import certify
+from cacheclip_rag.lab.evaluation.certify import certify
 
 config = EngineConfig(primary=PRIMARY, auxiliary=AUXILIARY, store=STORE)
 CHUNKS = [

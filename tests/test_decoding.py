@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheclip_rag import SamplingParams
-from cacheclip_rag.decoding import Sampler, TextStream
 from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.models.load import load_model
-from cacheclip_rag.models.runtime import ModelRuntime
+from cacheclip_rag.runtime.decoding import Sampler, TextStream
+from cacheclip_rag.runtime.transformers.model import ModelRuntime
 
 CPU = torch.device("cpu")
 TOWER = "Paris 🗼 東京 👩‍👩‍👧 é"

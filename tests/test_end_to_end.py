@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.evaluation.exactness import check_exactness
-from cacheclip_rag.evaluation.prompts import bundled_prompts
-from cacheclip_rag.fusion.layout import lay_out
-from cacheclip_rag.models.runtime import ModelRuntime
+from cacheclip_rag.lab.evaluation.exactness import check_exactness
+from cacheclip_rag.lab.evaluation.prompts import bundled_prompts
+from cacheclip_rag.prompt.layout import lay_out
+from cacheclip_rag.runtime.transformers.model import ModelRuntime
 from cacheclip_rag.selection.heads import _SHIPPED, HeadSet
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from cacheclip_rag import CacheClipEngine, EngineConfig
 from cacheclip_rag.cli import app
-from cacheclip_rag.explain import MissReport, explain_miss
+from cacheclip_rag.plan.explain import MissReport, explain_miss
 from tests.models.test_architectures import build
 
 TEXT = "The keeper of Brindle Point logged <three> ships & a storm on the night of the 4th of May, 1871, before dawn."

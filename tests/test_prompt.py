@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from cacheclip_rag import CacheClipEngine, Chunk, Fresh
 from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.models.load import load_model
-from cacheclip_rag.models.runtime import ModelRuntime
-from cacheclip_rag.prompt import Message, check_segments, segment_chat, segment_text
+from cacheclip_rag.prompt.segments import Message, check_segments, segment_chat, segment_text
+from cacheclip_rag.runtime.transformers.model import ModelRuntime
 from cacheclip_rag.store import TextIndex
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

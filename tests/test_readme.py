@@ -74,7 +74,7 @@ def test_guarded_block() -> None:
 
 def test_architectures_table_names_them_all() -> None:
     """By the words of the table, without punctuation: Qwen2/2.5 for qwen2, OLMo 2 for olmo2."""
-    from cacheclip_rag.models.architectures import SUPPORTED
+    from cacheclip_rag.runtime.transformers.architectures import SUPPORTED
 
     table = re.sub(r"[^a-z0-9|]", "", README.partition("| architecture |")[2].partition("\n\n")[0].lower())
     for model_type in SUPPORTED:
@@ -98,7 +98,7 @@ def test_nothing_is_left_to_fill_in() -> None:
 
 
 def test_thresholds_are_those_of_the_package() -> None:
-    from cacheclip_rag.certificate import THRESHOLDS
+    from cacheclip_rag.guards.certificate import THRESHOLDS
 
     said = "mean KL {first_token_kl:g} at the first token and {answer_kl:g} along the answer, {agreement:.0%} equal"
     assert said.format(**THRESHOLDS).replace("95%", "95 %") in " ".join(README.split())

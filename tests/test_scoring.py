@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from cacheclip_rag import CacheClipEngine, EngineConfig
-from cacheclip_rag import scoring as module
-from cacheclip_rag.scoring import MAX_QUESTION_TOKENS, AuxiliaryScorer, Question
+from cacheclip_rag.selection import scoring as module
+from cacheclip_rag.lab.training.measures import chosen, token_recall
 from cacheclip_rag.selection.auxiliary import Scoring
 from cacheclip_rag.selection.heads import HeadSet, weights_digest
+from cacheclip_rag.selection.scoring import MAX_QUESTION_TOKENS, AuxiliaryScorer, Question
 from cacheclip_rag.selection.sentences import sentence_spans
 from cacheclip_rag.stats import PhaseClock
-from cacheclip_rag.training.measures import chosen, token_recall
 from tests.conftest import CHUNKS, QUESTION
 from tests.training.planted import PLANTED, build_planted
 

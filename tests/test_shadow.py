@@ -12,11 +12,11 @@ import torch
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.errors import ConfigurationError
-from cacheclip_rag.fidelity import compare, greedy, kl_divergence, read_along
+from cacheclip_rag.guards.fidelity import compare, greedy, kl_divergence, read_along
+from cacheclip_rag.guards.metrics import Metrics
+from cacheclip_rag.guards.shadow import ShadowChecker
 from cacheclip_rag.methods import create
-from cacheclip_rag.metrics import Metrics
 from cacheclip_rag.models.load import load_model
-from cacheclip_rag.shadow import ShadowChecker
 from tests.conftest import CACHECLIP, CHUNKS, rag_prompt
 
 PARAMS = SamplingParams(max_tokens=10)
@@ -95,7 +95,7 @@ class TestShadow:
         engine.generate(rag_prompt(CHUNKS), PARAMS)
         [record] = [r for r in caplog.records if r.getMessage().startswith("shadow:")]
         assert "nats" in record.getMessage() and "of 10 tokens agree" in record.getMessage()
-        monkeypatch.setattr("cacheclip_rag.shadow._ALARM_KL", 0.0)
+        monkeypatch.setattr("cacheclip_rag.guards.shadow._ALARM_KL", 0.0)
         engine.generate(rag_prompt(CHUNKS), PARAMS)
         assert caplog.records[-1].levelno == logging.WARNING
 

@@ -44,7 +44,7 @@ def bench(
     Nothing is retrieved, so --embedding is taken, as everywhere, and not used.
     """
     from ..config import EngineConfig
-    from ..evaluation.bench import bench as run
+    from ..lab.evaluation.bench import bench as run
     from .settings import DEFAULT_SETTINGS, parse_auxiliary
 
     config = EngineConfig(

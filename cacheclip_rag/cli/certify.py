@@ -22,7 +22,7 @@ from .common import (
 )
 
 if TYPE_CHECKING:
-    from ..certificate import Certificate
+    from ..guards.certificate import Certificate
 
 
 def certify(
@@ -47,7 +47,7 @@ def certify(
     Exit code 1 if the verdict is "not faithful".
     """
     from ..config import EngineConfig
-    from ..evaluation.certify import certify as run
+    from ..lab.evaluation.certify import certify as run
     from .settings import DEFAULT_SETTINGS, parse_auxiliary
 
     config = EngineConfig(

@@ -22,7 +22,7 @@ from .common import (
 
 if TYPE_CHECKING:
     from ..config import EngineConfig
-    from ..evaluation.records import Record, Skipped
+    from ..lab.evaluation.records import Record, Skipped
 
 _PER_TASK = 20
 """Questions of a RULER task."""
@@ -78,13 +78,13 @@ def evaluate(
 ) -> None:
     """Compare methods with full prefill on the same questions: scores, fidelity, time to the first token."""
     from ..config import EngineConfig
-    from ..evaluation.journal import check_folder
-    from ..evaluation.lab import Lab, every_method, planned_runs
-    from ..evaluation.questions import INSTRUCTION
-    from ..evaluation.records import read_together
-    from ..evaluation.report import FILES, summarise, to_markdown, write_report
-    from ..evaluation.ruler import chosen_tasks
-    from ..evaluation.scores import check_metric
+    from ..lab.evaluation.journal import check_folder
+    from ..lab.evaluation.lab import Lab, every_method, planned_runs
+    from ..lab.evaluation.questions import INSTRUCTION
+    from ..lab.evaluation.records import read_together
+    from ..lab.evaluation.report import FILES, summarise, to_markdown, write_report
+    from ..lab.evaluation.ruler import chosen_tasks
+    from ..lab.evaluation.scores import check_metric
     from .settings import DEFAULT_SETTINGS, parse_auxiliary
 
     if (not dataset) == (ruler is None):
@@ -152,7 +152,7 @@ def evaluate(
 
 def _tell_skipped(summary: dict[str, Any]) -> None:
     """On stderr: how many records were left out, and the first of them with their reasons."""
-    from ..evaluation.tables import first_skipped
+    from ..lab.evaluation.tables import first_skipped
 
     if not summary["skipped"]:
         return
@@ -174,7 +174,7 @@ def _needles(
     overlap: int,
 ) -> list[Record]:
     from ..engine import CacheClipEngine
-    from ..evaluation.ruler import generate
+    from ..lab.evaluation.ruler import generate
 
     runtime = CacheClipEngine(replace(config, auxiliary=None)).primary
     return [

@@ -31,8 +31,8 @@ def explain_miss(
     """Say why texts were, or were not, reused in a prompt. Without --text: the texts of the store whose beginning is in
     it. Exit code 1 if one is not reused."""
     from ..engine import CacheClipEngine
-    from ..explain import explain_miss as explain
     from ..ingest.library import Library
+    from ..plan.explain import explain_miss as explain
     from .settings import engine_config, merge_settings
 
     folder = Path(store).expanduser()

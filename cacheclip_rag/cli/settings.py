@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..config import EngineConfig
 from ..ingest.library import Library, LibrarySettings
-from ..models.catalog import DEFAULT_AUXILIARY, DEFAULT_EMBEDDING, DEFAULT_PRIMARY
+from ..models.packaged.catalogue import DEFAULT_AUXILIARY, DEFAULT_EMBEDDING, DEFAULT_PRIMARY
 
 __all__ = ["DEFAULT_SETTINGS", "engine_config", "merge_settings", "parse_auxiliary"]
 

@@ -23,10 +23,10 @@ from .common import (
 
 if TYPE_CHECKING:
     from ..config import EngineConfig
+    from ..lab.training.given import Given
+    from ..lab.training.report import Table
+    from ..lab.training.tuning import TuningSettings
     from ..selection.heads import HeadSet
-    from ..training.given import Given
-    from ..training.report import Table
-    from ..training.tuning import TuningSettings
 
 DataOption = Annotated[
     list[str] | None,
@@ -63,8 +63,8 @@ def calibrate(
 ) -> None:
     """Find the heads of the auxiliary model that look at evidence; engines of this pair use them from then on. An
     interrupted run goes on where it was."""
-    from ..training.calibrate import calibrate as run
-    from ..training.report import calibration_json, calibration_note, calibration_table, ranking_tables
+    from ..lab.training.calibrate import calibrate as run
+    from ..lab.training.report import calibration_json, calibration_note, calibration_table, ranking_tables
 
     _check_folder(work, "working files")
     config = _config(primary, auxiliary, dtype, device, auxiliary_device)
@@ -118,18 +118,18 @@ def finetune(
     as_json: JsonOption = False,
 ) -> None:
     """Train the auxiliary model to find what the primary attends to and holds stale; an interrupted run goes on."""
-    from ..selection.heads import HeadSet, shipped_path
-    from ..training.calibrate import SINKS
-    from ..training.finetune import finetune as run
-    from ..training.report import (
+    from ..lab.training.calibrate import SINKS
+    from ..lab.training.finetune import finetune as run
+    from ..lab.training.report import (
         finetuning_json,
         finetuning_note,
         finetuning_table,
         finetuning_verdict,
         write_report,
     )
-    from ..training.tuning import WHOLE_LEARNING_RATE, TuningSettings
-    from ..training.whole import check_folders
+    from ..lab.training.tuning import WHOLE_LEARNING_RATE, TuningSettings
+    from ..lab.training.whole import check_folders
+    from ..selection.heads import HeadSet, shipped_path
 
     if scope not in ("heads", "model") or (scope == "model" and out is None):
         raise ConfigurationError(f"scope must be heads, or model with a new folder as --out; got {scope!r}.")
@@ -195,8 +195,8 @@ def _finetune_whole(
     work: Path | None,
     as_json: bool,
 ) -> None:
-    from ..training.report import whole_json, whole_note, whole_table, whole_verdict, write_report
-    from ..training.whole import finetune_whole
+    from ..lab.training.report import whole_json, whole_note, whole_table, whole_verdict, write_report
+    from ..lab.training.whole import finetune_whole
 
     found = finetune_whole(
         config,
@@ -244,7 +244,7 @@ def _config(
     primary: str | None, auxiliary: str | None, dtype: str | None, device: str, auxiliary_device: str | None
 ) -> EngineConfig:
     from ..config import EngineConfig
-    from ..evaluation.questions import INSTRUCTION
+    from ..lab.evaluation.questions import INSTRUCTION
     from .settings import DEFAULT_SETTINGS, parse_auxiliary
 
     return EngineConfig(
@@ -260,9 +260,9 @@ def _config(
 def _given(config: EngineConfig, data: Sequence[str] | None, limit: int, seed: int, work: Path | None) -> Given | None:
     """What is taken of the user's own data, told on stderr; None without any. Questions that the primary makes of
     documents are kept in ``work``, by default in a folder that all jobs share."""
+    from ..lab.training.calibrate import open_engine
+    from ..lab.training.given import given_samples
     from ..paths import cache_home
-    from ..training.calibrate import open_engine
-    from ..training.given import given_samples
 
     if limit < 1:
         raise ConfigurationError(f"--data-limit must be 1 question or more, got {limit}. Leave out --data for none.")
@@ -277,8 +277,8 @@ def _given(config: EngineConfig, data: Sequence[str] | None, limit: int, seed: i
 def _target(config: EngineConfig, out: Path | None, overwrite: bool, *, instead_of: str = "") -> Path:
     """Where the head set goes: where it was asked for, or where engines of this pair of models look. One by the command
     ``instead_of`` may be there."""
+    from ..lab.training.calibrate import open_engine
     from ..selection.heads import HeadSet, head_set_path, weights_digest
-    from ..training.calibrate import open_engine
 
     engine = open_engine(config)
     auxiliary, primary = (

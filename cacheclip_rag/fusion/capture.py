@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 import torch
 
 from ..errors import ConfigurationError
-from ..models.attention import Probe, causal_plan
-from ..models.cache import FusedCache
-from ..models.runtime import ModelRuntime
-from .layout import Layout, Span
+from ..prompt.layout import Layout, Span
+from ..runtime.transformers.attention import Probe, causal_plan
+from ..runtime.transformers.cache import FusedCache
+from ..runtime.transformers.model import ModelRuntime
 
 __all__ = ["CapturedChunks", "Variant", "capture", "context_overlap", "digest_before", "order_distance"]
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ..models.cache import FusedCache, FusedLayer
-from ..models.rotary import Tables, rotate, unrotate
-from ..models.runtime import ModelRuntime
-from .layout import Span
+from ..prompt.layout import Span
+from ..runtime.transformers.cache import FusedCache, FusedLayer
+from ..runtime.transformers.model import ModelRuntime
+from ..runtime.transformers.rotary import Tables, rotate, unrotate
 
 __all__ = ["ResidualCorrection"]
 

@@ -11,10 +11,10 @@ from collections.abc import Iterable
 
 import torch
 
-from ..models.cache import FusedCache
-from ..models.runtime import ModelRuntime
-from ..models.walk import RowWalk
-from .layout import Layout, Span
+from ..prompt.layout import Layout, Span
+from ..runtime.transformers.cache import FusedCache
+from ..runtime.transformers.model import ModelRuntime
+from ..runtime.transformers.walk import RowWalk
 
 __all__ = ["assemble", "choose_rows", "recompute"]
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import MissingExtraError, ModelError
-from ..models.catalog import DEFAULT_EMBEDDING
 from ..models.load import DEVICE_MAPS, check_device, resolve
+from ..models.packaged.catalogue import DEFAULT_EMBEDDING
 
 __all__ = ["Embedder", "Vectors"]
 
@@ -30,7 +30,7 @@ class Embedder:
             from sentence_transformers import SentenceTransformer
         except ImportError as error:
             raise MissingExtraError("sentence-transformers", "ingest") from error
-        from ..models.text import quiet_transformers
+        from ..runtime.transformers.text import quiet_transformers
 
         check_device(self._device)
         device = None if self._device in DEVICE_MAPS else self._device  # not spread: where the library finds best

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from ..chunks import ChunkCaches
+from ..chunks.caches import ChunkCaches
 from ..engine import CacheClipEngine
-from ..prompt import chunk_texts
+from ..prompt.segments import chunk_texts
 
 __all__ = ["IngestPlan", "price"]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ConfigurationError, MissingExtraError
-from ..prompt import normalise_chunk
+from ..prompt.segments import normalise_chunk
 
 __all__ = ["Splitter"]
 

@@ -16,8 +16,8 @@ from typing import ClassVar
 import torch
 
 from ..errors import ConfigurationError
-from ..fusion.layout import Layout, Span
-from ..models.attention import Geometry
+from ..prompt.layout import Layout, Span
+from ..runtime.transformers.attention import Geometry
 from .direct import Direct
 
 __all__ = ["Ape"]

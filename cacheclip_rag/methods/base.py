@@ -19,21 +19,21 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from ..answer import StreamEvent
-from ..chunks import Encoding
+from ..chunks.caches import Encoding
+from ..chunks.context import LEADS
 from ..errors import ConfigurationError
 from ..fusion.capture import Variant
-from ..fusion.layout import Layout, Span
-from ..models.attention import Geometry
-from ..models.cache import FusedCache
-from ..models.runtime import ModelRuntime
-from ..models.text import TextModel
-from ..models.walk import RowWalk
-from ..prompt import Segment
+from ..prompt.layout import Layout, Span
+from ..prompt.segments import Segment
+from ..runtime.transformers.attention import Geometry
+from ..runtime.transformers.cache import FusedCache
+from ..runtime.transformers.model import ModelRuntime
+from ..runtime.transformers.text import TextModel
+from ..runtime.transformers.walk import RowWalk
 from ..selection.auxiliary import Scoring
-from .leads import LEADS
 
 if TYPE_CHECKING:
-    from ..composition import Composition
+    from .composition import Composition
 
 __all__ = [
     "ChunkWalk",

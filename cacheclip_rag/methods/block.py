@@ -15,10 +15,10 @@ from typing import ClassVar
 
 import torch
 
-from ..chunks import Encoding
+from ..chunks.caches import Encoding
 from ..errors import ConfigurationError
-from ..fusion.layout import Layout, Span
-from ..models.attention import Geometry
+from ..prompt.layout import Layout, Span
+from ..runtime.transformers.attention import Geometry
 from .base import Method, SelectionRequest, recompute_nothing, warn_untuned
 
 __all__ = ["BlockAttention"]

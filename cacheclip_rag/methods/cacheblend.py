@@ -20,7 +20,7 @@ import torch
 
 from ..checks import check_whole_number
 from ..errors import ConfigurationError
-from ..models.runtime import ModelRuntime
+from ..runtime.transformers.model import ModelRuntime
 from .base import ChunkWalk, SelectionRequest, split_by_span
 from .selective import Selective
 

@@ -1,7 +1,7 @@
 """CacheClip: a small auxiliary model picks the tokens that restore attention between chunks; these are recomputed.
 
 Source: CacheClip (arXiv:2510.10129v1). The paper fine-tunes the auxiliary and does not say how; here a head set says
-which heads score, and what was learned for them (:mod:`cacheclip_rag.training`); without one the model is used as it
+which heads score, and what was learned for them (:mod:`cacheclip_rag.lab.training`); without one the model is used as it
 comes. Departures: scores are mapped to the primary's tokens before grouping, so that the ratio counts what costs time;
 the default grouping fills its budget, half of it with the starts of chunks (``anchor``), whatever they score: what a
 chunk lacked when it was computed alone its first tokens lacked most (EPIC, arXiv:2410.15332), and a question seldom

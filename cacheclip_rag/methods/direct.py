@@ -14,8 +14,8 @@ from typing import ClassVar
 import torch
 
 from ..checks import check_whole_number
-from ..fusion.layout import Layout, Span
-from ..models.attention import Geometry
+from ..prompt.layout import Layout, Span
+from ..runtime.transformers.attention import Geometry
 from .base import ReusingMethod, SelectionRequest, recompute_nothing
 
 __all__ = ["Direct", "DirectGapped"]

@@ -15,10 +15,10 @@ from typing import ClassVar
 import torch
 
 from ..checks import check_whole_number
-from ..chunks import Encoding
+from ..chunks.caches import Encoding
 from ..errors import ConfigurationError
-from ..models.text import TextModel
-from ..prompt import Chunk, Fresh, Segment
+from ..prompt.segments import Chunk, Fresh, Segment
+from ..runtime.transformers.text import TextModel
 from .base import Method, SelectionRequest, recompute_nothing, warn_untuned
 
 __all__ = ["KVLink"]

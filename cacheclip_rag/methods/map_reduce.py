@@ -20,8 +20,8 @@ import torch
 
 from ..answer import Answer, StreamEvent
 from ..checks import check_whole_number
-from ..composition import Composition
-from ..prompt import Fresh, Segment
+from ..prompt.segments import Fresh, Segment
+from .composition import Composition
 from .full import Full
 
 __all__ = ["MapReduce", "MapRerank"]

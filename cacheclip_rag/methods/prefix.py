@@ -2,7 +2,7 @@
 
 Source: vLLM's automatic prefix caching over PagedAttention's blocks (arXiv:2309.06180), the usual serving engine's
 answer to repeated context. It helps conversations and prompts with the same chunks in the same order; chunks in another
-order are computed anew. Departures are those of :mod:`cacheclip_rag.fusion.blocks`.
+order are computed anew. Departures are those of :mod:`cacheclip_rag.chunks.prefix_cache`.
 """
 
 from __future__ import annotations

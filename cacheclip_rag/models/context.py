@@ -6,7 +6,7 @@ import json
 from functools import lru_cache
 from pathlib import Path
 
-from .catalog import PACKAGED_MODELS
+from .packaged.catalogue import PACKAGED_MODELS
 
 __all__ = ["known_context"]
 

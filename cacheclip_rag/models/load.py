@@ -24,13 +24,13 @@ from ..errors import (
     UnsupportedModelError,
 )
 from ..paths import atomic_path, cache_home
-from .architectures import check_architecture, check_supported
-from .catalog import PACKAGED_MODELS
-from .pull import known_names, pull
+from ..runtime.transformers.architectures import check_architecture, check_supported
+from .packaged.catalogue import PACKAGED_MODELS
+from .packaged.pull import known_names, pull
 
 if TYPE_CHECKING:
-    from .runtime import ModelRuntime
-    from .text import TextModel
+    from ..runtime.transformers.model import ModelRuntime
+    from ..runtime.transformers.text import TextModel
 
 __all__ = ["DEVICE_MAPS", "check_device", "load_any", "load_model", "loaded_models", "resolve", "unload_models"]
 
@@ -106,7 +106,7 @@ def load_model(name: str, *, dtype: str = "float32", device: str = "cpu") -> Mod
         ModelError: files missing or damaged, or weights that are more than what is free on the device.
         ConfigurationError: unknown dtype, or a device that this torch does not have.
     """
-    from .runtime import ModelRuntime
+    from ..runtime.transformers.model import ModelRuntime
 
     runtime = load_any(name, dtype=dtype, device=device)
     assert isinstance(runtime, ModelRuntime), "without fallback all others are refused"
@@ -115,7 +115,7 @@ def load_model(name: str, *, dtype: str = "float32", device: str = "cpu") -> Mod
 
 def load_any(name: str, *, dtype: str = "float32", device: str = "cpu", fallback: str = "error") -> TextModel:
     """As :func:`load_model`; with ``fallback="full"``, a model whose KV cannot be reused becomes a
-    :class:`~cacheclip_rag.models.plain.PlainRuntime`, which answers by ordinary prefill."""
+    :class:`~cacheclip_rag.runtime.transformers.plain.PlainRuntime`, which answers by ordinary prefill."""
     if dtype not in DTYPES:
         raise ConfigurationError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}.")
     if fallback == "error" and name in PACKAGED_MODELS and not (Path(name) / "config.json").is_file():
@@ -146,10 +146,10 @@ def _load(folder: Path, name: str, dtype: str, device: str, fallback: str) -> Te
     import torch
     from transformers import AutoConfig
 
+    from ..runtime.transformers.model import ModelRuntime
+    from ..runtime.transformers.plain import PlainRuntime
+    from ..runtime.transformers.text import quiet_transformers
     from .memory import check_fits
-    from .plain import PlainRuntime
-    from .runtime import ModelRuntime
-    from .text import quiet_transformers
 
     check_device(device)
     config = _read(name, "config.json", lambda: AutoConfig.from_pretrained(folder))
@@ -204,7 +204,7 @@ def _load_tokenizer(folder: Path, name: str) -> Any:
 
 def _auto_class(config: Any) -> Any:
     """Transformers' automatic class for this config: the first that knows it."""
-    from .plain import auto_classes
+    from ..runtime.transformers.plain import auto_classes
 
     known = [cls for cls in auto_classes() if type(config) in cls._model_mapping]
     return (known or list(auto_classes()))[0]

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ..models.attention import AttentionPlan, Block, Probe
-from ..models.cache import FusedCache
-from ..models.rotary import Tables, rotate, unrotate
-from ..models.runtime import ModelRuntime
+from ..runtime.transformers.attention import AttentionPlan, Block, Probe
+from ..runtime.transformers.cache import FusedCache
+from ..runtime.transformers.model import ModelRuntime
+from ..runtime.transformers.rotary import Tables, rotate, unrotate
 from .heads import HeadSet, LowRank
 
 __all__ = ["PackedChunks", "Scoring", "pack_chunks", "score_chunks", "updated", "without_sinks"]

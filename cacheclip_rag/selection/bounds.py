@@ -17,9 +17,9 @@ from dataclasses import replace
 
 import torch
 
-from ..models.attention import AttentionPlan, Block, Geometry, Probe, causal_plan
-from ..models.cache import FusedCache
-from ..models.runtime import ModelRuntime
+from ..runtime.transformers.attention import AttentionPlan, Block, Geometry, Probe, causal_plan
+from ..runtime.transformers.cache import FusedCache
+from ..runtime.transformers.model import ModelRuntime
 
 __all__ = ["bounds_to_tokens"]
 

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ..errors import ConfigurationError
-from ..models.attention import Block, Probe
-from ..models.cache import FusedCache
-from ..models.runtime import ModelRuntime
+from ..runtime.transformers.attention import Block, Probe
+from ..runtime.transformers.cache import FusedCache
+from ..runtime.transformers.model import ModelRuntime
 
 __all__ = ["attention_to_tokens", "pick_layers"]
 

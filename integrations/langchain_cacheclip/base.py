@@ -17,7 +17,7 @@ from cacheclip_rag.aio import iterate_in_thread
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.errors import ConfigurationError, PromptTooLongError
 from cacheclip_rag.methods import DEFAULT_METHOD
-from cacheclip_rag.models.catalog import DEFAULT_AUXILIARY, DEFAULT_PRIMARY
+from cacheclip_rag.models.packaged.catalogue import DEFAULT_AUXILIARY, DEFAULT_PRIMARY
 from cacheclip_rag.sampling import merge_call_options
 
 if TYPE_CHECKING:

@@ -125,7 +125,7 @@ class CacheClipVectorStore(VectorStore):
 
     def _settled(self, ids: list[str], documents: Sequence[Document]) -> list[str]:
         """Release older texts under the same ids, which nobody finds any more, and remember the new ones alone."""
-        from cacheclip_rag.prompt import normalise_chunk  # its package loads torch
+        from cacheclip_rag.prompt.segments import normalise_chunk  # its package loads torch
 
         engine, texts = self.llm.engine, [document.page_content for document in documents]
         engine.release_sources(ids, keep=texts)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from cacheclip_rag import Answer, CacheClipEngine, SamplingParams
+from cacheclip_rag.fusion.prefill import Prefilled
 from cacheclip_rag.methods.base import Method
-from cacheclip_rag.prefill import Prefilled
 from cacheclip_rag.stats import PHASES
 
 SHORT = SamplingParams(max_tokens=12)

@@ -8,7 +8,7 @@ import pytest
 
 from cacheclip_rag import EngineConfig
 from cacheclip_rag.errors import ConfigurationError
-from cacheclip_rag.evaluation.bench import bench, make_texts
+from cacheclip_rag.lab.evaluation.bench import bench, make_texts
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.stats import PHASES
 

@@ -12,21 +12,21 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import cacheclip_rag.certificate as certificates
-import cacheclip_rag.evaluation.certify as module
+import cacheclip_rag.guards.certificate as certificates
+import cacheclip_rag.lab.evaluation.certify as module
 from cacheclip_rag import CacheClipEngine, EngineConfig, SamplingParams
-from cacheclip_rag.certificate import find_certificate
 from cacheclip_rag.cli import app
 from cacheclip_rag.errors import CertificateError, ConfigurationError, UnsupportedModelError
-from cacheclip_rag.evaluation.certify import certify
-from cacheclip_rag.evaluation.exactness import check_exactness, noise_floor, reference_logits
-from cacheclip_rag.evaluation.prompts import EvaluationPrompt, bundled_prompts
+from cacheclip_rag.guards.certificate import find_certificate
+from cacheclip_rag.lab.evaluation.certify import certify
+from cacheclip_rag.lab.evaluation.exactness import check_exactness, noise_floor, reference_logits
+from cacheclip_rag.lab.evaluation.prompts import EvaluationPrompt, bundled_prompts
 from cacheclip_rag.methods import create
 from cacheclip_rag.methods.cacheclip import CacheClip
-from cacheclip_rag.models import runtime as runtime_module
-from cacheclip_rag.models.attention import AttentionPlan, Block
 from cacheclip_rag.models.load import load_model
-from cacheclip_rag.models.runtime import ModelRuntime
+from cacheclip_rag.runtime.transformers import model as runtime_module
+from cacheclip_rag.runtime.transformers.attention import AttentionPlan, Block
+from cacheclip_rag.runtime.transformers.model import ModelRuntime
 from tests.conftest import CACHECLIP, CHUNKS, QUESTION, TINY_MODELS
 
 PROMPT = EvaluationPrompt(tuple(CHUNKS[:3]), QUESTION, None)
@@ -61,7 +61,7 @@ class TestExactness:
     @pytest.fixture
     def leaky(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The mask of the published implementations, aligned to the bottom-right corner."""
-        import cacheclip_rag.models.runtime as runtime
+        import cacheclip_rag.runtime.transformers.model as runtime
 
         def plan(rows: torch.Tensor, device: torch.device | None = None, *_: object) -> AttentionPlan:
             visible = torch.arange(int(rows[-1]) + 1 - len(rows), int(rows[-1]) + 1)
@@ -287,7 +287,7 @@ class TestPrompts:
 
     def test_questions_are_answered_behind_the_first_chunk(self) -> None:
         """The first chunk is exact by itself: a question about it would measure nothing."""
-        from cacheclip_rag.evaluation.prompts import _data
+        from cacheclip_rag.lab.evaluation.prompts import _data
 
         data = _data()
         for number, prompt in enumerate(p for p in bundled_prompts(24) if not p.needle):

@@ -15,22 +15,22 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from cacheclip_rag.chunks.context import LEADS
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.engine import CacheClipEngine
 from cacheclip_rag.errors import ConfigurationError, MissingExtraError, ModelError
-from cacheclip_rag.evaluation.journal import open_journal
-from cacheclip_rag.evaluation.lab import Lab, every_method, planned_runs
-from cacheclip_rag.evaluation.questions import INSTRUCTION, ask
-from cacheclip_rag.evaluation.records import Passage, Record
-from cacheclip_rag.evaluation.reference import Reference
-from cacheclip_rag.evaluation.report import Comparison, summarise, to_markdown
-from cacheclip_rag.evaluation.scores import METRICS
+from cacheclip_rag.lab.evaluation.journal import open_journal
+from cacheclip_rag.lab.evaluation.lab import Lab, every_method, planned_runs
+from cacheclip_rag.lab.evaluation.questions import INSTRUCTION, ask
+from cacheclip_rag.lab.evaluation.records import Passage, Record
+from cacheclip_rag.lab.evaluation.reference import Reference
+from cacheclip_rag.lab.evaluation.report import Comparison, summarise, to_markdown
+from cacheclip_rag.lab.evaluation.scores import METRICS
 from cacheclip_rag.methods.direct import Direct
 from cacheclip_rag.methods.full import Full
-from cacheclip_rag.methods.leads import LEADS
-from cacheclip_rag.models.text import TextModel
 from cacheclip_rag.progress import progress_bar
-from cacheclip_rag.prompt import Chunk, Fresh
+from cacheclip_rag.prompt.segments import Chunk, Fresh
+from cacheclip_rag.runtime.transformers.text import TextModel
 from cacheclip_rag.selection.heads import HeadSet, weights_digest
 from tests.conftest import CACHECLIP, CHUNKS, SENTENCES, add_bos
 
@@ -352,7 +352,7 @@ class TestResume:
             with progress_bar(title, total, unit, done=done) as advance:
                 yield lambda amount: (steps.append(amount), advance(amount))
 
-        monkeypatch.setattr("cacheclip_rag.evaluation.lab.progress_bar", bar)
+        monkeypatch.setattr("cacheclip_rag.lab.evaluation.lab.progress_bar", bar)
         long = replace(record(9), chunks=(Passage("", " ".join(SENTENCES * 200)),))
         lab(config, tmp_path / "run", RECORDS[:1], ["direct"]).run()
         lab(config, tmp_path / "run", [*RECORDS[:2], long], ["direct", "ape"]).run()
@@ -488,7 +488,7 @@ class TestResume:
             asked.append("".join(segment.text for segment in found.segments))
             return found
 
-        monkeypatch.setattr("cacheclip_rag.evaluation.lab.ask", spy)
+        monkeypatch.setattr("cacheclip_rag.lab.evaluation.lab.ask", spy)
         config = replace(config, primary=str(folder))
         monkeypatch.setattr("time.strftime", lambda *_: "28 Feb 2031")
         lab(config, tmp_path / "run", RECORDS[:1], ["direct"]).run()

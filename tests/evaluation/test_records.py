@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cacheclip_rag.errors import ConfigurationError
-from cacheclip_rag.evaluation.records import Passage, Record, Skipped, read_records, read_together
+from cacheclip_rag.lab.evaluation.records import Passage, Record, Skipped, read_records, read_together
 
 GOOD: dict[str, Any] = {
     "id": "q1",

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from cacheclip_rag.errors import ConfigurationError, MissingExtraError
-from cacheclip_rag.evaluation.plots import linear_ticks, look, plots, tick_text, to_svg
-from cacheclip_rag.evaluation.records import Skipped
-from cacheclip_rag.evaluation.report import (
+from cacheclip_rag.lab.evaluation.plots import linear_ticks, look, plots, tick_text, to_svg
+from cacheclip_rag.lab.evaluation.records import Skipped
+from cacheclip_rag.lab.evaluation.report import (
     FILES,
     Comparison,
     ItemResult,
@@ -27,8 +27,8 @@ from cacheclip_rag.evaluation.report import (
     to_png,
     write_report,
 )
-from cacheclip_rag.evaluation.scores import METRICS
-from cacheclip_rag.evaluation.statistics import paired_bootstrap, paired_ratio
+from cacheclip_rag.lab.evaluation.scores import METRICS
+from cacheclip_rag.lab.evaluation.statistics import paired_bootstrap, paired_ratio
 
 RUNS = [Run("full", "full", None), Run("direct", "direct", 0.0), Run("clip 0.2", "clip", 0.2), Run("clip 1", "clip", 1)]
 QUESTIONS = [Question(f"q{n}", f"Who keeps lamp {n}?", ["Ada", "Ada Thornbury"]) for n in range(1, 6)]

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from cacheclip_rag.errors import ConfigurationError, MissingExtraError
-from cacheclip_rag.evaluation import ruler
-from cacheclip_rag.evaluation.records import Record
-from cacheclip_rag.evaluation.ruler import TASKS, generate, sentences
+from cacheclip_rag.lab.evaluation import ruler
+from cacheclip_rag.lab.evaluation.records import Record
+from cacheclip_rag.lab.evaluation.ruler import TASKS, generate, sentences
 
 HAYSTACK = "\n".join(f"Sentence {n} of the keeper's\n  log is about gulls, fog and rope." for n in range(1000))
 DEPTHS = (

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from cacheclip_rag.errors import ConfigurationError, MissingExtraError
-from cacheclip_rag.evaluation import scores
-from cacheclip_rag.evaluation.scores import (
+from cacheclip_rag.lab.evaluation import scores
+from cacheclip_rag.lab.evaluation.scores import (
     METRICS,
     check_metric,
     contains,

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from cacheclip_rag.errors import ConfigurationError
-from cacheclip_rag.evaluation import statistics as module
-from cacheclip_rag.evaluation.statistics import paired_bootstrap, paired_ratio, trimmed_mean
+from cacheclip_rag.lab.evaluation import statistics as module
+from cacheclip_rag.lab.evaluation.statistics import paired_bootstrap, paired_ratio, trimmed_mean
 
 DIFFERENCES = [float(x) for x in np.random.default_rng(7).normal(0.3, 1.0, size=50)]
 

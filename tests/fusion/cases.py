@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache, DynamicLayer
 
 from cacheclip_rag import CacheClipEngine, Fresh, SamplingParams
-from cacheclip_rag.fusion.layout import Layout, lay_out
 from cacheclip_rag.fusion.recompute import assemble, choose_rows
 from cacheclip_rag.methods import create
-from cacheclip_rag.models.attention import AttentionPlan, Block
-from cacheclip_rag.models.cache import FusedCache
+from cacheclip_rag.prompt.layout import Layout, lay_out
+from cacheclip_rag.runtime.transformers.attention import AttentionPlan, Block
+from cacheclip_rag.runtime.transformers.cache import FusedCache
 from tests.conftest import CACHECLIP
 
 EXACT = 1e-4

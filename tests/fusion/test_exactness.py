@@ -14,8 +14,14 @@ from hypothesis import strategies as st
 from transformers.cache_utils import DynamicCache
 
 from cacheclip_rag import Chunk, Fresh, SamplingParams
-from cacheclip_rag.models.attention import AttentionPlan, AttentionRule, Block, block_attention, causal_plan
-from cacheclip_rag.models.rotary import rotate
+from cacheclip_rag.runtime.transformers.attention import (
+    AttentionPlan,
+    AttentionRule,
+    Block,
+    block_attention,
+    causal_plan,
+)
+from cacheclip_rag.runtime.transformers.rotary import rotate
 from tests.fusion.cases import (
     BROKEN,
     EXACT,

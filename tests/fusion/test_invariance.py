@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.models.attention import causal_plan
-from cacheclip_rag.models.cache import FusedLayer
 from cacheclip_rag.models.load import load_model
+from cacheclip_rag.runtime.transformers.attention import causal_plan
+from cacheclip_rag.runtime.transformers.cache import FusedLayer
 from cacheclip_rag.selection.auxiliary import score_chunks
 from tests.conftest import CACHECLIP, CHUNKS, QUESTION, rag_prompt
 from tests.fusion.cases import BROKEN, EXACT, Case, gap, make_engine, prefilled, reference_logits, scatter
@@ -74,7 +74,7 @@ class TestTwins:
     @pytest.mark.parametrize("primary", SLIDING, indirect=True)
     def test_window_forgotten(self, case: Case) -> None:
         """A mask without the window: what one 4-D mask for all layers does in transformers."""
-        import cacheclip_rag.models.runtime as runtime
+        import cacheclip_rag.runtime.transformers.model as runtime
 
         rows = case.rows(1.0)
         expected = reference_logits(case.folder, case.layout.ids)
@@ -86,7 +86,7 @@ class TestTwins:
 
     @pytest.mark.parametrize("primary", ["gemma2", "gpt-oss"], indirect=True)
     def test_soft_cap_or_sinks_forgotten(self, case: Case) -> None:
-        import cacheclip_rag.models.runtime as runtime
+        import cacheclip_rag.runtime.transformers.model as runtime
 
         rows = case.rows(1.0)
         expected = reference_logits(case.folder, case.layout.ids)

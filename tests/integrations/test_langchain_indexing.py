@@ -235,7 +235,7 @@ def run_pipeline(
 KILLED = """
 import os, signal, sys
 from langchain_core.documents import Document
-from cacheclip_rag.models.runtime import ModelRuntime
+from cacheclip_rag.runtime.transformers.model import ModelRuntime
 from tests.conftest import CHUNKS
 from tests.integrations.test_langchain_indexing import run_pipeline
 

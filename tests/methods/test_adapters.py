@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cacheclip_rag import CacheClipEngine, Chunk, SamplingParams
-from cacheclip_rag.chunks import Encoding
+from cacheclip_rag.chunks.caches import Encoding
 from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.fusion.recompute import choose_rows
 from cacheclip_rag.methods import create

@@ -7,10 +7,10 @@ from dataclasses import replace
 import torch
 
 from cacheclip_rag import Chunk, Fresh
-from cacheclip_rag.fidelity import greedy
 from cacheclip_rag.fusion.recompute import choose_rows
+from cacheclip_rag.guards.fidelity import greedy
 from cacheclip_rag.methods import create
-from cacheclip_rag.models.attention import AttentionRule, Geometry, block_attention, causal_plan
+from cacheclip_rag.runtime.transformers.attention import AttentionRule, Geometry, block_attention, causal_plan
 from tests.fusion.cases import BROKEN, EXACT, Case, gap
 from tests.methods.spying import plain
 from tests.methods.test_matrix import few, run

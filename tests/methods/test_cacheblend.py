@@ -11,8 +11,8 @@ import torch
 from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.methods import create
 from cacheclip_rag.methods.cacheblend import CacheBlend, DeviationWalk, _warn_unaffordable
-from cacheclip_rag.models.attention import Geometry
-from cacheclip_rag.models.walk import RowWalk
+from cacheclip_rag.runtime.transformers.attention import Geometry
+from cacheclip_rag.runtime.transformers.walk import RowWalk
 from cacheclip_rag.selection.grouping import group
 from tests.conftest import CHUNKS
 from tests.fusion.cases import EXACT, Case, gap, make_case, reference_logits

@@ -9,7 +9,7 @@ import torch
 
 from cacheclip_rag import CacheClipEngine, Chunk, Fresh, SamplingParams
 from cacheclip_rag.errors import ConfigurationError
-from cacheclip_rag.fidelity import greedy
+from cacheclip_rag.guards.fidelity import greedy
 from cacheclip_rag.methods import METHODS, create, method_class
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.stats import PHASES

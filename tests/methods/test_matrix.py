@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cacheclip_rag import SamplingParams
-from cacheclip_rag.chunks import DEFAULT_ENCODING
+from cacheclip_rag.chunks.caches import DEFAULT_ENCODING
 from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.methods import METHODS, create, method_class, spec_of
 from cacheclip_rag.methods.base import Method
@@ -104,7 +104,7 @@ def test_deterministic(case: Case, name: str) -> None:
 @pytest.mark.parametrize("name", [n for n in REUSING if method_class(n).place is not Method.place])
 def test_decoding_goes_on(case: Case, name: str) -> None:
     """One token at a time, or all read in one pass: the same logits, whatever the method's positions and attention."""
-    from cacheclip_rag.fidelity import greedy, read_along
+    from cacheclip_rag.guards.fidelity import greedy, read_along
 
     stepped, read = run(case, name, 0.3), run(case, name, 0.3)
     with torch.inference_mode():
@@ -124,7 +124,7 @@ def test_decoding_goes_on(case: Case, name: str) -> None:
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt-oss"])
 def test_with_chunk_caches_of_its_own(case_of: Any, name: str, spec: str) -> None:
     """Windows, soft caps and sinks: the same again, and decoding step by step as read in one pass."""
-    from cacheclip_rag.fidelity import greedy, read_along
+    from cacheclip_rag.guards.fidelity import greedy, read_along
 
     case = case_of(name)
     method = create(spec, {})

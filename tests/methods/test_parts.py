@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from cacheclip_rag import SamplingParams
+from cacheclip_rag.chunks.context import LEADS
 from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.fusion import correction
 from cacheclip_rag.methods import create
-from cacheclip_rag.methods.leads import LEADS
 from cacheclip_rag.methods.selective import Selective
 from tests.conftest import CHUNKS, LLAMA, build_model
 from tests.fusion.cases import EXACT, Case, gap, make_case, make_engine, reference_logits

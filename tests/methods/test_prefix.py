@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from cacheclip_rag import Chunk, Fresh, SamplingParams
-from cacheclip_rag.fidelity import greedy
-from cacheclip_rag.fusion import blocks
+from cacheclip_rag.chunks import prefix_cache as blocks
+from cacheclip_rag.guards.fidelity import greedy
 from cacheclip_rag.methods import METHODS, create, method_class
 from cacheclip_rag.methods.base import Method
 from cacheclip_rag.models.load import load_model

@@ -10,9 +10,9 @@ import torch
 
 from cacheclip_rag import Chunk, Fresh
 from cacheclip_rag.errors import ConfigurationError
-from cacheclip_rag.fusion.layout import question_slots
 from cacheclip_rag.methods import create
 from cacheclip_rag.methods.selective import Selective
+from cacheclip_rag.prompt.layout import question_slots
 from cacheclip_rag.selection.question import pick_layers
 from tests.conftest import CHUNKS
 from tests.fusion.cases import EXACT, Case, gap, make_case, reference_logits, reference_model, scatter_cache

@@ -14,9 +14,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.errors import UnsupportedModelError
-from cacheclip_rag.models.architectures import SUPPORTED, check_supported, reuse_tokens, rope_pin
 from cacheclip_rag.models.load import load_any, load_model
-from cacheclip_rag.models.plain import PlainRuntime, auto_classes
+from cacheclip_rag.runtime.transformers.architectures import SUPPORTED, check_supported, reuse_tokens, rope_pin
+from cacheclip_rag.runtime.transformers.plain import PlainRuntime, auto_classes
 from tests.conftest import CHUNKS, DYNAMIC, TINY_MODELS, build_model, make_tokenizer, rag_prompt
 
 SMALL = {

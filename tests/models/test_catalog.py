@@ -7,7 +7,7 @@ import re
 import pytest
 
 from cacheclip_rag import EngineConfig
-from cacheclip_rag.models.catalog import (
+from cacheclip_rag.models.packaged.catalogue import (
     DEFAULT_AUXILIARY,
     DEFAULT_EMBEDDING,
     DEFAULT_PRIMARY,

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import cacheclip_rag.models.attention as attention
+import cacheclip_rag.runtime.transformers.attention as attention
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.errors import ConfigurationError
-from cacheclip_rag.models.attention import AttentionRule, block_attention, causal_plan
 from cacheclip_rag.models.load import load_model, unload_models
-from cacheclip_rag.models.runtime import ModelRuntime, device_of
+from cacheclip_rag.runtime.transformers.attention import AttentionRule, block_attention, causal_plan
+from cacheclip_rag.runtime.transformers.model import ModelRuntime, device_of
 from tests.conftest import CHUNKS, rag_prompt
 from tests.fusion.cases import EXACT, gap, prefilled, reference_logits
 
@@ -170,8 +170,8 @@ class TestCuda:
 
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
     def test_half_precision(self, tiny_models: dict[str, str], dtype: str) -> None:
-        from cacheclip_rag.evaluation.exactness import check_exactness
-        from cacheclip_rag.evaluation.prompts import EvaluationPrompt
+        from cacheclip_rag.lab.evaluation.exactness import check_exactness
+        from cacheclip_rag.lab.evaluation.prompts import EvaluationPrompt
 
         prompt = EvaluationPrompt(tuple(CHUNKS), "How tall?", None)
         engine = CacheClipEngine(

@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cacheclip_rag.errors import ConfigurationError, DownloadError, ModelError, UnknownModelError, UnsupportedModelError
-from cacheclip_rag.models import architectures
-from cacheclip_rag.models.architectures import SUPPORTED, check_supported, rope_pin
-from cacheclip_rag.models.catalog import PACKAGED_MODELS
 from cacheclip_rag.models.load import _fingerprint as fingerprint
 from cacheclip_rag.models.load import load_model, resolve
+from cacheclip_rag.models.packaged.catalogue import PACKAGED_MODELS
+from cacheclip_rag.runtime.transformers import architectures
+from cacheclip_rag.runtime.transformers.architectures import SUPPORTED, check_supported, rope_pin
 from cacheclip_rag.selection.heads import weights_digest
 
 
@@ -238,7 +238,7 @@ def test_unsupported_packaged_model_is_refused_before_its_download(home: Path, m
 def test_progress_bars_of_transformers_are_off_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import modeling_gguf_pytorch_utils as gguf
 
-    from cacheclip_rag.models.text import quiet_transformers
+    from cacheclip_rag.runtime.transformers.text import quiet_transformers
 
     before = gguf.tqdm
     with quiet_transformers():

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from cacheclip_rag.models.passes import Passes
+from cacheclip_rag.runtime.transformers.passes import Passes
 
 
 def run(*jobs: Callable[[], None]) -> None:

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from cacheclip_rag.errors import DigestMismatchError, DownloadError, UnknownModelError
-from cacheclip_rag.models import pull as pull_module
-from cacheclip_rag.models.catalog import PACKAGED_MODELS, PackagedModel, WheelMember
-from cacheclip_rag.models.pull import model_folder, pull
+from cacheclip_rag.models.packaged import pull as pull_module
+from cacheclip_rag.models.packaged.catalogue import PACKAGED_MODELS, PackagedModel, WheelMember
+from cacheclip_rag.models.packaged.pull import model_folder, pull
 
 WEIGHTS = b"weights " * 1000
 MODEL = PackagedModel(

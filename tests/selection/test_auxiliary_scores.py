@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from cacheclip_rag.models.load import load_model
-from cacheclip_rag.models.runtime import ModelRuntime
+from cacheclip_rag.runtime.transformers.model import ModelRuntime
 from cacheclip_rag.selection.auxiliary import score_chunks
 
 PREFIX = "You answer questions about lighthouses."

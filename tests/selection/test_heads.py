@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from cacheclip_rag import CacheClipEngine, EngineConfig, SamplingParams
 from cacheclip_rag.errors import ConfigurationError, ModelError
-from cacheclip_rag.evaluation.bench import bench
+from cacheclip_rag.lab.evaluation.bench import bench
 from cacheclip_rag.methods import create
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.selection import heads as module

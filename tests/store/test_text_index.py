@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheclip_rag.errors import StoreError
-from cacheclip_rag.prompt import Chunk, segment_text
+from cacheclip_rag.prompt.segments import Chunk, segment_text
 from cacheclip_rag.store import texts as module
 from cacheclip_rag.store.texts import REGION, WINDOW, TextIndex
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from cacheclip_rag.training.families import synthetic_samples
+from cacheclip_rag.lab.training.families import synthetic_samples
 from tests.conftest import build_model, make_tokenizer, of
 
 PLANTED = (1, 2)

@@ -11,16 +11,10 @@ import torch
 
 from cacheclip_rag import CacheClipEngine, EngineConfig
 from cacheclip_rag.errors import ConfigurationError, ModelError
-from cacheclip_rag.evaluation.reference import Reference
-from cacheclip_rag.methods import create
-from cacheclip_rag.progress import progress_bar
-from cacheclip_rag.scoring import MAX_QUESTION_TOKENS
-from cacheclip_rag.selection import heads as heads_module
-from cacheclip_rag.selection.auxiliary import score_chunks
-from cacheclip_rag.selection.heads import HeadSet, weights_digest
-from cacheclip_rag.training import calibrate as module
-from cacheclip_rag.training import folder
-from cacheclip_rag.training.calibrate import (
+from cacheclip_rag.lab.evaluation.reference import Reference
+from cacheclip_rag.lab.training import calibrate as module
+from cacheclip_rag.lab.training import folder
+from cacheclip_rag.lab.training.calibrate import (
     Asked,
     Candidate,
     answered_rightly,
@@ -33,12 +27,18 @@ from cacheclip_rag.training.calibrate import (
     recall_of,
     shipped_set,
 )
-from cacheclip_rag.training.families import FAMILIES, synthetic_samples
-from cacheclip_rag.training.features import look
-from cacheclip_rag.training.folder import Interrupted
-from cacheclip_rag.training.prompts import segments_of
-from cacheclip_rag.training.report import calibration_json, calibration_note, calibration_table, ranking_tables
-from cacheclip_rag.training.whole import WholeSample
+from cacheclip_rag.lab.training.families import FAMILIES, synthetic_samples
+from cacheclip_rag.lab.training.features import look
+from cacheclip_rag.lab.training.folder import Interrupted
+from cacheclip_rag.lab.training.prompts import segments_of
+from cacheclip_rag.lab.training.report import calibration_json, calibration_note, calibration_table, ranking_tables
+from cacheclip_rag.lab.training.whole import WholeSample
+from cacheclip_rag.methods import create
+from cacheclip_rag.progress import progress_bar
+from cacheclip_rag.selection import heads as heads_module
+from cacheclip_rag.selection.auxiliary import score_chunks
+from cacheclip_rag.selection.heads import HeadSet, weights_digest
+from cacheclip_rag.selection.scoring import MAX_QUESTION_TOKENS
 from tests.training.planted import PLANTED, build_planted
 
 

@@ -14,21 +14,21 @@ from typer.testing import CliRunner
 from cacheclip_rag import CacheClipEngine, EngineConfig
 from cacheclip_rag.cli import app
 from cacheclip_rag.errors import CacheClipError, ConfigurationError, ModelError
-from cacheclip_rag.evaluation.records import Passage, Record
-from cacheclip_rag.evaluation.reference import Reference
+from cacheclip_rag.lab.evaluation.records import Passage, Record
+from cacheclip_rag.lab.evaluation.reference import Reference
+from cacheclip_rag.lab.training import finetune as module
+from cacheclip_rag.lab.training import folder as folder_module
+from cacheclip_rag.lab.training import targets as targets_module
+from cacheclip_rag.lab.training.families import FAMILIES, synthetic_samples
+from cacheclip_rag.lab.training.finetune import Figures, FineTuning, finetune
+from cacheclip_rag.lab.training.folder import Interrupted
+from cacheclip_rag.lab.training.given import given_samples, sample_of_record
+from cacheclip_rag.lab.training.lexical import lexical_scores
+from cacheclip_rag.lab.training.report import finetuning_note, finetuning_verdict, write_report
+from cacheclip_rag.lab.training.targets import behind_sinks
+from cacheclip_rag.lab.training.tuning import TuningSettings
 from cacheclip_rag.selection import heads as heads_module
 from cacheclip_rag.selection.heads import HeadSet, head_set_path, weights_digest
-from cacheclip_rag.training import finetune as module
-from cacheclip_rag.training import folder as folder_module
-from cacheclip_rag.training import targets as targets_module
-from cacheclip_rag.training.families import FAMILIES, synthetic_samples
-from cacheclip_rag.training.finetune import Figures, FineTuning, finetune
-from cacheclip_rag.training.folder import Interrupted
-from cacheclip_rag.training.given import given_samples, sample_of_record
-from cacheclip_rag.training.lexical import lexical_scores
-from cacheclip_rag.training.report import finetuning_note, finetuning_verdict, write_report
-from cacheclip_rag.training.targets import behind_sinks
-from cacheclip_rag.training.tuning import TuningSettings
 from tests.conftest import CHUNKS
 from tests.training.stopping import stopper
 
@@ -450,7 +450,7 @@ class TestCommands:
         def stopping(*_: Any, **__: Any) -> Any:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr("cacheclip_rag.training.given.given_samples", stopping)
+        monkeypatch.setattr("cacheclip_rag.lab.training.given.given_samples", stopping)
         models = ["--primary", config.primary, "--auxiliary", str(config.auxiliary), "--out", str(tmp_path / "own")]
         stopped = CliRunner().invoke(app, ["calibrate", *models, "--data", "x.jsonl"], catch_exceptions=False)
         assert stopped.exit_code == 130 and stopped.stderr == "cacheclip: stopped. Nothing is kept of it.\n"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cacheclip_rag.lab.training.measures import chosen, chosen_sentences, rank_correlation, span_recall, token_recall
 from cacheclip_rag.selection.grouping import window_score
-from cacheclip_rag.training.measures import chosen, chosen_sentences, rank_correlation, span_recall, token_recall
 
 
 class TestChosen:

@@ -13,13 +13,11 @@ import torch
 
 from cacheclip_rag import CacheClipEngine, EngineConfig
 from cacheclip_rag.errors import ConfigurationError, ModelError
-from cacheclip_rag.selection.auxiliary import score_chunks
-from cacheclip_rag.selection.heads import HeadSet, weights_digest
-from cacheclip_rag.training import tuning as module
-from cacheclip_rag.training.families import Sample, synthetic_samples
-from cacheclip_rag.training.features import Seen, look, spread_over
-from cacheclip_rag.training.targets import attended_and_stale, attended_when_stale, chosen_by
-from cacheclip_rag.training.tuning import (
+from cacheclip_rag.lab.training import tuning as module
+from cacheclip_rag.lab.training.families import Sample, synthetic_samples
+from cacheclip_rag.lab.training.features import Seen, look, spread_over
+from cacheclip_rag.lab.training.targets import attended_and_stale, attended_when_stale, chosen_by
+from cacheclip_rag.lab.training.tuning import (
     Trainee,
     Tuned,
     TuningSettings,
@@ -31,6 +29,8 @@ from cacheclip_rag.training.tuning import (
     target_scale,
     train,
 )
+from cacheclip_rag.selection.auxiliary import score_chunks
+from cacheclip_rag.selection.heads import HeadSet, weights_digest
 
 SETTINGS = TuningSettings(rank=4, batch=4, epochs=50, patience=50, learning_rate=1e-2)
 

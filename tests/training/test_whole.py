@@ -11,17 +11,17 @@ import torch
 
 from cacheclip_rag import CacheClipEngine, EngineConfig
 from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.lab.training import folder as folder_module
+from cacheclip_rag.lab.training import targets as targets_module
+from cacheclip_rag.lab.training import whole as module
+from cacheclip_rag.lab.training.calibrate import combined
+from cacheclip_rag.lab.training.families import synthetic_samples
+from cacheclip_rag.lab.training.features import look
+from cacheclip_rag.lab.training.folder import Interrupted
+from cacheclip_rag.lab.training.report import whole_verdict, write_report
+from cacheclip_rag.lab.training.tuning import TuningSettings, train
+from cacheclip_rag.lab.training.whole import WholeFineTuning, WholeSample, WholeTuned, finetune_whole
 from cacheclip_rag.selection.heads import HeadSet, weights_digest
-from cacheclip_rag.training import folder as folder_module
-from cacheclip_rag.training import targets as targets_module
-from cacheclip_rag.training import whole as module
-from cacheclip_rag.training.calibrate import combined
-from cacheclip_rag.training.families import synthetic_samples
-from cacheclip_rag.training.features import look
-from cacheclip_rag.training.folder import Interrupted
-from cacheclip_rag.training.report import whole_verdict, write_report
-from cacheclip_rag.training.tuning import TuningSettings, train
-from cacheclip_rag.training.whole import WholeFineTuning, WholeSample, WholeTuned, finetune_whole
 from tests.training.stopping import stopper
 
 SETTINGS = TuningSettings(batch=2, epochs=6, patience=6, learning_rate=3e-3, sinks=2)

@@ -29,8 +29,8 @@ from cacheclip_rag.aio import iterate_in_thread
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.methods import DEFAULT_METHOD
-from cacheclip_rag.models.catalog import DEFAULT_AUXILIARY, DEFAULT_PRIMARY
 from cacheclip_rag.models.context import known_context
+from cacheclip_rag.models.packaged.catalogue import DEFAULT_AUXILIARY, DEFAULT_PRIMARY
 from cacheclip_rag.sampling import merge_call_options
 
 from .events import CacheClipFusionEvent
@@ -340,7 +340,7 @@ def _content(message: ChatMessage) -> str:
 
 def _merged(nodes: Origins, candidates: str | Iterable[str] | Origins) -> Origins:
     """What is known of the prompts and of this one: texts, and all that each comes from."""
-    from cacheclip_rag.prompt import chunk_texts
+    from cacheclip_rag.prompt.segments import chunk_texts
 
     if not isinstance(candidates, Mapping):
         candidates = dict.fromkeys(chunk_texts([candidates] if isinstance(candidates, str) else candidates), ())
@@ -349,7 +349,7 @@ def _merged(nodes: Origins, candidates: str | Iterable[str] | Origins) -> Origin
 
 def _nodes_of(prompt: str | Sequence[Mapping[str, str]], given: Origins) -> list[str]:
     """Ids of the nodes whose text, whole, is in this prompt."""
-    from cacheclip_rag.prompt import normalise_chunk
+    from cacheclip_rag.prompt.segments import normalise_chunk
 
     texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
     read = [text for text in given if any(normalise_chunk(text) in each for each in texts)]

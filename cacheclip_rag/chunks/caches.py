@@ -1,0 +1,191 @@
+"""Chunk caches of one model: from text to key to KV, computed where missing. The meeting point of runtime and store."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from ..errors import ConfigurationError, PromptTooLongError, StoreError
+from ..prompt.segments import Chunk, Segment
+from ..runtime.transformers.model import ModelRuntime
+from ..runtime.transformers.text import TextModel, TokenizedText
+from ..store import ChunkStore, chunk_key, decode, encode, keeps
+from ..store.codecs import CODECS
+
+__all__ = ["DEFAULT_ENCODING", "ChunkCaches", "Encoding"]
+
+logger = logging.getLogger(__name__)
+
+_TOKENIZED_CHUNKS = 256
+"""Tokenised chunks remembered per model: each is needed several times an answer. About 80 kB for 512 tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """What a chunk is computed behind and between. It is part of what the chunk's key is made of."""
+
+    isolated: bool = False
+    """True: with nothing before it; else behind the shared prefix."""
+    lead: str = ""
+    """Text between the shared prefix and the chunk that no prompt holds: it stands for what may come before."""
+    before: str = ""
+    """Special tokens that open every chunk."""
+    after: str = ""
+    """Special tokens that close it."""
+
+    @property
+    def is_exact_behind_prefix(self) -> bool:
+        """Whether a chunk right behind the shared prefix has the KV of plain prefill."""
+        return not self.isolated and not self.lead
+
+
+DEFAULT_ENCODING = Encoding()
+
+
+class ChunkCaches:
+    """Reads and writes the KV of chunks for one model behind one shared prefix."""
+
+    def __init__(
+        self,
+        runtime: TextModel,
+        store: ChunkStore,
+        *,
+        prefix_ids: Sequence[int],
+        namespace: str,
+        codec: str,
+        encoding: Encoding = DEFAULT_ENCODING,
+    ) -> None:
+        self.runtime = runtime
+        lead_ids = runtime.tokenize(encoding.lead).ids if encoding.lead else ()
+        self.prefix_ids = () if encoding.isolated else (*prefix_ids, *lead_ids)
+        self._store = store
+        self._namespace = namespace
+        self.codec = codec
+        self._encoding = encoding
+        self._prefix: torch.Tensor | None = None
+        self.tokenize = lru_cache(maxsize=_TOKENIZED_CHUNKS)(self._tokenize)
+
+    def _tokenize(self, text: str) -> TokenizedText:
+        """Tokens of a chunk, those that wrap it covering none of its characters."""
+        tokens = self.runtime.tokenize(text)
+        if not self._encoding.before and not self._encoding.after:
+            return tokens
+        opening, closing = (
+            self.runtime.tokenize(wrapper, control=True).ids
+            for wrapper in (self._encoding.before, self._encoding.after)
+        )
+        nowhere = ((0, 0),)
+        return TokenizedText(
+            (*opening, *tokens.ids, *closing), (*nowhere * len(opening), *tokens.offsets, *nowhere * len(closing))
+        )
+
+    @property
+    def can_reuse(self) -> bool:
+        """Whether this model's KV can be stored and reused; if not, nothing ever is in here."""
+        return isinstance(self.runtime, ModelRuntime)
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether what is stored is coarser than what the model computes."""
+        return not keeps(self.codec, str(self.kv_runtime.dtype).removeprefix("torch."))
+
+    @property
+    def bytes_per_token(self) -> int:
+        """What the KV of a token takes in the store."""
+        runtime = self.kv_runtime
+        return 2 * runtime.num_layers * runtime.num_kv_heads * runtime.head_dim * CODECS[self.codec].itemsize
+
+    @property
+    def kv_runtime(self) -> ModelRuntime:
+        """The runtime, of a model whose KV can be reused."""
+        assert isinstance(self.runtime, ModelRuntime), "asked for KV of a model that cannot reuse it"
+        return self.runtime
+
+    @property
+    def prefix(self) -> torch.Tensor:
+        """KV of the shared prefix; computed or read once. ``num_tokens`` is 0 for an empty prefix."""
+        if self._prefix is None:
+            self._prefix = self._read_or_encode_prefix()
+        return self._prefix
+
+    def tokenize_segment(self, segment: Segment) -> TokenizedText:
+        """Tokens of a segment; only chunks are remembered, since other text seldom comes twice."""
+        if isinstance(segment, Chunk):
+            return self.tokenize(segment.text)
+        return self.runtime.tokenize(segment.text, control=segment.control)
+
+    def key(self, text: str) -> str:
+        """Store key of a chunk's text."""
+        return self._key(self.prefix_ids, self.tokenize(text).ids)
+
+    def __contains__(self, text: str) -> bool:
+        """Whether the chunk is stored at least as finely as this engine's codec keeps it."""
+        if not self.can_reuse:
+            return False
+        codec = self._store.codec_of(self.key(text))
+        return codec is not None and keeps(codec, self.codec)
+
+    def read(self, text: str) -> torch.Tensor | None:
+        """Stored KV of a chunk, or None; its tensor is shared, do not write to it."""
+        return self._read(self.key(text))
+
+    def _read(self, key: str) -> torch.Tensor | None:
+        entry = self._store.get(key)
+        # Written more coarsely by an engine in which this model is the auxiliary: our answers need more.
+        return decode(entry) if entry is not None and keeps(entry.codec, self.codec) else None
+
+    def write(self, text: str) -> bool:
+        """Compute and store a chunk's KV unless it is there (or cannot be reused); True if it was computed."""
+        if not self.can_reuse or text in self:
+            return False
+        self.check_length(text)
+        tokens = self.tokenize(text)
+        kv = self.kv_runtime.encode(tokens.ids, self.prefix if self.prefix_ids else None)
+        self._store.put(self.key(text), encode(kv, self.codec))
+        return True
+
+    def delete(self, text: str) -> bool:
+        return self._store.delete(self.key(text))
+
+    def check_length(self, text: str) -> None:
+        """Raise PromptTooLongError unless the chunk fits behind the prefix, ConfigurationError if it has no token."""
+        tokens = self.tokenize(text)
+        if not len(tokens):
+            raise ConfigurationError(
+                f"a chunk has no token for model {self.runtime.name!r}: its tokenizer drops all of {text[:40]!r}. "
+                "Leave it out."
+            )
+        room = self.runtime.reuse_tokens - len(self.prefix_ids)
+        if self.can_reuse and len(tokens) > room:
+            raise PromptTooLongError(
+                f"a chunk of {len(tokens)} tokens does not fit model {self.runtime.name!r}, which has room for {room} "
+                "behind the shared prefix. Split the document into smaller chunks."
+            )
+
+    def _key(self, prefix_ids: Sequence[int], ids: Sequence[int]) -> str:
+        return chunk_key(
+            model_fingerprint=self.runtime.fingerprint,
+            prefix_ids=prefix_ids,
+            chunk_ids=ids,
+            rope_pin=self.runtime.rope_pin,
+            namespace=self._namespace,
+        )
+
+    def _read_or_encode_prefix(self) -> torch.Tensor:
+        runtime = self.kv_runtime
+        if not self.prefix_ids:
+            return torch.empty(runtime.num_layers, 2, runtime.num_kv_heads, 0, runtime.head_dim, dtype=runtime.dtype)
+        key = self._key((), self.prefix_ids)
+        stored = self._read(key)
+        if stored is not None:
+            return stored.clone()  # it may be a view of a mapped file
+        entry = encode(runtime.encode(self.prefix_ids), self.codec)
+        try:
+            self._store.put(key, entry)
+        except StoreError as error:  # a full disk must not keep us from answering
+            logger.warning("the shared prefix could not be stored: %s", error)
+        return decode(entry)

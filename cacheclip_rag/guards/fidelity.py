@@ -1,0 +1,99 @@
+"""How far one way of prefilling is from another, measured on logits: cheaper and sharper than judging answers.
+
+``KL`` is the Kullback-Leibler divergence from the reference, ``sum p_ref * (log p_ref - log p)``, in nats. Along an
+answer means teacher-forced: both ways read the reference's own answer, and are compared at each of its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..runtime.transformers.cache import FusedCache
+from ..runtime.transformers.model import ModelRuntime
+
+__all__ = ["Fidelity", "compare", "greedy", "kl_divergence", "own_answer", "read_along"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fidelity:
+    """One prompt's distance to the reference."""
+
+    first_token_kl: float
+    """KL at the first token of the answer, nats."""
+    answer_kl: float
+    """Mean KL over the tokens of the reference's answer, nats."""
+    agreement: float
+    """Share of the reference's greedy tokens that are also the greedy choice here, 0 to 1."""
+    max_gap: float
+    """Largest absolute difference of logits at the first token."""
+
+
+def kl_divergence(reference: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """KL from ``reference`` to ``logits``, both ``(..., vocab_size)``: ``(...)`` float32, never below 0."""
+    p, q = reference.float().log_softmax(-1), logits.float().log_softmax(-1)
+    # a token that both rule out (-inf on both sides) adds nothing; nan would
+    terms = torch.where(p == float("-inf"), 0.0, p.exp() * (p - q))
+    return terms.sum(-1).clamp(min=0.0)
+
+
+def compare(reference: torch.Tensor, logits: torch.Tensor) -> Fidelity:
+    """Compare ``(num_answer_tokens, vocab_size)`` logits with the reference's at the same places."""
+    kl = kl_divergence(reference, logits)
+    equal = reference.argmax(-1) == logits.argmax(-1)
+    gap = (reference[0].float() - logits[0].float()).abs().max()
+    return Fidelity(float(kl[0]), float(kl.mean()), float(equal.float().mean()), float(gap))
+
+
+def greedy(
+    runtime: ModelRuntime, cache: FusedCache, logits: torch.Tensor, count: int, *, stop: bool = True
+) -> tuple[list[int], torch.Tensor]:
+    """Decode up to ``count`` tokens greedily, the end of turn included; the tokens, and the logits each came from.
+
+    ``cache`` is used up. With ``stop`` False an end of turn is a token like any other.
+    """
+    ids, rows = [int(logits.argmax())], [logits]
+    while len(ids) < count and not (stop and ids[-1] in runtime.eos_ids):
+        rows.append(runtime.decode_step(cache, ids[-1]))
+        ids.append(int(rows[-1].argmax()))
+    return ids, torch.stack(rows)
+
+
+@torch.inference_mode()
+def read_along(
+    runtime: ModelRuntime, cache: FusedCache, logits: torch.Tensor, answer_ids: Sequence[int]
+) -> torch.Tensor:
+    """Logits at each token of an answer written elsewhere, ``(num_answer_tokens, vocab_size)``, in one pass.
+
+    ``logits`` are those of the prompt's last token; ``cache`` is used up.
+    """
+    follow = torch.tensor(answer_ids[:-1], dtype=torch.int64)
+    if not len(follow):
+        return logits[None]
+    rest = runtime.extend(cache, follow, cache.get_seq_length(), logits_to_keep=len(follow))
+    assert rest is not None
+    return torch.cat((logits[None], rest.reshape(len(follow), -1)))
+
+
+def own_answer(
+    runtime: ModelRuntime,
+    cache: FusedCache,
+    end: int,
+    along: torch.Tensor,
+    reference_ids: Sequence[int],
+    count: int,
+) -> list[int]:
+    """The greedy answer here, up to ``count`` tokens: the reference's as long as both choose alike, decoded from there.
+
+    ``along`` are the logits of :func:`read_along` at the reference's tokens, ``end`` the prompt's length; ``cache`` is
+    used up.
+    """
+    chosen = along.argmax(-1).tolist()
+    same = next((n for n, pair in enumerate(zip(chosen, reference_ids, strict=True)) if pair[0] != pair[1]), None)
+    if same is None:
+        return list(reference_ids)
+    cache.cut(end + same)
+    rest, _ = greedy(runtime, cache, along[same], count - same)
+    return [*reference_ids[:same], *rest]

@@ -1,0 +1,82 @@
+"""Counts and sums over all answers of an engine, for dashboards and alarms."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+
+from ..stats import FusionStats
+
+__all__ = ["Metrics"]
+
+_HELP = {
+    "answers_total": "Answers given, by the method that produced them.",
+    "fallbacks_total": "Answers by plain prefill although another method was asked for.",
+    "chunk_hits_total": "Chunks of prompts found in the store.",
+    "chunk_misses_total": "Chunks of prompts not found in the store.",
+    "prompt_tokens_total": "Tokens of prompts, by where their KV came from.",
+    "ttft_seconds_sum": "Seconds to the first token, summed over answers.",
+    "shadow_checks_total": "Answers compared with full prefill afterwards.",
+    "shadow_skipped_total": "Answers drawn for comparison while too many were waiting, and those that failed.",
+    "shadow_first_token_kl_sum": "KL to full prefill at the first token in nats, summed over comparisons.",
+    "shadow_first_token_kl_max": "Largest KL to full prefill at the first token, nats.",
+    "shadow_greedy_checks_total": "Comparisons of greedy answers, the only ones with an agreement.",
+    "shadow_agreement_sum": "Share of their tokens that full prefill would have chosen too, summed.",
+}
+
+
+class Metrics:
+    """Safe to share between threads. Sums over counts give means, for instance
+    ``shadow_agreement_sum / shadow_greedy_checks_total``."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: defaultdict[tuple[str, str], float] = defaultdict(float)
+
+    def record_answer(self, stats: FusionStats) -> None:
+        """Count one answer."""
+        with self._lock:
+            self._values["answers_total", f'method="{stats.method}"'] += 1
+            self._values["fallbacks_total", ""] += stats.fallback is not None
+            self._values["chunk_hits_total", ""] += stats.hits
+            self._values["chunk_misses_total", ""] += stats.misses
+            computed = stats.prompt_tokens - stats.reused_tokens
+            cached = stats.cached_prefix_tokens
+            self._values["prompt_tokens_total", 'source="store"'] += stats.reused_tokens - cached
+            self._values["prompt_tokens_total", 'source="prefix_cache"'] += cached
+            self._values["prompt_tokens_total", 'source="computed"'] += computed
+            self._values["ttft_seconds_sum", ""] += stats.ttft_s
+
+    def record_shadow(self, first_token_kl: float, agreement: float | None) -> None:
+        """Count one comparison with full prefill; a sampled answer has no agreement."""
+        with self._lock:
+            self._values["shadow_checks_total", ""] += 1
+            self._values["shadow_first_token_kl_sum", ""] += first_token_kl
+            if agreement is not None:
+                self._values["shadow_greedy_checks_total", ""] += 1
+                self._values["shadow_agreement_sum", ""] += agreement
+            highest = self._values["shadow_first_token_kl_max", ""]
+            self._values["shadow_first_token_kl_max", ""] = max(highest, first_token_kl)
+
+    def record_shadow_skipped(self) -> None:
+        """Count an answer that was drawn for comparison and not compared."""
+        with self._lock:
+            self._values["shadow_skipped_total", ""] += 1
+
+    def snapshot(self) -> dict[str, float]:
+        """Every value so far, keys as in the Prometheus text without its prefix: ``answers_total{method="full"}``."""
+        with self._lock:
+            return {name + (f"{{{label}}}" if label else ""): value for (name, label), value in self._values.items()}
+
+    def to_prometheus(self) -> str:
+        """The values in Prometheus' text format, names prefixed with ``cacheclip_``."""
+        with self._lock:
+            values = dict(self._values)
+        lines = []
+        for name, text in _HELP.items():
+            found = [(label, value) for (known, label), value in values.items() if known == name]
+            if found:
+                kind = "gauge" if name.endswith("_max") else "counter"
+                lines += [f"# HELP cacheclip_{name} {text}", f"# TYPE cacheclip_{name} {kind}"]
+                lines += [f"cacheclip_{name}{f'{{{label}}}' if label else ''} {value:g}" for label, value in found]
+        return "\n".join(lines) + "\n" if lines else ""

@@ -1,0 +1,1 @@
+"""The laboratory: evaluation and training. It imports the core; the core never imports it."""

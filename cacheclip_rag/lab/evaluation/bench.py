@@ -1,0 +1,179 @@
+"""Time to the first token of several methods, side by side in one run.
+
+Runs are interleaved (each round runs every method once), so that a machine that slows down slows all of them; figures
+are medians. Chunk caches are read from disk in every run, by default with the operating system's page cache dropped
+for them first.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ...config import EngineConfig
+from ...engine import CacheClipEngine
+from ...errors import ConfigurationError
+from ...methods import DEFAULT_METHOD, check_ratio
+from ...progress import progress_bar
+from ...sampling import SamplingParams
+from ...stats import PHASES, FusionStats
+from ...store import DiskStore
+
+__all__ = ["bench", "make_texts"]
+
+_CAN_DROP_PAGE_CACHE = hasattr(os, "posix_fadvise")
+_QUESTION = "Which harbour does the northern ferry reach before the winter timetable begins?"
+_WORDS = (
+    "the of and to in a is that for it as was with be by on not he his but at are this have from or had an they which "
+    "one you were all her she there would their we him been has when who will no more if out so up said what its about "
+    "than into them can only other time new some could these two may first then do any like my now over such our man "
+    "harbour ferry island station engine winter timetable captain signal northern bridge letter market river garden "
+    "window morning company number history question answer reason record measure mountain railway village library"
+).split()
+
+
+def make_texts(tokenize: Callable[[str], Any], count: int, num_tokens: int, seed: int = 0) -> list[str]:
+    """``count`` different texts of about ``num_tokens`` tokens each: English words, deterministic, without meaning."""
+    generator = random.Random(seed)
+    texts = []
+    for _ in range(count):
+        words = [generator.choice(_WORDS) for _ in range(num_tokens)]
+        text = " ".join(word.capitalize() + "." if n % 12 == 0 else word for n, word in enumerate(words))
+        offsets = tokenize(text).offsets
+        texts.append(text[: offsets[min(num_tokens, len(offsets)) - 1][1]].strip())
+    return texts
+
+
+def bench(
+    config: EngineConfig,
+    *,
+    methods: Sequence[str] = ("full", "direct", DEFAULT_METHOD),
+    context_tokens: int = 4096,
+    chunk_tokens: int = 512,
+    runs: int = 3,
+    keep_page_cache: bool = False,
+) -> dict[str, Any]:
+    """Measure; returns the object that ``cacheclip bench --json`` prints.
+
+    Raises:
+        ConfigurationError: unknown method, or numbers that make no sense.
+    """
+    _check(config, methods, context_tokens, chunk_tokens, runs)
+    choosing = CacheClipEngine(replace(config, store=None))
+    made = {name: choosing.make_method(name) for name in methods}
+    methods = list(dict.fromkeys(made[name].name if name == DEFAULT_METHOD else name for name in methods))
+    if not any(method.needs_auxiliary for method in made.values()):
+        config = replace(config, auxiliary=None)
+    config = replace(config, prefix_cache_bytes=0)  # one method's prompt would make the next one's free
+    with ExitStack() as stack:
+        if config.store is None:
+            config = replace(config, store=stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheclip-bench-")))
+        engine = CacheClipEngine(config)
+        texts = make_texts(engine.primary.tokenize, max(1, round(context_tokens / chunk_tokens)), chunk_tokens)
+        with progress_bar("precomputing", len(texts), "chunks") as advance:
+            for number, text in enumerate(texts, 1):
+                for method in methods:
+                    engine.precompute([text], method=method)
+                advance(number)
+        results = _measure(engine, texts, methods, runs, keep_page_cache)
+    reference = statistics.median(s.ttft_s for s, _ in results["full"]) if "full" in results else None
+    return {
+        "primary": config.primary,
+        "auxiliary": config.auxiliary,
+        "dtype": config.dtype,
+        "context_tokens": context_tokens,
+        "chunks": len(texts),
+        "ratio": config.recompute_ratio,
+        "runs": runs,
+        "page_cache": "kept" if keep_page_cache or not _CAN_DROP_PAGE_CACHE else "dropped",
+        "methods": {name: _summary(samples, reference) for name, samples in results.items()},
+    }
+
+
+def _check(config: EngineConfig, methods: Sequence[str], context_tokens: int, chunk_tokens: int, runs: int) -> None:
+    check_ratio(config.recompute_ratio)
+    if not methods:
+        raise ConfigurationError("name at least one method to measure.")
+    if runs < 1 or chunk_tokens < 16 or context_tokens < chunk_tokens:
+        raise ConfigurationError(
+            "expected runs >= 1, chunk tokens >= 16 and context tokens >= chunk tokens, got "
+            f"{runs}, {chunk_tokens} and {context_tokens}."
+        )
+
+
+def _measure(
+    engine: CacheClipEngine, texts: Sequence[str], methods: Sequence[str], runs: int, keep_page_cache: bool
+) -> dict[str, list[tuple[FusionStats, int]]]:
+    prompt = "\n\n".join(texts) + f"\n\nQuestion: {_QUESTION}"
+    one_token = SamplingParams(max_tokens=1)
+    results: dict[str, list[tuple[FusionStats, int]]] = {name: [] for name in methods}
+    engine.generate(texts[0] + f"\n\n{_QUESTION}", one_token, method="direct")  # thread pools, allocator, code paths
+    done = 0
+    with progress_bar("measuring", runs * len(methods), "runs") as advance:
+        for _ in range(runs):
+            for name in methods:
+                if not keep_page_cache:
+                    _drop_page_cache(engine)
+                _reset_peak_rss()
+                stats = engine.generate(prompt, one_token, method=name, question=_QUESTION).stats
+                results[name].append((stats, _peak_rss_bytes()))
+                done += 1
+                advance(done)
+    return results
+
+
+def _summary(samples: Sequence[tuple[FusionStats, int]], reference_s: float | None) -> dict[str, Any]:
+    seconds = [stats.ttft_s for stats, _ in samples]
+    median = statistics.median(seconds)
+    last = samples[-1][0]
+    return {
+        "ttft_s": {"median": median, "min": min(seconds), "max": max(seconds)},
+        "phases_s": {p: statistics.median(stats.phases_s[p] for stats, _ in samples) for p in PHASES},
+        "speedup_vs_full": reference_s / median if reference_s is not None else None,
+        "nominal_ratio": last.nominal_ratio,
+        "effective_ratio": last.effective_ratio,
+        "effective_ratio_of_stale": last.effective_ratio_of_stale,
+        "charged_ratio": last.charged_ratio,
+        "prompt_tokens": last.prompt_tokens,
+        "reused_tokens": last.reused_tokens,
+        "recomputed_tokens": last.recomputed_tokens,
+        "peak_rss_bytes": max(rss for _, rss in samples),
+    }
+
+
+def _drop_page_cache(engine: CacheClipEngine) -> None:
+    """Ask the operating system to forget the payloads, so that the next read comes from the disk (Linux)."""
+    store = engine.store
+    if not isinstance(store, DiskStore) or not _CAN_DROP_PAGE_CACHE:
+        return
+    for key in store.keys():  # noqa: SIM118 - not a dict
+        descriptor = os.open(store.path_of(key), os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
+def _reset_peak_rss() -> None:
+    """Start the kernel's high-water mark anew (Linux); elsewhere the peak stays that of the whole process."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return
+
+
+def _peak_rss_bytes() -> int:
+    try:
+        status = Path("/proc/self/status").read_text()
+        return int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))) * 1024
+    except (OSError, StopIteration):
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,177 @@
+"""Certify a pair of models: is reuse exact on them, and how close to full prefill does it stay at which ratio?
+
+The verdict at a ratio is ``exact`` if nothing tells the answers from full prefill's, ``faithful`` if the means over
+the bundled prompts stay within :data:`~cacheclip_rag.guards.certificate.THRESHOLDS`, and else ``not faithful``. Failed
+exactness checks make every verdict ``not faithful``.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from datetime import UTC, datetime
+from typing import Any
+
+from ...config import EngineConfig
+from ...engine import CacheClipEngine
+from ...errors import ConfigurationError, UnsupportedModelError
+from ...guards.certificate import THRESHOLDS, Certificate, RatioFigures, check_writable, verdict_at
+from ...guards.fidelity import Fidelity
+from ...methods import create
+from ...methods.base import Method
+from ...progress import progress_bar
+from .exactness import check_exactness, check_reuse
+from .prompts import EvaluationPrompt, bundled_prompts
+from .reference import Reference
+
+__all__ = ["RATIOS", "certify"]
+
+RATIOS = (0.05, 0.1, 0.2, 0.3, 0.5)
+_EXACT_KL = 1e-4
+"""Nats, at most on any prompt, for ``exact`` (or twice the noise floor, in half precision); float32's own is 1e-7."""
+_PROMPTS, _QUICK_PROMPTS = 20, 4
+_ANSWER_TOKENS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """One prompt at one ratio."""
+
+    fidelity: Fidelity
+    effective_ratio: float
+    charged_ratio: float
+    finds_needle: bool | None
+
+
+def certify(config: EngineConfig, *, method: Method | None = None, quick: bool = False) -> Certificate:
+    """Measure the pair of models of ``config`` with its method, and return the certificate (not saved yet).
+
+    Args:
+        config: its ``recompute_ratio`` is the one that the verdict is about, measured beside :data:`RATIOS`; its store
+            is not used.
+        method: an instance, in place of the one that ``config`` names.
+        quick: 4 of the 20 prompts: a first look, with a verdict that can still change. Where engines require a
+            certificate, only its ``exact`` counts.
+
+    Raises:
+        ConfigurationError: the method reuses nothing or what an engine happens to have answered before, needs an
+            auxiliary model and there is none, or the models' contexts are too short for the prompts.
+        UnsupportedModelError: a model whose KV cannot be reused: there is nothing to certify.
+        CertificateError: the certificate could not be saved afterwards.
+    """
+    started = time.perf_counter()
+    check_writable()
+    given = CacheClipEngine(replace(config, store=None, shadow_rate=0.0)).make_method(method)
+    _check_method(given)
+    auxiliary_name = config.auxiliary if given.needs_auxiliary else None
+    config = replace(config, store=None, shadow_rate=0.0, auxiliary=auxiliary_name)
+    engine = CacheClipEngine(config)
+    for each in (engine.primary, engine.auxiliary):
+        if each is not None and each.unsupported:
+            raise UnsupportedModelError(each.unsupported)
+    prompts = bundled_prompts(_QUICK_PROMPTS if quick else _PROMPTS)
+    methods = _at_ratios(given)
+    outcomes: dict[float, list[_Outcome]] = {ratio: [] for ratio in methods}
+    found_by_full: list[bool | None] = []
+    with progress_bar("certifying", len(prompts) + 1, "prompts") as advance:
+        # the checks are of reuse itself, whatever the method
+        engine.precompute(prompts[0].chunks, method="direct:behind=prefix")
+        exactness = check_exactness(engine, prompts[0])
+        advance(1)
+        for number, prompt in enumerate(prompts, 2):
+            engine.precompute(prompt.chunks, method=given)
+            reference = Reference.of(engine, engine.prefill(prompt.text, method=create("full", {})), _ANSWER_TOKENS)
+            found_by_full.append(_finds(prompt, reference.answer))
+            for ratio, at_ratio in methods.items():
+                outcomes[ratio].append(_measure(engine, prompt, at_ratio, reference))
+            engine.release(set(prompt.chunks) - {text for later in prompts[number - 1 :] for text in later.chunks})
+            advance(number)
+    needles_of_full = statistics.mean(found for found in found_by_full if found is not None)
+    rows = [_figures(ratio, outcomes[ratio], needles_of_full, exactness) for ratio in sorted(outcomes)]
+    certificate = Certificate(
+        primary=config.primary,
+        auxiliary=config.auxiliary,
+        identity=engine.identity(methods[max(methods)]),
+        verdict="",
+        ratio=given.nominal_ratio,
+        exactness=exactness,
+        needle_accuracy_of_full=needles_of_full,
+        ratios=rows,
+        thresholds=dict(THRESHOLDS),
+        prompts=len(prompts),
+        quick=quick,
+        seconds=time.perf_counter() - started,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+    return replace(certificate, verdict=verdict_at(certificate, certificate.ratio))
+
+
+def _check_method(method: Method) -> None:
+    """Raise ConfigurationError unless there is something to certify."""
+    if not method.reuses_chunks or method.composes:
+        raise ConfigurationError(f"method {method.name!r} reuses nothing inexactly, so there is nothing to certify.")
+    if method.captures:
+        raise ConfigurationError(
+            f"method {method.name!r} reuses what an engine kept of the prompts it has answered, which differs from "
+            "engine to engine: no certificate can cover it. Certify another method, or have a share of the answers "
+            "compared with full prefill as they come (shadow_rate)."
+        )
+
+
+def _at_ratios(given: Method) -> dict[float, Method]:
+    """The method at each ratio, ratio 0 (direct reuse) included; one entry for a method without a ratio."""
+    if not any(field.name == "recompute_ratio" for field in fields(given)):
+        return {given.nominal_ratio: given}
+    ratios = sorted({0.0, *RATIOS, given.nominal_ratio})
+    return {ratio: replace(given, recompute_ratio=ratio) for ratio in ratios}  # type: ignore[call-arg]
+
+
+def _measure(engine: CacheClipEngine, prompt: EvaluationPrompt, method: Method, reference: Reference) -> _Outcome:
+    prefilled = check_reuse(engine.prefill(prompt.text, method=method, question=prompt.question))
+    followed = reference.follow(prefilled, answers=prompt.needle is not None)
+    stats, found = prefilled.stats, _finds(prompt, followed.answer or "")
+    return _Outcome(followed.fidelity, stats.effective_ratio, stats.charged_ratio, found)
+
+
+def _finds(prompt: EvaluationPrompt, answer: str) -> bool | None:
+    """Whether an answer holds the needle, however its digits are grouped."""
+    return None if prompt.needle is None else prompt.needle in answer.replace(",", "").replace(" ", "")
+
+
+def _figures(
+    ratio: float, outcomes: Sequence[_Outcome], needles_of_full: float, exactness: Mapping[str, Any]
+) -> RatioFigures:
+    first_token_kl = _spread(outcomes, lambda f: f.first_token_kl)
+    answer_kl = _spread(outcomes, lambda f: f.answer_kl)
+    agreement = statistics.mean(outcome.fidelity.agreement for outcome in outcomes)
+    needles = statistics.mean(o.finds_needle for o in outcomes if o.finds_needle is not None)
+    same = max(_EXACT_KL, 2 * exactness["noise_floor"]["kl"])
+    if not exactness["passed"]:
+        verdict = "not faithful"
+    elif answer_kl["max"] <= same and agreement == 1.0:
+        verdict = "exact"
+    else:
+        kept = (
+            first_token_kl["mean"] <= THRESHOLDS["first_token_kl"],
+            answer_kl["mean"] <= THRESHOLDS["answer_kl"],
+            agreement >= THRESHOLDS["agreement"],
+            needles >= THRESHOLDS["needle_accuracy_of_full"] * needles_of_full,
+        )
+        verdict = "faithful" if all(kept) else "not faithful"
+    return RatioFigures(
+        ratio=ratio,
+        effective_ratio=statistics.mean(outcome.effective_ratio for outcome in outcomes),
+        charged_ratio=statistics.mean(outcome.charged_ratio for outcome in outcomes),
+        first_token_kl=first_token_kl,
+        answer_kl=answer_kl,
+        agreement=agreement,
+        needle_accuracy=needles,
+        verdict=verdict,
+    )
+
+
+def _spread(outcomes: Sequence[_Outcome], of: Callable[[Fidelity], float]) -> dict[str, float]:
+    values = [of(outcome.fidelity) for outcome in outcomes]
+    return {"mean": statistics.mean(values), "median": statistics.median(values), "max": max(values)}

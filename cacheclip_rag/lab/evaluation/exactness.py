@@ -1,0 +1,234 @@
+"""Checks that reuse is exact on a loaded model, against the same weights run by unmodified transformers.
+
+Each check has a figure and a limit. In float32 the limit is absolute. In half precision two correct ways of computing
+the same thing differ already; the limit is twice that difference, measured on the same model and prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from transformers import DynamicCache
+
+from ...engine import CacheClipEngine
+from ...errors import ConfigurationError
+from ...fusion.prefill import Prefilled
+from ...fusion.recompute import assemble, choose_rows, recompute
+from ...guards.fidelity import greedy, kl_divergence, read_along
+from ...methods import create
+from ...methods.base import Method, SelectionRequest
+from ...runtime.transformers.cache import FusedCache
+from ...runtime.transformers.model import ModelRuntime
+from .prompts import EvaluationPrompt
+
+__all__ = ["Check", "check_exactness", "check_reuse", "noise_floor", "reference_logits"]
+
+_GREEDY_TOKENS = 64
+_LIMIT, _LIMIT_DEEP, _DEEP = 1e-4, 1e-3, 24
+"""float32: largest difference of logits, for models below and from ``_DEEP`` layers on."""
+_SHIFTS = (0, 3, 17)
+"""Positions of the first token in the noise floor."""
+_UNCHANGED = 1e-5
+"""Largest change of KV before a token that was changed: rounding of differently shaped products, no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One check."""
+
+    figure: float
+    limit: float
+    passed: bool
+    says: str
+    """What the figure is, for people."""
+
+
+@dataclass(frozen=True, slots=True)
+class _RecomputeAll(Method):
+    """What every method with a ratio does at ratio 1.0."""
+
+    name: ClassVar[str] = "recompute_all"
+
+    def select(self, request: SelectionRequest, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [torch.ones(len(span.tokens), dtype=torch.bool) for span in request.spans]
+
+
+def check_exactness(engine: CacheClipEngine, prompt: EvaluationPrompt) -> dict[str, Any]:
+    """All checks on one prompt whose chunks are precomputed: ``{"passed", "noise_floor", "checks": {name: …}}``."""
+    runtime = engine.primary
+    assert isinstance(runtime, ModelRuntime), "a model without reuse has nothing to check"
+    full = engine.prefill(prompt.text, method=create("full", {}))
+    ids = full.layout.ids
+    expected = reference_logits(runtime, ids)
+    precise = runtime.dtype == torch.float32
+    floor = noise_floor(runtime, ids)
+    limit = (_LIMIT_DEEP if runtime.num_layers >= _DEEP else _LIMIT) if precise else 2 * floor["logits"]
+    everything = check_reuse(engine.prefill(prompt.text, method=_RecomputeAll()))
+    nothing = create("direct", {})
+    single = f"{prompt.chunks[0]}\n\nQuestion: {prompt.question}"
+    behind_prefix = check_reuse(engine.prefill(single, method=nothing))
+    checks = {
+        "full_prefill": _gap(full.logits, expected, limit, "logits of our full prefill against plain transformers"),
+        "ratio_1": _gap(everything.logits, expected, limit, "logits at ratio 1.0 against plain transformers"),
+        "ratio_0": _gap(
+            _reference_direct(engine, prompt),
+            engine.prefill(prompt.text, method=nothing).logits,
+            limit,
+            "logits of direct reuse against plain transformers on the same cache",
+        ),
+        "first_chunk": _gap(
+            behind_prefix.logits,
+            reference_logits(runtime, behind_prefix.layout.ids),
+            limit,
+            "logits of one chunk behind the shared prefix, nothing recomputed, against plain transformers",
+        ),
+        "no_future": _no_future(engine, prompt),
+        "greedy": _same_text(runtime, full, everything, required=precise),
+    }
+    passed = all(check.passed for check in checks.values())
+    return {
+        "passed": passed,
+        "noise_floor": floor,
+        "prompt_tokens": len(ids),
+        "checks": {name: asdict(check) for name, check in checks.items()},
+    }
+
+
+def check_reuse(prefilled: Prefilled) -> Prefilled:
+    """What was prefilled, if it reused all its chunks; a plain prefill would pass every check and say nothing.
+
+    Raises:
+        ConfigurationError: something was not reused; the message says why.
+    """
+    stats = prefilled.stats
+    if stats.fallback is not None or stats.misses:
+        why = stats.fallback or f"{stats.misses} chunks were not found in the store"
+        raise ConfigurationError(f"these models cannot be certified, since a bundled prompt was not reused: {why}.")
+    return prefilled
+
+
+@contextmanager
+def _stock_attention(runtime: ModelRuntime, implementation: str = "eager") -> Iterator[Any]:
+    """The model with one of transformers' own attention functions; all other passes wait meanwhile."""
+    model = runtime.model
+    with runtime.passes.alone():
+        ours = model.config._attn_implementation
+        model.set_attn_implementation(implementation)
+        try:
+            yield model
+        finally:
+            model.set_attn_implementation(ours)
+
+
+@torch.inference_mode()
+def reference_logits(
+    runtime: ModelRuntime, ids: torch.Tensor, *, implementation: str = "eager", shift: int = 0
+) -> torch.Tensor:
+    """Logits of the last of ``ids`` by the unmodified model: its own attention, its own masks, no cache of ours.
+
+    Args:
+        implementation: one of transformers' own attention functions.
+        shift: position of the first token. Rotary embedding is relative, so the result is the same but for rounding.
+    """
+    positions = torch.arange(shift, shift + len(ids), device=runtime.device)[None]
+    with _stock_attention(runtime, implementation) as model:
+        logits: torch.Tensor = model(
+            input_ids=ids[None].to(runtime.device), position_ids=positions, use_cache=False, logits_to_keep=1
+        ).logits
+    return logits[0, -1]
+
+
+def noise_floor(runtime: ModelRuntime, ids: torch.Tensor) -> dict[str, float]:
+    """How far correct ways of computing the same logits are apart, all of them by plain transformers: with two
+    attention functions (where the model has both), and with all positions shifted.
+
+    Returns:
+        ``logits``: largest absolute difference between any two ways; ``kl``: largest KL from the first, nats.
+    """
+    room = max(0, runtime.reuse_tokens - len(ids))
+    found = [reference_logits(runtime, ids, shift=min(shift, room)) for shift in _SHIFTS]
+    # transformers 5.0 runs sdpa on Gemma 2 too, without its soft capping.
+    if runtime.model._supports_sdpa and getattr(runtime.model.config, "attn_logit_softcapping", None) is None:
+        found.append(reference_logits(runtime, ids, implementation="sdpa"))
+    gaps = [float((left - right).abs().max()) for n, left in enumerate(found) for right in found[:n]]
+    return {"logits": max(gaps), "kl": max(float(kl_divergence(found[0], other)) for other in found[1:])}
+
+
+@torch.inference_mode()
+def _reference_direct(engine: CacheClipEngine, prompt: EvaluationPrompt) -> torch.Tensor:
+    """Direct reuse by the unmodified model: the assembled KV in transformers' own cache, then the question by its own
+    attention and masks, one token after the other. (Text between the chunks is in that cache as we computed it.)"""
+    runtime = engine.primary
+    assert isinstance(runtime, ModelRuntime)
+    prefilled = engine.prefill(prompt.text, method=create("direct", {}))
+    assert isinstance(prefilled.cache, FusedCache)
+    end = prefilled.layout.chunks[-1].stop
+    cache = DynamicCache()
+    for number, layer in enumerate(prefilled.cache.layers):
+        cache.update(layer.keys[:, :, :end].clone(), layer.values[:, :, :end].clone(), number)
+    with _stock_attention(runtime) as model:
+        for position in range(end, prefilled.layout.num_tokens):
+            output = model(
+                input_ids=prefilled.layout.ids[position][None, None].to(runtime.device),
+                position_ids=torch.tensor([[position]], device=runtime.device),
+                past_key_values=cache,
+                use_cache=True,
+            )
+    logits: torch.Tensor = output.logits[0, -1]
+    return logits
+
+
+def _gap(left: torch.Tensor, right: torch.Tensor, limit: float, says: str) -> Check:
+    figure = float((left.float() - right.float()).abs().max())
+    return Check(figure, limit, figure <= limit, f"largest difference of {says}")
+
+
+@torch.inference_mode()
+def _no_future(engine: CacheClipEngine, prompt: EvaluationPrompt) -> Check:
+    """Recompute a third of each chunk twice, the second time with the last chunk and the question replaced."""
+    runtime = engine.primary
+    assert isinstance(runtime, ModelRuntime)
+    caches = engine._caches_of(engine.config.primary)
+    layout = engine.prefill(prompt.text, method=create("direct", {})).layout
+    border = layout.chunks[-1].start
+    pieces = {0: caches.prefix} if layout.num_prefix else {}
+    for span in layout.chunks:
+        kv = caches.read(span.segment.text)
+        assert kv is not None, "its chunks were precomputed"
+        pieces[span.start] = kv
+    masks = [(span, torch.arange(len(span.tokens)) % 3 == 0) for span in layout.chunks]
+    rows = choose_rows(layout, layout.chunks, masks)
+    generator = torch.Generator().manual_seed(0)
+    changed = layout.ids.clone()
+    changed[border:] = torch.randint(0, runtime.vocab_size, changed[border:].shape, generator=generator)
+    noise = torch.randn(pieces[border].shape, generator=generator)
+    results = []
+    for ids, last in ((layout.ids, pieces[border]), (changed, pieces[border] + noise.to(pieces[border].dtype))):
+        cache = runtime.new_cache(layout.num_tokens)
+        assemble(runtime, cache, {**pieces, border: last}.items())
+        recompute(runtime, cache, replace(layout, ids=ids), rows)
+        results.append(cache)
+    figure = 0.0
+    for left, right in zip(results[0].layers, results[1].layers, strict=True):
+        for before, after in ((left.keys, right.keys), (left.values, right.values)):
+            figure = max(figure, float((before[:, :, :border] - after[:, :, :border]).abs().max()))
+    return Check(
+        figure, _UNCHANGED, figure <= _UNCHANGED, "largest change of KV before a place where all tokens change"
+    )
+
+
+def _same_text(runtime: ModelRuntime, full: Prefilled, everything: Prefilled, *, required: bool) -> Check:
+    """Greedy decoding after full prefill and after ratio 1.0, 64 tokens, ends of turn ignored.
+
+    Where reading full prefill's tokens gives the same greedy choice at each of them, decoding would have given them.
+    """
+    assert isinstance(full.cache, FusedCache) and isinstance(everything.cache, FusedCache)
+    ids, _ = greedy(runtime, full.cache, full.logits, _GREEDY_TOKENS, stop=False)
+    chosen = read_along(runtime, everything.cache, everything.logits, ids).argmax(-1).tolist()
+    equal = sum(left == right for left, right in zip(chosen, ids, strict=True)) / _GREEDY_TOKENS
+    limit = 1.0 if required else 0.0
+    return Check(equal, limit, equal >= limit, f"share of {_GREEDY_TOKENS} greedy tokens at ratio 1.0 equal to full's")

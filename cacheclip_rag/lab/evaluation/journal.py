@@ -1,0 +1,176 @@
+"""The folder of a comparison: its settings, and every answer as it comes, so that a killed run goes on where it was."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, TextIO
+
+from ...errors import ConfigurationError
+from ...paths import atomic_path
+from .records import Record
+from .report import ItemResult
+
+__all__ = ["Journal", "check_folder", "open_journal"]
+
+_SETTINGS, _ITEMS = "settings.json", "items.jsonl"
+_DIGEST = "record_sha256"
+_CHANGED_SHOWN = 3
+
+
+@dataclass(slots=True)
+class Journal:
+    """Answers to the records of a comparison, those of earlier runs included."""
+
+    settings: dict[str, Any]
+    """Those of the folder, and what this run is the first to need."""
+    items: dict[tuple[str, str], ItemResult] = field(default_factory=dict)
+    """By id of the record and label of the run."""
+    _digests: Mapping[str, str] = field(default_factory=dict)
+    _file: TextIO | None = None
+
+    def add(self, item: ItemResult) -> None:
+        """Keep an answer; in a folder, it is on the disk when this returns."""
+        self.items[item.id, item.label] = item
+        if self._file is not None:
+            line = {_DIGEST: self._digests[item.id], **asdict(item)}
+            self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+
+def check_folder(folder: Path) -> None:
+    """Raise ConfigurationError unless a comparison can be begun in ``folder``, or one was: it is not there, empty, or
+    holds one already."""
+    if any(each.exists() and not each.is_dir() for each in (folder, *folder.parents)):
+        raise ConfigurationError(f"expected a folder for the comparison, got a file at {folder}. Name another.")
+    if folder.exists() and not (folder / _SETTINGS).exists() and any(folder.iterdir()):
+        raise ConfigurationError(f"{folder} is not empty and holds no comparison. Name another folder.")
+
+
+@contextmanager
+def open_journal(folder: Path | None, settings: Mapping[str, Any], records: Sequence[Record]) -> Iterator[Journal]:
+    """The journal of ``folder`` (None: in memory), with its answers to ``records``; more or fewer of these than before
+    are welcome.
+
+    ``date`` is that of the first run. Settings of the auxiliary model are None as long as no method needs it. One that
+    is a mapping may be given more entries; those of earlier runs are kept.
+
+    Raises:
+        ConfigurationError: the folder holds something else, a comparison with other settings, or answers to a record
+            that has changed; or it is a file, or what it holds is damaged.
+    """
+    if folder is None:
+        yield Journal(dict(settings))
+        return
+    check_folder(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    digests = {record.id: _digest(record) for record in records}
+    journal = Journal(_agreed(folder, settings), _digests=digests)
+    journal.items.update(_answers(folder, digests))
+    _write_settings(folder, journal.settings)
+    with (folder / _ITEMS).open("a", encoding="utf-8") as file:
+        journal._file = file
+        yield journal
+
+
+def _digest(record: Record) -> str:
+    return hashlib.sha256(json.dumps(asdict(record), sort_keys=True, default=repr).encode()).hexdigest()
+
+
+def _agreed(folder: Path, mine: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings to go on with."""
+    path = folder / _SETTINGS
+    if not path.exists():
+        return dict(mine)
+    theirs = _parsed(path.read_bytes(), str(path))
+    agreed, other = dict(mine), []
+    for key, value in mine.items():
+        if isinstance(value, dict) and isinstance(known := theirs.get(key, {}), dict):
+            other += [
+                f"{key} of {name} is {known[name]!r} there and {value[name]!r} now"
+                for name in sorted(value.keys() & known.keys())
+                if known[name] != value[name]
+            ]
+            agreed[key] = {**known, **value}
+        elif key not in theirs:
+            other.append(f"{key} is not recorded there and {value!r} now")
+        elif key == "date" or (key.startswith("auxiliary") and value is None):
+            agreed[key] = theirs[key]
+        elif theirs[key] != value and not (key.startswith("auxiliary") and theirs[key] is None):
+            other.append(f"{key} is {theirs[key]!r} there and {value!r} now")
+    if other:
+        raise ConfigurationError(
+            f"expected the settings that the comparison in {folder} was begun with, got others: {'; '.join(other)}. "
+            "Give the first ones to go on with it, or name another folder."
+        )
+    return agreed
+
+
+def _write_settings(folder: Path, settings: Mapping[str, Any]) -> None:
+    with atomic_path(folder / _SETTINGS) as temporary:
+        temporary.write_text(json.dumps(settings, indent=1), encoding="utf-8")
+
+
+def _answers(folder: Path, digests: Mapping[str, str]) -> Iterator[tuple[tuple[str, str], ItemResult]]:
+    """Answers written so far to the records of these digests."""
+    changed: dict[str, None] = {}
+    for number, line in enumerate(_lines(folder / _ITEMS), 1):
+        digest, item = _answer(line, f"line {number} of {folder / _ITEMS}")
+        if digests.get(item.id, digest) != digest:
+            changed[item.id] = None
+        elif item.id in digests and all(map(math.isfinite, item.fidelity.values())):  # else: ask again, and say why
+            yield (item.id, item.label), item
+    if changed:
+        shown = ", ".join(list(changed)[:_CHANGED_SHOWN])
+        more = f" and {len(changed) - _CHANGED_SHOWN} more" if len(changed) > _CHANGED_SHOWN else ""
+        raise ConfigurationError(
+            f"expected the questions that {folder} holds answers to, got others with the same ids: {shown}{more} "
+            "changed since. Give these ids of their own, restore them to go on, or name another folder."
+        )
+
+
+def _answer(line: bytes, where: str) -> tuple[str, ItemResult]:
+    """The digest of a record, and an answer to it."""
+    value = _parsed(line, where)
+    known = {each.name for each in fields(ItemResult)} | {_DIGEST}
+    if unknown := sorted(value.keys() - known):
+        raise ConfigurationError(
+            f"{where} has fields that this version does not know: {', '.join(unknown)}. Go on with the version that "
+            "wrote it, or name another folder."
+        )
+    try:
+        return value.pop(_DIGEST), ItemResult(**value)
+    except (KeyError, TypeError) as error:
+        raise ConfigurationError(
+            f"{where} is not an answer of a comparison ({error}). Delete the line to have the question asked again, or "
+            "name another folder."
+        ) from error
+
+
+def _parsed(content: bytes, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(content)
+    except ValueError as error:  # not UTF-8 either
+        raise ConfigurationError(f"{where} is not valid JSON ({error}). Restore it, or name another folder.") from error
+    if not isinstance(value, dict):
+        raise ConfigurationError(f"{where} is not a JSON object. Restore it, or name another folder.")
+    return value
+
+
+def _lines(path: Path) -> list[bytes]:
+    """Whole lines. One that a kill cut short is cut off, and its question asked again."""
+    if not path.exists():
+        return []
+    content = path.read_bytes()
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):
+        with path.open("r+b") as file:
+            file.truncate(whole)
+    return content[:whole].splitlines()

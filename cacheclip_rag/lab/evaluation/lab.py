@@ -1,0 +1,474 @@
+"""The laboratory: methods side by side on the same questions, quality and time to the first token in one run.
+
+Every question's chunks are precomputed once and shared by all methods. Full prefill answers first; each method is held
+against it along full prefill's own answer, and then gives its own. No method finds what another's prompt left behind,
+but one that learns from earlier prompts is measured after one: the same question with its chunks in reverse order.
+Every answer is written at once, so that a killed run goes on where it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import platform
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from ... import __version__
+from ...chunks.caches import DEFAULT_ENCODING
+from ...chunks.context import LEADS
+from ...config import EngineConfig
+from ...engine import CacheClipEngine
+from ...errors import (
+    CacheClipError,
+    ConfigurationError,
+    MissingExtraError,
+    ModelError,
+    PromptTooLongError,
+    StoreError,
+)
+from ...fusion.prefill import Prefilled
+from ...methods import METHODS, check_auxiliary, create, method_class, spec_of
+from ...methods.base import Method
+from ...progress import progress_bar
+from ...prompt.segments import Chunk, Fresh, Segment
+from ...sampling import SamplingParams
+from ...selection.heads import load_named
+from ...stats import FusionStats
+from .journal import Journal, open_journal
+from .questions import AskedQuestion, ask
+from .records import Record, Skipped, first_few
+from .reference import Reference
+from .report import Comparison, ItemResult, Question, Run
+from .scores import ALL_WANTED, METRICS, check_metric
+from .tables import number_text
+
+__all__ = ["Lab", "PlannedRun", "every_method", "planned_runs"]
+
+logger = logging.getLogger(__name__)
+
+_FULL = "full"
+_NOT_THE_QUESTIONS = (MissingExtraError, ModelError, StoreError, AssertionError)
+"""Errors that no single question is to blame for."""
+_REHEARSAL: list[Segment] = [
+    Chunk("The harbour was finished in the year after the great flood, and the lighthouse stands beside it."),
+    Chunk("Its keeper counts the ships that pass, and writes their names into a book that nobody else may read."),
+    Chunk("Every spring the book goes to the town hall, where the clerks compare it with their own."),
+    Fresh("\n\nWhere does the book go every spring?"),
+]
+_REHEARSAL_RATIO = 0.5
+"""There must be something to choose, or no method looks at its settings."""
+
+
+class _LeftOut(Exception):
+    """Why a question is left out for every method."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRun:
+    """A method as it will be run."""
+
+    run: Run
+    method: Method
+
+
+def every_method(config: EngineConfig) -> tuple[list[str], list[str]]:
+    """Names that ``all`` stands for, which is every method that is not made for special checkpoints; and those of them
+    that are left out, because they need an auxiliary model and there is none."""
+    made = {name: create(name, {}) for name in METHODS}
+    every = [name for name, method in made.items() if method.encoding == DEFAULT_ENCODING]
+    without = [name for name in every if made[name].needs_auxiliary and not config.auxiliary]
+    return [name for name in every if name not in without], without
+
+
+def planned_runs(methods: Sequence[str], ratios: Sequence[float], config: EngineConfig) -> list[PlannedRun]:
+    """Every method at every ratio (once, if it has none); ``full`` comes first, asked for or not.
+
+    Args:
+        methods: names with settings of their own, ``all`` for those of :func:`every_method`.
+        ratios: recompute ratios, 0 to 1.
+
+    Raises:
+        ConfigurationError: an unknown method or setting, a ratio out of range, a missing auxiliary model.
+        ModelError: a head set that a method names is not there, or cannot be read.
+    """
+    every, _ = every_method(config)
+    names = [name for given in methods for name in (every if given == "all" else [given])]
+    planned: dict[str, PlannedRun] = {}
+    for name in [_FULL, *names]:
+        settings = config.method_settings()
+        if "recompute_ratio" in name:
+            raise ConfigurationError(f"give the ratio of {name!r} among the ratios, not among its settings.")
+        has_ratio = any(each.name == "recompute_ratio" for each in fields(method_class(name)))
+        if has_ratio and not ratios:
+            raise ConfigurationError(f"method {name!r} needs a recompute ratio from 0 to 1; none was given.")
+        for ratio in ratios if has_ratio else [None]:
+            method = create(name, settings if ratio is None else {**settings, "recompute_ratio": ratio})
+            check_auxiliary(method, config.auxiliary)
+            for heads in method.head_sets:
+                load_named(heads)  # can be told before weights are loaded
+            spec = spec_of(method, config.method_settings())
+            counts = ratio is not None and _counts(ratio, method)
+            label = f"{spec}@{number_text(ratio)}" if ratio is not None and counts else spec
+            planned.setdefault(label, PlannedRun(Run(label, spec, ratio if counts else None, method.learns), method))
+    return list(planned.values())
+
+
+def _counts(ratio: float, method: Method) -> bool:
+    """Whether the ratio decides what this method does, rather than happening to be what it does at any ratio."""
+    if method.nominal_ratio != ratio:
+        return False
+    others = (replace(method, recompute_ratio=other) for other in (0.25, 0.75))  # type: ignore[call-arg]
+    return any(other.nominal_ratio != ratio for other in others)
+
+
+@dataclass(slots=True)
+class Lab:
+    """One comparison on one set of questions.
+
+    A question that cannot be asked or scored, that does not fit the context, or at which a method's figures are no
+    finite numbers, is left out for every method, with the reason. What else goes wrong while a method runs stops the
+    run: leaving the question out would hide it.
+
+    Raises ConfigurationError: an unknown metric among ``metrics``; from :meth:`run`, a folder of another comparison, a
+    method that does not fit the models, or not one question that could be asked.
+    """
+
+    name: str
+    """Of the dataset."""
+    records: Sequence[Record]
+    config: EngineConfig
+    """Its store is not used; its ratio and method neither."""
+    runs: Sequence[PlannedRun]
+    folder: Path | None = None
+    """Where answers are kept as they come (``items.jsonl``), to go on from; None keeps them in memory."""
+    metrics: Sequence[str] = ()
+    """Instead of each record's own."""
+    date: str = field(default_factory=lambda: time.strftime("%d %b %Y"))
+    """What chat templates that state the date write; a resumed run keeps that of the first."""
+    skipped: dict[str, str] = field(default_factory=dict)
+    """Filled by :meth:`run`: ids of questions that were left out, and why."""
+
+    def __post_init__(self) -> None:
+        for name in self.metrics:
+            check_metric(name)
+
+    def run(self) -> Comparison:
+        """Ask what has not been asked yet; the whole comparison, earlier answers included."""
+        needs_auxiliary = any(planned.method.needs_auxiliary for planned in self.runs)
+        config = replace(self.config, store=None, shadow_rate=0.0, require_certificate=False, fallback="error")
+        engine = CacheClipEngine(config if needs_auxiliary else replace(config, auxiliary=None))
+        wanted = {(record.id, planned.run.label) for record in self.records for planned in self.runs}
+        with open_journal(self.folder, self._settings(engine), self.records) as journal:
+            self.date = journal.settings["date"]
+            self._rehearse(engine, journal)
+            done = len(wanted & journal.items.keys())
+            with progress_bar("asking", len(wanted), "answers", done=done) as advance:
+                for record in self.records:
+                    missing = [one for one in self.runs if (record.id, one.run.label) not in journal.items]
+                    for number, item in enumerate(self._ask(engine, record, missing), 1):
+                        journal.add(item)
+                        advance(done + number)
+                    done += len(missing)
+                    advance(done)  # those of a question that is left out, too
+        if len(self.skipped) == len(self.records):
+            reasons = first_few(self._skipped()) or "there is none"
+            raise ConfigurationError(f"no question of {self.name!r} could be asked. {reasons}")
+        return self._comparison(engine, journal)
+
+    # -- one question -------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _rehearse(self, engine: CacheClipEngine, journal: Journal) -> None:
+        """Have every method that has something to answer run on a few sentences: one that does not fit these models is
+        told before an hour of work, not in the middle of it."""
+        texts = [segment.text for segment in _REHEARSAL if isinstance(segment, Chunk)]
+        new = {
+            planned.run.method: planned.method
+            for planned in self.runs
+            if not all((record.id, planned.run.label) in journal.items for record in self.records)
+        }
+        try:
+            for spec, method in new.items():
+                if any(each.name == "recompute_ratio" for each in fields(method)):
+                    method = replace(method, recompute_ratio=_REHEARSAL_RATIO)  # type: ignore[call-arg]
+                _forget(engine)
+                _rehearse(engine, spec, method, texts)
+        finally:
+            engine.release(texts)
+            _forget(engine)
+
+    @torch.inference_mode()
+    def _ask(self, engine: CacheClipEngine, record: Record, runs: Sequence[PlannedRun]) -> Iterator[ItemResult]:
+        """Answers of these runs."""
+        if not runs:
+            return
+        try:
+            yield from self._answers(engine, *self._asked(engine, record), runs)
+        except _LeftOut as reason:
+            self.skipped[record.id] = str(reason)
+            logger.info("question %s is left out", record.id, exc_info=reason)
+
+    def _asked(self, engine: CacheClipEngine, record: Record) -> tuple[AskedQuestion, list[list[int]]]:
+        """The question, and its right answers in tokens."""
+        try:
+            asked = ask(engine, record, self.metrics, date=self.date)
+            return asked, _gold_ids(engine, asked)
+        except _NOT_THE_QUESTIONS:
+            raise
+        except Exception as error:  # what a record holds may be anything
+            raise _LeftOut(_reason(error)) from error
+
+    def _answers(
+        self, engine: CacheClipEngine, asked: AskedQuestion, gold_ids: list[list[int]], runs: Sequence[PlannedRun]
+    ) -> Iterator[ItemResult]:
+        try:
+            _forget(engine)
+            with _answering(_FULL, asked):
+                full = engine.prefill(asked.segments, method=create(_FULL, {}))
+                reference = Reference.of(engine, full, asked.max_tokens)
+                answered = _followed(reference, full, gold_ids)
+            del full
+            if runs[0].run.label == _FULL:
+                yield _item(asked, _FULL, answered, _measured_on(engine))
+                runs = runs[1:]
+            for planned in runs:
+                with _answering(planned.run.label, asked):
+                    engine.precompute(asked.chunks, method=planned.method)
+                    _forget(engine)
+                    if planned.method.learns:
+                        _teach(engine, asked, planned.method)
+                    answered = _answer(engine, asked, planned.method, reference, gold_ids)
+                yield _item(asked, planned.run.label, answered, _measured_on(engine))
+        finally:
+            engine.release(asked.chunks)
+
+    # -- what is kept -------------------------------------------------------------------------------------------
+
+    def _settings(self, engine: CacheClipEngine) -> dict[str, Any]:
+        """What must be the same for answers to be compared; questions and methods may be added."""
+        config, auxiliary = engine.config, engine.auxiliary
+        heads = engine.head_set if auxiliary else None
+        named = engine.named_heads({name for planned in self.runs for name in planned.method.head_sets})
+        return {
+            "dataset": self.name,
+            "primary": config.primary,
+            "primary_sha256": engine.primary.fingerprint,
+            "primary_tokenizer_sha256": engine.primary.tokenizer_sha256,
+            "codec": config.codec or config.dtype,
+            "auxiliary": config.auxiliary,
+            "auxiliary_sha256": auxiliary.fingerprint if auxiliary else None,
+            "auxiliary_tokenizer_sha256": auxiliary.tokenizer_sha256 if auxiliary else None,
+            "auxiliary_codec": config.auxiliary_codec if auxiliary else None,
+            "auxiliary_device": (config.auxiliary_device or config.device) if auxiliary else None,
+            "auxiliary_heads_sha256": (heads.digest() if heads else "none") if auxiliary else None,
+            "auxiliary_named_heads_sha256": {name: named[name].digest() for name in sorted(named)},
+            "behind": config.behind,
+            "dtype": config.dtype,
+            "device": config.device,
+            "grouping": config.grouping,
+            "window": config.window,
+            "threshold": config.threshold,
+            "prefix_cache_bytes": config.prefix_cache_bytes,
+            "system_prompt": config.system_prompt,
+            "date": self.date,
+            "metrics": list(self.metrics),
+            "cacheclip_rag": __version__,
+            "torch": torch.__version__,
+            "leads_sha256": hashlib.sha256(json.dumps(LEADS, sort_keys=True).encode()).hexdigest(),
+        }
+
+    def _comparison(self, engine: CacheClipEngine, journal: Journal) -> Comparison:
+        labels = {planned.run.label for planned in self.runs}
+        return Comparison(
+            dataset=self.name,
+            primary=self.config.primary,
+            auxiliary=engine.config.auxiliary,
+            runs=[planned.run for planned in self.runs],
+            questions=[
+                Question(record.id, record.question, list(record.answers), record.task)
+                for record in self.records
+                if record.id not in self.skipped
+            ],
+            items=[item for (id_, label), item in journal.items.items() if label in labels and id_ not in self.skipped],
+            settings=journal.settings,
+            skipped=self._skipped(),
+        )
+
+    def _skipped(self) -> list[Skipped]:
+        return [Skipped(f"question {id_}", reason) for id_, reason in self.skipped.items()]
+
+
+def _rehearse(engine: CacheClipEngine, spec: str, method: Method, texts: Sequence[str]) -> None:
+    try:
+        engine.precompute(texts, method=method)
+        if method.composes:
+            engine.generate(_REHEARSAL, SamplingParams(max_tokens=1), method=method)
+        else:
+            engine.prefill(_REHEARSAL, method=method)
+    except PromptTooLongError:
+        pass  # the questions may fit: the method is heard when it answers them
+    except ConfigurationError as error:
+        raise ConfigurationError(
+            f"method {spec!r} cannot run here: {_reason(error)} Mend its settings, or leave it out."
+        ) from error
+    except Exception as error:
+        error.add_note(f"while trying method {spec!r}, before the first question")
+        raise
+
+
+def _forget(engine: CacheClipEngine) -> None:
+    """What earlier prompts left behind: it would make the next one exact, or spare it work."""
+    engine.prefixes.clear()
+    engine.captured.clear()
+
+
+def _teach(engine: CacheClipEngine, asked: AskedQuestion, method: Method) -> None:
+    """Let a method that learns have an earlier prompt: the question with its chunks in reverse order.
+
+    Where that is the question itself there is no earlier prompt: nothing would be left to compute.
+    """
+    chunks = [segment for segment in asked.segments if isinstance(segment, Chunk)]
+    backwards = reversed(chunks)
+    earlier = [next(backwards) if isinstance(segment, Chunk) else segment for segment in asked.segments]
+    if earlier != asked.segments:
+        prefilled = engine.prefill(earlier, method=method, question=asked.record.question)
+        prefilled.keep_prefix(prefilled.cache)
+
+
+def _gold_ids(engine: CacheClipEngine, asked: AskedQuestion) -> list[list[int]]:
+    """Right answers as the model would write them, each right behind the prompt: the first one, or every one where all
+    of them must be named."""
+    last = asked.segments[-1]
+    space = "" if last.control or last.text[-1].isspace() else " "
+    wants_all = ALL_WANTED & {asked.metrics[0], asked.record.meta.get("metric")}
+    every = asked.record.answers if wants_all else asked.record.answers[:1]
+    found = [list(engine.primary.tokenize(space + answer).ids) for answer in every]
+    if not all(found):
+        raise ConfigurationError("a right answer has no token for this model. Leave it out.")
+    return found
+
+
+@contextmanager
+def _answering(label: str, asked: AskedQuestion) -> Iterator[None]:
+    """Say which method stopped the run, and at what. Only a prompt that is too long is the question's own matter."""
+    where = f"method {label!r} at question {asked.record.id!r}"
+    try:
+        yield
+    except PromptTooLongError as error:
+        raise _LeftOut(_reason(error) if label == _FULL else f"{_reason(error)} (method {label!r})") from error
+    except CacheClipError as error:
+        kind = ConfigurationError if isinstance(error, ConfigurationError) else CacheClipError
+        raise kind(
+            f"{where} failed: {_reason(error)} Mend the method or leave it out, and run again: answers in a folder are "
+            "kept."
+        ) from error
+    except Exception as error:
+        error.add_note(f"while running {where}")
+        raise
+
+
+def _reason(error: Exception) -> str:
+    """Why a question is left out, in one line."""
+    kind = "" if isinstance(error, CacheClipError) else f"{type(error).__name__}: "
+    return " ".join(f"{kind}{error}".split())
+
+
+@dataclass(frozen=True, slots=True)
+class _Answered:
+    """A method's answer, and how far it is from full prefill's."""
+
+    text: str
+    fidelity: dict[str, float]
+    stats: FusionStats
+
+
+def _answer(
+    engine: CacheClipEngine,
+    asked: AskedQuestion,
+    method: Method,
+    reference: Reference,
+    gold_ids: Sequence[Sequence[int]],
+) -> _Answered:
+    if method.composes:
+        params = SamplingParams(max_tokens=asked.max_tokens)
+        answer = engine.generate(asked.segments, params, method=method, question=asked.record.question)
+        return _Answered(answer.text, {}, answer.stats)
+    return _followed(reference, engine.prefill(asked.segments, method=method, question=asked.record.question), gold_ids)
+
+
+def _followed(reference: Reference, prefilled: Prefilled, gold_ids: Sequence[Sequence[int]]) -> _Answered:
+    followed = reference.follow(prefilled, gold_ids=gold_ids)
+    assert followed.answer is not None and followed.gold_logprob is not None, "both were asked for"
+    fidelity = {
+        "first_token_kl": followed.fidelity.first_token_kl,
+        "answer_kl": followed.fidelity.answer_kl,
+        "agreement": followed.fidelity.agreement,
+        "gold_logprob": followed.gold_logprob,
+    }
+    return _Answered(followed.answer, fidelity, prefilled.stats)
+
+
+def _scores(asked: AskedQuestion, answer: str) -> dict[str, float]:
+    found, judged = {}, asked.judged(answer)
+    for name in asked.metrics:
+        try:
+            value = METRICS[name](judged, asked.record.answers)
+        except _NOT_THE_QUESTIONS:
+            raise
+        except Exception as error:  # what a metric does with an answer may be anything
+            raise _LeftOut(f"metric {name!r} fails on an answer ({_reason(error)}).") from error
+        if not math.isfinite(value):
+            raise _LeftOut(f"metric {name!r} must give a finite number, got {value}.")
+        found[name] = value
+    return found
+
+
+def _measured_on(engine: CacheClipEngine) -> str:
+    """What times depend on beside the settings, in a few words."""
+    device = engine.primary.device
+    unit = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    return f"{unit}, {torch.get_num_threads()} threads, transformers {transformers.__version__}"
+
+
+@cache
+def _processor() -> str:
+    """The processor's name, or whatever the system tells in place of it."""
+    with suppress(OSError):
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        if found:
+            return found[1]
+    return platform.processor() or platform.machine() or "unknown processor"
+
+
+def _item(asked: AskedQuestion, label: str, answered: _Answered, measured_on: str) -> ItemResult:
+    for name, value in answered.fidelity.items():
+        if not math.isfinite(value):
+            raise _LeftOut(f"{name} of method {label!r} is {value}.")
+    stats = answered.stats
+    return ItemResult(
+        id=asked.record.id,
+        label=label,
+        answer=answered.text,
+        scores=_scores(asked, answered.text),
+        fidelity=answered.fidelity,
+        nominal_ratio=stats.nominal_ratio,
+        effective_ratio=stats.effective_ratio,
+        charged_ratio=stats.charged_ratio,
+        ttft_s=stats.ttft_s,
+        phases_s=dict(stats.phases_s),
+        fallback=stats.fallback,
+        measured_on=measured_on,
+        effective_ratio_of_stale=stats.effective_ratio_of_stale,
+    )

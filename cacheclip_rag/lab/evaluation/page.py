@@ -1,0 +1,246 @@
+"""A comparison as one HTML page that needs nothing else: no network, no script or font from elsewhere.
+
+Everything that comes from models and datasets is escaped, and the page's own policy lets no script run but the one
+that is written here.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Iterable
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from .plots import COLOURS, GLYPHS, Plot, look, plots, to_svg
+from .tables import Cell, Column, first_skipped, headline, notes, score_title, table, task_title
+
+if TYPE_CHECKING:
+    from .report import Comparison, ItemResult, Question
+
+__all__ = ["to_html"]
+
+_STYLE = """
+:root { color-scheme: light dark; --ground: #fff; --ink: #1c1e21; --faint: #5d636b; --line: #d9dce0; --mark: #eef3fa; }
+@media (prefers-color-scheme: dark) {
+  :root { --ground: #16181b; --ink: #e6e8ea; --faint: #9ea5ad; --line: #363b41; --mark: #222a35; }
+}
+body { margin: 0 auto; max-width: 88rem; padding: 1rem; background: var(--ground); color: var(--ink);
+  font: 15px/1.5 system-ui, sans-serif; }
+h1, h2 { line-height: 1.2; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: .3rem .6rem; border-bottom: 1px solid var(--line); text-align: right; vertical-align: top; }
+th:first-child, td.answer, .item thead th:nth-child(2) { text-align: left; }
+thead th { vertical-align: bottom; }
+tbody th { white-space: nowrap; font-weight: 600; }
+td.best { background: var(--mark); font-weight: 700; }
+td.answer { white-space: pre-wrap; overflow-wrap: anywhere; min-width: 16rem; width: 100%; }
+small { display: block; color: var(--faint); font-weight: 400; white-space: nowrap; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; color: var(--faint); }
+dt { color: var(--ink); } dd { margin: 0; }
+.plots { display: flex; flex-wrap: wrap; gap: 1rem; margin: 2rem 0; }
+figure { flex: 1 1 26rem; margin: 0; min-width: 0; }
+figcaption { font-weight: 600; }
+.legend { display: flex; flex-wrap: wrap; gap: 0 1rem; padding: 0; list-style: none; }
+.legend li::before { content: ""; display: inline-block; width: 1.8em; margin-right: .4em; vertical-align: .25em;
+  border-top: 3px solid var(--c); }
+.legend li.d1::before { border-top-style: dashed; } .legend li.d2::before { border-top-style: dotted; }
+.legend li.d3::before { border-top-style: double; border-top-width: 4px; }
+.legend i { font-style: normal; color: var(--c); margin-right: .3em; }
+.legend li.full::before { border-top: 2px dashed var(--faint); }
+svg { width: 100%; height: auto; overflow: visible; font-size: 12px; fill: var(--ink); }
+svg .grid { stroke: var(--line); }
+svg line.full { stroke: var(--faint); stroke-width: 2; stroke-dasharray: 6 4; }
+svg circle.full { fill: var(--faint); }
+svg polyline { fill: none; stroke: var(--c); stroke-width: 2; }
+svg g circle, svg g polygon { fill: var(--c); }
+svg g text { fill: var(--c); paint-order: stroke; stroke: var(--ground); stroke-width: 3px; }
+.filter { display: flex; flex-wrap: wrap; gap: .5rem 1rem; align-items: center; margin-bottom: 1rem; }
+input[type=search] { flex: 1 1 16rem; padding: .4rem .6rem; font: inherit; }
+details { border-bottom: 1px solid var(--line); padding: .4rem 0; }
+summary { cursor: pointer; }
+summary span { color: var(--faint); margin-right: .6rem; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; }
+"""
+
+_SCRIPT = """
+const box = document.getElementById("words"), lost = document.getElementById("lost");
+const order = document.getElementById("order"), least = document.getElementById("least");
+const items = [...document.querySelectorAll("details.item")], shown = document.getElementById("shown");
+const kl = (item) => "kl" in item.dataset ? Number(item.dataset.kl) : -1;
+function filter() {
+  const words = box.value.toLowerCase(), from = least?.value ? Number(least.value) : -1;
+  for (const item of items) {
+    item.hidden = !item.textContent.toLowerCase().includes(words) || (lost?.checked && !("lost" in item.dataset))
+      || kl(item) < from;
+  }
+  shown.textContent = items.filter((item) => !item.hidden).length + " of " + items.length;
+}
+function sort() {
+  const sorted = order.value === "kl" ? [...items].sort((a, b) => kl(b) - kl(a)) : items;
+  document.getElementById("items").append(...sorted);
+}
+box.addEventListener("input", filter);
+lost?.addEventListener("change", filter);
+least?.addEventListener("input", filter);
+order?.addEventListener("change", sort);
+filter();
+"""
+
+
+def to_html(comparison: Comparison, summary: dict[str, Any]) -> str:
+    """The whole page: table, plots, and every answer beside the others to its question.
+
+    ``summary`` is what :func:`~cacheclip_rag.lab.evaluation.report.summarise` makes of ``comparison``.
+    """
+    digest = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
+    title = escape(f"Comparison on {summary['dataset']}")
+    parts = [
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
+        f"script-src 'sha256-{digest}'\">",
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{title}</title>\n<style>{_STYLE}{_colours()}</style>\n</head>\n<body>",
+        f"<h1>{title}</h1>\n<p>{escape(headline(summary))}</p>",
+        _summary_table(summary),
+        f'<div class="plots">{"".join(map(_figure, plots(summary)))}</div>',
+        _tasks(summary),
+        _skipped(summary),
+        _settings(summary["settings"]),
+        _items(comparison, summary),
+        f"<script>{_SCRIPT}</script>\n</body>\n</html>\n",
+    ]
+    return "\n".join(parts)
+
+
+def _colours() -> str:
+    light = "".join(f".p{n} {{ --c: {pair[0]}; }} " for n, pair in enumerate(COLOURS))
+    dark = "".join(f".p{n} {{ --c: {pair[1]}; }} " for n, pair in enumerate(COLOURS))
+    return f"{light}\n@media (prefers-color-scheme: dark) {{ {dark} }}\n"
+
+
+def _summary_table(summary: dict[str, Any]) -> str:
+    columns, cells = table(summary)
+    legend = "".join(f"<dt>{escape(c.title)}</dt><dd>{escape(c.meaning)}</dd>" for c in columns)
+    return "\n".join(
+        [
+            _table(columns, cells),
+            *(f"<p>{escape(note)}</p>" for note in notes(summary)),
+            f"<details><summary>What the columns mean</summary><dl>{legend}</dl></details>",
+        ]
+    )
+
+
+def _table(columns: list[Column], cells: dict[str, list[Cell]]) -> str:
+    body = [f'<tr><th scope="row">{escape(label)}</th>{"".join(map(_cell, row))}</tr>' for label, row in cells.items()]
+    head = _head(["Method", *(column.title for column in columns)])
+    return "\n".join([f'<div class="wide"><table>{head}<tbody>', *body, "</tbody></table></div>"])
+
+
+def _tasks(summary: dict[str, Any]) -> str:
+    return "\n".join(
+        f"<h2>{escape(task_title(summary, task))}</h2>\n{_table(*table(summary, task))}" for task in summary["tasks"]
+    )
+
+
+def _head(titles: Iterable[str]) -> str:
+    cells = "".join(f'<th scope="col">{escape(title)}</th>' for title in titles)
+    return f"<thead><tr>{cells}</tr></thead>"
+
+
+def _cell(cell: Cell) -> str:
+    best = ' class="best"' if cell.best else ""
+    note = f"<small>{escape(cell.note)}</small>" if cell.note else ""
+    return f"<td{best}>{escape(cell.text)}{note}</td>"
+
+
+def _figure(plot: Plot) -> str:
+    looks = [(series.method, *look(number)) for number, series in enumerate(plot.series)]
+    legend = [f'<li class="p{c} d{d}"><i>{GLYPHS[m]}</i>{escape(method)}</li>' for method, c, m, d in looks]
+    legend += ['<li class="full">full</li>'] if plot.full else []
+    return (
+        f"<figure><figcaption>{escape(plot.title)}</figcaption>\n"
+        f'<ul class="legend">{"".join(legend)}</ul>\n{to_svg(plot)}</figure>'
+    )
+
+
+def _skipped(summary: dict[str, Any]) -> str:
+    if not summary["skipped"]:
+        return ""
+    counts = "".join(f"<li>{count}: {escape(reason)}</li>" for reason, count in summary["skipped_by_reason"].items())
+    first = "".join(f"<li>{escape(line)}</li>" for line in first_skipped(summary))
+    return (
+        f"<details><summary>{summary['skipped']} skipped, and why</summary>"
+        f"<ul>{counts}</ul><p>The first of them:</p><ul>{first}</ul></details>"
+    )
+
+
+def _settings(settings: dict[str, Any]) -> str:
+    if not settings:
+        return ""
+    dumped = escape(json.dumps(settings, indent=2, ensure_ascii=False))
+    return f"<details><summary>Settings</summary><pre>{dumped}</pre></details>"
+
+
+def _items(comparison: Comparison, summary: dict[str, Any]) -> str:
+    answered: dict[str, dict[str, ItemResult]] = {question.id: {} for question in comparison.questions}
+    for item in comparison.items:
+        answered[item.id][item.label] = item
+    full = next((run.label for run in comparison.runs if run.method == "full"), None)
+    order = [run.label for run in comparison.runs]
+    items = [
+        _item(question, [found[label] for label in order if label in found], found.get(full or ""), summary["scores"])
+        for question in comparison.questions
+        if (found := answered[question.id])
+    ]
+    return "\n".join(
+        [
+            "<h2>Answers</h2>",
+            '<div class="filter"><input type="search" id="words" placeholder="Filter by words in question or answers" '
+            'aria-label="Filter by words in question or answers">',
+            '<label><input type="checkbox" id="lost"> only where a method scores below full</label>' if full else "",
+            _KL_CONTROLS if any(" data-kl=" in item for item in items) else "",
+            '<span id="shown" aria-live="polite"></span></div>\n<div id="items">',
+            *items,
+            "</div>",
+        ]
+    )
+
+
+_KL_CONTROLS = """<label>Order <select id="order"><option value="asked">as asked</option>
+<option value="kl">highest KL first</option></select></label>
+<label>KL from <input type="number" id="least" min="0" step="any" placeholder="0"></label>"""
+
+
+_RATIOS = ("Nominal ratio", "Effective ratio", "Charged ratio")
+
+
+def _item(question: Question, results: list[ItemResult], full: ItemResult | None, scores: list[str]) -> str:
+    main = (full or results[0]).own or ""
+    found = [result.scores[main] for result in results if main in result.scores]
+    lost = " data-lost" if full and main in full.scores and found and min(found) < full.scores[main] else ""
+    extent = f"<span>{escape(score_title(main))} {min(found):.2f} to {max(found):.2f}</span>" if found else ""
+    divergences = [result.fidelity["answer_kl"] for result in results if "answer_kl" in result.fidelity]
+    worst = f' data-kl="{max(divergences):.6g}"' if divergences else ""
+    extent += f"<span>KL up to {max(divergences):#.3g}</span>" if divergences else ""
+    columns = [name for name in scores if any(name in result.scores for result in results)]
+    titles = ["Method", "Answer", *map(score_title, columns), "KL", *_RATIOS, "TTFT (s)"]
+    rows = "\n".join(_answer(result, columns) for result in results)
+    return (
+        f'<details class="item"{lost}{worst}><summary><span>{escape(question.id)}</span>{extent}'
+        f"<bdi>{escape(question.question)}</bdi></summary>\n<p>Right: <bdi>{escape(' | '.join(question.answers))}</bdi>"
+        f'</p>\n<div class="wide"><table>{_head(titles)}<tbody>\n{rows}\n</tbody></table></div></details>'
+    )
+
+
+def _answer(result: ItemResult, columns: list[str]) -> str:
+    figures = [f"{result.scores[name]:.2f}" if name in result.scores else "-" for name in columns]
+    figures.append(f"{result.fidelity['answer_kl']:#.3g}" if "answer_kl" in result.fidelity else "-")
+    ratios = (result.nominal_ratio, result.effective_ratio, result.charged_ratio)
+    figures += [f"{figure:.3f}" for figure in (*ratios, result.ttft_s)]
+    return (
+        f'<tr><th scope="row">{escape(result.label)}</th><td class="answer" dir="auto">{escape(result.answer)}</td>'
+        f"{''.join(f'<td>{figure}</td>' for figure in figures)}</tr>"
+    )

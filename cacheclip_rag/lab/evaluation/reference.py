@@ -1,0 +1,81 @@
+"""Full prefill's answer to a prompt, and how far another way of prefilling that prompt is from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+import torch
+
+from ...engine import CacheClipEngine
+from ...fusion.prefill import Prefilled
+from ...guards.fidelity import Fidelity, compare, greedy, own_answer, read_along
+from ...runtime.transformers.cache import FusedCache
+from ...runtime.transformers.model import ModelRuntime
+
+__all__ = ["Followed", "Reference"]
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """A prefilled prompt, held against the reference."""
+
+    fidelity: Fidelity
+    answer: str | None
+    """Its own greedy answer, if that was asked for."""
+    gold_logprob: float | None
+    """Mean log-probability of the tokens of a right answer, nats; of several, the mean over them. None without any."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What full prefill answers."""
+
+    runtime: ModelRuntime
+    ids: list[int]
+    """Its greedy answer, the end of turn included."""
+    logits: torch.Tensor
+    """``(num_answer_tokens, vocab_size)``."""
+    max_tokens: int
+    """Longest answer, here and of all that is held against it."""
+
+    @classmethod
+    def of(cls, engine: CacheClipEngine, prefilled: Prefilled, max_tokens: int) -> Reference:
+        """Answer a prompt prefilled by ``full``, with at most ``max_tokens`` and no more than the model's context has
+        room for; its cache ends with the prompt again, so that it can be followed itself."""
+        runtime = engine.primary
+        assert isinstance(runtime, ModelRuntime), "a model that cannot reuse is refused before"
+        cache, end = _cache_of(prefilled), prefilled.layout.num_tokens
+        max_tokens = min(max_tokens, runtime.context_tokens - end)
+        ids, logits = greedy(runtime, cache, prefilled.logits, max_tokens)
+        cache.cut(end)
+        return cls(runtime, ids, logits, max_tokens)
+
+    @property
+    def answer(self) -> str:
+        return self.runtime.decode_ids(self.ids)
+
+    def follow(self, prefilled: Prefilled, *, answers: bool = True, gold_ids: Sequence[Sequence[int]] = ()) -> Followed:
+        """Have ``prefilled`` read along the reference's answer, and right ones if tokens of any are given (each by
+        itself, right behind the prompt); its cache is used up."""
+        runtime, cache, end = self.runtime, _cache_of(prefilled), prefilled.layout.num_tokens
+        along = read_along(runtime, cache, prefilled.logits, self.ids)
+        answer = gold = None
+        if answers:
+            answer = runtime.decode_ids(own_answer(runtime, cache, end, along, self.ids, self.max_tokens))
+        if gold_ids:
+            gold = fmean(self._logprob(prefilled, ids) for ids in gold_ids)
+        return Followed(compare(self.logits, along), answer, gold)
+
+    def _logprob(self, prefilled: Prefilled, ids: Sequence[int]) -> float:
+        """Mean over the tokens of an answer, in float32 whatever the model computes in."""
+        cache = _cache_of(prefilled)
+        cache.cut(prefilled.layout.num_tokens)
+        rows = read_along(self.runtime, cache, prefilled.logits, ids).float().log_softmax(-1)
+        return float(rows.gather(1, torch.tensor(ids, device=rows.device)[:, None]).mean())
+
+
+def _cache_of(prefilled: Prefilled) -> FusedCache:
+    assert isinstance(prefilled.cache, FusedCache)
+    return prefilled.cache

@@ -1,0 +1,397 @@
+"""From the answers of several methods to the same questions, to files that people read.
+
+Every figure against full prefill is paired: it is taken question by question, over the questions that both answered.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from ...errors import ConfigurationError, MissingExtraError
+from ...paths import atomic_path
+from .page import to_html
+from .plots import plots, to_png
+from .records import Skipped
+from .scores import ALL_WANTED
+from .statistics import paired_bootstrap, paired_ratio, trimmed_mean
+from .tables import to_markdown
+
+__all__ = [
+    "FILES",
+    "Comparison",
+    "ItemResult",
+    "Question",
+    "Run",
+    "summarise",
+    "to_html",
+    "to_markdown",
+    "to_png",
+    "write_report",
+]
+
+logger = logging.getLogger(__name__)
+
+_SKIPPED_SHOWN = 5
+FILES = {"summary": "summary.json", "markdown": "report.md", "html": "report.html", "png": "quality_ttft.png"}
+"""What :func:`write_report` writes into its folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One way of answering: a method at a recompute ratio."""
+
+    label: str
+    """Name in tables; no two runs have the same."""
+    method: str
+    """Runs of one method are joined by a line in plots. ``full`` is what the others are held against."""
+    ratio: float | None
+    """Nominal recompute ratio; None for a method without one."""
+    learns: bool = False
+    """Whether it was measured after an earlier prompt, that of the same question with its chunks in reverse order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What every run was asked."""
+
+    id: str
+    question: str
+    answers: list[str]
+    """Right ones, any of which will do (all of which, for ``string_match_all``)."""
+    task: str = ""
+    """What kind of question it is; figures are broken down by it where there are several."""
+
+
+@dataclass(frozen=True, slots=True)
+class ItemResult:
+    """One run's answer to one question."""
+
+    id: str
+    """Of the question."""
+    label: str
+    """Of the run."""
+    answer: str
+    scores: dict[str, float]
+    """Name of a metric to 0..1; the dataset's own metric first: the one that is plotted."""
+    fidelity: dict[str, float]
+    """``first_token_kl``, ``answer_kl`` (nats), ``agreement`` (0..1), ``gold_logprob`` (nats): as many as are known."""
+    nominal_ratio: float
+    effective_ratio: float
+    charged_ratio: float
+    """As :class:`~cacheclip_rag.stats.FusionStats` counts them, this and the two before."""
+    ttft_s: float
+    phases_s: dict[str, float]
+    fallback: str | None = None
+    """Why the answer came by plain prefill instead; None if it did not."""
+    measured_on: str = ""
+    """Machine, threads and library that the times are of; empty: not recorded."""
+    effective_ratio_of_stale: float | None = None
+    """Recomputed over the chunk tokens that are not exact anyway; None: not recorded."""
+
+    @property
+    def own(self) -> str | None:
+        """Name of the dataset's own metric; None where nothing was scored."""
+        return next(iter(self.scores), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Everything that was measured."""
+
+    dataset: str
+    primary: str
+    auxiliary: str | None
+    runs: list[Run]
+    questions: list[Question]
+    items: list[ItemResult]
+    """Not every run need have answered every question."""
+    settings: dict[str, Any]
+    """For the reader, JSON values only."""
+    skipped: list[Skipped]
+    """Records of the dataset that no run is judged by."""
+
+
+def summarise(comparison: Comparison, *, against: str = "full") -> dict[str, Any]:
+    """Figures per run, ready for JSON; None where there is nothing to take one from.
+
+    Means are over the run's own items; ``difference_to_full``, ``share_of_full`` (mean score over full's) and
+    ``speedup_vs_full`` are over the ``n_paired`` items that full prefill has too, and ``answerable`` over those of them
+    that it gets right: by the question's own metric, or, where any right answer will do, because its own is or holds
+    one. A score is over those of the items that have it: ``n_of_scores`` of all, ``answerable_n_of_scores`` of the
+    answerable. ``kl_ratio`` is the mean KL over that of the run labelled ``against``, over the questions that both
+    have; for full, whose KL is rounding, there is none. Intervals are those of
+    :mod:`~cacheclip_rag.lab.evaluation.statistics`. ``tasks`` holds the same by task, where there are several.
+
+    Raises:
+        ConfigurationError: the comparison contradicts itself, a figure is not a finite number, or no run is labelled
+            ``against``.
+    """
+    _check(comparison)
+    if against != "full" and against not in {run.label for run in comparison.runs}:
+        raise ConfigurationError(
+            f"expected the label of a run, one of {', '.join(run.label for run in comparison.runs)}, got {against!r}."
+        )
+    by_task: dict[str, set[str]] = {}
+    for question in comparison.questions:
+        by_task.setdefault(question.task, set()).add(question.id)
+    return {
+        "dataset": comparison.dataset,
+        "primary": comparison.primary,
+        "auxiliary": comparison.auxiliary,
+        "skipped": len(comparison.skipped),
+        "skipped_by_reason": _by_reason(comparison.skipped),
+        "skipped_first": [asdict(one) for one in comparison.skipped[:_SKIPPED_SHOWN]],
+        "settings": comparison.settings,
+        "measured_on": _measured_on(comparison),
+        "against": against,
+        **_figures(comparison, against, {question.id for question in comparison.questions}),
+        "tasks": {task: _figures(comparison, against, ids) for task, ids in by_task.items()}
+        if len(by_task) > 1
+        else {},
+    }
+
+
+def _figures(comparison: Comparison, against: str, ids: set[str]) -> dict[str, Any]:
+    """Those of every run over the questions of these ids."""
+    by_run: dict[str, dict[str, ItemResult]] = {run.label: {} for run in comparison.runs}
+    items = [item for item in comparison.items if item.id in ids]
+    for item in items:
+        by_run[item.label][item.id] = item
+    reference = next((run.label for run in comparison.runs if run.method == "full"), None)
+    full = by_run[reference] if reference is not None else {}
+    other = by_run[against] if against not in ("full", reference) else {}
+    scores = list(dict.fromkeys(name for item in items for name in item.scores))
+    return {
+        "n": len(ids),
+        "scores": scores,
+        "own_scores": list(dict.fromkeys(item.own for item in items if item.own)),
+        "methods": {run.label: _row(run, by_run[run.label], full, other, scores) for run in comparison.runs},
+    }
+
+
+def _measured_on(comparison: Comparison) -> dict[str, list[str]]:
+    """Labels of the runs by what their times were taken on, in order of appearance."""
+    found: dict[str, dict[str, None]] = {}
+    for item in comparison.items:
+        found.setdefault(item.measured_on, {})[item.label] = None
+    return {where: list(labels) for where, labels in found.items()}
+
+
+def _by_reason(skipped: Sequence[Skipped]) -> dict[str, int]:
+    """How many for each reason, the most frequent first; reasons that differ in numbers only count as one."""
+    alike: dict[str, list[str]] = {}
+    for one in skipped:
+        alike.setdefault(re.sub(r"\d+", "N", one.reason), []).append(one.reason)
+    named = {own[0] if len(set(own)) == 1 else name: len(own) for name, own in alike.items()}
+    return dict(sorted(named.items(), key=lambda pair: -pair[1]))
+
+
+def _row(
+    run: Run,
+    own: Mapping[str, ItemResult],
+    full: Mapping[str, ItemResult],
+    other: Mapping[str, ItemResult],
+    scores: list[str],
+) -> dict[str, Any]:
+    items = list(own.values())
+    pairs = [(item, full[item.id]) for item in items if item.id in full]
+    is_full = run.method == "full"
+    right = [item for item, reference in pairs if _is_right(reference)]
+    row = {
+        "method": run.method,
+        "ratio": run.ratio,
+        "learns": run.learns,
+        "n": len(items),
+        "n_paired": len(pairs),
+        "answered_plainly": sum(item.fallback is not None for item in items) or None,
+        **_spread("kl_to_full", "kl_interval", _fidelity(items, "answer_kl")),
+        "kl_ratio": None if is_full else _kl_ratio(own, other),
+        **_spread("first_token_kl", "first_token_kl_interval", _fidelity(items, "first_token_kl")),
+        "agreement_with_full": _mean(_fidelity(items, "agreement")),
+        "agreement_interval": _interval(_fidelity(items, "agreement")),
+        "gold_logprob": _mean(_fidelity(items, "gold_logprob")),
+        "gold_logprob_difference": None if is_full else _difference(pairs, lambda item: item.fidelity, "gold_logprob"),
+        "nominal_ratio": _mean(item.nominal_ratio for item in items),
+        "effective_ratio": _mean(item.effective_ratio for item in items),
+        "effective_ratio_of_stale": _mean(
+            item.effective_ratio_of_stale for item in items if item.effective_ratio_of_stale is not None
+        ),
+        "charged_ratio": _mean(item.charged_ratio for item in items),
+        "ttft_s": _median(item.ttft_s for item in items),
+        "phases_s": _phases(items),
+        "speedup_vs_full": _median(other.ttft_s / item.ttft_s for item, other in pairs if item.ttft_s > 0),
+        "difference_to_full": {} if is_full else _differences(pairs, scores),
+        "share_of_full": {} if is_full else _shares(pairs, scores),
+        "n_of_scores": _counts(items, scores),
+        "answerable": {"n": len(right), **_means(right, scores), **_faithful(right, _mean)} if full else None,
+        "answerable_intervals": {
+            **{name: _interval([item.scores[name] for item in right if name in item.scores]) for name in scores},
+            **_faithful(right, _interval),
+        }
+        if full
+        else {},
+        "answerable_n_of_scores": _counts(right, scores) if full else {},
+    }
+    if clash := row.keys() & set(scores):
+        raise ConfigurationError(f"expected scores with names of their own, got {', '.join(sorted(clash))}. Rename it.")
+    return {**row, **_means(items, scores)}
+
+
+def _fidelity(items: Iterable[ItemResult], name: str) -> list[float]:
+    return [item.fidelity[name] for item in items if name in item.fidelity]
+
+
+def _faithful(items: Sequence[ItemResult], figure: Callable[[list[float]], Any]) -> dict[str, Any]:
+    """A figure of what is given of fidelity where full prefill is right."""
+    return {
+        "kl_to_full": figure(_fidelity(items, "answer_kl")),
+        "agreement_with_full": figure(_fidelity(items, "agreement")),
+    }
+
+
+def _spread(name: str, interval: str, values: list[float]) -> dict[str, Any]:
+    """A divergence's mean with its interval, and what its outliers do not rule."""
+    return {
+        name: _mean(values),
+        interval: _interval(values),
+        f"{name}_median": _median(values),
+        f"{name}_trimmed": trimmed_mean(values) if values else None,
+    }
+
+
+def _interval(values: list[float]) -> list[float] | None:
+    return list(paired_bootstrap(values)) if values else None
+
+
+def _kl_ratio(own: Mapping[str, ItemResult], other: Mapping[str, ItemResult]) -> list[float | None] | None:
+    pairs = [(item, other[id_]) for id_, item in own.items() if id_ in other]
+    values = [
+        [one.fidelity["answer_kl"] for one in pair] for pair in pairs if all("answer_kl" in p.fidelity for p in pair)
+    ]
+    found = paired_ratio(*zip(*values, strict=True)) if values else None
+    return list(found) if found else None
+
+
+def _means(items: Sequence[ItemResult], scores: Sequence[str]) -> dict[str, float | None]:
+    return {name: _mean(item.scores[name] for item in items if name in item.scores) for name in scores}
+
+
+def _counts(items: Sequence[ItemResult], scores: Sequence[str]) -> dict[str, int]:
+    return {name: sum(name in item.scores for item in items) for name in scores}
+
+
+def _differences(pairs: Sequence[tuple[ItemResult, ItemResult]], scores: Sequence[str]) -> dict[str, list[float]]:
+    found = {name: _difference(pairs, lambda item: item.scores, name) for name in scores}
+    return {name: difference for name, difference in found.items() if difference}
+
+
+def _difference(
+    pairs: Sequence[tuple[ItemResult, ItemResult]], figures: Callable[[ItemResult], Mapping[str, float]], name: str
+) -> list[float] | None:
+    """Mean of the differences of a figure over the pairs that have it, and its interval."""
+    values = [(figures(a), figures(b)) for a, b in pairs]
+    gaps = [a[name] - b[name] for a, b in values if name in a and name in b]
+    return [fmean(gaps), *paired_bootstrap(gaps)] if gaps else None
+
+
+def _shares(pairs: Sequence[tuple[ItemResult, ItemResult]], scores: Sequence[str]) -> dict[str, list[float | None]]:
+    shares = {}
+    for name in scores:
+        values = [(a.scores[name], b.scores[name]) for a, b in pairs if name in a.scores and name in b.scores]
+        if values and min(map(min, values)) >= 0 and (found := paired_ratio(*zip(*values, strict=True))):
+            shares[name] = list(found)
+    return shares
+
+
+def _is_right(item: ItemResult) -> bool:
+    """Whether full prefill's answer is right: where it is wrong, a method's says little about what reuse costs."""
+    if item.own in ALL_WANTED:  # one of several values is no right answer, though the answer contains it
+        return item.scores[item.own] >= 1.0
+    return any(item.scores.get(name, 0.0) >= 1.0 for name in (item.own, "contains", "string_match_all", "em") if name)
+
+
+def _phases(items: Sequence[ItemResult]) -> dict[str, float]:
+    names = dict.fromkeys(name for item in items for name in item.phases_s)
+    return {name: median(item.phases_s.get(name, 0.0) for item in items) for name in names}
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    return _over(fmean, values)
+
+
+def _median(values: Iterable[float]) -> float | None:
+    return _over(median, values)
+
+
+def _over(figure: Callable[[list[float]], float], values: Iterable[float]) -> float | None:
+    found = list(values)
+    return float(figure(found)) if found else None
+
+
+def _check(comparison: Comparison) -> None:
+    labels = [run.label for run in comparison.runs]
+    asked = [question.id for question in comparison.questions]
+    given = [(item.id, item.label) for item in comparison.items]
+    for what, names in (("run", labels), ("question", asked), ("answer", given)):
+        if len(set(names)) < len(names):
+            twice = next(name for n, name in enumerate(names) if name in names[:n])
+            raise ConfigurationError(f"expected each {what} once, got {twice!r} twice. Give each its own name.")
+    known, ids = set(labels), set(asked)
+    for item in comparison.items:
+        if item.label not in known or item.id not in ids:
+            raise ConfigurationError(f"expected answers of known runs to known questions, got {item.label} {item.id}.")
+        figures = {**item.scores, **item.fidelity, **item.phases_s, "ttft_s": item.ttft_s}
+        figures |= {name: getattr(item, name) for name in ("nominal_ratio", "effective_ratio", "charged_ratio")}
+        if item.effective_ratio_of_stale is not None:
+            figures["effective_ratio_of_stale"] = item.effective_ratio_of_stale
+        for name, value in figures.items():
+            if not math.isfinite(value):
+                raise ConfigurationError(
+                    f"expected finite figures, got {name}={value} for question {item.id!r} by {item.label!r}. Find out "
+                    "why before averaging: leaving it out would flatter the method."
+                )
+
+
+def write_report(
+    comparison: Comparison, folder: Path, *, overwrite: bool = False, summary: dict[str, Any] | None = None
+) -> dict[str, Path]:
+    """Write :data:`FILES` into ``folder``, each at once or not at all; returns their paths by kind. ``summary`` is what
+    :func:`summarise` made of the comparison, where that was done before.
+
+    Without matplotlib the picture is left out with a warning: the page has the same plots.
+
+    Raises:
+        ConfigurationError: the folder holds a report and ``overwrite`` is False, or :func:`summarise` refuses.
+    """
+    present = [name for name in FILES.values() if (folder / name).exists()]
+    if present and not overwrite:
+        raise ConfigurationError(
+            f"expected a folder without a report, got {folder} with {', '.join(present)}. Choose another folder, or "
+            "pass overwrite=True."
+        )
+    summary = summary or summarise(comparison)
+    texts = {
+        "summary": json.dumps(summary, indent=2, ensure_ascii=False) + "\n",
+        "markdown": to_markdown(summary),
+        "html": to_html(comparison, summary),
+    }
+    (folder / FILES["png"]).unlink(missing_ok=True)  # an older one would be of other figures
+    written = {kind: folder / FILES[kind] for kind in texts}
+    for kind, text in texts.items():
+        with atomic_path(written[kind]) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+    if plots(summary):
+        try:
+            to_png(summary, folder / FILES["png"])
+            written["png"] = folder / FILES["png"]
+        except MissingExtraError as error:
+            logger.warning("%s is left out: %s", FILES["png"], error)
+    return written

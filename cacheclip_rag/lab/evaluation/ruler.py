@@ -1,0 +1,304 @@
+"""The eight needle tasks of RULER, generated for any tokenizer and length.
+
+Source: NVIDIA/RULER (arXiv:2404.06654; Apache-2.0), ``scripts/data/synthetic/niah.py`` and ``constants.py``: strings,
+draws, insertion and fitting follow it; the code is ours. Where we depart from it:
+
+- every sample draws from a generator of its own, so that sample 7 is the same whatever the count. Like those of every
+  other seed, the samples are not the ones of RULER's own files;
+- essays that end too soon are refused, where RULER begins them again;
+- the size of the haystack is interpolated, to within a twentieth of a step (see ``_fit``);
+- the context is cut into chunks, as in the CacheClip paper (1000 tokens with an overlap of 50).
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Literal
+
+from ...errors import ConfigurationError, MissingExtraError
+from .records import Passage, Record
+
+__all__ = ["MAX_TOKENS", "TASKS", "NeedleTask", "Offsets", "chosen_tasks", "generate", "sentences"]
+
+Offsets = Callable[[str], Sequence[tuple[int, int]]]
+"""Gives ``(start, end)`` in characters of every token of a text, no special tokens added."""
+
+MAX_TOKENS = 128
+"""Room for the answer, part of every length."""
+
+_NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+_NEEDLE = "One of the special magic {type} for {key} is: {value}."
+_TEMPLATE = (
+    "Some special magic {type} are hidden within the following text. Make sure to memorize it. "
+    "I will quiz you about the {type} afterwards.\n",
+    "\nWhat are all the special magic {type} for {query} mentioned in the provided text?",
+    " The special magic {type} for {query} mentioned in the provided text are",
+)
+_SINGULAR = (("Some", "A"), ("are all", "is"), ("are", "is"), ("answers", "answer"))
+_DEPTHS = tuple(round(100 * n / 39) for n in range(40))
+"""Percent of the sentences before an essay's needle."""
+_SENTENCE_END = re.compile(r"""[.!?]["'”’)\]]* (?=["'“‘(\[]*[^\Wa-z_])""")
+_ABBREVIATION = re.compile(r"(?<!\w)(?:[A-Z]|Mr|Mrs|Ms|Dr|Prof|St|Jr|Sr|vs|etc|cf|e\.g|i\.e)\.$")
+
+
+@dataclass(frozen=True, slots=True)
+class NeedleTask:
+    """One row of RULER's table."""
+
+    haystack: Literal["noise", "essay", "needle"]
+    """What the needles lie in: one sentence repeated, essays, or needles for other keys."""
+    key_type: Literal["words", "uuids"]
+    value_type: Literal["numbers", "uuids"]
+    num_needle_k: int = 1
+    """Keys with a needle in the text; at least as many as are asked for."""
+    num_needle_v: int = 1
+    """Values, each in a needle of its own, of every key."""
+    num_needle_q: int = 1
+    """Keys asked for."""
+
+    def parts(self, query: str) -> tuple[str, str, str]:
+        """Text before the context, text after it, and the answer prefix; for one answer in the singular."""
+        parts, kind = list(_TEMPLATE), str(self.value_type)
+        if self.num_needle_q * self.num_needle_v == 1:
+            kind = kind[:-1]
+            for plural, singular in _SINGULAR:
+                parts = [part.replace(plural, singular) for part in parts]
+        opening, closing, prefix = (part.format(type=kind, query=query) for part in parts)
+        return opening, closing, prefix
+
+    def needle(self, key: str, value: str) -> str:
+        """Its line in the context; always in the plural, in RULER too."""
+        return _NEEDLE.format(type=self.value_type, key=key, value=value)
+
+
+TASKS: dict[str, NeedleTask] = {
+    "niah_single_1": NeedleTask("noise", "words", "numbers"),
+    "niah_single_2": NeedleTask("essay", "words", "numbers"),
+    "niah_single_3": NeedleTask("essay", "words", "uuids"),
+    "niah_multikey_1": NeedleTask("essay", "words", "numbers", num_needle_k=4),
+    "niah_multikey_2": NeedleTask("needle", "words", "numbers"),
+    "niah_multikey_3": NeedleTask("needle", "uuids", "uuids"),
+    "niah_multivalue": NeedleTask("essay", "words", "numbers", num_needle_v=4),
+    "niah_multiquery": NeedleTask("essay", "words", "numbers", num_needle_q=4),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    context: str
+    opening: str
+    closing: str
+    prefix: str
+    answers: tuple[str, ...]
+
+    @property
+    def prompt(self) -> str:
+        return self.opening + self.context + self.closing + self.prefix
+
+
+def generate(
+    task: str,
+    *,
+    num_tokens: int,
+    count: int,
+    offsets: Offsets,
+    seed: int = 42,
+    haystack: str | None = None,
+    chunk_tokens: int = 1000,
+    overlap_tokens: int = 50,
+) -> list[Record]:
+    """``count`` records of ``task``, each of at most ``num_tokens`` tokens and about as many.
+
+    That counts prompt, answer prefix and the 128 tokens of the answer. A chat template comes on top, and so do the
+    overlaps of the chunks (5 % at 1000 / 50). ``haystack`` is the text of the essays, for the tasks that need one.
+
+    ``meta`` holds ``opening`` and ``closing``, each with the line break beside the context: opening + context + closing
+    is RULER's prompt; ``answer_prefix``, which begins with a space and goes right after it, or opens the assistant's
+    turn; ``length``, the tokens counted; and ``num_tokens``, ``metric``, ``max_tokens``.
+
+    Raises:
+        ConfigurationError: unknown task, no or too short essays, too few tokens, senseless chunk sizes.
+        MissingExtraError: wonderwords is not installed.
+    """
+    row = _check(task, count, offsets, chunk_tokens, overlap_tokens)
+    words = (haystack or "").split() if row.haystack == "essay" else None
+    step = 500 if words is not None else 25 if num_tokens >= 4096 else 5
+
+    def make(index: int, size: int) -> tuple[_Sample, Sequence[tuple[int, int]]]:
+        sample = _sample(row, random.Random(f"{seed}/{task}/{index}"), seed, words, size)
+        return sample, offsets(sample.prompt)
+
+    most = max(num_tokens, step) if words is None else len(words)
+    fitted = _fit(task, lambda size: len(make(0, size)[1]) + MAX_TOKENS, num_tokens, step, most)
+    records = []
+    for index in range(count):
+        sample, spans = make(index, size := fitted)
+        while len(spans) + MAX_TOKENS > num_tokens:
+            # RULER takes a whole step always, and never ends where there is none left
+            sample, spans = make(index, size := max(size - step, size // 2))
+        meta = {
+            "opening": sample.opening,
+            "closing": sample.closing,
+            "answer_prefix": sample.prefix,
+            "num_tokens": num_tokens,
+            "length": len(spans) + MAX_TOKENS,
+            "metric": "string_match_all",
+            "max_tokens": MAX_TOKENS,
+        }
+        chunks = tuple(Passage("", text) for text in _chunks(sample, spans, chunk_tokens, overlap_tokens))
+        question = sample.closing.removeprefix("\n")
+        records.append(Record(f"{task}-{num_tokens}-{index}", task, question, sample.answers, chunks, meta))
+    return records
+
+
+def chosen_tasks(names: Sequence[str], *, has_haystack: bool) -> list[str]:
+    """Names of tasks, ``all`` for every one; checked before anything is loaded or generated.
+
+    Raises:
+        ConfigurationError: an unknown task, one named twice, or one that needs a haystack and there is none.
+    """
+    chosen = [name for given in names for name in (TASKS if given == "all" else [given])]
+    if not chosen:
+        raise ConfigurationError(f"expected RULER tasks, got none. Known: {', '.join(TASKS)}.")
+    for number, name in enumerate(chosen):
+        _known(name)
+        if name in chosen[:number]:
+            raise ConfigurationError(f"expected each RULER task once, got {name!r} twice.")
+        if TASKS[name].haystack == "essay" and not has_haystack:
+            raise ConfigurationError(
+                f"{name} hides its needles in essays, and there is no haystack. Give a text file as haystack, or name "
+                f"tasks that need none: {', '.join(each for each, row in TASKS.items() if row.haystack != 'essay')}."
+            )
+    return chosen
+
+
+def sentences(text: str) -> list[str]:
+    """Sentences of a text whose words are one space apart; joined by a space they are the text again.
+
+    RULER uses NLTK's punkt, a download of its own. Another splitter only moves needles by a fraction of a sentence.
+    """
+    found, start = [], 0
+    for end in _SENTENCE_END.finditer(text):
+        if not _ABBREVIATION.search(text, max(start, end.start() - 12), end.start() + 1):
+            found.append(text[start : end.end() - 1])
+            start = end.end()
+    return [*found, text[start:]] if start < len(text) else found
+
+
+def _check(task: str, count: int, offsets: Offsets, chunk_tokens: int, overlap_tokens: int) -> NeedleTask:
+    row = _known(task)
+    if count < 1:
+        raise ConfigurationError(f"expected a count of at least 1 sample, got {count}. Ask for one or more.")
+    if not 0 <= overlap_tokens < chunk_tokens:
+        raise ConfigurationError(
+            f"expected 0 <= overlap < chunk size, got chunk size {chunk_tokens}, overlap {overlap_tokens}. "
+            "The CacheClip paper has 1000 and 50."
+        )
+    if not offsets(_NOISE):
+        raise ConfigurationError(
+            "expected the characters of every token, got none. Use a model with a fast tokenizer (tokenizer.json)."
+        )
+    return row
+
+
+def _known(task: str) -> NeedleTask:
+    if task not in TASKS:
+        raise ConfigurationError(f"expected a RULER task, got {task!r}. Known: {', '.join(TASKS)}.")
+    return TASKS[task]
+
+
+def _sample(row: NeedleTask, draw: random.Random, seed: int, words: list[str] | None, size: int) -> _Sample:
+    keys = [_draw(row.key_type, draw) for _ in range(max(row.num_needle_k, row.num_needle_q))]
+    values = [[_draw(row.value_type, draw) for _ in range(row.num_needle_v)] for _ in keys]
+    needles = [row.needle(key, value) for key, given in zip(keys, values, strict=True) for value in given]
+    random.Random(seed).shuffle(needles)  # the same permutation in every sample, as in RULER
+    asked = draw.sample(range(len(keys)), row.num_needle_q)
+    query = ", ".join(keys[n] for n in asked[:-1]) + (", and " if asked[1:] else "") + keys[asked[-1]]
+    context = _in_lines(row, size, needles, draw) if words is None else _in_essay(words[:size], needles, draw)
+    return _Sample(context, *row.parts(query), answers=tuple(value for n in asked for value in values[n]))
+
+
+def _in_essay(words: Sequence[str], needles: Sequence[str], draw: random.Random) -> str:
+    pieces = sentences(" ".join(words))
+    positions = sorted(len(pieces) * depth // 100 for depth in draw.sample(_DEPTHS, len(needles)))
+    for position, needle in reversed(list(zip(positions, needles, strict=True))):
+        pieces.insert(position, needle)
+    return " ".join(pieces)
+
+
+def _in_lines(row: NeedleTask, size: int, needles: Sequence[str], draw: random.Random) -> str:
+    lines = [_NOISE] * size
+    if row.haystack == "needle":
+        lines = [row.needle(_draw(row.key_type, draw), _draw(row.value_type, draw)) for _ in range(size)]
+    for position, needle in zip(sorted(draw.sample(range(size), len(needles)), reverse=True), needles, strict=True):
+        lines.insert(position, needle)
+    return "\n".join(lines)
+
+
+def _draw(kind: str, draw: random.Random) -> str:
+    """One key or value. RULER does not look for duplicates: nor do we."""
+    if kind == "numbers":
+        return str(draw.randint(10**6, 10**7 - 1))
+    if kind == "uuids":
+        return str(uuid.UUID(int=draw.getrandbits(128), version=4))
+    adjectives, nouns = _word_lists()
+    return f"{draw.choice(adjectives)}-{draw.choice(nouns)}"
+
+
+@cache
+def _word_lists() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Adjectives and nouns, each once, so that drawing both is uniform over RULER's set of six million combinations."""
+    try:
+        assets = files("wonderwords").joinpath("assets")
+    except ImportError as error:
+        raise MissingExtraError("wonderwords (the words of RULER's keys)", "eval") from error
+    lists = [assets.joinpath(f"{name}list.txt").read_text(encoding="utf-8") for name in ("adjective", "noun")]
+    adjectives, nouns = (tuple(sorted({word.strip() for word in text.split("\n")} - {""})) for text in lists)
+    return adjectives, nouns
+
+
+def _chunks(sample: _Sample, spans: Sequence[tuple[int, int]], size: int, overlap: int) -> Iterator[str]:
+    """The context in pieces of ``size`` tokens."""
+    begin = len(sample.opening)
+    end = begin + len(sample.context)
+    inside = [(start, stop) for start, stop in spans if start < end and stop > begin]
+    inside[0] = (begin, inside[0][1])  # a token may reach over the border, as full stop and line break in one
+    inside[-1] = (inside[-1][0], end)
+    for first in range(0, max(1, len(inside) - overlap), size - overlap):  # never one of overlap only
+        yield sample.prompt[inside[first][0] : inside[min(first + size, len(inside)) - 1][1]]
+
+
+def _fit(task: str, length: Callable[[int], int], limit: int, step: int, most: int) -> int:
+    """The largest haystack (words of essays, or lines) whose prompt fits, to within a twentieth of a step.
+
+    RULER bisects, some eighteen tokenizations of up to three times the length. Length is nearly linear in size, so a
+    handful will do. The slack also keeps the other samples, which differ by a few tokens, from losing a whole step.
+    """
+    short = length(step) if most >= step else 0
+    if short > limit:
+        raise ConfigurationError(f"{task} needs num_tokens of about {short + short // 20} or more, got {limit}.")
+    slack = short // 20
+    low, high, long = step, step, short
+    while long <= limit:
+        if high >= most:
+            raise ConfigurationError(
+                f"{task} needs essays longer than {limit} tokens as haystack, got {most} words. "
+                "Pass more text (RULER's is the essays of Paul Graham), or ask for fewer tokens."
+            )
+        low, short = high, long
+        high = min(most, high * limit // long + step)
+        long = length(high)
+    while high - low > 1 and limit - short > slack:
+        guess = low + (high - low) * (limit - slack // 2 - short) // (long - short)
+        guess = min(max(guess, low + 1), high - 1)
+        if (tokens := length(guess)) <= limit:
+            low, short = guess, tokens
+        else:
+            high, long = guess, tokens
+    return low

@@ -1,0 +1,218 @@
+"""How good an answer is: the metrics of the benchmarks, so that figures can be held against published ones.
+
+Sources are LongBench (arXiv:2308.14508, ``metrics.py`` of its repository), SQuAD (arXiv:1606.05250) and RULER
+(arXiv:2404.06654). All return 0 to 1 where the papers print percent. Whether only the first line of an output counts is
+the dataset's business: cut it before.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import string
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from ...errors import ConfigurationError, MissingExtraError
+
+__all__ = [
+    "ALL_WANTED",
+    "METRICS",
+    "check_metric",
+    "contains",
+    "exact_match",
+    "rouge_l",
+    "string_match_all",
+    "token_f1",
+    "token_f1_zh",
+]
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_CONTROL = re.compile(r"[\x00-\x1f]")
+_UNSPACED = re.compile("[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]")
+"""Kana and Chinese characters: scripts without spaces between words."""
+_EAST_ASIAN = re.compile("[\u3000-\u303f\uff01-\uff65]|" + _UNSPACED.pattern)
+"""These, and the punctuation and wide letters that stand among them."""
+_ASCII_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_CHINESE_PUNCTUATION = (
+    "\uff01\uff1f\uff61\u3002\uff02\uff03\uff04\uff05\uff06\uff07\uff08\uff09\uff0a\uff0b\uff0c\uff0d\uff0f\uff1a\uff1b"
+    "\uff1c\uff1d\uff1e\uff20\uff3b\uff3c\uff3d\uff3e\uff3f\uff40\uff5b\uff5c\uff5d\uff5e\uff5f\uff60\uff62\uff63\uff64"
+    "\u3001\u3003\u300b\u300c\u300d\u300e\u300f\u3010\u3011\u3014\u3015\u3016\u3017\u3018\u3019\u301a\u301b\u301c"
+    "\u301d\u301e\u301f\u3030\u303e\u303f\u2013\u2014\u2018\u2019\u201b\u201c\u201d\u201e\u201f\u2026\u2027\ufe4f."
+)
+"""LongBench's list, without the left one of the marks around titles (U+300A), which it forgets."""
+_LONGBENCH_PUNCTUATION = str.maketrans("", "", string.punctuation + _CHINESE_PUNCTUATION)
+_ALL_PUNCTUATION = str.maketrans("", "", string.punctuation + _CHINESE_PUNCTUATION + "\u3008\u3009\u300a")
+
+
+def exact_match(prediction: str, answers: Sequence[str]) -> float:
+    """1 if the prediction is an answer, both normalised as for :func:`token_f1`, else 0 (SQuAD).
+
+    In Chinese and Japanese, white space and Chinese punctuation do not count either (``北京。`` is ``北京``).
+    """
+    return _best(_exact, prediction, answers)
+
+
+def token_f1(prediction: str, answers: Sequence[str]) -> float:
+    """Bag-of-words F1 of lower-cased words without ASCII punctuation and a/an/the: ``qa_f1`` of LongBench, from SQuAD.
+
+    Normalised in this order: lower-case, delete punctuation (``U.S.`` is ``us``), delete articles, split at spaces.
+    """
+    return _best(lambda p, a: _bag_f1(_normalise(p).split(), _normalise(a).split()), prediction, answers)
+
+
+def token_f1_zh(prediction: str, answers: Sequence[str]) -> float:
+    """The same on the words that jieba cuts, without ASCII and Chinese punctuation: LongBench's ``qa_f1_zh``.
+
+    Raises:
+        MissingExtraError: jieba is not installed.
+    """
+    return _best(lambda p, a: _bag_f1(_chinese_words(p), _chinese_words(a)), prediction, answers)
+
+
+def contains(prediction: str, answers: Sequence[str]) -> float:
+    """1 if an answer stands in the prediction as whole words, both normalised as for :func:`token_f1`, else 0.
+
+    Forgives the sentence around a right answer, which F1 does not. Chinese and Japanese have no spaces: there any
+    place counts, and white space and Chinese punctuation do not.
+    """
+    return _best(_contains, prediction, answers)
+
+
+def rouge_l(prediction: str, answers: Sequence[str]) -> float:
+    """ROUGE-L F, as the package ``rouge`` 1.0.1 has it, which LongBench scores summaries with.
+
+    Sentences end at every full stop. For each pair of sentences the words of one longest common subsequence are
+    taken; the union U of all these *sets* of words gives recall ``|U| / |words of the answer|`` and precision
+    ``|U| / |words of the prediction|``, distinct words in all three. ``F = 2PR / (P + R)``: no beta (those with
+    1.2 or 8 are other packages), no stemming, case and punctuation count. We leave out the ``1e-8`` that it adds to
+    the denominator, so that equal texts get 1.
+    """
+    return _best(_rouge_l, prediction, answers)
+
+
+def string_match_all(prediction: str, answers: Sequence[str]) -> float:
+    """Share of the answers that occur in the prediction, in any case, even inside a word (RULER)."""
+    _check_answers(answers)
+    text = _CONTROL.sub("\n", prediction.strip()).strip().lower()
+    return sum(answer.lower() in text for answer in answers) / len(answers)
+
+
+METRICS: dict[str, Callable[[str, Sequence[str]], float]] = {
+    "f1": token_f1,
+    "f1_zh": token_f1_zh,
+    "rouge_l": rouge_l,
+    "string_match_all": string_match_all,
+    "contains": contains,
+    "em": exact_match,
+}
+"""Function by its name in results and reports."""
+ALL_WANTED = frozenset({"string_match_all"})
+"""Those for which all right answers must be named; for the others any of them will do."""
+
+
+def check_metric(name: str) -> None:
+    """Raise ConfigurationError, listing the known metrics, unless ``name`` is one of them."""
+    if name not in METRICS:
+        raise ConfigurationError(f"metric must be one of {', '.join(METRICS)}, got {name!r}.")
+
+
+def _best(score: Callable[[str, str], float], prediction: str, answers: Sequence[str]) -> float:
+    _check_answers(answers)
+    return max(score(prediction, answer) for answer in answers)
+
+
+def _check_answers(answers: Sequence[str]) -> None:
+    if isinstance(answers, str) or not answers:
+        raise ConfigurationError(f"expected a list of at least one right answer, got {answers!r}.")
+
+
+def _normalise(text: str) -> str:
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_ASCII_PUNCTUATION)).split())
+
+
+def _exact(prediction: str, answer: str) -> float:
+    if any(map(_EAST_ASIAN.search, (prediction, answer))):
+        left, right = (_squeeze(text, _ALL_PUNCTUATION) for text in (prediction, answer))
+    else:
+        left, right = _normalise(prediction), _normalise(answer)
+    if not right:
+        # nothing but articles and punctuation ("The", "?"): an empty prediction must not match that
+        left, right = prediction.strip().lower(), answer.strip().lower()
+    return float(left == right)
+
+
+def _contains(prediction: str, answer: str) -> float:
+    if _UNSPACED.search(answer):
+        return float(_squeeze(answer, _ALL_PUNCTUATION) in _squeeze(prediction, _ALL_PUNCTUATION))
+    wanted = _normalise(answer)
+    if not wanted:
+        return _exact(prediction, answer)
+    return float(re.search(rf"(?<!\w){re.escape(wanted)}(?!\w)", _normalise(prediction)) is not None)
+
+
+def _squeeze(text: str, deleted: Mapping[int, int | None]) -> str:
+    return "".join(text.lower().translate(deleted).split())
+
+
+def _chinese_words(text: str) -> list[str]:
+    return [word for token in _jieba().cut(text) if (word := _squeeze(token, _LONGBENCH_PUNCTUATION))]
+
+
+@cache
+def _jieba() -> Any:
+    try:
+        with warnings.catch_warnings():
+            # its source gives warnings where it is compiled, and where setuptools is new
+            warnings.simplefilter("ignore")
+            jieba = import_module("jieba")
+    except ImportError as error:
+        raise MissingExtraError("jieba (for Chinese F1)", "eval") from error
+    jieba.setLogLevel(logging.WARNING)  # else it says on stderr how long its dictionary took
+    return jieba
+
+
+def _bag_f1(prediction: Sequence[str], answer: Sequence[str]) -> float:
+    shared = (Counter(prediction) & Counter(answer)).total()
+    return 2 * shared / (len(prediction) + len(answer)) if shared else 0.0
+
+
+def _rouge_l(prediction: str, answer: str) -> float:
+    found, wanted = _sentences(prediction), _sentences(answer)
+    common: set[str] = set()
+    for reference in wanted:
+        for candidate in found:
+            common |= _common_words(reference, candidate)
+    if not common:
+        return 0.0
+    sizes = (len({word for sentence in sentences for word in sentence}) for sentences in (found, wanted))
+    return 2 * len(common) / sum(sizes)
+
+
+def _sentences(text: str) -> list[list[str]]:
+    # split(" "): a stop with white space behind it leaves a sentence of one empty word, which the package counts too
+    return [" ".join(part.split()).split(" ") for part in text.split(".") if part]
+
+
+def _common_words(left: Sequence[str], right: Sequence[str]) -> set[str]:
+    """Words of one longest common subsequence; of several, the one that the package finds."""
+    table = [[0] * (len(right) + 1)]
+    for word in left:
+        above, row = table[-1], [0]
+        for n, other in enumerate(right):
+            row.append(above[n] + 1 if word == other else max(above[n + 1], row[n]))
+        table.append(row)
+    words, i, j = set(), len(left), len(right)
+    while i and j:
+        if left[i - 1] == right[j - 1]:
+            words.add(left[i - 1])
+            i, j = i - 1, j - 1
+        elif table[i - 1][j] > table[i][j - 1]:
+            i -= 1
+        else:
+            j -= 1
+    return words

@@ -1,0 +1,140 @@
+"""What calibration and fine-tuning see of a sample: the auxiliary's attention, and which of its tokens are evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ...chunks.caches import ChunkCaches
+from ...errors import ModelError
+from ...runtime.transformers.attention import Probe
+from ...runtime.transformers.model import ModelRuntime
+from ...runtime.transformers.rotary import Tables, unrotate
+from ...runtime.transformers.text import TokenizedText
+from ...selection.auxiliary import pack_chunks, without_sinks
+from ...selection.mapping import Offsets
+from ...selection.scoring import Question
+from .families import Sample, Span
+
+__all__ = ["LastLayer", "Seen", "check_offsets", "look", "marked", "spread_over"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LastLayer:
+    """Queries and keys of one layer before RoPE, to be updated and multiplied again."""
+
+    queries: torch.Tensor
+    """``(num_chunks, num_heads, num_question_tokens, head_dim)`` float32: each chunk was read on its own."""
+    keys: torch.Tensor
+    """``(num_kv_heads, num_tokens, head_dim)`` float32, of all chunks' tokens side by side."""
+    tables: Tables | None
+    """Rotary tables from position 0 on; None for a layer that does not rotate."""
+    num_prefix: int
+    """Position of every chunk's first token."""
+    scaling: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Seen:
+    """One sample as the auxiliary model sees it, over the tokens of all its chunks side by side."""
+
+    lengths: tuple[int, ...]
+    """Tokens of each chunk."""
+    scores: torch.Tensor
+    """``(num_layers_looked_at, num_heads, num_tokens)`` float32: per head the mean over question tokens of its softmax
+    over all chunks, sinks left out."""
+    evidence: torch.Tensor
+    """``(num_tokens,)`` bool."""
+    values: torch.Tensor
+    """``(num_tokens,)`` bool: the words of the answer."""
+    layers: tuple[int, ...] = ()
+    """Those looked at."""
+    last: LastLayer | None = None
+
+
+def check_offsets(runtime: ModelRuntime) -> None:
+    """Raise ModelError if the tokenizer does not say which characters its tokens come from."""
+    if not runtime.has_offsets:
+        raise ModelError(
+            f"the tokenizer of {runtime.name!r} gives no character offsets, so that evidence in a text cannot be found "
+            "among its tokens. Use an auxiliary model with a fast tokenizer (tokenizer.json)."
+        )
+
+
+@torch.inference_mode()
+def look(
+    caches: ChunkCaches, sample: Sample, layers: Sequence[int], *, sinks: int = 0, keep: int | None = None
+) -> Seen:
+    """Have the auxiliary model read a sample's question on each of its chunks, as much of it as an engine asks with;
+    nothing is taken from or put into a store.
+
+    Args:
+        layers: whose heads are looked at, increasing.
+        sinks: tokens at the start of each chunk that nobody scores.
+        keep: one of these layers, whose queries and keys are kept too.
+    """
+    runtime = caches.kv_runtime
+    tokens = [caches.tokenize(chunk) for chunk in sample.chunks]
+    kv = [runtime.encode(each.ids, caches.prefix if caches.prefix_ids else None) for each in tokens]
+    question = Question.of(runtime, sample.question).ids
+    packed = pack_chunks(runtime, caches.prefix, kv, question)
+    num_prefix, lengths = packed.num_prefix, packed.lengths
+    found: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
+    queries: list[torch.Tensor] = []
+    tables = None if keep is None else packed.tables(runtime, keep)
+
+    def record(layer: int, number: int, logits: torch.Tensor) -> None:
+        found[layer].append(without_sinks(logits[..., num_prefix : num_prefix + lengths[number]], sinks))
+
+    def adjust(layer: int, number: int, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if layer == keep:
+            start = num_prefix + lengths[number]
+            turned = (
+                None if tables is None else (tables[0][start:][: len(question)], tables[1][start:][: len(question)])
+            )
+            queries.append(unrotate(query, turned).cpu())
+        return query, key
+
+    packed.run(runtime, Probe(frozenset(layers), packed.blocks, record, stop=layers[-1], logits=True, adjust=adjust))
+    scores = torch.stack([torch.cat(found[layer], dim=-1).softmax(-1).nan_to_num().mean(1).cpu() for layer in layers])
+    kept = None
+    if keep is not None:
+        keys = torch.cat([each[keep, 0].float().cpu() for each in kv], dim=1)
+        on_cpu = None if tables is None else (tables[0].cpu(), tables[1].cpu())
+        kept = LastLayer(torch.stack(queries), keys, on_cpu, num_prefix, _scaling(runtime, keep))
+    return Seen(
+        tuple(lengths), scores, marked(tokens, sample.evidence), marked(tokens, sample.values), tuple(layers), kept
+    )
+
+
+def _scaling(runtime: ModelRuntime, layer: int) -> float:
+    module = runtime.model.base_model.layers[layer].self_attn
+    return float(getattr(module, "scaling", None) or runtime.head_dim**-0.5)
+
+
+def marked(tokens: Sequence[TokenizedText], spans: Sequence[Span]) -> torch.Tensor:
+    """``(num_tokens,)`` bool over all chunks: tokens that share a character with one of the spans."""
+    masks = [torch.zeros(len(each), dtype=torch.bool) for each in tokens]
+    for number, start, end in spans:
+        for index, (first, stop) in enumerate(tokens[number].offsets):
+            masks[number][index] |= first < end and stop > start and stop > first
+    return torch.cat(masks)
+
+
+def spread_over(values: torch.Tensor, source: Offsets, target: Offsets) -> torch.Tensor:
+    """``values`` of one tokenizer's tokens, handed to another's character by character: the sum stays the same but for
+    what no target token covers.
+
+    Args:
+        values: ``(num_source_tokens,)``.
+        source, target: character offsets of the same text.
+    """
+    length = max((end for _, end in (*source, *target)), default=0)
+    characters = torch.zeros(length + 1, dtype=torch.float64)
+    for value, (start, end) in zip(values.tolist(), source, strict=True):
+        if end > start:
+            characters[start + 1 : end + 1] += value / (end - start)
+    sums = characters.cumsum(0)
+    return torch.stack([sums[end] - sums[start] for start, end in target]).float()

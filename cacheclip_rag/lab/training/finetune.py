@@ -1,0 +1,435 @@
+"""Fine-tuning as a job: look at samples, ask the primary what matters, train, and measure what it was worth.
+
+The heads to begin with, looks at samples, what the primary said, every epoch and every outcome of the tests are kept in
+a working folder as they come, so that an interrupted run goes on where it was.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...config import EngineConfig
+from ...engine import CacheClipEngine
+from ...errors import ConfigurationError, ModelError
+from ...paths import cache_home
+from ...progress import progress_bar
+from ...runtime.transformers.model import ModelRuntime
+from ...selection.heads import HeadSet, weights_digest
+from ...selection.sentences import sentence_numbers
+from .calibrate import (
+    RATIO,
+    SHIPPED,
+    SINKS,
+    TRIES,
+    Asked,
+    answered_rightly,
+    capped_mean,
+    combined,
+    downstream,
+    in_turn,
+    is_combined,
+    open_engine,
+    shipped_set,
+)
+from .families import Sample, synthetic_samples
+from .features import Seen, look
+from .folder import (
+    Kept,
+    digest_of,
+    engine_inputs,
+    load_trainee,
+    resumable,
+    save_trainee,
+    train_kept,
+)
+from .given import data_of
+from .lexical import lexical_scores
+from .measures import chosen, chosen_sentences, rank_correlation, span_recall, token_recall
+from .targets import attended_and_stale, attended_when_stale, behind_sinks, targets_of
+from .tuning import (
+    Trainee,
+    Tuned,
+    TuningSettings,
+    check_trainable,
+    fitted,
+    learning_and_held_out,
+    spaced,
+)
+
+__all__ = ["Figures", "FineTuning", "finetune"]
+
+logger = logging.getLogger(__name__)
+
+_FITTED = 24
+"""Samples that heads are fitted to where none has a target."""
+_UNTUNED, _WORDS, _OWN_ATTENTION = "last layer as it comes", "words alone", "query_attention:layers=upper"
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One selector on samples of the test split."""
+
+    name: str
+    recall: dict[str, float] = field(default_factory=dict)
+    """Of evidence tokens, by ratio."""
+    sentence_recall: dict[str, float] = field(default_factory=dict)
+    """The same where whole sentences are taken, by their best token."""
+    recall_of_asked: dict[str, float] = field(default_factory=dict)
+    """The same over the samples that the primary was asked about; of the set before and after."""
+    span_recall: dict[str, float] = field(default_factory=dict)
+    """Of whole values, by ratio."""
+    overlap: float | None = None
+    """Jaccard index of what is chosen with what the target would choose, at 0.2."""
+    correlation: float | None = None
+    """Spearman's with the target."""
+    first_token_kl: tuple[float, ...] = ()
+    answer_kl: tuple[float, ...] = ()
+
+    @property
+    def kl(self) -> float | None:
+        """Mean KL along the answer, no prompt counting more than a nat; None where the primary was not asked."""
+        return capped_mean(self.answer_kl) if self.answer_kl else None
+
+
+@dataclass(frozen=True, slots=True)
+class FineTuning:
+    """What fine-tuning found."""
+
+    heads: HeadSet
+    """What to use: the tuned set if it is worth more on the primary, else the one it began with."""
+    is_tuned: bool
+    is_accepted: bool | None
+    """Whether the set to use is nearer to full prefill, on the test split, than the untuned last layer and EPIC, no
+    farther than what comes with the package for this auxiliary, finds more than words alone (by sentences), and its
+    recall is within 0.02 of what the primary's own attention would find; None where the primary was not asked."""
+    history: tuple[dict[str, float], ...]
+    """Per epoch loss and held-out figures; epoch 0 is before training."""
+    figures: tuple[Figures, ...]
+    """On families and words never trained on: the last layer as it comes first."""
+    seconds: float
+    about: dict[str, Any]
+    folder: Path
+    """Where an interrupted run would have gone on from; may be deleted."""
+
+
+def finetune(
+    config: EngineConfig,
+    settings: TuningSettings | None = None,
+    *,
+    heads: HeadSet | None = None,
+    num_samples: int = 96,
+    num_targets: int = 36,
+    num_tests: int = 36,
+    num_prompts: int = 12,
+    given: Sequence[Sample] = (),
+    given_from: Sequence[str] = (),
+    folder: Path | None = None,
+) -> FineTuning:
+    """Train a head set of ``config.auxiliary`` for ``config.primary``.
+
+    Args:
+        heads: to begin with; default those whose attention, as it comes, is nearest to what is wanted.
+        num_samples: synthetic ones to train on; given ones come on top. A fifth is held out.
+        num_targets: for how many of all these the primary is asked what it attends to and holds stale.
+        num_tests: synthetic ones of the other split, to measure by; ``num_prompts`` of them on the primary, and as many
+            of the held-out ones to decide whether the tuned set is kept; both as far as the primary answers so many
+            rightly by itself.
+        given_from: names of the files that the given ones come from, for the report.
+        folder: where the heads to begin with, looks, targets, the state of training and outcomes are kept; default one
+            by these settings in ``$CACHECLIP_HOME/training``.
+
+    Raises:
+        ConfigurationError: no auxiliary model, too few samples.
+        ModelError: models that cannot be used so.
+        Interrupted: the user stopped it; it goes on from the folder.
+    """
+    settings = settings or TuningSettings(sinks=SINKS)
+    if num_samples + len(given) < 10 or num_tests < 1 or not 0 <= num_prompts <= num_tests:
+        raise ConfigurationError(
+            f"fine-tuning needs at least 10 samples to train on, 1 to test by and no more prompts than tests, got "
+            f"{num_samples + len(given)}, {num_tests} and {num_prompts}."
+        )
+    started = time.perf_counter()
+    engine = open_engine(config)
+    runtime = engine.auxiliary_caches.kv_runtime
+    last = _last_layer(runtime, settings.sinks)
+    check_trainable(runtime, last if heads is None else heads)
+    samples = [*synthetic_samples("train", num_samples, seed=settings.seed), *given]
+    inputs = _inputs(engine, settings, heads, samples, len(given))
+    folder = folder or cache_home() / "training" / digest_of(inputs)[:16]
+    kept = Kept(folder, engine_inputs(engine))
+    with resumable(folder):
+        asked = spaced(range(len(samples)), num_targets)
+        targets = targets_of(engine, samples, asked, kept)
+        if heads is None:
+            heads = _begun(engine, settings, samples, targets, kept, digest_of(inputs))
+        looks = {**inputs, "begins_with": heads.digest()}
+        _, held_out = learning_and_held_out(len(samples))
+        trainees = _trainees(engine, heads, samples, targets, folder, digest_of(looks), settings.sinks)
+        tuned = _new(engine, heads, settings)
+        whole = {**looks, "settings": asdict(settings), "targets": num_targets}
+        state = train_kept(tuned, trainees, folder, digest_of(whole), title="training")
+        about = {
+            **whole,
+            "command": "finetune",
+            "auxiliary": Path(str(config.auxiliary)).name,
+            "primary": Path(config.primary).name,
+            "tests": num_tests,
+            "prompts": num_prompts,
+            **data_of(len(given), given_from),
+        }
+        found = tuned.head_set()
+        is_tuned = state.best_epoch > 0
+        if is_tuned and num_prompts:
+            tried = in_turn(held_out, num_samples, TRIES * num_prompts)
+            deciding = answered_rightly(engine, [samples[number] for number in tried], num_prompts, kept=kept)
+            about["held_out_right"] = deciding.summary
+            before, after = (
+                capped_mean([along for _, along in each])
+                for each in downstream(engine, deciding.samples, [heads, found], kept=kept)
+            )
+            is_tuned = after <= before
+        if not is_tuned:
+            logger.warning("the tuned heads are worth no more than those they began with: these are kept")
+        figures, asked_of_tests = _figures(engine, heads, tuned, found, num_tests, num_prompts, kept)
+        if num_prompts:
+            about["right"] = asked_of_tests.summary
+        return FineTuning(
+            replace(found if is_tuned else heads, about=about),
+            is_tuned,
+            _is_accepted({each.name: each for each in figures}, is_tuned),
+            tuple(state.history),
+            tuple(figures),
+            time.perf_counter() - started,
+            about,
+            folder,
+        )
+
+
+def _is_accepted(figures: Mapping[str, Figures], is_tuned: bool) -> bool | None:
+    """Of the set that is kept: the tuned one, or the one it began with."""
+    kept, own, shipped = figures["after" if is_tuned else "before"], figures.get(_OWN_ATTENTION), figures.get(SHIPPED)
+    if kept.kl is None or own is None:
+        return None
+    nearer = all((figures[name].kl or 0.0) > kept.kl for name in (_UNTUNED, "epic"))
+    nearer = nearer and (shipped is None or shipped.kl is None or kept.kl <= shipped.kl)
+    # words score whole sentences: so are both held against each other
+    finds = kept.sentence_recall["0.2"] > figures[_WORDS].sentence_recall["0.2"]
+    return nearer and finds and kept.recall_of_asked["0.2"] >= own.recall["0.2"] - 0.02
+
+
+def _last_layer(runtime: ModelRuntime, sinks: int) -> HeadSet:
+    """The last layer as it comes."""
+    sha256, num_heads = weights_digest(runtime.fingerprint), runtime.model.config.num_attention_heads
+    return replace(HeadSet.of_layers(sha256, "last", runtime.num_layers, num_heads), sinks=sinks)
+
+
+def _new(engine: CacheClipEngine, heads: HeadSet, settings: TuningSettings) -> Tuned:
+    runtime = engine.auxiliary_caches.kv_runtime
+    return Tuned(heads, runtime.model.config.num_attention_heads, runtime.num_kv_heads, runtime.head_dim, settings)
+
+
+def _inputs(
+    engine: CacheClipEngine,
+    settings: TuningSettings,
+    heads: HeadSet | None,
+    samples: Sequence[Sample],
+    num_given: int,
+) -> dict[str, Any]:
+    """Everything that decides what is seen of the samples, names and folders of models left out."""
+    return {
+        **engine_inputs(engine),
+        "heads_sha256": heads.digest() if heads else None,
+        "sinks": settings.sinks,
+        "seed": settings.seed,
+        "samples": len(samples) - num_given,
+        "given": num_given,
+        "samples_sha256": digest_of([each.as_read() for each in samples]),
+    }
+
+
+def _begun(
+    engine: CacheClipEngine,
+    settings: TuningSettings,
+    samples: Sequence[Sample],
+    targets: Mapping[int, torch.Tensor | None],
+    kept: Kept,
+    digest: str,
+) -> HeadSet:
+    """The heads to begin with, as they were found before the run was interrupted, or fitted now."""
+    path = kept.folder / "begun.safetensors"
+    made_by = [digest, settings.target_weight, list(targets)]
+    if path.is_file():
+        try:
+            begun = HeadSet.load(path)
+            if begun.about.get("inputs") == made_by:
+                return begun
+        except ModelError as error:
+            logger.info("fitting again: %s", error)
+    caches = engine.auxiliary_caches
+    runtime = caches.kv_runtime
+    numbers = list(targets) or spaced(range(len(samples)), _FITTED)
+    seen = []
+    with progress_bar("reading with every head", len(numbers), "samples") as advance:
+        for done, number in enumerate(numbers, 1):
+            seen.append(kept.look(caches, samples[number], range(runtime.num_layers), sinks=settings.sinks))
+            advance(done)
+    aims = [
+        behind_sinks(targets.get(number), each.lengths, settings.sinks)
+        for number, each in zip(numbers, seen, strict=True)
+    ]
+    found = fitted(seen, aims, weights_digest(runtime.fingerprint), settings)
+    found = replace(found, about={"inputs": made_by})
+    found.save(path)
+    return found
+
+
+def _trainees(
+    engine: CacheClipEngine,
+    heads: HeadSet,
+    samples: Sequence[Sample],
+    targets: Mapping[int, torch.Tensor | None],
+    folder: Path,
+    digest: str,
+    sinks: int,
+) -> list[Trainee]:
+    """What there is to learn from each sample, from the folder where it is there."""
+    caches = engine.auxiliary_caches
+    found, made = [], 0
+    with progress_bar("reading", len(samples), "samples") as advance:
+        for number, sample in enumerate(samples):
+            path = folder / f"sample-{number:05d}.safetensors"
+            trainee = load_trainee(path, digest)
+            if trainee is None:
+                made += 1
+                seen = look(caches, sample, heads.layers, sinks=sinks, keep=heads.layers[-1])
+                trainee = Trainee.of(seen, heads)
+                save_trainee(trainee, path, digest)
+            found.append(replace(trainee, target=behind_sinks(targets.get(number), trainee.lengths, sinks)))
+            advance(number + 1)
+    logger.info("%d of %d samples were there already, in %s", len(samples) - made, len(samples), folder)
+    return found
+
+
+# -- before and after -------------------------------------------------------------------------------------------
+
+
+def _figures(
+    engine: CacheClipEngine,
+    heads: HeadSet,
+    tuned: Tuned,
+    found: HeadSet,
+    num_tests: int,
+    num_prompts: int,
+    kept: Kept,
+) -> tuple[list[Figures], Asked]:
+    """On the test split: the last layer as it comes, what comes with the package, the set before and after, words
+    alone; on the primary also methods that ask no auxiliary. And what the primary was asked."""
+    caches, sinks = engine.auxiliary_caches, tuned.settings.sinks
+    runtime = caches.kv_runtime
+    samples = synthetic_samples("test", num_tests, seed=tuned.settings.seed)
+    asked = answered_rightly(engine, samples, num_prompts, kept=kept)
+    prompts = asked.samples
+    last, shipped = _last_layer(runtime, sinks), shipped_set(runtime)
+    sets: dict[str, HeadSet | str] = {_UNTUNED: last}
+    layers = {*heads.layers, runtime.num_layers - 1}
+    scorers: dict[str, Callable[[Sample, Seen], torch.Tensor]] = {_UNTUNED: lambda _, seen: combined(seen, last)}
+    if shipped is not None:
+        sets[SHIPPED] = shipped
+        if is_combined(shipped, sinks):
+            scorers[SHIPPED] = partial(_combined_of, shipped)
+            layers |= set(shipped.layers)
+    scorers |= {
+        "before": lambda _, seen: combined(seen, heads),
+        "after": lambda _, seen: tuned(Trainee.of(seen, heads)).detach(),
+        _WORDS: lambda sample, _: lexical_scores(
+            sample.chunks, [caches.tokenize(chunk).offsets for chunk in sample.chunks], sample.question
+        ),
+    }
+    names = (*scorers, *([_OWN_ATTENTION] if num_prompts else []))
+    measured: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    with progress_bar("testing", len(samples), "samples") as advance:
+        for number, sample in enumerate(samples):
+            seen = kept.look(caches, sample, sorted(layers), sinks=sinks, keep=heads.layers[-1])
+            target = None
+            sentences = [sentence_numbers(chunk, caches.tokenize(chunk).offsets) for chunk in sample.chunks]
+            if sample in prompts:
+                target, own = _asked(engine, sample, kept)
+                target = behind_sinks(target, seen.lengths, sinks)
+                measured[_OWN_ATTENTION].append(_measured(own, seen, target, sentences))
+            for name, score in scorers.items():
+                measured[name].append(_measured(score(sample, seen), seen, target, sentences))
+            advance(number + 1)
+    figures = {name: _mean(name, rows) for name, rows in measured.items()}
+    if prompts:  # what is held against the primary's own attention: the same questions
+        for name in ("before", "after"):
+            rows = [row for row, sample in zip(measured[name], samples, strict=True) if sample in prompts]
+            figures[name] = replace(figures[name], recall_of_asked=_mean(name, rows).recall)
+        sets |= {"before": heads, "after": found}
+        sets |= {
+            name: name for name in ("direct", "random", "cacheblend", "epic", _OWN_ATTENTION, "anchored", "oracle")
+        }
+        outcomes = downstream(engine, prompts, list(sets.values()), kept=kept)
+        for name, of_set in zip(sets, outcomes, strict=True):
+            first, along = zip(*of_set, strict=True)
+            figures[name] = replace(figures.get(name, Figures(name)), first_token_kl=first, answer_kl=along)
+    return list(figures.values()), asked
+
+
+def _combined_of(heads: HeadSet, _: Sample, seen: Seen) -> torch.Tensor:
+    return combined(seen, heads)
+
+
+def _asked(engine: CacheClipEngine, sample: Sample, kept: Kept) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """What the primary attends to and holds stale, and what it attends to over the stale cache."""
+
+    def ask() -> dict[str, torch.Tensor]:
+        target, own = attended_and_stale(engine, sample), attended_when_stale(engine, sample, _OWN_ATTENTION)
+        return {"own": own} | ({} if target is None else {"target": target})
+
+    found = kept.tensors("asked", {"sample": sample.as_read(), "own": _OWN_ATTENTION}, ask)
+    return found.get("target"), found["own"]
+
+
+def _measured(
+    scores: torch.Tensor, seen: Seen, target: torch.Tensor | None, sentences: Sequence[torch.Tensor]
+) -> dict[str, float]:
+    found = {}
+    for ratio in (0.1, RATIO):
+        mask = chosen(scores, seen.lengths, ratio)
+        found[f"recall {ratio}"] = float(token_recall(mask, seen.evidence))
+        whole = chosen_sentences(scores, seen.lengths, sentences, ratio)
+        found[f"sentence {ratio}"] = float(token_recall(whole, seen.evidence))
+        found[f"span {ratio}"] = float(span_recall(mask, seen.values))
+    if target is not None:
+        ours, theirs = (chosen(each, seen.lengths, RATIO) for each in (scores, target))
+        found["overlap"] = float((ours & theirs).sum() / (ours | theirs).sum())
+        found["correlation"] = rank_correlation(scores, target)
+    return found
+
+
+def _mean(name: str, rows: Sequence[dict[str, float]]) -> Figures:
+    def mean(key: str) -> float | None:
+        values = [row[key] for row in rows if key in row]
+        return statistics.fmean(values) if values else None
+
+    def by_ratio(kind: str) -> dict[str, float]:
+        return {str(ratio): mean(f"{kind} {ratio}") or 0.0 for ratio in (0.1, RATIO)}
+
+    return Figures(
+        name,
+        recall=by_ratio("recall"),
+        sentence_recall=by_ratio("sentence"),
+        span_recall=by_ratio("span"),
+        overlap=mean("overlap"),
+        correlation=mean("correlation"),
+    )

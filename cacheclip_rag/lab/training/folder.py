@@ -1,0 +1,273 @@
+"""The working folder of a calibration or fine-tuning: what was made so far, each file with the digest of what it is of.
+
+A file of other settings, or one that cannot be read, is as good as none: what it held is made again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from ... import __version__
+from ...chunks.caches import ChunkCaches
+from ...engine import CacheClipEngine
+from ...paths import atomic_path
+from ...progress import progress_bar
+from .families import Sample
+from .features import LastLayer, Seen, look
+from .tuning import Learner, Trainee, TrainingState, learning_and_held_out, train
+
+__all__ = [
+    "Interrupted",
+    "Kept",
+    "digest_of",
+    "engine_inputs",
+    "forget_state",
+    "load",
+    "load_state",
+    "load_trainee",
+    "resumable",
+    "save",
+    "save_state",
+    "save_trainee",
+    "train_kept",
+]
+
+_FORMAT = 3
+"""Of the files; part of every digest."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """The user stopped a job that goes on from a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(f"what was made so far is kept in {folder}")
+        self.folder = folder
+
+
+@contextmanager
+def resumable(folder: Path) -> Iterator[None]:
+    """A job whose parts are kept in ``folder``; stopped by the user, it says so."""
+    try:
+        yield
+    except Interrupted:
+        raise
+    except KeyboardInterrupt as stop:
+        raise Interrupted(folder) from stop
+
+
+def digest_of(about: Any) -> str:
+    """Of anything that JSON can write."""
+    return hashlib.sha256(json.dumps([_FORMAT, about], sort_keys=True).encode()).hexdigest()
+
+
+def engine_inputs(engine: CacheClipEngine) -> dict[str, Any]:
+    """Everything of an engine that decides what its models say, names and folders of models left out."""
+    config, auxiliary = engine.config, engine.auxiliary_caches
+    return {
+        "primary_sha256": engine.primary.fingerprint,
+        "primary_tokenizer_sha256": engine.primary.tokenizer_sha256,
+        "auxiliary_sha256": auxiliary.runtime.fingerprint,
+        "auxiliary_tokenizer_sha256": auxiliary.runtime.tokenizer_sha256,
+        "prefix_ids": list(auxiliary.prefix_ids),
+        "system_prompt": config.system_prompt,
+        "behind": config.behind,
+        "codecs": [config.codec, config.auxiliary_codec],
+        "device": [config.device, config.auxiliary_device],
+        "cacheclip_rag": __version__,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What the models of one engine said, in a folder: each file is named after the digest of all that it depends on,
+    so that any run in this folder may ask."""
+
+    folder: Path
+    inputs: dict[str, Any]
+    """:func:`engine_inputs`."""
+
+    def outcome(self, about: Any) -> tuple[float, ...] | None:
+        """The figures that were kept of something; None where none were."""
+        path, digest = self._place("outcome", about)
+        loaded = load(path, digest)
+        return None if loaded is None else tuple(loaded[0]["figures"].tolist())
+
+    def keep_outcome(self, about: Any, figures: Sequence[float]) -> None:
+        path, digest = self._place("outcome", about)
+        save({"figures": torch.tensor(figures, dtype=torch.float64)}, {"digest": digest}, path)
+
+    def tensors(self, kind: str, about: Any, make: Callable[[], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Those that were kept of something, or made now."""
+        path, digest = self._place(kind, about)
+        loaded = load(path, digest)
+        if loaded is not None:
+            return loaded[0]
+        made = make()
+        save(made, {"digest": digest}, path)
+        return made
+
+    def text(self, kind: str, about: Any, make: Callable[[], str]) -> str:
+        """A text that was kept of something, or made now."""
+        path, digest = self._place(kind, about)
+        loaded = load(path, digest)
+        if loaded is not None:
+            return loaded[1]["text"]
+        made = make()
+        save({}, {"digest": digest, "text": made}, path)
+        return made
+
+    def look(
+        self, caches: ChunkCaches, sample: Sample, layers: Sequence[int], *, sinks: int = 0, keep: int | None = None
+    ) -> Seen:
+        """:func:`~cacheclip_rag.lab.training.features.look`, or what it saw before."""
+        path, digest = self._place("look", {"sample": sample.as_read(), "look": [list(layers), sinks, keep]})
+        loaded = load(path, digest)
+        if loaded is not None:
+            return _seen(*loaded)
+        seen = look(caches, sample, layers, sinks=sinks, keep=keep)
+        numbers: dict[str, Any] = {"lengths": seen.lengths, "layers": seen.layers}
+        tensors = {"scores": seen.scores, "evidence": seen.evidence, "values": seen.values}
+        if seen.last is not None:
+            numbers |= _numbers_of(seen.last)
+            tensors |= _tensors_of(seen.last)
+        save(tensors, {"digest": digest, "numbers": json.dumps(numbers)}, path)
+        return seen
+
+    def _place(self, kind: str, about: Any) -> tuple[Path, str]:
+        digest = digest_of({"inputs": self.inputs, "about": about})
+        return self.folder / f"{kind}-{digest[:20]}.safetensors", digest
+
+
+def _seen(tensors: dict[str, torch.Tensor], header: dict[str, str]) -> Seen:
+    numbers = json.loads(header["numbers"])
+    last = _last_of(tensors, numbers) if "queries" in tensors else None
+    lengths, layers = tuple(numbers["lengths"]), tuple(numbers["layers"])
+    return Seen(lengths, tensors["scores"], tensors["evidence"], tensors["values"], layers, last)
+
+
+def _tensors_of(last: LastLayer) -> dict[str, torch.Tensor]:
+    found = {"queries": last.queries, "keys": last.keys}
+    return found if last.tables is None else found | {"cos": last.tables[0], "sin": last.tables[1]}
+
+
+def _numbers_of(last: LastLayer) -> dict[str, float]:
+    return {"num_prefix": last.num_prefix, "scaling": last.scaling}
+
+
+def _last_of(tensors: dict[str, torch.Tensor], numbers: dict[str, Any]) -> LastLayer:
+    tables = (tensors["cos"], tensors["sin"]) if "cos" in tensors else None
+    return LastLayer(tensors["queries"], tensors["keys"], tables, numbers["num_prefix"], numbers["scaling"])
+
+
+def save(tensors: dict[str, torch.Tensor], header: dict[str, str], path: Path) -> None:
+    """One safetensors file, all at once or not at all."""
+    with atomic_path(path) as temporary:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, metadata=header)
+
+
+def load(path: Path, digest: str) -> tuple[dict[str, torch.Tensor], dict[str, str]] | None:
+    """None unless the file is there and belongs to these settings; what cannot be read is made again."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = dict(file.metadata() or {})
+            if header.get("digest") != digest:
+                return None
+            return {name: file.get_tensor(name) for name in file.keys()}, header  # noqa: SIM118 (not a dict)
+    except (OSError, SafetensorError):
+        return None
+
+
+def save_trainee(trainee: Trainee, path: Path, digest: str) -> None:
+    tensors = {"fixed": trainee.fixed, "evidence": trainee.evidence, **_tensors_of(trainee.last)}
+    numbers = {"lengths": trainee.lengths, **_numbers_of(trainee.last)}
+    save(tensors, {"digest": digest, "numbers": json.dumps(numbers)}, path)
+
+
+def load_trainee(path: Path, digest: str) -> Trainee | None:
+    loaded = load(path, digest)
+    if loaded is None:
+        return None
+    tensors, header = loaded
+    numbers = json.loads(header["numbers"])
+    return Trainee(tuple(numbers["lengths"]), tensors["fixed"], _last_of(tensors, numbers), tensors["evidence"])
+
+
+def save_state(state: TrainingState, folder: Path, digest: str) -> None:
+    tensors = {f"parameters.{name}": tensor for name, tensor in state.parameters.items()}
+    if state.best_epoch != state.epoch:  # else the parameters are the best
+        tensors |= {f"best.{name}": tensor for name, tensor in state.best.items()}
+    for number, moments in state.optimizer["state"].items():
+        tensors |= {f"optimizer.{number}.{name}": torch.as_tensor(value) for name, value in moments.items()}
+    header = {
+        "digest": digest,
+        "numbers": json.dumps(
+            {
+                "epoch": state.epoch,
+                "best_epoch": state.best_epoch,
+                "history": state.history,
+                "groups": state.optimizer["param_groups"],
+            }
+        ),
+    }
+    # copies: parts that share memory are not written, and an accelerator has no room for them
+    on_cpu = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+    save(on_cpu, header, _state_path(folder, digest))
+
+
+def forget_state(folder: Path, digest: str) -> None:
+    """Of a training that is done: for a whole model it takes gigabytes."""
+    _state_path(folder, digest).unlink(missing_ok=True)
+
+
+def load_state(folder: Path, digest: str, learner: Learner) -> TrainingState | None:
+    loaded = load(_state_path(folder, digest), digest)
+    if loaded is None:
+        return None
+    tensors, header = loaded
+    numbers = json.loads(header["numbers"])
+    moments: dict[int, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        if name.startswith("optimizer."):
+            _, number, key = name.split(".")
+            moments.setdefault(int(number), {})[key] = tensor
+    best_kind = "parameters" if numbers["best_epoch"] == numbers["epoch"] else "best"
+    parameters, best = (
+        {name: tensors[f"{kind}.{name}"] for name in learner.state_dict()} for kind in ("parameters", best_kind)
+    )
+    optimizer = {"state": moments, "param_groups": numbers["groups"]}
+    return TrainingState(numbers["epoch"], parameters, optimizer, best, numbers["best_epoch"], numbers["history"])
+
+
+def train_kept(learner: Learner, samples: Sequence[Any], folder: Path, digest: str, *, title: str) -> TrainingState:
+    """:func:`~cacheclip_rag.lab.training.tuning.train` with a fifth of the samples held out, from where it stood in the
+    folder, where every epoch is kept as it comes."""
+    learning, held_out = learning_and_held_out(len(samples))
+    epochs = learner.settings.epochs
+    with progress_bar(title, epochs, "epochs") as advance:
+
+        def after_epoch(state: TrainingState) -> None:
+            save_state(state, folder, digest)
+            advance(state.epoch)
+
+        return train(
+            learner,
+            [samples[number] for number in learning],
+            [samples[number] for number in held_out],
+            state=load_state(folder, digest, learner),
+            after_epoch=after_epoch,
+        )
+
+
+def _state_path(folder: Path, digest: str) -> Path:
+    """One a training: others may share the folder."""
+    return folder / f"state-{digest[:20]}.safetensors"

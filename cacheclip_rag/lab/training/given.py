@@ -1,0 +1,264 @@
+"""Samples from data of one's own: datasets with answers, or documents that the primary is asked to question."""
+
+from __future__ import annotations
+
+import logging
+import random
+import re
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ...checks import check_whole_number
+from ...engine import CacheClipEngine
+from ...errors import ConfigurationError
+from ...ingest.documents import MARKDOWN_SUFFIXES, find_files, read_document
+from ...ingest.splitting import Splitter
+from ...progress import progress_bar
+from ...prompt.segments import Message
+from ...sampling import SamplingParams
+from ...selection.scoring import Question
+from ...selection.sentences import sentence_spans
+from ..evaluation.records import Record, read_records
+from .families import FAMILIES, Sample, Span
+from .folder import Kept, engine_inputs, resumable
+
+__all__ = ["Candidates", "Given", "data_of", "given_samples", "sample_of_record", "samples_of_documents"]
+
+logger = logging.getLogger(__name__)
+
+_PASSAGE_TOKENS = 128
+_MIN_SENTENCE_WORDS = 6
+_QUESTION_TOKENS = 40
+_ASKING = "You write questions about texts."
+_ASK = "Read this sentence:\n\n{sentence}\n\nWrite one short question that this sentence answers, and nothing else."
+_LATIN = re.compile(r"[A-Za-z0-9]")
+_ROOM = 256
+"""Tokens for what the prompt says beside the chunks, and for the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Samples from data of one's own, and how much of it they are."""
+
+    samples: tuple[Sample, ...]
+    files: tuple[str, ...]
+    """Names of the files and folders named, without those they lie in."""
+    num_records: int = 0
+    """In the files."""
+    num_usable: int = 0
+    """Those with evidence that both models have room for."""
+    num_taken: int = 0
+    """Those among the samples."""
+    num_sentences: int = 0
+    """Of documents, that can be asked about."""
+    num_asked: int = 0
+    """Those that the primary was asked to question."""
+
+    @property
+    def summary(self) -> str:
+        """How many were taken of how many."""
+        said = []
+        if self.num_records:
+            said.append(
+                f"{self.num_taken} of {self.num_usable} records that can be learned from ({self.num_records} in all)"
+            )
+        if self.num_sentences:
+            made, asked = len(self.samples) - self.num_taken, f"{self.num_asked} of {self.num_sentences} sentences"
+            said.append(f"{made} questions about documents, made from {asked}")
+        return " and ".join(said) or "nothing"
+
+
+def data_of(num_given: int, files: Sequence[str]) -> dict[str, Any]:
+    """What a job learned from and was measured by, for its report."""
+    data = "questions written by cacheclip_rag.lab.training.families (Apache-2.0)"
+    if num_given:
+        data += ", and questions that were given (under the licence of their files)"
+    families = {split: list(of_split) for split, of_split in FAMILIES.items()}
+    return {"data": data, "families": families, "given_from": list(files)}
+
+
+def given_samples(
+    engine: CacheClipEngine,
+    paths: Sequence[str | Path],
+    *,
+    limit: int = 40,
+    num_chunks: int = 4,
+    seed: int = 0,
+    folder: Path | None = None,
+) -> Given:
+    """At most ``limit`` samples from files: records (``.jsonl``, ``.jsonl.gz``) whose answers stand in their chunks,
+    and, as far as these leave room, text, from which the primary makes questions.
+
+    Args:
+        folder: where these questions are kept as they come; None keeps none.
+
+    Raises:
+        ConfigurationError: nothing in the files says where an answer comes from, or a limit below 1.
+        DocumentError: a file that cannot be read.
+        Interrupted: the user stopped it; it goes on from the folder.
+    """
+    check_whole_number("limit", limit, least=1, of="samples")
+    datasets = [Path(path) for path in paths if str(path).endswith((".jsonl", ".jsonl.gz"))]
+    documents = [path for path in paths if not str(path).endswith((".jsonl", ".jsonl.gz"))]
+    found: list[Sample] = []
+    num_records = 0
+    for path in datasets:
+        records = read_records(path).records
+        num_records += len(records)
+        usable = [sample for record in records if (sample := sample_of_record(record)) is not None]
+        fitting = [sample for sample in usable if _fits(engine, sample)]
+        logger.info(
+            "%s: %d records, %d of them with evidence, %d of these short enough",
+            path,
+            len(records),
+            len(usable),
+            len(fitting),
+        )
+        found += fitting
+    num_usable = len(found)
+    if num_usable > limit:
+        found = random.Random(seed).sample(found, limit)
+    num_taken = len(found)
+    candidates = Candidates.of(engine, [(path, read_document(path)) for path in find_files(documents)])
+    left = limit - num_taken
+    kept = Kept(folder, engine_inputs(engine)) if folder else None
+    with resumable(folder) if folder else nullcontext():
+        found += samples_of_documents(engine, candidates, limit=left, num_chunks=num_chunks, seed=seed, kept=kept)
+    if not found:
+        raise ConfigurationError(
+            f"no evidence in {', '.join(map(str, paths))}: a record's answer must stand in one of its chunks word for "
+            "word, and a document must have at least two passages with whole sentences. Give other data, or none."
+        )
+    files = tuple(Path(path).name for path in paths)
+    sentences = len(candidates.sentences)
+    return Given(tuple(found), files, num_records, num_usable, num_taken, sentences, min(left, sentences))
+
+
+def _fits(engine: CacheClipEngine, sample: Sample) -> bool:
+    """Whether both models have room for it, an answer included."""
+    auxiliary = engine.auxiliary_caches.kv_runtime
+    primary = engine.primary
+    rows = [len(auxiliary.tokenize(chunk)) for chunk in sample.chunks]
+    asked = len(Question.of(auxiliary, sample.question).ids)
+    whole = sum(len(primary.tokenize(text)) for text in (*sample.chunks, sample.question))
+    room = auxiliary.reuse_tokens - len(engine.auxiliary_caches.prefix_ids)
+    return max(rows) + asked <= room and whole + _ROOM <= getattr(primary, "reuse_tokens", primary.context_tokens)
+
+
+def sample_of_record(record: Record) -> Sample | None:
+    """A record whose evidence is every sentence that holds one of its answers; None where none does.
+
+    ``yes`` and ``no`` are in no text what they are as answers, and a single letter is in all.
+    """
+    chunks = tuple(passage.as_read.strip() for passage in record.chunks)
+    answers = [answer for answer in record.answers if len(answer) > 1 and answer.lower() not in ("yes", "no")]
+    evidence: list[Span] = []
+    values: list[Span] = []
+    for number, chunk in enumerate(chunks):
+        for start, end in sentence_spans(chunk):
+            inside = [
+                (start + found.start(), start + found.end())
+                for answer in answers
+                for found in re.finditer(_as_words(answer), chunk[start:end], re.IGNORECASE)
+            ]
+            if inside:
+                evidence.append((number, start, end))
+                values += [(number, *span) for span in inside]
+    if len(chunks) < 2 or not evidence:
+        return None
+    return Sample(record.task, chunks, record.question, answers[0], tuple(evidence), tuple(values), (tuple(answers),))
+
+
+def _as_words(answer: str) -> str:
+    """A pattern that does not match within a word, in scripts that put space between words."""
+    before, after = (
+        ("(?<![A-Za-z0-9])" if _LATIN.match(answer) else ""),
+        ("(?![A-Za-z0-9])" if _LATIN.match(answer[-1]) else ""),
+    )
+    return before + re.escape(answer) + after
+
+
+class Candidates(NamedTuple):
+    """What documents can be asked about."""
+
+    passages: list[str]
+    sentences: list[Span]
+    """Number of the passage, start and end; none where there is one passage only."""
+
+    @classmethod
+    def of(cls, engine: CacheClipEngine, documents: Sequence[tuple[Path, str]]) -> Candidates:
+        splitter = Splitter(engine.primary.tokenizer, _PASSAGE_TOKENS)
+        passages = [
+            passage
+            for path, text in documents
+            for passage in splitter.split(text, markdown=path.suffix.lower() in MARKDOWN_SUFFIXES)
+        ]
+        passages = list(dict.fromkeys(passages))
+        sentences = [
+            (number, start, end)
+            for number, passage in enumerate(passages)
+            for start, end in sentence_spans(passage)
+            if len(passage[start:end].split()) >= _MIN_SENTENCE_WORDS and passage[end - 1] in ".!?\"'”’)。！？"
+        ]
+        return cls(passages, sentences if len(passages) > 1 else [])
+
+
+def samples_of_documents(
+    engine: CacheClipEngine,
+    candidates: Candidates,
+    *,
+    limit: int = 40,
+    num_chunks: int = 4,
+    seed: int = 0,
+    kept: Kept | None = None,
+) -> list[Sample]:
+    """Questions about sentences of documents, made by the engine's primary; the other chunks are passages from
+    anywhere.
+
+    The answer is the whole sentence, which nobody gives word for word: the samples have no ``parts``.
+
+    Args:
+        kept: where what the primary wrote is looked up first, and written as it comes.
+    """
+    passages, sentences = candidates
+    rng = random.Random(seed)
+    found, refused = [], 0
+    picked = rng.sample(sentences, min(limit, len(sentences)))
+    if not picked:
+        return []
+    with progress_bar("making questions", len(picked), "questions") as advance, torch.inference_mode():
+        for done, (number, start, end) in enumerate(picked, 1):
+            sentence = passages[number][start:end]
+            messages: list[Message] = [
+                {"role": "system", "content": _ASKING},
+                {"role": "user", "content": _ASK.format(sentence=sentence)},
+            ]
+            answer = _written(engine, messages, kept)
+            question = answer.splitlines()[0].strip() if answer else ""
+            advance(done)
+            if not question.endswith(("?", "？")) or question in sentence:
+                logger.debug("no question came of %r: %r", sentence, answer)
+                refused += 1
+                continue
+            others = [n for n in range(len(passages)) if n != number]
+            order = [number, *rng.sample(others, min(num_chunks - 1, len(others)))]
+            rng.shuffle(order)
+            span = (order.index(number), start, end)
+            chunks = tuple(passages[n] for n in order)
+            found.append(Sample("document", chunks, question, sentence, (span,), (span,)))
+    logger.info("%d questions were made from %d sentences", len(found), len(picked))
+    if refused > len(found):
+        logger.warning("of %d sentences %d gave no question: the primary may be too small to ask", len(picked), refused)
+    return found
+
+
+def _written(engine: CacheClipEngine, messages: list[Message], kept: Kept | None) -> str:
+    def write() -> str:
+        return engine.generate(messages, SamplingParams(max_tokens=_QUESTION_TOKENS), method="full").text.strip()
+
+    return kept.text("question", [messages, _QUESTION_TOKENS], write) if kept else write()

@@ -1,0 +1,88 @@
+"""How well scores find evidence, and how like a target they are. All over the tokens of a sample's chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ...selection.grouping import group
+
+__all__ = ["chosen", "chosen_sentences", "rank_correlation", "span_recall", "token_recall"]
+
+_WINDOW = 8
+
+
+def chosen(scores: torch.Tensor, lengths: Sequence[int], ratio: float) -> torch.Tensor:
+    """What the default grouping takes (``window_score``), for many scores at once.
+
+    Every token counts as much as the best run of 8 tokens, within its chunk, that contains it; ties go to the lower
+    index.
+
+    Args:
+        scores: ``(..., num_tokens)``.
+        lengths: tokens of each chunk.
+        ratio: share of the tokens to take, 0 to 1.
+
+    Returns:
+        ``(..., num_tokens)`` bool, ``round(ratio * num_tokens)`` of them True.
+    """
+    flat = scores.reshape(-1, scores.shape[-1]).double()
+    windows = [min(_WINDOW, length) for length in lengths]
+    parts = flat.split(list(lengths), dim=-1)
+    means = [part.unfold(-1, window, 1).mean(-1) for part, window in zip(parts, windows, strict=True)]
+    by_mean = torch.cat(means, dim=-1).argsort(dim=-1, descending=True, stable=True)
+    rank = torch.empty_like(by_mean).scatter_(-1, by_mean, torch.arange(by_mean.shape[-1]).expand_as(by_mean))
+    best = []
+    for ranks, window in zip(rank.split([part.shape[-1] for part in means], dim=-1), windows, strict=True):
+        padded = torch.nn.functional.pad(ranks, (window - 1, window - 1), value=by_mean.shape[-1])
+        best.append(padded.unfold(-1, window, 1).amin(-1))
+    order = flat.argsort(dim=-1, descending=True, stable=True)
+    order = order.gather(-1, torch.cat(best, dim=-1).gather(-1, order).argsort(dim=-1, stable=True))
+    mask = torch.zeros_like(flat, dtype=torch.bool)
+    mask.scatter_(-1, order[:, : round(ratio * scores.shape[-1])], True)
+    return mask.reshape(scores.shape)
+
+
+def chosen_sentences(
+    scores: torch.Tensor, lengths: Sequence[int], sentences: Sequence[torch.Tensor], ratio: float
+) -> torch.Tensor:
+    """What the grouping ``sentence`` takes: whole sentences by their best token.
+
+    Args:
+        scores: ``(num_tokens,)``.
+        sentences: per chunk the number of each token's sentence.
+
+    Returns:
+        ``(num_tokens,)`` bool, ``round(ratio * num_tokens)`` of them True.
+    """
+    parts = list(scores.split(list(lengths)))
+    return torch.cat(
+        group(parts, round(ratio * len(scores)), mode="sentence", window=8, threshold=5, sentences=sentences)
+    )
+
+
+def token_recall(mask: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Share of the wanted tokens that are chosen: ``(...)`` for a mask ``(..., num_tokens)``."""
+    return mask[..., wanted].float().mean(-1)
+
+
+def span_recall(mask: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Share of the runs of wanted tokens that are chosen to the last token."""
+    edges = torch.diff(
+        wanted.int(), prepend=torch.zeros(1, dtype=torch.int32), append=torch.zeros(1, dtype=torch.int32)
+    )
+    starts, stops = (edges == 1).nonzero().flatten().tolist(), (edges == -1).nonzero().flatten().tolist()
+    whole = [mask[..., start:stop].all(-1) for start, stop in zip(starts, stops, strict=True)]
+    return torch.stack(whole, dim=-1).float().mean(-1)
+
+
+def rank_correlation(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Spearman's, of two ``(num_tokens,)``; equal values share the mean of their ranks. 0 where one is constant."""
+    ranks = []
+    for values in (one, other):
+        _, number, counts = values.unique(return_inverse=True, return_counts=True)
+        ranks.append((counts.cumsum(0) - (counts - 1) / 2)[number].double())
+    centred = [each - each.mean() for each in ranks]
+    size = centred[0].norm() * centred[1].norm()
+    return float((centred[0] * centred[1]).sum() / size) if float(size) else 0.0

@@ -1,0 +1,22 @@
+"""Samples as prompts of an engine's primary model."""
+
+from __future__ import annotations
+
+from ...engine import CacheClipEngine
+from ...prompt.segments import Segment
+from ..evaluation.questions import ask
+from ..evaluation.records import Passage, Record
+from .families import Sample
+
+__all__ = ["record_of", "segments_of"]
+
+
+def record_of(sample: Sample, number: int = 0) -> Record:
+    """The sample as the laboratory asks it."""
+    chunks = tuple(Passage("", chunk) for chunk in sample.chunks)
+    return Record(f"{sample.family}/{number}", sample.family, sample.question, (sample.answer,), chunks, {})
+
+
+def segments_of(engine: CacheClipEngine, sample: Sample) -> list[Segment]:
+    """The sample's prompt; its chunks are known by what the engine holds."""
+    return ask(engine, record_of(sample)).segments

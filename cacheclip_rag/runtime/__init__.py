@@ -1,0 +1,1 @@
+"""Running a model: the protocol, and its implementations."""

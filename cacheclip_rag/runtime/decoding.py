@@ -1,0 +1,153 @@
+"""From the first logits to the end of the answer: sampling, stop strings, streaming detokenisation."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..answer import Answer, StreamEvent
+from ..sampling import SamplingParams
+from ..stats import PhaseClock
+
+if TYPE_CHECKING:
+    from ..fusion.prefill import Prefilled
+    from .transformers.text import TextModel
+
+__all__ = ["Observer", "Sampler", "TextStream", "capacity_for", "decode", "is_greedy"]
+
+logger = logging.getLogger(__name__)
+
+_RESERVED_TOKENS = 512
+"""Tokens of an answer that a cache has room for from the start; it grows if the answer gets longer."""
+Observer = Callable[[torch.Tensor, int], None]
+"""Sees ``(vocab_size,)`` logits and the token that was chosen from them."""
+
+_GREEDY_BELOW = 1e-5
+"""Temperatures below this overflow float32 logits, and choose the likeliest token anyway."""
+
+
+def is_greedy(params: SamplingParams) -> bool:
+    """Whether these settings always choose the likeliest token."""
+    return params.temperature < _GREEDY_BELOW
+
+
+class Sampler:
+    """Picks the next token from logits."""
+
+    def __init__(self, params: SamplingParams, device: torch.device, observe: Observer | None = None) -> None:
+        from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
+
+        self._observe = observe
+        self._greedy = is_greedy(params)
+        self._warpers = LogitsProcessorList()
+        if not self._greedy:
+            self._warpers.append(TemperatureLogitsWarper(float(params.temperature)))
+        if params.top_p < 1.0:
+            self._warpers.append(TopPLogitsWarper(params.top_p))
+        self._generator = torch.Generator(device=device)
+        if params.seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(params.seed)
+
+    def pick(self, logits: torch.Tensor) -> int:
+        """Token id chosen from ``(vocab_size,)`` logits."""
+        token = self._choose(logits)
+        if self._observe is not None:
+            self._observe(logits, token)
+        return token
+
+    def _choose(self, logits: torch.Tensor) -> int:
+        if self._greedy:
+            return int(logits.argmax())
+        scores = self._warpers(None, logits.float()[None])
+        return int(torch.multinomial(scores.softmax(-1)[0], 1, generator=self._generator))
+
+
+class TextStream:
+    """Token ids in, text out, as soon as the text is certain.
+
+    Held back are bytes of an unfinished character and characters that may begin a stop string.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str]) -> None:
+        self._decode = decode
+        self._stop = tuple(stop)
+        self._ids: list[int] = []
+        self._sent = 0
+        self.text = ""
+        """All text so far, stop string excluded."""
+        self.stopped = False
+        """True once a stop string has appeared."""
+
+    def push(self, token_id: int) -> str:
+        """Add a token; returns the text that is now certain (may be empty)."""
+        self._ids.append(token_id)
+        self.text = self._decode(self._ids)
+        found = [at for s in self._stop if (at := self.text.find(s)) >= 0]
+        if found:
+            self.stopped = True
+            self.text = self.text[: min(found)]
+            return self._release(len(self.text))
+        certain = self.text[: len(self.text.rstrip("\ufffd"))]  # an unfinished character decodes to U+FFFD
+        return self._release(len(certain) - self._may_begin_stop(certain))
+
+    def flush(self) -> str:
+        """The rest, once no token follows."""
+        return self._release(len(self.text))
+
+    def _release(self, end: int) -> str:
+        piece = self.text[self._sent : end]
+        self._sent = max(self._sent, end)
+        return piece
+
+    def _may_begin_stop(self, text: str) -> int:
+        """Length of the longest end of ``text`` that begins a stop string."""
+        longest = max((len(s) for s in self._stop), default=1) - 1
+        for length in range(min(longest, len(text)), 0, -1):
+            if any(s.startswith(text[-length:]) for s in self._stop):
+                return length
+        return 0
+
+
+def capacity_for(num_tokens: int, params: SamplingParams) -> int:
+    """Tokens to make room for: a prompt of ``num_tokens`` and a usual answer."""
+    return num_tokens + min(params.max_tokens, _RESERVED_TOKENS)
+
+
+def decode(
+    runtime: TextModel, prefilled: Prefilled, params: SamplingParams, observe: Observer | None = None
+) -> Iterator[StreamEvent]:
+    """From the first logits to the end of the answer."""
+    cache, num_tokens = prefilled.cache, prefilled.layout.num_tokens
+    started = PhaseClock()
+    prefilled.keep_prefix(cache)  # now, for those who ask while this answer is written
+    room = runtime.context_tokens - cache.position_of(num_tokens)
+    sampler = Sampler(params, prefilled.logits.device, observe)
+    stream = TextStream(runtime.decode_ids, params.stop)
+    token = sampler.pick(prefilled.logits)
+    stats = replace(prefilled.stats, ttft_s=prefilled.stats.ttft_s + started.elapsed())
+    ids = [token]
+    while token not in runtime.eos_ids:
+        if piece := stream.push(token):
+            yield StreamEvent(piece)
+        if stream.stopped or len(ids) >= min(params.max_tokens, room):
+            break
+        if runtime.pinned_rope and cache.position_of(cache.get_seq_length()) == runtime.reuse_tokens:
+            # the model's rotary frequencies change here: as transformers' generate does, read all anew
+            read = torch.cat((prefilled.layout.ids, torch.tensor(ids)))
+            cache, logits = runtime.prefill(read, capacity_for(num_tokens, params))
+        else:
+            logits = runtime.decode_step(cache, token)
+        token = sampler.pick(logits)
+        ids.append(token)
+    ended = stream.stopped or token in runtime.eos_ids
+    rest = stream.flush()
+    prefilled.keep_prefix(cache, ids)
+    stats = replace(stats, generated_tokens=len(ids), decode_s=started.elapsed())
+    logger.debug("answered: %s", stats)
+    yield StreamEvent(rest, Answer(stream.text, tuple(ids), "stop" if ended else "length", stats))

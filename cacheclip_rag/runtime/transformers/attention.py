@@ -1,0 +1,335 @@
+"""Exact attention over chosen rows and chosen keys, by blocks.
+
+Transformers' own mask makers assume that the queries are the last tokens of the sequence. Recomputed tokens are not:
+they sit anywhere, and each may see keys at its own position and before (within the layer's sliding window, if it has
+one), and nothing else. A plan states that as blocks of rows, each with the slice of keys it may look at; within a block
+the mask is ``position - window < key position <= position``. Blocks also save work: a block of early tokens never
+multiplies with late keys, a sliding layer never with keys out of reach, and chunks scored side by side by the auxiliary
+model never with each other.
+
+Methods with positions of their own (gaps, shared positions) or with an attention of their own over the contexts say so
+in a :class:`Geometry`, which the cache carries from prefill to the last decoded token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+__all__ = [
+    "AttentionPlan",
+    "AttentionRule",
+    "Block",
+    "Geometry",
+    "Probe",
+    "block_attention",
+    "causal_plan",
+    "query_attention",
+    "sdpa_backends",
+]
+
+_ROWS_PER_BLOCK = 128
+"""Small enough that few masked keys are multiplied, large enough that the products stay efficient."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRule:
+    """How a layer attends, as its model hands it to the attention function."""
+
+    scaling: float
+    """Factor of the query-key products."""
+    window: int | None = None
+    """Sliding window: a row at position p sees positions above ``p - window``. None: everything before it."""
+    softcap: float | None = None
+    """Logits are squashed to ``softcap * tanh(logits / softcap)`` (Gemma 2). None: left as they are."""
+    sinks: torch.Tensor | None = None
+    """``(num_heads,)``: one more logit per head in the softmax, with no value behind it (GPT-OSS). None: no sink."""
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether stock scaled dot-product attention computes it, given the right mask."""
+        return self.softcap is None and self.sinks is None
+
+    def reaches(self, num_keys: int) -> bool:
+        """Whether the window covers ``num_keys`` keys, so that it hides none of them."""
+        return self.window is None or self.window >= num_keys
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Where the tokens of a fused cache are, when slot and position are not the same number.
+
+    Visibility follows slots: a row sees its own slot and those before. Positions turn the keys, and measure windows.
+    """
+
+    positions: torch.Tensor
+    """``(num_prompt_tokens,)`` int64 on the CPU: position of each slot of the prompt. Later slots follow the
+    largest, wherever it is: new tokens come after everything."""
+    contexts: torch.Tensor | None = None
+    """``(num_prompt_tokens,)`` bool: slots of contexts that all other rows attend to in parallel, whatever the order
+    (APE); None for ordinary attention."""
+    temperature: float = 1.0
+    """Divides the attention logits within the contexts."""
+    scale: float = 1.0
+    """Weighs the contexts against the rest: their mass is ``Z ** (scale * temperature)``."""
+
+    def positions_of(self, slots: torch.Tensor) -> torch.Tensor:
+        """Positions of slots, those of generated tokens included."""
+        num_tokens = len(self.positions)
+        known = self.positions[slots.clamp(max=num_tokens - 1)]
+        return torch.where(slots < num_tokens, known, self.positions.max() + 1 + slots - num_tokens)
+
+    def contexts_of(self, slots: torch.Tensor) -> torch.Tensor:
+        """``(num_slots,)`` bool: which of the slots belong to contexts."""
+        assert self.contexts is not None
+        return self.contexts[slots.clamp(max=len(self.contexts) - 1)] & (slots < len(self.contexts))
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Rows of the forward pass that look at one slice of keys, in which slots follow each other like positions."""
+
+    rows: slice
+    """Rows of the query tensor."""
+    keys: slice
+    """Slots of the key tensor."""
+    positions: torch.Tensor
+    """``(num_rows,)`` int64, increasing: for each row the last slot, counted from ``keys.start``, that it may see."""
+    first: int
+    """The first of ``positions``, as a number: asking the tensor would make an accelerator wait."""
+    geometry: Geometry | None = None
+    """Set where slots and positions differ; ``keys.start`` is 0 then."""
+    visible: torch.Tensor | None = None
+    """``(num_keys,)`` bool: keys that may be seen at all; None for all of them."""
+
+    @classmethod
+    def of(
+        cls,
+        rows: slice,
+        keys: slice,
+        positions: torch.Tensor,
+        device: torch.device | None = None,
+        geometry: Geometry | None = None,
+        visible: torch.Tensor | None = None,
+    ) -> Block:
+        """Block with ``positions`` given on the CPU, to be used on ``device``."""
+        return cls(rows, keys, positions.to(device or positions.device), int(positions[0]), geometry, visible)
+
+    def is_plain(self, rule: AttentionRule) -> bool:
+        """Whether slots may stand for positions, and one softmax goes over all keys."""
+        if self.visible is not None:
+            return False
+        return self.geometry is None or (self.geometry.contexts is None and rule.window is None)
+
+
+@dataclass(slots=True)
+class Probe:
+    """Attention weights to look at while a pass runs."""
+
+    layers: frozenset[int]
+    """Layers to look at."""
+    blocks: Sequence[Block]
+    """Rows whose weights are formed, and the keys they are formed over."""
+    record: Callable[[int, int, torch.Tensor], None]
+    """Called with layer, number of the block and its weights ``(num_heads, num_rows, num_keys)`` float32."""
+    stop: int | None = None
+    """Last layer that is needed: its attention output is not computed (zeros are returned)."""
+    logits: bool = False
+    """Whether ``record`` gets attention logits (minus infinity where nothing is seen) instead of weights."""
+    adjust: Callable[[int, int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
+    """Called before with layer, number of the block, its queries ``(num_heads, num_rows, head_dim)`` and its keys
+    ``(num_kv_heads, num_keys, head_dim)``, after RoPE; what it returns takes their place in ``record``, and there
+    alone."""
+
+
+@dataclass(slots=True)
+class AttentionPlan:
+    """Blocks that cover every row once; optionally with a look at the weights."""
+
+    blocks: Sequence[Block]
+    probe: Probe | None = None
+    walk: Any = None
+    """A :class:`~cacheclip_rag.runtime.transformers.walk.RowWalk`: rows leave the pass between layers; None: all stay."""
+
+
+def causal_plan(
+    slots: torch.Tensor,
+    device: torch.device | None = None,
+    geometry: Geometry | None = None,
+    visible: torch.Tensor | None = None,
+) -> AttentionPlan:
+    """Plan for rows at the given slots, each seeing its own slot and those before (slot = position by default).
+
+    Args:
+        slots: ``(num_rows,)`` int64, strictly increasing; best on the CPU.
+        device: where the attention will run; default that of ``slots``.
+        geometry: positions of the slots, and contexts that every row sees, where a method has its own.
+        visible: ``(num_slots,)`` bool, keys that may be seen at all.
+    """
+    blocks = []
+    for start in range(0, len(slots), _ROWS_PER_BLOCK):
+        rows = slots[start : start + _ROWS_PER_BLOCK]
+        stop = int(rows[-1]) + 1
+        if geometry is not None and geometry.contexts is not None:
+            stop = max(stop, len(geometry.contexts))
+        seen = None if visible is None else visible[:stop]
+        blocks.append(Block.of(slice(start, start + len(rows)), slice(0, stop), rows, device, geometry, seen))
+    return AttentionPlan(blocks)
+
+
+def block_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, blocks: Sequence[Block], rule: AttentionRule
+) -> torch.Tensor:
+    """Attention of each block's rows over its keys.
+
+    Args:
+        query: ``(1, num_heads, num_rows, head_dim)``.
+        key, value: ``(1, num_kv_heads, num_slots, head_dim)``; heads are shared in groups (GQA).
+
+    Returns:
+        ``(1, num_rows, num_heads, head_dim)``, the layout transformers expects of an attention function.
+    """
+    _, num_heads, num_rows, head_dim = query.shape
+    num_kv_heads = key.shape[1]
+    groups = num_heads // num_kv_heads
+    output = query.new_empty(1, num_rows, num_heads, head_dim)
+    for block in blocks:
+        rows = query[0, :, block.rows].unflatten(0, (num_kv_heads, groups))  # (num_kv_heads, groups, rows, head_dim)
+        if not block.is_plain(rule):
+            attended = _placed_attention(rows, key[0, :, block.keys], value[0, :, block.keys], block, rule)
+            output[0, block.rows] = attended.flatten(0, 1).transpose(0, 1)
+            continue
+        skipped = 0 if rule.window is None else max(0, block.first - rule.window + 1)  # out of every row's reach
+        reach = slice(block.keys.start + skipped, block.keys.stop)
+        # A key head is shared by its group through a stride of 0: no copy, unlike repeat_interleave.
+        keys = key[0, :, reach].unsqueeze(1).expand(-1, groups, -1, -1)
+        values = value[0, :, reach].unsqueeze(1).expand(-1, groups, -1, -1)
+        mask = _additive_mask(block, skipped, rule, query)
+        if rule.is_dense:
+            with sdpa_backends(query.device):
+                attended = scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=rule.scaling)
+        else:
+            attended = _weights(rows, keys, mask, rule).to(values.dtype) @ values
+        output[0, block.rows] = attended.flatten(0, 1).transpose(0, 1)
+    return output
+
+
+def query_attention(
+    query: torch.Tensor, key: torch.Tensor, block: Block, rule: AttentionRule, *, logits: bool = False
+) -> torch.Tensor:
+    """Attention weights (or logits) of one block's rows: ``(num_heads, num_rows, num_keys)`` float32.
+
+    Args:
+        query: ``(num_heads, num_rows, head_dim)``, of the block's rows.
+        key: ``(num_kv_heads, num_keys, head_dim)``, of its keys.
+    """
+    rows = query.unflatten(0, (key.shape[0], -1)).float()  # (num_kv_heads, groups, rows, head_dim)
+    keys = key.float().unsqueeze(1)  # (num_kv_heads, 1, num_keys, head_dim)
+    mask = _additive_mask(block, 0, rule, rows) if block.is_plain(rule) else _placed_mask(block, rule, rows)
+    if logits:
+        found = _logits(rows, keys, rule)
+        return (found if mask is None else found + mask).flatten(0, 1)
+    return _weights(rows, keys, mask, rule).flatten(0, 1)
+
+
+def sdpa_backends(device: torch.device) -> AbstractContextManager[object]:
+    """The kernels of scaled dot-product attention to use on a device, in a ``with`` block.
+
+    On CUDA the cuDNN kernel is left out: it builds a plan for every new length, which prompts always have. All that
+    remain take the mask as it is.
+    """
+    if device.type != "cuda":
+        return nullcontext()
+    kernels: AbstractContextManager[object] = sdpa_kernel(
+        [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    )
+    return kernels
+
+
+def _weights(rows: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor | None, rule: AttentionRule) -> torch.Tensor:
+    """Attention weights ``(num_kv_heads, groups, num_rows, num_keys)`` float32, a sink's share left out.
+
+    Weights are materialised for rows that a probe looks at, and for layers and blocks that no kernel computes.
+    """
+    logits = _logits(rows, keys, rule)
+    if mask is not None:
+        logits = logits + mask
+    if rule.sinks is None:
+        return logits.softmax(dim=-1)
+    return torch.cat((logits, _sink_logits(rows, rule.sinks)), dim=-1).softmax(dim=-1)[..., :-1]
+
+
+def _logits(rows: torch.Tensor, keys: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
+    logits = (rows @ keys.transpose(-1, -2)).float() * rule.scaling
+    return logits if rule.softcap is None else (logits / rule.softcap).tanh() * rule.softcap
+
+
+def _sink_logits(rows: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """``(num_kv_heads, groups, num_rows, 1)``"""
+    return sinks.float().view(*rows.shape[:2], 1, 1).expand(*rows.shape[:3], 1)
+
+
+def _placed_attention(
+    rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, rule: AttentionRule
+) -> torch.Tensor:
+    """Attention where slots are not positions, or contexts are merged by their log-sum-exp (APE, arXiv:2502.05431)."""
+    keys, values = keys.unsqueeze(1), values.unsqueeze(1)
+    mask = _placed_mask(block, rule, rows)
+    geometry = block.geometry
+    if geometry is None or geometry.contexts is None:
+        return _weights(rows, keys, mask, rule).to(values.dtype) @ values
+    slots = torch.arange(keys.shape[-2])
+    context = geometry.contexts_of(slots).to(keys.device)
+    logits = _logits(rows, keys, rule) + mask
+    inside = logits[..., context] / geometry.temperature
+    outside = logits[..., ~context]
+    if rule.sinks is not None:
+        outside = torch.cat((outside, _sink_logits(rows, rule.sinks)), dim=-1)
+    masses = (
+        geometry.scale * geometry.temperature * inside.logsumexp(-1, keepdim=True),
+        outside.logsumexp(-1, keepdim=True),
+    )
+    shares = torch.cat(masses, dim=-1).softmax(-1)
+    weights = torch.zeros_like(logits)
+    # a window may hide every context from a row: then there is nothing to weigh
+    weights[..., context] = (inside.softmax(-1) * shares[..., :1]).nan_to_num()
+    weights[..., ~context] = outside.softmax(-1)[..., : int((~context).sum())] * shares[..., 1:]
+    return weights.to(values.dtype) @ values
+
+
+def _placed_mask(block: Block, rule: AttentionRule, query: torch.Tensor) -> torch.Tensor:
+    """Additive ``(num_rows, num_keys)`` float32: by slots who comes before whom, by positions who is in the window."""
+    slots = torch.arange(block.keys.stop - block.keys.start)
+    row_slots = block.positions.cpu()
+    hidden = slots[None, :] > row_slots[:, None]
+    geometry = block.geometry
+    if geometry is not None and geometry.contexts is not None:
+        hidden &= ~geometry.contexts_of(slots)[None, :]
+    if rule.window is not None:
+        of_rows, of_keys = row_slots, slots
+        if geometry is not None:
+            of_rows, of_keys = geometry.positions_of(row_slots), geometry.positions_of(slots)
+        hidden |= of_keys[None, :] <= of_rows[:, None] - rule.window
+    if block.visible is not None:
+        hidden |= ~block.visible[None, :] & (slots[None, :] != row_slots[:, None])
+    return torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf")).to(query.device)
+
+
+def _additive_mask(block: Block, skipped: int, rule: AttentionRule, query: torch.Tensor) -> torch.Tensor | None:
+    """``(num_rows, num_keys - skipped)``: 0 where a row sees a key, minus infinity elsewhere (additive: right
+    everywhere), dtype and device as ``query``. None when every row sees every key."""
+    num_keys = block.keys.stop - block.keys.start
+    if block.first >= num_keys - 1 and (rule.window is None or skipped + rule.window >= num_keys):
+        return None
+    positions = block.positions.to(query.device)  # a layer may sit on another device than the first
+    slots = torch.arange(skipped, num_keys, device=query.device)
+    hidden = slots[None, :] > positions[:, None]
+    if rule.window is not None:
+        hidden |= slots[None, :] <= positions[:, None] - rule.window
+    return torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill_(hidden, float("-inf"))

@@ -1,0 +1,301 @@
+"""Running a transformers model over partly filled caches. Touches of transformers' internals are here and beside, in
+``cache.py`` and ``text.py``.
+
+The models are used unmodified. Two supported extension points carry everything: a ``Cache`` whose layers scatter new
+rows into a fused KV, and an attention function (registered under ``cacheclip``) that follows an
+:class:`~cacheclip_rag.runtime.transformers.attention.AttentionPlan` handed through the forward's keyword arguments.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from .architectures import SUPPORTED, has_pinned_rope, reuse_tokens, rope_pin
+from .attention import (
+    AttentionPlan,
+    AttentionRule,
+    Geometry,
+    Probe,
+    block_attention,
+    causal_plan,
+    query_attention,
+    sdpa_backends,
+)
+from .cache import FusedCache, FusedLayer
+from .passes import Passes
+from .rotary import Tables, rotate, unrotate
+from .text import TextModel
+from .walk import RowWalk, install_walk_hooks
+
+__all__ = ["ModelRuntime", "device_of"]
+
+logger = logging.getLogger(__name__)
+
+ATTENTION_NAME = "cacheclip"
+
+
+def _attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
+    """The attention function given to transformers: follow the plan if there is one, else attend causally."""
+    plan: AttentionPlan | None = kwargs.pop("cacheclip_plan", None)
+    rule = AttentionRule(
+        scaling=kwargs.get("scaling") or query.shape[-1] ** -0.5,
+        window=kwargs.get("sliding_window"),
+        softcap=kwargs.get("softcap"),
+        sinks=kwargs.get("s_aux"),
+    )
+    if plan is None:
+        return _causal_attention(module, query, key, value, rule, kwargs), None
+    probe = plan.probe
+    layer = module.layer_idx
+    if probe is not None and layer in probe.layers:
+        for number, block in enumerate(probe.blocks):
+            rows, keys = query[0, :, block.rows], key[0, :, block.keys]
+            if probe.adjust is not None:
+                rows, keys = probe.adjust(layer, number, rows, keys)
+            probe.record(layer, number, query_attention(rows, keys, block, rule, logits=probe.logits))
+        if layer == probe.stop:
+            return query.new_zeros(query.transpose(1, 2).shape), None
+    return block_attention(query, key, value, plan.blocks, rule), None
+
+
+def _causal_attention(
+    module: torch.nn.Module, query: Any, key: Any, value: Any, rule: AttentionRule, kwargs: dict[str, Any]
+) -> Any:
+    """Ordinary prefill from an empty cache, or one decoded token: stock SDPA wherever that is exact without a mask."""
+    num_rows, num_keys = query.shape[2], key.shape[2]
+    assert num_rows in (1, num_keys), "several rows on a partly filled cache need a plan"
+    if rule.is_dense and rule.reaches(num_keys):
+        with sdpa_backends(query.device):
+            return sdpa_attention_forward(module, query, key, value, None, **kwargs)[0]
+    plan = causal_plan(torch.arange(num_keys - num_rows, num_keys), query.device)
+    return block_attention(query, key, value, plan.blocks, rule)
+
+
+def device_of(module: torch.nn.Module) -> torch.device:
+    """Where a module computes: that of its weights, or where accelerate's hooks on it or its parts move them."""
+    for part in module.modules():
+        device = getattr(getattr(part, "_hf_hook", None), "execution_device", None)
+        if device is not None:
+            return torch.device(device)
+    return next(module.parameters()).device
+
+
+def _is_offloaded(model: torch.nn.Module) -> bool:
+    """Whether accelerate loads weights for each pass and drops them after it."""
+    hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
+    each = (single for hook in hooks for single in getattr(hook, "hooks", [hook]))
+    return any(getattr(hook, "offload", False) for hook in each)
+
+
+class ModelRuntime(TextModel):
+    """One loaded causal language model: tokenise, encode chunks, fill caches, run rows, decode.
+
+    Stored KV has the shape ``(num_layers, 2, num_kv_heads, num_tokens, head_dim)``, keys before RoPE.
+    """
+
+    unsupported = None
+
+    def __init__(self, model: Any, tokenizer: Any, *, name: str, fingerprint: str) -> None:
+        AttentionInterface.register(ATTENTION_NAME, _attention)
+        model.set_attn_implementation(ATTENTION_NAME)
+        super().__init__(model, tokenizer, name)
+        config = model.config
+        self.fingerprint = fingerprint
+        self.rope_pin = rope_pin(config)
+        self.num_layers: int = config.num_hidden_layers
+        self.num_kv_heads: int = config.num_key_value_heads
+        self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.context_tokens: int = config.max_position_embeddings
+        self.reuse_tokens: int = reuse_tokens(config)
+        self.vocab_size: int = config.vocab_size
+        self.dtype: torch.dtype = model.dtype
+        self.device: torch.device = device_of(model.get_input_embeddings())
+        self.layer_devices = [device_of(layer) for layer in model.base_model.layers]
+        self._architecture = SUPPORTED[config.model_type]
+        self._layer_kinds = self._find_layer_kinds(config)
+        install_walk_hooks(model.base_model.layers)
+        self.pinned_rope: bool = has_pinned_rope(config)
+        # such a rotary module changes its frequencies in place with each pass's length
+        self.passes = Passes(one_at_a_time=self.pinned_rope or _is_offloaded(model))
+
+    def _find_layer_kinds(self, config: Any) -> list[str | None]:
+        """Per layer which rotary tables it uses: None for none, else a layer type (``""`` where all are alike)."""
+        architecture = self._architecture
+        kinds: list[str | None] = [""] * self.num_layers
+        if architecture.rotary_per_layer_type:
+            kinds = list(config.layer_types)
+        if architecture.rotated_layers:
+            rotated = getattr(config, architecture.rotated_layers)[: self.num_layers]
+            kinds = [kind if turns else None for kind, turns in zip(kinds, rotated, strict=True)]
+        return kinds
+
+    # -- KV -----------------------------------------------------------------------------------------------------
+
+    def new_cache(self, capacity: int) -> FusedCache:
+        """An empty cache with room for ``capacity`` tokens (it grows beyond if decoding needs more)."""
+        return FusedCache(
+            layers=[
+                FusedLayer(self.num_kv_heads, self.head_dim, capacity, self.dtype, device)
+                for device in self.layer_devices
+            ]
+        )
+
+    def rotary_tables(self, start: int, stop: int) -> list[Tables | None]:
+        """Per layer the model's own float32 cos and sin, each ``(stop - start, rotary_dim)``, for positions start to
+        stop - 1; None for layers that do not rotate. Layers that rotate alike share them."""
+        with self.passes.shared():
+            by_kind = {kind: self._tables(kind, start, stop) for kind in set(self._layer_kinds) if kind is not None}
+        tables: list[Tables | None] = []
+        for kind, device in zip(self._layer_kinds, self.layer_devices, strict=True):
+            tables.append(None if kind is None else (by_kind[kind][0].to(device), by_kind[kind][1].to(device)))
+        return tables
+
+    def _tables(self, kind: str, start: int, stop: int) -> Tables:
+        rotary = self.model.base_model.rotary_emb
+        device = next(rotary.buffers()).device
+        probe = torch.empty(1, dtype=torch.float32, device=device)
+        positions = torch.arange(start, stop, device=device)[None]
+        cos, sin = rotary(probe, positions, kind) if kind else rotary(probe, positions)
+        if self._architecture.half_tables:
+            cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+        return cos[0], sin[0]
+
+    def fill(
+        self, cache: FusedCache, kv: torch.Tensor, *, slot: int, position: int, num_layers: int | None = None
+    ) -> None:
+        """Write stored ``kv`` into ``cache`` at ``slot``, its keys rotated to ``position`` and following; of the first
+        ``num_layers`` alone where no others will run."""
+        if not kv.shape[3]:
+            return  # a shared prefix of no tokens; some rotary modules ask for the largest position
+        tables = self.rotary_tables(position, position + kv.shape[3])
+        for layer, piece, of_layer in list(zip(cache.layers, kv, tables, strict=True))[:num_layers]:
+            keys, values = piece.to(layer.device)
+            layer.write(slot, rotate(keys, of_layer), values)
+
+    def extract(self, cache: FusedCache, start: int, stop: int) -> torch.Tensor:
+        """Position-free KV of slots start to stop - 1 (slot = position): the inverse of :meth:`fill`."""
+        kv = torch.empty(
+            self.num_layers, 2, self.num_kv_heads, stop - start, self.head_dim, dtype=self.dtype, device=self.device
+        )
+        if start == stop:
+            return kv
+        for target, layer, tables in zip(kv, cache.layers, self.rotary_tables(start, stop), strict=True):
+            target[0] = unrotate(layer.keys[0, :, start:stop], tables)
+            target[1] = layer.values[0, :, start:stop]
+        return kv
+
+    @torch.inference_mode()
+    def encode(self, ids: Sequence[int], prefix: torch.Tensor | None = None) -> torch.Tensor:
+        """KV of ``ids`` computed right behind ``prefix`` (stored KV of the shared prefix, or None)."""
+        start = 0 if prefix is None else prefix.shape[3]
+        cache = self.new_cache(start + len(ids))
+        if prefix is not None:
+            self.fill(cache, prefix, slot=0, position=0)
+        self.extend(cache, torch.tensor(ids), start, head=False)
+        return self.extract(cache, start, start + len(ids))
+
+    # -- forward passes -----------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def prefill(self, ids: torch.Tensor, capacity: int) -> tuple[FusedCache, torch.Tensor]:
+        cache = self.new_cache(capacity)
+        with self.passes.shared():
+            output = self.model(
+                input_ids=ids[None].to(self.device), past_key_values=cache, use_cache=True, logits_to_keep=1
+            )
+        return cache, output.logits[0, -1]
+
+    @torch.inference_mode()
+    def run_rows(
+        self,
+        cache: FusedCache,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        plan: AttentionPlan,
+        *,
+        slots: torch.Tensor | None = None,
+        head: bool = True,
+        logits_to_keep: int = 1,
+    ) -> torch.Tensor | None:
+        """Run tokens ``ids`` at ``positions`` against ``cache``, overwriting their KV at ``slots``.
+
+        Args:
+            ids, positions: ``(num_rows,)`` int64, best on the CPU.
+            slots: where each row's KV goes; default its position (``slot = position``).
+            head: False skips the language-model head and returns None.
+            logits_to_keep: last rows whose logits are returned.
+
+        Returns:
+            Logits of the last row, ``(vocab_size,)``; of the last rows, ``(logits_to_keep, vocab_size)``, if several.
+        """
+        cache.scatter(positions if slots is None else slots)
+        arguments = {
+            "input_ids": ids[None].to(self.device),
+            "position_ids": positions[None].to(self.device),
+            "past_key_values": cache,
+            "use_cache": True,
+            "cacheclip_plan": plan,
+        }
+        try:
+            with self.passes.shared():
+                if not head:
+                    self.model.base_model(**arguments)
+                    return None
+                logits: torch.Tensor = self.model(**arguments, logits_to_keep=logits_to_keep).logits[0]
+            return logits[-1] if logits_to_keep == 1 else logits
+        finally:
+            cache.scatter(None)
+
+    def extend(
+        self, cache: FusedCache, ids: torch.Tensor, start: int, *, head: bool = True, logits_to_keep: int = 1
+    ) -> torch.Tensor | None:
+        """Run ``ids`` right behind the first ``start`` tokens of ``cache``, each seeing all before it."""
+        slots = torch.arange(start, start + len(ids))
+        return self.run_slots(cache, ids, slots, head=head, logits_to_keep=logits_to_keep)
+
+    def run_slots(
+        self,
+        cache: FusedCache,
+        ids: torch.Tensor,
+        slots: torch.Tensor,
+        *,
+        visible: torch.Tensor | None = None,
+        probe: Probe | None = None,
+        walk: RowWalk | None = None,
+        head: bool = True,
+        logits_to_keep: int = 1,
+    ) -> torch.Tensor | None:
+        """:meth:`run_rows` at the positions of the cache's own geometry, each row seeing its slot and those before."""
+        geometry = cache.geometry
+        positions = slots if geometry is None else geometry.positions_of(slots)
+        plan = causal_plan(slots, self.device, geometry, visible)
+        plan.probe, plan.walk = probe, walk
+        return self.run_rows(cache, ids, positions, plan, slots=slots, head=head, logits_to_keep=logits_to_keep)
+
+    @torch.inference_mode()
+    def decode_step(self, state: FusedCache, token_id: int) -> torch.Tensor:
+        slot = state.get_seq_length()
+        if state.geometry is not None and self._needs_plan(state.geometry):
+            logits = self.extend(state, torch.tensor([token_id]), slot)
+            assert logits is not None
+            return logits
+        position = state.position_of(slot)
+        with self.passes.shared():
+            output = self.model(
+                input_ids=torch.tensor([[token_id]], device=self.device),
+                position_ids=torch.tensor([[position]], device=self.device),
+                past_key_values=state,
+                use_cache=True,
+            )
+        following: torch.Tensor = output.logits[0, -1]
+        return following
+
+    def _needs_plan(self, geometry: Geometry) -> bool:
+        """Whether one appended row cannot simply attend to all keys."""
+        return geometry.contexts is not None or getattr(self.model.config, "sliding_window", None) is not None

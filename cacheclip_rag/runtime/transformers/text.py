@@ -1,0 +1,177 @@
+"""A model's text side: tokenizer, chat template, ends of turn. The same for models with and without reuse."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import sys
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from jinja2 import TemplateError
+
+from ...errors import ConfigurationError
+
+__all__ = ["TextModel", "TokenizedText", "check_encodable", "quiet_transformers"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedText:
+    """Token ids of one text, each with the characters it covers."""
+
+    ids: tuple[int, ...]
+    offsets: tuple[tuple[int, int], ...]
+    """Per token ``(start, end)`` in characters of the text; ``start == end`` for tokens that cover none. Empty for a
+    tokenizer that knows none (its model reuses nothing)."""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+def check_encodable(text: str) -> None:
+    """Raise ConfigurationError for half characters (lone surrogates), which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigurationError(
+            f"the text holds half a character ({text[error.start]!r} at {error.start}), which cannot be written as "
+            "UTF-8. Read its source with errors='replace', or remove it."
+        ) from error
+
+
+class TextModel(ABC):
+    """Base of the running models: everything about text, and the two steps of an answer."""
+
+    fingerprint: str
+    """Identifies config, weights and compute dtype."""
+    rope_pin: str
+    """The rotary embedding as part of the chunk key."""
+    unsupported: str | None
+    """Why its KV cannot be reused, None if it can."""
+    context_tokens: int
+    reuse_tokens: int
+    """Longest prompt for which reuse is exact; longer ones are answered by plain prefill."""
+    pinned_rope: bool
+    """Whether the rotary frequencies change above ``reuse_tokens``, so that KV from below is wrong above."""
+    dtype: torch.dtype
+    device: torch.device
+    """Where token ids go in."""
+
+    @abstractmethod
+    def prefill(self, ids: torch.Tensor, capacity: int) -> tuple[Any, torch.Tensor]:
+        """Ordinary prefill of ``ids`` ``(num_tokens,)``: a state with room for ``capacity`` tokens, and the last
+        logits ``(vocab_size,)``."""
+
+    @abstractmethod
+    def decode_step(self, state: Any, token_id: int) -> torch.Tensor:
+        """Append one token to the state and return the next logits, ``(vocab_size,)``."""
+
+    def __init__(self, model: Any, tokenizer: Any, name: str) -> None:
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        self._tokenizer_lock = threading.Lock()
+        self.has_offsets: bool = getattr(tokenizer, "is_fast", False)
+        self.name = name
+        self.eos_ids: frozenset[int] = self._find_eos_ids()
+
+    def tokenize(self, text: str, *, control: bool = False) -> TokenizedText:
+        """Token ids of ``text`` on its own, no special tokens added.
+
+        With ``control`` False (anything a user or a document wrote) the text of a special token such as
+        ``<|im_end|>`` stays ordinary text, so a document cannot close its own turn.
+        """
+        check_encodable(text)
+        with self._tokenizer_lock:  # split_special_tokens is a setting of the shared tokenizer, made before each call
+            encoded = self.tokenizer(
+                text,
+                add_special_tokens=False,
+                return_offsets_mapping=self.has_offsets,
+                split_special_tokens=not control,
+                verbose=False,
+            )
+        return TokenizedText(tuple(encoded["input_ids"]), tuple(map(tuple, encoded.get("offset_mapping", ()))))
+
+    @cached_property
+    def opening(self) -> str:
+        """Special tokens that the tokenizer puts before any text, as text: usually one BOS token, or nothing."""
+        with self._tokenizer_lock:
+            ids = self.tokenizer("a", add_special_tokens=True)["input_ids"]
+            plain = self.tokenizer("a", add_special_tokens=False)["input_ids"]
+        leading: list[int] = next((ids[:n] for n in range(len(ids)) if ids[n : n + len(plain)] == plain), [])
+        return "".join(self.tokenizer.convert_ids_to_tokens(leading))
+
+    @cached_property
+    def tokenizer_sha256(self) -> str:
+        """Digest of the tokenizer and its chat template: what turns text into ids."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        definition = backend.to_str() if backend is not None else repr(sorted(self.tokenizer.get_vocab().items()))
+        template = getattr(self.tokenizer, "chat_template", None)
+        return hashlib.sha256(f"{definition}\0{template}".encode("utf-8", "surrogatepass")).hexdigest()
+
+    def decode_ids(self, ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(getattr(self.tokenizer, "chat_template", None))
+
+    def render_chat(
+        self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool = True, date: str | None = None
+    ) -> str:
+        """The chat template's text; ``date`` is what a template that states the date writes (default today's)."""
+        template = self.tokenizer.get_chat_template()
+        if date is not None:  # transformers hands its templates this function; a macro of that name comes before it
+            template = f"{{% macro strftime_now(format) %}}{date}{{% endmacro %}}{template}"
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    list(messages),
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                    chat_template=template,
+                )
+            )
+        except TemplateError as error:  # templates raise on roles or orders that they do not know
+            roles = ", ".join(message["role"] for message in messages)
+            raise ConfigurationError(
+                f"the chat template of model {self.name!r} refuses messages of roles {roles}: {error}. Change roles or "
+                "order, or pass the prompt as one string."
+            ) from error
+
+    def _find_eos_ids(self) -> frozenset[int]:
+        """Ends of text and of turn: GGUF conversions often record only one of the two."""
+        found: set[int] = set()
+        for source in (self.model.generation_config.eos_token_id, self.model.config.eos_token_id):
+            found.update([source] if isinstance(source, int) else source or [])
+        if self.tokenizer.eos_token_id is not None:
+            found.add(self.tokenizer.eos_token_id)
+        for token in ("<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|endoftext|>"):
+            token_id = self.tokenizer.convert_tokens_to_ids(token)
+            if isinstance(token_id, int) and token_id != self.tokenizer.unk_token_id:
+                found.add(token_id)
+        return frozenset(found)
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Keep transformers' own progress bars off unless stderr is a terminal."""
+    from transformers import modeling_gguf_pytorch_utils as gguf
+    from transformers.utils import logging as transformers_logging
+
+    if sys.stderr.isatty() or not transformers_logging.is_progress_bar_enabled():
+        yield
+        return
+    bar = gguf.tqdm  # the one bar that transformers' own switch does not reach
+    transformers_logging.disable_progress_bar()
+    gguf.tqdm = functools.partial(bar, disable=True)
+    try:
+        yield
+    finally:
+        gguf.tqdm = bar
+        transformers_logging.enable_progress_bar()
