@@ -252,7 +252,7 @@ class TestEngine:
     def test_what_reuses_nothing_needs_none(self, make: Callable[..., CacheClipEngine], chunks: list[str]) -> None:
         engine = make(require_certificate=True)
         assert engine.generate("Hello there.", ONE).stats.method == "full"
-        assert engine.generate(rag_prompt(chunks), ONE, candidates=chunks).stats.misses == len(chunks)
+        assert engine.generate(rag_prompt(chunks), ONE, documents=chunks).stats.misses == len(chunks)
         with pytest.raises(CertificateError):  # now they are stored
             engine.generate(rag_prompt(chunks), ONE)
 

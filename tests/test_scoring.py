@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from cacheclip_rag import CacheClipEngine, EngineConfig
-from cacheclip_rag.selection import scoring as module
+from cacheclip_rag.clock import PhaseClock
 from cacheclip_rag.lab.training.measures import chosen, token_recall
+from cacheclip_rag.selection import scoring as module
 from cacheclip_rag.selection.auxiliary import Scoring
 from cacheclip_rag.selection.heads import HeadSet, weights_digest
 from cacheclip_rag.selection.scoring import MAX_QUESTION_TOKENS, AuxiliaryScorer, Question
 from cacheclip_rag.selection.sentences import sentence_spans
-from cacheclip_rag.stats import PhaseClock
 from tests.conftest import CHUNKS, QUESTION
 from tests.training.planted import PLANTED, build_planted
 
@@ -33,8 +33,8 @@ class Asked:
     """A scorer whose looks are recorded."""
 
     def __init__(self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch, heads: Any = None) -> None:
-        self.caches = CacheClipEngine(config, heads="none").auxiliary_caches
-        self.runtime = self.caches.kv_runtime
+        self.caches = CacheClipEngine(config, heads="none").parts.auxiliary_caches
+        self.runtime = self.caches.runtime
         self.scorer = AuxiliaryScorer(self.caches, heads(self.runtime) if heads else None)
         self.looks: list[tuple[tuple[int, ...], list[torch.Tensor], Any]] = []
         original = module.score_chunks

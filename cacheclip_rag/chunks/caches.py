@@ -11,8 +11,7 @@ import torch
 
 from ..errors import ConfigurationError, PromptTooLongError, StoreError
 from ..prompt.segments import Chunk, Segment
-from ..runtime.transformers.model import ModelRuntime
-from ..runtime.transformers.text import TextModel, TokenizedText
+from ..runtime.base import Runtime, TokenizedText
 from ..store import ChunkStore, chunk_key, decode, encode, keeps
 from ..store.codecs import CODECS
 
@@ -51,7 +50,7 @@ class ChunkCaches:
 
     def __init__(
         self,
-        runtime: TextModel,
+        runtime: Runtime,
         store: ChunkStore,
         *,
         prefix_ids: Sequence[int],
@@ -86,24 +85,23 @@ class ChunkCaches:
     @property
     def can_reuse(self) -> bool:
         """Whether this model's KV can be stored and reused; if not, nothing ever is in here."""
-        return isinstance(self.runtime, ModelRuntime)
+        return self.runtime.can_reuse
+
+    @property
+    def is_exact_behind_prefix(self) -> bool:
+        """Whether a chunk right behind the shared prefix has the KV of plain prefill."""
+        return self._encoding.is_exact_behind_prefix
 
     @property
     def is_lossy(self) -> bool:
         """Whether what is stored is coarser than what the model computes."""
-        return not keeps(self.codec, str(self.kv_runtime.dtype).removeprefix("torch."))
+        return not keeps(self.codec, str(self.runtime.dtype).removeprefix("torch."))
 
     @property
     def bytes_per_token(self) -> int:
         """What the KV of a token takes in the store."""
-        runtime = self.kv_runtime
+        runtime = self.runtime
         return 2 * runtime.num_layers * runtime.num_kv_heads * runtime.head_dim * CODECS[self.codec].itemsize
-
-    @property
-    def kv_runtime(self) -> ModelRuntime:
-        """The runtime, of a model whose KV can be reused."""
-        assert isinstance(self.runtime, ModelRuntime), "asked for KV of a model that cannot reuse it"
-        return self.runtime
 
     @property
     def prefix(self) -> torch.Tensor:
@@ -144,7 +142,7 @@ class ChunkCaches:
             return False
         self.check_length(text)
         tokens = self.tokenize(text)
-        kv = self.kv_runtime.encode(tokens.ids, self.prefix if self.prefix_ids else None)
+        kv = self.runtime.encode(tokens.ids, self.prefix if self.prefix_ids else None)
         self._store.put(self.key(text), encode(kv, self.codec))
         return True
 
@@ -176,7 +174,7 @@ class ChunkCaches:
         )
 
     def _read_or_encode_prefix(self) -> torch.Tensor:
-        runtime = self.kv_runtime
+        runtime = self.runtime
         if not self.prefix_ids:
             return torch.empty(runtime.num_layers, 2, runtime.num_kv_heads, 0, runtime.head_dim, dtype=runtime.dtype)
         key = self._key((), self.prefix_ids)

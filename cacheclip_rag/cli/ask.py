@@ -25,8 +25,8 @@ from .common import (
 )
 
 if TYPE_CHECKING:
-    from ..engine import Answer
     from ..ingest.library import Passage
+    from ..types import Answer
 
 INSTRUCTION = "Answer the question in a few words, using only the text above."
 
@@ -105,7 +105,7 @@ def ask(
     gc.collect()  # the embedding model has done its work: give its memory back before the large models load
     texts = [passage.text for passage in passages]
     answer = None
-    for event in engine.generate_stream(rag_prompt(texts, question), params, question=question, candidates=texts):
+    for event in engine.stream(rag_prompt(texts, question), params, question=question, documents=texts):
         if not as_json:
             sys.stdout.write(event.text)
             sys.stdout.flush()

@@ -14,6 +14,7 @@ import threading
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,7 +22,9 @@ from ..errors import ConfigurationError
 from ..prompt.layout import Layout, Span
 from ..runtime.transformers.attention import Probe, causal_plan
 from ..runtime.transformers.cache import FusedCache
-from ..runtime.transformers.model import ModelRuntime
+
+if TYPE_CHECKING:
+    from ..runtime.transformers.model import ModelRuntime
 
 __all__ = ["CapturedChunks", "Variant", "capture", "context_overlap", "digest_before", "order_distance"]
 
@@ -146,6 +149,10 @@ class CapturedChunks:
             raise ConfigurationError(
                 f"expected max_bytes >= 0 and max_variants >= 1, got {self.max_bytes} and {self.max_variants}."
             )
+
+    def __contains__(self, text: object) -> bool:
+        with self._lock:
+            return text in self._variants
 
     def find(self, text: str, before: Sequence[str], start_digest: bytes) -> Variant | None:
         """The variant that needs the least recomputing behind the chunks ``before`` (and, to be exact, behind the very

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..prompt.layout import Span
 from ..runtime.transformers.cache import FusedCache, FusedLayer
-from ..runtime.transformers.model import ModelRuntime
 from ..runtime.transformers.rotary import Tables, rotate, unrotate
+
+if TYPE_CHECKING:
+    from ..runtime.transformers.model import ModelRuntime
 
 __all__ = ["ResidualCorrection"]
 

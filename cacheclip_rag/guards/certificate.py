@@ -21,17 +21,21 @@ import transformers
 
 from .. import __version__
 from ..chunks.caches import ChunkCaches
+from ..chunks.sources import Sources
 from ..config import EngineConfig
 from ..errors import CertificateError
 from ..methods import METHODS, method_class, spec_of
 from ..methods.base import Method
 from ..paths import atomic_path, cache_home
 from ..selection.scoring import AuxiliaryScorer
+from ..types import Plan
+from .base import Observer
 
 __all__ = [
     "THRESHOLDS",
     "VERDICTS",
     "Certificate",
+    "CertificateGuard",
     "Identity",
     "RatioFigures",
     "check_certificate",
@@ -86,7 +90,7 @@ class RatioFigures:
     ratio: float
     """Nominal recompute ratio."""
     effective_ratio: float
-    """Mean over prompts, as :class:`~cacheclip_rag.stats.FusionStats` counts it."""
+    """Mean over prompts, as :class:`~cacheclip_rag.types.FusionStats` counts it."""
     first_token_kl: Mapping[str, float]
     """``mean``, ``median`` and ``max`` over prompts, nats."""
     answer_kl: Mapping[str, float]
@@ -98,7 +102,7 @@ class RatioFigures:
     verdict: str
     """One of :data:`VERDICTS`."""
     charged_ratio: float | None = None
-    """Mean over prompts, as :class:`~cacheclip_rag.stats.FusionStats` counts it; None: not recorded."""
+    """Mean over prompts, as :class:`~cacheclip_rag.types.FusionStats` counts it; None: not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +259,23 @@ def identity_of(config: EngineConfig, method: Method, primary: ChunkCaches, scor
         torch=torch.__version__,
         cacheclip_rag=__version__,
     )
+
+
+class CertificateGuard(Observer):
+    """Warns, or refuses where the settings require a certificate, before a plan that no certificate covers."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._checked: set[tuple[str, float]] = set()
+
+    def on_plan(self, plan: Plan, sources: Sources) -> None:
+        if not plan.reused or plan.method.composes:
+            return
+        identity = identity_of(self._config, plan.method, sources.prefix, sources.auxiliary)
+        checked = (identity.digest(), plan.method.nominal_ratio)
+        if checked not in self._checked:
+            check_certificate(self._config, plan.method, identity)
+            self._checked.add(checked)
 
 
 def check_certificate(config: EngineConfig, method: Method, identity: Identity) -> None:

@@ -66,10 +66,10 @@ def _seconds_per_token(caches: ChunkCaches, texts: Sequence[str]) -> float:
     if not texts:
         return 0.0
     # computed here: neither from the store nor into it
-    prefix = caches.kv_runtime.encode(caches.prefix_ids) if caches.prefix_ids else None
+    prefix = caches.runtime.encode(caches.prefix_ids) if caches.prefix_ids else None
     timed = sorted(texts, key=len)[len(texts) // 2 :][:_TIMED_CHUNKS]  # from the middle on: neither headings nor giants
-    caches.kv_runtime.encode(caches.tokenize(timed[0]).ids, prefix)  # the first run of a shape takes longer
+    caches.runtime.encode(caches.tokenize(timed[0]).ids, prefix)  # the first run of a shape takes longer
     started = time.perf_counter()
     for text in timed:
-        caches.kv_runtime.encode(caches.tokenize(text).ids, prefix)
+        caches.runtime.encode(caches.tokenize(text).ids, prefix)
     return (time.perf_counter() - started) / sum(len(caches.tokenize(text)) for text in timed)

@@ -18,21 +18,21 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from ..answer import StreamEvent
 from ..chunks.caches import Encoding
 from ..chunks.context import LEADS
 from ..errors import ConfigurationError
 from ..fusion.capture import Variant
 from ..prompt.layout import Layout, Span
 from ..prompt.segments import Segment
+from ..runtime.base import Runtime
 from ..runtime.transformers.attention import Geometry
 from ..runtime.transformers.cache import FusedCache
-from ..runtime.transformers.model import ModelRuntime
-from ..runtime.transformers.text import TextModel
 from ..runtime.transformers.walk import RowWalk
 from ..selection.auxiliary import Scoring
+from ..types import Event
 
 if TYPE_CHECKING:
+    from ..runtime.transformers.model import ModelRuntime
     from .composition import Composition
 
 __all__ = [
@@ -126,7 +126,7 @@ class Method(ABC):
         """What chunks are computed behind and between."""
         return Encoding()
 
-    def arrange(self, segments: Sequence[Segment], runtime: TextModel) -> list[Segment]:
+    def arrange(self, segments: Sequence[Segment], runtime: Runtime) -> list[Segment]:
         """The prompt's segments with what the method puts between them."""
         return list(segments)
 
@@ -147,7 +147,7 @@ class Method(ABC):
         """Who leaves the recompute between its layers; None if all ``rows``, ``(num_rows,)`` int64 slots, stay."""
         return None
 
-    def compose(self, parts: Composition) -> Iterator[StreamEvent]:
+    def compose(self, parts: Composition) -> Iterator[Event]:
         """The answer to a prompt that has chunks, out of several; the last event carries it."""
         raise NotImplementedError(f"method {self.name!r} does not declare that it composes")
 

@@ -14,15 +14,17 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from ..checks import check_whole_number
 from ..errors import ConfigurationError
-from ..runtime.transformers.model import ModelRuntime
 from .base import ChunkWalk, SelectionRequest, split_by_span
 from .selective import Selective
+
+if TYPE_CHECKING:
+    from ..runtime.transformers.model import ModelRuntime
 
 __all__ = ["CacheBlend"]
 

@@ -18,7 +18,7 @@ from ..checks import check_whole_number
 from ..chunks.caches import Encoding
 from ..errors import ConfigurationError
 from ..prompt.segments import Chunk, Fresh, Segment
-from ..runtime.transformers.text import TextModel
+from ..runtime.base import Runtime
 from .base import Method, SelectionRequest, recompute_nothing, warn_untuned
 
 __all__ = ["KVLink"]
@@ -61,7 +61,7 @@ class KVLink(Method):
     def encoding(self) -> Encoding:
         return Encoding(isolated=True)
 
-    def arrange(self, segments: Sequence[Segment], runtime: TextModel) -> list[Segment]:
+    def arrange(self, segments: Sequence[Segment], runtime: Runtime) -> list[Segment]:
         chunks = [number for number, segment in enumerate(segments) if isinstance(segment, Chunk)]
         if not chunks:
             return list(segments)
@@ -86,7 +86,7 @@ class KVLink(Method):
                 arranged.append(self._special(runtime, [self.end_id]))
         return arranged
 
-    def _special(self, runtime: TextModel, ids: Sequence[int]) -> Fresh:
+    def _special(self, runtime: Runtime, ids: Sequence[int]) -> Fresh:
         """A control segment of just these tokens.
 
         Raises:

@@ -18,9 +18,9 @@ from typing import ClassVar
 
 import torch
 
-from ..answer import Answer, StreamEvent
 from ..checks import check_whole_number
 from ..prompt.segments import Fresh, Segment
+from ..types import Answer, Event
 from .composition import Composition
 from .full import Full
 
@@ -44,7 +44,7 @@ class MapReduce(Full):
     def __post_init__(self) -> None:
         check_whole_number("map_tokens", self.map_tokens, least=1, of="tokens")
 
-    def compose(self, parts: Composition) -> Iterator[StreamEvent]:
+    def compose(self, parts: Composition) -> Iterator[Event]:
         greedy = replace(parts.params, max_tokens=self.map_tokens, temperature=0.0)
         answers = [parts.answer(parts.around(chunk), greedy) for chunk in parts.chunks]
         lines = [" ".join(answer.text.split()) for answer in answers]
@@ -62,11 +62,11 @@ class MapRerank(Full):
     reuses_chunks: ClassVar[bool] = True
     composes: ClassVar[bool] = True
 
-    def compose(self, parts: Composition) -> Iterator[StreamEvent]:
+    def compose(self, parts: Composition) -> Iterator[Event]:
         rated = [_rated(parts, parts.around(chunk)) for chunk in parts.chunks]
         best, _ = max(rated, key=lambda pair: (bool(pair[0].text.strip()), pair[1]))
-        yield StreamEvent(best.text)
-        yield StreamEvent("", parts.closing(best, self.name, parts.clock.elapsed()))
+        yield Event(best.text)
+        yield Event("", parts.closing(best, self.name, parts.clock.elapsed()))
 
 
 def _rated(parts: Composition, segments: Sequence[Segment]) -> tuple[Answer, float]:

@@ -14,7 +14,7 @@ from ..store.texts import WINDOW
 
 if TYPE_CHECKING:
     from ..engine import CacheClipEngine
-    from ..prompt.segments import Prompt
+    from ..types import Prompt
 
 __all__ = ["MissReport", "explain_miss"]
 

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..runtime.transformers.attention import AttentionPlan, Block, Probe
 from ..runtime.transformers.cache import FusedCache
-from ..runtime.transformers.model import ModelRuntime
 from ..runtime.transformers.rotary import Tables, rotate, unrotate
 from .heads import HeadSet, LowRank
+
+if TYPE_CHECKING:
+    from ..runtime.transformers.model import ModelRuntime
 
 __all__ = ["PackedChunks", "Scoring", "pack_chunks", "score_chunks", "updated", "without_sinks"]
 

@@ -14,12 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..runtime.transformers.attention import AttentionPlan, Block, Geometry, Probe, causal_plan
 from ..runtime.transformers.cache import FusedCache
-from ..runtime.transformers.model import ModelRuntime
+
+if TYPE_CHECKING:
+    from ..runtime.transformers.model import ModelRuntime
 
 __all__ = ["bounds_to_tokens"]
 

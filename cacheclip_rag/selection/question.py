@@ -8,13 +8,16 @@ are reduced over heads, question tokens and layers, and what they attend to is r
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..errors import ConfigurationError
 from ..runtime.transformers.attention import Block, Probe
 from ..runtime.transformers.cache import FusedCache
-from ..runtime.transformers.model import ModelRuntime
+
+if TYPE_CHECKING:
+    from ..runtime.transformers.model import ModelRuntime
 
 __all__ = ["attention_to_tokens", "pick_layers"]
 

@@ -5,19 +5,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from ..chunks.caches import ChunkCaches
+from ..clock import PhaseClock
 from ..prompt.layout import Span
-from ..runtime.transformers.model import ModelRuntime
-from ..runtime.transformers.text import TokenizedText
-from ..stats import PhaseClock
+from ..runtime.base import Runtime, TokenizedText
 from .auxiliary import Scoring, score_chunks
 from .heads import HeadSet
 from .mapping import map_scores
 from .question import pick_layers
 from .sentences import sentence_numbers
+
+if TYPE_CHECKING:
+    from ..runtime.transformers.model import ModelRuntime
 
 __all__ = ["MAX_QUESTION_TOKENS", "AuxiliaryScorer", "Question"]
 
@@ -41,10 +44,16 @@ class AuxiliaryScorer:
     named: Mapping[str, HeadSet] = field(default_factory=dict)
     """Those that the method asks for, by the names it has for them."""
 
+    @property
+    def runtime(self) -> ModelRuntime:
+        """The model, whose attention can be looked at."""
+        assert self.caches.runtime.can_score, "an auxiliary model must show its attention"
+        return cast("ModelRuntime", self.caches.runtime)
+
     def score(self, spans: Sequence[Span], question: str, scoring: Scoring, clock: PhaseClock) -> list[torch.Tensor]:
         """Per span ``(num_tokens,)`` in the primary's tokens; reading is counted as such on the clock, which is within
         its phase ``select``."""
-        runtime, caches = self.caches.kv_runtime, self.caches
+        runtime, caches = self.runtime, self.caches
         asked = Question.of(runtime, question)
         least = min(len(asked.ids), _LEAST_QUESTION_TOKENS)
         room = {s: runtime.reuse_tokens - len(caches.prefix_ids) - len(caches.tokenize(s.segment.text)) for s in spans}
@@ -76,7 +85,7 @@ class AuxiliaryScorer:
 
     def _scores(self, texts: Sequence[str], asked: Question, scoring: Scoring, clock: PhaseClock) -> list[torch.Tensor]:
         """Per text ``(num_tokens,)`` in the auxiliary's tokens."""
-        runtime, caches = self.caches.kv_runtime, self.caches
+        runtime, caches = self.runtime, self.caches
 
         def chunks() -> Iterator[torch.Tensor]:
             for text in texts:
@@ -133,7 +142,7 @@ class Question:
     """``(num_tokens,)`` bool: tokens with a letter or a digit."""
 
     @classmethod
-    def of(cls, auxiliary: ModelRuntime, text: str) -> Question:
+    def of(cls, auxiliary: Runtime, text: str) -> Question:
         """A question as every look asks it: of a long one its last :data:`MAX_QUESTION_TOKENS` tokens."""
         return cls.of_tokens(auxiliary.tokenize(text), text).last(MAX_QUESTION_TOKENS)
 

@@ -98,9 +98,9 @@ class TextIndex:
         of_text = (anchor.digest, anchor.value, anchor.start, anchor.length, anchor.ending)
         return self._namespace, *of_text, removed
 
-    def find(self, prompt: str, candidates: Iterable[str] = ()) -> list[TextMatch]:
-        """Stored texts and ``candidates`` occurring in ``prompt``: leftmost, longest, not overlapping, in order."""
-        anchors = [anchor for text in candidates if (anchor := _anchor_of(text)) is not None]
+    def find(self, prompt: str, documents: Iterable[str] = ()) -> list[TextMatch]:
+        """Stored texts and ``documents`` occurring in ``prompt``: leftmost, longest, not overlapping, in order."""
+        anchors = [anchor for text in documents if (anchor := _anchor_of(text)) is not None]
         with self._lock:
             self._refresh()
             tables = (_Rows.of([(anchor, False) for anchor in anchors]), self._recent, self._settled)

@@ -22,7 +22,7 @@ from tests.engine.asking import SHORT, check_sums, logits, rag
 
 class TestMisses:
     def test_no_stored_chunk_is_plain_prefill_and_says_so(self, engine: CacheClipEngine, chunks: list[str]) -> None:
-        answer = engine.generate(rag(chunks), SHORT, candidates=chunks)
+        answer = engine.generate(rag(chunks), SHORT, documents=chunks)
         check_sums(answer)
         assert answer.stats.method == "full"
         assert answer.stats.fallback is not None and "4 chunks" in answer.stats.fallback
@@ -30,14 +30,14 @@ class TestMisses:
         assert answer.token_ids == engine.generate(rag(chunks), SHORT, method="full").token_ids
 
     def test_the_second_call_hits(self, engine: CacheClipEngine, chunks: list[str]) -> None:
-        engine.generate(rag(chunks), SHORT, candidates=chunks)
+        engine.generate(rag(chunks), SHORT, documents=chunks)
         stats = engine.generate(rag(chunks), SHORT).stats  # and needs no candidates any more
         assert (stats.hits, stats.misses, stats.fallback) == (4, 0, None)
 
     def test_ignore_does_not_store(self, make: Callable[..., CacheClipEngine], chunks: list[str]) -> None:
         engine = make(on_miss="ignore")
         for _ in range(2):
-            stats = engine.generate(rag(chunks), SHORT, candidates=chunks).stats
+            stats = engine.generate(rag(chunks), SHORT, documents=chunks).stats
             assert (stats.hits, stats.misses) == (0, 4)
         assert not engine.is_stored(chunks[0])
 
@@ -48,7 +48,7 @@ class TestMisses:
         assert answer.stats.misses == 0
 
     def test_full_stores_nothing(self, engine: CacheClipEngine, chunks: list[str]) -> None:
-        engine.generate(rag(chunks), SHORT, method="full", candidates=chunks)
+        engine.generate(rag(chunks), SHORT, method="full", documents=chunks)
         assert not engine.is_stored(chunks[0], needs_auxiliary=False)
 
     def test_chunk_segments_given_by_hand_are_stored_too(self, engine: CacheClipEngine, chunks: list[str]) -> None:
@@ -100,7 +100,7 @@ class TestSources:
         self, engine: CacheClipEngine, chunks: list[str]
     ) -> None:
         origins = {f"  {chunks[0]}\n": [("node 1", "report"), ("node 2", "")], chunks[1]: [("node 3", "report")]}
-        engine.generate(rag(chunks), SHORT, candidates=origins)
+        engine.generate(rag(chunks), SHORT, documents=origins)
         assert [engine.is_stored(c) for c in chunks] == [True, True, False, False]
         assert engine.release_sources(["report"]) == 1
         assert engine.is_stored(chunks[0]) and not engine.is_stored(chunks[1])
@@ -122,7 +122,9 @@ class TestSources:
 
 class TestDamage:
     def damage(self, engine: CacheClipEngine, model: str, text: str) -> None:
-        path = engine.store.path_of(engine._caches_of(model).key(text))  # type: ignore[attr-defined]
+        path = engine.store.path_of(
+            (engine.parts.primary() if model == engine.config.primary else engine.parts.auxiliary_caches).key(text)
+        )  # type: ignore[attr-defined]
         content = bytearray(path.read_bytes())
         content[-7] ^= 0xFF
         path.write_bytes(content)
@@ -138,7 +140,7 @@ class TestDamage:
         assert (answer.stats.hits, answer.stats.misses) == (3, 1)
         other = make(on_miss="ignore")
         other.precompute([c for c in chunks if c != chunks[1]])
-        expected = other.generate(rag(chunks), SHORT, method="direct", candidates=chunks)
+        expected = other.generate(rag(chunks), SHORT, method="direct", documents=chunks)
         assert answer.token_ids == expected.token_ids
         assert answer.stats.fresh_tokens == expected.stats.fresh_tokens
         assert engine.generate(rag(chunks), SHORT, method="direct").stats.hits == 4  # mended after the answer
@@ -184,7 +186,7 @@ class TestDamage:
     ) -> None:
         engine.precompute(chunks)
         expected = engine.generate(rag(chunks), SHORT)
-        caches = engine._caches_of(engine.config.primary)
+        caches = engine.parts.primary()
         path = engine.store.path_of(caches._key((), caches.prefix_ids))  # type: ignore[attr-defined]
         assert path.exists()
         path.write_bytes(path.read_bytes()[:-9])
@@ -276,9 +278,9 @@ class TestStore:
         (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 200}))
         engine = make(auxiliary=str(short))
         texts = [" ".join(chunks), *chunks[1:3]]
-        assert engine.generate(rag(texts), SHORT, candidates=texts).stats.misses == 3
+        assert engine.generate(rag(texts), SHORT, documents=texts).stats.misses == 3
         assert [engine.is_stored(text) for text in texts] == [False, True, True]
-        assert engine.generate(rag(texts), SHORT, candidates=texts).stats.hits == 2
+        assert engine.generate(rag(texts), SHORT, documents=texts).stats.hits == 2
         keys = set(engine.store.keys())
         with pytest.raises(PromptTooLongError):
             engine.precompute([texts[0] + " More."])

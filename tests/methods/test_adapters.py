@@ -78,9 +78,9 @@ class TestBlockAttention:
         result, direct = engine.prefill(PROMPT, method=method), engine.prefill(PROMPT, method=Isolated())
         assert (direct.stats.hits, direct.stats.misses) == (3, 0)
         assert gap(result.logits, direct.logits) == 0.0
-        runtime, layout = engine._caches_of(engine.config.primary).kv_runtime, result.layout
+        runtime, layout = engine.parts.primary().runtime, result.layout
         cache = runtime.new_cache(layout.num_tokens)
-        runtime.fill(cache, engine._caches_of(engine.config.primary).prefix, slot=0, position=0)
+        runtime.fill(cache, engine.parts.primary().prefix, slot=0, position=0)
         for span in layout.chunks:
             runtime.fill(cache, runtime.encode(span.tokens.ids), slot=span.start, position=span.start)
         _, logits = scatter(engine.config.primary, cache, layout.ids, choose_rows(layout, layout.chunks, []))
@@ -111,7 +111,7 @@ class TestBlockAttention:
         assert engine.generate(PROMPT, SamplingParams(max_tokens=2), method="direct").stats.hits == 3
         assert engine.release(CHUNKS[:3]) == 3
         for spec in ("block:tuned=true", "direct"):
-            stats = engine.prefill(PROMPT, candidates=CHUNKS[:3], method=create(spec, {})).stats
+            stats = engine.prefill(PROMPT, documents=CHUNKS[:3], method=create(spec, {})).stats
             assert (stats.hits, stats.misses) == (0, 3)
 
     @pytest.mark.parametrize("name", ["llama"])

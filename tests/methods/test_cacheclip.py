@@ -30,8 +30,8 @@ class TestCacheClip:
         opening, *_, closing = engine.segment(question)
         spy: Any = Spy(create("query_attention", {}))
         layout = engine.prefill([opening, Chunk(CHUNKS[0]), Fresh(question), closing], method=spy).layout
-        caches = engine._caches_of(primary)
-        runtime, [span] = caches.kv_runtime, layout.chunks
+        caches = engine.parts.primary()
+        runtime, [span] = caches.runtime, layout.chunks
         stored = caches.read(CHUNKS[0])
         assert stored is not None
         for layer in range(runtime.num_layers):
@@ -53,8 +53,8 @@ class TestCacheClip:
     def test_the_masses_of_a_chunk_are_bounded(self, case_of: Any, heads: str) -> None:
         """A question token hands out one, whoever else it looks at; of several, the largest add up to no more."""
         case = case_of("llama")
-        auxiliary = case.engine._caches_of(case.engine.config.auxiliary)
-        runtime = auxiliary.kv_runtime
+        auxiliary = case.engine.parts.auxiliary_caches
+        runtime = auxiliary.runtime
         kv = [auxiliary.read(span.segment.text) for span in case.layout.chunks]
         question = runtime.tokenize("What is the magic number?").ids
         most = len(question) * (1 if heads == "mean" else runtime.model.config.num_attention_heads)
@@ -80,8 +80,8 @@ class TestCacheClip:
 
     def test_pooled_auxiliary_scores_share_one_softmax(self, case_of: Any) -> None:
         case = case_of("llama")
-        auxiliary = case.engine._caches_of(case.engine.config.auxiliary)
-        runtime = auxiliary.kv_runtime
+        auxiliary = case.engine.parts.auxiliary_caches
+        runtime = auxiliary.runtime
         kv = [auxiliary.read(span.segment.text) for span in case.layout.chunks]
         question = runtime.tokenize("What is the magic number?").ids
         pooled = score_chunks(runtime, auxiliary.prefix, kv, question, pooled=True)

@@ -12,7 +12,7 @@ from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.guards.fidelity import greedy
 from cacheclip_rag.methods import METHODS, create, method_class
 from cacheclip_rag.models.load import load_model
-from cacheclip_rag.stats import PHASES
+from cacheclip_rag.types import PHASES
 from tests.conftest import CHUNKS, QUESTION, rag_prompt
 from tests.fusion.cases import make_engine
 
@@ -151,7 +151,7 @@ class TestNumbers:
 
     def test_streamed(self, engine: CacheClipEngine, name: str) -> None:
         whole = engine.generate(rag_prompt(THREE), SHORT, method=SPECS.get(name, name))
-        events = list(engine.generate_stream(rag_prompt(THREE), SHORT, method=SPECS.get(name, name)))
+        events = list(engine.stream(rag_prompt(THREE), SHORT, method=SPECS.get(name, name)))
         assert "".join(event.text for event in events) == whole.text
         assert [event.answer is not None for event in events] == [False] * (len(events) - 1) + [True]
         assert events[-1].answer is not None and events[-1].answer.token_ids == whole.token_ids
@@ -160,7 +160,7 @@ class TestNumbers:
     def test_missing_chunks_are_stored_afterwards(self, engine: CacheClipEngine, name: str) -> None:
         engine.release(THREE)
         stats = [
-            engine.generate(rag_prompt(THREE), SHORT, method=SPECS.get(name, name), candidates=THREE).stats
+            engine.generate(rag_prompt(THREE), SHORT, method=SPECS.get(name, name), documents=THREE).stats
             for _ in range(2)
         ]
         check_sums(stats[0])

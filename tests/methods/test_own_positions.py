@@ -108,7 +108,7 @@ class TestOwnPositions:
 
     def test_a_damaged_chunk_is_placed_as_text(self, case_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         case = case_of("llama")
-        caches = case.engine._caches_of(case.folder)
+        caches = case.engine.parts.primary()
         lost = case.layout.chunks[1].segment.text
         read = type(caches).read
         monkeypatch.setattr(type(caches), "read", lambda self, text: None if text == lost else read(self, text))

@@ -262,11 +262,11 @@ class TestBehindPassages:
         direct = create("direct:behind=passages", {})
         chunk = case.layout.chunks[1]
         case.engine.precompute([chunk.segment.text], method=direct)
-        caches = case.engine._caches_of(case.folder)
+        caches = case.engine.parts.primary()
         lead = case.runtime.tokenize(LEADS["passages"]).ids
         ids = torch.tensor([*caches.prefix_ids, *lead, *chunk.tokens.ids])
         full, _ = case.runtime.prefill(ids, len(ids))
-        stored = case.engine._caches_of(case.folder, direct.encoding).read(chunk.segment.text)
+        stored = case.engine.parts.primary(direct.encoding).read(chunk.segment.text)
         assert gap(stored, case.runtime.extract(full, len(ids) - len(chunk.tokens), len(ids))) < EXACT
 
     @pytest.mark.parametrize("name", ["block", "link"])

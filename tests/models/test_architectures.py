@@ -172,7 +172,7 @@ class TestFallback:
 
     def test_streams_too(self, tmp_path: Path, chunks: list[str], make: Callable[..., CacheClipEngine]) -> None:
         engine = make(build(tmp_path, "mamba"))
-        events = list(engine.generate_stream(rag_prompt(chunks), SamplingParams(max_tokens=8)))
+        events = list(engine.stream(rag_prompt(chunks), SamplingParams(max_tokens=8)))
         assert events[-1].answer is not None
         assert "".join(event.text for event in events) == events[-1].answer.text
 

@@ -68,7 +68,7 @@ class TestCalibrate:
 
     def test_layers_are_ranked_by_the_mean_of_their_heads(self, config: EngineConfig, tmp_path: Path) -> None:
         found = calibrate(config, num_samples=9, num_prompts=0, folder=tmp_path)
-        caches = CacheClipEngine(config).auxiliary_caches
+        caches = CacheClipEngine(config).parts.auxiliary_caches
         whole = synthetic_samples("train", 9)
         samples = [whole[number] for number in ranking_and_checking(whole)[0]]
         expected = []
@@ -224,7 +224,7 @@ class TestLook:
     def test_it_scores_as_the_engine_does(self, config: EngineConfig) -> None:
         """Every head alone, by the calibration's look and by the scorer of the engine."""
         engine = CacheClipEngine(config, heads="none")
-        caches, runtime = engine.auxiliary_caches, engine.auxiliary_caches.kv_runtime
+        caches, runtime = engine.parts.auxiliary_caches, engine.parts.auxiliary_caches.runtime
         [sample] = synthetic_samples("train", 1, chunk_words=20)
         seen = look(caches, sample, range(runtime.num_layers), sinks=2)
         kv = [runtime.encode(caches.tokenize(chunk).ids, caches.prefix) for chunk in sample.chunks]
@@ -239,7 +239,7 @@ class TestLook:
 
     def test_of_a_long_question_it_sees_what_an_engine_asks_with(self, config: EngineConfig) -> None:
         engine = CacheClipEngine(config, heads="none")
-        caches, runtime = engine.auxiliary_caches, engine.auxiliary_caches.kv_runtime
+        caches, runtime = engine.parts.auxiliary_caches, engine.parts.auxiliary_caches.runtime
         [sample] = synthetic_samples("train", 1, chunk_words=20)
         tail = f"{sample.question} " * 20
         ids = runtime.tokenize(tail).ids
@@ -253,7 +253,7 @@ class TestLook:
         assert WholeSample.of(caches, long).question == ids[-MAX_QUESTION_TOKENS:]
 
     def test_evidence_is_marked_in_tokens(self, config: EngineConfig) -> None:
-        caches = CacheClipEngine(config).auxiliary_caches
+        caches = CacheClipEngine(config).parts.auxiliary_caches
         for sample in synthetic_samples("train", 7, chunk_words=20):
             seen = look(caches, sample, [0])
             start = 0

@@ -37,7 +37,7 @@ class TestWholeTuned:
         engine = CacheClipEngine(
             EngineConfig(primary=tiny_models["llama"], auxiliary=auxiliary, auxiliary_codec="float32")
         )
-        caches, runtime = engine.auxiliary_caches, engine.auxiliary_caches.kv_runtime
+        caches, runtime = engine.parts.auxiliary_caches, engine.parts.auxiliary_caches.runtime
         last = runtime.num_layers - 1
         some, weights = ((0, 1), (last, 0), (last, 1)), torch.tensor([0.3, 0.3, 0.4])
         heads = HeadSet(weights_digest(runtime.fingerprint), some, weights, sinks=2)
@@ -51,7 +51,7 @@ class TestWholeTuned:
         engine = CacheClipEngine(
             EngineConfig(primary=tiny_models["llama"], auxiliary=tiny_models["qwen3"], auxiliary_codec="float32")
         )
-        caches, runtime = engine.auxiliary_caches, engine.auxiliary_caches.kv_runtime
+        caches, runtime = engine.parts.auxiliary_caches, engine.parts.auxiliary_caches.runtime
         heads = HeadSet(weights_digest(runtime.fingerprint), ((0, 1), (1, 0)), torch.tensor([0.5, 0.5]), sinks=2)
         before = {name: value.clone() for name, value in runtime.model.state_dict().items()}
         tuned = WholeTuned(runtime, heads, SETTINGS)
@@ -83,10 +83,10 @@ class TestJob:
         markdown, html = (path.read_text() for path in write_report(found, tmp_path / "report"))
         assert whole_verdict(found) in markdown and "<td>after</td>" in html and "| learning_rate | 0.003 |" in markdown
         engine = CacheClipEngine(config, auxiliary=str(tmp_path / "tuned"))
-        caches: Any = engine.auxiliary_caches
-        assert found.heads.auxiliary_sha256 == weights_digest(caches.kv_runtime.fingerprint) != heads.auxiliary_sha256
+        caches: Any = engine.parts.auxiliary_caches
+        assert found.heads.auxiliary_sha256 == weights_digest(caches.runtime.fingerprint) != heads.auxiliary_sha256
         assert engine.head_set is not None and engine.head_set.digest() == found.heads.digest(), "beside the model"
-        tuned = WholeTuned(caches.kv_runtime, found.heads, SETTINGS)
+        tuned = WholeTuned(caches.runtime, found.heads, SETTINGS)
         [sample] = synthetic_samples("test", 1, chunk_words=20)
         seen = look(caches, sample, found.heads.layers, sinks=2)
         torch.testing.assert_close(

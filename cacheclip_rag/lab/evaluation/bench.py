@@ -23,8 +23,8 @@ from ...errors import ConfigurationError
 from ...methods import DEFAULT_METHOD, check_ratio
 from ...progress import progress_bar
 from ...sampling import SamplingParams
-from ...stats import PHASES, FusionStats
 from ...store import DiskStore
+from ...types import PHASES, FusionStats
 
 __all__ = ["bench", "make_texts"]
 

@@ -16,13 +16,13 @@ from transformers import DynamicCache
 
 from ...engine import CacheClipEngine
 from ...errors import ConfigurationError
-from ...fusion.prefill import Prefilled
 from ...fusion.recompute import assemble, choose_rows, recompute
 from ...guards.fidelity import greedy, kl_divergence, read_along
 from ...methods import create
 from ...methods.base import Method, SelectionRequest
+from ...runtime.prefill import Prefilled
 from ...runtime.transformers.cache import FusedCache
-from ...runtime.transformers.model import ModelRuntime
+from ...runtime.transformers.model import ModelRuntime, transformers_model
 from .prompts import EvaluationPrompt
 
 __all__ = ["Check", "check_exactness", "check_reuse", "noise_floor", "reference_logits"]
@@ -59,8 +59,7 @@ class _RecomputeAll(Method):
 
 def check_exactness(engine: CacheClipEngine, prompt: EvaluationPrompt) -> dict[str, Any]:
     """All checks on one prompt whose chunks are precomputed: ``{"passed", "noise_floor", "checks": {name: …}}``."""
-    runtime = engine.primary
-    assert isinstance(runtime, ModelRuntime), "a model without reuse has nothing to check"
+    runtime = transformers_model(engine.primary)
     full = engine.prefill(prompt.text, method=create("full", {}))
     ids = full.layout.ids
     expected = reference_logits(runtime, ids)
@@ -162,8 +161,7 @@ def noise_floor(runtime: ModelRuntime, ids: torch.Tensor) -> dict[str, float]:
 def _reference_direct(engine: CacheClipEngine, prompt: EvaluationPrompt) -> torch.Tensor:
     """Direct reuse by the unmodified model: the assembled KV in transformers' own cache, then the question by its own
     attention and masks, one token after the other. (Text between the chunks is in that cache as we computed it.)"""
-    runtime = engine.primary
-    assert isinstance(runtime, ModelRuntime)
+    runtime = transformers_model(engine.primary)
     prefilled = engine.prefill(prompt.text, method=create("direct", {}))
     assert isinstance(prefilled.cache, FusedCache)
     end = prefilled.layout.chunks[-1].stop
@@ -190,9 +188,8 @@ def _gap(left: torch.Tensor, right: torch.Tensor, limit: float, says: str) -> Ch
 @torch.inference_mode()
 def _no_future(engine: CacheClipEngine, prompt: EvaluationPrompt) -> Check:
     """Recompute a third of each chunk twice, the second time with the last chunk and the question replaced."""
-    runtime = engine.primary
-    assert isinstance(runtime, ModelRuntime)
-    caches = engine._caches_of(engine.config.primary)
+    runtime = transformers_model(engine.primary)
+    caches = engine.parts.primary()
     layout = engine.prefill(prompt.text, method=create("direct", {})).layout
     border = layout.chunks[-1].start
     pieces = {0: caches.prefix} if layout.num_prefix else {}
@@ -210,7 +207,7 @@ def _no_future(engine: CacheClipEngine, prompt: EvaluationPrompt) -> Check:
     for ids, last in ((layout.ids, pieces[border]), (changed, pieces[border] + noise.to(pieces[border].dtype))):
         cache = runtime.new_cache(layout.num_tokens)
         assemble(runtime, cache, {**pieces, border: last}.items())
-        recompute(runtime, cache, replace(layout, ids=ids), rows)
+        recompute(runtime, cache, replace(layout, token_ids=tuple(ids.tolist())), rows)
         results.append(cache)
     figure = 0.0
     for left, right in zip(results[0].layers, results[1].layers, strict=True):

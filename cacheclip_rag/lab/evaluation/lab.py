@@ -38,14 +38,14 @@ from ...errors import (
     PromptTooLongError,
     StoreError,
 )
-from ...fusion.prefill import Prefilled
 from ...methods import METHODS, check_auxiliary, create, method_class, spec_of
 from ...methods.base import Method
 from ...progress import progress_bar
 from ...prompt.segments import Chunk, Fresh, Segment
+from ...runtime.prefill import Prefilled
 from ...sampling import SamplingParams
 from ...selection.heads import load_named
-from ...stats import FusionStats
+from ...types import FusionStats
 from .journal import Journal, open_journal
 from .questions import AskedQuestion, ask
 from .records import Record, Skipped, first_few
@@ -260,7 +260,7 @@ class Lab:
         """What must be the same for answers to be compared; questions and methods may be added."""
         config, auxiliary = engine.config, engine.auxiliary
         heads = engine.head_set if auxiliary else None
-        named = engine.named_heads({name for planned in self.runs for name in planned.method.head_sets})
+        named = engine.parts.named_heads({name for planned in self.runs for name in planned.method.head_sets})
         return {
             "dataset": self.name,
             "primary": config.primary,

@@ -15,7 +15,8 @@ from typing import Any
 
 from ...engine import CacheClipEngine
 from ...errors import ConfigurationError
-from ...prompt.segments import Fresh, Message, Segment, segment_text
+from ...prompt.segments import Fresh, Segment, segment_text
+from ...types import Message
 from .records import Record
 from .scores import check_metric
 

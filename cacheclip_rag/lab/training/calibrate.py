@@ -27,7 +27,7 @@ from ...methods.base import Method
 from ...methods.mixed import Mixed
 from ...paths import cache_home
 from ...progress import progress_bar
-from ...runtime.transformers.model import ModelRuntime
+from ...runtime.transformers.model import ModelRuntime, transformers_model
 from ...selection.heads import HeadSet, shipped_path, weights_digest
 from ..evaluation.reference import Reference
 from .families import Sample, synthetic_samples
@@ -160,8 +160,7 @@ def open_engine(config: EngineConfig) -> CacheClipEngine:
     if config.auxiliary is None:
         raise ConfigurationError("there is no auxiliary model to calibrate. Name one with --auxiliary.")
     engine = CacheClipEngine(config, store=None, max_bytes=None, heads="none", fallback="error", shadow_rate=0.0)
-    auxiliary = engine.auxiliary
-    assert isinstance(auxiliary, ModelRuntime) and isinstance(engine.primary, ModelRuntime), "fallback is error"
+    auxiliary = transformers_model(engine.auxiliary)
     check_offsets(auxiliary)
     return engine
 
@@ -196,9 +195,8 @@ def calibrate(
         )
     started = time.perf_counter()
     engine = open_engine(config)
-    auxiliary = engine.auxiliary
-    assert isinstance(auxiliary, ModelRuntime)
-    caches = engine.auxiliary_caches
+    auxiliary = transformers_model(engine.auxiliary)
+    caches = engine.parts.auxiliary_caches
     samples = [*synthetic_samples("train", num_samples, seed=seed), *given]
     inputs = engine_inputs(engine)
     digest = digest_of([inputs, [each.as_read() for each in samples]])
@@ -433,7 +431,7 @@ def downstream(
                     engine.release(sample.chunks)
                 advance(number)
     finally:
-        engine.use_heads(before)
+        engine.parts.use_heads(before)
         engine.release([chunk for sample in samples for chunk in sample.chunks])
     return found
 
@@ -469,7 +467,7 @@ def _measure(engine: CacheClipEngine, sample: Sample, ratio: float) -> Callable[
 
     def measure(heads: HeadSet | str) -> tuple[float, ...]:
         method = _method(engine, heads, ratio)
-        engine.use_heads(heads if isinstance(heads, HeadSet) else None)
+        engine.parts.use_heads(heads if isinstance(heads, HeadSet) else None)
         engine.precompute(sample.chunks, method=method)
         engine.prefixes.clear()
         prefilled = engine.prefill(segments, method=method, question=sample.question)

@@ -22,7 +22,7 @@ from ...engine import CacheClipEngine
 from ...errors import ConfigurationError, ModelError
 from ...paths import cache_home
 from ...progress import progress_bar
-from ...runtime.transformers.model import ModelRuntime
+from ...runtime.transformers.model import ModelRuntime, transformers_model
 from ...selection.heads import HeadSet, weights_digest
 from ...selection.sentences import sentence_numbers
 from .calibrate import (
@@ -160,7 +160,7 @@ def finetune(
         )
     started = time.perf_counter()
     engine = open_engine(config)
-    runtime = engine.auxiliary_caches.kv_runtime
+    runtime = transformers_model(engine.auxiliary)
     last = _last_layer(runtime, settings.sinks)
     check_trainable(runtime, last if heads is None else heads)
     samples = [*synthetic_samples("train", num_samples, seed=settings.seed), *given]
@@ -234,7 +234,7 @@ def _last_layer(runtime: ModelRuntime, sinks: int) -> HeadSet:
 
 
 def _new(engine: CacheClipEngine, heads: HeadSet, settings: TuningSettings) -> Tuned:
-    runtime = engine.auxiliary_caches.kv_runtime
+    runtime = transformers_model(engine.auxiliary)
     return Tuned(heads, runtime.model.config.num_attention_heads, runtime.num_kv_heads, runtime.head_dim, settings)
 
 
@@ -275,8 +275,8 @@ def _begun(
                 return begun
         except ModelError as error:
             logger.info("fitting again: %s", error)
-    caches = engine.auxiliary_caches
-    runtime = caches.kv_runtime
+    caches = engine.parts.auxiliary_caches
+    runtime = caches.runtime
     numbers = list(targets) or spaced(range(len(samples)), _FITTED)
     seen = []
     with progress_bar("reading with every head", len(numbers), "samples") as advance:
@@ -303,7 +303,7 @@ def _trainees(
     sinks: int,
 ) -> list[Trainee]:
     """What there is to learn from each sample, from the folder where it is there."""
-    caches = engine.auxiliary_caches
+    caches = engine.parts.auxiliary_caches
     found, made = [], 0
     with progress_bar("reading", len(samples), "samples") as advance:
         for number, sample in enumerate(samples):
@@ -334,8 +334,8 @@ def _figures(
 ) -> tuple[list[Figures], Asked]:
     """On the test split: the last layer as it comes, what comes with the package, the set before and after, words
     alone; on the primary also methods that ask no auxiliary. And what the primary was asked."""
-    caches, sinks = engine.auxiliary_caches, tuned.settings.sinks
-    runtime = caches.kv_runtime
+    caches, sinks = engine.parts.auxiliary_caches, tuned.settings.sinks
+    runtime = transformers_model(caches.runtime)
     samples = synthetic_samples("test", num_tests, seed=tuned.settings.seed)
     asked = answered_rightly(engine, samples, num_prompts, kept=kept)
     prompts = asked.samples

@@ -72,7 +72,7 @@ def digest_of(about: Any) -> str:
 
 def engine_inputs(engine: CacheClipEngine) -> dict[str, Any]:
     """Everything of an engine that decides what its models say, names and folders of models left out."""
-    config, auxiliary = engine.config, engine.auxiliary_caches
+    config, auxiliary = engine.config, engine.parts.auxiliary_caches
     return {
         "primary_sha256": engine.primary.fingerprint,
         "primary_tokenizer_sha256": engine.primary.tokenizer_sha256,

@@ -74,7 +74,7 @@ def attended_when_stale(engine: CacheClipEngine, sample: Sample, spec: str) -> t
     there is nothing to choose."""
     found = _rated(engine, sample, spec)
     if found is None:
-        return torch.zeros(sum(len(engine.auxiliary_caches.tokenize(chunk)) for chunk in sample.chunks))
+        return torch.zeros(sum(len(engine.parts.auxiliary_caches.tokenize(chunk)) for chunk in sample.chunks))
     return found
 
 
@@ -86,7 +86,7 @@ def _rated(engine: CacheClipEngine, sample: Sample, spec: str) -> torch.Tensor |
         return None
     parts = []
     for chunk in sample.chunks:
-        offsets = engine.auxiliary_caches.tokenize(chunk).offsets
+        offsets = engine.parts.auxiliary_caches.tokenize(chunk).offsets
         if chunk in by_text:
             score, source = by_text[chunk]
             parts.append(spread_over(score.float(), source, offsets))

@@ -32,7 +32,7 @@ from ...engine import CacheClipEngine
 from ...errors import ConfigurationError
 from ...models.load import load_model
 from ...paths import cache_home
-from ...runtime.transformers.model import ModelRuntime
+from ...runtime.transformers.model import ModelRuntime, transformers_model
 from ...selection.auxiliary import without_sinks
 from ...selection.heads import HEADS_FILE, HeadSet, weights_digest
 from ...selection.scoring import Question
@@ -75,7 +75,7 @@ class WholeSample:
     @classmethod
     def of(cls, caches: ChunkCaches, sample: Sample, target: torch.Tensor | None = None) -> WholeSample:
         tokens = [caches.tokenize(chunk) for chunk in sample.chunks]
-        question = Question.of(caches.kv_runtime, sample.question).ids
+        question = Question.of(caches.runtime, sample.question).ids
         chunks = tuple(each.ids for each in tokens)
         return cls(tuple(caches.prefix_ids), chunks, question, marked(tokens, sample.evidence), target)
 
@@ -251,7 +251,7 @@ def finetune_whole(
     check_whole_number("num_prompts", num_prompts, of="prompts")
     started = time.perf_counter()
     engine = open_engine(config)
-    runtime, caches = engine.auxiliary_caches.kv_runtime, engine.auxiliary_caches
+    runtime, caches = transformers_model(engine.auxiliary), engine.parts.auxiliary_caches
     samples = [*synthetic_samples("train", num_samples, seed=settings.seed), *given]
     inputs = {
         **engine_inputs(engine),
