@@ -19,6 +19,7 @@ import torch
 from .answer import Answer, StreamEvent
 from .chunks.caches import DEFAULT_ENCODING, ChunkCaches, Encoding
 from .chunks.context import LEADS
+from .chunks.library import ChunkLibrary
 from .chunks.prefix_cache import PrefixCache
 from .config import EngineConfig
 from .errors import CacheClipError, ConfigurationError, ModelError
@@ -27,7 +28,7 @@ from .fusion.prefill import Prefill, Prefilled
 from .guards.certificate import Identity, check_certificate, identity_of
 from .guards.metrics import Metrics
 from .guards.shadow import ShadowChecker, ShadowRequest
-from .methods import DEFAULT_METHOD, METHODS, check_auxiliary, create
+from .methods import DEFAULT_METHOD, check_auxiliary, create
 from .methods.base import Method
 from .methods.composition import Composition, count_chunks, exact_method
 from .models.load import load_any
@@ -51,7 +52,7 @@ from .sampling import SamplingParams
 from .selection.heads import HeadSet, find_head_set, load_named
 from .selection.scoring import AuxiliaryScorer
 from .stats import PhaseClock
-from .store import ChunkStore, DiskStore, MemoryStore, SourceIndex, TextIndex, TieredStore
+from .store import ChunkStore, TextIndex
 
 __all__ = ["Answer", "CacheClipEngine", "StreamEvent", "get_engine"]
 
@@ -82,8 +83,7 @@ class CacheClipEngine:
         self._lock = threading.RLock()
         self._caches: dict[tuple[str, Encoding], ChunkCaches] = {}
         self._store: ChunkStore | None = None
-        self._texts: TextIndex | None = None
-        self._sources: SourceIndex | None = None
+        self._library: ChunkLibrary | None = None
         self._prefixes: PrefixCache | None = None
         self._captured: CapturedChunks | None = None
         self._head_set: tuple[HeadSet | None] | None = None
@@ -111,30 +111,16 @@ class CacheClipEngine:
 
     def _make_store(self) -> ChunkStore:
         config = self.config
-        if config.store is None:
-            return MemoryStore(config.max_bytes)
-        disk = DiskStore(Path(config.store), config.max_bytes)
-        return TieredStore([MemoryStore(config.memory_bytes), disk]) if config.memory_bytes else disk
+        folder = Path(config.store) if config.store else None
+        return ChunkStore.open(folder, config.max_bytes, config.memory_bytes)
 
     @property
-    def texts(self) -> TextIndex:
-        """Which texts were precomputed in this namespace."""
+    def library(self) -> ChunkLibrary:
+        """Which texts were precomputed in this namespace, and where they come from if that was said."""
         with self._lock:
-            if self._texts is None:
-                self._texts = TextIndex(self._folder, self.config.namespace)
-            return self._texts
-
-    @property
-    def sources(self) -> SourceIndex:
-        """Which records and documents the precomputed texts come from, where that was said."""
-        with self._lock:
-            if self._sources is None:
-                self._sources = SourceIndex(self._folder, self.config.namespace)
-            return self._sources
-
-    @property
-    def _folder(self) -> Path | None:
-        return Path(self.config.store).expanduser() if self.config.store else None
+            if self._library is None:
+                self._library = ChunkLibrary(self.store, self.config.namespace)
+            return self._library
 
     @property
     def prefixes(self) -> PrefixCache:
@@ -283,9 +269,7 @@ class CacheClipEngine:
                 caches.check_length(chunk)  # before anything is written for any of them
             # every role must run: no short-circuit
             computed += any([caches.write(chunk) for caches in models])
-            self.texts.add([chunk])
-            if source is not None:
-                self.sources.add(source, chunk, document or "")
+            self.library.add(chunk, source, document or "")
         return computed
 
     def release_sources(self, gone: Iterable[str], *, keep: Iterable[str] = ()) -> int:
@@ -299,30 +283,21 @@ class CacheClipEngine:
         if isinstance(gone, str):
             raise ConfigurationError("expected a list of sources, got one string: put it in a list.")
         names = set(gone)
-        released = self.release(self.sources.orphans(names, set(chunk_texts(keep))))
-        self.sources.remove(names)  # last: a killed run does it again
+        released = self.release(self.library.orphans(names, set(chunk_texts(keep))))
+        self.library.remove_sources(names)  # last: a killed run does it again
         return released
 
     def release(self, texts: Iterable[str]) -> int:
-        """Delete the KV of chunk texts, for every model that can be loaded; returns how many texts had any.
+        """Delete the KV of chunk texts, of every model and chunk context; returns how many texts had any.
 
-        The prefix cache forgets everything, since any of its blocks may hold such a text. Chunks stored in an
-        encoding of other settings (special tokens around each) are found by an engine of the same settings.
+        Loads no model. The prefix cache is emptied, since any of its blocks may hold such a text.
         """
         chunks = list(chunk_texts(texts))
         if not chunks:
-            return 0  # no weights are loaded for nothing
+            return 0  # the prefix cache keeps its blocks
         self.prefixes.clear()
-        released = 0
-        usual = {create(name, {"behind": behind}).encoding for name in METHODS for behind in LEADS}
-        list(self._usable_caches())  # now among self._caches, as all others
-        for encoding in {*usual, self.encoding_of()}:
-            self._caches_of(self.config.primary, encoding)
-        everywhere = list(self._caches.values())
-        for chunk in chunks:
-            released += any([caches.delete(chunk) for caches in everywhere] + [self.captured.remove(chunk)])
-            self.texts.remove([chunk])
-        return released
+        # both must run: no short-circuit
+        return sum([any([self.library.release([chunk]), self.captured.remove(chunk)]) for chunk in chunks])
 
     def is_stored(self, text: str, *, needs_auxiliary: bool = True) -> bool:
         """Whether the KV of this chunk text is there for every model a method needs."""
@@ -336,8 +311,6 @@ class CacheClipEngine:
         if shadow is not None:
             shadow.close()
         self.store.close()
-        self.texts.close()
-        self.sources.close()
         self.prefixes.clear()
         self.captured.clear()
 
@@ -358,7 +331,7 @@ class CacheClipEngine:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else check_messages(prompt)
         if not runtime.has_chat_template:
             text = "\n\n".join(message["content"] for message in messages)
-            return self._opening(runtime) + segment_text(text, self.texts, candidates)
+            return self._opening(runtime) + segment_text(text, self.library.index, candidates)
         if all(message["role"] != "system" for message in messages):
             messages = [*self._system_messages(), *messages]
         # the system prompt is prefix, whatever of it the store may hold
@@ -366,7 +339,7 @@ class CacheClipEngine:
         return segment_chat(
             messages,
             lambda m: runtime.render_chat(m, date=date),
-            self.texts,
+            self.library.index,
             candidates,
             verbatim=(own,) if own else (),
         )
@@ -473,9 +446,9 @@ class CacheClipEngine:
             try:
                 for caches in self._usable_caches(encoding):
                     caches.write(chunk)
-                self.texts.add([chunk])
+                self.library.add(chunk)
                 for source, document in origins.get(chunk, ()):
-                    self.sources.add(source, chunk, document)
+                    self.library.add_source(chunk, source, document)
             except CacheClipError as error:
                 logger.warning("a chunk of this prompt could not be stored: %s", error)
 

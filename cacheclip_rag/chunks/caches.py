@@ -13,8 +13,7 @@ from ..errors import ConfigurationError, PromptTooLongError, StoreError
 from ..prompt.segments import Chunk, Segment
 from ..runtime.transformers.model import ModelRuntime
 from ..runtime.transformers.text import TextModel, TokenizedText
-from ..store import ChunkStore, chunk_key, decode, encode, keeps
-from ..store.codecs import CODECS
+from ..store import CODECS, ChunkStore, chunk_key, keeps
 
 __all__ = ["DEFAULT_ENCODING", "ChunkCaches", "Encoding"]
 
@@ -134,9 +133,9 @@ class ChunkCaches:
         return self._read(self.key(text))
 
     def _read(self, key: str) -> torch.Tensor | None:
-        entry = self._store.get(key)
+        stored = self._store.get(key)
         # Written more coarsely by an engine in which this model is the auxiliary: our answers need more.
-        return decode(entry) if entry is not None and keeps(entry.codec, self.codec) else None
+        return stored.kv if stored is not None and keeps(stored.codec, self.codec) else None
 
     def write(self, text: str) -> bool:
         """Compute and store a chunk's KV unless it is there (or cannot be reused); True if it was computed."""
@@ -145,11 +144,8 @@ class ChunkCaches:
         self.check_length(text)
         tokens = self.tokenize(text)
         kv = self.kv_runtime.encode(tokens.ids, self.prefix if self.prefix_ids else None)
-        self._store.put(self.key(text), encode(kv, self.codec))
+        self._store.put(self.key(text), kv, self.codec, namespace=self._namespace, text=text)
         return True
-
-    def delete(self, text: str) -> bool:
-        return self._store.delete(self.key(text))
 
     def check_length(self, text: str) -> None:
         """Raise PromptTooLongError unless the chunk fits behind the prefix, ConfigurationError if it has no token."""
@@ -183,9 +179,9 @@ class ChunkCaches:
         stored = self._read(key)
         if stored is not None:
             return stored.clone()  # it may be a view of a mapped file
-        entry = encode(runtime.encode(self.prefix_ids), self.codec)
+        kv = runtime.encode(self.prefix_ids)
         try:
-            self._store.put(key, entry)
+            self._store.put(key, kv, self.codec, namespace=self._namespace)
         except StoreError as error:  # a full disk must not keep us from answering
             logger.warning("the shared prefix could not be stored: %s", error)
-        return decode(entry)
+        return kv.to("cpu", CODECS[self.codec]).contiguous()
