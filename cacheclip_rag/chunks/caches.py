@@ -13,7 +13,7 @@ from ..errors import ConfigurationError, PromptTooLongError, StoreError
 from ..prompt.segments import Chunk, Segment
 from ..runtime.transformers.model import ModelRuntime
 from ..runtime.transformers.text import TextModel, TokenizedText
-from ..store import CODECS, ChunkStore, chunk_key, keeps
+from ..store import CODECS, ChunkStore, chunk_key, frame_bytes, keeps
 
 __all__ = ["DEFAULT_ENCODING", "ChunkCaches", "Encoding"]
 
@@ -92,11 +92,11 @@ class ChunkCaches:
         """Whether what is stored is coarser than what the model computes."""
         return not keeps(self.codec, str(self.kv_runtime.dtype).removeprefix("torch."))
 
-    @property
-    def bytes_per_token(self) -> int:
-        """What the KV of a token takes in the store."""
+    def stored_bytes(self, num_tokens: int) -> int:
+        """What a chunk of so many tokens takes in the store."""
         runtime = self.kv_runtime
-        return 2 * runtime.num_layers * runtime.num_kv_heads * runtime.head_dim * CODECS[self.codec].itemsize
+        shape = (runtime.num_layers, 2, runtime.num_kv_heads, num_tokens, runtime.head_dim)
+        return frame_bytes(shape, self.codec, namespace=self._namespace)
 
     @property
     def kv_runtime(self) -> ModelRuntime:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from .backend import Backend
 from .catalog import Catalog, Entry
 from .chunk_store import ChunkStore, StoreStats, is_store
-from .codecs import CODECS, FrameError, StoredKV, decode, encode, keeps
+from .codecs import CODECS, FrameError, StoredKV, decode, encode, frame_bytes, keeps
 from .disk import DiskBackend
 from .keys import chunk_key, text_digest
 from .memory import MemoryBackend
@@ -33,6 +33,7 @@ __all__ = [
     "chunk_key",
     "decode",
     "encode",
+    "frame_bytes",
     "is_store",
     "keeps",
     "text_digest",

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from .keys import text_digest
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["CODECS", "Frame", "FrameError", "StoredKV", "decode", "encode", "keeps"]
+__all__ = ["CODECS", "Frame", "FrameError", "StoredKV", "decode", "encode", "frame_bytes", "keeps"]
 
 CODECS: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -159,15 +160,15 @@ def encode(kv: torch.Tensor, codec: str, key: str, *, namespace: str = "default"
         raise ConfigurationError(f"codec must be one of {', '.join(CODECS)}, got {codec!r}.")
     assert kv.ndim == 5 and kv.numel(), f"KV has five dimensions and one token at least, got shape {tuple(kv.shape)}"
     layers = kv.to("cpu", CODECS[codec]).contiguous().flatten(1).view(torch.uint8).numpy()  # (num_layers, num_bytes)
-    header: dict[str, object] = {
-        "key": key,
-        "namespace": namespace,
-        "text": text_digest(text).hex() if text is not None else "",
-        "codec": codec,
-        "shape": list(kv.shape),
-        "checksums": [xxhash.xxh3_128_hexdigest(layer) for layer in layers],
-    }
-    return _write_header(header) + layers.data.cast("B")
+    checksums = [xxhash.xxh3_128_hexdigest(layer) for layer in layers]
+    digest = text_digest(text).hex() if text is not None else ""
+    return _write_header(key, namespace, digest, codec, kv.shape, checksums) + layers.data.cast("B")
+
+
+def frame_bytes(shape: Sequence[int], codec: str, *, namespace: str = "default") -> int:
+    """Bytes that :func:`encode` makes of a chunk's KV of this shape."""
+    header = _write_header("0" * 64, namespace, text_digest("").hex(), codec, shape, ["0" * 32] * shape[0])
+    return len(header) + math.prod(shape) * CODECS[codec].itemsize
 
 
 def decode(data: Buffer, key: str) -> StoredKV:
@@ -181,7 +182,18 @@ def keeps(codec: str, wanted: str) -> bool:
     return codec in (wanted, "float32")
 
 
-def _write_header(header: dict[str, object]) -> bytearray:
+def _write_header(
+    key: str, namespace: str, digest: str, codec: str, shape: Sequence[int], checksums: Sequence[str]
+) -> bytearray:
+    """Preamble and header. ``digest`` is the text's in hexadecimal digits, empty if there is no text."""
+    header = {
+        "key": key,
+        "namespace": namespace,
+        "text": digest,
+        "codec": codec,
+        "shape": list(shape),
+        "checksums": list(checksums),
+    }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(_PREAMBLE.size + len(text)) % _ALIGNMENT)
     return bytearray(_PREAMBLE.pack(_MAGIC, FRAME_VERSION, len(text), xxhash.xxh3_64_intdigest(text)) + text)
