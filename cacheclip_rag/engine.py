@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .chunks.caches import ChunkCaches, Encoding
-from .chunks.context import LEADS
+from .chunks.library import ChunkLibrary
 from .chunks.prefix_cache import PrefixCache
 from .clock import PhaseClock
 from .config import EngineConfig
@@ -26,7 +26,7 @@ from .guards.base import Answered, Observer
 from .guards.certificate import Identity, identity_of
 from .guards.metrics import Metrics
 from .guards.standard import standard_observers
-from .methods import DEFAULT_METHOD, METHODS, create
+from .methods import DEFAULT_METHOD
 from .methods.base import Method
 from .methods.choice import choose_method, named_method
 from .methods.composition import Composition, LogitsObserver, count_chunks
@@ -38,7 +38,7 @@ from .runtime.decoding import decode, room_for
 from .runtime.prefill import Prefilled, prefill
 from .sampling import SamplingParams
 from .selection.heads import HeadSet
-from .store import ChunkStore, SourceIndex, TextIndex
+from .store import ChunkStore
 from .types import Answer, Documents, Event, Plan, Prompt, Request
 
 __all__ = ["CacheClipEngine", "get_engine"]
@@ -91,14 +91,9 @@ class CacheClipEngine:
         return self.parts.store
 
     @property
-    def texts(self) -> TextIndex:
-        """Which texts were precomputed in this namespace."""
-        return self.parts.texts
-
-    @property
-    def sources(self) -> SourceIndex:
-        """Which records and documents the precomputed texts come from, where that was said."""
-        return self.parts.origins
+    def library(self) -> ChunkLibrary:
+        """Which texts were precomputed in this namespace, and where they come from if that was said."""
+        return self.parts.library
 
     @property
     def prefixes(self) -> PrefixCache:
@@ -152,9 +147,7 @@ class CacheClipEngine:
                 caches.check_length(chunk)  # before anything is written for any of them
             # every role must run: no short-circuit
             computed += any([caches.write(chunk) for caches in models])
-            self.texts.add([chunk])
-            if source is not None:
-                self.sources.add(source, chunk, document or "")
+            self.library.add(chunk, source, document or "")
         return computed
 
     def release_sources(self, gone: Iterable[str], *, keep: Iterable[str] = ()) -> int:
@@ -168,29 +161,21 @@ class CacheClipEngine:
         if isinstance(gone, str):
             raise ConfigurationError("expected a list of sources, got one string: put it in a list.")
         names = set(gone)
-        released = self.release(self.sources.orphans(names, set(chunk_texts(keep))))
-        self.sources.remove(names)  # last: a killed run does it again
+        released = self.release(self.library.orphans(names, set(chunk_texts(keep))))
+        self.library.remove_sources(names)  # last: a killed run does it again
         return released
 
     def release(self, texts: Iterable[str]) -> int:
-        """Delete the KV of chunk texts, for every model; returns how many texts had any.
+        """Delete the KV of chunk texts, of every model and chunk context; returns how many texts had any.
 
-        The prefix cache forgets everything, since any of its blocks may hold such a text.
+        Loads no model. The prefix cache is emptied, since any of its blocks may hold such a text.
         """
         chunks = list(chunk_texts(texts))
         if not chunks:
-            return 0
+            return 0  # the prefix cache keeps its blocks
         self.prefixes.clear()
-        released = 0
-        usual = {create(name, {"behind": behind}).encoding for name in METHODS for behind in LEADS}
-        list(self.parts.usable(Encoding()))
-        for encoding in {*usual, self.encoding_of()}:
-            self.parts.primary(encoding)
-        everywhere = list(self.parts._caches.values())
-        for chunk in chunks:
-            released += any([caches.delete(chunk) for caches in everywhere] + [self.captured.remove(chunk)])
-            self.texts.remove([chunk])
-        return released
+        # both must run: no short-circuit
+        return sum([any([self.library.release([chunk]), self.captured.remove(chunk)]) for chunk in chunks])
 
     def is_stored(self, text: str, *, needs_auxiliary: bool = True) -> bool:
         """Whether the KV of this chunk text is there for every model a method needs."""
@@ -240,7 +225,7 @@ class CacheClipEngine:
 
     def segment(self, prompt: Prompt, documents: Documents = (), *, date: str | None = None) -> list[Segment]:
         """Cut a prompt into stored chunks and fresh text, see :class:`~cacheclip_rag.prompt.reader.PromptReader`."""
-        return self.parts.reader().segments(prompt, self.texts, documents, date=date)
+        return self.parts.reader().segments(prompt, self.library.index, documents, date=date)
 
     def plan(
         self,
@@ -405,9 +390,9 @@ class CacheClipEngine:
             try:
                 for caches in self.parts.usable(encoding):
                     caches.write(chunk)
-                self.texts.add([chunk])
+                self.library.add(chunk)
                 for source, document in origins.get(chunk, ()):
-                    self.sources.add(source, chunk, document)
+                    self.library.add_source(chunk, source, document)
             except CacheClipError as error:
                 logger.warning("a chunk of this prompt could not be stored: %s", error)
 

@@ -10,6 +10,7 @@ from typing import cast
 
 from .chunks.caches import ChunkCaches, Encoding
 from .chunks.context import LEADS
+from .chunks.library import ChunkLibrary
 from .chunks.prefix_cache import PrefixCache
 from .chunks.sources import Sources
 from .config import EngineConfig
@@ -22,7 +23,7 @@ from .runtime.base import Runtime
 from .runtime.transformers.model import ModelRuntime
 from .selection.heads import HeadSet, find_head_set, load_named
 from .selection.scoring import AuxiliaryScorer
-from .store import ChunkStore, DiskStore, MemoryStore, SourceIndex, TextIndex, TieredStore
+from .store import ChunkStore
 
 __all__ = ["Parts"]
 
@@ -44,8 +45,7 @@ class Parts:
         self._lock = threading.RLock()
         self._caches: dict[tuple[str, Encoding], ChunkCaches] = {}
         self._store: ChunkStore | None = None
-        self._texts: TextIndex | None = None
-        self._sources: SourceIndex | None = None
+        self._library: ChunkLibrary | None = None
         self._heads: tuple[HeadSet | None] | None = None
         self._named_heads: dict[str, HeadSet] = {}
 
@@ -61,36 +61,20 @@ class Parts:
 
     def _make_store(self) -> ChunkStore:
         config = self.config
-        if config.store is None:
-            return MemoryStore(config.max_bytes)
-        disk = DiskStore(Path(config.store), config.max_bytes)
-        return TieredStore([MemoryStore(config.memory_bytes), disk]) if config.memory_bytes else disk
+        folder = Path(config.store) if config.store else None
+        return ChunkStore.open(folder, config.max_bytes, config.memory_bytes)
 
     @property
-    def texts(self) -> TextIndex:
-        """Which texts were precomputed in this namespace."""
+    def library(self) -> ChunkLibrary:
+        """Which texts were precomputed in this namespace, and where they come from if that was said."""
         with self._lock:
-            if self._texts is None:
-                self._texts = TextIndex(self._folder, self.config.namespace)
-            return self._texts
-
-    @property
-    def origins(self) -> SourceIndex:
-        """Which records and documents the precomputed texts come from, where that was said."""
-        with self._lock:
-            if self._sources is None:
-                self._sources = SourceIndex(self._folder, self.config.namespace)
-            return self._sources
-
-    @property
-    def _folder(self) -> Path | None:
-        return Path(self.config.store).expanduser() if self.config.store else None
+            if self._library is None:
+                self._library = ChunkLibrary(self.store, self.config.namespace)
+            return self._library
 
     def close(self) -> None:
         """Release file handles and memory; the parts may be used again afterwards."""
         self.store.close()
-        self.texts.close()
-        self.origins.close()
         self.prefixes.clear()
         self.captured.clear()
 

@@ -98,7 +98,7 @@ def test_streamed_text_is_the_answer_and_the_store_serves_a_new_engine(engine: C
     stats = events[-1].answer.stats
     assert (stats.hits, stats.misses, stats.fallback) == (3, 0, None)
     assert stats.effective_ratio == pytest.approx(0.2, abs=0.01)
-    assert Path(engine.config.store, "index.sqlite3").is_file()
+    assert Path(engine.config.store, "catalog.sqlite3").is_file()
 
 
 @pytest.mark.parametrize("name", ["smollm2-135m", "gemma-3-270m"])

@@ -12,8 +12,7 @@ import torch
 from ..errors import ConfigurationError, PromptTooLongError, StoreError
 from ..prompt.segments import Chunk, Segment
 from ..runtime.base import Runtime, TokenizedText
-from ..store import ChunkStore, chunk_key, decode, encode, keeps
-from ..store.codecs import CODECS
+from ..store import CODECS, ChunkStore, chunk_key, frame_bytes, keeps
 
 __all__ = ["DEFAULT_ENCODING", "ChunkCaches", "Encoding"]
 
@@ -97,11 +96,11 @@ class ChunkCaches:
         """Whether what is stored is coarser than what the model computes."""
         return not keeps(self.codec, str(self.runtime.dtype).removeprefix("torch."))
 
-    @property
-    def bytes_per_token(self) -> int:
-        """What the KV of a token takes in the store."""
+    def stored_bytes(self, num_tokens: int) -> int:
+        """What a chunk of so many tokens takes in the store."""
         runtime = self.runtime
-        return 2 * runtime.num_layers * runtime.num_kv_heads * runtime.head_dim * CODECS[self.codec].itemsize
+        shape = (runtime.num_layers, 2, runtime.num_kv_heads, num_tokens, runtime.head_dim)
+        return frame_bytes(shape, self.codec, namespace=self._namespace)
 
     @property
     def prefix(self) -> torch.Tensor:
@@ -132,9 +131,9 @@ class ChunkCaches:
         return self._read(self.key(text))
 
     def _read(self, key: str) -> torch.Tensor | None:
-        entry = self._store.get(key)
+        stored = self._store.get(key)
         # Written more coarsely by an engine in which this model is the auxiliary: our answers need more.
-        return decode(entry) if entry is not None and keeps(entry.codec, self.codec) else None
+        return stored.kv if stored is not None and keeps(stored.codec, self.codec) else None
 
     def write(self, text: str) -> bool:
         """Compute and store a chunk's KV unless it is there (or cannot be reused); True if it was computed."""
@@ -143,11 +142,8 @@ class ChunkCaches:
         self.check_length(text)
         tokens = self.tokenize(text)
         kv = self.runtime.encode(tokens.ids, self.prefix if self.prefix_ids else None)
-        self._store.put(self.key(text), encode(kv, self.codec))
+        self._store.put(self.key(text), kv, self.codec, namespace=self._namespace, text=text)
         return True
-
-    def delete(self, text: str) -> bool:
-        return self._store.delete(self.key(text))
 
     def check_length(self, text: str) -> None:
         """Raise PromptTooLongError unless the chunk fits behind the prefix, ConfigurationError if it has no token."""
@@ -181,9 +177,9 @@ class ChunkCaches:
         stored = self._read(key)
         if stored is not None:
             return stored.clone()  # it may be a view of a mapped file
-        entry = encode(runtime.encode(self.prefix_ids), self.codec)
+        kv = runtime.encode(self.prefix_ids)
         try:
-            self._store.put(key, entry)
+            self._store.put(key, kv, self.codec, namespace=self._namespace)
         except StoreError as error:  # a full disk must not keep us from answering
             logger.warning("the shared prefix could not be stored: %s", error)
-        return decode(entry)
+        return kv.to("cpu", CODECS[self.codec]).contiguous()

@@ -33,17 +33,18 @@ def explain_miss(
     from ..engine import CacheClipEngine
     from ..ingest.library import Library
     from ..plan.explain import explain_miss as explain
+    from ..store import is_store
     from .settings import engine_config, merge_settings
 
     folder = Path(store).expanduser()
-    if not (folder / "index.sqlite3").is_file():
+    if not is_store(folder):
         raise StoreError(f"there is no store at {store}. Name the folder that was given to ingest or to the engine.")
     library = Library(folder) if (folder / "library.sqlite3").is_file() else None
     given = {"primary": primary, "auxiliary": auxiliary, "dtype": dtype, "namespace": namespace, "behind": behind}
     settings = merge_settings(library, **given)
     engine = CacheClipEngine(engine_config(settings, store, device="cpu", system_prompt=system_prompt))
     written = _read(prompt)
-    known = [*engine.sources.texts(), *(passage for _, _, passage in (library.passages() if library else ()))]
+    known = [*engine.library.texts(), *(passage for _, _, passage in (library.passages() if library else ()))]
     texts = [_read(path) for path in text or []] or [each for each in known if each[:_BEGINNING] in written]
     reports = [explain(engine, written, each) for each in dict.fromkeys(texts)]
     if as_json:

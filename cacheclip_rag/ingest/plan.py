@@ -58,7 +58,7 @@ def price(engine: CacheClipEngine, texts: Sequence[str], plan: IngestPlan, *, me
     for number, (caches, of_model) in enumerate(zip(models, missing, strict=True)):
         tokens = [len(caches.tokenize(text)) for text in of_model]
         plan.tokens += sum(tokens) if number == 0 else 0
-        plan.bytes += sum(tokens) * caches.bytes_per_token if of_model else 0
+        plan.bytes += sum(map(caches.stored_bytes, tokens))
         plan.seconds += sum(tokens) * _seconds_per_token(caches, of_model)
 
 

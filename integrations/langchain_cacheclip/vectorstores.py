@@ -132,7 +132,7 @@ class CacheClipVectorStore(VectorStore):
         for document in _with_ids(documents, ids):
             source, whole = origin(document)
             if source and document.page_content.strip():
-                engine.sources.add(source, normalise_chunk(document.page_content), whole)
+                engine.library.add_source(normalise_chunk(document.page_content), source, whole)
         return ids
 
     def _release(self, ids: list[str] | None) -> None:

@@ -120,11 +120,17 @@ class TestSources:
             engine.release_sources("node 1")
 
 
+def payload(engine: CacheClipEngine, key: str) -> Path:
+    """File of a stored payload."""
+    assert engine.config.store
+    return Path(engine.config.store) / "kv" / key[:2] / f"{key}.kv"
+
+
 class TestDamage:
     def damage(self, engine: CacheClipEngine, model: str, text: str) -> None:
-        path = engine.store.path_of(
-            (engine.parts.primary() if model == engine.config.primary else engine.parts.auxiliary_caches).key(text)
-        )  # type: ignore[attr-defined]
+        primary = model == engine.config.primary
+        caches = engine.parts.primary() if primary else engine.parts.auxiliary_caches
+        path = payload(engine, caches.key(text))
         content = bytearray(path.read_bytes())
         content[-7] ^= 0xFF
         path.write_bytes(content)
@@ -187,7 +193,7 @@ class TestDamage:
         engine.precompute(chunks)
         expected = engine.generate(rag(chunks), SHORT)
         caches = engine.parts.primary()
-        path = engine.store.path_of(caches._key((), caches.prefix_ids))  # type: ignore[attr-defined]
+        path = payload(engine, caches._key((), caches.prefix_ids))
         assert path.exists()
         path.write_bytes(path.read_bytes()[:-9])
         again = make(store=engine.config.store)
@@ -227,17 +233,19 @@ class TestStore:
         assert answers[0] == answers[1] == answers[2]
 
     @pytest.mark.parametrize("method", ["block", "epic:behind=passages", "block:before=<|im_start|>"])
-    def test_release_of_what_another_engine_encoded_in_its_way(
+    def test_release_of_every_chunk_context_loads_no_model(
         self, make: Callable[..., CacheClipEngine], tmp_path: Path, chunks: list[str], method: str
     ) -> None:
-        with_ways = make(store=tmp_path)
-        assert with_ways.precompute(chunks[:2], method=method) == 2
-        options = {"method": method} if "before" in method else {}
-        assert make(store=tmp_path, **options).release(chunks[:2]) == 2
-        assert with_ways.precompute(chunks[:2], method=method) == 2, "nothing of it is left"
-
-    def test_release_of_nothing_loads_no_model(self, make: Callable[..., CacheClipEngine]) -> None:
-        assert make(primary="no-such-model", auxiliary=None).release([]) == 0
+        """An engine whose models are not there deletes what another one stored for its own models and settings."""
+        engine = make(store=tmp_path)
+        engine.precompute(chunks[:2], source="node")
+        prefixes = engine.store.stats().entries - 2 * 2
+        assert engine.precompute(chunks[:2], method=method) == 2
+        other = make(primary="no-such-model", auxiliary=None, store=tmp_path)
+        assert other.release(chunks[:1]) == 1 and other.release_sources(["node"]) == 1
+        assert prefixes <= engine.store.stats().entries <= prefixes + 1, "of no text"
+        assert not any(engine.is_stored(text) for text in chunks[:2])
+        assert engine.precompute(chunks[:2], method=method) == 2, "nothing of it is left"
 
     def test_release(self, engine: CacheClipEngine, chunks: list[str]) -> None:
         engine.precompute(chunks)

@@ -200,7 +200,7 @@ class TestCertify:
         with pytest.raises(ConfigurationError, match="'cachecraft' reuses what an engine kept .*shadow_rate"):
             certify(captured, quick=True)
         engine = CacheClipEngine(captured)
-        engine.texts.add(PROMPT.chunks)
+        engine.library.index.add(PROMPT.chunks)
         answers = [engine.generate(PROMPT.text, SamplingParams(max_tokens=1)) for _ in range(3)]  # the first captures
         assert answers[1].stats.method == "cachecraft"
         assert caplog.text.count("none can cover chunk caches") == 1 and "cacheclip certify" not in caplog.text

@@ -83,4 +83,4 @@ def test_a_killed_run_goes_on(llm: CacheClipLLM) -> None:
 
 def files(store: Path) -> list[tuple[str, int]]:
     """Payloads, and when they were written."""
-    return [(str(file), file.stat().st_mtime_ns) for file in sorted(store.rglob("*.safetensors"))]
+    return [(str(file), file.stat().st_mtime_ns) for file in sorted(store.rglob("*.kv"))]

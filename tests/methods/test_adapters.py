@@ -235,7 +235,7 @@ class TestKVLink:
 class TestCacheCraft:
     @models
     def test_same_chunks_in_the_same_order_are_exact(self, engine: CacheClipEngine) -> None:
-        engine.texts.add(CHUNKS)
+        engine.library.index.add(CHUNKS)
         method = create("cachecraft", {})
         first = engine.prefill(PROMPT, method=method)
         expected = reference_logits(engine.config.primary, first.layout.ids)
@@ -247,7 +247,7 @@ class TestCacheCraft:
 
     @models
     def test_elsewhere_it_recomputes_what_it_owed(self, engine: CacheClipEngine) -> None:
-        engine.texts.add(CHUNKS)
+        engine.library.index.add(CHUNKS)
         engine.prefill(PROMPT, method=create("cachecraft", {}))
         other = "\n\n".join(CHUNKS[n] for n in (2, 0, 1)) + "\n\nQuestion: What is the magic number?"
         result = engine.prefill(other, method=create("cachecraft", {}))
@@ -265,19 +265,19 @@ class TestCacheCraft:
 
     @pytest.mark.parametrize("name", ["llama"])
     def test_a_chunk_never_seen_makes_a_plain_prefill(self, engine: CacheClipEngine) -> None:
-        engine.texts.add(CHUNKS)
+        engine.library.index.add(CHUNKS)
         engine.prefill(PROMPT, method=create("cachecraft", {}))
         longer = "\n\n".join(CHUNKS) + "\n\nQuestion: What is the magic number?"
         first = engine.generate(longer, SamplingParams(max_tokens=2), method="cachecraft")
         assert first.stats.method == "full" and first.stats.charged_ratio == 1.0
         assert engine.generate(longer, SamplingParams(max_tokens=2), method="cachecraft").stats.hits == 4
         engine.release([CHUNKS[3]])
-        engine.texts.add([CHUNKS[3]])
+        engine.library.index.add([CHUNKS[3]])
         assert engine.generate(longer, SamplingParams(max_tokens=2), method="cachecraft").stats.method == "full"
 
     @pytest.mark.parametrize("name", ["llama"])
     def test_other_text_before_the_chunks_is_no_exact_repetition(self, engine: CacheClipEngine) -> None:
-        engine.texts.add(CHUNKS)
+        engine.library.index.add(CHUNKS)
         opened = "Read with care.\n\n" + PROMPT
         for prompt in (PROMPT, opened):
             engine.prefill(prompt, method=create("cachecraft", {}))
@@ -288,7 +288,7 @@ class TestCacheCraft:
 
     @models
     def test_a_chunk_twice_in_a_prompt_is_two_captures(self, engine: CacheClipEngine) -> None:
-        engine.texts.add(CHUNKS)
+        engine.library.index.add(CHUNKS)
         prompt = "\n\n".join(CHUNKS[n] for n in (0, 1, 0)) + "\n\nQuestion: What is the magic number?"
         first = engine.prefill(prompt, method=create("cachecraft", {}))
         again = engine.prefill(prompt, method=create("cachecraft", {}))

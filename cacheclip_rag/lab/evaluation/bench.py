@@ -23,7 +23,7 @@ from ...errors import ConfigurationError
 from ...methods import DEFAULT_METHOD, check_ratio
 from ...progress import progress_bar
 from ...sampling import SamplingParams
-from ...store import DiskStore
+from ...store import DiskBackend
 from ...types import PHASES, FusionStats
 
 __all__ = ["bench", "make_texts"]
@@ -150,15 +150,20 @@ def _summary(samples: Sequence[tuple[FusionStats, int]], reference_s: float | No
 
 def _drop_page_cache(engine: CacheClipEngine) -> None:
     """Ask the operating system to forget the payloads, so that the next read comes from the disk (Linux)."""
-    store = engine.store
-    if not isinstance(store, DiskStore) or not _CAN_DROP_PAGE_CACHE:
+    if not _CAN_DROP_PAGE_CACHE:
         return
-    for key in store.keys():  # noqa: SIM118 - not a dict
-        descriptor = os.open(store.path_of(key), os.O_RDONLY)
-        try:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
+    for backend in engine.store.tiers.backends:
+        if isinstance(backend, DiskBackend):
+            for key in backend.list():
+                _drop_file(backend.path_of(key))
+
+
+def _drop_file(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
 
 
 def _reset_peak_rss() -> None:
