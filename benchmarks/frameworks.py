@@ -90,7 +90,7 @@ def main() -> None:
     )
     params = SamplingParams(max_tokens=16)
     ways: dict[str, Callable[[], Iterator[Any]]] = {
-        "engine": lambda: engine.generate_stream(prompt, params),
+        "engine": lambda: engine.stream(prompt, params),
         "LlamaIndex, stock synthesizer": lambda: stock.synthesize(QUESTION, nodes).response_gen,
         "LlamaIndex, CacheClipSynthesizer": lambda: ours.synthesize(QUESTION, nodes).response_gen,
         "LangChain, documents chain": lambda: chain.stream({"context": documents, "query_str": QUESTION}),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .config import EngineConfig
-    from .engine import Answer, CacheClipEngine, StreamEvent, get_engine
+    from .engine import Answer, CacheClipEngine, Event, get_engine
     from .errors import CacheClipError
     from .prompt.segments import Chunk, Fresh
     from .sampling import SamplingParams
@@ -27,7 +27,7 @@ __all__ = [
     "Fresh",
     "FusionStats",
     "SamplingParams",
-    "StreamEvent",
+    "Event",
     "__version__",
     "get_engine",
 ]
@@ -41,7 +41,7 @@ _HOMES = {
     "Fresh": "prompt.segments",
     "FusionStats": "stats",
     "SamplingParams": "sampling",
-    "StreamEvent": "engine",
+    "Event": "engine",
     "get_engine": "engine",
 }
 

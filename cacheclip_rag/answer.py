@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from .stats import FusionStats
 
-__all__ = ["Answer", "StreamEvent"]
+__all__ = ["Answer", "Event"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +22,14 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class StreamEvent:
+class Event:
     """One step of a streamed answer."""
 
     text: str
     """New text since the last event; joined over all events it is the answer."""
     answer: Answer | None = None
     """Set on the last event only."""
+
+
+StreamEvent = Event
+"""Older name, until the modules that import it follow."""

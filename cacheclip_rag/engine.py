@@ -1,6 +1,6 @@
 """The engine: from a prompt to an answer, with the KV of its chunks taken from the store.
 
-Read top to bottom, ``generate_stream`` is the data flow of the whole library::
+Read top to bottom, ``stream`` is the data flow of the whole library::
 
     prompt -> segments -> layout -> prefill (fused, or plain where nothing is stored) -> first token -> decode
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .answer import Answer, StreamEvent
+from .answer import Answer, Event
 from .chunks.caches import DEFAULT_ENCODING, ChunkCaches, Encoding
 from .chunks.context import LEADS
 from .chunks.prefix_cache import PrefixCache
@@ -53,11 +53,11 @@ from .selection.scoring import AuxiliaryScorer
 from .stats import PhaseClock
 from .store import ChunkStore, DiskStore, MemoryStore, SourceIndex, TextIndex, TieredStore
 
-__all__ = ["Answer", "CacheClipEngine", "StreamEvent", "get_engine"]
+__all__ = ["Answer", "CacheClipEngine", "Event", "get_engine"]
 
 logger = logging.getLogger(__name__)
 
-Candidates = Iterable[str] | Mapping[str, Iterable[tuple[str, str]]]
+Documents = Iterable[str] | Mapping[str, Iterable[tuple[str, str]]]
 """Chunk texts known to be in a prompt. A mapping also says where each comes from, as ``(source, document)`` pairs (see
 :meth:`CacheClipEngine.precompute`; the document may be empty): what is stored after an answer goes with its sources."""
 
@@ -345,20 +345,20 @@ class CacheClipEngine:
         """Wait until every comparison with full prefill that is under way is done; False if it took longer."""
         return self._shadow is None or self._shadow.wait(timeout_s)
 
-    def segment(self, prompt: Prompt, candidates: Candidates = (), *, date: str | None = None) -> list[Segment]:
+    def segment(self, prompt: Prompt, documents: Documents = (), *, date: str | None = None) -> list[Segment]:
         """Cut a prompt into stored chunks and fresh text.
 
         Args:
             prompt: a string (taken as one user message if the model has a chat template) or a list of messages. The
                 engine's system prompt comes before messages that hold none.
-            candidates: chunk texts known to be in the prompt, stored or not (retrieved nodes, documents).
+            documents: chunk texts known to be in the prompt, stored or not (retrieved nodes, documents).
             date: what a chat template that states the date writes, default today's.
         """
         runtime = self.primary
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else check_messages(prompt)
         if not runtime.has_chat_template:
             text = "\n\n".join(message["content"] for message in messages)
-            return self._opening(runtime) + segment_text(text, self.texts, candidates)
+            return self._opening(runtime) + segment_text(text, self.texts, documents)
         if all(message["role"] != "system" for message in messages):
             messages = [*self._system_messages(), *messages]
         # the system prompt is prefix, whatever of it the store may hold
@@ -367,7 +367,7 @@ class CacheClipEngine:
             messages,
             lambda m: runtime.render_chat(m, date=date),
             self.texts,
-            candidates,
+            documents,
             verbatim=(own,) if own else (),
         )
 
@@ -379,19 +379,19 @@ class CacheClipEngine:
         method: str | Method | None = None,
         recompute_ratio: float | None = None,
         question: str | None = None,
-        candidates: Candidates = (),
+        documents: Documents = (),
     ) -> Answer:
-        """The whole answer to a prompt. Arguments as in :meth:`generate_stream`."""
+        """The whole answer to a prompt. Arguments as in :meth:`stream`."""
         answer = None
-        for event in self.generate_stream(
-            prompt, params, method=method, recompute_ratio=recompute_ratio, question=question, candidates=candidates
+        for event in self.stream(
+            prompt, params, method=method, recompute_ratio=recompute_ratio, question=question, documents=documents
         ):
             answer = event.answer or answer
         assert answer is not None, "a stream ends with its answer"
         return answer
 
     @torch.inference_mode()
-    def generate_stream(
+    def stream(
         self,
         prompt: Prompt | Sequence[Segment],
         params: SamplingParams | None = None,
@@ -399,8 +399,8 @@ class CacheClipEngine:
         method: str | Method | None = None,
         recompute_ratio: float | None = None,
         question: str | None = None,
-        candidates: Candidates = (),
-    ) -> Iterator[StreamEvent]:
+        documents: Documents = (),
+    ) -> Iterator[Event]:
         """Answer piece by piece; the last event carries the whole answer and its statistics.
 
         Chunks found missing are computed as fresh text for this answer and stored after its last event.
@@ -411,7 +411,7 @@ class CacheClipEngine:
             method: name or instance; default the engine's.
             recompute_ratio: default the engine's.
             question: text that scores the chunks; default the text after the last chunk.
-            candidates: chunk texts known to be in the prompt, so that they are chunks even if nothing is stored of them
+            documents: chunk texts known to be in the prompt, so that they are chunks even if nothing is stored of them
                 (not looked for when segments are given); a mapping also says where each comes from.
 
         Raises:
@@ -427,24 +427,24 @@ class CacheClipEngine:
             raise ConfigurationError(f"the question must be a string, got {type(question).__name__}.")
         chosen = self.make_method(method, recompute_ratio)
         if chosen.composes:
-            yield from self._compose(chosen, prompt, params, candidates)
+            yield from self._compose(chosen, prompt, params, documents)
             return
-        prefilled = self._prefill(prompt, params, chosen, question, candidates, lambda: self._check_certificate(chosen))
+        prefilled = self._prefill(prompt, params, chosen, question, documents, lambda: self._check_certificate(chosen))
         for event in decode(self.primary, prefilled, params):
             if event.answer is not None:
                 self._record(prefilled, event.answer, params)
             yield event
-        self._store_missing(prefilled.missing, candidates, self.encoding_of(chosen))
+        self._store_missing(prefilled.missing, documents, self.encoding_of(chosen))
 
     def _compose(
-        self, method: Method, prompt: Prompt | Sequence[Segment], params: SamplingParams, candidates: Candidates
-    ) -> Iterator[StreamEvent]:
+        self, method: Method, prompt: Prompt | Sequence[Segment], params: SamplingParams, documents: Documents
+    ) -> Iterator[Event]:
         """An answer made of several, each of them exact: no certificate is needed."""
         missing: dict[str, None] = {}
 
         def ask(
             segments: Sequence[Segment], params: SamplingParams, observe: Observer | None = None
-        ) -> Iterator[StreamEvent]:
+        ) -> Iterator[Event]:
             prefilled = self._prefill(segments, params, None, None, (), lambda: None)
             missing.update(dict.fromkeys(prefilled.missing))
             counted = count_chunks(prefilled.stats, prefilled.layout)
@@ -454,21 +454,21 @@ class CacheClipEngine:
         clock = PhaseClock()
         segments = as_segments(prompt)
         if segments is None:
-            segments = self.segment(prompt, candidates)  # type: ignore[arg-type]
+            segments = self.segment(prompt, documents)  # type: ignore[arg-type]
         parts = Composition(segments, params, ask, clock)
         for event in method.compose(parts) if parts.chunks else parts.plain():
             if event.answer is not None:
                 self.metrics.record_answer(event.answer.stats)
             yield event
-        self._store_missing(tuple(missing), candidates)
+        self._store_missing(tuple(missing), documents)
 
     def _store_missing(
-        self, chunks: Sequence[str], candidates: Candidates, encoding: Encoding = DEFAULT_ENCODING
+        self, chunks: Sequence[str], documents: Documents, encoding: Encoding = DEFAULT_ENCODING
     ) -> None:
         """What was missing in an answer, for the next. The answer is out: a full disk must not take it back."""
         if not chunks or self.config.on_miss != "store":
             return
-        origins = _origins(candidates)
+        origins = _origins(documents)
         for chunk in chunks:
             try:
                 for caches in self._usable_caches(encoding):
@@ -496,16 +496,16 @@ class CacheClipEngine:
         *,
         method: Method,
         question: str | None = None,
-        candidates: Candidates = (),
+        documents: Documents = (),
     ) -> Prefilled:
         """Everything up to the first token's logits, for those who evaluate: no certificate is asked for, nothing is
-        counted or stored, not in the prefix cache either (it is read). Arguments as in :meth:`generate_stream`."""
+        counted or stored, not in the prefix cache either (it is read). Arguments as in :meth:`stream`."""
         if method.composes:
             raise ConfigurationError(
                 f"method {method.name!r} answers by several prompts, so that there is no single prefill to look at or "
-                "to certify. Use generate() or generate_stream()."
+                "to certify. Use generate() or stream()."
             )
-        return self._prefill(prompt, params or SamplingParams(), method, question, candidates, lambda: None)
+        return self._prefill(prompt, params or SamplingParams(), method, question, documents, lambda: None)
 
     def _prefill(
         self,
@@ -513,7 +513,7 @@ class CacheClipEngine:
         params: SamplingParams,
         method: Method | None,
         question: str | None,
-        candidates: Candidates,
+        documents: Documents,
         before_reuse: Callable[[], None],
     ) -> Prefilled:
         """``method``: None for whichever of the exact ones costs least."""
@@ -526,7 +526,7 @@ class CacheClipEngine:
         with clock.phase("lookup"):
             segments = as_segments(prompt)
             if segments is None:
-                segments = self.segment(prompt, candidates)  # type: ignore[arg-type]
+                segments = self.segment(prompt, documents)  # type: ignore[arg-type]
             if method is not None:
                 segments = method.arrange(segments, primary.runtime)
             layout = lay_out(segments, encoded.tokenize_segment, primary.prefix_ids)
@@ -640,10 +640,10 @@ class CacheClipEngine:
         return found
 
 
-def _origins(candidates: Candidates) -> dict[str, list[tuple[str, str]]]:
+def _origins(documents: Documents) -> dict[str, list[tuple[str, str]]]:
     """Sources and documents of each chunk, as far as they were said."""
     found: dict[str, list[tuple[str, str]]] = {}
-    for text, origins in candidates.items() if isinstance(candidates, Mapping) else ():
+    for text, origins in documents.items() if isinstance(documents, Mapping) else ():
         found.setdefault(normalise_chunk(text), []).extend(origins)
     return found
 

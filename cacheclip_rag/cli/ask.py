@@ -105,7 +105,7 @@ def ask(
     gc.collect()  # the embedding model has done its work: give its memory back before the large models load
     texts = [passage.text for passage in passages]
     answer = None
-    for event in engine.generate_stream(rag_prompt(texts, question), params, question=question, candidates=texts):
+    for event in engine.stream(rag_prompt(texts, question), params, question=question, documents=texts):
         if not as_json:
             sys.stdout.write(event.text)
             sys.stdout.flush()

@@ -362,7 +362,7 @@ async def test_a_cancelled_task_stops_the_model(
     assert len(list(model.stream(PROMPT))) > 5
     steps: list[Any] = []
     started, cancelled, finished = threading.Event(), threading.Event(), threading.Event()
-    original = CacheClipEngine.generate_stream
+    original = CacheClipEngine.stream
 
     def watched(self: CacheClipEngine, *args: Any, **kwargs: Any) -> Iterator[Any]:
         try:
@@ -374,7 +374,7 @@ async def test_a_cancelled_task_stops_the_model(
         finally:
             finished.set()
 
-    monkeypatch.setattr(CacheClipEngine, "generate_stream", watched)
+    monkeypatch.setattr(CacheClipEngine, "stream", watched)
     task = asyncio.create_task(model.ainvoke(PROMPT))
     assert await asyncio.to_thread(started.wait, 10)
     task.cancel()

@@ -319,7 +319,7 @@ async def test_async_calls_keep_the_model_off_the_loop(llm: CacheClipLLM, monkey
 
 async def test_closing_an_async_stream_stops_the_model(llm: CacheClipLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     closed = threading.Event()
-    original = CacheClipEngine.generate_stream
+    original = CacheClipEngine.stream
 
     def watched(self: CacheClipEngine, *args: Any, **kwargs: Any) -> Iterator[Any]:
         try:
@@ -327,7 +327,7 @@ async def test_closing_an_async_stream_stops_the_model(llm: CacheClipLLM, monkey
         finally:
             closed.set()
 
-    monkeypatch.setattr(CacheClipEngine, "generate_stream", watched)
+    monkeypatch.setattr(CacheClipEngine, "stream", watched)
     stream = await llm.astream_chat(MESSAGES, max_tokens=1500)
     await anext(stream)
     await stream.aclose()
@@ -354,7 +354,7 @@ async def test_cancelling_a_call_stops_the_model(llm: CacheClipLLM, monkeypatch:
     """Before its next token."""
     began, goes_on, closed = threading.Event(), threading.Event(), threading.Event()
     pieces = 0
-    original = CacheClipEngine.generate_stream
+    original = CacheClipEngine.stream
 
     def watched(self: CacheClipEngine, *args: Any, **kwargs: Any) -> Iterator[Any]:
         nonlocal pieces
@@ -369,7 +369,7 @@ async def test_cancelling_a_call_stops_the_model(llm: CacheClipLLM, monkeypatch:
 
     question: Any = MESSAGES if call == "achat" else PROMPT
     whole = list(llm.stream_chat(question) if call == "achat" else llm.stream_complete(question))
-    monkeypatch.setattr(CacheClipEngine, "generate_stream", watched)
+    monkeypatch.setattr(CacheClipEngine, "stream", watched)
     await cancelled(getattr(llm, call)(question), began)
     goes_on.set()
     assert await asyncio.to_thread(closed.wait, 10.0)
