@@ -110,7 +110,7 @@ def test_a_method_may_be_an_instance(kind: Any, tiny_models: dict[str, str], chu
     settings: Any = {"primary": tiny_models["llama"], "auxiliary": None, "max_tokens": 1, "namespace": kind.__module__}
     prompt = f"{chunks[0]}\n\n{chunks[1]}\n\n{PROMPT}"
     for llm, options in ((kind(**settings, method=method), {}), (kind(**settings, method="full"), {"method": method})):
-        llm.engine.precompute(chunks[:2])
+        llm.engine.precompute(chunks[:2], method=method)
         stats = ask(llm, prompt, **options)
         assert (stats["method"], stats["nominal_ratio"]) == ("random", 0.3)
     with pytest.raises(ConfigurationError, match="method must be a name or a Method, got int"):
