@@ -21,7 +21,7 @@ from langchain_core.runnables.configurable import RunnableConfigurableAlternativ
 
 from cacheclip_rag.errors import ConfigurationError
 
-from .base import ModelFields, origin
+from .base import LangChainFields, origin
 
 __all__ = ["CacheClipDocumentTransformer", "create_cacheclip_documents_chain"]
 
@@ -40,7 +40,7 @@ class CacheClipDocumentTransformer(BaseDocumentTransformer):
         llm: the model that will read them.
     """
 
-    def __init__(self, llm: ModelFields) -> None:
+    def __init__(self, llm: LangChainFields) -> None:
         self.llm = llm
 
     def transform_documents(self, documents: Sequence[Document], **kwargs: Any) -> Sequence[Document]:
@@ -124,7 +124,7 @@ def _told(llm: Runnable[Any, Any], about: dict[str, Any]) -> Runnable[Any, Any]:
         return _told(part, about) if isinstance(part, Runnable) else lambda: _told(part(), about)
 
     match llm:
-        case ModelFields() | RunnableConfigurableFields(default=ModelFields()):
+        case LangChainFields() | RunnableConfigurableFields(default=LangChainFields()):
             return llm.bind(**about)
         case RunnableBindingBase():
             return with_parts(bound=told(llm.bound))

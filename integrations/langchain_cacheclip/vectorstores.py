@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from cacheclip_rag.ingest.plan import IngestPlan
 
-    from .base import ModelFields
+    from .base import LangChainFields
 
 __all__ = ["CacheClipVectorStore"]
 
@@ -40,11 +40,11 @@ class CacheClipVectorStore(VectorStore):
     Raises:
         PromptTooLongError: a document longer than the model's context; it is LangChain's ``ContextOverflowError`` too.
 
-    >>> store = CacheClipVectorStore(FAISS(...), llm)
+    >>> store = CacheClipVectorStore(InMemoryVectorStore(embeddings), llm)
     >>> index(documents, record_manager, store, cleanup="incremental", source_id_key="source", key_encoder="blake2b")
     """
 
-    def __init__(self, store: VectorStore, llm: ModelFields) -> None:
+    def __init__(self, store: VectorStore, llm: LangChainFields) -> None:
         self.store, self.llm = store, llm
 
     def __getattr__(self, name: str) -> Any:
@@ -202,7 +202,7 @@ class CacheClipVectorStore(VectorStore):
         metadatas: list[dict[str, Any]] | None = None,
         *,
         ids: list[str] | None = None,
-        llm: ModelFields | None = None,
+        llm: LangChainFields | None = None,
         store: VectorStore | None = None,
         **kwargs: Any,
     ) -> Self:

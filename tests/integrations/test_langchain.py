@@ -70,7 +70,7 @@ class Recorder(BaseCallbackHandler):
 @pytest.fixture
 def llm(tiny_models: dict[str, str], tmp_path: Path) -> ChatCacheClip:
     return ChatCacheClip(
-        model=tiny_models["llama"], auxiliary=tiny_models["auxiliary"], store=str(tmp_path / "store"), max_tokens=12
+        primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"], store=str(tmp_path / "store"), max_tokens=12
     )
 
 
@@ -156,7 +156,7 @@ def test_documents_as_candidates(llm: ChatCacheClip, documents: list[Document]) 
 
 async def test_message_and_stream_metadata(llm: ChatCacheClip) -> None:
     message = llm.invoke(PROMPT)
-    assert message.response_metadata["model_name"] == llm.model_name
+    assert message.response_metadata["model_name"] == llm.primary
     assert message.response_metadata["finish_reason"] in ("stop", "length")
     stats = message.response_metadata["cacheclip"]
     usage = message.usage_metadata
@@ -165,7 +165,7 @@ async def test_message_and_stream_metadata(llm: ChatCacheClip) -> None:
     assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
     assert usage["input_token_details"]["cache_read"] == stats["reused_tokens"]
     for chunks in (list(llm.stream(PROMPT)), [chunk async for chunk in llm.astream(PROMPT)]):
-        assert chunks[0].response_metadata["model_name"] == llm.model_name
+        assert chunks[0].response_metadata["model_name"] == llm.primary
         assert sum("model_name" in chunk.response_metadata for chunk in chunks) == 1
         assert [chunk for chunk in chunks if chunk.chunk_position == "last"] == chunks[-1:]
         assert "cacheclip" in chunks[-1].response_metadata
@@ -328,7 +328,7 @@ def test_wrong_fields_are_refused(fields: dict[str, Any]) -> None:
 async def test_a_prompt_too_long_is_langchains_error_too(
     llm: ChatCacheClip, kind: type[ChatCacheClip | CacheClipLLM]
 ) -> None:
-    model = kind(model=llm.model_name, auxiliary=llm.auxiliary, store=llm.store)
+    model = kind(primary=llm.primary, auxiliary=llm.auxiliary, store=llm.store)
     long = "word " * 4000
     with pytest.raises(ContextOverflowError, match="fit model") as error:
         model.invoke(long)
@@ -358,11 +358,11 @@ async def test_eight_at_once_answer_as_one_by_one(llm: ChatCacheClip, chunks: li
 async def test_a_cancelled_task_stops_the_model(
     llm: ChatCacheClip, kind: type[ChatCacheClip | CacheClipLLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = kind(model=llm.model_name, auxiliary=llm.auxiliary, store=llm.store, max_tokens=200)
+    model = kind(primary=llm.primary, auxiliary=llm.auxiliary, store=llm.store, max_tokens=200)
     assert len(list(model.stream(PROMPT))) > 5
     steps: list[Any] = []
     started, cancelled, finished = threading.Event(), threading.Event(), threading.Event()
-    original = CacheClipEngine.generate_stream
+    original = CacheClipEngine.stream
 
     def watched(self: CacheClipEngine, *args: Any, **kwargs: Any) -> Iterator[Any]:
         try:
@@ -374,7 +374,7 @@ async def test_a_cancelled_task_stops_the_model(
         finally:
             finished.set()
 
-    monkeypatch.setattr(CacheClipEngine, "generate_stream", watched)
+    monkeypatch.setattr(CacheClipEngine, "stream", watched)
     task = asyncio.create_task(model.ainvoke(PROMPT))
     assert await asyncio.to_thread(started.wait, 10)
     task.cancel()
@@ -388,7 +388,7 @@ async def test_a_cancelled_task_stops_the_model(
 def test_a_model_whose_kv_cannot_be_reused_answers_too(tmp_path: Path, chunks: list[str]) -> None:
     folder = build(tmp_path / "gpt2", "gpt2")
     llm = ChatCacheClip(
-        model=folder, auxiliary=None, store=str(tmp_path / "s"), max_tokens=4, engine_kwargs={"fallback": "full"}
+        primary=folder, auxiliary=None, store=str(tmp_path / "s"), max_tokens=4, engine_kwargs={"fallback": "full"}
     )
     for _ in range(2):
         message = llm.invoke(f"{chunks[0]}\n\nWhat?", documents=chunks[:1])
@@ -403,8 +403,8 @@ def test_a_model_whose_kv_cannot_be_reused_answers_too(tmp_path: Path, chunks: l
 def test_mro_and_identity() -> None:
     assert BaseChatModel in ChatCacheClip.__mro__
     llm = ChatCacheClip(model="m", stop_sequences=["x"])
-    assert (llm.model_name, llm.stop) == ("m", ["x"])
-    assert ChatCacheClip(model_name="m", stop=["x"]) == llm
+    assert (llm.primary, llm.stop) == ("m", ["x"])
+    assert ChatCacheClip(primary="m", stop="x") == ChatCacheClip(model_name="m", stop=["x"]) == llm
     assert llm._llm_type == "cacheclip-chat"
     assert not ChatCacheClip.is_lc_serializable()
     assert llm._get_ls_params()["ls_provider"] == "cacheclip"
@@ -414,7 +414,7 @@ def test_profile_and_version(llm: ChatCacheClip) -> None:
     assert llm.profile["max_input_tokens"] == llm.engine.primary.context_tokens == 2048
     assert not llm.profile["image_inputs"] and not llm.profile["tool_calling"]
     assert ChatCacheClip().profile["max_input_tokens"] == 32768
-    assert "max_input_tokens" not in ChatCacheClip(model="some/model").profile
+    assert "max_input_tokens" not in ChatCacheClip(primary="some/model").profile
     assert ChatCacheClip(profile={"max_input_tokens": 7}).profile == {"max_input_tokens": 7}
     if hasattr(BaseChatModel, "_add_version"):
         assert llm.metadata["lc_versions"]["cacheclip-rag"] == __version__
@@ -424,7 +424,7 @@ def test_profile_and_version(llm: ChatCacheClip) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("model_name", "other"),
+        ("primary", "other"),
         ("auxiliary", None),
         ("namespace", "bob"),
         ("method", "full"),

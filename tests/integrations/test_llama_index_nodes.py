@@ -63,10 +63,10 @@ def seen() -> Iterator[Seen]:
 @pytest.fixture
 def llm(tiny_models: dict[str, str], tmp_path: Path) -> CacheClipLLM:
     return CacheClipLLM(
-        model_name=tiny_models["llama"],
-        auxiliary_model_name=tiny_models["auxiliary"],
+        primary=tiny_models["llama"],
+        auxiliary=tiny_models["auxiliary"],
         store=str(tmp_path / "store"),
-        max_new_tokens=8,
+        max_tokens=8,
     )
 
 
@@ -348,14 +348,14 @@ class TestEvents:
 
     def test_candidates_of_a_call(self, llm: CacheClipLLM, chunks: list[str], seen: Seen) -> None:
         text = f"{chunks[0]}\n\nWhat was built?"
-        llm.complete(text, candidates=[chunks[0]])
+        llm.complete(text, documents=[chunks[0]])
         llm.complete(text)
         assert [(event.hits, event.misses) for event in seen.fusions] == [(0, 1), (1, 0)]
 
     def test_nodes_of_a_call_and_of_the_model(self, llm: CacheClipLLM, chunks: list[str], seen: Seen) -> None:
         knowing = llm.with_nodes({chunks[0]: [("a", "doc")], chunks[2]: [("elsewhere", "")]})
         text = f"{chunks[0]}\n\n{chunks[1]}\n\nWhat was built?"
-        knowing.complete(text, candidates={chunks[0]: [("b", "")], chunks[1]: [("c", "doc")]})
+        knowing.complete(text, documents={chunks[0]: [("b", "")], chunks[1]: [("c", "doc")]})
         assert [event.node_ids for event in seen.fusions] == [["a", "b", "c"]]
         llm.engine.release_sources(["doc"])
         assert stored(llm, chunks[:3]) == [True, False, False], "b holds the first, too"

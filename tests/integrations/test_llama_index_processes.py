@@ -37,7 +37,7 @@ def precompute(self, *args, **kwargs):
 
 CacheClipEngine.precompute = precompute
 primary, auxiliary, store = sys.argv[1:]
-pipeline, documents = pipeline_of(CacheClipLLM(model_name=primary, auxiliary_model_name=auxiliary, store=store))
+pipeline, documents = pipeline_of(CacheClipLLM(primary=primary, auxiliary=auxiliary, store=store))
 pipeline.run(documents=documents)
 """
 
@@ -66,7 +66,7 @@ def test_two_workers_fill_one_store(llm: CacheClipLLM, monkeypatch: pytest.Monke
 
 
 def test_a_killed_run_goes_on(llm: CacheClipLLM) -> None:
-    arguments = [llm.model_name, str(llm.auxiliary_model_name), str(llm.store)]
+    arguments = [llm.primary, str(llm.auxiliary), str(llm.store)]
     run = subprocess.run([sys.executable, "-c", KILLED, *arguments], cwd=ROOT, check=False)
     assert run.returncode == -signal.SIGKILL
     assert hits(llm) == 2
