@@ -371,7 +371,7 @@ class TestMarkdown:
 class Page(HTMLParser):
     """Tags with their attributes, and a check that all of them are closed in order."""
 
-    VOID = ("meta", "input")
+    VOID = ("meta", "input", "img")
 
     def __init__(self, text: str) -> None:
         super().__init__()
