@@ -14,14 +14,12 @@ from cacheclip_rag.errors import ConfigurationError, ModelError
 from cacheclip_rag.lab.evaluation.reference import Reference
 from cacheclip_rag.lab.training import calibrate as module
 from cacheclip_rag.lab.training import folder
+from cacheclip_rag.lab.training import outcomes as outcomes_module
 from cacheclip_rag.lab.training.calibrate import (
-    Asked,
     Candidate,
-    answered_rightly,
     best_of,
     calibrate,
     combined,
-    downstream,
     in_turn,
     ranking_and_checking,
     recall_of,
@@ -30,6 +28,7 @@ from cacheclip_rag.lab.training.calibrate import (
 from cacheclip_rag.lab.training.families import FAMILIES, synthetic_samples
 from cacheclip_rag.lab.training.features import look
 from cacheclip_rag.lab.training.folder import Interrupted
+from cacheclip_rag.lab.training.outcomes import Asked, answered_rightly, downstream
 from cacheclip_rag.lab.training.prompts import segments_of
 from cacheclip_rag.lab.training.report import calibration_json, calibration_note, calibration_table, ranking_tables
 from cacheclip_rag.methods import create
@@ -169,7 +168,8 @@ class TestCalibrate:
             titles.append(title)
             return progress_bar(title, *args, **options)
 
-        monkeypatch.setattr(module, "progress_bar", bar)
+        for each in (module, outcomes_module):
+            monkeypatch.setattr(each, "progress_bar", bar)
         found = calibrate(config, num_samples=6, num_prompts=0, folder=tmp_path)
         assert titles == ["reading"] and "right" not in found.heads.about
         assert "KL" not in calibration_note(found) and "without the starts of chunks" in calibration_note(found)
@@ -356,7 +356,7 @@ class TestDownstream:
 
         monkeypatch.setattr(engine, "prefill", counting)
         assert downstream(engine, samples, sets, kept=kept) == before and not asked
-        monkeypatch.setattr(module, "create", other)
+        monkeypatch.setattr(outcomes_module, "create", other)
         downstream(engine, samples, sets, kept=kept)
         assert asked == ["full", "cacheclip", "anchored"]
 

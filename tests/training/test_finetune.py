@@ -16,11 +16,13 @@ from cacheclip_rag.cli import app
 from cacheclip_rag.errors import CacheClipError, ConfigurationError, ModelError
 from cacheclip_rag.lab.evaluation.records import Passage, Record
 from cacheclip_rag.lab.evaluation.reference import Reference
+from cacheclip_rag.lab.training import figures as figures_module
 from cacheclip_rag.lab.training import finetune as module
 from cacheclip_rag.lab.training import folder as folder_module
 from cacheclip_rag.lab.training import targets as targets_module
 from cacheclip_rag.lab.training.families import FAMILIES, synthetic_samples
-from cacheclip_rag.lab.training.finetune import Figures, FineTuning, finetune
+from cacheclip_rag.lab.training.figures import Figures
+from cacheclip_rag.lab.training.finetune import FineTuning, finetune
 from cacheclip_rag.lab.training.folder import Interrupted
 from cacheclip_rag.lab.training.given import given_samples, sample_of_record
 from cacheclip_rag.lab.training.lexical import lexical_scores
@@ -125,7 +127,7 @@ class TestJob:
         whole = tune(config, heads, tmp_path / "whole")
         stop, counts = stopper(monkeypatch)
         stop(folder_module, "look", 4)
-        stop(module, "attended_when_stale", 2)
+        stop(figures_module, "attended_when_stale", 2)
         stop(Reference, "follow", 15)
         for _ in range(3):
             with pytest.raises(Interrupted) as stopped:
@@ -210,9 +212,9 @@ class TestJob:
         for name in ("last layer as it comes", "before", "after", "words alone", "direct", "epic"):
             assert f"| {name} |" in markdown and f"<td>{name}</td>" in html
         assert "http" not in html.replace("http-equiv", "") and "default-src 'none'" in html
-        assert f"| {found.history[0]['loss']:.3f} |" in markdown and "held-out loss" in html
         assert finetuning_note(found) in markdown and "KL is of prompts that full prefill answers rightly" in html
-        assert f"epoch 4: loss {found.history[4]['loss']:.3f}" in markdown
+        loss = f"{found.history[4]['loss']:.3f}"
+        assert f"| 4 | {loss} |" in markdown and f"<td>4</td><td>{loss}</td>" in html
 
     def test_the_report_says_what_it_was_made_from(self, config: EngineConfig, heads: HeadSet, tmp_path: Path) -> None:
         given = synthetic_samples("train", 2, seed=9)

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ...paths import atomic_path
-from .calibrate import SELECTOR, SHIPPED, Calibration
+from .calibrate import SHIPPED, Calibration
 from .finetune import FineTuning
+from .outcomes import SELECTOR
 
 __all__ = [
     "calibration_json",
