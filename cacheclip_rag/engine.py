@@ -17,18 +17,19 @@ from typing import Any
 import torch
 
 from .answer import Answer, StreamEvent
-from .chunks.caches import DEFAULT_ENCODING, ChunkCaches, Encoding
-from .chunks.context import LEADS
+from .checks import check_ratio
+from .chunks.caches import ChunkCaches
+from .chunks.context import CONTEXTS, ChunkContext
 from .chunks.prefix_cache import PrefixCache
 from .config import EngineConfig
 from .errors import CacheClipError, ConfigurationError, ModelError
-from .fusion.capture import CapturedChunks
 from .fusion.prefill import Prefill, Prefilled
 from .guards.certificate import Identity, check_certificate, identity_of
 from .guards.metrics import Metrics
 from .guards.shadow import ShadowChecker, ShadowRequest
-from .methods import DEFAULT_METHOD, METHODS, check_auxiliary, create
+from .methods import DEFAULT_METHOD, PRESET_NAMES, check_auxiliary, check_method, preset
 from .methods.base import Method
+from .methods.capture import CapturedChunks
 from .methods.composition import Composition, count_chunks, exact_method
 from .models.load import load_any
 from .prompt.layout import check_length, lay_out
@@ -57,6 +58,9 @@ __all__ = ["Answer", "CacheClipEngine", "StreamEvent", "get_engine"]
 
 logger = logging.getLogger(__name__)
 
+_AUXILIARY_CONTEXT = CONTEXTS["prefix"]
+"""The auxiliary's chunk caches always stand right behind its prefix."""
+
 Candidates = Iterable[str] | Mapping[str, Iterable[tuple[str, str]]]
 """Chunk texts known to be in a prompt. A mapping also says where each comes from, as ``(source, document)`` pairs (see
 :meth:`CacheClipEngine.precompute`; the document may be empty): what is stored after an answer goes with its sources."""
@@ -80,7 +84,7 @@ class CacheClipEngine:
         """Settings as an :class:`EngineConfig`, as keyword options with its field names, or both (options win)."""
         self.config = EngineConfig.from_options(config, options)
         self._lock = threading.RLock()
-        self._caches: dict[tuple[str, Encoding], ChunkCaches] = {}
+        self._caches: dict[tuple[str, ChunkContext], ChunkCaches] = {}
         self._store: ChunkStore | None = None
         self._texts: TextIndex | None = None
         self._sources: SourceIndex | None = None
@@ -210,23 +214,23 @@ class CacheClipEngine:
                 self._captured = CapturedChunks()
             return self._captured
 
-    def _caches_of(self, name: str, encoding: Encoding = DEFAULT_ENCODING) -> ChunkCaches:
+    def _caches_of(self, name: str, context: ChunkContext = _AUXILIARY_CONTEXT) -> ChunkCaches:
         with self._lock:
             role = "primary" if name == self.config.primary else "auxiliary"
-            if (role, encoding) not in self._caches:
+            if (role, context) not in self._caches:
                 config = self.config
                 device = config.device if role == "primary" else config.auxiliary_device or config.device
                 runtime = load_any(name, dtype=config.dtype, device=device, fallback=config.fallback)
                 codec = config.codec or config.dtype
-                self._caches[role, encoding] = ChunkCaches(
+                self._caches[role, context] = ChunkCaches(
                     runtime,
                     self.store,
                     prefix_ids=self._prefix_ids(runtime),
                     namespace=self.config.namespace,
                     codec=codec if role == "primary" else self.config.auxiliary_codec,
-                    encoding=encoding,
+                    context=context,
                 )
-            return self._caches[role, encoding]
+            return self._caches[role, context]
 
     def _prefix_ids(self, runtime: TextModel) -> list[int]:
         """Token ids of the shared prefix: the chat template's opening, up to the first word of the user."""
@@ -262,7 +266,7 @@ class CacheClipEngine:
         Idempotent: what is stored already costs a look-up. A killed run loses at most the chunk it was at.
 
         Args:
-            method: encode chunks as this method needs them (:meth:`encoding_of`); default the engine's.
+            method: compute chunks behind what this method needs (:meth:`context_of`); default the engine's.
             source: what the texts come from (the id of a node or record), for :meth:`release_sources`.
             document: what the source is a part of.
 
@@ -274,11 +278,11 @@ class CacheClipEngine:
             PromptTooLongError: a text longer than the model's context.
         """
         computed = 0
-        encoding = self.encoding_of(method)
+        context = self.context_of(method)
         for chunk in chunk_texts(texts):
             if not chunk:
                 raise ConfigurationError("a chunk must hold text, got an empty or blank string.")
-            models = self.chunk_caches(encoding)
+            models = self.chunk_caches(context)
             for caches in models:
                 caches.check_length(chunk)  # before anything is written for any of them
             # every role must run: no short-circuit
@@ -306,18 +310,18 @@ class CacheClipEngine:
     def release(self, texts: Iterable[str]) -> int:
         """Delete the KV of chunk texts, for every model that can be loaded; returns how many texts had any.
 
-        The prefix cache forgets everything, since any of its blocks may hold such a text. Chunks stored in an
-        encoding of other settings (special tokens around each) are found by an engine of the same settings.
+        The prefix cache forgets everything, since any of its blocks may hold such a text. Chunks stored with
+        other settings of a method (special tokens around each) are found by an engine of the same settings.
         """
         chunks = list(chunk_texts(texts))
         if not chunks:
             return 0  # no weights are loaded for nothing
         self.prefixes.clear()
         released = 0
-        usual = {create(name, {"behind": behind}).encoding for name in METHODS for behind in LEADS}
+        own = {context for name in PRESET_NAMES if (context := preset(name).context) is not None}
         list(self._usable_caches())  # now among self._caches, as all others
-        for encoding in {*usual, self.encoding_of()}:
-            self._caches_of(self.config.primary, encoding)
+        for context in {*own, *CONTEXTS.values(), self.context_of()}:
+            self._caches_of(self.config.primary, context)
         everywhere = list(self._caches.values())
         for chunk in chunks:
             released += any([caches.delete(chunk) for caches in everywhere] + [self.captured.remove(chunk)])
@@ -434,7 +438,7 @@ class CacheClipEngine:
             if event.answer is not None:
                 self._record(prefilled, event.answer, params)
             yield event
-        self._store_missing(prefilled.missing, candidates, self.encoding_of(chosen))
+        self._store_missing(prefilled.missing, candidates, self.context_of(chosen))
 
     def _compose(
         self, method: Method, prompt: Prompt | Sequence[Segment], params: SamplingParams, candidates: Candidates
@@ -463,7 +467,7 @@ class CacheClipEngine:
         self._store_missing(tuple(missing), candidates)
 
     def _store_missing(
-        self, chunks: Sequence[str], candidates: Candidates, encoding: Encoding = DEFAULT_ENCODING
+        self, chunks: Sequence[str], candidates: Candidates, context: ChunkContext = _AUXILIARY_CONTEXT
     ) -> None:
         """What was missing in an answer, for the next. The answer is out: a full disk must not take it back."""
         if not chunks or self.config.on_miss != "store":
@@ -471,7 +475,7 @@ class CacheClipEngine:
         origins = _origins(candidates)
         for chunk in chunks:
             try:
-                for caches in self._usable_caches(encoding):
+                for caches in self._usable_caches(context):
                     caches.write(chunk)
                 self.texts.add([chunk])
                 for source, document in origins.get(chunk, ()):
@@ -479,9 +483,9 @@ class CacheClipEngine:
             except CacheClipError as error:
                 logger.warning("a chunk of this prompt could not be stored: %s", error)
 
-    def _usable_caches(self, encoding: Encoding = DEFAULT_ENCODING) -> Iterator[ChunkCaches]:
+    def _usable_caches(self, context: ChunkContext = _AUXILIARY_CONTEXT) -> Iterator[ChunkCaches]:
         """The primary's caches, then the auxiliary's unless that model cannot be had: other methods work without."""
-        yield self._caches_of(self.config.primary, encoding)
+        yield self._caches_of(self.config.primary, context)
         if self.config.auxiliary:
             try:
                 yield self._caches_of(self.config.auxiliary)
@@ -519,8 +523,8 @@ class CacheClipEngine:
         """``method``: None for whichever of the exact ones costs least."""
         primary = self._caches_of(self.config.primary)  # weights are loaded before the clock starts
         auxiliary = self._scorer_of(method) if method else None
-        encoding = method.encoding if method else self._plain_encoding
-        encoded = self._caches_of(self.config.primary, encoding)
+        context = self.context_of(method) if method else self._default_context
+        encoded = self._caches_of(self.config.primary, context)
         captures = method is not None and method.captures
         clock = PhaseClock()
         with clock.phase("lookup"):
@@ -530,7 +534,7 @@ class CacheClipEngine:
             if method is not None:
                 segments = method.arrange(segments, primary.runtime)
             layout = lay_out(segments, encoded.tokenize_segment, primary.prefix_ids)
-            layout = replace(layout, exact_behind_prefix=encoding.is_exact_behind_prefix and not captures)
+            layout = replace(layout, exact_behind_prefix=context.is_exact_behind_prefix and not captures)
             check_length(layout, primary.runtime.context_tokens, primary.runtime.name)
         capacity = capacity_for(layout.num_tokens, params)
         chunks = self.captured if captures else encoded
@@ -540,32 +544,35 @@ class CacheClipEngine:
     # -- answering ----------------------------------------------------------------------------------------------
 
     def make_method(self, method: str | Method | None = None, recompute_ratio: float | None = None) -> Method:
-        """What a call with these options computes by: the method of that name (default the engine's) with the engine's
-        settings. ``auto`` is ``cacheclip`` where the auxiliary model can be had and has a head set, and else
-        ``anchored``; to know it loads the models.
+        """What a call with these options computes by: the method of that name, or that instance, at this ratio.
+
+        Args:
+            method: default the engine's. ``auto`` is ``cacheclip`` where the auxiliary model can be had and has a head
+                set, and else ``anchored``; to know it loads the models.
+            recompute_ratio: default the engine's for the engine's method and for names, else the instance's own. A
+                preset without a ratio ignores it.
 
         Raises:
-            ConfigurationError: unknown methods or settings, a ratio beside a method that was made already, or no
+            ConfigurationError: an unknown name, a ratio out of range or given beside an instance that has none, or no
                 auxiliary model where the method needs one.
         """
-        if isinstance(method, Method):
-            chosen = method
-            if recompute_ratio is not None:
-                raise ConfigurationError(
-                    f"recompute_ratio={recompute_ratio} was given beside a {type(method).__name__} that has its own "
-                    "settings. Give the ratio to the method, or the method by name."
-                )
-        else:
-            chosen = self._named(method, recompute_ratio)
+        given = self.config.method if method is None else method
+        check_method(given)
+        ratio = recompute_ratio
+        if ratio is None and (method is None or isinstance(method, str)):
+            ratio = self.config.recompute_ratio
+        chosen = self._named(given) if isinstance(given, str) else given
+        if ratio is not None:
+            check_ratio(ratio)
+            if chosen.has_ratio or (recompute_ratio is not None and not isinstance(given, str)):
+                chosen = chosen.at(ratio)
         check_auxiliary(chosen, self.config.auxiliary)
         return chosen
 
-    def _named(self, method: str | None, recompute_ratio: float | None = None) -> Method:
-        config = self.config if recompute_ratio is None else replace(self.config, recompute_ratio=recompute_ratio)
-        name = method or config.method
+    def _named(self, name: str) -> Method:
         if name == DEFAULT_METHOD:
             name = "cacheclip" if self._has_head_set else "anchored"
-        return create(name, config.method_settings())
+        return preset(name)
 
     @property
     def _has_head_set(self) -> bool:
@@ -613,28 +620,28 @@ class CacheClipEngine:
         named = self.named_heads(method.head_sets)
         return AuxiliaryScorer(self._caches_of(self.config.auxiliary), self.head_set, named)
 
-    def encoding_of(self, method: str | Method | None = None) -> Encoding:
-        """How a method (default the engine's) wants its chunks encoded: all alike, but for what they are computed
-        ``behind``, and those for checkpoints trained to read chunks apart. One that reads no stored chunks leaves the
-        choice to the settings, for those that do."""
-        if (method or self.config.method) == DEFAULT_METHOD:
-            return self._plain_encoding  # both that it may be, with no model loaded
-        if not isinstance(method, Method):
-            method = self._named(method)
-        reads = method.reuses_chunks and not method.captures and not method.composes
-        return method.encoding if reads else self._plain_encoding
+    def context_of(self, method: str | Method | None = None) -> ChunkContext:
+        """What chunks are computed behind for a method (default the engine's): what the method says itself, else what
+        the settings say. Loads no model."""
+        given = self.config.method if method is None else method
+        check_method(given)
+        if isinstance(given, str):
+            if given == DEFAULT_METHOD:
+                return self._default_context  # both methods that it may be leave it to the settings
+            given = preset(given)
+        return given.context or self._default_context
 
     @property
-    def _plain_encoding(self) -> Encoding:
-        return Encoding(lead=LEADS[self.config.behind])
+    def _default_context(self) -> ChunkContext:
+        return CONTEXTS[self.config.chunk_context]
 
-    def chunk_caches(self, encoding: Encoding | None = None, *, with_auxiliary: bool = True) -> list[ChunkCaches]:
+    def chunk_caches(self, context: ChunkContext | None = None, *, with_auxiliary: bool = True) -> list[ChunkCaches]:
         """Where the KV of a chunk is kept, model by model, the primary's first; loads the models.
 
         Args:
-            encoding: how chunks are encoded for the primary; default as the engine's method wants it.
+            context: what chunks are computed behind for the primary; default as the engine's method wants it.
         """
-        found = [self._caches_of(self.config.primary, encoding or self.encoding_of())]
+        found = [self._caches_of(self.config.primary, context or self.context_of())]
         if with_auxiliary and self.config.auxiliary:
             found.append(self._caches_of(self.config.auxiliary))
         return found

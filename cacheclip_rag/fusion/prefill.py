@@ -13,22 +13,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 from ..chunks.caches import ChunkCaches
 from ..chunks.prefix_cache import Match, PrefixCache
-from ..methods.base import Method, SelectionRequest
+from ..methods.base import CacheView, Method, PromptView
+from ..methods.capture import CapturedChunks, Variant, capture, digest_before
 from ..prompt.layout import Layout, Span, question_slots
 from ..prompt.segments import Fresh
 from ..runtime.transformers.attention import Geometry
 from ..runtime.transformers.cache import FusedCache
 from ..runtime.transformers.model import ModelRuntime
 from ..runtime.transformers.plain import PlainState
-from ..selection.auxiliary import Scoring
+from ..selection.scorers import AuxiliaryAttention
 from ..selection.scoring import AuxiliaryScorer
 from ..stats import FusionStats, PhaseClock
-from .capture import CapturedChunks, Variant, capture, digest_before
 from .recompute import assemble, choose_rows, recompute
 
 __all__ = ["Keeping", "Prefill", "Prefilled"]
@@ -112,7 +113,7 @@ class Prefill:
             if captured is None:
                 return self._run_capturing()
             found = [] if obstacle else [span for span in layout.chunks if self._is_stored(span)]
-            if found and (geometry := method.place(layout, found)) is not None:
+            if found and (geometry := method.positions(layout, found)) is not None:
                 obstacle = self._obstacle_of(geometry)
         if not found or obstacle:
             return self._run_plain(obstacle)
@@ -151,7 +152,7 @@ class Prefill:
         layout, method, clock = self.layout, self.method, self.clock
         with clock.phase("select"):
             scorable = [span for span in found if not layout.is_exact(span)]
-            scores = dict(zip(scorable, method.score(self._selection_request(found, scorable)), strict=True))
+            scores = dict(zip(scorable, method.score(PromptView(**self._seen(found, scorable))), strict=True))
         with clock.phase("assemble"):
             cache = self.primary.kv_runtime.new_cache(self.capacity)
             cache.geometry = geometry
@@ -169,15 +170,7 @@ class Prefill:
     ) -> Prefilled:
         """From the assembled cache to the logits: choose, then recompute."""
         layout, method, clock, runtime = self.layout, self.method, self.clock, self.primary.kv_runtime
-        computed = torch.zeros(layout.num_tokens, dtype=torch.bool)
         charged = 0
-
-        def recompute_now(masks: list[torch.Tensor]) -> None:
-            nonlocal charged
-            rows = choose_rows(layout, reused, zip(scorable, masks, strict=True))
-            recompute(runtime, cache, layout, rows)
-            computed[rows] = True
-            charged += runtime.num_layers * sum(int(mask.sum()) for mask in masks)
 
         def full_prefill() -> FusedCache:
             nonlocal charged
@@ -185,27 +178,25 @@ class Prefill:
             return runtime.prefill(layout.ids, layout.num_tokens)[0]
 
         with clock.phase("select"):
-            request = replace(
-                self._selection_request(reused, scorable),
+            view = CacheView(
+                **self._seen(reused, scorable),
+                runtime=runtime,
                 cache=cache,
-                recompute=recompute_now,
+                captured=self.captured,
                 full_prefill=full_prefill,
-                computed=computed,
-                probes=torch.zeros_like(computed),
             )
-            masks = method.select(request, scores)
+            masks = method.select(view, scores)
             rows = choose_rows(layout, reused, zip(scorable, masks, strict=True))
-            walk = method.walk(request, rows)
+            row_filter = method.row_filter(view, rows)
         with clock.phase("recompute"):
-            method.prepare(request, masks)
-            logits = recompute(runtime, cache, layout, rows, walk)
+            method.prepare(view, masks)
+            logits = recompute(runtime, cache, layout, rows, row_filter)
             _wait_for(logits)
-        if walk is not None:
-            rows, charged = rows[walk.alive], charged + walk.charged
+        if row_filter is not None:
+            rows, charged = rows[row_filter.alive], charged + row_filter.charged
         else:
             charged += runtime.num_layers * sum(int(mask.sum()) for mask in masks)
-        computed[rows] = True
-        recomputed = sum(int(computed[span.start : span.stop].sum()) for span in reused)
+        recomputed = sum(int(((rows >= span.start) & (rows < span.stop)).sum()) for span in reused)
         stats = self._stats(reused, recomputed, charged / runtime.num_layers)
         keeping = self._keeping(reused, int(rows[0])) if cache.geometry is None else None
         return Prefilled(layout, cache, logits, stats, self._missing(reused), keeping)
@@ -306,22 +297,21 @@ class Prefill:
         text = span.segment.text
         return text in self.chunks and (self.auxiliary is None or text in self.auxiliary.caches)
 
-    def _selection_request(self, reused: Sequence[Span], scorable: Sequence[Span]) -> SelectionRequest:
-        return SelectionRequest(
-            layout=self.layout,
-            runtime=self.primary.kv_runtime,
-            spans=scorable,
-            num_chunk_tokens=sum(len(span.tokens) for span in reused),
-            question=question_slots(self.layout, self.question),
-            fresh=choose_rows(self.layout, reused, []),
-            captured=self.captured,
-            auxiliary_scores=lambda scoring: self._auxiliary_scores(scorable, scoring),
-        )
+    def _seen(self, reused: Sequence[Span], scorable: Sequence[Span]) -> dict[str, Any]:
+        """Fields of a :class:`PromptView`."""
+        return {
+            "layout": self.layout,
+            "spans": scorable,
+            "num_chunk_tokens": sum(len(span.tokens) for span in reused),
+            "question": question_slots(self.layout, self.question),
+            "fresh": choose_rows(self.layout, reused, []),
+            "auxiliary_scores": lambda scorer: self._auxiliary_scores(scorable, scorer),
+        }
 
-    def _auxiliary_scores(self, spans: Sequence[Span], scoring: Scoring) -> list[torch.Tensor]:
+    def _auxiliary_scores(self, spans: Sequence[Span], scorer: AuxiliaryAttention) -> list[torch.Tensor]:
         """Scores of the auxiliary model for each span, in the primary's tokens."""
         assert self.auxiliary is not None, "a method that asks for the auxiliary's scores declares needs_auxiliary"
-        return self.auxiliary.score(spans, self.question or _question_in(self.layout), scoring, self.clock)
+        return self.auxiliary.score(spans, self.question or _question_in(self.layout), scorer, self.clock)
 
     def _assemble(self, cache: FusedCache, found: Sequence[Span], match: Match) -> list[Span]:
         """Put prefix and chunk KV into ``cache``; returns the spans that were there (a damaged one is a miss)."""

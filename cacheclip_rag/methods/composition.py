@@ -18,7 +18,7 @@ from ..sampling import SamplingParams
 from ..stats import FusionStats, PhaseClock, combined
 from .base import Method
 from .direct import Direct
-from .prefix import Prefix
+from .full import Prefix
 
 __all__ = ["Ask", "Composition", "count_chunks", "exact_method"]
 
