@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from ..config import EngineConfig
     from ..lab.training.given import Given
     from ..lab.training.report import Table
-    from ..lab.training.tuning import TuningSettings
-    from ..selection.heads import HeadSet
 
 DataOption = Annotated[
     list[str] | None,
@@ -101,12 +99,7 @@ def finetune(
     prompts: PromptsOption = 12,
     epochs: Annotated[int, typer.Option(help="At most.")] = 60,
     rank: Annotated[int, typer.Option(help="Rank of the updates.")] = 8,
-    learning_rate: Annotated[
-        float | None, typer.Option(help="Of AdamW, above 0: 1e-3 unless told, for a whole model 2e-5.")
-    ] = None,
-    scope: Annotated[
-        str, typer.Option(help="heads: a head set. model: every weight up to its last layer; --out is then a folder.")
-    ] = "heads",
+    learning_rate: Annotated[float, typer.Option(help="Of AdamW, above 0.")] = 1e-3,
     seed: SeedOption = 0,
     out: OutOption = None,
     report: Annotated[Path | None, typer.Option(help="Folder for report.md and report.html.")] = None,
@@ -127,26 +120,14 @@ def finetune(
         finetuning_verdict,
         write_report,
     )
-    from ..lab.training.tuning import WHOLE_LEARNING_RATE, TuningSettings
-    from ..lab.training.whole import check_folders
+    from ..lab.training.tuning import TuningSettings
     from ..selection.heads import HeadSet, shipped_path
 
-    if scope not in ("heads", "model") or (scope == "model" and out is None):
-        raise ConfigurationError(f"scope must be heads, or model with a new folder as --out; got {scope!r}.")
     _check_folder(report, "the report")
     _check_folder(work, "working files")
     config = _config(primary, auxiliary, dtype, device, auxiliary_device)
     begin = HeadSet.load(heads) if heads else None
-    if learning_rate is None:
-        learning_rate = WHOLE_LEARNING_RATE if scope == "model" else TuningSettings().learning_rate
     settings = TuningSettings(rank=rank, learning_rate=learning_rate, epochs=epochs, sinks=SINKS, seed=seed)
-    if scope == "model":
-        assert out is not None
-        check_folders(out, work)
-        with _stoppable():
-            given = _given(config, data, data_limit, seed, work)
-            _finetune_whole(config, out, settings, begin, samples, targets, prompts, given, report, work, as_json)
-        return
     path = _target(config, out, overwrite, instead_of="calibrate")
     with _stoppable():
         given = _given(config, data, data_limit, seed, work)
@@ -180,43 +161,6 @@ def finetune(
         tables = {"On families and words never trained on": finetuning_table(found)}
         written = [] if kept else [f"Head set: {path}"]
         _print(tables, finetuning_note(found), finetuning_verdict(found), *written)
-
-
-def _finetune_whole(
-    config: EngineConfig,
-    folder: Path,
-    settings: TuningSettings,
-    heads: HeadSet | None,
-    samples: int,
-    targets: int,
-    prompts: int,
-    given: Given | None,
-    report: Path | None,
-    work: Path | None,
-    as_json: bool,
-) -> None:
-    from ..lab.training.report import whole_json, whole_note, whole_table, whole_verdict, write_report
-    from ..lab.training.whole import finetune_whole
-
-    found = finetune_whole(
-        config,
-        folder,
-        settings,
-        heads=heads,
-        num_samples=samples,
-        num_targets=targets,
-        num_prompts=prompts,
-        given=given.samples if given else (),
-        given_from=given.files if given else (),
-        work=work,
-    )
-    reports = [str(each) for each in write_report(found, report)] if report else []
-    if as_json:
-        print_json({**whole_json(found), "reports": reports})
-    else:
-        saved = [f"Model: {found.folder}"] if found.folder else []
-        tables = {"Training of the whole model": whole_table(found)}
-        _print(tables, whole_note(found), whole_verdict(found), *saved)
 
 
 @contextmanager

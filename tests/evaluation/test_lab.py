@@ -232,7 +232,7 @@ class TestBadRecords:
         self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def absent(prediction: str, answers: Any) -> float:
-            raise MissingExtraError("jieba", "eval")
+            raise MissingExtraError("jieba", "lab")
 
         monkeypatch.setitem(METRICS, "f1", absent)
         with pytest.raises(MissingExtraError, match="pip install"):

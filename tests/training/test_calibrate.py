@@ -14,14 +14,12 @@ from cacheclip_rag.errors import ConfigurationError, ModelError
 from cacheclip_rag.lab.evaluation.reference import Reference
 from cacheclip_rag.lab.training import calibrate as module
 from cacheclip_rag.lab.training import folder
+from cacheclip_rag.lab.training import outcomes as outcomes_module
 from cacheclip_rag.lab.training.calibrate import (
-    Asked,
     Candidate,
-    answered_rightly,
     best_of,
     calibrate,
     combined,
-    downstream,
     in_turn,
     ranking_and_checking,
     recall_of,
@@ -30,9 +28,9 @@ from cacheclip_rag.lab.training.calibrate import (
 from cacheclip_rag.lab.training.families import FAMILIES, synthetic_samples
 from cacheclip_rag.lab.training.features import look
 from cacheclip_rag.lab.training.folder import Interrupted
+from cacheclip_rag.lab.training.outcomes import Asked, answered_rightly, downstream
 from cacheclip_rag.lab.training.prompts import segments_of
 from cacheclip_rag.lab.training.report import calibration_json, calibration_note, calibration_table, ranking_tables
-from cacheclip_rag.lab.training.whole import WholeSample
 from cacheclip_rag.methods import create
 from cacheclip_rag.progress import progress_bar
 from cacheclip_rag.selection import heads as heads_module
@@ -170,7 +168,8 @@ class TestCalibrate:
             titles.append(title)
             return progress_bar(title, *args, **options)
 
-        monkeypatch.setattr(module, "progress_bar", bar)
+        for each in (module, outcomes_module):
+            monkeypatch.setattr(each, "progress_bar", bar)
         found = calibrate(config, num_samples=6, num_prompts=0, folder=tmp_path)
         assert titles == ["reading"] and "right" not in found.heads.about
         assert "KL" not in calibration_note(found) and "without the starts of chunks" in calibration_note(found)
@@ -250,7 +249,6 @@ class TestLook:
         kv = [runtime.encode(caches.tokenize(chunk).ids, caches.prefix) for chunk in sample.chunks]
         engines = score_chunks(runtime, caches.prefix, kv, ids[-MAX_QUESTION_TOKENS:], pooled=True)
         torch.testing.assert_close(torch.cat(engines), seen.scores[-1].mean(0), atol=1e-6, rtol=1e-4)
-        assert WholeSample.of(caches, long).question == ids[-MAX_QUESTION_TOKENS:]
 
     def test_evidence_is_marked_in_tokens(self, config: EngineConfig) -> None:
         caches = CacheClipEngine(config).auxiliary_caches
@@ -358,7 +356,7 @@ class TestDownstream:
 
         monkeypatch.setattr(engine, "prefill", counting)
         assert downstream(engine, samples, sets, kept=kept) == before and not asked
-        monkeypatch.setattr(module, "create", other)
+        monkeypatch.setattr(outcomes_module, "create", other)
         downstream(engine, samples, sets, kept=kept)
         assert asked == ["full", "cacheclip", "anchored"]
 

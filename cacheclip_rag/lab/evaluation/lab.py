@@ -11,56 +11,50 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
-import platform
-import re
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from ... import __version__
 from ...chunks.caches import DEFAULT_ENCODING
 from ...chunks.context import LEADS
 from ...config import EngineConfig
 from ...engine import CacheClipEngine
-from ...errors import (
-    CacheClipError,
-    ConfigurationError,
-    MissingExtraError,
-    ModelError,
-    PromptTooLongError,
-    StoreError,
-)
-from ...fusion.prefill import Prefilled
+from ...errors import ConfigurationError, PromptTooLongError
 from ...methods import METHODS, check_auxiliary, create, method_class, spec_of
 from ...methods.base import Method
 from ...progress import progress_bar
 from ...prompt.segments import Chunk, Fresh, Segment
 from ...sampling import SamplingParams
 from ...selection.heads import load_named
-from ...stats import FusionStats
+from .answering import (
+    FULL,
+    NOT_THE_QUESTIONS,
+    LeftOut,
+    answer_of,
+    answering,
+    followed,
+    gold_ids_of,
+    item_of,
+    measured_on,
+    reason_of,
+)
 from .journal import Journal, open_journal
 from .questions import AskedQuestion, ask
 from .records import Record, Skipped, first_few
 from .reference import Reference
 from .report import Comparison, ItemResult, Question, Run
-from .scores import ALL_WANTED, METRICS, check_metric
+from .scores import check_metric
 from .tables import number_text
 
 __all__ = ["Lab", "PlannedRun", "every_method", "planned_runs"]
 
 logger = logging.getLogger(__name__)
 
-_FULL = "full"
-_NOT_THE_QUESTIONS = (MissingExtraError, ModelError, StoreError, AssertionError)
-"""Errors that no single question is to blame for."""
 _REHEARSAL: list[Segment] = [
     Chunk("The harbour was finished in the year after the great flood, and the lighthouse stands beside it."),
     Chunk("Its keeper counts the ships that pass, and writes their names into a book that nobody else may read."),
@@ -69,10 +63,6 @@ _REHEARSAL: list[Segment] = [
 ]
 _REHEARSAL_RATIO = 0.5
 """There must be something to choose, or no method looks at its settings."""
-
-
-class _LeftOut(Exception):
-    """Why a question is left out for every method."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +96,7 @@ def planned_runs(methods: Sequence[str], ratios: Sequence[float], config: Engine
     every, _ = every_method(config)
     names = [name for given in methods for name in (every if given == "all" else [given])]
     planned: dict[str, PlannedRun] = {}
-    for name in [_FULL, *names]:
+    for name in [FULL, *names]:
         settings = config.method_settings()
         if "recompute_ratio" in name:
             raise ConfigurationError(f"give the ratio of {name!r} among the ratios, not among its settings.")
@@ -216,7 +206,7 @@ class Lab:
             return
         try:
             yield from self._answers(engine, *self._asked(engine, record), runs)
-        except _LeftOut as reason:
+        except LeftOut as reason:
             self.skipped[record.id] = str(reason)
             logger.info("question %s is left out", record.id, exc_info=reason)
 
@@ -224,33 +214,33 @@ class Lab:
         """The question, and its right answers in tokens."""
         try:
             asked = ask(engine, record, self.metrics, date=self.date)
-            return asked, _gold_ids(engine, asked)
-        except _NOT_THE_QUESTIONS:
+            return asked, gold_ids_of(engine, asked)
+        except NOT_THE_QUESTIONS:
             raise
         except Exception as error:  # what a record holds may be anything
-            raise _LeftOut(_reason(error)) from error
+            raise LeftOut(reason_of(error)) from error
 
     def _answers(
         self, engine: CacheClipEngine, asked: AskedQuestion, gold_ids: list[list[int]], runs: Sequence[PlannedRun]
     ) -> Iterator[ItemResult]:
         try:
             _forget(engine)
-            with _answering(_FULL, asked):
-                full = engine.prefill(asked.segments, method=create(_FULL, {}))
+            with answering(FULL, asked):
+                full = engine.prefill(asked.segments, method=create(FULL, {}))
                 reference = Reference.of(engine, full, asked.max_tokens)
-                answered = _followed(reference, full, gold_ids)
+                answered = followed(reference, full, gold_ids)
             del full
-            if runs[0].run.label == _FULL:
-                yield _item(asked, _FULL, answered, _measured_on(engine))
+            if runs[0].run.label == FULL:
+                yield item_of(asked, FULL, answered, measured_on(engine))
                 runs = runs[1:]
             for planned in runs:
-                with _answering(planned.run.label, asked):
+                with answering(planned.run.label, asked):
                     engine.precompute(asked.chunks, method=planned.method)
                     _forget(engine)
                     if planned.method.learns:
                         _teach(engine, asked, planned.method)
-                    answered = _answer(engine, asked, planned.method, reference, gold_ids)
-                yield _item(asked, planned.run.label, answered, _measured_on(engine))
+                    answered = answer_of(engine, asked, planned.method, reference, gold_ids)
+                yield item_of(asked, planned.run.label, answered, measured_on(engine))
         finally:
             engine.release(asked.chunks)
 
@@ -321,7 +311,7 @@ def _rehearse(engine: CacheClipEngine, spec: str, method: Method, texts: Sequenc
         pass  # the questions may fit: the method is heard when it answers them
     except ConfigurationError as error:
         raise ConfigurationError(
-            f"method {spec!r} cannot run here: {_reason(error)} Mend its settings, or leave it out."
+            f"method {spec!r} cannot run here: {reason_of(error)} Mend its settings, or leave it out."
         ) from error
     except Exception as error:
         error.add_note(f"while trying method {spec!r}, before the first question")
@@ -345,130 +335,3 @@ def _teach(engine: CacheClipEngine, asked: AskedQuestion, method: Method) -> Non
     if earlier != asked.segments:
         prefilled = engine.prefill(earlier, method=method, question=asked.record.question)
         prefilled.keep_prefix(prefilled.cache)
-
-
-def _gold_ids(engine: CacheClipEngine, asked: AskedQuestion) -> list[list[int]]:
-    """Right answers as the model would write them, each right behind the prompt: the first one, or every one where all
-    of them must be named."""
-    last = asked.segments[-1]
-    space = "" if last.control or last.text[-1].isspace() else " "
-    wants_all = ALL_WANTED & {asked.metrics[0], asked.record.meta.get("metric")}
-    every = asked.record.answers if wants_all else asked.record.answers[:1]
-    found = [list(engine.primary.tokenize(space + answer).ids) for answer in every]
-    if not all(found):
-        raise ConfigurationError("a right answer has no token for this model. Leave it out.")
-    return found
-
-
-@contextmanager
-def _answering(label: str, asked: AskedQuestion) -> Iterator[None]:
-    """Say which method stopped the run, and at what. Only a prompt that is too long is the question's own matter."""
-    where = f"method {label!r} at question {asked.record.id!r}"
-    try:
-        yield
-    except PromptTooLongError as error:
-        raise _LeftOut(_reason(error) if label == _FULL else f"{_reason(error)} (method {label!r})") from error
-    except CacheClipError as error:
-        kind = ConfigurationError if isinstance(error, ConfigurationError) else CacheClipError
-        raise kind(
-            f"{where} failed: {_reason(error)} Mend the method or leave it out, and run again: answers in a folder are "
-            "kept."
-        ) from error
-    except Exception as error:
-        error.add_note(f"while running {where}")
-        raise
-
-
-def _reason(error: Exception) -> str:
-    """Why a question is left out, in one line."""
-    kind = "" if isinstance(error, CacheClipError) else f"{type(error).__name__}: "
-    return " ".join(f"{kind}{error}".split())
-
-
-@dataclass(frozen=True, slots=True)
-class _Answered:
-    """A method's answer, and how far it is from full prefill's."""
-
-    text: str
-    fidelity: dict[str, float]
-    stats: FusionStats
-
-
-def _answer(
-    engine: CacheClipEngine,
-    asked: AskedQuestion,
-    method: Method,
-    reference: Reference,
-    gold_ids: Sequence[Sequence[int]],
-) -> _Answered:
-    if method.composes:
-        params = SamplingParams(max_tokens=asked.max_tokens)
-        answer = engine.generate(asked.segments, params, method=method, question=asked.record.question)
-        return _Answered(answer.text, {}, answer.stats)
-    return _followed(reference, engine.prefill(asked.segments, method=method, question=asked.record.question), gold_ids)
-
-
-def _followed(reference: Reference, prefilled: Prefilled, gold_ids: Sequence[Sequence[int]]) -> _Answered:
-    followed = reference.follow(prefilled, gold_ids=gold_ids)
-    assert followed.answer is not None and followed.gold_logprob is not None, "both were asked for"
-    fidelity = {
-        "first_token_kl": followed.fidelity.first_token_kl,
-        "answer_kl": followed.fidelity.answer_kl,
-        "agreement": followed.fidelity.agreement,
-        "gold_logprob": followed.gold_logprob,
-    }
-    return _Answered(followed.answer, fidelity, prefilled.stats)
-
-
-def _scores(asked: AskedQuestion, answer: str) -> dict[str, float]:
-    found, judged = {}, asked.judged(answer)
-    for name in asked.metrics:
-        try:
-            value = METRICS[name](judged, asked.record.answers)
-        except _NOT_THE_QUESTIONS:
-            raise
-        except Exception as error:  # what a metric does with an answer may be anything
-            raise _LeftOut(f"metric {name!r} fails on an answer ({_reason(error)}).") from error
-        if not math.isfinite(value):
-            raise _LeftOut(f"metric {name!r} must give a finite number, got {value}.")
-        found[name] = value
-    return found
-
-
-def _measured_on(engine: CacheClipEngine) -> str:
-    """What times depend on beside the settings, in a few words."""
-    device = engine.primary.device
-    unit = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
-    return f"{unit}, {torch.get_num_threads()} threads, transformers {transformers.__version__}"
-
-
-@cache
-def _processor() -> str:
-    """The processor's name, or whatever the system tells in place of it."""
-    with suppress(OSError):
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        if found:
-            return found[1]
-    return platform.processor() or platform.machine() or "unknown processor"
-
-
-def _item(asked: AskedQuestion, label: str, answered: _Answered, measured_on: str) -> ItemResult:
-    for name, value in answered.fidelity.items():
-        if not math.isfinite(value):
-            raise _LeftOut(f"{name} of method {label!r} is {value}.")
-    stats = answered.stats
-    return ItemResult(
-        id=asked.record.id,
-        label=label,
-        answer=answered.text,
-        scores=_scores(asked, answered.text),
-        fidelity=answered.fidelity,
-        nominal_ratio=stats.nominal_ratio,
-        effective_ratio=stats.effective_ratio,
-        charged_ratio=stats.charged_ratio,
-        ttft_s=stats.ttft_s,
-        phases_s=dict(stats.phases_s),
-        fallback=stats.fallback,
-        measured_on=measured_on,
-        effective_ratio_of_stale=stats.effective_ratio_of_stale,
-    )

@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from .plots import COLOURS, GLYPHS, Plot, look, plots, to_svg
 from .tables import Cell, Column, first_skipped, headline, notes, score_title, table, task_title
 
 if TYPE_CHECKING:
@@ -40,23 +39,7 @@ td.answer { white-space: pre-wrap; overflow-wrap: anywhere; min-width: 16rem; wi
 small { display: block; color: var(--faint); font-weight: 400; white-space: nowrap; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; color: var(--faint); }
 dt { color: var(--ink); } dd { margin: 0; }
-.plots { display: flex; flex-wrap: wrap; gap: 1rem; margin: 2rem 0; }
-figure { flex: 1 1 26rem; margin: 0; min-width: 0; }
-figcaption { font-weight: 600; }
-.legend { display: flex; flex-wrap: wrap; gap: 0 1rem; padding: 0; list-style: none; }
-.legend li::before { content: ""; display: inline-block; width: 1.8em; margin-right: .4em; vertical-align: .25em;
-  border-top: 3px solid var(--c); }
-.legend li.d1::before { border-top-style: dashed; } .legend li.d2::before { border-top-style: dotted; }
-.legend li.d3::before { border-top-style: double; border-top-width: 4px; }
-.legend i { font-style: normal; color: var(--c); margin-right: .3em; }
-.legend li.full::before { border-top: 2px dashed var(--faint); }
-svg { width: 100%; height: auto; overflow: visible; font-size: 12px; fill: var(--ink); }
-svg .grid { stroke: var(--line); }
-svg line.full { stroke: var(--faint); stroke-width: 2; stroke-dasharray: 6 4; }
-svg circle.full { fill: var(--faint); }
-svg polyline { fill: none; stroke: var(--c); stroke-width: 2; }
-svg g circle, svg g polygon { fill: var(--c); }
-svg g text { fill: var(--c); paint-order: stroke; stroke: var(--ground); stroke-width: 3px; }
+img { max-width: 100%; height: auto; margin: 2rem 0; }
 .filter { display: flex; flex-wrap: wrap; gap: .5rem 1rem; align-items: center; margin-bottom: 1rem; }
 input[type=search] { flex: 1 1 16rem; padding: .4rem .6rem; font: inherit; }
 details { border-bottom: 1px solid var(--line); padding: .4rem 0; }
@@ -90,22 +73,23 @@ filter();
 """
 
 
-def to_html(comparison: Comparison, summary: dict[str, Any]) -> str:
-    """The whole page: table, plots, and every answer beside the others to its question.
+def to_html(comparison: Comparison, summary: dict[str, Any], picture: bytes | None = None) -> str:
+    """The whole page: table, picture, and every answer beside the others to its question.
 
-    ``summary`` is what :func:`~cacheclip_rag.lab.evaluation.report.summarise` makes of ``comparison``.
+    ``summary`` is what :func:`~cacheclip_rag.lab.evaluation.report.summarise` makes of ``comparison``,
+    ``picture`` a PNG file of its plots.
     """
     digest = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
     title = escape(f"Comparison on {summary['dataset']}")
     parts = [
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
-        f"script-src 'sha256-{digest}'\">",
+        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
+        f"style-src 'unsafe-inline'; script-src 'sha256-{digest}'\">",
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{title}</title>\n<style>{_STYLE}{_colours()}</style>\n</head>\n<body>",
+        f"<title>{title}</title>\n<style>{_STYLE}</style>\n</head>\n<body>",
         f"<h1>{title}</h1>\n<p>{escape(headline(summary))}</p>",
         _summary_table(summary),
-        f'<div class="plots">{"".join(map(_figure, plots(summary)))}</div>',
+        _image(picture),
         _tasks(summary),
         _skipped(summary),
         _settings(summary["settings"]),
@@ -115,10 +99,11 @@ def to_html(comparison: Comparison, summary: dict[str, Any]) -> str:
     return "\n".join(parts)
 
 
-def _colours() -> str:
-    light = "".join(f".p{n} {{ --c: {pair[0]}; }} " for n, pair in enumerate(COLOURS))
-    dark = "".join(f".p{n} {{ --c: {pair[1]}; }} " for n, pair in enumerate(COLOURS))
-    return f"{light}\n@media (prefers-color-scheme: dark) {{ {dark} }}\n"
+def _image(picture: bytes | None) -> str:
+    if picture is None:
+        return ""
+    encoded = base64.b64encode(picture).decode()
+    return f'<img alt="Quality against time to the first token" src="data:image/png;base64,{encoded}">'
 
 
 def _summary_table(summary: dict[str, Any]) -> str:
@@ -154,16 +139,6 @@ def _cell(cell: Cell) -> str:
     best = ' class="best"' if cell.best else ""
     note = f"<small>{escape(cell.note)}</small>" if cell.note else ""
     return f"<td{best}>{escape(cell.text)}{note}</td>"
-
-
-def _figure(plot: Plot) -> str:
-    looks = [(series.method, *look(number)) for number, series in enumerate(plot.series)]
-    legend = [f'<li class="p{c} d{d}"><i>{GLYPHS[m]}</i>{escape(method)}</li>' for method, c, m, d in looks]
-    legend += ['<li class="full">full</li>'] if plot.full else []
-    return (
-        f"<figure><figcaption>{escape(plot.title)}</figcaption>\n"
-        f'<ul class="legend">{"".join(legend)}</ul>\n{to_svg(plot)}</figure>'
-    )
 
 
 def _skipped(summary: dict[str, Any]) -> str:

@@ -1,44 +1,35 @@
-"""Quality against the time to the first token: one picture, drawn as SVG for the page and by matplotlib as PNG."""
+"""Quality against the time to the first token: one picture, drawn by matplotlib as PNG."""
 
 from __future__ import annotations
 
-import html
+import io
 import math
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from ...errors import ConfigurationError, MissingExtraError
-from ...paths import atomic_path
+from ...errors import MissingExtraError
 from .tables import number_text, score_title
 
-__all__ = ["COLOURS", "GLYPHS", "Plot", "Point", "Series", "look", "plots", "to_png", "to_svg"]
+__all__ = ["Plot", "Point", "Series", "look", "plots", "to_png"]
 
-COLOURS = (
-    ("#0072b2", "#56b4e9"),
-    ("#c04e00", "#ff9a5c"),
-    ("#00795a", "#37d3a7"),
-    ("#a8427f", "#eb9bc8"),
-    ("#7a6300", "#e3c64a"),
-    ("#5b4fc4", "#b0a8ff"),
-    ("#8c1d1d", "#f28b82"),
-    ("#4a6b00", "#b5d65a"),
-    ("#00616f", "#7fd8e8"),
-    ("#84502a", "#d9a66b"),
+_COLOURS = (
+    "#0072b2",
+    "#c04e00",
+    "#00795a",
+    "#a8427f",
+    "#7a6300",
+    "#5b4fc4",
+    "#8c1d1d",
+    "#4a6b00",
+    "#00616f",
+    "#84502a",
 )
-"""Of the methods in turn, on light and on dark ground: after Okabe and Ito, darkened or lightened for contrast."""
+"""Of the methods in turn: after Okabe and Ito, darkened for contrast."""
 _MARKERS = ("o", "s", "D", "^")
-"""As matplotlib calls them: circle, square, diamond, triangle."""
-_DASHES = (("-", ""), ("--", "7 4"), (":", "2 3"), ("-.", "8 3 2 3"))
-"""Line styles as matplotlib calls them, and as SVG does."""
-GLYPHS = ("●", "■", "◆", "▲")
-"""The markers, in a legend of text."""
+_LINES = ("-", "--", ":", "-.")
 _KL_FLOOR = 1e-7
 """Nats below which float32 logits resolve nothing: such values stand at the bottom as 0, not to stretch the axis."""
-_WIDTH, _HEIGHT = 560, 360
-_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 24, 16, 46
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +118,10 @@ def _point(label: str, row: dict[str, Any], key: str, log: bool) -> Point | None
 
 
 def look(number: int) -> tuple[int, int, int]:
-    """Indices of colour, marker and dashes of a series: when the colours are used up they come again with the next
-    marker and dashes, so that the first 160 methods differ."""
-    again = number // len(COLOURS)
-    return number % len(COLOURS), again % len(_MARKERS), (again + again // len(_MARKERS)) % len(_DASHES)
+    """Indices of colour, marker and line style of a series: when the colours are used up they come again with the next
+    marker and style, so that the first 160 methods differ."""
+    again = number // len(_COLOURS)
+    return number % len(_COLOURS), again % len(_MARKERS), (again + again // len(_MARKERS)) % len(_LINES)
 
 
 def linear_ticks(low: float, high: float) -> list[float]:
@@ -158,126 +149,24 @@ def tick_text(plot: Plot, tick: float) -> str:
     return "0" if tick == plot.zero else f"{tick:g}"
 
 
-def to_svg(plot: Plot) -> str:
-    """An ``<svg>`` element; its colours are the page's, by the classes ``p0``, ``p1``, … of the methods."""
-    ticks = [_svg_x_tick(plot, tick) for tick in plot.x_ticks] + [_svg_y_tick(plot, tick) for tick in plot.y_ticks]
-    middle = (_LEFT + _WIDTH - _RIGHT) / 2
-    parts = [
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{html.escape(plot.title)}">',
-        *ticks,
-        f'<text x="{middle:g}" y="{_HEIGHT - 8}" text-anchor="middle">time to the first token (s, median)</text>',
-        f'<text transform="translate(14 {(_TOP + _HEIGHT - _BOTTOM) / 2:g}) rotate(-90)" text-anchor="middle">'
-        f"{html.escape(plot.y_label)}</text>",
-        _svg_full(plot),
-        # labels first: they may cross a line or one another, but hide no point
-        *(_svg_group(plot, number, _svg_label) for number in range(len(plot.series))),
-        *(_svg_group(plot, number, _svg_marker) for number in range(len(plot.series))),
-        "</svg>",
-    ]
-    return "\n".join(part for part in parts if part)
-
-
-def _svg_x_tick(plot: Plot, tick: float) -> str:
-    x, bottom = _x(plot, tick), _HEIGHT - _BOTTOM
-    return (
-        f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{bottom}"/>'
-        f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{tick:g}</text>'
-    )
-
-
-def _svg_y_tick(plot: Plot, tick: float) -> str:
-    y = _y(plot, tick)
-    return (
-        f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick_text(plot, tick)}</text>'
-    )
-
-
-def _svg_full(plot: Plot) -> str:
-    if plot.full is None:
-        return ""
-    x, title = _x(plot, plot.full.x), f"<title>{html.escape(_described(plot.full))}</title>"
-    if plot.log:
-        line = f'<line class="full" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}">{title}</line>'
-        return f'{line}<text x="{x - 6:.1f}" y="{_TOP + 12}" text-anchor="end">full</text>'
-    y = _y(plot, plot.full.y)
-    return (
-        f'<line class="full" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        f'<circle class="full" cx="{x:.1f}" cy="{y:.1f}" r="5">{title}</circle>'
-        f'<text x="{x:.1f}" y="{y - 9:.1f}" text-anchor="middle">full</text>'
-    )
-
-
-def _svg_group(plot: Plot, number: int, draw: Callable[[float, float, Point, int], str]) -> str:
-    series = plot.series[number]
-    places = [(_x(plot, point.x), _y(plot, _shown(plot, point)), point) for point in series.points]
-    parts = [draw(x, y, point, number) for x, y, point in places]
-    if draw is _svg_marker and series.joined and len(places) > 1:
-        line = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in places)
-        dashes = _DASHES[look(number)[2]][1]
-        dashed = f' stroke-dasharray="{dashes}"' if dashes else ""
-        parts.insert(0, f'<polyline points="{line}"{dashed}/>')
-    return f'<g class="p{look(number)[0]}">{"".join(parts)}</g>'
-
-
-def _svg_label(x: float, y: float, point: Point, number: int) -> str:
-    above_or_below = (-9, 17)[number % 2]
-    return f'<text x="{x:.1f}" y="{y + above_or_below:.1f}" text-anchor="middle">{html.escape(point.label)}</text>'
-
-
-def _svg_marker(x: float, y: float, point: Point, number: int) -> str:
-    title = f"<title>{html.escape(_described(point))}</title>"
-    corners = _CORNERS[look(number)[1]]
-    if not corners:
-        return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5">{title}</circle>'
-    path = " ".join(f"{x + dx:.1f},{y + dy:.1f}" for dx, dy in corners)
-    return f'<polygon points="{path}">{title}</polygon>'
-
-
-_CORNERS: tuple[tuple[tuple[float, float], ...], ...] = (
-    (),
-    ((-4, -4), (4, -4), (4, 4), (-4, 4)),
-    ((0, -5.5), (5.5, 0), (0, 5.5), (-5.5, 0)),
-    ((0, -5.5), (5, 4), (-5, 4)),
-)
-"""Of the markers, from their middle; none for the circle."""
-
-
-def _described(point: Point) -> str:
-    return f"{point.run}: {point.y:.4g} at {point.x:.3f} s"
-
-
 def _shown(plot: Plot, point: Point) -> float:
     return plot.zero if plot.zero is not None and point.y <= _KL_FLOOR else point.y
 
 
-def _x(plot: Plot, value: float) -> float:
-    low, high = plot.x_ticks[0], plot.x_ticks[-1]
-    return _LEFT + (value - low) / (high - low) * (_WIDTH - _LEFT - _RIGHT)
-
-
-def _y(plot: Plot, value: float) -> float:
-    low, high = plot.y_ticks[0], plot.y_ticks[-1]
-    if plot.log:
-        low, high, value = math.log10(low), math.log10(high), math.log10(value)
-    return _TOP + (high - value) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
-
-
-def to_png(summary: dict[str, Any], path: Path) -> None:
-    """The same plots side by side, by matplotlib, without touching pyplot's global state.
+def to_png(summary: dict[str, Any]) -> bytes | None:
+    """The plots side by side as a PNG file, without touching pyplot's global state; None if there is nothing to plot.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
-        ConfigurationError: there is nothing to plot.
     """
+    made = plots(summary)
+    if not made:
+        return None
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise MissingExtraError("matplotlib (for the picture of a report)", "eval") from error
-    made = plots(summary)
-    if not made:
-        raise ConfigurationError("expected a summary with KL or scores and times of a method, got none to plot.")
+        raise MissingExtraError("matplotlib (for the picture of a report)", "lab") from error
     methods = {series.method for plot in made for series in plot.series}
     columns = max(1, int(6.0 * len(made) / (0.7 + 0.075 * max(map(len, methods)))))  # as many as there is width for
     rows = math.ceil((len(methods) + 1) / columns)
@@ -290,17 +179,19 @@ def to_png(summary: dict[str, Any], path: Path) -> None:
         drawn |= dict(zip(labels, handles, strict=True))
     # below the plots: within them it would hide points
     figure.legend(list(drawn.values()), list(drawn), loc="outside lower center", ncols=columns, fontsize=9)
-    with atomic_path(path) as temporary, warnings.catch_warnings():
+    file = io.BytesIO()
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"Glyph .* missing")  # a name in a script that its font lacks
-        figure.savefig(temporary, format="png")
+        figure.savefig(file, format="png")
+    return file.getvalue()
 
 
 def _draw(axes: Any, plot: Plot) -> None:
     for number, series in enumerate(plot.series):
         xs, ys = [point.x for point in series.points], [_shown(plot, point) for point in series.points]
-        colour, marker, dashes = look(number)
-        style = _DASHES[dashes][0] if series.joined else ""
-        drawn = {"marker": _MARKERS[marker], "color": COLOURS[colour][0], "clip_on": False}
+        colour, marker, line = look(number)
+        style = _LINES[line] if series.joined else ""
+        drawn = {"marker": _MARKERS[marker], "color": _COLOURS[colour], "clip_on": False}
         axes.plot(xs, ys, linestyle=style, label=_verbatim(series.method), **drawn)
         for x, y, point in zip(xs, ys, series.points, strict=True):
             place = {"xytext": (0, (6, -13)[number % 2]), "textcoords": "offset points", "ha": "center"}

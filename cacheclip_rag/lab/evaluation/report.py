@@ -18,7 +18,7 @@ from typing import Any
 from ...errors import ConfigurationError, MissingExtraError
 from ...paths import atomic_path
 from .page import to_html
-from .plots import plots, to_png
+from .plots import to_png
 from .records import Skipped
 from .scores import ALL_WANTED
 from .statistics import paired_bootstrap, paired_ratio, trimmed_mean
@@ -33,7 +33,6 @@ __all__ = [
     "summarise",
     "to_html",
     "to_markdown",
-    "to_png",
     "write_report",
 ]
 
@@ -366,7 +365,7 @@ def write_report(
     """Write :data:`FILES` into ``folder``, each at once or not at all; returns their paths by kind. ``summary`` is what
     :func:`summarise` made of the comparison, where that was done before.
 
-    Without matplotlib the picture is left out with a warning: the page has the same plots.
+    Without matplotlib the picture is left out with a warning, of the page too.
 
     Raises:
         ConfigurationError: the folder holds a report and ``overwrite`` is False, or :func:`summarise` refuses.
@@ -378,20 +377,24 @@ def write_report(
             "pass overwrite=True."
         )
     summary = summary or summarise(comparison)
-    texts = {
-        "summary": json.dumps(summary, indent=2, ensure_ascii=False) + "\n",
-        "markdown": to_markdown(summary),
-        "html": to_html(comparison, summary),
+    picture = _picture(summary)
+    contents = {
+        "summary": (json.dumps(summary, indent=2, ensure_ascii=False) + "\n").encode(),
+        "markdown": to_markdown(summary).encode(),
+        "html": to_html(comparison, summary, picture).encode(),
+        **({"png": picture} if picture else {}),
     }
     (folder / FILES["png"]).unlink(missing_ok=True)  # an older one would be of other figures
-    written = {kind: folder / FILES[kind] for kind in texts}
-    for kind, text in texts.items():
+    written = {kind: folder / FILES[kind] for kind in contents}
+    for kind, content in contents.items():
         with atomic_path(written[kind]) as temporary:
-            temporary.write_text(text, encoding="utf-8")
-    if plots(summary):
-        try:
-            to_png(summary, folder / FILES["png"])
-            written["png"] = folder / FILES["png"]
-        except MissingExtraError as error:
-            logger.warning("%s is left out: %s", FILES["png"], error)
+            temporary.write_bytes(content)
     return written
+
+
+def _picture(summary: dict[str, Any]) -> bytes | None:
+    try:
+        return to_png(summary)
+    except MissingExtraError as error:
+        logger.warning("%s is left out: %s", FILES["png"], error)
+        return None

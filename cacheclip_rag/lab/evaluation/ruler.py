@@ -257,7 +257,7 @@ def _word_lists() -> tuple[tuple[str, ...], tuple[str, ...]]:
     try:
         assets = files("wonderwords").joinpath("assets")
     except ImportError as error:
-        raise MissingExtraError("wonderwords (the words of RULER's keys)", "eval") from error
+        raise MissingExtraError("wonderwords (the words of RULER's keys)", "lab") from error
     lists = [assets.joinpath(f"{name}list.txt").read_text(encoding="utf-8") for name in ("adjective", "noun")]
     adjectives, nouns = (tuple(sorted({word.strip() for word in text.split("\n")} - {""})) for text in lists)
     return adjectives, nouns

@@ -171,7 +171,7 @@ def _jieba() -> Any:
             warnings.simplefilter("ignore")
             jieba = import_module("jieba")
     except ImportError as error:
-        raise MissingExtraError("jieba (for Chinese F1)", "eval") from error
+        raise MissingExtraError("jieba (for Chinese F1)", "lab") from error
     jieba.setLogLevel(logging.WARNING)  # else it says on stderr how long its dictionary took
     return jieba
 

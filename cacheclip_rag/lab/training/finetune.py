@@ -7,11 +7,9 @@ a working folder as they come, so that an interrupted run goes on where it was.
 from __future__ import annotations
 
 import logging
-import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,82 +20,23 @@ from ...engine import CacheClipEngine
 from ...errors import ConfigurationError, ModelError
 from ...paths import cache_home
 from ...progress import progress_bar
-from ...runtime.transformers.model import ModelRuntime
 from ...selection.heads import HeadSet, weights_digest
-from ...selection.sentences import sentence_numbers
-from .calibrate import (
-    RATIO,
-    SHIPPED,
-    SINKS,
-    TRIES,
-    Asked,
-    answered_rightly,
-    capped_mean,
-    combined,
-    downstream,
-    in_turn,
-    is_combined,
-    open_engine,
-    shipped_set,
-)
+from .calibrate import SHIPPED, SINKS, TRIES, in_turn, open_engine
 from .families import Sample, synthetic_samples
-from .features import Seen, look
-from .folder import (
-    Kept,
-    digest_of,
-    engine_inputs,
-    load_trainee,
-    resumable,
-    save_trainee,
-    train_kept,
-)
+from .features import look
+from .figures import OWN_ATTENTION, UNTUNED, WORDS, Figures, figures_of, last_layer
+from .folder import Kept, digest_of, engine_inputs, load_trainee, resumable, save_trainee, train_kept
 from .given import data_of
-from .lexical import lexical_scores
-from .measures import chosen, chosen_sentences, rank_correlation, span_recall, token_recall
-from .targets import attended_and_stale, attended_when_stale, behind_sinks, targets_of
-from .tuning import (
-    Trainee,
-    Tuned,
-    TuningSettings,
-    check_trainable,
-    fitted,
-    learning_and_held_out,
-    spaced,
-)
+from .outcomes import answered_rightly, capped_mean, downstream
+from .targets import behind_sinks, targets_of
+from .tuning import Trainee, Tuned, TuningSettings, check_trainable, fitted, learning_and_held_out, spaced
 
-__all__ = ["Figures", "FineTuning", "finetune"]
+__all__ = ["FineTuning", "finetune"]
 
 logger = logging.getLogger(__name__)
 
 _FITTED = 24
 """Samples that heads are fitted to where none has a target."""
-_UNTUNED, _WORDS, _OWN_ATTENTION = "last layer as it comes", "words alone", "query_attention:layers=upper"
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """One selector on samples of the test split."""
-
-    name: str
-    recall: dict[str, float] = field(default_factory=dict)
-    """Of evidence tokens, by ratio."""
-    sentence_recall: dict[str, float] = field(default_factory=dict)
-    """The same where whole sentences are taken, by their best token."""
-    recall_of_asked: dict[str, float] = field(default_factory=dict)
-    """The same over the samples that the primary was asked about; of the set before and after."""
-    span_recall: dict[str, float] = field(default_factory=dict)
-    """Of whole values, by ratio."""
-    overlap: float | None = None
-    """Jaccard index of what is chosen with what the target would choose, at 0.2."""
-    correlation: float | None = None
-    """Spearman's with the target."""
-    first_token_kl: tuple[float, ...] = ()
-    answer_kl: tuple[float, ...] = ()
-
-    @property
-    def kl(self) -> float | None:
-        """Mean KL along the answer, no prompt counting more than a nat; None where the primary was not asked."""
-        return capped_mean(self.answer_kl) if self.answer_kl else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +100,7 @@ def finetune(
     started = time.perf_counter()
     engine = open_engine(config)
     runtime = engine.auxiliary_caches.kv_runtime
-    last = _last_layer(runtime, settings.sinks)
+    last = last_layer(runtime, settings.sinks)
     check_trainable(runtime, last if heads is None else heads)
     samples = [*synthetic_samples("train", num_samples, seed=settings.seed), *given]
     inputs = _inputs(engine, settings, heads, samples, len(given))
@@ -200,7 +139,7 @@ def finetune(
             is_tuned = after <= before
         if not is_tuned:
             logger.warning("the tuned heads are worth no more than those they began with: these are kept")
-        figures, asked_of_tests = _figures(engine, heads, tuned, found, num_tests, num_prompts, kept)
+        figures, asked_of_tests = figures_of(engine, heads, tuned, found, num_tests, num_prompts, kept)
         if num_prompts:
             about["right"] = asked_of_tests.summary
         return FineTuning(
@@ -217,20 +156,14 @@ def finetune(
 
 def _is_accepted(figures: Mapping[str, Figures], is_tuned: bool) -> bool | None:
     """Of the set that is kept: the tuned one, or the one it began with."""
-    kept, own, shipped = figures["after" if is_tuned else "before"], figures.get(_OWN_ATTENTION), figures.get(SHIPPED)
+    kept, own, shipped = figures["after" if is_tuned else "before"], figures.get(OWN_ATTENTION), figures.get(SHIPPED)
     if kept.kl is None or own is None:
         return None
-    nearer = all((figures[name].kl or 0.0) > kept.kl for name in (_UNTUNED, "epic"))
+    nearer = all((figures[name].kl or 0.0) > kept.kl for name in (UNTUNED, "epic"))
     nearer = nearer and (shipped is None or shipped.kl is None or kept.kl <= shipped.kl)
     # words score whole sentences: so are both held against each other
-    finds = kept.sentence_recall["0.2"] > figures[_WORDS].sentence_recall["0.2"]
+    finds = kept.sentence_recall["0.2"] > figures[WORDS].sentence_recall["0.2"]
     return nearer and finds and kept.recall_of_asked["0.2"] >= own.recall["0.2"] - 0.02
-
-
-def _last_layer(runtime: ModelRuntime, sinks: int) -> HeadSet:
-    """The last layer as it comes."""
-    sha256, num_heads = weights_digest(runtime.fingerprint), runtime.model.config.num_attention_heads
-    return replace(HeadSet.of_layers(sha256, "last", runtime.num_layers, num_heads), sinks=sinks)
 
 
 def _new(engine: CacheClipEngine, heads: HeadSet, settings: TuningSettings) -> Tuned:
@@ -318,118 +251,3 @@ def _trainees(
             advance(number + 1)
     logger.info("%d of %d samples were there already, in %s", len(samples) - made, len(samples), folder)
     return found
-
-
-# -- before and after -------------------------------------------------------------------------------------------
-
-
-def _figures(
-    engine: CacheClipEngine,
-    heads: HeadSet,
-    tuned: Tuned,
-    found: HeadSet,
-    num_tests: int,
-    num_prompts: int,
-    kept: Kept,
-) -> tuple[list[Figures], Asked]:
-    """On the test split: the last layer as it comes, what comes with the package, the set before and after, words
-    alone; on the primary also methods that ask no auxiliary. And what the primary was asked."""
-    caches, sinks = engine.auxiliary_caches, tuned.settings.sinks
-    runtime = caches.kv_runtime
-    samples = synthetic_samples("test", num_tests, seed=tuned.settings.seed)
-    asked = answered_rightly(engine, samples, num_prompts, kept=kept)
-    prompts = asked.samples
-    last, shipped = _last_layer(runtime, sinks), shipped_set(runtime)
-    sets: dict[str, HeadSet | str] = {_UNTUNED: last}
-    layers = {*heads.layers, runtime.num_layers - 1}
-    scorers: dict[str, Callable[[Sample, Seen], torch.Tensor]] = {_UNTUNED: lambda _, seen: combined(seen, last)}
-    if shipped is not None:
-        sets[SHIPPED] = shipped
-        if is_combined(shipped, sinks):
-            scorers[SHIPPED] = partial(_combined_of, shipped)
-            layers |= set(shipped.layers)
-    scorers |= {
-        "before": lambda _, seen: combined(seen, heads),
-        "after": lambda _, seen: tuned(Trainee.of(seen, heads)).detach(),
-        _WORDS: lambda sample, _: lexical_scores(
-            sample.chunks, [caches.tokenize(chunk).offsets for chunk in sample.chunks], sample.question
-        ),
-    }
-    names = (*scorers, *([_OWN_ATTENTION] if num_prompts else []))
-    measured: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-    with progress_bar("testing", len(samples), "samples") as advance:
-        for number, sample in enumerate(samples):
-            seen = kept.look(caches, sample, sorted(layers), sinks=sinks, keep=heads.layers[-1])
-            target = None
-            sentences = [sentence_numbers(chunk, caches.tokenize(chunk).offsets) for chunk in sample.chunks]
-            if sample in prompts:
-                target, own = _asked(engine, sample, kept)
-                target = behind_sinks(target, seen.lengths, sinks)
-                measured[_OWN_ATTENTION].append(_measured(own, seen, target, sentences))
-            for name, score in scorers.items():
-                measured[name].append(_measured(score(sample, seen), seen, target, sentences))
-            advance(number + 1)
-    figures = {name: _mean(name, rows) for name, rows in measured.items()}
-    if prompts:  # what is held against the primary's own attention: the same questions
-        for name in ("before", "after"):
-            rows = [row for row, sample in zip(measured[name], samples, strict=True) if sample in prompts]
-            figures[name] = replace(figures[name], recall_of_asked=_mean(name, rows).recall)
-        sets |= {"before": heads, "after": found}
-        sets |= {
-            name: name for name in ("direct", "random", "cacheblend", "epic", _OWN_ATTENTION, "anchored", "oracle")
-        }
-        outcomes = downstream(engine, prompts, list(sets.values()), kept=kept)
-        for name, of_set in zip(sets, outcomes, strict=True):
-            first, along = zip(*of_set, strict=True)
-            figures[name] = replace(figures.get(name, Figures(name)), first_token_kl=first, answer_kl=along)
-    return list(figures.values()), asked
-
-
-def _combined_of(heads: HeadSet, _: Sample, seen: Seen) -> torch.Tensor:
-    return combined(seen, heads)
-
-
-def _asked(engine: CacheClipEngine, sample: Sample, kept: Kept) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """What the primary attends to and holds stale, and what it attends to over the stale cache."""
-
-    def ask() -> dict[str, torch.Tensor]:
-        target, own = attended_and_stale(engine, sample), attended_when_stale(engine, sample, _OWN_ATTENTION)
-        return {"own": own} | ({} if target is None else {"target": target})
-
-    found = kept.tensors("asked", {"sample": sample.as_read(), "own": _OWN_ATTENTION}, ask)
-    return found.get("target"), found["own"]
-
-
-def _measured(
-    scores: torch.Tensor, seen: Seen, target: torch.Tensor | None, sentences: Sequence[torch.Tensor]
-) -> dict[str, float]:
-    found = {}
-    for ratio in (0.1, RATIO):
-        mask = chosen(scores, seen.lengths, ratio)
-        found[f"recall {ratio}"] = float(token_recall(mask, seen.evidence))
-        whole = chosen_sentences(scores, seen.lengths, sentences, ratio)
-        found[f"sentence {ratio}"] = float(token_recall(whole, seen.evidence))
-        found[f"span {ratio}"] = float(span_recall(mask, seen.values))
-    if target is not None:
-        ours, theirs = (chosen(each, seen.lengths, RATIO) for each in (scores, target))
-        found["overlap"] = float((ours & theirs).sum() / (ours | theirs).sum())
-        found["correlation"] = rank_correlation(scores, target)
-    return found
-
-
-def _mean(name: str, rows: Sequence[dict[str, float]]) -> Figures:
-    def mean(key: str) -> float | None:
-        values = [row[key] for row in rows if key in row]
-        return statistics.fmean(values) if values else None
-
-    def by_ratio(kind: str) -> dict[str, float]:
-        return {str(ratio): mean(f"{kind} {ratio}") or 0.0 for ratio in (0.1, RATIO)}
-
-    return Figures(
-        name,
-        recall=by_ratio("recall"),
-        sentence_recall=by_ratio("sentence"),
-        span_recall=by_ratio("span"),
-        overlap=mean("overlap"),
-        correlation=mean("correlation"),
-    )

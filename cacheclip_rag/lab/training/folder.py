@@ -31,7 +31,6 @@ __all__ = [
     "Kept",
     "digest_of",
     "engine_inputs",
-    "forget_state",
     "load",
     "load_state",
     "load_trainee",
@@ -222,11 +221,6 @@ def save_state(state: TrainingState, folder: Path, digest: str) -> None:
     # copies: parts that share memory are not written, and an accelerator has no room for them
     on_cpu = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
     save(on_cpu, header, _state_path(folder, digest))
-
-
-def forget_state(folder: Path, digest: str) -> None:
-    """Of a training that is done: for a whole model it takes gigabytes."""
-    _state_path(folder, digest).unlink(missing_ok=True)
 
 
 def load_state(folder: Path, digest: str, learner: Learner) -> TrainingState | None:

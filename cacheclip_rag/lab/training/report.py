@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ...paths import atomic_path
-from .calibrate import SELECTOR, SHIPPED, Calibration
+from .calibrate import SHIPPED, Calibration
 from .finetune import FineTuning
-from .whole import WholeFineTuning
+from .outcomes import SELECTOR
 
 __all__ = [
     "calibration_json",
@@ -23,10 +23,6 @@ __all__ = [
     "finetuning_table",
     "finetuning_verdict",
     "ranking_tables",
-    "whole_json",
-    "whole_note",
-    "whole_table",
-    "whole_verdict",
     "write_report",
 ]
 
@@ -47,8 +43,6 @@ body { margin: 0 auto; max-width: 70rem; padding: 1rem; font: 15px/1.5 system-ui
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 1rem 0; }
 th, td { padding: .3rem .7rem; border-bottom: 1px solid #8885; text-align: right; }
 th:first-child, td:first-child, .plain td { text-align: left; overflow-wrap: anywhere; }
-svg { width: 100%; max-width: 40rem; height: auto; font-size: 12px; fill: currentColor; }
-svg polyline { fill: none; stroke-width: 2; }
 """
 
 
@@ -82,11 +76,6 @@ def calibration_note(found: Calibration) -> str:
 def finetuning_note(found: FineTuning) -> str:
     """What stands under the table of selectors."""
     return _note(found.about.get("right"))
-
-
-def whole_note(found: WholeFineTuning) -> str:
-    """What stands under the table of models."""
-    return _SCORES_ALONE
 
 
 def _note(right: str | None) -> str:
@@ -215,58 +204,6 @@ def finetuning_verdict(found: FineTuning) -> str:
     return kept + said[found.is_accepted]
 
 
-def whole_table(found: WholeFineTuning) -> Table:
-    """The model before and after."""
-    rows = [
-        [
-            each.name,
-            f"{each.held_out_found:.3f}",
-            f"{each.held_out_loss:.3f}",
-            _pair(each.first_token_kl),
-            _pair(each.answer_kl),
-        ]
-        for each in found.figures
-    ]
-    titles = ["held-out questions", "found of what is wanted", "loss"]
-    return [*titles, f"first-token KL, mean / median ({_AS_USED})", f"answer KL, mean / median ({_AS_USED})"], rows
-
-
-def whole_json(found: WholeFineTuning) -> dict[str, Any]:
-    """One object for machines."""
-    return {
-        "is_tuned": found.is_tuned,
-        "is_nearer": found.is_nearer,
-        "digest": found.heads.digest(),
-        "model": str(found.folder) if found.folder else None,
-        "work": str(found.work),
-        "history": list(found.history),
-        "figures": {
-            each.name: {
-                "held_out_found": each.held_out_found,
-                "held_out_loss": each.held_out_loss,
-                "first_token_kl": list(each.first_token_kl),
-                "answer_kl": list(each.answer_kl),
-            }
-            for each in found.figures
-        },
-        "about": found.about,
-        "seconds": found.seconds,
-    }
-
-
-def whole_verdict(found: WholeFineTuning) -> str:
-    """What became of the trained model."""
-    if not found.is_tuned:
-        return "In the held-out questions training gained nothing: no model is saved."
-    said = {
-        True: " With it the primary's answers to held-out questions are nearer to full prefill.",
-        False: " But with it the primary's answers to held-out questions are no nearer to full prefill.",
-        None: "",
-    }
-    kept = "The trained model is saved: in the held-out questions, by which training was stopped, it does better."
-    return kept + said[found.is_nearer]
-
-
 @dataclass(frozen=True, slots=True)
 class _Page:
     """What a report says, in whatever format."""
@@ -275,25 +212,32 @@ class _Page:
     verdict: str
     figures: Table
     note: str
-    history: Sequence[dict[str, float]]
     sections: dict[str, Table]
 
 
-def write_report(found: FineTuning | WholeFineTuning, folder: Path) -> list[Path]:
+def write_report(found: FineTuning, folder: Path) -> list[Path]:
     """``report.md`` and ``report.html`` in ``folder``; their paths."""
     models = f"{found.about['auxiliary']} for {found.about['primary']}"
-    if isinstance(found, WholeFineTuning):
-        title, verdict, figures = f"Fine-tuning of all of {models}", whole_verdict(found), whole_table(found)
-        note = whole_note(found)
-    else:
-        title, verdict, figures = f"Fine-tuning of {models}", finetuning_verdict(found), finetuning_table(found)
-        note = finetuning_note(found)
-    page = _Page(title, verdict, figures, note, found.history, _sections(found.about))
+    page = _Page(
+        title=f"Fine-tuning of {models}",
+        verdict=finetuning_verdict(found),
+        figures=finetuning_table(found),
+        note=finetuning_note(found),
+        sections={"Training": _epochs(found.history), **_sections(found.about)},
+    )
     pages = {"report.md": _markdown(page), "report.html": _html(page)}
     for name, text in pages.items():
         with atomic_path(folder / name) as temporary:
             temporary.write_text(text, encoding="utf-8")
     return [folder / name for name in pages]
+
+
+def _epochs(history: Sequence[dict[str, float]]) -> Table:
+    rows = [
+        [f"{each['epoch']:.0f}", *(f"{each[name]:.3f}" for name in ("loss", "held_out_loss", "held_out_found"))]
+        for each in history
+    ]
+    return ["epoch", "loss", "held-out loss", "found in held-out questions"], rows
 
 
 def _sections(about: dict[str, Any]) -> dict[str, Table]:
@@ -325,13 +269,7 @@ def _sections(about: dict[str, Any]) -> dict[str, Table]:
 
 
 def _markdown(page: _Page) -> str:
-    epochs = [
-        f"- epoch {each['epoch']:.0f}: loss {each['loss']:.3f}, held-out loss {each['held_out_loss']:.3f}, "
-        f"found in held-out questions {each['held_out_found']:.3f}"
-        for each in page.history
-    ]
     lines = [f"# {page.title}", "", page.verdict, "", *_markdown_table(page.figures), "", page.note, ""]
-    lines += ["## Training", "", *epochs, ""]
     for name, table in page.sections.items():
         lines += [f"## {name}", "", *_markdown_table(table), ""]
     return "\n".join(lines)
@@ -356,7 +294,6 @@ def _html(page: _Page) -> str:
             f"<h1>{escape(page.title)}</h1>\n<p>{escape(page.verdict)}</p>",
             _html_table(page.figures),
             f"<p>{escape(page.note)}</p>",
-            _curves(page.history),
             *(f"<h2>{name}</h2>\n{_html_table(table, 'plain')}" for name, table in page.sections.items()),
             "</body>\n</html>\n",
         ]
@@ -368,24 +305,3 @@ def _html_table(table: Table, style: str = "figures") -> str:
     header = "".join(f"<th>{escape(title)}</th>" for title in titles)
     cells = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f'<div class="wide"><table class="{style}"><tr>{header}</tr>{cells}</table></div>'
-
-
-def _curves(history: Sequence[dict[str, float]]) -> str:
-    """Losses and what is found of held-out samples over epochs, each scaled to the frame."""
-    series = {"loss": "#2563eb", "held_out_loss": "#d97706", "held_out_found": "#059669"}
-    highest = max(each[name] for each in history for name in ("loss", "held_out_loss"))
-    lines, labels = [], []
-    for number, (name, colour) in enumerate(series.items()):
-        values = [each[name] for each in history]
-        low, high = 0.0, 1.0 if name == "held_out_found" else highest
-        points = " ".join(
-            f"{40 + 420 * n / max(1, len(values) - 1):.1f},{180 - 160 * (value - low) / max(1e-9, high - low):.1f}"
-            for n, value in enumerate(values)
-        )
-        title = name.replace("_", " ")
-        lines.append(f'<polyline points="{points}" stroke="{colour}"><title>{title}</title></polyline>')
-        labels.append(
-            f'<text x="{40 + 150 * number}" y="205" fill="{colour}">{title}: {values[0]:.3f} to {values[-1]:.3f}</text>'
-        )
-    frame = '<polyline points="40,20 40,180 460,180" stroke="#8888"/>'
-    return f'<h2>Training</h2>\n<svg viewBox="0 0 500 215" role="img">{frame}{"".join(lines + labels)}</svg>'

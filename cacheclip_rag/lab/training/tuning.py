@@ -26,7 +26,6 @@ from .features import LastLayer, Seen
 from .measures import chosen, token_recall
 
 __all__ = [
-    "WHOLE_LEARNING_RATE",
     "Learner",
     "Trainee",
     "TrainingState",
@@ -41,8 +40,6 @@ __all__ = [
     "train",
 ]
 
-WHOLE_LEARNING_RATE = 2e-5
-"""For every weight of a model; what suits two small matrices would wreck it."""
 _HELD_OUT = 5
 _FIT_STEPS = 300
 _MOST_HEADS = 16
@@ -59,7 +56,7 @@ class TuningSettings:
     rank: int = 8
     """Of the low-rank updates."""
     learning_rate: float = 1e-3
-    """Of AdamW, above 0. For a whole model a fiftieth of it: :data:`WHOLE_LEARNING_RATE`."""
+    """Of AdamW, above 0."""
     weight_decay: float = 0.01
     """Pulls the updates towards nothing."""
     batch: int = 8

@@ -1,0 +1,183 @@
+"""One method's answer to one question: given, held against full prefill's, scored, and refused with a reason."""
+
+from __future__ import annotations
+
+import math
+import platform
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+import transformers
+
+from ...engine import CacheClipEngine
+from ...errors import (
+    CacheClipError,
+    ConfigurationError,
+    MissingExtraError,
+    ModelError,
+    PromptTooLongError,
+    StoreError,
+)
+from ...fusion.prefill import Prefilled
+from ...methods.base import Method
+from ...sampling import SamplingParams
+from ...stats import FusionStats
+from .questions import AskedQuestion
+from .reference import Reference
+from .report import ItemResult
+from .scores import ALL_WANTED, METRICS
+
+__all__ = [
+    "FULL",
+    "NOT_THE_QUESTIONS",
+    "Answered",
+    "LeftOut",
+    "answer_of",
+    "answering",
+    "followed",
+    "gold_ids_of",
+    "item_of",
+    "measured_on",
+    "reason_of",
+]
+
+FULL = "full"
+"""The method that the others are held against."""
+NOT_THE_QUESTIONS = (MissingExtraError, ModelError, StoreError, AssertionError)
+"""Errors that no single question is to blame for."""
+
+
+class LeftOut(Exception):
+    """Why a question is left out for every method."""
+
+
+def gold_ids_of(engine: CacheClipEngine, asked: AskedQuestion) -> list[list[int]]:
+    """Right answers as the model would write them, each right behind the prompt: the first one, or every one where all
+    of them must be named."""
+    last = asked.segments[-1]
+    space = "" if last.control or last.text[-1].isspace() else " "
+    wants_all = ALL_WANTED & {asked.metrics[0], asked.record.meta.get("metric")}
+    every = asked.record.answers if wants_all else asked.record.answers[:1]
+    found = [list(engine.primary.tokenize(space + answer).ids) for answer in every]
+    if not all(found):
+        raise ConfigurationError("a right answer has no token for this model. Leave it out.")
+    return found
+
+
+@contextmanager
+def answering(label: str, asked: AskedQuestion) -> Iterator[None]:
+    """Say which method stopped the run, and at what. Only a prompt that is too long is the question's own matter."""
+    where = f"method {label!r} at question {asked.record.id!r}"
+    try:
+        yield
+    except PromptTooLongError as error:
+        raise LeftOut(reason_of(error) if label == FULL else f"{reason_of(error)} (method {label!r})") from error
+    except CacheClipError as error:
+        kind = ConfigurationError if isinstance(error, ConfigurationError) else CacheClipError
+        raise kind(
+            f"{where} failed: {reason_of(error)} Mend the method or leave it out, and run again: answers in a folder "
+            "are kept."
+        ) from error
+    except Exception as error:
+        error.add_note(f"while running {where}")
+        raise
+
+
+def reason_of(error: Exception) -> str:
+    """Why a question is left out, in one line."""
+    kind = "" if isinstance(error, CacheClipError) else f"{type(error).__name__}: "
+    return " ".join(f"{kind}{error}".split())
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A method's answer, and how far it is from full prefill's."""
+
+    text: str
+    fidelity: dict[str, float]
+    stats: FusionStats
+
+
+def answer_of(
+    engine: CacheClipEngine,
+    asked: AskedQuestion,
+    method: Method,
+    reference: Reference,
+    gold_ids: Sequence[Sequence[int]],
+) -> Answered:
+    if method.composes:
+        params = SamplingParams(max_tokens=asked.max_tokens)
+        answer = engine.generate(asked.segments, params, method=method, question=asked.record.question)
+        return Answered(answer.text, {}, answer.stats)
+    return followed(reference, engine.prefill(asked.segments, method=method, question=asked.record.question), gold_ids)
+
+
+def followed(reference: Reference, prefilled: Prefilled, gold_ids: Sequence[Sequence[int]]) -> Answered:
+    followed = reference.follow(prefilled, gold_ids=gold_ids)
+    assert followed.answer is not None and followed.gold_logprob is not None, "both were asked for"
+    fidelity = {
+        "first_token_kl": followed.fidelity.first_token_kl,
+        "answer_kl": followed.fidelity.answer_kl,
+        "agreement": followed.fidelity.agreement,
+        "gold_logprob": followed.gold_logprob,
+    }
+    return Answered(followed.answer, fidelity, prefilled.stats)
+
+
+def _scores(asked: AskedQuestion, answer: str) -> dict[str, float]:
+    found, judged = {}, asked.judged(answer)
+    for name in asked.metrics:
+        try:
+            value = METRICS[name](judged, asked.record.answers)
+        except NOT_THE_QUESTIONS:
+            raise
+        except Exception as error:  # what a metric does with an answer may be anything
+            raise LeftOut(f"metric {name!r} fails on an answer ({reason_of(error)}).") from error
+        if not math.isfinite(value):
+            raise LeftOut(f"metric {name!r} must give a finite number, got {value}.")
+        found[name] = value
+    return found
+
+
+def measured_on(engine: CacheClipEngine) -> str:
+    """What times depend on beside the settings, in a few words."""
+    device = engine.primary.device
+    unit = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    return f"{unit}, {torch.get_num_threads()} threads, transformers {transformers.__version__}"
+
+
+@cache
+def _processor() -> str:
+    """The processor's name, or whatever the system tells in place of it."""
+    with suppress(OSError):
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        if found:
+            return found[1]
+    return platform.processor() or platform.machine() or "unknown processor"
+
+
+def item_of(asked: AskedQuestion, label: str, answered: Answered, where: str) -> ItemResult:
+    for name, value in answered.fidelity.items():
+        if not math.isfinite(value):
+            raise LeftOut(f"{name} of method {label!r} is {value}.")
+    stats = answered.stats
+    return ItemResult(
+        id=asked.record.id,
+        label=label,
+        answer=answered.text,
+        scores=_scores(asked, answered.text),
+        fidelity=answered.fidelity,
+        nominal_ratio=stats.nominal_ratio,
+        effective_ratio=stats.effective_ratio,
+        charged_ratio=stats.charged_ratio,
+        ttft_s=stats.ttft_s,
+        phases_s=dict(stats.phases_s),
+        fallback=stats.fallback,
+        measured_on=where,
+        effective_ratio_of_stale=stats.effective_ratio_of_stale,
+    )

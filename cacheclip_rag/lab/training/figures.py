@@ -1,0 +1,171 @@
+"""What a head set is worth on families and words that it was never trained on, beside other ways to choose tokens."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+
+from ...engine import CacheClipEngine
+from ...progress import progress_bar
+from ...runtime.transformers.model import ModelRuntime
+from ...selection.heads import HeadSet, weights_digest
+from ...selection.sentences import sentence_numbers
+from .calibrate import SHIPPED, combined, is_combined, shipped_set
+from .families import Sample, synthetic_samples
+from .features import Seen
+from .folder import Kept
+from .lexical import lexical_scores
+from .measures import chosen, chosen_sentences, rank_correlation, span_recall, token_recall
+from .outcomes import RATIO, Asked, answered_rightly, capped_mean, downstream
+from .targets import attended_and_stale, attended_when_stale, behind_sinks
+from .tuning import Trainee, Tuned
+
+__all__ = ["OWN_ATTENTION", "UNTUNED", "WORDS", "Figures", "figures_of", "last_layer"]
+
+UNTUNED, WORDS, OWN_ATTENTION = "last layer as it comes", "words alone", "query_attention:layers=upper"
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One selector on samples of the test split."""
+
+    name: str
+    recall: dict[str, float] = field(default_factory=dict)
+    """Of evidence tokens, by ratio."""
+    sentence_recall: dict[str, float] = field(default_factory=dict)
+    """The same where whole sentences are taken, by their best token."""
+    recall_of_asked: dict[str, float] = field(default_factory=dict)
+    """The same over the samples that the primary was asked about; of the set before and after."""
+    span_recall: dict[str, float] = field(default_factory=dict)
+    """Of whole values, by ratio."""
+    overlap: float | None = None
+    """Jaccard index of what is chosen with what the target would choose, at 0.2."""
+    correlation: float | None = None
+    """Spearman's with the target."""
+    first_token_kl: tuple[float, ...] = ()
+    answer_kl: tuple[float, ...] = ()
+
+    @property
+    def kl(self) -> float | None:
+        """Mean KL along the answer, no prompt counting more than a nat; None where the primary was not asked."""
+        return capped_mean(self.answer_kl) if self.answer_kl else None
+
+
+def last_layer(runtime: ModelRuntime, sinks: int) -> HeadSet:
+    """The last layer as it comes."""
+    sha256, num_heads = weights_digest(runtime.fingerprint), runtime.model.config.num_attention_heads
+    return replace(HeadSet.of_layers(sha256, "last", runtime.num_layers, num_heads), sinks=sinks)
+
+
+def figures_of(
+    engine: CacheClipEngine,
+    heads: HeadSet,
+    tuned: Tuned,
+    found: HeadSet,
+    num_tests: int,
+    num_prompts: int,
+    kept: Kept,
+) -> tuple[list[Figures], Asked]:
+    """On the test split: the last layer as it comes, what comes with the package, the set before and after, words
+    alone; on the primary also methods that ask no auxiliary. And what the primary was asked."""
+    caches, sinks = engine.auxiliary_caches, tuned.settings.sinks
+    runtime = caches.kv_runtime
+    samples = synthetic_samples("test", num_tests, seed=tuned.settings.seed)
+    asked = answered_rightly(engine, samples, num_prompts, kept=kept)
+    prompts = asked.samples
+    last, shipped = last_layer(runtime, sinks), shipped_set(runtime)
+    sets: dict[str, HeadSet | str] = {UNTUNED: last}
+    layers = {*heads.layers, runtime.num_layers - 1}
+    scorers: dict[str, Callable[[Sample, Seen], torch.Tensor]] = {UNTUNED: lambda _, seen: combined(seen, last)}
+    if shipped is not None:
+        sets[SHIPPED] = shipped
+        if is_combined(shipped, sinks):
+            scorers[SHIPPED] = partial(_combined_of, shipped)
+            layers |= set(shipped.layers)
+    scorers |= {
+        "before": lambda _, seen: combined(seen, heads),
+        "after": lambda _, seen: tuned(Trainee.of(seen, heads)).detach(),
+        WORDS: lambda sample, _: lexical_scores(
+            sample.chunks, [caches.tokenize(chunk).offsets for chunk in sample.chunks], sample.question
+        ),
+    }
+    names = (*scorers, *([OWN_ATTENTION] if num_prompts else []))
+    measured: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    with progress_bar("testing", len(samples), "samples") as advance:
+        for number, sample in enumerate(samples):
+            seen = kept.look(caches, sample, sorted(layers), sinks=sinks, keep=heads.layers[-1])
+            target = None
+            sentences = [sentence_numbers(chunk, caches.tokenize(chunk).offsets) for chunk in sample.chunks]
+            if sample in prompts:
+                target, own = _asked(engine, sample, kept)
+                target = behind_sinks(target, seen.lengths, sinks)
+                measured[OWN_ATTENTION].append(_measured(own, seen, target, sentences))
+            for name, score in scorers.items():
+                measured[name].append(_measured(score(sample, seen), seen, target, sentences))
+            advance(number + 1)
+    figures = {name: _mean(name, rows) for name, rows in measured.items()}
+    if prompts:  # what is held against the primary's own attention: the same questions
+        for name in ("before", "after"):
+            rows = [row for row, sample in zip(measured[name], samples, strict=True) if sample in prompts]
+            figures[name] = replace(figures[name], recall_of_asked=_mean(name, rows).recall)
+        sets |= {"before": heads, "after": found}
+        sets |= {name: name for name in ("direct", "random", "cacheblend", "epic", OWN_ATTENTION, "anchored", "oracle")}
+        outcomes = downstream(engine, prompts, list(sets.values()), kept=kept)
+        for name, of_set in zip(sets, outcomes, strict=True):
+            first, along = zip(*of_set, strict=True)
+            figures[name] = replace(figures.get(name, Figures(name)), first_token_kl=first, answer_kl=along)
+    return list(figures.values()), asked
+
+
+def _combined_of(heads: HeadSet, _: Sample, seen: Seen) -> torch.Tensor:
+    return combined(seen, heads)
+
+
+def _asked(engine: CacheClipEngine, sample: Sample, kept: Kept) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """What the primary attends to and holds stale, and what it attends to over the stale cache."""
+
+    def ask() -> dict[str, torch.Tensor]:
+        target, own = attended_and_stale(engine, sample), attended_when_stale(engine, sample, OWN_ATTENTION)
+        return {"own": own} | ({} if target is None else {"target": target})
+
+    found = kept.tensors("asked", {"sample": sample.as_read(), "own": OWN_ATTENTION}, ask)
+    return found.get("target"), found["own"]
+
+
+def _measured(
+    scores: torch.Tensor, seen: Seen, target: torch.Tensor | None, sentences: Sequence[torch.Tensor]
+) -> dict[str, float]:
+    found = {}
+    for ratio in (0.1, RATIO):
+        mask = chosen(scores, seen.lengths, ratio)
+        found[f"recall {ratio}"] = float(token_recall(mask, seen.evidence))
+        whole = chosen_sentences(scores, seen.lengths, sentences, ratio)
+        found[f"sentence {ratio}"] = float(token_recall(whole, seen.evidence))
+        found[f"span {ratio}"] = float(span_recall(mask, seen.values))
+    if target is not None:
+        ours, theirs = (chosen(each, seen.lengths, RATIO) for each in (scores, target))
+        found["overlap"] = float((ours & theirs).sum() / (ours | theirs).sum())
+        found["correlation"] = rank_correlation(scores, target)
+    return found
+
+
+def _mean(name: str, rows: Sequence[dict[str, float]]) -> Figures:
+    def mean(key: str) -> float | None:
+        values = [row[key] for row in rows if key in row]
+        return statistics.fmean(values) if values else None
+
+    def by_ratio(kind: str) -> dict[str, float]:
+        return {str(ratio): mean(f"{kind} {ratio}") or 0.0 for ratio in (0.1, RATIO)}
+
+    return Figures(
+        name,
+        recall=by_ratio("recall"),
+        sentence_recall=by_ratio("sentence"),
+        span_recall=by_ratio("span"),
+        overlap=mean("overlap"),
+        correlation=mean("correlation"),
+    )

@@ -1,0 +1,177 @@
+"""What the primary makes of a sample: whether full prefill answers it rightly, how far a method's answer is from it.
+
+Outcomes are kept in the working folder as they come, so that an interrupted run goes on where it was.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+import torch
+
+from ...engine import CacheClipEngine
+from ...methods import create
+from ...methods.base import Method
+from ...methods.mixed import Mixed
+from ...progress import progress_bar
+from ...selection.heads import HeadSet
+from ..evaluation.reference import Reference
+from .families import Sample
+from .folder import Kept
+from .prompts import segments_of
+
+__all__ = ["RATIO", "SELECTOR", "Asked", "answered_rightly", "capped_mean", "downstream"]
+
+RATIO = 0.2
+"""Recompute ratio of the methods, and share of the tokens that heads are ranked at."""
+SELECTOR = "cacheclip"
+"""The method that uses a head set."""
+_ANSWER_TOKENS = 16
+_WHOLE_ANSWER_TOKENS = 40
+"""Room for the longest right answer of the package's own questions: a UUID."""
+_MOST_KL = 1.0
+"""No prompt counts more than this, nats: none may decide alone."""
+
+
+def capped_mean(kl: Sequence[float]) -> float:
+    """Mean KL, no prompt counting more than a nat."""
+    return statistics.fmean(min(each, _MOST_KL) for each in kl)
+
+
+class Asked(NamedTuple):
+    """Samples that the primary is asked, to measure by."""
+
+    samples: list[Sample]
+    num_right: int
+    """Those that full prefill answers rightly."""
+    num_open: int
+    """Those that have no short right answer to hold it to."""
+
+    @property
+    def summary(self) -> str:
+        """How many of how many are answered rightly."""
+        said = f"{self.num_right} of {len(self.samples)}"
+        return f"{said}, and {self.num_open} have no short right answer" if self.num_open else said
+
+
+def answered_rightly(
+    engine: CacheClipEngine, samples: Sequence[Sample], count: int, *, kept: Kept | None = None
+) -> Asked:
+    """The first ``count`` samples to which full prefill's answer holds every part of the right one, each in one of its
+    wordings; where there are fewer, others fill up. How near a method comes to a wrong answer says little: there it
+    hangs by a hair.
+
+    Samples without parts, which are questions made from documents, count among the first without being asked: their
+    answer is a whole sentence, which no primary says word for word.
+    """
+    if not count:
+        return Asked([], 0, 0)
+    right: list[Sample] = []
+    others: list[Sample] = []
+    with progress_bar("what the primary knows", count, "prompts") as advance, torch.inference_mode():
+        for sample in samples:
+            if len(right) == count:
+                break
+            (right if not sample.parts or _is_answered(engine, sample, kept) else others).append(sample)
+            advance(len(right))
+    num_open = sum(not sample.parts for sample in right)
+    return Asked([*right, *others][:count], len(right) - num_open, num_open)
+
+
+def _is_answered(engine: CacheClipEngine, sample: Sample, kept: Kept | None) -> bool:
+    about = {"sample": asdict(sample), "right in": _WHOLE_ANSWER_TOKENS}
+    known = kept.outcome(about) if kept else None
+    if known is None:
+        engine.prefixes.clear()
+        full = engine.prefill(segments_of(engine, sample), method=create("full", {}))
+        answer = Reference.of(engine, full, _WHOLE_ANSWER_TOKENS).answer.lower()
+        known = (float(all(any(each.lower() in answer for each in wordings) for wordings in sample.parts)),)
+        if kept:
+            kept.keep_outcome(about, known)
+    return bool(known[0])
+
+
+def downstream(
+    engine: CacheClipEngine,
+    samples: Sequence[Sample],
+    sets: Sequence[HeadSet | str],
+    ratio: float = RATIO,
+    *,
+    kept: Kept | None = None,
+) -> list[list[tuple[float, float]]]:
+    """First-token KL and mean KL along full prefill's answer, for each set of heads and each sample.
+
+    Args:
+        engine: keeps its chunk caches in memory; those of the samples are released.
+        sets: head sets that score for :data:`SELECTOR`, or specifications of other methods.
+        kept: where each is looked up first, and written as it comes.
+    """
+    assert engine.config.store is None, "an engine to train with, not a user's own"
+    found: list[list[tuple[float, float]]] = [[] for _ in sets]
+    if not samples:
+        return found
+    before = engine.head_set
+    try:
+        with progress_bar("asking the primary", len(samples), "prompts") as advance, torch.inference_mode():
+            for number, sample in enumerate(samples, 1):
+                abouts = [_about(engine, sample, heads, ratio) for heads in sets]
+                known = [kept.outcome(about) if kept else None for about in abouts]
+                measure = _measure(engine, sample, ratio) if None in known else None
+                for outcomes, heads, about, outcome in zip(found, sets, abouts, known, strict=True):
+                    if outcome is None:
+                        assert measure is not None, "made where one is missing"
+                        outcome = measure(heads)
+                        if kept:
+                            kept.keep_outcome(about, outcome)
+                    outcomes.append((outcome[0], outcome[1]))
+                if measure is not None:
+                    engine.release(sample.chunks)
+                advance(number)
+    finally:
+        engine.use_heads(before)
+        engine.release([chunk for sample in samples for chunk in sample.chunks])
+    return found
+
+
+def _about(engine: CacheClipEngine, sample: Sample, heads: HeadSet | str, ratio: float) -> dict[str, Any]:
+    """All that an outcome depends on, beside the engine's models."""
+    return {
+        "sample": sample.as_read(),
+        "method": _settings_of(_method(engine, heads, ratio)),
+        "heads": heads.digest() if isinstance(heads, HeadSet) else None,
+        "ratio": ratio,
+        "answer_tokens": _ANSWER_TOKENS,
+    }
+
+
+def _method(engine: CacheClipEngine, heads: HeadSet | str, ratio: float) -> Method:
+    settings = {"recompute_ratio": ratio, "behind": engine.config.behind}
+    return create(SELECTOR if isinstance(heads, HeadSet) else heads, settings)
+
+
+def _settings_of(method: Method) -> list[Any]:
+    """Its name and every setting, defaults and those of its parts included: an outcome is of no other default."""
+    parts = (method.first, method.second) if isinstance(method, Mixed) else ()
+    return [method.name, asdict(method), *(_settings_of(create(part.replace("/", ":"), {})) for part in parts)]
+
+
+def _measure(engine: CacheClipEngine, sample: Sample, ratio: float) -> Callable[[HeadSet | str], tuple[float, ...]]:
+    """Answers the sample by full prefill, and says of a set how far from that its answer is."""
+    segments = segments_of(engine, sample)
+    engine.prefixes.clear()
+    full = engine.prefill(segments, method=create("full", {}))
+    reference = Reference.of(engine, full, _ANSWER_TOKENS)
+
+    def measure(heads: HeadSet | str) -> tuple[float, ...]:
+        method = _method(engine, heads, ratio)
+        engine.use_heads(heads if isinstance(heads, HeadSet) else None)
+        engine.precompute(sample.chunks, method=method)
+        engine.prefixes.clear()
+        prefilled = engine.prefill(segments, method=method, question=sample.question)
+        fidelity = reference.follow(prefilled, answers=False).fidelity
+        return fidelity.first_token_kl, fidelity.answer_kl
+
+    return measure

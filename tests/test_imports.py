@@ -1,0 +1,199 @@
+"""Who imports whom: imports point downwards, in no circle, and the core runs without the laboratory."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import cacheclip_rag
+from tests.conftest import CHUNKS, rag_prompt
+
+PACKAGE = "cacheclip_rag"
+ROOT = Path(cacheclip_rag.__file__).parent
+
+LAYERS: tuple[tuple[str, ...], ...] = (
+    # the package itself (its version) and what imports nothing of ours but errors
+    ("", "errors", "checks", "paths", "progress", "aio", "types", "answer", "sampling", "stats"),
+    ("store",),
+    ("runtime",),
+    ("models", "prompt"),
+    ("chunks",),
+    ("selection", "fusion"),
+    ("methods",),
+    ("config",),
+    ("plan", "guards"),
+    ("engine",),
+    ("ingest", "testing"),
+    ("lab",),
+    ("cli",),
+)
+"""Rooms of the package from bottom to top: a module may import from its own layer and from those below it."""
+
+UPWARD: set[tuple[str, str]] = {
+    # the names of dtypes belong to the models, not to the settings of an engine
+    ("models.load", "config"),
+    # the way of a prompt calls a method; the protocol that it calls belongs below both
+    ("fusion.prefill", "methods.base"),
+}
+"""Imports that still point upwards, to be removed. Nothing may be added."""
+
+
+def modules() -> dict[str, Path]:
+    """Path of every module, by its name within the package; the package itself is the empty name."""
+    found = {}
+    for path in ROOT.rglob("*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imported(module: str, node: ast.Import | ast.ImportFrom) -> Iterator[str]:
+    """Modules of the package that a statement names, whether they exist or not."""
+    if isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+    else:
+        start = node.module or ""
+        if node.level:
+            package = f"{PACKAGE}.{module}".strip(".").split(".")
+            if MODULES[module].name != "__init__.py":
+                package.pop()
+            kept = package[: len(package) - node.level + 1]
+            start = ".".join([*kept, *([node.module] if node.module else [])])
+        names = [f"{start}.{alias.name}" for alias in node.names]
+    for name in names:
+        if name.split(".")[0] == PACKAGE:
+            inside = name[len(PACKAGE) + 1 :]
+            # what is imported from a module may be a name in it
+            yield inside if inside in MODULES else inside.rpartition(".")[0]
+
+
+def at_import_time(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Imports that run when the module is imported: none in functions, none for type checkers alone."""
+    for node in body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            yield from at_import_time(node.orelse)
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            for name in ("body", "orelse", "finalbody"):
+                yield from at_import_time(getattr(node, name, []))
+            for handler in getattr(node, "handlers", []):
+                yield from at_import_time(handler.body)
+
+
+@cache
+def tree(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text(encoding="utf-8"))
+
+
+@cache
+def imports_of(module: str) -> frozenset[str]:
+    """Modules of the package that importing this one imports directly, packages on the way to them included."""
+    found = set()
+    own = {"", *(".".join(module.split(".")[:n]) for n in range(1, module.count(".") + 2))}
+    for node in at_import_time(tree(module).body):
+        for name in imported(module, node):
+            found.add(name)
+            parts = name.split(".")
+            found |= {".".join(parts[:n]) for n in range(1, len(parts))} - own
+    return frozenset(found - {module})
+
+
+def layer_of(module: str) -> int:
+    room = module.split(".")[0]
+    return next(number for number, rooms in enumerate(LAYERS) if room in rooms)
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_every_module_has_a_layer(module: str) -> None:
+    assert sum(module.split(".")[0] in rooms for rooms in LAYERS) == 1, f"{module!r} belongs to no layer, or to several"
+
+
+def test_no_import_points_upwards() -> None:
+    upward = {
+        (module, name)
+        for module in MODULES
+        for node in at_import_time(tree(module).body)
+        for name in imported(module, node)
+        if layer_of(name) > layer_of(module)
+    }
+    assert upward - UPWARD == set(), "these imports point upwards: move what is needed down, or hand it over"
+    assert UPWARD - upward == set(), "these are gone: remove them from the list"
+
+
+def test_no_circle() -> None:
+    """No module is imported again by what it imports, at import time."""
+    done: set[str] = set()
+
+    def visit(module: str, way: tuple[str, ...]) -> None:
+        assert module not in way, f"circle: {' -> '.join((*way[way.index(module) :], module))}"
+        if module not in done:
+            for name in sorted(imports_of(module)):
+                visit(name, (*way, module))
+            done.add(module)
+
+    for module in sorted(MODULES):
+        visit(module, ())
+
+
+def test_the_check_sees_what_it_should(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Upward and circular imports in a package made up for the purpose."""
+    text = """
+from typing import TYPE_CHECKING
+if TYPE_CHECKING:
+    from ..engine import Engine
+try:
+    from ..methods.base import Method
+except ImportError:
+    from .. import errors
+def lazy():
+    from ..lab import evaluation
+"""
+    names = [name for node in at_import_time(ast.parse(text).body) for name in imported("store.keys", node)]
+    assert names == ["methods.base", "errors"]
+    assert layer_of("methods.base") > layer_of("store.keys") > layer_of("errors")
+    circle = {"store.keys": frozenset({"store.base"}), "store.base": frozenset({"store.keys"})}
+    monkeypatch.setattr(sys.modules[__name__], "imports_of", lambda module: circle.get(module, frozenset()))
+    with pytest.raises(AssertionError, match="circle: store.base -> store.keys -> store.base"):
+        test_no_circle()
+
+
+class TestLaboratory:
+    """``cacheclip_rag.lab`` is a guest: it imports the core, and the core never imports it."""
+
+    @pytest.mark.parametrize("module", sorted(name for name in MODULES if name.split(".")[0] != "lab"))
+    def test_is_not_imported_by(self, module: str) -> None:
+        """Not even lazily, or for its types; the command line alone may, where a command needs it."""
+        if module.split(".")[0] == "cli":
+            statements = list(at_import_time(tree(module).body))
+        else:
+            statements = [node for node in ast.walk(tree(module)) if isinstance(node, ast.Import | ast.ImportFrom)]
+        found = {name for node in statements for name in imported(module, node)}
+        assert not {name for name in found if name.split(".")[0] == "lab"}
+
+    def test_an_engine_answers_without_it(self, tiny_models: dict[str, str]) -> None:
+        program = f"""
+import sys
+sys.modules["cacheclip_rag.lab"] = None  # whoever imports it now gets an ImportError
+from cacheclip_rag import CacheClipEngine, SamplingParams
+engine = CacheClipEngine(primary={tiny_models["llama"]!r}, auxiliary={tiny_models["auxiliary"]!r}, method="cacheclip")
+engine.precompute({CHUNKS!r})
+answer = engine.generate({rag_prompt(CHUNKS)!r}, SamplingParams(max_tokens=2))
+assert answer.stats.hits == {len(CHUNKS)}, answer.stats
+import cacheclip_rag.cli
+try:
+    import cacheclip_rag.lab.evaluation
+except ImportError:
+    print("answered")
+"""
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+        assert done.stdout == "answered\n", done.stderr
