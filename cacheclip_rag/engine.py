@@ -19,6 +19,7 @@ import torch
 from .answer import Answer, StreamEvent
 from .checks import check_ratio
 from .chunks.caches import ChunkCaches
+from .chunks.captured import CapturedChunks
 from .chunks.context import CONTEXTS, ChunkContext
 from .chunks.prefix_cache import PrefixCache
 from .config import EngineConfig
@@ -29,7 +30,6 @@ from .guards.metrics import Metrics
 from .guards.shadow import ShadowChecker, ShadowRequest
 from .methods import DEFAULT_METHOD, PRESET_NAMES, check_auxiliary, check_method, preset
 from .methods.base import Method
-from .methods.capture import CapturedChunks
 from .methods.composition import Composition, count_chunks, exact_method
 from .models.load import load_any
 from .prompt.layout import check_length, lay_out

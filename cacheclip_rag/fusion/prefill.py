@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from ..chunks.caches import ChunkCaches
+from ..chunks.captured import CapturedChunks, Variant, capture, digest_before
 from ..chunks.prefix_cache import Match, PrefixCache
 from ..methods.base import CacheView, Method, PromptView
-from ..methods.capture import CapturedChunks, Variant, capture, digest_before
 from ..prompt.layout import Layout, Span, question_slots
 from ..prompt.segments import Fresh
 from ..runtime.transformers.attention import Geometry

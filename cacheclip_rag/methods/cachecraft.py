@@ -2,8 +2,9 @@
 
 Source: Cache-Craft (arXiv:2502.15734), section 4: how much a chunk owed to the chunks before it, times how much of
 them is missing now, is the share of its tokens to recompute; those that looked at other chunks most come first.
-Departures: caches are captured from plain prefills alone and kept in memory (:mod:`.capture`); a prompt with a chunk
-that was never captured is answered by plain prefill, which captures it. There is no early stop by focused chunks.
+Departures: caches are captured from plain prefills alone and kept in memory (:mod:`cacheclip_rag.chunks.captured`); a
+prompt with a chunk that was never captured is answered by plain prefill, which captures it. There is no early stop by
+focused chunks.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import ClassVar
 import torch
 
 from ..checks import check_number
+from ..chunks.captured import digest_before
 from .base import CacheView, Method
-from .capture import Variant, digest_before
 
 __all__ = ["CacheCraft"]
 
@@ -45,7 +46,6 @@ class CacheCraft(Method):
         masks = []
         for span in view.spans:
             variant = view.captured[span.start]
-            assert isinstance(variant, Variant), "every chunk of such a prompt was captured"
             before = chunks[: view.layout.chunks.index(span)]
             share = variant.overhead(before, digest_before(view.layout, span), self.alpha)
             mask = torch.zeros(len(span.tokens), dtype=torch.bool)

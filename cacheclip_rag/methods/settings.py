@@ -83,7 +83,7 @@ def _value(old: Any, new: Any, where: str) -> Any:
 
 
 def _check_fields(cls: type, given: Mapping[str, Any], where: str) -> None:
-    known = [each.name for each in fields(cls)]  # type: ignore[arg-type]
+    known = [each.name for each in fields(cls)]
     for name in given:
         if name not in known:
             raise ConfigurationError(
@@ -92,7 +92,9 @@ def _check_fields(cls: type, given: Mapping[str, Any], where: str) -> None:
 
 
 def _type_of(family: type | None, wanted: object, where: str) -> type:
-    known = {_type_name(cls): cls for base in ([family] if family else _FAMILIES[:-1]) for cls in _concrete(base)}
+    known: dict[str, type] = {}
+    for base in _FAMILIES[:-1] if family is None else (family,):
+        known.update((_type_name(each), each) for each in _concrete(base))
     if not isinstance(wanted, str) or wanted not in known:
         raise ConfigurationError(
             f"{where} must be of type {', '.join(sorted(known))}, got {wanted!r}.{_hint(str(wanted), list(known))}"

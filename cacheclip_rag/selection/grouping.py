@@ -52,8 +52,12 @@ class Grouping(ABC):
         """
         if among is None:
             return self._take(scores, count, first, sentences)
-        scores, first, sentences = _only(scores, among), _only(first, among), _only(sentences, among)
-        chosen = self._take(scores, count, first, sentences)
+        chosen = self._take(
+            _only(scores, among),
+            count,
+            None if first is None else _only(first, among),
+            None if sentences is None else _only(sentences, among),
+        )
         return [torch.zeros_like(a).masked_scatter(a, c) for a, c in zip(among, chosen, strict=True)]
 
     @abstractmethod
@@ -162,8 +166,8 @@ def _check_threshold(size: int, threshold: int) -> None:
         )
 
 
-def _only(values: Scores | None, among: Scores) -> list[torch.Tensor] | None:
-    return None if values is None else [v[a] for v, a in zip(values, among, strict=True)]
+def _only(values: Scores, among: Scores) -> list[torch.Tensor]:
+    return [v[a] for v, a in zip(values, among, strict=True)]
 
 
 _NEVER = torch.iinfo(torch.int64).max

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..chunks.captured import Variant
 from ..prompt.layout import Layout, Span
 from ..runtime.transformers.cache import FusedCache
 from ..runtime.transformers.model import ModelRuntime
@@ -42,7 +43,7 @@ class CacheView(PromptView):
     runtime: ModelRuntime
     """The primary model."""
     cache: FusedCache
-    captured: Mapping[int, object]
+    captured: Mapping[int, Variant]
     """By start of span: chunk caches captured from answered prompts, for the method that uses them; else empty."""
     full_prefill: Callable[[], FusedCache]
     """Compute the prompt's KV by plain prefill, which is charged to the method: for ceilings to measure against."""
