@@ -108,7 +108,8 @@ def _family_of(part: Any) -> type:
 
 def _concrete(base: type) -> Iterator[type]:
     """Classes that can be made, those that users derived included."""
-    for cls in base.__subclasses__():
+    derived: list[type] = base.__subclasses__()
+    for cls in derived:
         yield from _concrete(cls)
     if not isabstract(base):
         yield base

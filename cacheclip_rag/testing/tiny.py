@@ -18,6 +18,7 @@ __all__ = [
     "build_auxiliary",
     "build_model",
     "make_tokenizer",
+    "tiny_spec",
 ]
 
 
@@ -80,7 +81,8 @@ _ALTERNATING = {**_WINDOW, "layer_types": ["sliding_attention", "full_attention"
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "hidden_size": 64}
 
 
-def _of(architecture: str, **settings: Any) -> dict[str, Any]:
+def tiny_spec(architecture: str, **settings: Any) -> dict[str, Any]:
+    """Three layers and four heads of an architecture of transformers, with other settings on top."""
     return {"architecture": architecture, **_HEADS, "num_hidden_layers": 3, **settings}
 
 
@@ -92,16 +94,16 @@ TINY_MODELS: dict[str, dict[str, Any]] = {
     "qwen2": _QWEN2,
     "qwen2-rope-yarn": {**_QWEN2, "rope_parameters": _YARN},
     "qwen2-sliding": {**_QWEN2, **_ALTERNATING, "use_sliding_window": True, "max_window_layers": 0},
-    "qwen3": _of("qwen3"),
-    "smollm3": _of("smollm3", num_hidden_layers=4, no_rope_layers=[1, 0, 1, 0]),
-    "mistral-sliding": _of("mistral", **_WIDE_WINDOW),
-    "phi3-partial": _of("phi3", rope_parameters={**_DEFAULT_ROPE, "partial_rotary_factor": 0.75}),
-    "phi3-sliding": _of("phi3", **_WIDE_WINDOW),
-    "phi3-longrope": _of("phi3", rope_parameters=_LONGROPE, original_max_position_embeddings=512),
-    "gemma2": _of(
+    "qwen3": tiny_spec("qwen3"),
+    "smollm3": tiny_spec("smollm3", num_hidden_layers=4, no_rope_layers=[1, 0, 1, 0]),
+    "mistral-sliding": tiny_spec("mistral", **_WIDE_WINDOW),
+    "phi3-partial": tiny_spec("phi3", rope_parameters={**_DEFAULT_ROPE, "partial_rotary_factor": 0.75}),
+    "phi3-sliding": tiny_spec("phi3", **_WIDE_WINDOW),
+    "phi3-longrope": tiny_spec("phi3", rope_parameters=_LONGROPE, original_max_position_embeddings=512),
+    "gemma2": tiny_spec(
         "gemma2", **_ALTERNATING, query_pre_attn_scalar=16, attn_logit_softcapping=5.0, final_logit_softcapping=30.0
     ),
-    "gemma3": _of(
+    "gemma3": tiny_spec(
         "gemma3_text",
         **_ALTERNATING,
         query_pre_attn_scalar=16,
@@ -110,11 +112,11 @@ TINY_MODELS: dict[str, dict[str, Any]] = {
             "sliding_attention": _DEFAULT_ROPE,
         },
     ),
-    "olmo2": _of("olmo2"),
-    "granite": _of("granite", embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.6),
-    "gpt-oss": _of("gpt_oss", **_ALTERNATING, num_local_experts=4, num_experts_per_tok=2, rope_parameters=_YARN),
-    "mixtral": _of("mixtral", num_local_experts=4, num_experts_per_tok=2),
-    "qwen3-moe": _of("qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True),
+    "olmo2": tiny_spec("olmo2"),
+    "granite": tiny_spec("granite", embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.6),
+    "gpt-oss": tiny_spec("gpt_oss", **_ALTERNATING, num_local_experts=4, num_experts_per_tok=2, rope_parameters=_YARN),
+    "mixtral": tiny_spec("mixtral", num_local_experts=4, num_experts_per_tok=2),
+    "qwen3-moe": tiny_spec("qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True),
 }
 """One row per supported architecture and rotary scaling."""
 

@@ -33,8 +33,8 @@ def attended_and_stale(engine: CacheClipEngine, sample: Sample) -> torch.Tensor 
     that falls on it. ``(num_tokens,)`` float32, sum 1; None where nothing is stale.
 
     ``u(t)`` is the mean over layers of ``A(t) * |dV(t)| / mean |V|`` (:mod:`cacheclip_rag.selection.scorers.oracle`),
-    carried over to the auxiliary's tokens by the characters they share. Costs two prefills of the primary and more. ``engine``
-    keeps its chunk caches in memory: those of the sample are released.
+    carried over to the auxiliary's tokens by the characters they share. Costs two prefills of the primary and more.
+    ``engine`` keeps its chunk caches in memory: those of the sample are released.
     """
     found = _rated(engine, sample, preset("oracle"))
     return found / found.sum() if found is not None and bool(found.any()) else None

@@ -155,7 +155,7 @@ class AttentionPlan:
     blocks: Sequence[Block]
     probe: Probe | None = None
     walk: Any = None
-    """A :class:`~cacheclip_rag.runtime.transformers.walk.RowWalk`: rows leave the pass between layers; None: none do."""
+    """A :class:`~cacheclip_rag.runtime.transformers.walk.RowWalk`: rows leave between layers; None: none do."""
 
 
 def causal_plan(
