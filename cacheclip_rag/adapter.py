@@ -169,8 +169,8 @@ class ModelFields(EngineFields):
     """A language model's settings: its engine, and how it answers. Defaults of sampling are those of
     :class:`~cacheclip_rag.sampling.SamplingParams`."""
 
-    recompute_ratio: float = _ENGINE.recompute_ratio
-    """Share of chunk tokens to recompute, 0 to 1."""
+    recompute_ratio: float | None = _ENGINE.recompute_ratio
+    """Share of chunk tokens to recompute, 0 to 1; None takes the method's own."""
     max_tokens: int = _SAMPLING.max_tokens
     """Most new tokens of an answer. Also ``max_new_tokens``."""
     temperature: float = _SAMPLING.temperature

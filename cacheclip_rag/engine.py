@@ -15,22 +15,22 @@ from typing import Any
 
 import torch
 
-from .chunks.caches import ChunkCaches, Encoding
+from .chunks.caches import ChunkCaches
+from .chunks.captured import CapturedChunks
+from .chunks.context import ChunkContext
 from .chunks.library import ChunkLibrary
 from .chunks.prefix_cache import PrefixCache
 from .clock import PhaseClock
 from .config import EngineConfig
 from .errors import CacheClipError, ConfigurationError
-from .fusion.capture import CapturedChunks
 from .guards.base import Answered, Observer
 from .guards.certificate import Identity, identity_of
 from .guards.metrics import Metrics
 from .guards.standard import standard_observers
-from .methods import DEFAULT_METHOD
 from .methods.base import Method
-from .methods.choice import choose_method, named_method
+from .methods.choice import choose_method, context_of
 from .methods.composition import Composition, LogitsObserver, count_chunks
-from .parts import Parts
+from .parts import PREFIX, Parts
 from .plan.planner import make_plan
 from .prompt.segments import Segment, as_segments, chunk_texts, normalise_chunk
 from .runtime.base import Runtime
@@ -126,7 +126,7 @@ class CacheClipEngine:
         Idempotent: what is stored already costs a look-up. A killed run loses at most the chunk it was at.
 
         Args:
-            method: encode chunks as this method needs them (:meth:`encoding_of`); default the engine's.
+            method: compute chunks behind what this method needs (:meth:`context_of`); default the engine's.
             source: what the texts come from (the id of a node or record), for :meth:`release_sources`.
             document: what the source is a part of.
 
@@ -138,11 +138,11 @@ class CacheClipEngine:
             PromptTooLongError: a text longer than the model's context.
         """
         computed = 0
-        encoding = self.encoding_of(method)
+        context = self.context_of(method)
         for chunk in chunk_texts(texts):
             if not chunk:
                 raise ConfigurationError("a chunk must hold text, got an empty or blank string.")
-            models = self.chunk_caches(encoding)
+            models = self.chunk_caches(context)
             for caches in models:
                 caches.check_length(chunk)  # before anything is written for any of them
             # every role must run: no short-circuit
@@ -182,13 +182,13 @@ class CacheClipEngine:
         chunk = normalise_chunk(text)
         return all(chunk in caches for caches in self.chunk_caches(with_auxiliary=needs_auxiliary))
 
-    def chunk_caches(self, encoding: Encoding | None = None, *, with_auxiliary: bool = True) -> list[ChunkCaches]:
+    def chunk_caches(self, context: ChunkContext | None = None, *, with_auxiliary: bool = True) -> list[ChunkCaches]:
         """Where the KV of a chunk is kept, model by model, the primary's first; loads the models.
 
         Args:
-            encoding: how chunks are encoded for the primary; default as the engine's method wants it.
+            context: what chunks are computed behind for the primary; default as the engine's method wants it.
         """
-        found = [self.parts.primary(encoding or self.encoding_of())]
+        found = [self.parts.primary(context or self.context_of())]
         if with_auxiliary and (auxiliary := self.parts.auxiliary) is not None:
             found.append(auxiliary)
         return found
@@ -209,15 +209,10 @@ class CacheClipEngine:
         """What a call with these options computes by, see :func:`~cacheclip_rag.methods.choice.choose_method`."""
         return choose_method(self.config, method, recompute_ratio, lambda: self.parts.has_head_set)
 
-    def encoding_of(self, method: str | Method | None = None) -> Encoding:
-        """What a method (default the engine's) wants its chunks computed behind. Methods that read no stored chunks use
-        the engine's default chunk context."""
-        if (method or self.config.method) == DEFAULT_METHOD:
-            return self.parts.default_context  # of both methods that it may be, with no model loaded
-        if not isinstance(method, Method):
-            method = named_method(self.config, method, None, lambda: self.parts.has_head_set)
-        reads = method.reuses_chunks and not method.captures and not method.composes
-        return method.encoding if reads else self.parts.default_context
+    def context_of(self, method: str | Method | None = None) -> ChunkContext:
+        """What chunks are computed behind for a method (default the engine's): what the method says itself, else what
+        the settings say. Loads no model."""
+        return context_of(self.config, method) or self.parts.default_context
 
     def identity(self, method: Method) -> Identity:
         """What a certificate must be about to cover this engine with this method."""
@@ -313,7 +308,7 @@ class CacheClipEngine:
             if event.answer is not None:
                 self._observe(Answered(plan, event.answer, params, prefilled.logits))
             yield event
-        self._store_missing(prefilled.missing, documents, self.encoding_of(chosen))
+        self._store_missing(prefilled.missing, documents, self.context_of(chosen))
 
     @torch.inference_mode()
     def prefill(
@@ -375,20 +370,20 @@ class CacheClipEngine:
             if event.answer is not None:
                 self._observe(Answered(None, event.answer, request.params))
             yield event
-        self._store_missing(tuple(missing), request.documents, Encoding())
+        self._store_missing(tuple(missing), request.documents, PREFIX)
 
     def _observe(self, answered: Answered) -> None:
         for observer in self.observers:
             observer.on_answer(answered)
 
-    def _store_missing(self, chunks: Sequence[str], documents: Documents, encoding: Encoding) -> None:
+    def _store_missing(self, chunks: Sequence[str], documents: Documents, context: ChunkContext) -> None:
         """What was missing in an answer, for the next. The answer is out: a full disk must not take it back."""
         if not chunks or self.config.on_miss != "store":
             return
         origins = _origins(documents)
         for chunk in chunks:
             try:
-                for caches in self.parts.usable(encoding):
+                for caches in self.parts.usable(context):
                     caches.write(chunk)
                 self.library.add(chunk)
                 for source, document in origins.get(chunk, ()):

@@ -8,14 +8,14 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import cast
 
-from .chunks.caches import ChunkCaches, Encoding
-from .chunks.context import LEADS
+from .chunks.caches import ChunkCaches
+from .chunks.captured import CapturedChunks
+from .chunks.context import CONTEXTS, ChunkContext
 from .chunks.library import ChunkLibrary
 from .chunks.prefix_cache import PrefixCache
 from .chunks.sources import Sources
 from .config import EngineConfig
 from .errors import ConfigurationError, ModelError
-from .fusion.capture import CapturedChunks
 from .methods.base import Method
 from .models.load import load_any
 from .prompt.reader import PromptReader
@@ -29,7 +29,7 @@ __all__ = ["Parts"]
 
 logger = logging.getLogger(__name__)
 
-PREFIX = Encoding()
+PREFIX = CONTEXTS["prefix"]
 """The chunk context that is the shared prefix alone."""
 
 
@@ -43,7 +43,7 @@ class Parts:
         self.prefixes = PrefixCache(config.prefix_cache_bytes, extra_keys=(config.namespace,))
         """Exact KV of the starts of earlier prompts, in memory."""
         self._lock = threading.RLock()
-        self._caches: dict[tuple[str, Encoding], ChunkCaches] = {}
+        self._caches: dict[tuple[str, ChunkContext], ChunkCaches] = {}
         self._store: ChunkStore | None = None
         self._library: ChunkLibrary | None = None
         self._heads: tuple[HeadSet | None] | None = None
@@ -80,7 +80,7 @@ class Parts:
 
     # -- models -------------------------------------------------------------------------------------------------
 
-    def primary(self, context: Encoding = PREFIX) -> ChunkCaches:
+    def primary(self, context: ChunkContext = PREFIX) -> ChunkCaches:
         """Chunk caches of the primary model, computed behind ``context``; loads the model."""
         return self._chunk_caches(self.config.primary, context)
 
@@ -96,7 +96,7 @@ class Parts:
         assert caches is not None, "asked for the caches of an auxiliary model that there is not"
         return caches
 
-    def usable(self, context: Encoding) -> Iterator[ChunkCaches]:
+    def usable(self, context: ChunkContext) -> Iterator[ChunkCaches]:
         """The primary's caches, then the auxiliary's unless that model cannot be had: other methods work without."""
         yield self.primary(context)
         try:
@@ -111,14 +111,14 @@ class Parts:
         """Reads prompts for the primary model."""
         return PromptReader(self.primary().runtime, self.config.system_prompt)
 
-    def _chunk_caches(self, name: str, context: Encoding) -> ChunkCaches:
+    def _chunk_caches(self, name: str, context: ChunkContext) -> ChunkCaches:
         with self._lock:
             role = "primary" if name == self.config.primary else "auxiliary"
             if (role, context) not in self._caches:
                 self._caches[role, context] = self._make_caches(name, role, context)
             return self._caches[role, context]
 
-    def _make_caches(self, name: str, role: str, context: Encoding) -> ChunkCaches:
+    def _make_caches(self, name: str, role: str, context: ChunkContext) -> ChunkCaches:
         config = self.config
         device = config.device if role == "primary" else config.auxiliary_device or config.device
         runtime = load_any(name, dtype=config.dtype, device=device, fallback=config.fallback)
@@ -128,7 +128,7 @@ class Parts:
             prefix_ids=PromptReader(runtime, config.system_prompt).prefix_ids(),
             namespace=config.namespace,
             codec=(config.codec or config.dtype) if role == "primary" else config.auxiliary_codec,
-            encoding=context,
+            context=context,
         )
 
     # -- head sets ----------------------------------------------------------------------------------------------
@@ -199,9 +199,9 @@ class Parts:
     # -- methods ------------------------------------------------------------------------------------------------
 
     @property
-    def default_context(self) -> Encoding:
+    def default_context(self) -> ChunkContext:
         """What chunks are computed behind unless a method says otherwise."""
-        return Encoding(lead=LEADS[self.config.behind])
+        return CONTEXTS[self.config.chunk_context]
 
     def scorer_of(self, method: Method | None) -> AuxiliaryScorer | None:
         """The auxiliary model as the method needs it; None if it needs none."""
@@ -211,7 +211,7 @@ class Parts:
 
     def sources(self, method: Method | None) -> Sources:
         """Where a method's KV comes from; loads the models it needs."""
-        context = method.encoding if method is not None else self.default_context
+        context = (method.context if method is not None else None) or self.default_context
         return Sources(
             primary=self.primary(context),
             prefix=self.primary(),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -13,35 +12,14 @@ from ..errors import ConfigurationError, PromptTooLongError, StoreError
 from ..prompt.segments import Chunk, Segment
 from ..runtime.base import Runtime, TokenizedText
 from ..store import CODECS, ChunkStore, chunk_key, frame_bytes, keeps
+from .context import CONTEXTS, ChunkContext
 
-__all__ = ["DEFAULT_ENCODING", "ChunkCaches", "Encoding"]
+__all__ = ["ChunkCaches"]
 
 logger = logging.getLogger(__name__)
 
 _TOKENIZED_CHUNKS = 256
 """Tokenised chunks remembered per model: each is needed several times an answer. About 80 kB for 512 tokens."""
-
-
-@dataclass(frozen=True, slots=True)
-class Encoding:
-    """What a chunk is computed behind and between. It is part of what the chunk's key is made of."""
-
-    isolated: bool = False
-    """True: with nothing before it; else behind the shared prefix."""
-    lead: str = ""
-    """Text between the shared prefix and the chunk that no prompt holds: it stands for what may come before."""
-    before: str = ""
-    """Special tokens that open every chunk."""
-    after: str = ""
-    """Special tokens that close it."""
-
-    @property
-    def is_exact_behind_prefix(self) -> bool:
-        """Whether a chunk right behind the shared prefix has the KV of plain prefill."""
-        return not self.isolated and not self.lead
-
-
-DEFAULT_ENCODING = Encoding()
 
 
 class ChunkCaches:
@@ -55,26 +33,25 @@ class ChunkCaches:
         prefix_ids: Sequence[int],
         namespace: str,
         codec: str,
-        encoding: Encoding = DEFAULT_ENCODING,
+        context: ChunkContext = CONTEXTS["prefix"],
     ) -> None:
         self.runtime = runtime
-        lead_ids = runtime.tokenize(encoding.lead).ids if encoding.lead else ()
-        self.prefix_ids = () if encoding.isolated else (*prefix_ids, *lead_ids)
+        context_ids = runtime.tokenize(context.text).ids if context.text else ()
+        self.prefix_ids = () if context.isolated else (*prefix_ids, *context_ids)
         self._store = store
         self._namespace = namespace
         self.codec = codec
-        self._encoding = encoding
+        self._context = context
         self._prefix: torch.Tensor | None = None
         self.tokenize = lru_cache(maxsize=_TOKENIZED_CHUNKS)(self._tokenize)
 
     def _tokenize(self, text: str) -> TokenizedText:
         """Tokens of a chunk, those that wrap it covering none of its characters."""
         tokens = self.runtime.tokenize(text)
-        if not self._encoding.before and not self._encoding.after:
+        if not self._context.before and not self._context.after:
             return tokens
         opening, closing = (
-            self.runtime.tokenize(wrapper, control=True).ids
-            for wrapper in (self._encoding.before, self._encoding.after)
+            self.runtime.tokenize(wrapper, control=True).ids for wrapper in (self._context.before, self._context.after)
         )
         nowhere = ((0, 0),)
         return TokenizedText(
@@ -89,7 +66,7 @@ class ChunkCaches:
     @property
     def is_exact_behind_prefix(self) -> bool:
         """Whether a chunk right behind the shared prefix has the KV of plain prefill."""
-        return self._encoding.is_exact_behind_prefix
+        return self._context.is_exact_behind_prefix
 
     @property
     def is_lossy(self) -> bool:

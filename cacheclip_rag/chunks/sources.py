@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..fusion.capture import CapturedChunks
     from ..selection.scoring import AuxiliaryScorer
     from .caches import ChunkCaches
+    from .captured import CapturedChunks
     from .prefix_cache import Match, PrefixCache
 
 __all__ = ["Sources"]

@@ -8,7 +8,16 @@ from typing import Annotated
 import typer
 
 from ..errors import DocumentError, StoreError
-from .common import AuxiliaryOption, DtypeOption, JsonOption, NamespaceOption, PrimaryOption, StoreOption, print_json
+from .common import (
+    AuxiliaryOption,
+    ChunkContextOption,
+    DtypeOption,
+    JsonOption,
+    NamespaceOption,
+    PrimaryOption,
+    StoreOption,
+    print_json,
+)
 
 _BEGINNING = 40
 """Characters by which a known text is taken for one that was meant."""
@@ -24,7 +33,7 @@ def explain_miss(
     auxiliary: AuxiliaryOption = None,
     dtype: DtypeOption = None,
     namespace: NamespaceOption = None,
-    behind: Annotated[str | None, typer.Option(help="What chunks were computed behind: prefix or passages.")] = None,
+    chunk_context: ChunkContextOption = None,
     system_prompt: Annotated[str | None, typer.Option(help="The engine's system prompt, if it has one.")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -40,8 +49,9 @@ def explain_miss(
     if not is_store(folder):
         raise StoreError(f"there is no store at {store}. Name the folder that was given to ingest or to the engine.")
     library = Library(folder) if (folder / "library.sqlite3").is_file() else None
-    given = {"primary": primary, "auxiliary": auxiliary, "dtype": dtype, "namespace": namespace, "behind": behind}
-    settings = merge_settings(library, **given)
+    settings = merge_settings(
+        library, primary=primary, auxiliary=auxiliary, dtype=dtype, namespace=namespace, chunk_context=chunk_context
+    )
     engine = CacheClipEngine(engine_config(settings, store, device="cpu", system_prompt=system_prompt))
     written = _read(prompt)
     known = [*engine.library.texts(), *(passage for _, _, passage in (library.passages() if library else ()))]

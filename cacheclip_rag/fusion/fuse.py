@@ -8,22 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..chunks.captured import Variant, digest_before
 from ..chunks.prefix_cache import Match
 from ..chunks.sources import Sources
 from ..clock import PhaseClock
-from ..methods.base import SelectionRequest
+from ..methods.base import CacheView, PromptView
 from ..prompt.layout import Layout, Span, question_slots
 from ..prompt.segments import Fresh
 from ..runtime.base import Fused
 from ..runtime.transformers.attention import Geometry
 from ..runtime.transformers.cache import FusedCache
-from ..selection.auxiliary import Scoring
+from ..selection.scorers import AuxiliaryAttention
 from ..types import Plan, Trace
-from .capture import Variant, digest_before
 from .recompute import assemble, choose_rows, recompute
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def fuse(
     runtime: ModelRuntime, plan: Plan, sources: Sources, *, capacity: int, clock: PhaseClock, trace: bool = False
 ) -> Fused | None:
     """See :meth:`cacheclip_rag.runtime.base.Runtime.fuse`."""
-    geometry = plan.method.place(plan.layout, plan.reused)
+    geometry = plan.method.positions(plan.layout, plan.reused)
     with _match(runtime, plan, sources, clock, usable=geometry is None) as match:
         layout = plan.layout.cached_until(match.num_tokens, plan.reused)
         pass_ = _Pass(runtime, replace(plan, layout=layout), sources, capacity, clock, geometry, trace)
@@ -69,7 +69,9 @@ class _Pass:
             self.captured.update(_captured(plan.layout, self.sources))
         with clock.phase("select"):
             scorable = [span for span in plan.reused if not plan.layout.is_exact(span)]
-            scores = dict(zip(scorable, plan.method.score(self._request(plan.reused, scorable)), strict=True))
+            scores = dict(
+                zip(scorable, plan.method.score(PromptView(**self._seen(plan.reused, scorable))), strict=True)
+            )
         with clock.phase("assemble"):
             cache = self.runtime.new_cache(self.capacity)
             cache.geometry = self.geometry
@@ -97,23 +99,24 @@ class _Pass:
             return runtime.prefill(layout.ids, layout.num_tokens)[0]
 
         with clock.phase("select"):
-            request = replace(
-                self._request(reused, scorable),
+            view = CacheView(
+                **self._seen(reused, scorable),
+                runtime=runtime,
                 cache=cache,
+                captured=self.captured,
                 full_prefill=full_prefill,
-                computed=torch.zeros(layout.num_tokens, dtype=torch.bool),
             )
-            masks = method.select(request, scores)
+            masks = method.select(view, scores)
             rows = choose_rows(layout, reused, zip(scorable, masks, strict=True))
-            walk = method.walk(request, rows)
+            row_filter = method.row_filter(view, rows)
         starts: list[float] | None = [] if self.trace else None
         with clock.phase("recompute"):
-            method.prepare(request, masks)
-            logits = recompute(runtime, cache, layout, rows, walk, starts)
+            method.prepare(view, masks)
+            logits = recompute(runtime, cache, layout, rows, row_filter, starts)
             if logits.device.type == "cuda":
                 torch.cuda.synchronize(logits.device)
-        if walk is not None:
-            rows, charged = rows[walk.alive], charged + walk.charged
+        if row_filter is not None:
+            rows, charged = rows[row_filter.alive], charged + row_filter.charged
         else:
             charged += runtime.num_layers * sum(int(mask.sum()) for mask in masks)
         chosen = _chunk_rows(rows, reused)
@@ -121,24 +124,23 @@ class _Pass:
         trace = _trace(plan, scorable, scores, chosen, starts or [], clock) if self.trace else None
         return Fused(cache, logits, plan, len(chosen), charged / runtime.num_layers, first, trace)
 
-    def _request(self, reused: Sequence[Span], scorable: Sequence[Span]) -> SelectionRequest:
+    def _seen(self, reused: Sequence[Span], scorable: Sequence[Span]) -> dict[str, Any]:
+        """What a method may look at before the primary's KV is read."""
         layout = self.plan.layout
-        return SelectionRequest(
-            layout=layout,
-            runtime=self.runtime,
-            spans=scorable,
-            num_chunk_tokens=sum(len(span.tokens) for span in reused),
-            question=question_slots(layout, self.plan.question),
-            fresh=choose_rows(layout, reused, []),
-            captured=self.captured,
-            auxiliary_scores=lambda scoring: self._auxiliary_scores(scorable, scoring),
-        )
+        return {
+            "layout": layout,
+            "spans": scorable,
+            "num_chunk_tokens": sum(len(span.tokens) for span in reused),
+            "question": question_slots(layout, self.plan.question),
+            "fresh": choose_rows(layout, reused, []),
+            "auxiliary_scores": lambda scorer: self._auxiliary_scores(scorable, scorer),
+        }
 
-    def _auxiliary_scores(self, spans: Sequence[Span], scoring: Scoring) -> list[torch.Tensor]:
+    def _auxiliary_scores(self, spans: Sequence[Span], scorer: AuxiliaryAttention) -> list[torch.Tensor]:
         """Scores of the auxiliary model for each span, in the primary's tokens."""
         auxiliary = self.sources.auxiliary
         assert auxiliary is not None, "a method that asks for the auxiliary's scores declares needs_auxiliary"
-        return auxiliary.score(spans, self.plan.question or _question_in(self.plan.layout), scoring, self.clock)
+        return auxiliary.score(spans, self.plan.question or _question_in(self.plan.layout), scorer, self.clock)
 
     def _assemble(self, cache: FusedCache, match: Match) -> list[Span]:
         """Put prefix and chunk KV into ``cache``; returns the spans that were there (a damaged one is a miss)."""

@@ -49,7 +49,7 @@ def price(engine: CacheClipEngine, texts: Sequence[str], plan: IngestPlan, *, me
     """Fill in what precomputing ``texts`` would take, as this method (default the engine's) needs them. Computes a few
     of them, and stores nothing. Raises what precomputing them would."""
     wanted = list(dict.fromkeys(chunk_texts(texts)))
-    models = engine.chunk_caches(engine.encoding_of(method))
+    models = engine.chunk_caches(engine.context_of(method))
     for caches in models:
         for text in wanted:
             caches.check_length(text)

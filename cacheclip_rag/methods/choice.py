@@ -3,48 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
+from ..checks import check_ratio
+from ..chunks.context import ChunkContext
 from ..config import EngineConfig
-from ..errors import ConfigurationError
-from . import DEFAULT_METHOD, check_auxiliary, create
+from . import DEFAULT_METHOD, check_auxiliary, check_method, preset
 from .base import Method
 
-__all__ = ["choose_method", "named_method"]
+__all__ = ["choose_method", "context_of"]
 
 
 def choose_method(
     config: EngineConfig, method: str | Method | None, recompute_ratio: float | None, has_head_set: Callable[[], bool]
 ) -> Method:
-    """The method that is asked for, at the ratio that is asked for; each default the engine's.
+    """The method of that name, or that instance, at this ratio.
 
     Args:
-        has_head_set: asked for ``auto`` alone, which is ``cacheclip`` where the auxiliary model has a head set and
-            ``anchored`` elsewhere; to know it loads the models.
+        method: default the engine's. ``auto`` is ``cacheclip`` where the auxiliary model can be had and has a head set,
+            and else ``anchored``.
+        recompute_ratio: default the engine's for the engine's method and for names, else the instance's own. A preset
+            without a ratio ignores it.
+        has_head_set: asked for ``auto`` alone; to know it loads the models.
 
     Raises:
-        ConfigurationError: unknown methods or settings, a ratio beside a method that was made already, or no auxiliary
-            model where the method needs one.
+        ConfigurationError: an unknown name, a ratio out of range or given beside an instance that has none, or no
+            auxiliary model where the method needs one.
     """
-    if isinstance(method, Method):
-        chosen = method
-        if recompute_ratio is not None:
-            raise ConfigurationError(
-                f"recompute_ratio={recompute_ratio} was given beside a {type(method).__name__} that has its own "
-                "settings. Give the ratio to the method, or the method by name."
-            )
-    else:
-        chosen = named_method(config, method, recompute_ratio, has_head_set)
+    given = config.method if method is None else method
+    check_method(given)
+    ratio = recompute_ratio
+    if ratio is None and (method is None or isinstance(method, str)):
+        ratio = config.recompute_ratio
+    if given == DEFAULT_METHOD:
+        given = "cacheclip" if has_head_set() else "anchored"
+    chosen = preset(given) if isinstance(given, str) else given
+    if ratio is not None:
+        check_ratio(ratio)
+        if chosen.has_ratio or (recompute_ratio is not None and not isinstance(given, str)):
+            chosen = chosen.at(ratio)
     check_auxiliary(chosen, config.auxiliary)
     return chosen
 
 
-def named_method(
-    config: EngineConfig, name: str | None, recompute_ratio: float | None, has_head_set: Callable[[], bool]
-) -> Method:
-    """The same by name alone, whether or not the auxiliary model that it needs is configured."""
-    settings = config if recompute_ratio is None else replace(config, recompute_ratio=recompute_ratio)
-    name = name or config.method
-    if name == DEFAULT_METHOD:
-        name = "cacheclip" if has_head_set() else "anchored"
-    return create(name, settings.method_settings())
+def context_of(config: EngineConfig, method: str | Method | None) -> ChunkContext | None:
+    """What chunks are computed behind for a method (default the engine's); None: what the settings say."""
+    given = config.method if method is None else method
+    check_method(given)
+    if given == DEFAULT_METHOD:
+        return None  # both methods that it may be leave it to the settings
+    return (preset(given) if isinstance(given, str) else given).context

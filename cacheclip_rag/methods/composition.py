@@ -17,7 +17,7 @@ from ..sampling import SamplingParams
 from ..types import PHASES, Answer, Event, FusionStats
 from .base import Method
 from .direct import Direct
-from .prefix import Prefix
+from .full import Prefix
 
 __all__ = ["Ask", "Composition", "combined", "count_chunks", "exact_method"]
 

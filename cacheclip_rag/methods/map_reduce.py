@@ -2,9 +2,9 @@
 
 Source: LangChain's map-reduce and map-rerank documents chains (``load_summarize_chain``, ``load_qa_chain``), baselines
 for methods that let the model read all chunks together. Alone right behind the shared prefix, a chunk's stored KV is
-exact, so nothing here is approximate but the idea: no token of one chunk sees another. In an engine whose chunks are
-computed behind something else (``behind``) none is exact there: these prompts are then answered by plain prefill behind
-what the prefix cache holds, and their chunks are not stored a second time. Departures: each prompt is the user's own
+exact, so nothing here is approximate but the idea: no token of one chunk sees another. In an engine with another chunk
+context (``passages``, the default) none is exact there: these prompts are then answered by plain prefill behind what
+the prefix cache holds, and their chunks are not stored a second time. Departures: each prompt is the user's own
 with one chunk left in it (text between chunks is dropped), in place of prompts for each step; and see
 :class:`MapRerank`. The effective ratio is the share of chunk tokens computed over all these prompts.
 """
@@ -12,7 +12,7 @@ with one chunk left in it (text between chunks is dropped), in place of prompts 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import ClassVar
 
@@ -34,7 +34,8 @@ class MapReduce(Full):
     The prompt with all its chunks may be longer than the model's context.
     """
 
-    name: ClassVar[str] = "map_reduce"
+    name: str = field(default="map_reduce", kw_only=True)
+
     reuses_chunks: ClassVar[bool] = True
     composes: ClassVar[bool] = True
 
@@ -42,6 +43,7 @@ class MapReduce(Full):
     """Most tokens of the answer from one chunk."""
 
     def __post_init__(self) -> None:
+        super(MapReduce, self).__post_init__()
         check_whole_number("map_tokens", self.map_tokens, least=1, of="tokens")
 
     def compose(self, parts: Composition) -> Iterator[Event]:
@@ -58,7 +60,8 @@ class MapRerank(Full):
     LangChain has the model write a score behind its answer. Small models cannot, so their certainty stands in for it.
     """
 
-    name: ClassVar[str] = "map_rerank"
+    name: str = field(default="map_rerank", kw_only=True)
+
     reuses_chunks: ClassVar[bool] = True
     composes: ClassVar[bool] = True
 

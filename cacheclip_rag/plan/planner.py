@@ -77,7 +77,7 @@ def _obstacle(sources: Sources, layout: Layout) -> str | None:
 
 def _obstacle_of_positions(method: Method, layout: Layout, found: Sequence[Span], sources: Sources) -> str | None:
     """Why the method's own positions do not fit; None if they do, or it has none."""
-    geometry = method.place(layout, found)
+    geometry = method.positions(layout, found)
     if geometry is None:
         return None
     runtime, last = sources.primary.runtime, int(geometry.positions.max())

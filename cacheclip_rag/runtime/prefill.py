@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from ..chunks.captured import capture
 from ..chunks.prefix_cache import Match, PrefixCache
 from ..chunks.sources import Sources
 from ..clock import PhaseClock
-from ..fusion.capture import capture
 from ..prompt.layout import Layout, Span
 from ..types import FusionStats, Plan, Trace
 from .base import Fused, Runtime

@@ -32,7 +32,7 @@ def pick_layers(spec: str, num_layers: int) -> list[int]:
     """
     try:
         return _pick_layers(spec, num_layers)
-    except ValueError:
+    except (TypeError, ValueError):
         raise ConfigurationError(
             f"layers must be all, last, upper, middle, a range of depth such as 0.6-0.7, a depth and a count such as "
             f"0.6+4, or numbers below {num_layers} joined by +, got {spec!r}."

@@ -1,4 +1,4 @@
-"""Tests that implementations outside this package inherit, so that they prove what the package relies on.
+"""Suites that third parties inherit to prove their own parts, and tiny models to run them on.
 
 Needs pytest. Import the class that you inherit from its module: ``from cacheclip_rag.testing.backends import ...``.
 """
@@ -9,4 +9,4 @@ import pytest
 
 __all__: list[str] = []
 
-pytest.register_assert_rewrite("cacheclip_rag.testing.backends")
+pytest.register_assert_rewrite("cacheclip_rag.testing.backends", "cacheclip_rag.testing.methods")

@@ -9,17 +9,18 @@ models; with any other the link tokens mean nothing, and a warning says so.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 
-from ..checks import check_whole_number
-from ..chunks.caches import Encoding
-from ..errors import ConfigurationError
-from ..prompt.segments import Chunk, Fresh, Segment
-from ..runtime.base import Runtime
-from .base import Method, SelectionRequest, recompute_nothing, warn_untuned
+from ...checks import check_flag, check_whole_number
+from ...chunks.context import ChunkContext
+from ...errors import ConfigurationError
+from ...prompt.segments import Chunk, Fresh, Segment
+from ...runtime.base import Runtime
+from ..base import CacheView, Method, recompute_nothing
+from . import check_no_context, warn_untuned
 
 __all__ = ["KVLink"]
 
@@ -28,7 +29,8 @@ __all__ = ["KVLink"]
 class KVLink(Method):
     """Equal to one forward pass under KVLink's mask; good answers need a checkpoint trained for it."""
 
-    name: ClassVar[str] = "link"
+    name: str = field(default="link", kw_only=True)
+
     reuses_prefixes: ClassVar[bool] = False
     exact_at_one: ClassVar[bool] = False
 
@@ -46,6 +48,9 @@ class KVLink(Method):
     """Set for a checkpoint trained this way; otherwise a warning says that it is not known to be."""
 
     def __post_init__(self) -> None:
+        super(KVLink, self).__post_init__()
+        check_no_context(self.name, self.chunk_context)
+        check_flag("tuned", self.tuned)
         check_whole_number("n_link", self.n_link, of="tokens")
         check_whole_number("max_chunks", self.max_chunks, least=1, of="chunks")
         for name in ("first_id", "start_id", "end_id"):
@@ -58,8 +63,8 @@ class KVLink(Method):
             )
 
     @property
-    def encoding(self) -> Encoding:
-        return Encoding(isolated=True)
+    def context(self) -> ChunkContext:
+        return ChunkContext(isolated=True)
 
     def arrange(self, segments: Sequence[Segment], runtime: Runtime) -> list[Segment]:
         chunks = [number for number, segment in enumerate(segments) if isinstance(segment, Chunk)]
@@ -101,5 +106,5 @@ class KVLink(Method):
             "for KVLink's checkpoints; for others set first_id, start_id and end_id to special tokens, or -1 for none."
         )
 
-    def select(self, request: SelectionRequest, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return recompute_nothing(request)
+    def select(self, view: CacheView, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return recompute_nothing(view)
