@@ -20,7 +20,7 @@ def main() -> None:
     for name, llm in (("north", north), ("south", south)):
         stats = llm.invoke(PROMPT).response_metadata["cacheclip"]
         print(f"{name}: hits {stats['hits']}, reused {stats['reused_tokens']} of {stats['prompt_tokens']} tokens")
-    print("released:", north.engine.release_sources(["vault-note"]), "of north;", "none of south's is touched")
+    print("released:", north.engine.release(sources=["vault-note"]), "of north;", "none of south's is touched")
 
 
 if __name__ == "__main__":

@@ -357,7 +357,7 @@ class TestEvents:
         text = f"{chunks[0]}\n\n{chunks[1]}\n\nWhat was built?"
         knowing.complete(text, documents={chunks[0]: [("b", "")], chunks[1]: [("c", "doc")]})
         assert [event.node_ids for event in seen.fusions] == [["a", "b", "c"]]
-        llm.engine.release_sources(["doc"])
+        llm.engine.release(sources=["doc"])
         assert stored(llm, chunks[:3]) == [True, False, False], "b holds the first, too"
 
 
