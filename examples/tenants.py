@@ -11,7 +11,7 @@ PROMPT = f"{SECRET}\n\nWhat is the access code?"
 
 
 def model(tenant: str) -> ChatCacheClip:
-    return ChatCacheClip(model=PRIMARY, auxiliary=AUXILIARY, store=STORE, namespace=tenant, max_tokens=16)
+    return ChatCacheClip(primary=PRIMARY, auxiliary=AUXILIARY, store=STORE, namespace=tenant, max_tokens=16)
 
 
 def main() -> None:
