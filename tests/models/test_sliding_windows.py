@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cacheclip_rag.models.load import load_model
+from cacheclip_rag.runtime.transformers.attention import AttentionRule, causal_plan, query_attention
 from tests.conftest import WINDOW, build_model, of
 from tests.fusion.cases import BROKEN, EXACT, gap, reference_logits, reference_model
 
@@ -76,3 +77,14 @@ def test_twin_one_key_more_is_seen_in_the_logits(tmp_path: Path) -> None:
         ids = tokens(length)
         difference = gap(*(load_model(folder).prefill(ids, 40)[1] for folder in folders))
         assert difference > BROKEN if differs else difference < EXACT
+
+
+@pytest.mark.parametrize("num_keys", [6, 7, 8, 9])
+def test_weights_of_one_row_at_the_border(num_keys: int) -> None:
+    """What a probe is given of the last row: nothing outside the window, something everywhere within."""
+    generator = torch.Generator().manual_seed(0)
+    query, key = torch.randn(2, 1, 8, generator=generator), torch.randn(2, num_keys, 8, generator=generator)
+    [block] = causal_plan(torch.tensor([num_keys - 1])).blocks
+    weights = query_attention(query, key, block, AttentionRule(0.3, window=7))
+    outside = max(0, num_keys - 7)
+    assert bool((weights[..., :outside] == 0).all()) and bool((weights[..., outside:] > 0).all())
