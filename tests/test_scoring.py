@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from cacheclip_rag import CacheClipEngine, EngineConfig
-from cacheclip_rag.selection import scoring as module
 from cacheclip_rag.lab.training.measures import chosen, token_recall
+from cacheclip_rag.selection import scoring as module
 from cacheclip_rag.selection.auxiliary import Scoring
 from cacheclip_rag.selection.heads import HeadSet, weights_digest
 from cacheclip_rag.selection.scoring import MAX_QUESTION_TOKENS, AuxiliaryScorer, Question

@@ -10,13 +10,14 @@ import torch
 from cacheclip_rag import CacheClipEngine, Chunk, Fresh, SamplingParams
 from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.guards.fidelity import greedy
-from cacheclip_rag.methods import METHODS, create, method_class
+from cacheclip_rag.methods import PRESET_NAMES, preset
+from cacheclip_rag.methods.map_reduce import MapReduce
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.stats import PHASES
 from tests.conftest import CHUNKS, QUESTION, rag_prompt
 from tests.fusion.cases import make_engine
 
-COMPOSING = [name for name in METHODS if method_class(name).composes]
+COMPOSING = [name for name in PRESET_NAMES if preset(name).composes]
 SHORT = SamplingParams(max_tokens=12)
 THREE = CHUNKS[:3]
 SPECS = {"map_reduce": "map_reduce:map_tokens=6"}
@@ -68,7 +69,7 @@ class TestMapRerank:
         rated = []
         for text in THREE:
             segments = with_only(engine, Chunk(text), prompt)
-            prefilled = engine.prefill(segments, method=create("full", {}))
+            prefilled = engine.prefill(segments, method=preset("full"))
             with torch.inference_mode():
                 ids, logits = greedy(engine.primary, prefilled.cache, prefilled.logits, 12, stop=False)  # type: ignore
             chosen = logits.log_softmax(-1)[torch.arange(len(ids)), torch.tensor(ids)]
@@ -116,7 +117,7 @@ class TestMapReduce:
 
     def test_wrong_setting(self) -> None:
         with pytest.raises(ConfigurationError, match="1 or more"):
-            create("map_reduce:map_tokens=0", {})
+            MapReduce(map_tokens=0)
 
 
 @every
@@ -174,7 +175,7 @@ class TestNumbers:
 
     def test_there_is_no_single_prefill(self, engine: CacheClipEngine, name: str) -> None:
         with pytest.raises(ConfigurationError, match="several prompts"):
-            engine.prefill(rag_prompt(THREE), method=create(name, {}))
+            engine.prefill(rag_prompt(THREE), method=preset(name))
 
     def test_chunks_behind_passages_are_exact_nowhere(
         self, engine: CacheClipEngine, tiny_models: dict[str, str], name: str
@@ -182,7 +183,7 @@ class TestNumbers:
         """Plain prefill then, the second time behind the prefix cache; nothing is stored beside what there is."""
         spec = SPECS.get(name, name)
         expected = engine.generate(rag_prompt(THREE), SHORT, method=spec)
-        elsewhere = make_engine(tiny_models["llama"], tiny_models["auxiliary"], behind="passages")
+        elsewhere = make_engine(tiny_models["llama"], tiny_models["auxiliary"], chunk_context="passages")
         elsewhere.precompute(THREE)
         stored = set(elsewhere.store.keys())
         answers = [elsewhere.generate(rag_prompt(THREE), SHORT, method=spec) for _ in range(2)]

@@ -6,12 +6,12 @@ from fractions import Fraction
 
 import pytest
 import torch
+from cacheclip_rag.selection.modes import GROUPING_NAMES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.selection.grouping import GROUPINGS, group, spread, v1_literal, vote_sliding, window_score
-from cacheclip_rag.selection.modes import GROUPING_NAMES
 
 FIXED = settings(max_examples=150, deadline=None)
 
