@@ -134,11 +134,11 @@ class TestModels:
     def test_head_sets(self, make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         engine = make()
         before = identity(engine)
-        sha256 = weights_digest(engine.auxiliary_caches.runtime.fingerprint)
+        sha256 = weights_digest(engine.parts.auxiliary_caches.runtime.fingerprint)
         sets = [HeadSet(sha256, ((0, head), (1, 1)), torch.tensor([0.5, 0.5])) for head in (0, 1)]
         found = []
         for heads in sets:
-            engine.use_heads(heads)
+            engine.parts.use_heads(heads)
             found.append(identity(engine))
         assert changed(before, found[0]) == changed(*found) == {"method_settings"}
 

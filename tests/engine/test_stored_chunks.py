@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from cacheclip_rag.methods.cacheclip import CacheClip
 
 from cacheclip_rag import CacheClipEngine, Chunk, Fresh, get_engine
 from cacheclip_rag.errors import ConfigurationError, PromptTooLongError
-from cacheclip_rag.methods.cacheclip import CacheClip
 from cacheclip_rag.methods.direct import Direct
 from cacheclip_rag.methods.full import Full
 from tests.engine.asking import SHORT, check_sums, logits, rag
