@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from cacheclip_rag import CacheClipEngine, EngineConfig
+from cacheclip_rag.clock import PhaseClock
 from cacheclip_rag.lab.training.measures import chosen, token_recall
 from cacheclip_rag.selection import scoring as module
 from cacheclip_rag.selection.heads import HeadSet, weights_digest
