@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ..runtime.transformers.model import ModelRuntime
     from ..runtime.transformers.text import TextModel
 
-__all__ = ["DEVICE_MAPS", "check_device", "load_any", "load_model", "loaded_models", "resolve", "unload_models"]
+__all__ = ["DEVICE_MAPS", "check_device", "load_any", "load_model", "resolve", "unload_models"]
 
 logger = logging.getLogger(__name__)
 
@@ -129,11 +129,6 @@ def load_any(name: str, *, dtype: str = "float32", device: str = "cpu", fallback
     if runtime.unsupported is not None and fallback == "error":
         raise UnsupportedModelError(runtime.unsupported)
     return runtime
-
-
-def loaded_models() -> tuple[str, ...]:
-    """Folders of the models in memory, for diagnostics."""
-    return tuple(folder for folder, _, _ in _registry)
 
 
 def unload_models() -> None:
