@@ -15,10 +15,10 @@ from .models.packaged.catalogue import DEFAULT_AUXILIARY, DEFAULT_PRIMARY
 
 if TYPE_CHECKING:
     from .methods.base import Method
+from .runtime.base import DTYPES
 
-__all__ = ["DTYPES", "SHADOW_MODES", "EngineConfig"]
+__all__ = ["SHADOW_MODES", "EngineConfig"]
 
-DTYPES = ("float32", "bfloat16", "float16")
 _ON_MISS = ("store", "ignore")
 _FALLBACK = ("error", "full")
 SHADOW_MODES = ("background", "inline")

@@ -25,8 +25,8 @@ from .guards.certificate import Identity, identity_of
 from .guards.metrics import Metrics
 from .guards.standard import standard_observers
 from .methods.base import Method
-from .methods.choice import choose_method, context_of
 from .parts import Parts
+from .plan.choice import choose_method, context_of
 from .prompt.segments import Segment, normalise_chunk
 from .runtime.base import Runtime
 from .runtime.prefill import Prefilled

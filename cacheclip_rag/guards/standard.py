@@ -20,5 +20,7 @@ def standard_observers(config: EngineConfig, metrics: Metrics, find_runtime: Cal
     Args:
         find_runtime: gives the model that answers, once there is an answer.
     """
-    shadow = ShadowChecker(find_runtime, metrics, rate=config.shadow_rate, mode=config.shadow_mode)
-    return [CertificateGuard(config), metrics, shadow]
+    observers: list[Observer] = [CertificateGuard(config), metrics]
+    if config.shadow_rate:
+        observers.append(ShadowChecker(find_runtime, metrics, rate=config.shadow_rate, mode=config.shadow_mode))
+    return observers

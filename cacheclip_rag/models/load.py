@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 from safetensors import SafetensorError
 
-from ..config import DTYPES
 from ..errors import (
     ConfigurationError,
     DownloadError,
@@ -24,6 +23,7 @@ from ..errors import (
     UnsupportedModelError,
 )
 from ..paths import atomic_path, cache_home
+from ..runtime.base import DTYPES
 from ..runtime.transformers.architectures import check_architecture, check_supported
 from .packaged.catalogue import PACKAGED_MODELS
 from .packaged.pull import known_names, pull
@@ -32,16 +32,7 @@ if TYPE_CHECKING:
     from ..runtime.base import Runtime
     from ..runtime.transformers.model import ModelRuntime
 
-__all__ = [
-    "DEVICE_MAPS",
-    "check_device",
-    "load_any",
-    "load_model",
-    "loaded_models",
-    "register_runtime",
-    "resolve",
-    "unload_models",
-]
+__all__ = ["DEVICE_MAPS", "check_device", "load_any", "load_model", "register_runtime", "resolve", "unload_models"]
 
 logger = logging.getLogger(__name__)
 
@@ -158,11 +149,6 @@ def register_runtime(scheme: str, factory: RuntimeFactory) -> None:
     if not re.fullmatch(r"[a-z][a-z0-9_]+", scheme):
         raise ConfigurationError(f"a scheme must be two or more of a-z, 0-9 and _, got {scheme!r}.")
     _factories[scheme] = factory
-
-
-def loaded_models() -> tuple[str, ...]:
-    """Folders of the models in memory, for diagnostics."""
-    return tuple(folder for folder, _, _ in _registry)
 
 
 def unload_models() -> None:

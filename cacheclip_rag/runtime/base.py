@@ -16,7 +16,11 @@ if TYPE_CHECKING:
     from ..clock import PhaseClock
     from ..types import Message, Plan, Trace
 
-__all__ = ["Fused", "Runtime", "TokenizedText"]
+__all__ = ["DTYPES", "Fused", "Runtime", "TokenizedText"]
+
+
+DTYPES = ("float32", "bfloat16", "float16")
+"""Compute dtypes of models, and dtypes that stored KV may have."""
 
 
 @dataclass(frozen=True, slots=True)

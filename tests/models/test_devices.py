@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cacheclip_rag.fusion.prefill import Prefilled
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cacheclip_rag.runtime.transformers.attention as attention
@@ -18,7 +20,7 @@ from cacheclip_rag.models.load import load_model, unload_models
 from cacheclip_rag.runtime.transformers.attention import AttentionRule, block_attention, causal_plan
 from cacheclip_rag.runtime.transformers.model import ModelRuntime, device_of
 from tests.conftest import CHUNKS, rag_prompt
-from tests.fusion.cases import EXACT, gap, prefilled, reference_logits
+from tests.fusion.cases import EXACT, gap, reference_logits
 
 PARAMS = SamplingParams(max_tokens=16)
 
@@ -155,30 +157,91 @@ class TestAttentionKernels:
             assert SDPBackend.CUDNN_ATTENTION in set(_cur_sdpa_kernel_backends())
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here: attention on CUDA is not tested")
-class TestCuda:
-    @pytest.mark.parametrize("device", ["cuda", "auto"])
-    def test_exact(self, primary: str, tiny_models: dict[str, str], device: str) -> None:
-        engine = CacheClipEngine(
-            primary=primary, auxiliary=tiny_models["auxiliary"], device=device, auxiliary_device="cpu"
-        )
-        engine.precompute(CHUNKS)
-        fused = prefilled(engine, rag_prompt(CHUNKS), "cacheclip", 1.0)
-        assert fused.logits.device.type == "cuda" and fused.stats.fallback is None
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""What the tests below compute on: without an accelerator they run all the same, and prove the tests."""
+OPENING = "Read these texts with care, before you say anything.\n\n"
+"""Of the prompt's own: longer than a block of the prefix cache."""
+
+
+class TestAccelerator:
+    """An engine on the accelerator, held against plain transformers on the CPU, or against the same engine there."""
+
+    @pytest.fixture
+    def make(self, tiny_models: dict[str, str]) -> Callable[..., CacheClipEngine]:
+        def build(**options: Any) -> CacheClipEngine:
+            models = {"primary": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"], "device": DEVICE}
+            engine = CacheClipEngine(**{**models, **options})
+            engine.precompute(CHUNKS)
+            return engine
+
+        return build
+
+    def prefilled(self, engine: CacheClipEngine, method: str, ratio: float | None = None) -> Prefilled:
+        """Asked with the engine's own settings, which its chunks were stored by."""
+        found = engine.prefill(OPENING + rag_prompt(CHUNKS), PARAMS, method=engine.make_method(method, ratio))
+        assert found.logits.device.type == torch.device(DEVICE if engine.config.device != "cpu" else "cpu").type
+        return found
+
+    @pytest.mark.parametrize("device", [DEVICE, "auto"])
+    def test_exact(self, primary: str, make: Callable[..., CacheClipEngine], device: str) -> None:
+        engine = make(primary=primary, device=device, auxiliary_device="cpu")
+        fused = self.prefilled(engine, "cacheclip", 1.0)
+        assert fused.stats.hits == len(CHUNKS) and fused.stats.fallback is None
         assert gap(fused.logits.cpu(), reference_logits(primary, fused.layout.ids)) < 10 * EXACT
 
+    @pytest.mark.parametrize("method", ["cacheclip", "cacheblend", "epic", "query_attention", "ape", "direct"])
+    def test_methods_choose_and_compute_what_they_do_on_the_cpu(
+        self, make: Callable[..., CacheClipEngine], method: str
+    ) -> None:
+        """Selection, correction (``cacheclip``), rows that leave between layers (``cacheblend``), merged contexts
+        (``ape``)."""
+        found, expected = (self.prefilled(make(device=device), method) for device in (DEVICE, "cpu"))
+        assert found.stats.hits == len(CHUNKS) and found.stats.fallback is None
+        assert found.stats.recomputed_tokens == expected.stats.recomputed_tokens
+        assert gap(found.logits.cpu(), expected.logits) < 10 * EXACT
+
+    def test_correction_changes_something(self, make: Callable[..., CacheClipEngine]) -> None:
+        """The twin of the test before: there is a correction in it."""
+        engine = make()
+        method = engine.make_method("cacheclip")
+        assert method.correction > 0  # type: ignore[attr-defined]
+        without = replace(method, correction=0.0)  # type: ignore[call-arg]
+        logits = [engine.prefill(rag_prompt(CHUNKS), PARAMS, method=each).logits for each in (method, without)]
+        assert gap(*logits) > 1e-3
+
+    def test_captured_chunks(self, make: Callable[..., CacheClipEngine]) -> None:
+        """The first prompt is answered plainly and captured; the second, in another order, reuses it."""
+        found = []
+        for device in (DEVICE, "cpu"):
+            engine = make(device=device)
+            first = engine.generate(rag_prompt(CHUNKS), PARAMS, method="cachecraft")
+            assert first.stats.method == "full"
+            method = engine.make_method("cachecraft")
+            found.append(engine.prefill(rag_prompt([*CHUNKS[2:], *CHUNKS[:2]]), PARAMS, method=method))
+            assert found[-1].stats.hits == len(CHUNKS) and found[-1].stats.fallback is None
+        assert found[0].logits.device.type == DEVICE and gap(found[0].logits.cpu(), found[1].logits) < 10 * EXACT
+
+    @pytest.mark.parametrize("method", ["prefix", "cacheclip"])
+    def test_prefix_cache(self, make: Callable[..., CacheClipEngine], method: str) -> None:
+        """The second prompt that begins alike takes its start from the cache, and is as exact."""
+        engine = make(recompute_ratio=1.0)
+        engine.generate(OPENING + "Something else?", PARAMS, method="prefix")
+        found = self.prefilled(engine, method)
+        assert found.stats.cached_prefix_tokens > 16
+        assert gap(found.logits.cpu(), reference_logits(engine.config.primary, found.layout.ids)) < 10 * EXACT
+
+    def test_answers(self, make: Callable[..., CacheClipEngine]) -> None:
+        """Decoding goes on from the fused cache, token by token as on the CPU."""
+        answers = [make(device=device).generate(rag_prompt(CHUNKS), PARAMS).token_ids for device in (DEVICE, "cpu")]
+        assert answers[0] == answers[1] and len(answers[0]) == PARAMS.max_tokens
+
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-    def test_half_precision(self, tiny_models: dict[str, str], dtype: str) -> None:
+    def test_half_precision(self, make: Callable[..., CacheClipEngine], dtype: str) -> None:
         from cacheclip_rag.lab.evaluation.exactness import check_exactness
         from cacheclip_rag.lab.evaluation.prompts import EvaluationPrompt
 
-        prompt = EvaluationPrompt(tuple(CHUNKS), "How tall?", None)
-        engine = CacheClipEngine(
-            primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"], device="cuda", dtype=dtype
-        )
-        engine.precompute(prompt.chunks)
-        result: dict[str, Any] = check_exactness(engine, prompt)
+        engine = make(dtype=dtype, behind="prefix")  # as the checks store chunks
+        result: dict[str, Any] = check_exactness(engine, EvaluationPrompt(tuple(CHUNKS), "How tall?", None))
         assert result["passed"], result
 
     @pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
@@ -192,6 +255,6 @@ class TestCuda:
         rule = AttentionRule(0.125, window=window)
         expected = block_attention(query, key, value, causal_plan(rows).blocks, rule)
         monkeypatch.setattr(attention, "sdpa_backends", lambda device: sdpa_kernel([backend, SDPBackend.MATH]))
-        blocks = causal_plan(rows, torch.device("cuda")).blocks
-        got = block_attention(query.cuda(), key.cuda(), value.cuda(), blocks, rule)
+        blocks = causal_plan(rows, torch.device(DEVICE)).blocks
+        got = block_attention(query.to(DEVICE), key.to(DEVICE), value.to(DEVICE), blocks, rule)
         assert gap(got.cpu(), expected) < 1e-3

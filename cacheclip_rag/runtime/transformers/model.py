@@ -17,7 +17,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ...errors import ConfigurationError
-from ...fusion.fuse import fuse
+from ...fusion.recompute import fuse
 from .architectures import SUPPORTED, has_pinned_rope, reuse_tokens, rope_pin
 from .attention import (
     AttentionPlan,

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from ..checks import check_ratio
 from ..chunks.context import ChunkContext
 from ..config import EngineConfig
-from . import DEFAULT_METHOD, check_auxiliary, check_method, preset
-from .base import Method
+from ..methods import DEFAULT_METHOD, check_auxiliary, check_method, preset
+from ..methods.base import Method
 
 __all__ = ["choose_method", "context_of"]
 
