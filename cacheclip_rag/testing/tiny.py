@@ -116,7 +116,9 @@ TINY_MODELS: dict[str, dict[str, Any]] = {
     "granite": tiny_spec("granite", embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.6),
     "gpt-oss": tiny_spec("gpt_oss", **_ALTERNATING, num_local_experts=4, num_experts_per_tok=2, rope_parameters=_YARN),
     "mixtral": tiny_spec("mixtral", num_local_experts=4, num_experts_per_tok=2),
-    "qwen3-moe": tiny_spec("qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True),
+    "qwen3-moe": tiny_spec(
+        "qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True
+    ),
 }
 """One row per supported architecture and rotary scaling."""
 
