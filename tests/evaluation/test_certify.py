@@ -212,7 +212,7 @@ class TestCertify:
         assert [(row.ratio, row.effective_ratio) for row in certificate.ratios] == [(0.0, 0.0)]
 
     def test_the_ratio_is_that_of_the_method(self, config: EngineConfig) -> None:
-        certificate = certify(replace(config, method="random:recompute_ratio=1.0"), quick=True)
+        certificate = certify(replace(config, method=preset("random").at(1.0)), quick=True)
         assert (certificate.ratio, certificate.verdict) == (1.0, "exact")
 
     @pytest.mark.parametrize("role", ["primary", "auxiliary"])

@@ -143,18 +143,20 @@ class TestRun:
         assert found["prefix"]["effective_ratio"] == 1.0 and found["cachecraft"]["answered_plainly"] == 1
 
     def test_no_method_gains_by_those_before_it(self, config: EngineConfig) -> None:
-        others = ["direct", "epic", "map_reduce", "cachecraft:alpha=0.5"]
+        others = ["direct", "epic", "map_reduce", "half"]
+        variants = variant("half", "cachecraft", alpha=0.5)
         teachers = ["prefix", "cachecraft", "map_rerank"]
         # text of its own before the first chunk, which is then not exact by itself
         records = [record(number, opening="One of the passages below says it.\n\n") for number in range(2)]
-        behind = without_times(lab(config, records=records, methods=[*teachers, *others]).run())
-        alone = without_times(lab(config, records=records, methods=others).run())
+        behind = without_times(lab(config, records=records, methods=[*teachers, *others], variants=variants).run())
+        alone = without_times(lab(config, records=records, methods=others, variants=variants).run())
         labels = {run.label for run in alone.runs}
         assert [item for item in behind.items if item.label in labels] == alone.items
 
     def test_plain_answers_are_counted(self, config: EngineConfig) -> None:
-        found = summarise(lab(config, methods=["direct", "direct_gapped:place_tokens=100000"]).run())["methods"]
-        assert found["direct_gapped:place_tokens=100000"]["answered_plainly"] == 3
+        wide = variant("wide", "direct_gapped", slot_tokens=100_000)
+        found = summarise(lab(config, methods=["direct", "wide"], variants=wide).run())["methods"]
+        assert found["wide"]["answered_plainly"] == 3
         assert found["direct"]["answered_plainly"] is None
 
     def test_a_question_left_out_later_takes_its_answers_along(self, config: EngineConfig, tmp_path: Path) -> None:
@@ -803,7 +805,8 @@ class TestCommand:
         assert result.exit_code == 0, result.output
         methods = json.loads(result.stdout)["methods"]
         assert "anchored@0.2" in methods and "cacheclip@0.2" not in methods
-        assert result.stderr.splitlines()[0] == "left out of all, since they need an auxiliary model: cacheclip, mixed"
+        told = result.stderr.splitlines()[0]
+        assert told == "left out of all, since they need an auxiliary model: cacheclip, cacheclip-paper"
 
     @pytest.mark.parametrize(
         ("tasks", "message"),
