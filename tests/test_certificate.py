@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cacheclip_rag.methods.cacheclip import CacheClip
 
 import cacheclip_rag.guards.certificate as certificates
 from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.chunks.context import LEADS
+from cacheclip_rag.chunks.context import CONTEXTS, ChunkContext
 from cacheclip_rag.errors import CertificateError, ModelError
 from cacheclip_rag.guards.certificate import (
     THRESHOLDS,
@@ -26,7 +25,11 @@ from cacheclip_rag.guards.certificate import (
     find_certificate,
     verdict_at,
 )
-from cacheclip_rag.methods import create
+from cacheclip_rag.methods import preset
+from cacheclip_rag.methods.recompute import Recompute
+from cacheclip_rag.methods.settings import vary
+from cacheclip_rag.selection.budget import Budget
+from cacheclip_rag.selection.scorers import AuxiliaryAttention
 from tests.conftest import CACHECLIP, rag_prompt
 
 ONE = SamplingParams(max_tokens=1)
@@ -53,11 +56,10 @@ def make(tiny_models: dict[str, str]) -> Callable[..., CacheClipEngine]:
 def certificate_for(engine: CacheClipEngine, method: str = "cacheclip", **changes: Any) -> Certificate:
     verdicts = {0.0: "not faithful", 0.1: "not faithful", 0.2: "faithful", 0.5: "exact"}
     rows = [RatioFigures(r, r, SPREAD, SPREAD, 0.95, 1.0, verdict) for r, verdict in verdicts.items()]
-    settings = {"grouping": "window_score", "window": 8, "threshold": 5, "recompute_ratio": 0.2}
     made = Certificate(
         primary="p",
         auxiliary="a",
-        identity=engine.identity(create(method, settings)),
+        identity=engine.identity(preset(method)),
         verdict="faithful",
         ratio=0.2,
         exactness={"passed": True, "checks": {"greedy": {"figure": 1.0}}},
@@ -108,16 +110,37 @@ class TestFile:
         else:
             assert why == f"its certificate is of other {name.replace('_sha256', '').replace('_', ' ')}"
 
-    def test_covers_the_text_behind_which_chunks_are_computed(
+    def test_covers_what_chunks_are_computed_behind(
         self, make: Callable[..., CacheClipEngine], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        engine, method = make(), create("direct", {"behind": "passages"})
-        before = engine.identity(method)
-        assert engine.identity(method) == before
-        monkeypatch.setitem(LEADS, "passages", "Another passage.\n\n")
-        assert engine.identity(method) != before
-        plain = create("direct", {"behind": "prefix"})
-        assert "lead_sha256" not in engine.identity(plain).method_settings
+        engine, direct = make(chunk_context="passages"), preset("direct")
+        before = engine.identity(direct)
+        assert engine.identity(replace(direct, chunk_context="passages")) == before, "however it is said"
+        assert make(chunk_context="prefix").identity(direct) != before
+        monkeypatch.setitem(CONTEXTS, "passages", ChunkContext(text="Another passage.\n\n"))
+        assert engine.identity(direct) != before
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"correction": 0.25},
+            {"scorer": {"passes": 2}},
+            {"scorer": {"type": "QueryAttention"}},
+            {"budget": {"chunk_starts": 0.25}},
+            {"budget": {"grouping": {"size": 4}}},
+            {"budget": {"grouping": "Tokens"}},
+            {"name": "another"},
+        ],
+    )
+    def test_covers_every_setting_of_the_method(
+        self, make: Callable[..., CacheClipEngine], changes: dict[str, Any]
+    ) -> None:
+        engine, method = make(), preset("cacheclip")
+        assert engine.identity(vary(method, changes)) != engine.identity(method) == engine.identity(method.at(0.7))
+
+    def test_covers_the_class_of_the_method(self, make: Callable[..., CacheClipEngine]) -> None:
+        engine, settings = make(), {"scorer": AuxiliaryAttention(), "name": "mine"}
+        assert engine.identity(Recompute(**settings)) != engine.identity(Twin(**settings))  # type: ignore[arg-type]
 
     def test_verdict_at_a_ratio(self, make: Callable[..., CacheClipEngine]) -> None:
         made = certificate_for(make())
@@ -181,8 +204,12 @@ class TestSaving:
                 attempt()
 
 
+class Twin(Recompute):
+    """Somebody's own method with the settings of another."""
+
+
 @dataclass(frozen=True, slots=True)
-class Mine(CacheClip):
+class Mine(Recompute):
     """Somebody's own method under a name that is taken, with settings that are neither hashable nor JSON."""
 
     notes: Any = field(default_factory=lambda: [Path("x")])
@@ -205,7 +232,10 @@ class TestEngine:
         assert len(warnings) == 1
         assert "has not been certified" in warnings[0]
         command = f"cacheclip certify --primary {tiny_models['llama']} --auxiliary {tiny_models['auxiliary']}"
-        assert f"{command} --method cacheclip:behind=prefix --ratio 0.2 --dtype float32 --device cpu" in warnings[0]
+        assert (
+            f"{command} --method cacheclip --ratio 0.2 --chunk-context prefix --dtype float32 --device cpu"
+            in warnings[0]
+        )
         assert warnings[0].endswith("--device cpu")
 
     def test_with_it_is_silent(
@@ -274,13 +304,19 @@ class TestEngine:
         engine.precompute(chunks)
         certificate_for(engine).save()
         with pytest.raises(CertificateError, match=r"evaluation\.certify.*method=Mine"):
-            engine.generate(rag_prompt(chunks), ONE, method=Mine(0.2))
+            engine.generate(
+                rag_prompt(chunks),
+                ONE,
+                method=Mine(AuxiliaryAttention(), Budget(chunk_starts=0.5), 0.5, name="cacheclip"),
+            )
 
     @pytest.mark.parametrize(
         "options",
         [
             {},
-            {"grouping": "vote_sliding", "window": 6, "threshold": 4},
+            {"chunk_context": "passages", "method": "epic-paper"},
+            {"method": replace(preset("cacheclip"), chunk_context="passages")},
+            {"method": "cacheclip-paper"},
             {"auxiliary_codec": "float32", "codec": "bfloat16"},
             {"method": "direct", "auxiliary": None},
             {"recompute_ratio": 0.35, "dtype": "bfloat16", "auxiliary_device": "cpu"},

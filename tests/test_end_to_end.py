@@ -104,7 +104,7 @@ def test_streamed_text_is_the_answer_and_the_store_serves_a_new_engine(engine: C
 @pytest.mark.parametrize("name", ["smollm2-135m", "gemma-3-270m"])
 def test_exact_on_real_weights(name: str) -> None:
     """Every check of certification, 64 greedy tokens at ratio 1.0 among them; Gemma with a prompt beyond its window."""
-    engine = CacheClipEngine(primary=name, auxiliary=None, method="direct", behind="prefix")
+    engine = CacheClipEngine(primary=name, auxiliary=None, method="direct", chunk_context="prefix")
     prompt = bundled_prompts(1)[0]
     engine.precompute(prompt.chunks)
     result = check_exactness(engine, prompt)

@@ -78,8 +78,8 @@ class TestReasons:
         assert why(CacheClipEngine(replace(config, namespace="tenant")), TEXT).reason == "not_precomputed"
 
     def test_another_encoding(self, engine: CacheClipEngine, config: EngineConfig) -> None:
-        found = why(CacheClipEngine(replace(config, behind="prefix")), TEXT)
-        assert found.reason == "evicted" and "precomputed with behind='passages'" in found.explanation
+        found = why(CacheClipEngine(replace(config, chunk_context="prefix")), TEXT)
+        assert found.reason == "evicted" and "precomputed with chunk_context='passages'" in found.explanation
 
     def test_deleted_caches(self, engine: CacheClipEngine) -> None:
         for key in list(engine.store.keys()):

@@ -15,7 +15,7 @@ from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.guards.fidelity import compare, greedy, kl_divergence, read_along
 from cacheclip_rag.guards.metrics import Metrics
 from cacheclip_rag.guards.shadow import ShadowChecker
-from cacheclip_rag.methods import create
+from cacheclip_rag.methods import preset
 from cacheclip_rag.models.load import load_model
 from tests.conftest import CACHECLIP, CHUNKS, rag_prompt
 
@@ -47,9 +47,8 @@ def make(tiny_models: dict[str, str]) -> Iterator[Callable[..., CacheClipEngine]
 def by_hand(engine: CacheClipEngine, answer_ids: tuple[int, ...], method: str, ratio: float) -> tuple[float, float]:
     """First-token KL and agreement the slow way: full prefill, and one forward per token of the answer."""
     runtime: Any = engine.primary
-    settings = {"recompute_ratio": ratio, "grouping": "window_score", "window": 8, "threshold": 5}
-    ours = engine.prefill(rag_prompt(CHUNKS), method=create(method, settings)).logits
-    full: Any = engine.prefill(rag_prompt(CHUNKS), method=create("full", {}))
+    ours = engine.prefill(rag_prompt(CHUNKS), method=engine.make_method(method, ratio)).logits
+    full: Any = engine.prefill(rag_prompt(CHUNKS), method=preset("full"))
     p, q = full.logits.double().softmax(-1), ours.double().softmax(-1)
     kl = float((p * (p.log() - q.log())).sum())
     same, logits = 0, full.logits
@@ -249,8 +248,8 @@ class TestFidelity:
     def test_reading_along_equals_decoding(self, make: Callable[..., CacheClipEngine], count: int) -> None:
         engine = make()
         runtime: Any = engine.primary
-        one: Any = engine.prefill(rag_prompt(CHUNKS), method=create("direct", {}))
-        two: Any = engine.prefill(rag_prompt(CHUNKS), method=create("direct", {}))
+        one: Any = engine.prefill(rag_prompt(CHUNKS), method=preset("direct"))
+        two: Any = engine.prefill(rag_prompt(CHUNKS), method=preset("direct"))
         ids, logits = greedy(runtime, one.cache, one.logits, count)
         along = read_along(runtime, two.cache, two.logits, ids)
         assert along.shape == logits.shape and float((along - logits).abs().max()) < 1e-4

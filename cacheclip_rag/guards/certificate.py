@@ -330,7 +330,7 @@ def _command(config: EngineConfig, method: Method) -> str:
     own = preset(method.name) if method.name in PRESET_NAMES else None
     as_preset = own if own is None or own.chunk_context else replace(own, chunk_context=method.chunk_context)
     if as_preset is None or _without_ratio(method) != _without_ratio(as_preset):
-        return "cacheclip_rag.lab.evaluation.certify.certify(config, method=method).save()"
+        return f"cacheclip_rag.lab.evaluation.certify.certify(config, method={type(method).__name__}(...)).save()"
     defaults = EngineConfig()
     context = method.chunk_context or config.chunk_context
     from_preset = method.context is not None and as_preset == own

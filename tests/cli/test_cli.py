@@ -77,14 +77,14 @@ def test_ingest_again_does_nothing(cacheclip: Any, stored: Path) -> None:
 def test_a_store_remembers_what_its_chunks_are_behind(
     cacheclip: Any, models: list[str], stored: Path, tmp_path: Path
 ) -> None:
-    ingest = ("ingest", stored.parent / "corpus", "--store", tmp_path / "behind", *models)
-    assert "behind must be one of prefix, passages" in cacheclip(*ingest, "--behind", "nothing").err
-    assert cacheclip(*ingest, "--behind", "passages", "--json").json["computed"] > 0
-    ask = ("ask", "Who was the last keeper?", "--store", tmp_path / "behind", "--max-tokens", "2", "--json")
+    ingest = ("ingest", stored.parent / "corpus", "--store", tmp_path / "context", *models)
+    assert "chunk_context must be one of prefix, passages" in cacheclip(*ingest, "--chunk-context", "nothing").err
+    assert cacheclip(*ingest, "--chunk-context", "passages", "--json").json["computed"] > 0
+    ask = ("ask", "Who was the last keeper?", "--store", tmp_path / "context", "--max-tokens", "2", "--json")
     stats = cacheclip(*ask).json["stats"]
     assert stats["fallback"] is None and stats["exact_tokens"] == 0 < stats["hits"]
-    other = cacheclip(*ingest, "--behind", "prefix")
-    assert other.code == 2 and "behind 'passages', not 'prefix'" in other.err
+    other = cacheclip(*ingest, "--chunk-context", "prefix")
+    assert other.code == 2 and "chunk_context 'passages', not 'prefix'" in other.err
 
 
 def test_ask_streams_the_answer_with_sources_and_phases(cacheclip: Any, stored: Path) -> None:
@@ -113,7 +113,7 @@ def test_ask_methods_and_ratio_one_agree_with_full(cacheclip: Any, stored: Path)
     [
         (["--ratio", "1.5"], 2, "between 0"),
         (["--method", "fastest"], 2, "full, prefix, direct, "),
-        (["--grouping", "none"], 2, "window_score"),
+        (["--variants", "none.toml"], 2, "cannot read the variants file none.toml"),
         (["--top-k", "0"], 2, "1 or more"),
         (["--max-tokens", "0"], 2, "1 or more"),
         (["--primary", "other"], 2, "was made with"),

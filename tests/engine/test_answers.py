@@ -11,6 +11,8 @@ import torch
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.errors import PromptTooLongError
+from cacheclip_rag.methods import preset
+from cacheclip_rag.methods.settings import vary
 from tests.engine.asking import SHORT, check_sums, rag
 
 
@@ -30,11 +32,11 @@ class TestStats:
         assert stats.charged_ratio == stats.effective_ratio
         assert (stats.method, stats.fallback, stats.hits, stats.misses) == ("cacheclip", None, len(chunks), 0)
 
-    @pytest.mark.parametrize("grouping", ["vote_sliding", "v1_literal"])
+    @pytest.mark.parametrize("grouping", ["Votes", "AlignedWindows"])
     def test_other_groupings_never_exceed_the_nominal(
         self, make: Callable[..., CacheClipEngine], chunks: list[str], grouping: str
     ) -> None:
-        engine = make(grouping=grouping)
+        engine = make(method=vary(preset("cacheclip"), {"budget": {"grouping": grouping}}))
         engine.precompute(chunks)
         stats = engine.generate(rag(chunks), SHORT, recompute_ratio=0.4).stats
         assert stats.effective_ratio <= 0.4 + 1 / stats.chunk_tokens

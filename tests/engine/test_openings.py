@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cacheclip_rag.methods.cacheclip import CacheClip
 
 from cacheclip_rag import CacheClipEngine, Chunk, Fresh
+from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.full import Full
 from tests.conftest import add_bos
 from tests.engine.asking import SHORT, check_sums, logits, rag
@@ -110,7 +110,7 @@ class TestTemplateWithADate:
         engine.precompute(chunks)
         caches = engine.parts.primary()
         assert "01 Jan 2025" in engine.primary.decode_ids(caches.prefix_ids)
-        fused = logits(engine, rag(chunks), CacheClip(1.0))
+        fused = logits(engine, rag(chunks), preset("cacheclip").at(1.0))
         assert time.strftime("%Y") in engine.primary.decode_ids(fused.layout.ids.tolist())
         assert (fused.stats.hits, fused.stats.prefix_tokens, fused.stats.exact_tokens) == (4, 0, 0)
         assert (fused.logits - logits(engine, rag(chunks), Full()).logits).abs().max() < 1e-4
@@ -136,7 +136,7 @@ class TestModelsWithoutATemplate:
     ) -> None:
         engine = make(primary=build(True))
         engine.precompute(chunks)
-        fused = logits(engine, rag(chunks), CacheClip(1.0))
+        fused = logits(engine, rag(chunks), preset("cacheclip").at(1.0))
         tokenizer = engine.primary.tokenizer
         assert fused.layout.ids[0] == 0 and tokenizer("x")["input_ids"][0] == 0
         assert fused.stats.prefix_tokens == 1 and fused.stats.hits == 4
@@ -149,6 +149,6 @@ class TestModelsWithoutATemplate:
         engine = make(primary=build(with_bos))
         engine.precompute(chunks)
         for ratio in (0.0, 0.5, 1.0):
-            one = logits(engine, rag(chunks[:1]), CacheClip(ratio))
+            one = logits(engine, rag(chunks[:1]), preset("cacheclip").at(ratio))
             assert one.stats.recomputed_tokens == 0 and one.stats.exact_tokens == one.stats.chunk_tokens > 0
             assert (one.logits - logits(engine, rag(chunks[:1]), Full()).logits).abs().max() < 1e-4

@@ -35,7 +35,7 @@ class TestProcess:
         first = get_engine(**options)
         assert get_engine(**options) is first
         assert get_engine(EngineConfig(**options)) is first
-        assert get_engine(EngineConfig(**options), recompute_ratio=0.2) is first
+        assert get_engine(EngineConfig(**options), method="auto") is first
         assert get_engine(**options, recompute_ratio=0.3) is not first
         assert get_engine(**options, namespace="other") is not first
 

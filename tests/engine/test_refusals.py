@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cacheclip_rag.methods.cacheclip import CacheClip
 
 from cacheclip_rag import CacheClipEngine, CacheClipError, Chunk, EngineConfig, Fresh, SamplingParams, get_engine
 from cacheclip_rag.errors import ConfigurationError, PromptTooLongError, UnknownModelError
+from cacheclip_rag.methods import preset
+from cacheclip_rag.methods.recompute import Recompute
 from tests.engine.asking import SHORT, rag
 
 
@@ -54,18 +55,18 @@ class TestRefusals:
         with pytest.raises(ConfigurationError, match=r"auxiliary.*full, prefix, direct"):
             engine.generate(rag(chunks), SHORT)
         with pytest.raises(ConfigurationError, match="auxiliary"):
-            engine.generate(rag(chunks), SHORT, method=CacheClip(0.3))
+            engine.generate(rag(chunks), SHORT, method=preset("cacheclip").at(0.3))
         engine.precompute(chunks)
         assert engine.generate(rag(chunks), SHORT, method="direct").stats.hits == 4
         assert engine.generate(rag(chunks), SHORT, method="full").stats.method == "full"
         assert engine.auxiliary is None
 
-    @pytest.mark.parametrize("ratio", [-0.1, 1.1, float("nan"), float("inf"), "x", None, [0.2]])
+    @pytest.mark.parametrize("ratio", [-0.1, 1.1, float("nan"), float("inf"), "x", True, [0.2]])
     def test_ratio_out_of_range(self, ratio: Any) -> None:
         with pytest.raises(ConfigurationError, match="recompute_ratio"):
             EngineConfig(recompute_ratio=ratio)
         with pytest.raises(ConfigurationError, match="recompute_ratio"):
-            CacheClip(ratio)
+            preset("cacheclip").at(ratio)
 
     @pytest.mark.parametrize("ratio", [-0.1, 1.1, float("nan"), "x"])
     def test_ratio_of_one_call(self, engine: CacheClipEngine, ratio: Any) -> None:
@@ -76,9 +77,9 @@ class TestRefusals:
         ("option", "value"),
         [
             ("method", "nonsense"),
-            ("grouping", "nonsense"),
-            ("window", 0),
-            ("threshold", -1),
+            ("method", Recompute),
+            ("method", None),
+            ("chunk_context", "nonsense"),
             ("dtype", "float64"),
             ("codec", "int3"),
             ("auxiliary_codec", "int3"),
@@ -89,7 +90,6 @@ class TestRefusals:
             ("max_bytes", -1),
             ("memory_bytes", "1 GB"),
             ("max_bytes", 1.5),
-            ("window", 2.5),
             ("namespace", None),
             ("namespace", ""),
             ("primary", None),
@@ -152,9 +152,18 @@ class TestRefusals:
         with pytest.raises(CacheClipError):
             CacheClipEngine(primary="no-such-model").primary  # noqa: B018
 
-    def test_ratio_beside_a_method_that_has_one(self, engine: CacheClipEngine) -> None:
-        with pytest.raises(ConfigurationError, match="own settings"):
-            engine.generate("Hello", SHORT, method=CacheClip(0.3), recompute_ratio=0.9)
+    def test_which_ratio_counts(self, make: Callable[..., CacheClipEngine]) -> None:
+        """That of the call, else the instance's own; for names and the engine's own method the engine's, if it has
+        one."""
+        mine, engine = preset("epic").at(0.3), make(recompute_ratio=0.1)
+        assert engine.make_method(mine).nominal_ratio == 0.3 and engine.make_method(mine, 0.9).nominal_ratio == 0.9
+        assert engine.make_method("epic").nominal_ratio == 0.1 and engine.make_method("epic", 0.9).nominal_ratio == 0.9
+        assert make().make_method("epic") == preset("epic")
+        own = make(method=mine)
+        assert own.make_method() == mine and make(method=mine, recompute_ratio=0.1).make_method() == mine.at(0.1)
+        assert engine.make_method("direct", 0.9) == preset("direct"), "a name without a ratio ignores it"
+        with pytest.raises(ConfigurationError, match="'epic-paper' has no recompute ratio, got 0.9"):
+            engine.make_method(preset("epic-paper"), 0.9)
 
     @pytest.mark.parametrize(("default", "method"), [("cacheclip", "direct"), ("auto", "direct"), ("auto", None)])
     def test_other_methods_work_while_the_auxiliary_cannot_be_had(

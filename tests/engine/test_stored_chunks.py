@@ -11,13 +11,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from cacheclip_rag.methods.cacheclip import CacheClip
 
 from cacheclip_rag import CacheClipEngine, Chunk, Fresh, get_engine
 from cacheclip_rag.errors import ConfigurationError, PromptTooLongError
+from cacheclip_rag.methods import preset
+from cacheclip_rag.methods.base import Method
 from cacheclip_rag.methods.direct import Direct
 from cacheclip_rag.methods.full import Full
+from cacheclip_rag.methods.settings import vary
 from tests.engine.asking import SHORT, check_sums, logits, rag
+
+BEHIND_PASSAGES = vary(preset("epic"), {"chunk_context": "passages"})
+WRAPPED = vary(preset("block"), {"before": "<|im_start|>"})
 
 
 class TestMisses:
@@ -67,7 +72,7 @@ class TestMisses:
         assert engine.generate(rag(chunks), SHORT).stats.hits == 4
 
 
-class TestEncodings:
+class TestChunkContexts:
     """Chunks are computed as the method that will read them needs them."""
 
     @pytest.mark.parametrize("method", ["full", "prefix", "cachecraft", "map_reduce"])
@@ -77,8 +82,8 @@ class TestEncodings:
         engine.precompute(chunks, method=method)
         assert engine.generate(rag(chunks), SHORT).stats.hits == 4
 
-    @pytest.mark.parametrize("method", ["epic:behind=passages", "block"])
-    def test_for_a_method_of_its_own_kind(self, engine: CacheClipEngine, chunks: list[str], method: str) -> None:
+    @pytest.mark.parametrize("method", [BEHIND_PASSAGES, preset("block")], ids=["passages", "block"])
+    def test_for_a_method_of_its_own_kind(self, engine: CacheClipEngine, chunks: list[str], method: Method) -> None:
         engine.precompute(chunks, method=method)
         assert engine.generate(rag(chunks), SHORT, method=method).stats.hits == 4
         assert engine.generate(rag(chunks), SHORT).stats.hits == 0
@@ -232,9 +237,11 @@ class TestStore:
             answers.append(engine.generate(rag(chunks), SHORT).token_ids)
         assert answers[0] == answers[1] == answers[2]
 
-    @pytest.mark.parametrize("method", ["block", "epic:behind=passages", "block:before=<|im_start|>"])
+    @pytest.mark.parametrize(
+        "method", [preset("block"), BEHIND_PASSAGES, WRAPPED], ids=["block", "passages", "wrapped"]
+    )
     def test_release_of_every_chunk_context_loads_no_model(
-        self, make: Callable[..., CacheClipEngine], tmp_path: Path, chunks: list[str], method: str
+        self, make: Callable[..., CacheClipEngine], tmp_path: Path, chunks: list[str], method: Method
     ) -> None:
         """An engine whose models are not there deletes what another one stored for its own models and settings."""
         engine = make(store=tmp_path)
@@ -242,10 +249,13 @@ class TestStore:
         prefixes = engine.store.stats().entries - 2 * 2
         assert engine.precompute(chunks[:2], method=method) == 2
         other = make(primary="no-such-model", auxiliary=None, store=tmp_path)
-        assert other.release(chunks[:1]) == 1 and other.release_sources(["node"]) == 1
+        assert other.release(chunks[:1]) == 1 and other.release(sources=["node"]) == 1
         assert prefixes <= engine.store.stats().entries <= prefixes + 1, "of no text"
         assert not any(engine.is_stored(text) for text in chunks[:2])
         assert engine.precompute(chunks[:2], method=method) == 2, "nothing of it is left"
+
+    def test_release_of_nothing_loads_no_model(self, make: Callable[..., CacheClipEngine]) -> None:
+        assert make(primary="no-such-model", auxiliary=None).release([]) == 0
 
     def test_release(self, engine: CacheClipEngine, chunks: list[str]) -> None:
         engine.precompute(chunks)
@@ -326,7 +336,7 @@ class TestStore:
         engine, clean = make(auxiliary=None, store=str(tmp_path)), make(auxiliary=None)
         assert not engine.is_stored(chunks[0]) and first.is_stored(chunks[0])
         assert engine.precompute(chunks) == clean.precompute(chunks) == 4
-        for method in (Direct(), CacheClip(1.0)):
+        for method in (Direct(), preset("cacheclip").at(1.0)):
             ours, theirs = logits(engine, rag(chunks), method), logits(clean, rag(chunks), method)
             assert ours.stats.hits == theirs.stats.hits == 4
             assert torch.equal(ours.logits, theirs.logits)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from cacheclip_rag.methods.cacheclip import CacheClip
 from typer.testing import CliRunner
 
 import cacheclip_rag.guards.certificate as certificates
@@ -22,7 +21,8 @@ from cacheclip_rag.guards.certificate import find_certificate
 from cacheclip_rag.lab.evaluation.certify import certify
 from cacheclip_rag.lab.evaluation.exactness import check_exactness, noise_floor, reference_logits
 from cacheclip_rag.lab.evaluation.prompts import EvaluationPrompt, bundled_prompts
-from cacheclip_rag.methods import create
+from cacheclip_rag.methods import preset
+from cacheclip_rag.methods.settings import vary
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime.transformers import model as runtime_module
 from cacheclip_rag.runtime.transformers.attention import AttentionPlan, Block
@@ -207,12 +207,12 @@ class TestCertify:
 
     def test_chunks_encoded_in_their_own_way(self, config: EngineConfig) -> None:
         """The checks are of reuse as such; the method's figures are of the chunk caches it would use."""
-        certificate = certify(config, method=create("block:tuned=true", {}), quick=True)
+        certificate = certify(config, method=vary(preset("block"), {"tuned": True}), quick=True)
         assert certificate.exactness["passed"] and certificate.identity.method == "block"
         assert [(row.ratio, row.effective_ratio) for row in certificate.ratios] == [(0.0, 0.0)]
 
     def test_the_ratio_is_that_of_the_method(self, config: EngineConfig) -> None:
-        certificate = certify(replace(config, method="random:recompute_ratio=1.0"), quick=True)
+        certificate = certify(replace(config, method=preset("random").at(1.0)), quick=True)
         assert (certificate.ratio, certificate.verdict) == (1.0, "exact")
 
     @pytest.mark.parametrize("role", ["primary", "auxiliary"])
@@ -230,8 +230,9 @@ class TestCertify:
             certify(replace(config, primary=tiny_models["phi3-longrope"]), quick=True)
 
     def test_a_method_of_ones_own(self, config: EngineConfig) -> None:
-        certificate = certify(config, method=CacheClip(recompute_ratio=1.0, window=4, threshold=3), quick=True)
-        assert certificate.verdict == "exact" and '"window": 4' in certificate.identity.method_settings
+        method = vary(preset("cacheclip"), {"budget": {"ratio": 1.0, "grouping": {"size": 4}}})
+        certificate = certify(config, method=method, quick=True)
+        assert certificate.verdict == "exact" and '"size": 4' in certificate.identity.method_settings
 
     def test_folder_that_cannot_be_written_is_noticed_before(
         self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

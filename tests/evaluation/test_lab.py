@@ -15,7 +15,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from cacheclip_rag.chunks.context import LEADS
+from cacheclip_rag.chunks.context import CONTEXTS, ChunkContext
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.engine import CacheClipEngine
 from cacheclip_rag.errors import ConfigurationError, MissingExtraError, ModelError
@@ -26,8 +26,11 @@ from cacheclip_rag.lab.evaluation.records import Passage, Record
 from cacheclip_rag.lab.evaluation.reference import Reference
 from cacheclip_rag.lab.evaluation.report import Comparison, summarise, to_markdown
 from cacheclip_rag.lab.evaluation.scores import METRICS
+from cacheclip_rag.methods import PRESET_NAMES, preset
+from cacheclip_rag.methods.base import Method
 from cacheclip_rag.methods.direct import Direct
 from cacheclip_rag.methods.full import Full
+from cacheclip_rag.methods.settings import vary
 from cacheclip_rag.progress import progress_bar
 from cacheclip_rag.prompt.segments import Chunk, Fresh
 from cacheclip_rag.runtime.transformers.text import TextModel
@@ -51,8 +54,18 @@ def config(tiny_models: dict[str, str]) -> EngineConfig:
     return EngineConfig(**models, **CACHECLIP, system_prompt="Read and answer.")
 
 
-def lab(config: EngineConfig, folder: Path | None = None, records: Any = RECORDS, methods: Any = METHODS) -> Lab:
-    return Lab("tiny", records, config, planned_runs(methods, [0.2, 1.0], config), folder)
+def lab(
+    config: EngineConfig,
+    folder: Path | None = None,
+    records: Any = RECORDS,
+    methods: Any = METHODS,
+    variants: Any = None,
+) -> Lab:
+    return Lab("tiny", records, config, planned_runs(methods, [0.2, 1.0], config, variants), folder)
+
+
+def variant(name: str, of: str, **changes: Any) -> dict[str, Method]:
+    return {name: vary(preset(of), {"name": name, **changes})}
 
 
 def without_times(comparison: Comparison) -> Any:
@@ -130,18 +143,20 @@ class TestRun:
         assert found["prefix"]["effective_ratio"] == 1.0 and found["cachecraft"]["answered_plainly"] == 1
 
     def test_no_method_gains_by_those_before_it(self, config: EngineConfig) -> None:
-        others = ["direct", "epic", "map_reduce", "cachecraft:alpha=0.5"]
+        others = ["direct", "epic", "map_reduce", "half"]
+        variants = variant("half", "cachecraft", alpha=0.5)
         teachers = ["prefix", "cachecraft", "map_rerank"]
         # text of its own before the first chunk, which is then not exact by itself
         records = [record(number, opening="One of the passages below says it.\n\n") for number in range(2)]
-        behind = without_times(lab(config, records=records, methods=[*teachers, *others]).run())
-        alone = without_times(lab(config, records=records, methods=others).run())
+        behind = without_times(lab(config, records=records, methods=[*teachers, *others], variants=variants).run())
+        alone = without_times(lab(config, records=records, methods=others, variants=variants).run())
         labels = {run.label for run in alone.runs}
         assert [item for item in behind.items if item.label in labels] == alone.items
 
     def test_plain_answers_are_counted(self, config: EngineConfig) -> None:
-        found = summarise(lab(config, methods=["direct", "direct_gapped:place_tokens=100000"]).run())["methods"]
-        assert found["direct_gapped:place_tokens=100000"]["answered_plainly"] == 3
+        wide = variant("wide", "direct_gapped", slot_tokens=100_000)
+        found = summarise(lab(config, methods=["direct", "wide"], variants=wide).run())["methods"]
+        assert found["wide"]["answered_plainly"] == 3
         assert found["direct"]["answered_plainly"] is None
 
     def test_a_question_left_out_later_takes_its_answers_along(self, config: EngineConfig, tmp_path: Path) -> None:
@@ -258,18 +273,18 @@ class TestMethodsThatFail:
     @pytest.mark.parametrize(
         ("method", "reason"),
         [
-            ("cacheblend:check_layer=9", "check_layer=9 leaves no layer to spare"),
-            ("query_attention:layers=20", "layers must be all, last"),
-            ("mixed:first=cacheclip/layers=20", "layers must be all, last"),
-            ("link:tuned=True", "are not special tokens of model"),
+            (variant("x", "cacheblend", check_layer=9), "check_layer=9 leaves no layer to spare"),
+            (variant("x", "query_attention", scorer={"layers": "20"}), "layers must be all, last"),
+            (variant("x", "anchored", scorer={"first": {"layers": "20"}}), "layers must be all, last"),
+            (variant("x", "link", tuned=True), "are not special tokens of model"),
         ],
     )
     def test_one_that_does_not_fit_is_told_before_the_first_question(
-        self, config: EngineConfig, tmp_path: Path, method: str, reason: str
+        self, config: EngineConfig, tmp_path: Path, method: dict[str, Method], reason: str
     ) -> None:
         folder = tmp_path / "run"
-        with pytest.raises(ConfigurationError, match=f"method '{method}' cannot run here: .*{reason}.*leave it out"):
-            lab(config, folder, methods=["direct", method]).run()
+        with pytest.raises(ConfigurationError, match=f"method 'x' cannot run here: .*{reason}.*leave it out"):
+            lab(config, folder, methods=["direct", "x"], variants=method).run()
         assert (folder / "items.jsonl").read_text() == ""
         assert len(lab(config, folder, RECORDS[:1], ["direct"]).run().items) == 2
 
@@ -360,12 +375,23 @@ class TestResume:
         assert first == (2, "answers", 0, [1, 2, 2])
         assert second == (9, "answers", 2, [3, 3, 4, 5, 6, 6, 9])
 
-    def test_another_grouping_is_refused(self, config: EngineConfig, tmp_path: Path) -> None:
+    def test_a_variant_that_has_changed_is_refused(self, config: EngineConfig, tmp_path: Path) -> None:
+        """Whatever it is called: answers of two methods must not be counted as those of one."""
+        runs = ({"correction": 0.5}, {"correction": 0.0}, {"correction": 0.5})
+        outcomes = []
+        for changes in runs:
+            variants = variant("mine", "epic", **changes)
+            try:
+                lab(config, tmp_path / "run", RECORDS[:1], ["mine"], variants).run()
+                outcomes.append("ran")
+            except ConfigurationError as error:
+                outcomes.append("refused" if "methods of mine@0.2 is" in str(error) else str(error))
+        assert outcomes == ["ran", "refused", "ran"]
+
+    def test_other_settings_are_refused(self, config: EngineConfig, tmp_path: Path) -> None:
         lab(config, tmp_path / "run", RECORDS[:1], ["cacheclip"]).run()
         for change, told in [
-            ({"grouping": "v1_literal"}, "grouping is 'window_score' there and 'v1_literal' now"),
-            ({"window": 16}, "window is 8 there and 16 now"),
-            ({"threshold": 3}, "threshold is 5 there and 3 now"),
+            ({"chunk_context": "passages"}, "chunk_context is 'prefix' there and 'passages' now"),
             ({"prefix_cache_bytes": 0}, "prefix_cache_bytes is 268435456 there and 0 now"),
         ]:
             with pytest.raises(ConfigurationError, match=told):
@@ -449,11 +475,17 @@ class TestResume:
         sha256 = weights_digest(runtime.fingerprint)
         sets = {str(n): HeadSet(sha256, ((0, n), (1, n)), torch.tensor([0.5, 0.5])) for n in (0, 1)}
 
+        variants = {
+            **variant("clip-0", "cacheclip", scorer={"heads": "0"}),
+            **variant("clip-last", "cacheclip", scorer={"layers": "last"}),
+            **variant("mix-1", "anchored", scorer={"first": {"type": "AuxiliaryAttention", "heads": "1"}}),
+        }
+
         def run(*methods: str) -> Comparison:
-            return lab(config, tmp_path / "run", RECORDS[:1], methods).run()
+            return lab(config, tmp_path / "run", RECORDS[:1], methods, variants).run()
 
         with pytest.raises(ModelError, match="no head set named '0'"):
-            planned_runs(["cacheclip:heads=0"], [0.2], replace(config, primary="/no/such/model"))
+            planned_runs(["clip-0"], [0.2], replace(config, primary="/no/such/model"), variants)
         for name, heads in sets.items():
             heads.save(tmp_path / "home" / "heads" / f"{name}.safetensors")
         key, digests = "auxiliary_named_heads_sha256", {name: heads.digest() for name, heads in sets.items()}
@@ -462,15 +494,15 @@ class TestResume:
         before = json.loads(settings.read_text())
         del before[key]  # as it was before methods could name any
         settings.write_text(json.dumps(before))
-        both = run("cacheclip:heads=0", "cacheclip:layers=last", "anchored:first=cacheclip/heads=1")
+        both = run("clip-0", "clip-last", "mix-1")
         assert both.settings[key] == digests == json.loads(settings.read_text())[key]
         labels = [item.label for item in both.items]
-        assert "cacheclip:heads=0@0.2" in labels and "anchored:first=cacheclip/heads=1@0.2" in labels
+        assert "clip-0@0.2" in labels and "mix-1@0.2" in labels
         assert run("direct").settings[key] == digests, "kept for whoever asks again"
         sets["1"].save(tmp_path / "home" / "heads" / "0.safetensors")
-        run("anchored:first=cacheclip/heads=1")
+        run("mix-1")
         with pytest.raises(ConfigurationError, match=f"{key} of 0 is '{digests['0']}' there and '{digests['1']}' now"):
-            run("cacheclip:heads=0")
+            run("clip-0")
 
     def test_the_day_does_not_change(
         self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -501,8 +533,8 @@ class TestResume:
         self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         lab(config, tmp_path / "run", RECORDS[:1], ["direct"]).run()
-        monkeypatch.setitem(LEADS, "passages", "Another passage.\n\n")
-        with pytest.raises(ConfigurationError, match="others: leads_sha256 is '.*' there and '.*' now"):
+        monkeypatch.setitem(CONTEXTS, "passages", ChunkContext(text="Another passage.\n\n"))
+        with pytest.raises(ConfigurationError, match="chunk_contexts_sha256 of passages is '.*' there and '.*' now"):
             lab(config, tmp_path / "run", RECORDS[:1], ["direct"]).run()
 
     def test_another_machine_is_told_not_refused(
@@ -629,32 +661,27 @@ class TestPlan:
 
     def test_all_without_an_auxiliary_leaves_out_what_needs_one(self, config: EngineConfig) -> None:
         without = replace(config, auxiliary=None)
-        assert every_method(without)[1] == ["cacheclip", "mixed"] and every_method(config)[1] == []
+        assert every_method(without)[1] == ["cacheclip", "cacheclip-paper"] and every_method(config)[1] == []
         labels = [planned.method.name for planned in planned_runs(["all"], [0.2], without)]
         assert labels == every_method(without)[0] and "cacheclip" not in labels
 
     def test_all_is_every_method(self, config: EngineConfig) -> None:
-        from cacheclip_rag.methods import METHODS as KNOWN
-
         found = {planned.method.name for planned in planned_runs(["all"], [0.2], config)}
-        assert found == set(KNOWN) - {"block", "link"}, "those are for checkpoints trained to read chunks apart"
+        assert found == set(PRESET_NAMES) - {"block", "turborag", "link"}, (
+            "those are for checkpoints trained to read chunks apart"
+        )
 
     def test_what_learns_says_so(self) -> None:
-        from cacheclip_rag.methods import METHODS as KNOWN
-        from cacheclip_rag.methods import method_class
-
-        learning = {name for name in KNOWN if method_class(name).learns}
-        assert learning == {"prefix", *(name for name in KNOWN if method_class(name).captures)}
+        learning = {name for name in PRESET_NAMES if preset(name).learns}
+        assert learning == {"prefix", *(name for name in PRESET_NAMES if preset(name).captures)}
 
     def test_unknown_method(self, config: EngineConfig) -> None:
-        with pytest.raises(ConfigurationError, match="method must be auto .which takes no settings. or one of full"):
+        with pytest.raises(ConfigurationError, match="method must be auto, a Method or one of full"):
             planned_runs(["nonsense"], [0.2], config)
 
     def test_labels_say_the_ratio_that_runs(self, config: EngineConfig) -> None:
-        labels = [planned.run.label for planned in planned_runs(["epic:k_init=4", "epic"], [0.1, 0.3], config)]
-        assert labels == ["full", "epic:k_init=4", "epic@0.1", "epic@0.3"]
-        with pytest.raises(ConfigurationError, match="give the ratio"):
-            planned_runs(["epic:recompute_ratio=0.3"], [0.1], config)
+        labels = [planned.run.label for planned in planned_runs(["epic-paper", "epic"], [0.1, 0.3], config)]
+        assert labels == ["full", "epic-paper", "epic@0.1", "epic@0.3"]
         with pytest.raises(ConfigurationError, match="needs a recompute ratio"):
             planned_runs(["epic"], [], config)
 
@@ -663,8 +690,8 @@ class TestPlan:
         assert labels == ["full", "epic@0.2", "epic@0.2000000001", "epic@1"]
 
     def test_a_ratio_that_does_not_count_makes_no_second_run(self, config: EngineConfig) -> None:
-        planned = planned_runs(["epic:k_init=16", "epic"], [0.0, 0.2], config)
-        assert [one.run.label for one in planned] == ["full", "epic:k_init=16", "epic@0", "epic@0.2"]
+        planned = planned_runs(["epic-paper", "epic", "epic-paper"], [0.0, 0.2], config)
+        assert [one.run.label for one in planned] == ["full", "epic-paper", "epic@0", "epic@0.2"]
         assert planned[1].run.ratio is None
 
     def test_no_auxiliary(self, config: EngineConfig) -> None:
@@ -700,7 +727,10 @@ class TestCommand:
     def test_json_and_report(self, dataset: Path, tiny_models: dict[str, str], tmp_path: Path) -> None:
         out = tmp_path / "out"
         models = ("--primary", tiny_models["llama"], "--auxiliary", tiny_models["auxiliary"])
-        result = self.run("--dataset", dataset, *models, "--methods", "direct,epic:k_init=4", "--out", out, "--json")
+        file = tmp_path / "variants.toml"
+        file.write_text("[four]\npreset = 'epic-paper'\nbudget.first = 4\n")
+        methods = ("--methods", "direct,four", "--variants", file)
+        result = self.run("--dataset", dataset, *models, *methods, "--out", out, "--json")
         assert result.exit_code == 0, result.output
         summary = json.loads(result.stdout)
         assert (summary["dataset"], summary["n"], summary["skipped"]) == ("tiny", 3, 2)
@@ -709,7 +739,7 @@ class TestCommand:
         told = result.stderr.splitlines()
         assert told[:2] == ["skipped 2 of 5 records:", "  line 5: no answers"]
         assert told[2].startswith("  question odd: metric must be one of f1, ") and "got 'bleu'" in told[2]
-        assert list(summary["methods"]) == ["full", "direct", "epic:k_init=4"]
+        assert list(summary["methods"]) == ["full", "direct", "four"]
         row = summary["methods"]["direct"]
         ratios = ("nominal_ratio", "effective_ratio", "effective_ratio_of_stale", "charged_ratio")
         for key in ("f1", "em", "contains", "kl_to_full", "agreement_with_full", *ratios, "ttft_s"):
@@ -775,7 +805,8 @@ class TestCommand:
         assert result.exit_code == 0, result.output
         methods = json.loads(result.stdout)["methods"]
         assert "anchored@0.2" in methods and "cacheclip@0.2" not in methods
-        assert result.stderr.splitlines()[0] == "left out of all, since they need an auxiliary model: cacheclip, mixed"
+        told = result.stderr.splitlines()[0]
+        assert told == "left out of all, since they need an auxiliary model: cacheclip, cacheclip-paper"
 
     @pytest.mark.parametrize(
         ("tasks", "message"),

@@ -34,7 +34,9 @@ class Workshop:
     def __init__(self, root: Path, models: dict[str, str]) -> None:
         self.corpus, self.store = root / "corpus", root / "store"
         self.corpus.mkdir()
-        self.settings = LibrarySettings(models["llama"], models["auxiliary"], "letters", "float32", "default", 32, 0)
+        self.settings = LibrarySettings(
+            models["llama"], models["auxiliary"], "letters", "float32", "default", 32, 0, "prefix"
+        )
         self.engine = CacheClipEngine(primary=models["llama"], auxiliary=models["auxiliary"], store=str(self.store))
         self.library = Library(self.store)
 

@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-import torch
 
-from cacheclip_rag.methods import create
 from cacheclip_rag.selection.sentences import sentence_numbers
-from tests.conftest import CHUNKS
-from tests.fusion.cases import make_case
-from tests.methods.spying import Spy
-from tests.methods.test_matrix import run
 
 
 def cut(text: str) -> list[str]:
@@ -42,18 +34,3 @@ def test_tokens_that_reach_over_an_end() -> None:
     offsets = [(0, 3), (3, 4), (4, 8), (8, 9), (9, 11), (10, 11), (11, 12), (12, 12)]
     assert sentence_numbers(text, offsets).tolist() == [0, 0, 1, 1, 2, 2, 2, 2]
     assert sentence_numbers("", []).tolist() == []
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_a_method_recomputes_whole_sentences(tiny_models: dict[str, str], name: str) -> None:
-    case = make_case(tiny_models[name], tiny_models["auxiliary"], CHUNKS[:3])
-    spy: Any = Spy(create("query_attention:grouping=sentence", {"recompute_ratio": 0.5}))
-    stats = run(case, spy).stats
-    assert stats.recomputed_tokens == round(0.5 * stats.chunk_tokens)
-    shares = []
-    for span, mask in zip(spy.request.spans, spy.masks, strict=True):
-        numbers = sentence_numbers(span.segment.text, span.tokens.offsets)
-        shares += [float(mask[numbers == n].float().mean()) for n in range(int(numbers.max()) + 1)]
-    assert len(shares) == 8 and sum(0 < share < 1 for share in shares) <= 1
-    everything = torch.cat(spy.masks)
-    assert 0 < int(everything.sum()) < len(everything)

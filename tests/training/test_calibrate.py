@@ -31,7 +31,8 @@ from cacheclip_rag.lab.training.folder import Interrupted
 from cacheclip_rag.lab.training.outcomes import Asked, answered_rightly, downstream
 from cacheclip_rag.lab.training.prompts import segments_of
 from cacheclip_rag.lab.training.report import calibration_json, calibration_note, calibration_table, ranking_tables
-from cacheclip_rag.methods import create
+from cacheclip_rag.methods import preset
+from cacheclip_rag.methods.settings import vary
 from cacheclip_rag.progress import progress_bar
 from cacheclip_rag.selection import heads as heads_module
 from cacheclip_rag.selection.auxiliary import score_chunks
@@ -295,7 +296,7 @@ class TestAnsweredRightly:
         engine = CacheClipEngine(config, heads="none")
         kept = folder.Kept(tmp_path, folder.engine_inputs(engine))
         [wrong, other] = synthetic_samples("test", 2, chunk_words=20)
-        prefilled = engine.prefill(segments_of(engine, other), method=create("full", {}))
+        prefilled = engine.prefill(segments_of(engine, other), method=preset("full"))
         said = Reference.of(engine, prefilled, 40).answer.split()
         right = replace(other, parts=((said[-1],), ("said by nobody", said[0].upper())))
         half = replace(other, parts=((said[-1],), ("said by nobody",)))
@@ -322,13 +323,13 @@ class TestDownstream:
         engine = CacheClipEngine(config, heads="none")
         samples = synthetic_samples("test", 2, chunk_words=20)
         kept = folder.Kept(tmp_path, folder.engine_inputs(engine))
-        first = downstream(engine, samples, ["direct"], kept=kept)
-        both = downstream(engine, samples, ["epic", "direct"], kept=kept)
-        assert both[1] == first[0] and both == downstream(engine, samples, ["epic", "direct"])
+        first = downstream(engine, samples, [preset("direct")], kept=kept)
+        both = downstream(engine, samples, [preset("epic"), preset("direct")], kept=kept)
+        assert both[1] == first[0] and both == downstream(engine, samples, [preset("epic"), preset("direct")])
         monkeypatch.setattr(engine, "prefill", None)
-        assert downstream(engine, samples, ["direct", "epic"], kept=kept) == both[::-1]
+        assert downstream(engine, samples, [preset("direct"), preset("epic")], kept=kept) == both[::-1]
         with pytest.raises(TypeError):
-            downstream(engine, samples, ["direct"], ratio=0.3, kept=kept)
+            downstream(engine, samples, [preset("direct")], ratio=0.3, kept=kept)
 
     def test_outcomes_are_of_all_settings_of_a_method(
         self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -339,14 +340,9 @@ class TestDownstream:
         kept = folder.Kept(tmp_path, folder.engine_inputs(engine))
         runtime: Any = engine.auxiliary
         heads = HeadSet(weights_digest(runtime.fingerprint), (PLANTED,), torch.ones(1))
-        sets = [heads, "anchored:first=cacheclip"]
+        asking = vary(preset("anchored"), {"scorer": {"first": "AuxiliaryAttention"}})
+        sets = [heads, asking]
         before = downstream(engine, samples, sets, kept=kept)
-        original = create
-
-        def other(name: str, settings: Any) -> Any:
-            made = original(name, settings)
-            return replace(made, anchor=0.25) if made.name == "cacheclip" else made
-
         asked: list[str] = []
         prefill = engine.prefill
 
@@ -356,7 +352,9 @@ class TestDownstream:
 
         monkeypatch.setattr(engine, "prefill", counting)
         assert downstream(engine, samples, sets, kept=kept) == before and not asked
-        monkeypatch.setattr(outcomes_module, "create", other)
+        others = {"cacheclip": vary(preset("cacheclip"), {"budget": {"chunk_starts": 0.25}}), "full": preset("full")}
+        monkeypatch.setattr(outcomes_module, "preset", others.__getitem__)
+        sets[1] = vary(asking, {"scorer": {"first": {"passes": 2}}})
         downstream(engine, samples, sets, kept=kept)
         assert asked == ["full", "cacheclip", "anchored"]
 
@@ -366,14 +364,23 @@ class TestDownstream:
         runtime: Any = engine.auxiliary
         last = HeadSet.of_layers(weights_digest(runtime.fingerprint), "last", runtime.num_layers, 4)
         planted = replace(last, heads=(PLANTED,), weights=torch.ones(1))
-        found = downstream(engine, samples, [last, planted, "direct", "cacheclip:pooled=true:layers=last"])
+        found = downstream(
+            engine,
+            samples,
+            [
+                last,
+                planted,
+                preset("direct"),
+                vary(preset("cacheclip"), {"scorer": {"pooled": True, "layers": "last"}}),
+            ],
+        )
         assert engine.head_set is None and not any(engine.is_stored(chunk) for chunk in samples[0].chunks)
         assert found[0] == found[3], "every head of the last layer is the last layer"
         assert found[0] != found[1] != found[2] and all(first > 0 for each in found for first, _ in each)
-        [exact] = downstream(engine, samples, ["epic"], ratio=1.0)
+        [exact] = downstream(engine, samples, [preset("epic")], ratio=1.0)
         assert all(first < 1e-5 and along < 1e-5 for first, along in exact)
 
     def test_an_engine_in_use_is_not_touched(self, config: EngineConfig, tmp_path: Path) -> None:
         engine = CacheClipEngine(config, store=tmp_path / "store", heads="none")
         with pytest.raises(AssertionError, match="not a user's own"):
-            downstream(engine, synthetic_samples("test", 1), ["direct"])
+            downstream(engine, synthetic_samples("test", 1), [preset("direct")])

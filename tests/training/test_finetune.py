@@ -34,7 +34,7 @@ from cacheclip_rag.selection.heads import HeadSet, head_set_path, weights_digest
 from tests.conftest import CHUNKS
 from tests.training.stopping import stopper
 
-OWN = "query_attention:layers=upper"
+OWN = "the primary's own attention"
 SMALL: dict[str, Any] = {"num_samples": 12, "num_targets": 3, "num_tests": 7, "num_prompts": 2}
 SETTINGS = TuningSettings(rank=2, epochs=4, patience=4, learning_rate=1e-2, sinks=4)
 
@@ -59,7 +59,7 @@ class TestJob:
         found = tune(config, heads, tmp_path / "work")
         assert [each["epoch"] for each in found.history] == [0, 1, 2, 3, 4]
         by_name = {each.name: each for each in found.figures}
-        scored = ["last layer as it comes", "before", "after", "words alone", "query_attention:layers=upper"]
+        scored = ["last layer as it comes", "before", "after", "words alone", "the primary's own attention"]
         assert list(by_name) == [*scored, "direct", "random", "cacheblend", "epic", "anchored", "oracle"]
         for name in scored:
             figures = by_name[name]
@@ -155,7 +155,9 @@ class TestJob:
         with pytest.raises(AssertionError, match="there already"):
             finetune(config, replace(SETTINGS, seed=1), **options)
 
-    @pytest.mark.parametrize("change", [{"dtype": "bfloat16"}, {"system_prompt": "Be brief."}, {"behind": "prefix"}])
+    @pytest.mark.parametrize(
+        "change", [{"dtype": "bfloat16"}, {"system_prompt": "Be brief."}, {"chunk_context": "prefix"}]
+    )
     def test_another_engine_does_not_go_on_from_this(
         self,
         config: EngineConfig,

@@ -29,6 +29,8 @@ from cacheclip_rag.lab.training.tuning import (
     target_scale,
     train,
 )
+from cacheclip_rag.methods import preset
+from cacheclip_rag.methods.settings import vary
 from cacheclip_rag.selection.auxiliary import score_chunks
 from cacheclip_rag.selection.heads import HeadSet, weights_digest
 
@@ -295,14 +297,14 @@ class TestTargets:
         found = attended_and_stale(engine, sample)
         assert found is not None and float(found.sum()) == pytest.approx(1.0, abs=1e-5)
         assert not engine.is_stored(chunks[0])
-        own = attended_when_stale(engine, sample, "query_attention:layers=upper")
+        own = attended_when_stale(engine, sample, vary(preset("query_attention"), {"scorer": {"layers": "upper"}}))
         assert own.shape == found.shape and bool((own >= 0).all()) and not torch.allclose(own / own.sum(), found)
 
     def test_what_a_method_recomputes_of_a_sample(self, tiny_models: dict[str, str]) -> None:
         engine = CacheClipEngine(EngineConfig(primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"]))
         [sample] = synthetic_samples("test", 1, chunk_words=30)
         engine.precompute(sample.chunks[:2])
-        chosen = chosen_by(engine, sample, "epic", 0.25)
+        chosen = chosen_by(engine, sample, preset("epic"), 0.25)
         assert [engine.is_stored(chunk) for chunk in sample.chunks] == [True, True, False, False]
         total = sum(len(mask) for mask, _ in chosen)
         assert sum(int(mask.sum()) for mask, _ in chosen) == round(0.25 * total)
