@@ -1,49 +1,41 @@
-"""The engine: from a prompt to an answer, with the KV of its chunks taken from the store.
+"""The engine: what users call. Each call is a line or two; the work is done in the rooms beside.
 
-:meth:`CacheClipEngine.stream` is the data flow of the whole library, top to bottom::
-
-    prompt -> segments -> plan (no tensors) -> prefill (fused, or plain where nothing is stored) -> first token -> decode
+A question goes through :mod:`cacheclip_rag.answering`, a chunk through :mod:`cacheclip_rag.chunks.writer`; what an
+engine is made of is in :mod:`cacheclip_rag.parts`.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import torch
-
+from .answering import Answering
 from .chunks.caches import ChunkCaches
 from .chunks.captured import CapturedChunks
 from .chunks.context import ChunkContext
 from .chunks.library import ChunkLibrary
 from .chunks.prefix_cache import PrefixCache
+from .chunks.writer import ChunkWriter
 from .clock import PhaseClock
 from .config import EngineConfig
-from .errors import CacheClipError, ConfigurationError
-from .guards.base import Answered, Observer
+from .errors import ConfigurationError
+from .guards.base import Observer
 from .guards.certificate import Identity, identity_of
 from .guards.metrics import Metrics
 from .guards.standard import standard_observers
 from .methods.base import Method
 from .methods.choice import choose_method, context_of
-from .methods.composition import Composition, LogitsObserver, count_chunks
-from .parts import PREFIX, Parts
-from .plan.planner import make_plan
-from .prompt.segments import Segment, as_segments, chunk_texts, normalise_chunk
+from .parts import Parts
+from .prompt.segments import Segment, normalise_chunk
 from .runtime.base import Runtime
-from .runtime.decoding import decode, room_for
-from .runtime.prefill import Prefilled, prefill
+from .runtime.prefill import Prefilled
 from .sampling import SamplingParams
 from .selection.heads import HeadSet
 from .store import ChunkStore
 from .types import Answer, Documents, Event, Plan, Prompt, Request
 
 __all__ = ["CacheClipEngine", "get_engine"]
-
-logger = logging.getLogger(__name__)
 
 
 class CacheClipEngine:
@@ -66,6 +58,10 @@ class CacheClipEngine:
         """Counts over all answers: :meth:`~cacheclip_rag.guards.metrics.Metrics.to_prometheus` for a dashboard."""
         self.observers: list[Observer] = standard_observers(self.config, self.metrics, lambda: self.primary)
         """They see every plan and every answer; append your own."""
+        self._methods: dict[tuple[str | Method | None, float | None], Method] = {}
+        """What calls with these options compute by."""
+        self._writer = ChunkWriter(self.parts)
+        self._answering = Answering(self.parts, self._writer, self.observers)
 
     def __deepcopy__(self, memo: object) -> CacheClipEngine:
         return self  # frameworks copy what holds an engine; the store and the weights stay one
@@ -127,7 +123,7 @@ class CacheClipEngine:
 
         Args:
             method: compute chunks behind what this method needs (:meth:`context_of`); default the engine's.
-            source: what the texts come from (the id of a node or record), for :meth:`release_sources`.
+            source: what the texts come from (the id of a node or record), for :meth:`release`.
             document: what the source is a part of.
 
         Returns:
@@ -137,45 +133,21 @@ class CacheClipEngine:
             ConfigurationError: an empty text.
             PromptTooLongError: a text longer than the model's context.
         """
-        computed = 0
-        context = self.context_of(method)
-        for chunk in chunk_texts(texts):
-            if not chunk:
-                raise ConfigurationError("a chunk must hold text, got an empty or blank string.")
-            models = self.chunk_caches(context)
-            for caches in models:
-                caches.check_length(chunk)  # before anything is written for any of them
-            # every role must run: no short-circuit
-            computed += any([caches.write(chunk) for caches in models])
-            self.library.add(chunk, source, document or "")
-        return computed
+        return self._writer.precompute(texts, self.context_of(method), source, document or "")
 
-    def release_sources(self, gone: Iterable[str], *, keep: Iterable[str] = ()) -> int:
-        """Delete the KV of what came from these sources or documents and from no other; returns how many texts had any.
+    def release(self, texts: Iterable[str] = (), *, sources: Iterable[str] = (), keep: Iterable[str] = ()) -> int:
+        """Delete the KV of chunk texts, and of what came from these sources or documents and from no other.
 
-        Unknown names are passed over: nothing was stored from them.
+        Loads no model. Unknown names are passed over. The prefix cache is emptied, since any of its blocks may hold
+        such a text.
 
         Args:
             keep: texts whose KV stays, though their sources are forgotten: those that will come from them again.
-        """
-        if isinstance(gone, str):
-            raise ConfigurationError("expected a list of sources, got one string: put it in a list.")
-        names = set(gone)
-        released = self.release(self.library.orphans(names, set(chunk_texts(keep))))
-        self.library.remove_sources(names)  # last: a killed run does it again
-        return released
 
-    def release(self, texts: Iterable[str]) -> int:
-        """Delete the KV of chunk texts, of every model and chunk context; returns how many texts had any.
-
-        Loads no model. The prefix cache is emptied, since any of its blocks may hold such a text.
+        Returns:
+            Number of texts that had any KV.
         """
-        chunks = list(chunk_texts(texts))
-        if not chunks:
-            return 0  # the prefix cache keeps its blocks
-        self.prefixes.clear()
-        # both must run: no short-circuit
-        return sum([any([self.library.release([chunk]), self.captured.remove(chunk)]) for chunk in chunks])
+        return self._writer.release(texts) + self._writer.release_sources(sources, keep)
 
     def is_stored(self, text: str, *, needs_auxiliary: bool = True) -> bool:
         """Whether the KV of this chunk text is there for every model a method needs."""
@@ -188,10 +160,7 @@ class CacheClipEngine:
         Args:
             context: what chunks are computed behind for the primary; default as the engine's method wants it.
         """
-        found = [self.parts.primary(context or self.context_of())]
-        if with_auxiliary and (auxiliary := self.parts.auxiliary) is not None:
-            found.append(auxiliary)
-        return found
+        return self.parts.chunk_caches(context or self.context_of(), with_auxiliary=with_auxiliary)
 
     def close(self) -> None:
         """Release file handles; the engine may be used again afterwards. Weights stay with the process."""
@@ -207,7 +176,10 @@ class CacheClipEngine:
 
     def make_method(self, method: str | Method | None = None, recompute_ratio: float | None = None) -> Method:
         """What a call with these options computes by, see :func:`~cacheclip_rag.methods.choice.choose_method`."""
-        return choose_method(self.config, method, recompute_ratio, lambda: self.parts.has_head_set)
+        asked = (method, recompute_ratio)
+        if asked not in self._methods:
+            self._methods[asked] = choose_method(self.config, *asked, lambda: self.parts.has_head_set)
+        return self._methods[asked]
 
     def context_of(self, method: str | Method | None = None) -> ChunkContext:
         """What chunks are computed behind for a method (default the engine's): what the method says itself, else what
@@ -233,7 +205,8 @@ class CacheClipEngine:
     ) -> Plan:
         """What :meth:`generate` would do with this prompt: hits, exact chunks, budget, fallback. Computes nothing."""
         chosen = self.make_method(method, recompute_ratio)
-        return self._plan(Request(prompt, SamplingParams(), chosen, question, documents), PhaseClock())[0]
+        request = Request(prompt, SamplingParams(), chosen, question, documents)
+        return self._answering.plan(request, self.parts.sources(chosen), PhaseClock())
 
     def generate(
         self,
@@ -261,7 +234,6 @@ class CacheClipEngine:
         assert answer is not None, "a stream ends with its answer"
         return answer
 
-    @torch.inference_mode()
     def stream(
         self,
         prompt: Prompt | Sequence[Segment],
@@ -299,18 +271,8 @@ class CacheClipEngine:
         if question is not None and not isinstance(question, str):
             raise ConfigurationError(f"the question must be a string, got {type(question).__name__}.")
         chosen = self.make_method(method, recompute_ratio)
-        request = Request(prompt, params, chosen, question, documents, trace)
-        if chosen.composes:
-            yield from self._compose(request)
-            return
-        plan, prefilled = self._prefill(request, observed=True)
-        for event in decode(self.primary, prefilled, params):
-            if event.answer is not None:
-                self._observe(Answered(plan, event.answer, params, prefilled.logits))
-            yield event
-        self._store_missing(prefilled.missing, documents, self.context_of(chosen))
+        yield from self._answering.stream(Request(prompt, params, chosen, question, documents, trace))
 
-    @torch.inference_mode()
     def prefill(
         self,
         prompt: Prompt | Sequence[Segment],
@@ -327,77 +289,7 @@ class CacheClipEngine:
                 f"method {method.name!r} answers by several prompts, so that there is no single prefill to look at or "
                 "to certify. Use generate() or stream()."
             )
-        return self._prefill(Request(prompt, params or SamplingParams(), method, question, documents))[1]
-
-    def _prefill(self, request: Request, *, observed: bool = False) -> tuple[Plan, Prefilled]:
-        sources = self.parts.sources(request.method)  # weights are loaded before the clock starts
-        clock = PhaseClock()
-        plan, _ = self._plan(request, clock)
-        if observed:
-            for observer in self.observers:
-                observer.on_plan(plan, sources)
-        room = room_for(request.params)
-        return plan, prefill(plan, sources, params_tokens=room, clock=clock, trace=request.trace)
-
-    def _plan(self, request: Request, clock: PhaseClock) -> tuple[Plan, list[Segment]]:
-        sources = self.parts.sources(request.method)
-        with clock.phase("lookup"):
-            segments = as_segments(request.prompt)
-            if segments is None:
-                segments = self.segment(request.prompt, request.documents)  # type: ignore[arg-type]
-            return make_plan(segments, request.method, sources, question=request.question), segments
-
-    def _compose(self, request: Request) -> Iterator[Event]:
-        """An answer made of several, each of them exact."""
-        missing: dict[str, None] = {}
-
-        def ask(
-            segments: Sequence[Segment], params: SamplingParams, observe: LogitsObserver | None = None
-        ) -> Iterator[Event]:
-            _, prefilled = self._prefill(Request(segments, params, None))
-            missing.update(dict.fromkeys(prefilled.missing))
-            counted = count_chunks(prefilled.stats, prefilled.layout)
-            yield from decode(self.primary, replace(prefilled, stats=counted), params, observe)
-
-        self.parts.primary()  # weights are loaded before the clock starts
-        clock = PhaseClock()
-        segments = as_segments(request.prompt)
-        if segments is None:
-            segments = self.segment(request.prompt, request.documents)  # type: ignore[arg-type]
-        composition = Composition(segments, request.params, ask, clock)
-        assert request.method is not None
-        for event in request.method.compose(composition) if composition.chunks else composition.plain():
-            if event.answer is not None:
-                self._observe(Answered(None, event.answer, request.params))
-            yield event
-        self._store_missing(tuple(missing), request.documents, PREFIX)
-
-    def _observe(self, answered: Answered) -> None:
-        for observer in self.observers:
-            observer.on_answer(answered)
-
-    def _store_missing(self, chunks: Sequence[str], documents: Documents, context: ChunkContext) -> None:
-        """What was missing in an answer, for the next. The answer is out: a full disk must not take it back."""
-        if not chunks or self.config.on_miss != "store":
-            return
-        origins = _origins(documents)
-        for chunk in chunks:
-            try:
-                for caches in self.parts.usable(context):
-                    caches.write(chunk)
-                self.library.add(chunk)
-                for source, document in origins.get(chunk, ()):
-                    self.library.add_source(chunk, source, document)
-            except CacheClipError as error:
-                logger.warning("a chunk of this prompt could not be stored: %s", error)
-
-
-def _origins(documents: Documents) -> dict[str, list[tuple[str, str]]]:
-    """Sources and documents of each chunk, as far as they were said."""
-    found: dict[str, list[tuple[str, str]]] = {}
-    for text, origins in documents.items() if isinstance(documents, Mapping) else ():
-        found.setdefault(normalise_chunk(text), []).extend(origins)
-    return found
+        return self._answering.prefill(Request(prompt, params or SamplingParams(), method, question, documents))
 
 
 _engines: dict[EngineConfig, CacheClipEngine] = {}

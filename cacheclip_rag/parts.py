@@ -46,6 +46,7 @@ class Parts:
         self._caches: dict[tuple[str, ChunkContext], ChunkCaches] = {}
         self._store: ChunkStore | None = None
         self._library: ChunkLibrary | None = None
+        self._sources: dict[Method | None, Sources] = {}
         self._heads: tuple[HeadSet | None] | None = None
         self._named_heads: dict[str, HeadSet] = {}
 
@@ -82,12 +83,12 @@ class Parts:
 
     def primary(self, context: ChunkContext = PREFIX) -> ChunkCaches:
         """Chunk caches of the primary model, computed behind ``context``; loads the model."""
-        return self._chunk_caches(self.config.primary, context)
+        return self._caches_of(self.config.primary, context)
 
     @property
     def auxiliary(self) -> ChunkCaches | None:
         """Chunk caches of the auxiliary model; loads the model. None if there is none."""
-        return self._chunk_caches(self.config.auxiliary, PREFIX) if self.config.auxiliary else None
+        return self._caches_of(self.config.auxiliary, PREFIX) if self.config.auxiliary else None
 
     @property
     def auxiliary_caches(self) -> ChunkCaches:
@@ -95,6 +96,11 @@ class Parts:
         caches = self.auxiliary
         assert caches is not None, "asked for the caches of an auxiliary model that there is not"
         return caches
+
+    def chunk_caches(self, context: ChunkContext, *, with_auxiliary: bool = True) -> list[ChunkCaches]:
+        """Where the KV of a chunk is kept, model by model, the primary's first; loads the models."""
+        auxiliary = self.auxiliary if with_auxiliary else None
+        return [self.primary(context), *([auxiliary] if auxiliary is not None else [])]
 
     def usable(self, context: ChunkContext) -> Iterator[ChunkCaches]:
         """The primary's caches, then the auxiliary's unless that model cannot be had: other methods work without."""
@@ -111,7 +117,7 @@ class Parts:
         """Reads prompts for the primary model."""
         return PromptReader(self.primary().runtime, self.config.system_prompt)
 
-    def _chunk_caches(self, name: str, context: ChunkContext) -> ChunkCaches:
+    def _caches_of(self, name: str, context: ChunkContext) -> ChunkCaches:
         with self._lock:
             role = "primary" if name == self.config.primary else "auxiliary"
             if (role, context) not in self._caches:
@@ -165,6 +171,7 @@ class Parts:
             heads.check(self.auxiliary.runtime)
         with self._lock:
             self._heads = (heads,)
+            self._sources.clear()
 
     def named_heads(self, names: Collection[str]) -> dict[str, HeadSet]:
         """The head sets that a method asks for by name or file, each read once; empty where nothing can be scored.
@@ -211,6 +218,12 @@ class Parts:
 
     def sources(self, method: Method | None) -> Sources:
         """Where a method's KV comes from; loads the models it needs."""
+        with self._lock:
+            if method not in self._sources:
+                self._sources[method] = self._make_sources(method)
+            return self._sources[method]
+
+    def _make_sources(self, method: Method | None) -> Sources:
         context = (method.context if method is not None else None) or self.default_context
         return Sources(
             primary=self.primary(context),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cacheclip_rag.methods.cacheclip import CacheClip
 
 import cacheclip_rag.guards.certificate as certificates
 from cacheclip_rag import CacheClipEngine, SamplingParams
@@ -26,7 +27,6 @@ from cacheclip_rag.guards.certificate import (
     verdict_at,
 )
 from cacheclip_rag.methods import create
-from cacheclip_rag.methods.cacheclip import CacheClip
 from tests.conftest import CACHECLIP, rag_prompt
 
 ONE = SamplingParams(max_tokens=1)

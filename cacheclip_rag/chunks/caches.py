@@ -41,17 +41,17 @@ class ChunkCaches:
         self._store = store
         self._namespace = namespace
         self.codec = codec
-        self._context = context
+        self.context = context
         self._prefix: torch.Tensor | None = None
         self.tokenize = lru_cache(maxsize=_TOKENIZED_CHUNKS)(self._tokenize)
 
     def _tokenize(self, text: str) -> TokenizedText:
         """Tokens of a chunk, those that wrap it covering none of its characters."""
         tokens = self.runtime.tokenize(text)
-        if not self._context.before and not self._context.after:
+        if not self.context.before and not self.context.after:
             return tokens
         opening, closing = (
-            self.runtime.tokenize(wrapper, control=True).ids for wrapper in (self._context.before, self._context.after)
+            self.runtime.tokenize(wrapper, control=True).ids for wrapper in (self.context.before, self.context.after)
         )
         nowhere = ((0, 0),)
         return TokenizedText(
@@ -66,7 +66,7 @@ class ChunkCaches:
     @property
     def is_exact_behind_prefix(self) -> bool:
         """Whether a chunk right behind the shared prefix has the KV of plain prefill."""
-        return self._context.is_exact_behind_prefix
+        return self.context.is_exact_behind_prefix
 
     @property
     def is_lossy(self) -> bool:

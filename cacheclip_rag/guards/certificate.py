@@ -215,7 +215,7 @@ def find_certificate(identity: Identity) -> tuple[Certificate | None, str]:
     others = [c for p in sorted(_folder().glob("*.json")) if (c := _read(p)) is not None]
     same = [c.identity for c in others if c.identity.primary_sha256 == identity.primary_sha256]
     if not same:
-        return None, "it has not been certified"
+        return None, _NEVER_CERTIFIED
     differences = min((_differences(identity, other) for other in same), key=len)
     return None, f"its certificate is of other {', '.join(differences)}"
 
@@ -266,16 +266,15 @@ class CertificateGuard(Observer):
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._checked: set[tuple[str, float]] = set()
+        self._covered: dict[Method, Sources] = {}
+        """Methods that were let through, and the models that they were looked at with."""
 
     def on_plan(self, plan: Plan, sources: Sources) -> None:
-        if not plan.reused or plan.method.composes:
+        if not plan.reused or plan.method.composes or self._covered.get(plan.method) is sources:
             return
         identity = identity_of(self._config, plan.method, sources.prefix, sources.auxiliary)
-        checked = (identity.digest(), plan.method.nominal_ratio)
-        if checked not in self._checked:
-            check_certificate(self._config, plan.method, identity)
-            self._checked.add(checked)
+        check_certificate(self._config, plan.method, identity)
+        self._covered[plan.method] = sources
 
 
 def _without_ratio(method: Method) -> Method:
@@ -307,13 +306,23 @@ def check_certificate(config: EngineConfig, method: Method, identity: Identity) 
     )
     if config.require_certificate:
         raise CertificateError(f"{message}; or set require_certificate=False, or use method 'full'.")
-    if (identity, why) not in _warned:
-        _warned.add((identity, why))
-        logger.warning(message)
+    if why == _NEVER_CERTIFIED:
+        _warn_once(_NOT_CERTIFIED, "how close answers come to full prefill's was not measured here: cacheclip certify")
+        logger.info(message)
+    else:
+        _warn_once((identity, why), message)
 
 
-_warned: set[tuple[Identity, str]] = set()
+_NEVER_CERTIFIED = "it has not been certified"
+_NOT_CERTIFIED = "not certified"
+_warned: set[object] = set()
 """What was said already: once a process, however many engines use the models."""
+
+
+def _warn_once(what: object, message: str) -> None:
+    if what not in _warned:
+        _warned.add(what)
+        logger.warning(message)
 
 
 def _command(config: EngineConfig, method: Method) -> str:

@@ -9,4 +9,6 @@ import pytest
 
 __all__: list[str] = []
 
-pytest.register_assert_rewrite("cacheclip_rag.testing.backends", "cacheclip_rag.testing.methods")
+pytest.register_assert_rewrite(
+    *(f"cacheclip_rag.testing.{name}" for name in ("backends", "llama_index", "methods", "runtimes"))
+)

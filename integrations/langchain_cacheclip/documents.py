@@ -32,7 +32,7 @@ class CacheClipDocumentTransformer(BaseDocumentTransformer):
     """Precomputes documents on their way into a store, and returns them unchanged.
 
     Put it behind the splitter: what is stored is each document's ``page_content`` as it is then, for the method of the
-    model. Deletions do not pass a transformer: call ``llm.engine.release_sources(names)``. A name is the ``source`` in
+    model. Deletions do not pass a transformer: call ``llm.engine.release(sources=names)``. A name is the ``source`` in
     the documents' metadata, for all that came of it, or a document's id where it has one (splitters give none). Where
     the vector store is a :class:`CacheClipVectorStore`, which precomputes and releases by itself, leave this out.
 

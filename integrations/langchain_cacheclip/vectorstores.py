@@ -128,7 +128,7 @@ class CacheClipVectorStore(VectorStore):
         from cacheclip_rag.prompt.segments import normalise_chunk  # its package loads torch
 
         engine, texts = self.llm.engine, [document.page_content for document in documents]
-        engine.release_sources(ids, keep=texts)
+        engine.release(sources=ids, keep=texts)
         for document in _with_ids(documents, ids):
             source, whole = origin(document)
             if source and document.page_content.strip():
@@ -137,7 +137,7 @@ class CacheClipVectorStore(VectorStore):
 
     def _release(self, ids: list[str] | None) -> None:
         if ids:
-            self.llm.engine.release_sources(ids)
+            self.llm.engine.release(sources=ids)
 
     # -- searches -----------------------------------------------------------------------------------------------
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from cacheclip_rag.methods.cacheclip import CacheClip
 
 from cacheclip_rag import CacheClipEngine, Chunk, Fresh
-from cacheclip_rag.methods.cacheclip import CacheClip
 from cacheclip_rag.methods.full import Full
 from tests.conftest import add_bos
 from tests.engine.asking import SHORT, check_sums, logits, rag

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cacheclip_rag.methods.cacheclip import CacheClip
 
 from cacheclip_rag import CacheClipEngine, CacheClipError, Chunk, EngineConfig, Fresh, SamplingParams, get_engine
 from cacheclip_rag.errors import ConfigurationError, PromptTooLongError, UnknownModelError
-from cacheclip_rag.methods.cacheclip import CacheClip
 from tests.engine.asking import SHORT, rag
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from cacheclip_rag.methods.cacheclip import CacheClip
 
 from cacheclip_rag import CacheClipEngine, Chunk, Fresh, get_engine
 from cacheclip_rag.errors import ConfigurationError, PromptTooLongError
-from cacheclip_rag.methods.cacheclip import CacheClip
 from cacheclip_rag.methods.direct import Direct
 from cacheclip_rag.methods.full import Full
 from tests.engine.asking import SHORT, check_sums, logits, rag
@@ -91,9 +91,9 @@ class TestSources:
         engine.precompute(chunks[:2], source="node 1", document="report")
         engine.precompute(chunks[1:3], source="node 2", document="report")
         engine.precompute(chunks[3:])
-        assert engine.release_sources(["node 1", "no such node"]) == 1
+        assert engine.release(sources=["node 1", "no such node"]) == 1
         assert [engine.is_stored(c) for c in chunks] == [False, True, True, True]
-        assert engine.release_sources(["report"]) == 2
+        assert engine.release(sources=["report"]) == 2
         assert [engine.is_stored(c) for c in chunks] == [False, False, False, True]
 
     def test_what_is_stored_after_an_answer_goes_with_its_sources(
@@ -102,14 +102,14 @@ class TestSources:
         origins = {f"  {chunks[0]}\n": [("node 1", "report"), ("node 2", "")], chunks[1]: [("node 3", "report")]}
         engine.generate(rag(chunks), SHORT, documents=origins)
         assert [engine.is_stored(c) for c in chunks] == [True, True, False, False]
-        assert engine.release_sources(["report"]) == 1
+        assert engine.release(sources=["report"]) == 1
         assert engine.is_stored(chunks[0]) and not engine.is_stored(chunks[1])
-        assert engine.release_sources(["node 2"]) == 1
+        assert engine.release(sources=["node 2"]) == 1
         assert not engine.is_stored(chunks[0])
 
     def test_nothing_to_release_leaves_the_prefix_cache(self, engine: CacheClipEngine, chunks: list[str]) -> None:
         engine.generate(rag(chunks), SHORT, method="prefix")
-        engine.release_sources(["no such node"])
+        engine.release(sources=["no such node"])
         assert engine.generate(rag(chunks), SHORT, method="prefix").stats.reused_tokens > 0
         engine.precompute(chunks[:1])
         engine.release(chunks[:1])
@@ -117,7 +117,7 @@ class TestSources:
 
     def test_one_source_in_place_of_a_list_is_refused(self, engine: CacheClipEngine) -> None:
         with pytest.raises(ConfigurationError, match="put it in a list"):
-            engine.release_sources("node 1")
+            engine.release(sources="node 1")
 
 
 def payload(engine: CacheClipEngine, key: str) -> Path:

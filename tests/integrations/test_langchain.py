@@ -288,14 +288,35 @@ def test_call_options(llm: ChatCacheClip) -> None:
     assert hot[0] == hot[1] != hot[2]
 
 
-async def test_stop(llm: ChatCacheClip) -> None:
-    text = llm.invoke(PROMPT).content
-    stop = text[2:4]
-    before = text[: text.index(stop)]
-    assert llm.invoke(PROMPT, stop=[stop]).content == before
-    assert llm.bind(stop=[stop]).invoke(PROMPT).content == before
-    assert llm.model_copy(update={"stop": [stop]}).invoke(PROMPT).content == before
-    assert "".join([chunk.content async for chunk in llm.astream(PROMPT, stop=[stop])]) == before
+@pytest.mark.parametrize("kind", [ChatCacheClip, CacheClipLLM])
+async def test_stop_in_every_call(llm: ChatCacheClip, kind: type[ChatCacheClip | CacheClipLLM]) -> None:
+    model: Any = kind(primary=llm.primary, auxiliary=llm.auxiliary, store=llm.store, max_tokens=12)
+    inputs: Any = [[HumanMessage(PROMPT)]] if kind is ChatCacheClip else [PROMPT]
+    text = said(model.invoke(PROMPT))
+    stop = [text[2:4]]
+    before = text[: text.index(stop[0])]
+    assert said(model.bind(stop=stop).invoke(PROMPT)) == said(await model.bind(stop=stop).ainvoke(PROMPT)) == before
+    assert said(model.model_copy(update={"stop": stop}).invoke(PROMPT)) == before
+    found = {
+        "invoke": said(model.invoke(PROMPT, stop=stop)),
+        "ainvoke": said(await model.ainvoke(PROMPT, stop=stop)),
+        "stream": "".join(said(part) for part in model.stream(PROMPT, stop=stop)),
+        "astream": "".join([said(part) async for part in model.astream(PROMPT, stop=stop)]),
+        "batch": said(model.batch([PROMPT], stop=stop)[0]),
+        "abatch": said((await model.abatch([PROMPT], stop=stop))[0]),
+        "generate": model.generate(inputs, stop=stop).generations[0][0].text,
+        "agenerate": (await model.agenerate(inputs, stop=stop)).generations[0][0].text,
+    }
+    assert found == dict.fromkeys(found, before)
+
+
+def said(answer: Any) -> str:
+    """The text of a message, or of a text model's answer."""
+    return str(answer if isinstance(answer, str) else answer.content)
+
+
+def test_a_stop_string_is_the_reason_to_finish(llm: ChatCacheClip) -> None:
+    stop = str(llm.invoke(PROMPT).content)[2:4]
     assert llm.invoke(PROMPT, stop=[stop]).response_metadata["finish_reason"] == "stop"
 
 

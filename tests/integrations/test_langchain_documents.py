@@ -231,7 +231,7 @@ class TestTransformer:
         assert transformer.transform_documents(some) == some
         assert await transformer.atransform_documents(documents[1:2]) == documents[1:2]
         assert stored(llm, documents[:3]) == [True, True, False]
-        llm.engine.release_sources(["doc-1"])
+        llm.engine.release(sources=["doc-1"])
         assert stored(llm, documents[:3]) == [True, False, False]
 
 

@@ -138,7 +138,7 @@ class TestOrder:
 
     def test_by_the_file_too(self, store: CacheClipVectorStore, llm: ChatCacheClip, documents: list[Document]) -> None:
         store.add_texts([each.page_content for each in documents[:2]], [each.metadata for each in documents[:2]])
-        llm.engine.release_sources(["file-1"])
+        llm.engine.release(sources=["file-1"])
         assert stored(llm, documents[:2]) == [True, False]
 
     async def test_cancelled_it_stops_at_the_next_document(
@@ -279,7 +279,7 @@ class TestStoredByAnswers:
         )
         llm.engine.release([documents[0].page_content])
         self.carried("option", llm, documents[:2])
-        llm.engine.release_sources(["file-0"])
+        llm.engine.release(sources=["file-0"])
         assert stored(llm, documents[:2]) == [False, True]
 
 

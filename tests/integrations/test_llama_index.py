@@ -409,20 +409,36 @@ def test_call_options(llm: CacheClipLLM) -> None:
     assert hot[0] == hot[1] != hot[2]
 
 
-def test_completion_to_prompt_is_applied_once(llm: CacheClipLLM) -> None:
+async def test_completion_to_prompt_is_applied_once_in_every_call(llm: CacheClipLLM) -> None:
     shouting = llm.model_copy(update={"completion_to_prompt": str.upper})
-    assert shouting.complete(PROMPT).text == llm.complete(PROMPT.upper()).text
-    assert shouting.complete(PROMPT, formatted=True).text == llm.complete(PROMPT).text
+    raw, shouted = llm.complete(PROMPT).text, llm.complete(PROMPT.upper()).text
+    assert raw != shouted
+    for formatted, expected in ((False, shouted), (True, raw)):
+        assert shouting.complete(PROMPT, formatted=formatted).text == expected
+        assert (await shouting.acomplete(PROMPT, formatted=formatted)).text == expected
+        assert list(shouting.stream_complete(PROMPT, formatted=formatted))[-1].text == expected
+        stream = await shouting.astream_complete(PROMPT, formatted=formatted)
+        assert [part async for part in stream][-1].text == expected
 
 
-def test_stop(llm: CacheClipLLM) -> None:
+async def test_stop_in_every_call(llm: CacheClipLLM) -> None:
     text = llm.complete(PROMPT).text
     stop = text[2:4]
     before = text[: text.index(stop)]
-    assert llm.complete(PROMPT, stop=[stop]).text == before
-    assert llm.complete(PROMPT, stop=stop).text == before
+    messages = [ChatMessage(role=MessageRole.USER, content=PROMPT)]
     assert llm.model_copy(update={"stop": [stop]}).complete(PROMPT).text == before
-    assert "".join(r.delta for r in llm.stream_complete(PROMPT, stop=[stop])) == before
+    for given in (stop, [stop]):
+        found = {
+            "complete": llm.complete(PROMPT, stop=given).text,
+            "acomplete": (await llm.acomplete(PROMPT, stop=given)).text,
+            "stream_complete": list(llm.stream_complete(PROMPT, stop=given))[-1].text,
+            "astream_complete": [part async for part in await llm.astream_complete(PROMPT, stop=given)][-1].text,
+            "chat": llm.chat(messages, stop=given).message.content,
+            "achat": (await llm.achat(messages, stop=given)).message.content,
+            "stream_chat": list(llm.stream_chat(messages, stop=given))[-1].message.content,
+            "astream_chat": [part async for part in await llm.astream_chat(messages, stop=given)][-1].message.content,
+        }
+        assert found == dict.fromkeys(found, before)
 
 
 async def test_unknown_call_option_lists_the_known_ones(llm: CacheClipLLM) -> None:

@@ -14,7 +14,7 @@ from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform
 from llama_index.response_synthesizers.cacheclip import CacheClipSynthesizer
 from llama_index.storage.docstore.cacheclip import CacheClipDocumentStore
 
-from tests.integrations.llama_index_conformance import (
+from cacheclip_rag.testing.llama_index import (
     DocumentStoreConformance,
     LLMConformance,
     SynthesizerConformance,

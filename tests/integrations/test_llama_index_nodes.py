@@ -194,6 +194,21 @@ class TestSynthesizer:
         synthesizer.synthesize(question, nodes)
         assert sum(event.hits for event in seen.fusions) == 3 and sum(event.misses for event in seen.fusions) == 0
 
+    @pytest.mark.parametrize("put", ["repack", "truncate"])
+    def test_the_glue_between_chunks_counts(self, llm: CacheClipLLM, put: str) -> None:
+        """Three chunks need as many tokens of context as one text that holds them and the glue."""
+        template, texts = PromptTemplate("{context_str}"), [SENTENCES[0], SENTENCES[3], SENTENCES[6]]
+        whole = "\n\n".join(texts)
+
+        def first(texts: list[str], context_window: int) -> str:
+            narrow = llm.model_copy(update={"context_window": context_window})
+            packs = getattr(CacheClipSynthesizer(llm=narrow)._prompt_helper, put)(template, texts, llm=narrow)
+            return str(packs[0] if put == "repack" else "\n\n".join(packs))
+
+        needed = next(size for size in range(100, 400) if first([whole], size) == whole)
+        assert first(texts, needed) == whole
+        assert first(texts, needed - 1) == "\n\n".join(texts[:2])
+
     def test_a_chunk_larger_than_the_context_is_split(self, llm: CacheClipLLM, question: str) -> None:
         narrow = llm.model_copy(update={"context_window": 160})
         synthesizer = CacheClipSynthesizer(llm=narrow)
@@ -357,7 +372,7 @@ class TestEvents:
         text = f"{chunks[0]}\n\n{chunks[1]}\n\nWhat was built?"
         knowing.complete(text, documents={chunks[0]: [("b", "")], chunks[1]: [("c", "doc")]})
         assert [event.node_ids for event in seen.fusions] == [["a", "b", "c"]]
-        llm.engine.release_sources(["doc"])
+        llm.engine.release(sources=["doc"])
         assert stored(llm, chunks[:3]) == [True, False, False], "b holds the first, too"
 
 

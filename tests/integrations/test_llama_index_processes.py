@@ -61,7 +61,7 @@ def test_two_workers_fill_one_store(llm: CacheClipLLM, monkeypatch: pytest.Monke
     nodes = pipeline.run(documents=documents, num_workers=2)
     assert [node.get_content(MetadataMode.LLM) for node in nodes] == SENTENCES[:6]
     assert hits(llm) == 6
-    llm.engine.release_sources(["doc-0", nodes[1].node_id])
+    llm.engine.release(sources=["doc-0", nodes[1].node_id])
     assert hits(llm) == 4, "the sources are known here, too"
 
 
@@ -77,7 +77,7 @@ def test_a_killed_run_goes_on(llm: CacheClipLLM) -> None:
     assert hits(llm) == 6
     after = dict(files(Path(str(llm.store))))
     assert {name: after[name] for name in before} == before, "what was there is not written again"
-    llm.engine.release_sources([f"doc-{n}" for n in range(3)])
+    llm.engine.release(sources=[f"doc-{n}" for n in range(3)])
     assert hits(llm) == 3, "the sources of both runs are known"
 
 

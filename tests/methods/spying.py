@@ -28,14 +28,11 @@ REUSING = [
     and (preset(name).context is None or preset(name).chunk_context)
 ]
 """By one prefill, from chunk caches that all methods share."""
-TOKENS = {"grouping": {"type": "Tokens"}}
 
 
 def made(method: Method | str, ratio: float | None = None, **changes: Any) -> Any:
-    """A preset with changes, its chunks behind the prefix as those of every case."""
+    """A preset, or a method, with changes."""
     method = preset(method) if isinstance(method, str) else method
-    if method.chunk_context:
-        changes = {"chunk_context": "prefix", **changes}
     method = vary(method, changes)
     return method if ratio is None or not method.has_ratio else method.at(ratio)
 

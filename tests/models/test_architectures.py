@@ -12,12 +12,13 @@ import torch
 from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from cacheclip_rag import CacheClipEngine, SamplingParams
+from cacheclip_rag import CacheClipEngine, Chunk, Fresh, SamplingParams
 from cacheclip_rag.errors import UnsupportedModelError
 from cacheclip_rag.models.load import load_any, load_model
 from cacheclip_rag.runtime.transformers.architectures import SUPPORTED, check_supported, reuse_tokens, rope_pin
 from cacheclip_rag.runtime.transformers.plain import PlainRuntime, auto_classes
 from tests.conftest import CHUNKS, DYNAMIC, TINY_MODELS, build_model, make_tokenizer, rag_prompt
+from tests.fusion.cases import EXACT, gap, reference_logits
 
 SMALL = {
     "vocab_size": 400,
@@ -256,6 +257,29 @@ class TestRopesThatDependOnLength:
         assert "change above 512" in str(long.fallback)
         again = engine.generate(rag_prompt(chunks[:2]), SamplingParams(max_tokens=2), recompute_ratio=1.0)
         assert again.stats.fallback is None
+
+    def test_the_last_token_that_is_reused_and_the_first_that_is_not(
+        self, tiny_models: dict[str, str], chunks: list[str]
+    ) -> None:
+        """A prompt of as many tokens as the frequencies stay the same for, and one of one more: both are exact."""
+        folder = tiny_models["phi3-longrope"]
+        engine = CacheClipEngine(primary=folder, auxiliary=None, method="epic", recompute_ratio=1.0, behind="prefix")
+        limit = engine.primary.reuse_tokens
+        assert limit == 512 < engine.primary.context_tokens
+        engine.precompute(chunks)
+
+        def ask(filler: int) -> Any:
+            # "~" stands in no text that the tokenizer learned from: each is a token
+            prompt = [*map(Chunk, chunks), Fresh("~" * filler)]
+            return engine.prefill(prompt, SamplingParams(max_tokens=1), method=engine.make_method())
+
+        room = limit - ask(1).layout.num_tokens + 1
+        last, first = ask(room), ask(room + 1)
+        assert (last.layout.num_tokens, first.layout.num_tokens) == (limit, limit + 1)
+        assert last.stats.fallback is None and last.stats.hits == len(chunks)
+        assert "change above 512" in str(first.stats.fallback) and first.stats.hits == 0
+        for found in (last, first):
+            assert gap(found.logits, reference_logits(folder, found.layout.ids)) < 10 * EXACT
 
     def test_short_prompts_are_exact_after_a_long_one(self, tiny_models: dict[str, str], chunks: list[str]) -> None:
         """The model's rotary module remembers the last length; an answer must not."""

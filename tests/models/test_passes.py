@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
+from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.runtime.transformers.passes import Passes
 
 
@@ -16,7 +18,7 @@ def run(*jobs: Callable[[], None]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
 
 
@@ -56,3 +58,35 @@ def test_an_error_ends_the_pass() -> None:
             raise RuntimeError
     with passes.alone():
         pass
+
+
+class TestModels:
+    """Which models run one pass at a time: two threads answer, and either meet within a pass or never can."""
+
+    @pytest.mark.parametrize(
+        ("name", "meets"),
+        # rotary modules that change their frequencies with the length of each pass, and one that does not
+        [("llama-rope-dynamic", False), ("phi3-longrope", False), ("llama", True)],
+    )
+    def test_pinned_rotary_modules_have_each_pass_for_themselves(
+        self, tiny_models: dict[str, str], name: str, meets: bool
+    ) -> None:
+        engine = CacheClipEngine(primary=tiny_models[name], auxiliary=None, method="full", prefix_cache_bytes=0)
+        barrier = threading.Barrier(2, timeout=30 if meets else 0.5)
+        met = []
+
+        def wait(*_: Any) -> None:
+            try:
+                barrier.wait()
+                met.append(True)
+            except threading.BrokenBarrierError:
+                met.append(False)
+
+        params = SamplingParams(max_tokens=1)
+        engine.generate("Before.", params)
+        hook = engine.primary.model.register_forward_pre_hook(wait)
+        try:
+            run(*(lambda n=n: engine.generate(f"What is {n}?", params) for n in range(2)))  # type: ignore[misc]
+        finally:
+            hook.remove()
+        assert met == [meets, meets]

@@ -52,7 +52,7 @@ class CacheClipDocumentStore(KVDocumentStore):
         if not isinstance(docstore, KVDocumentStore):
             raise ConfigurationError(
                 f"CacheClipDocumentStore goes over a KVDocumentStore (SimpleDocumentStore, RedisDocumentStore, ...), "
-                f"got {type(docstore).__name__}. For others call llm.engine.release_sources(ids) after deleting."
+                f"got {type(docstore).__name__}. For others call llm.engine.release(sources=ids) after deleting."
             )
         self._docstore, self._llm = docstore, llm
         self._updates = 0
@@ -103,7 +103,7 @@ class CacheClipDocumentStore(KVDocumentStore):
                     engine.library.add_source(text, _DELETED)
                 engine.library.remove_sources([name])  # last: a killed run does it again
             else:
-                engine.release_sources([name])
+                engine.release(sources=[name])
                 self._release_deleted()
 
     def _release_deleted(self) -> None:

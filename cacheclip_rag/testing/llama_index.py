@@ -1,7 +1,17 @@
-"""What LlamaIndex expects of a language model, a transformation, a synthesizer and a document store: a class to inherit
-for each.
+"""What LlamaIndex expects of a language model, a transformation, a synthesizer and a document store: a class of tests
+to inherit for each.
 
-In the spirit of ``langchain-tests``, which LlamaIndex has no counterpart of. Nothing in it knows CacheClip.
+Nothing in here knows CacheClip, so any integration can be tested with it. Needs pytest, pytest-asyncio and
+llama-index-core. Inherit a class and define its fixture; pytest runs the tests of the class on what it returns:
+
+>>> from cacheclip_rag.testing.llama_index import LLMConformance
+>>>
+>>> class TestMyLLM(LLMConformance):
+...     @pytest.fixture
+...     def llm(self):
+...         return MyLLM(temperature=0.0, max_tokens=12)  # greedy, and a few tokens are enough
+
+LlamaIndex has no such suite of its own; the idea is that of ``langchain-tests``.
 """
 
 from __future__ import annotations
@@ -14,13 +24,21 @@ from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from typing import Any
 
 import pytest
+
+from ..errors import MissingExtraError
+
+try:
+    import llama_index.core  # noqa: F401
+except ImportError as error:
+    raise MissingExtraError("llama-index-core", "llama-index") from error
+
 from llama_index.core.base.llms.base import BaseLLM
 from llama_index.core.base.llms.types import ChatMessage, ChatResponse, CompletionResponse, LLMMetadata, MessageRole
 from llama_index.core.base.response.schema import AsyncStreamingResponse, Response, StreamingResponse
 from llama_index.core.callbacks import CallbackManager, CBEventType, LlamaDebugHandler, TokenCountingHandler
 from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.ingestion.pipeline import get_transformation_hash
-from llama_index.core.instrumentation import get_dispatcher
+from llama_index.core.instrumentation import get_dispatcher  # type: ignore[attr-defined]
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.llms import LLM
 from llama_index.core.prompts import ChatPromptTemplate, PromptTemplate
@@ -35,6 +53,8 @@ from llama_index.core.schema import (
     TransformComponent,
 )
 from llama_index.core.storage.docstore import BaseDocumentStore
+
+__all__ = ["DocumentStoreConformance", "LLMConformance", "SynthesizerConformance", "TransformConformance"]
 
 PROMPT = "Say something about a lighthouse."
 MESSAGES = [
@@ -55,7 +75,10 @@ class Names(BaseEventHandler):
 
 
 class LLMConformance:
-    """Inherit, and define the fixture ``llm``: greedy, a few tokens."""
+    """A language model: inherit, and define the fixture ``llm``.
+
+    The model decodes greedily and writes at least four tokens to any prompt. Calls accept ``max_tokens`` and ``stop``.
+    """
 
     @pytest.fixture
     def names(self) -> Iterator[list[str]]:
@@ -75,6 +98,7 @@ class LLMConformance:
         assert isinstance(metadata, LLMMetadata)
         assert metadata.context_window > metadata.num_output > 0 and metadata.model_name
 
+    @pytest.mark.asyncio
     async def test_completion_four_ways(self, llm: LLM) -> None:
         whole = llm.complete(PROMPT)
         assert isinstance(whole, CompletionResponse) and whole.text
@@ -86,6 +110,7 @@ class LLMConformance:
         assert isinstance(later, AsyncGenerator)
         self.check_stream([part async for part in later], whole.text)
 
+    @pytest.mark.asyncio
     async def test_chat_four_ways(self, llm: LLM) -> None:
         whole = llm.chat(MESSAGES)
         assert isinstance(whole, ChatResponse) and whole.message.role == MessageRole.ASSISTANT
@@ -115,6 +140,7 @@ class LLMConformance:
         chat = ChatPromptTemplate([ChatMessage(role=MessageRole.USER, content="Say {what}.")])
         assert llm.predict(chat, what="hello")
 
+    @pytest.mark.asyncio
     async def test_predict_asynchronously(self, llm: LLM) -> None:
         template = PromptTemplate("Say {what}.")
         text = llm.predict(template, what="hello")
@@ -144,24 +170,41 @@ class LLMConformance:
         assert wanted[2] == "LLMCompletionStartEvent" and wanted[-1] == "LLMCompletionEndEvent"
         assert "LLMCompletionInProgressEvent" in wanted
 
-    def test_fewer_tokens_and_stop(self, llm: LLM) -> None:
+    def test_fewer_tokens(self, llm: LLM) -> None:
         text = llm.complete(PROMPT).text
         shorter = llm.complete(PROMPT, max_tokens=2).text
         assert text.startswith(shorter) and len(shorter) < len(text)
-        middle = text[len(text) // 2]
-        assert middle not in llm.complete(PROMPT, stop=[middle]).text
+
+    @pytest.mark.asyncio
+    async def test_stop_in_every_call(self, llm: LLM) -> None:
+        """The answer ends before the first stop string, however it is asked for."""
+        messages = MESSAGES[-1:]
+        said, written = llm.chat(messages).message.content or "", llm.complete(PROMPT).text
+        for text, kind in ((said, "chat"), (written, "complete")):
+            stop = [text[len(text) // 2]]
+            asked: Any = messages if kind == "chat" else PROMPT
+            found = {
+                kind: getattr(llm, kind)(asked, stop=stop),
+                f"a{kind}": await getattr(llm, f"a{kind}")(asked, stop=stop),
+                f"stream_{kind}": list(getattr(llm, f"stream_{kind}")(asked, stop=stop))[-1],
+                f"astream_{kind}": [part async for part in await getattr(llm, f"astream_{kind}")(asked, stop=stop)][-1],
+            }
+            texts = {name: each.message.content if kind == "chat" else each.text for name, each in found.items()}
+            assert texts == dict.fromkeys(texts, text[: text.index(stop[0])])
 
     def test_it_can_be_written_down_and_made_again(self, llm: LLM) -> None:
         made = type(llm).from_dict(json.loads(json.dumps(llm.to_dict())))
         assert made.complete(PROMPT).text == llm.complete(PROMPT).text
         assert copy.deepcopy(llm).complete(PROMPT).text == llm.complete(PROMPT).text
 
+    @pytest.mark.asyncio
     async def test_many_at_once(self, llm: LLM) -> None:
         prompts = [f"{PROMPT} Number {n}." for n in range(8)]
         expected = [llm.complete(prompt).text for prompt in prompts]
         found = await asyncio.gather(*(llm.acomplete(prompt) for prompt in prompts))
         assert [each.text for each in found] == expected
 
+    @pytest.mark.asyncio
     async def test_a_stream_may_be_left(self, llm: LLM) -> None:
         next(llm.stream_complete(PROMPT))
         async for _ in await llm.astream_complete(PROMPT):
@@ -170,12 +213,13 @@ class LLMConformance:
 
 
 class TransformConformance:
-    """Inherit, and define the fixture ``transform``: a component that returns its nodes as they came."""
+    """A step of an ingestion pipeline: inherit, and define the fixture ``transform``, which changes no node."""
 
     @pytest.fixture
     def nodes(self) -> list[BaseNode]:
         return [TextNode(text=f"Lamp number {n} was lit.", metadata={"page": n}) for n in range(3)]
 
+    @pytest.mark.asyncio
     async def test_nodes_go_through(self, transform: TransformComponent, nodes: list[BaseNode]) -> None:
         before = [node.to_dict() for node in nodes]
         for after in (transform(nodes), await transform.acall(nodes)):
@@ -185,6 +229,7 @@ class TransformConformance:
     def test_unknown_arguments_are_the_pipelines(self, transform: TransformComponent, nodes: list[BaseNode]) -> None:
         assert list(transform(nodes, show_progress=True, whatever=1)) == nodes
 
+    @pytest.mark.asyncio
     async def test_in_a_pipeline(self, transform: TransformComponent, nodes: list[BaseNode]) -> None:
         for pipeline in (IngestionPipeline(transformations=[transform]) for _ in range(2)):
             assert [node.id_ for node in pipeline.run(nodes=nodes)] == [node.id_ for node in nodes]
@@ -199,12 +244,14 @@ class TransformConformance:
 
 
 class SynthesizerConformance:
-    """Inherit, and define the fixture ``make``: a synthesizer of these options, over a greedy model."""
+    """A response synthesizer: inherit, and define the fixture ``make``, a function from options (``streaming``) to a
+    synthesizer over a greedy model."""
 
     @pytest.fixture
     def nodes(self) -> list[NodeWithScore]:
         return [NodeWithScore(node=TextNode(text=f"Lamp number {n} was lit."), score=1.0) for n in range(3)]
 
+    @pytest.mark.asyncio
     async def test_four_ways(self, make: Callable[..., BaseSynthesizer], nodes: list[NodeWithScore]) -> None:
         whole, streaming = make(), make(streaming=True)
         answer = whole.synthesize(PROMPT, nodes)
@@ -217,11 +264,13 @@ class SynthesizerConformance:
         assert isinstance(later, AsyncStreamingResponse)
         assert "".join([part async for part in later.async_response_gen()]) == str(answer)
 
+    @pytest.mark.asyncio
     async def test_texts_without_nodes(self, make: Callable[..., BaseSynthesizer], nodes: list[NodeWithScore]) -> None:
         texts = [each.node.get_content() for each in nodes]
         answer = make().get_response(PROMPT, texts)
         assert answer and await make().aget_response(PROMPT, texts) == answer
 
+    @pytest.mark.asyncio
     async def test_additional_sources_and_none(
         self, make: Callable[..., BaseSynthesizer], nodes: list[NodeWithScore]
     ) -> None:
@@ -240,7 +289,7 @@ class SynthesizerConformance:
 
 
 class DocumentStoreConformance:
-    """Inherit, and define the fixture ``docstore``: empty."""
+    """A document store: inherit, and define the fixture ``docstore``, which is empty."""
 
     @pytest.fixture
     def nodes(self) -> list[TextNode]:
@@ -271,12 +320,13 @@ class DocumentStoreConformance:
         docstore.add_documents(nodes)
         docstore.delete_document("node-0")
         docstore.delete_ref_doc("doc-1")
-        assert list(docstore.docs) == ["node-1"] and not docstore.ref_doc_exists("doc-1")
+        assert list(docstore.docs) == ["node-1"] and docstore.get_ref_doc_info("doc-1") is None
         for delete in (docstore.delete_document, docstore.delete_ref_doc):
             with pytest.raises(ValueError, match="nothing"):
                 delete("nothing")
             delete("nothing", raise_error=False)
 
+    @pytest.mark.asyncio
     async def test_asynchronously(self, docstore: BaseDocumentStore, nodes: list[TextNode]) -> None:
         await docstore.async_add_documents(nodes)
         assert await docstore.aget_document("node-1") == nodes[1] and await docstore.adocument_exists("node-1")
@@ -287,6 +337,7 @@ class DocumentStoreConformance:
             with pytest.raises(ValueError, match="nothing"):
                 await delete("nothing")
 
+    @pytest.mark.asyncio
     async def test_hashes(self, docstore: BaseDocumentStore) -> None:
         docstore.set_document_hashes({"a": "1", "b": "2"})
         await docstore.aset_document_hash("c", "3")

@@ -1,0 +1,84 @@
+"""The time to the first token counts everything between the call and that token, and nothing after it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import transformers
+
+from cacheclip_rag import CacheClipEngine, SamplingParams
+from tests.conftest import CHUNKS, rag_prompt
+
+SLEEP_S = 0.4
+"""Far more than all else takes: what a slowed part is told by."""
+PARAMS = SamplingParams(max_tokens=3, temperature=1.0, top_p=0.9, seed=0)
+
+
+@pytest.fixture
+def stored(make: Callable[..., CacheClipEngine]) -> CacheClipEngine:
+    """An engine that has answered before: nothing is left to load."""
+    engine = make(method="direct")
+    engine.precompute(CHUNKS)
+    engine.generate(rag_prompt(CHUNKS), PARAMS)
+    return engine
+
+
+def timed(engine: CacheClipEngine, method: str) -> tuple[float, float]:
+    """Time to the first token as it is told, and the seconds of the whole call."""
+    engine.prefixes.clear()
+    started = time.perf_counter()
+    answer = engine.generate(rag_prompt(CHUNKS), PARAMS, method=method)
+    elapsed = time.perf_counter() - started
+    assert answer.stats.generated_tokens == PARAMS.max_tokens
+    return answer.stats.ttft_s, elapsed
+
+
+@pytest.mark.parametrize("method", ["full", "direct"])
+def test_tokenising_counts(stored: CacheClipEngine, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    tokenizer = stored.primary.tokenizer
+    question = "What is the magic number of the harbour master?"
+
+    class Slow:
+        """Takes its time for the question alone, which stands in no stored chunk."""
+
+        def __call__(self, text: str, **options: Any) -> Any:
+            if question in text:
+                time.sleep(SLEEP_S)
+            return tokenizer(text, **options)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(tokenizer, name)
+
+    monkeypatch.setattr(stored.primary, "tokenizer", Slow())
+    ttft_s, elapsed = timed(stored, method)
+    assert SLEEP_S <= ttft_s <= elapsed
+
+
+@pytest.mark.parametrize("method", ["full", "direct"])
+def test_sampling_the_first_token_counts_and_the_others_do_not(
+    stored: CacheClipEngine, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    choose = transformers.TopPLogitsWarper.__call__
+
+    def slow(self: Any, *args: Any, **options: Any) -> Any:
+        time.sleep(SLEEP_S)
+        return choose(self, *args, **options)
+
+    monkeypatch.setattr(transformers.TopPLogitsWarper, "__call__", slow)
+    ttft_s, elapsed = timed(stored, method)
+    assert SLEEP_S <= ttft_s <= elapsed - (PARAMS.max_tokens - 1) * SLEEP_S
+
+
+def test_reading_the_store_counts(stored: CacheClipEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    get = stored.store.get
+
+    def slow(*args: Any, **options: Any) -> Any:
+        time.sleep(SLEEP_S)
+        return get(*args, **options)
+
+    monkeypatch.setattr(stored.store, "get", slow)
+    ttft_s, _ = timed(stored, "direct")
+    assert ttft_s >= len(CHUNKS) * SLEEP_S
