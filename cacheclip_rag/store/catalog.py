@@ -43,9 +43,9 @@ _TEXT_COLUMNS = "digest, anchor, start, length, ending, removed"
 _WRITE_TEXT = f"INSERT OR REPLACE INTO texts (namespace, {_TEXT_COLUMNS}) SELECT ?, ?, ?, ?, ?, ?, ?"
 _UNLESS_THERE = " WHERE NOT EXISTS (SELECT 1 FROM texts WHERE namespace = ? AND digest = ? AND removed = 0)"
 # Uses are numbered, not timed: a clock that is set back must not make the newest entries look old.
-_WRITE_ENTRY = (
-    "INSERT OR REPLACE INTO entries VALUES (?, ?, ?, ?, ?, ?, (SELECT ifnull(max(last_use), 0) + 1 FROM entries))"
-)
+_NEXT_USE = "(SELECT ifnull(max(last_use), 0) + 1 FROM entries)"
+_WRITE_ENTRY = f"INSERT OR REPLACE INTO entries VALUES (?, ?, ?, ?, ?, ?, {_NEXT_USE})"
+_USE_ENTRY = f"UPDATE entries SET last_use = {_NEXT_USE} WHERE key = ? AND bytes = ? AND codec = ?"
 
 TextRow = tuple[bytes, int, int, int, int]
 """Digest of a text, hash of the window that it is found by, where that starts, length of the text, hash of its end."""
@@ -79,14 +79,15 @@ class Catalog:
 
     # -- entries ------------------------------------------------------------------------------------------------
 
-    def record(self, entry: Entry, *, at_once: bool = False) -> None:
-        """Write down an entry that was put or used; it is the last to be evicted now.
+    def record(self, entry: Entry) -> None:
+        """Write down an entry that was put; it is the last to be evicted now."""
+        self._database.execute(_WRITE_ENTRY, astuple(entry))
 
-        Args:
-            at_once: raise StoreError, instead of waiting, while another process is writing.
-        """
-        run = self._database.execute_at_once if at_once else self._database.execute
-        run(_WRITE_ENTRY, astuple(entry))
+    def use(self, entry: Entry) -> None:
+        """Note that an entry was read; it is the last to be evicted now. One that is missing, or says otherwise, is
+        written anew. Raises StoreError, and does not wait, while another process is writing."""
+        if not self._database.execute_at_once(_USE_ENTRY, (entry.key, entry.num_bytes, entry.codec)):
+            self._database.execute_at_once(_WRITE_ENTRY, astuple(entry))
 
     def remove(self, keys: Iterable[str]) -> int:
         """Remove entries; returns how many were there."""

@@ -195,7 +195,7 @@ class ChunkStore:
         """Note a use; this also gives an entry to a payload whose writer was killed before it could. With a full disk
         reading goes on without, and it waits for no writer."""
         try:
-            self.catalog.record(_entry_of(frame), at_once=True)
+            self.catalog.use(_entry_of(frame))
         except StoreError as error:
             logger.debug("a use was not recorded: %s", error)
 

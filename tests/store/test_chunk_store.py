@@ -110,6 +110,23 @@ class TestEviction:
         assert all(is_intact(store, number) for number in (1, 3, 4))
         assert store.stats().evictions == 1 and store.stats().bytes == 3 * size()
 
+    def test_what_was_just_put_stays_though_all_others_are_used_meanwhile(
+        self, opened: Open, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """By other threads or processes, between writing the entry and making room for it."""
+        store = opened(2 * size())
+        put(store, 1, 2)
+        totals = store.catalog.totals
+
+        def used_meanwhile() -> tuple[int, int]:
+            assert is_intact(store, 1) and is_intact(store, 2)
+            return totals()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(store.catalog, "totals", used_meanwhile)
+            put(store, 3)
+        assert is_intact(store, 3) and store.stats().evictions == 1
+
     def test_never_above_the_limit(self, opened: Open) -> None:
         limit = 5 * size() + 17
         store = opened(limit)

@@ -167,6 +167,11 @@ class TestCrashes:
         assert key(1) in again and is_intact(again, 1)
         assert set(again.keys()) == {key(1), key(2)} and again.stats().bytes == 2 * size()
 
+    def test_killed_while_replacing_the_entry_follows_the_payload(self, store: ChunkStore, folder: Path) -> None:
+        sql(folder, "UPDATE entries SET bytes = 7, codec = 'bfloat16' WHERE key = ?", key(1))
+        again = ChunkStore.open(folder)
+        assert again.codec_of(key(1)) == "float32" and is_intact(again, 1) and again.stats().bytes == 2 * size()
+
     def test_lost_catalog_is_filled_again_by_reading(self, store: ChunkStore, folder: Path) -> None:
         store.close()
         for file in folder.glob("catalog.sqlite3*"):
