@@ -1,15 +1,27 @@
-"""The README's code runs as it stands there, and its facts are those of the package."""
+"""README is short, its code runs as it stands there, and what the documentation says of the package is true."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+from typer.main import get_command
 
-README = (Path(__file__).resolve().parent.parent / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+from cacheclip_rag.lab.variants import read_variants
+from cacheclip_rag.methods import DEFAULT_METHOD, PRESET_NAMES
+from cacheclip_rag.methods.base import Method
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in (ROOT / "docs/pages").rglob("*.md")}
+WRITTEN = {"README.md": README, **PAGES}
+VARIANTS = ROOT / "benchmarks/variants.toml"
+COMMAND = re.compile(r"(?<![\w./])cacheclip ((?:models |store )?[a-z][a-z-]*)((?: (?:\\\n)?[^\s`|#]+)*)")
 
 
 @pytest.fixture(autouse=True)
@@ -17,91 +29,231 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def block(marker: str) -> str:
-    (found,) = [b for b in BLOCKS if marker in b]
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def block(language: str, marker: str) -> str:
+    (found,) = [each for each in blocks(README, language) if marker in each]
     return found
 
 
-@pytest.mark.slow
-def test_engine_block_answers(capsys: pytest.CaptureFixture[str]) -> None:
-    """On the small packaged model in both roles: the default primary is a download of half a gigabyte."""
-    code = block("CacheClipEngine").replace("qwen2.5-coder-0.5b", "smollm2-135m")
-    names: dict[str, Any] = {}
-    exec(code, names)
-    assert "1847" in names["answer"].text
-    assert names["answer"].stats.hits == 2
-    assert names["answer"].text in capsys.readouterr().out
+def after(diff: str) -> str:
+    """A diff's new lines, as code."""
+    return "\n".join(line[1:] for line in diff.splitlines() if line.startswith("+"))
 
 
-def test_llama_index_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over no documents: the default primary is a download of half a gigabyte."""
-    from llama_index.core import MockEmbedding, Settings, VectorStoreIndex
-    from llama_index.core.node_parser import SentenceSplitter
-    from llama_index.core.query_engine import RetrieverQueryEngine
-
-    monkeypatch.setattr(Settings, "_embed_model", MockEmbedding(8))
-    names: dict[str, Any] = {"documents": [], "splitter": SentenceSplitter(), "VectorStoreIndex": VectorStoreIndex}
-    exec(block("CacheClipLLM"), names)
-    assert isinstance(names["query_engine"], RetrieverQueryEngine)
-    assert names["CacheClipTransform"].from_llm(names["llm"]).store == names["llm"].store == "my-store"
+def imports(marker: str) -> str:
+    (found,) = [line for line in re.findall(r"`(from \S+ import [^`]+)`", README) if marker in line]
+    return str(found)
 
 
-def test_langchain_block() -> None:
-    from langchain_classic.chains.combine_documents import create_stuff_documents_chain
-    from langchain_classic.chains.retrieval import create_retrieval_chain
-    from langchain_core.embeddings import DeterministicFakeEmbedding
-    from langchain_core.prompts import ChatPromptTemplate
-    from langchain_core.runnables import Runnable, RunnableLambda
-    from langchain_core.vectorstores import InMemoryVectorStore
+class TestReadmeIsShort:
+    def test_lines_and_words(self) -> None:
+        assert len(README.splitlines()) <= 100
+        assert len(README.split()) <= 800
 
-    names: dict[str, Any] = {
-        "create_retrieval_chain": create_retrieval_chain,
-        "create_stuff_documents_chain": create_stuff_documents_chain,
-        "retriever": RunnableLambda(lambda question: []),
-        "vector_store": InMemoryVectorStore(DeterministicFakeEmbedding(size=8)),
-        "prompt": ChatPromptTemplate.from_messages([("human", "{context}\n\n{input}")]),
-    }
-    exec(block("create_retrieval_chain"), names)
-    assert isinstance(names["chain"], Runnable)
+    def test_paragraphs(self) -> None:
+        prose = re.sub(r"^```.*?^```|<!--.*?-->|^\|.*?$", "", README, flags=re.DOTALL | re.MULTILINE)
+        paragraphs = [each for part in prose.split("\n\n") for each in re.split(r"^- ", part, flags=re.MULTILINE)]
+        assert len(paragraphs) > 20
+        assert [each for each in paragraphs if len(each.split()) > 50] == []
 
+    def test_order(self) -> None:
+        order = (
+            "**3.7 times sooner**",
+            "flow.svg",
+            "pip install",
+            "make demo",
+            "```python",
+            "LlamaIndex**",
+            "LangChain**",
+        )
+        order += ("## When it helps", "kB a token", "| `full` |", "cacheclip certify", "make docs", "Licence")
+        places = [README.index(each, README.index("# Check") if each == "cacheclip certify" else 0) for each in order]
+        assert places == sorted(places)
 
-def test_guarded_block() -> None:
-    names: dict[str, Any] = {}
-    exec(block("guarded"), names)
-    config = names["guarded"].engine.config
-    assert config.require_certificate and config.shadow_rate == 0.01
+    def test_links_lead_somewhere(self) -> None:
+        links = [link for link in re.findall(r"\]\(([^)#]+)\)", README) if "://" not in link]
+        assert len(links) > 5
+        assert [link for link in links if not (ROOT / link).exists()] == []
 
-
-def test_architectures_table_names_them_all() -> None:
-    """By the words of the table, without punctuation: Qwen2/2.5 for qwen2, OLMo 2 for olmo2."""
-    from cacheclip_rag.runtime.transformers.architectures import SUPPORTED
-
-    table = re.sub(r"[^a-z0-9|]", "", README.partition("| architecture |")[2].partition("\n\n")[0].lower())
-    for model_type in SUPPORTED:
-        assert model_type.removesuffix("_text").replace("_", "") in table, model_type
-
-
-def test_every_block_is_run_here() -> None:
-    assert len(BLOCKS) == 4
+    def test_installs_from_a_clone_with_an_older_pip(self) -> None:
+        """No package index has this package yet, and pip before 25.1 does not know --group."""
+        for name, text in WRITTEN.items():
+            for line in re.findall(r"pip install.*", text):
+                assert "-e" in line and "--group" not in line, (name, line)
 
 
-def test_methods_table_lists_the_registry() -> None:
-    from cacheclip_rag.methods import METHODS
+class TestReadmeRuns:
+    def engine_block(self, primary: str, auxiliary: str) -> dict[str, Any]:
+        code = block("python", "CacheClipEngine")
+        assert len(code.splitlines()) <= 8
+        for named, instead in (
+            ("Qwen/Qwen2.5-0.5B-Instruct", primary),
+            ("HuggingFaceTB/SmolLM2-135M-Instruct", auxiliary),
+        ):
+            assert named in code
+            code = code.replace(named, instead)
+        names: dict[str, Any] = {}
+        exec(code, names)
+        return names
 
-    table = README.partition("## Methods")[2].partition("##")[0]
-    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(METHODS)
+    def test_engine_block(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        """On a runtime without a model."""
+        from cacheclip_rag.models import load
+        from cacheclip_rag.runtime.fake import FakeRuntime
+
+        monkeypatch.setitem(load._factories, "readme", FakeRuntime)
+        names = self.engine_block("readme:primary", "readme:auxiliary")
+        said = capsys.readouterr().out
+        assert names["answer"].text in said and "2 hits" in said
+        assert re.search(r"first token after \d+\.\d\d s", said)
+
+    @pytest.mark.slow
+    def test_engine_block_answers(self) -> None:
+        """On real weights, the small packaged model in both roles."""
+        names = self.engine_block("smollm2-135m", "smollm2-135m")
+        assert "1847" in names["answer"].text
+        assert names["answer"].stats.hits == 2
+
+    def test_llama_index_block(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Over no documents, so that no weights are loaded."""
+        from llama_index.core import MockEmbedding, Settings, VectorStoreIndex
+        from llama_index.core.node_parser import SentenceSplitter
+
+        monkeypatch.setattr(Settings, "_embed_model", MockEmbedding(8))
+        names: dict[str, Any] = {"documents": [], "splitter": SentenceSplitter(), "VectorStoreIndex": VectorStoreIndex}
+        exec(imports("llama_index"), names)
+        diff = block("diff", "CacheClipLLM")
+        exec(after(diff), names)
+        assert isinstance(names["index"], VectorStoreIndex) and len(diff.splitlines()) == 4
+        assert names["CacheClipTransform"].from_llm(names["llm"]).store == names["llm"].store == "my-store"
+
+    def test_langchain_block(self) -> None:
+        from langchain_core.embeddings import DeterministicFakeEmbedding
+        from langchain_core.vectorstores import InMemoryVectorStore
+
+        names: dict[str, Any] = {
+            "vector_store": InMemoryVectorStore(DeterministicFakeEmbedding(size=8)),
+            "documents": [],
+        }
+        exec(imports("langchain"), names)
+        diff = block("diff", "ChatCacheClip")
+        exec(after(diff), names)
+        assert names["llm"].primary == "Qwen/Qwen2.5-0.5B-Instruct" and len(diff.splitlines()) == 4
+
+    def test_every_block_is_run_here(self) -> None:
+        assert len(blocks(README, "python")) == 1 and len(blocks(README, "diff")) == 2
 
 
-def test_nothing_is_left_to_fill_in() -> None:
-    assert not re.findall(r"\b[A-Z]{3,}_[A-Z]{3,}\b", README.replace("CACHECLIP_HOME", "").replace("TORCH_INDEX", ""))
-    assert "TODO" not in README
+class TestPages:
+    """What the documentation site says."""
+
+    def commands(self) -> Iterator[tuple[str, str, str]]:
+        for name, text in WRITTEN.items():
+            for command, arguments in COMMAND.findall(text):
+                yield name, command, arguments
+
+    def test_commands_and_options_exist(self) -> None:
+        from cacheclip_rag.cli import app
+
+        root: Any = get_command(app)
+        known = dict(root.commands)
+        for group in ("models", "store"):
+            known.update({f"{group} {name}": each for name, each in known.pop(group).commands.items()})
+        seen = set()
+        for page, command, arguments in self.commands():
+            assert command in known, (page, command)
+            options = {option for parameter in known[command].params for option in parameter.opts} | {"--help"}
+            for option in re.findall(r"(?<=\s)--[a-z][a-z-]*", arguments):
+                assert option in options, (page, command, option)
+                seen.add(option)
+        assert {"--variants", "--methods", "--store", "--quick"} <= seen
+
+    def test_methods_in_commands_exist(self) -> None:
+        own = read_variants(VARIANTS)
+        for page, _, arguments in self.commands():
+            local = {name for each in self.toml_blocks(page) for name in each}
+            for names in re.findall(r"--methods ([\w,.-]+)", arguments):
+                for name in names.strip(".").split(","):
+                    assert not name or name in (*PRESET_NAMES, DEFAULT_METHOD, "all", *own, *local), (page, name)
+
+    def test_compared_methods_exist(self) -> None:
+        """Rows of tables of figures: presets, or variants of the file that the commands name."""
+        rows = re.findall(r"^ *\| `([\w.-]+)`", PAGES["docs/pages/comparison.md"], re.MULTILINE)
+        assert len(rows) > 100
+        assert set(rows) <= {*PRESET_NAMES, *read_variants(VARIANTS)}
+
+    def toml_blocks(self, page: str) -> list[dict[str, Method]]:
+        found = []
+        for number, text in enumerate(blocks(WRITTEN[page], "toml")):
+            file = Path(f"variants{number}.toml")
+            file.write_text(text, encoding="utf-8")
+            found.append(read_variants(file))
+        return found
+
+    def test_variants_are_read(self) -> None:
+        assert sum(len(each) for page in PAGES for each in self.toml_blocks(page)) >= 9
+        own = read_variants(VARIANTS)
+        for name, method in self.toml_blocks("docs/pages/comparison.md")[0].items():
+            assert method == own[name]
+
+    @pytest.mark.parametrize("page", ["docs/pages/how-to/methods.md", "docs/pages/how-to/extend.md"])
+    def test_code_that_imports_all_it_needs_runs(self, page: str) -> None:
+        whole = [each for each in blocks(PAGES[page], "python") if each.startswith("from ")]
+        assert whole
+        for code in whole:
+            exec(code, {"__name__": "shown"})
+
+    def test_certificate_example(self) -> None:
+        names: dict[str, Any] = {}
+        (code,) = [each for each in blocks(PAGES["docs/pages/how-to/certify.md"], "python") if "guarded" in each]
+        exec(code, names)
+        config = names["guarded"].engine.config
+        assert config.require_certificate and config.shadow_rate == 0.01
+
+    def test_thresholds_are_those_of_the_package(self) -> None:
+        from cacheclip_rag.guards.certificate import THRESHOLDS
+
+        said = (
+            "mean KL at most {first_token_kl:g} at the first token and {answer_kl:g} along the answer, {agreement:.0%} "
+            "equal greedy tokens, and {needle_accuracy_of_full:.0%} of the needles"
+        ).format(**THRESHOLDS)
+        assert said.replace("95%", "95 %") in PAGES["docs/pages/how-to/certify.md"]
+
+    def test_architectures_table_names_them_all(self) -> None:
+        """By the words of the table, without punctuation: Qwen2/2.5 for qwen2, OLMo 2 for olmo2."""
+        from cacheclip_rag.runtime.transformers.architectures import SUPPORTED
+
+        page = PAGES["docs/pages/reference/models.md"]
+        table = re.sub(r"[^a-z0-9|]", "", page.partition("| architecture |")[2].partition("\n\n")[0].lower())
+        for model_type in SUPPORTED:
+            assert model_type.removesuffix("_text").replace("_", "") in table, model_type
+
+    def test_made_tables(self) -> None:
+        tables = load_tables()
+        found = tables.on_page_markdown(PAGES["docs/pages/reference/methods.md"])
+        assert re.findall(r"^\| `([\w-]+)` \|", found, re.MULTILINE) == list(PRESET_NAMES)
+        assert "<!-- table" not in found
+        rows = {row.split("|")[1].strip(): row for row in tables.methods_table().splitlines()}
+        assert "an auxiliary model" in rows["`cacheclip`"] and "at ratio 1.0" in rows["`cacheclip`"]
+        assert "always" in rows["`full`"] and "never" in rows["`direct`"]
+        assert "`smollm2-135m`" in tables.on_page_markdown(PAGES["docs/pages/reference/models.md"])
+
+    def test_nothing_is_left_to_fill_in(self) -> None:
+        for name, text in WRITTEN.items():
+            assert "TODO" not in text, name
+            assert not re.findall(r"\w:\w+=", re.sub(r"`epic:k_init=16`", "", text)), f"{name} has the old dialect"
 
 
-def test_thresholds_are_those_of_the_package() -> None:
-    from cacheclip_rag.guards.certificate import THRESHOLDS
-
-    said = "mean KL {first_token_kl:g} at the first token and {answer_kl:g} along the answer, {agreement:.0%} equal"
-    assert said.format(**THRESHOLDS).replace("95%", "95 %") in " ".join(README.split())
+def load_tables() -> ModuleType:
+    """What mkdocs calls when it builds the site."""
+    spec = importlib.util.spec_from_file_location("tables", ROOT / "docs/tables.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def test_no_weights_needed_to_read_the_public_names() -> None:

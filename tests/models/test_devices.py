@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from cacheclip_rag.fusion.prefill import Prefilled
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cacheclip_rag.runtime.transformers.attention as attention
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.models.load import load_model, unload_models
+from cacheclip_rag.runtime.prefill import Prefilled
 from cacheclip_rag.runtime.transformers.attention import AttentionRule, block_attention, causal_plan
 from cacheclip_rag.runtime.transformers.model import ModelRuntime, device_of
 from tests.conftest import CHUNKS, rag_prompt

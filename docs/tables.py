@@ -1,0 +1,79 @@
+"""Tables that the documentation site makes from the package, so that they cannot fall behind it.
+
+A page asks for one by a line of its own: ``<!-- table: methods -->``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from cacheclip_rag.methods import PRESET_NAMES
+from cacheclip_rag.methods.base import Method
+from cacheclip_rag.methods.presets import PRESET_NOTES, PRESETS
+from cacheclip_rag.models.packaged.catalogue import PACKAGED_MODELS
+
+_PLACE = re.compile(r"^<!-- table: ([\w-]+) -->$", re.MULTILINE)
+
+
+def methods_table() -> str:
+    """One row a preset: what it does, where it comes from, what it needs, when it equals full prefill."""
+    rows = [
+        (
+            f"`{name}`",
+            PRESET_NOTES[name].summary,
+            PRESET_NOTES[name].source,
+            _needs(PRESETS[name]),
+            _exact(PRESETS[name]),
+        )
+        for name in PRESET_NAMES
+    ]
+    return _table(("name", "what it does", "source", "needs", "equals full prefill"), rows)
+
+
+def _needs(method: Method) -> str:
+    wanted = (
+        (method.needs_auxiliary, "an auxiliary model"),
+        (method.learns, "earlier prompts"),
+        (_is_trained(method), "a checkpoint trained for it"),
+    )
+    return ", ".join(text for is_wanted, text in wanted if is_wanted)
+
+
+def _is_trained(method: Method) -> bool:
+    return ".trained." in type(method).__module__
+
+
+def _exact(method: Method) -> str:
+    if method.composes:
+        return "each of its prompts does"
+    if not method.reuses_chunks:
+        return "always"
+    if _is_trained(method):
+        return "under its own mask"
+    if method.captures:
+        return "when a prompt comes again from its start"
+    return "at ratio 1.0" if method.has_ratio and method.exact_at_one else "never with several chunks"
+
+
+def packaged_models_table() -> str:
+    """One row a packaged model."""
+    rows = [
+        (f"`{m.name}`", m.description, f"{m.num_bytes / 1e6:.0f} MB", m.context_tokens, m.license)
+        for m in PACKAGED_MODELS.values()
+    ]
+    return _table(("name", "model", "download", "context, tokens", "licence"), rows)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(str(cell) for cell in line)} |" for line in lines)
+
+
+TABLES: dict[str, Callable[[], str]] = {"methods": methods_table, "packaged-models": packaged_models_table}
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Called by mkdocs for every page."""
+    return _PLACE.sub(lambda place: TABLES[place[1]](), markdown)
