@@ -1,0 +1,136 @@
+"""Conformance of runtimes: what planning, storing, decoding and observers rely on, whatever runs the model.
+
+    class TestMine(RuntimeConformance):
+        def make_runtime(self, folder):
+            return MyRuntime(...)
+
+The suite looks at a runtime through the protocol alone; logits are compared with :attr:`tolerance`, since two correct
+ways of computing the same thing differ by rounding.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ..clock import PhaseClock
+from ..config import EngineConfig
+from ..engine import CacheClipEngine
+from ..models.load import register_runtime, unload_models
+from ..runtime.base import Runtime
+from ..sampling import SamplingParams
+
+__all__ = ["RuntimeConformance"]
+
+_CHUNKS = (
+    "The lighthouse of Brindle Point was built in 1847 by the engineer Ada Thornbury.",
+    "Its lamp burned whale oil until 1871, when it was changed to paraffin.",
+)
+_PROMPT = "\n\n".join(_CHUNKS) + "\n\nQuestion: when was the lamp changed?"
+_SHORT = SamplingParams(max_tokens=8)
+
+
+class RuntimeConformance:
+    """Inherit it, and implement :meth:`make_runtime`."""
+
+    tolerance: float = 1e-4
+    """Largest difference of logits between two correct ways of computing them."""
+
+    def make_runtime(self, folder: Path) -> Runtime:
+        """A runtime that can reuse KV; ``folder`` is empty and of this test alone."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def runtime(self, tmp_path: Path) -> Runtime:
+        return self.make_runtime(tmp_path)
+
+    @pytest.fixture
+    def engine(self, runtime: Runtime) -> CacheClipEngine:
+        """An engine on this very runtime, without an auxiliary model."""
+        unload_models()
+        register_runtime("conformance", lambda name, *, dtype, device: runtime)
+        config = EngineConfig(primary="conformance:model", auxiliary=None, method="epic", chunk_context="prefix")
+        return CacheClipEngine(config)
+
+    # -- text ---------------------------------------------------------------------------------------------------
+
+    def test_tokens_are_the_same_at_every_call(self, runtime: Runtime) -> None:
+        first, again = runtime.tokenize(_PROMPT), runtime.tokenize(_PROMPT)
+        assert len(first) > 8 and first == again
+
+    def test_offsets_cover_the_text_in_order(self, runtime: Runtime) -> None:
+        offsets = [pair for pair in runtime.tokenize(_PROMPT).offsets if pair[1] > pair[0]]
+        assert offsets and offsets == sorted(offsets)
+        assert offsets[0][0] == 0 and offsets[-1][1] == len(_PROMPT)
+
+    def test_no_text_of_a_user_is_an_end(self, runtime: Runtime) -> None:
+        for text in ("<|im_end|>", "</s>", "<|endoftext|>", "<|eot_id|>"):
+            assert not runtime.eos_ids & set(runtime.tokenize(text).ids), text
+
+    # -- KV -----------------------------------------------------------------------------------------------------
+
+    def test_kv_has_the_shape_that_it_declares(self, runtime: Runtime) -> None:
+        ids = runtime.tokenize(_CHUNKS[0]).ids
+        kv = runtime.encode(ids)
+        assert kv.shape == (runtime.num_layers, 2, runtime.num_kv_heads, len(ids), runtime.head_dim)
+        assert kv.dtype == runtime.dtype and bool(kv.isfinite().all())
+
+    def test_kv_depends_on_its_tokens(self, runtime: Runtime) -> None:
+        one, other = (runtime.encode(runtime.tokenize(text).ids[:6]) for text in _CHUNKS)
+        assert not torch.equal(one, other)
+
+    def test_fingerprints_tell_that_it_can_reuse(self, runtime: Runtime) -> None:
+        assert runtime.can_reuse and runtime.unsupported is None
+        assert runtime.fingerprint and 0 < runtime.reuse_tokens <= runtime.context_tokens
+
+    # -- prefill and decode -------------------------------------------------------------------------------------
+
+    def test_decoding_goes_on_as_one_prefill_would(self, runtime: Runtime) -> None:
+        ids = torch.tensor(runtime.tokenize(_PROMPT).ids)
+        state, logits = runtime.prefill(ids, len(ids) + 2)
+        assert logits.ndim == 1 and state.get_seq_length() == len(ids)
+        assert state.position_of(len(ids)) == len(ids)
+        runtime.decode_step(state, int(logits.argmax()))
+        assert state.get_seq_length() == len(ids) + 1
+
+    def test_a_chunk_right_behind_its_prefix_equals_plain_prefill(self, engine: CacheClipEngine) -> None:
+        engine.precompute(_CHUNKS[:1])
+        prompt = f"{_CHUNKS[0]}\n\nWhen?"
+        full = engine.prefill(prompt, method=engine.make_method("full"))
+        direct = engine.prefill(prompt, method=engine.make_method("direct"))
+        assert direct.stats.hits == 1 and direct.stats.fallback is None
+        assert float((full.logits - direct.logits).abs().max()) <= self.tolerance
+
+    def test_ratio_one_equals_plain_prefill(self, engine: CacheClipEngine) -> None:
+        engine.precompute(_CHUNKS)
+        full = engine.generate(_PROMPT, _SHORT, method="full")
+        engine.prefixes.clear()
+        reused = engine.generate(_PROMPT, _SHORT, recompute_ratio=1.0)
+        assert reused.stats.hits == len(_CHUNKS) and reused.token_ids == full.token_ids
+
+    def test_the_budget_is_kept(self, engine: CacheClipEngine) -> None:
+        engine.precompute(_CHUNKS)
+        stats = engine.generate(_PROMPT, _SHORT, recompute_ratio=0.25).stats
+        assert stats.recomputed_tokens == round(0.25 * stats.chunk_tokens)
+
+    def test_what_cannot_be_read_is_computed(self, engine: CacheClipEngine) -> None:
+        """A plan whose chunks are gone by the time it is carried out still gives the answer of plain prefill."""
+        engine.precompute(_CHUNKS)
+        full = engine.generate(_PROMPT, _SHORT, method="full")
+        engine.prefixes.clear()
+        method = engine.make_method()
+        sources = engine.parts.sources(method)
+        plan = engine.plan(_PROMPT)
+        assert len(plan.reused) == len(_CHUNKS)
+        engine.release(_CHUNKS)
+        fused = sources.primary.runtime.fuse(plan, sources, capacity=512, clock=PhaseClock())
+        assert fused is None
+        again = engine.generate(_PROMPT, _SHORT, documents=_CHUNKS)
+        assert again.token_ids == full.token_ids and again.stats.misses == len(_CHUNKS)
+
+    def test_phases_are_within_the_time_to_the_first_token(self, engine: CacheClipEngine) -> None:
+        engine.precompute(_CHUNKS)
+        stats = engine.generate(_PROMPT, _SHORT).stats
+        assert 0 < sum(stats.phases_s.values()) <= stats.ttft_s

@@ -1,0 +1,177 @@
+"""Plans: what is reused, what is exact, why nothing is. No model is needed: a fake runtime answers."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cacheclip_rag import CacheClipEngine, Plan
+from cacheclip_rag.errors import ConfigurationError, PromptTooLongError
+from cacheclip_rag.guards.base import Answered, Observer
+from cacheclip_rag.models.load import register_runtime
+from cacheclip_rag.runtime.fake import FakeRuntime
+
+CHUNKS = [
+    "The lighthouse of Brindle Point was built in 1847 by the engineer Ada Thornbury.",
+    "Its lamp burned whale oil until 1871, when it was changed to paraffin.",
+    "A keeper and two assistants lived on the rock for eight weeks at a time.",
+]
+
+
+def rag(chunks: list[str]) -> str:
+    return "\n\n".join(chunks) + "\n\nQuestion: when was it built?"
+
+
+@pytest.fixture
+def make() -> Callable[..., CacheClipEngine]:
+    register_runtime("fake", FakeRuntime)
+
+    def make(**options: Any) -> CacheClipEngine:
+        return CacheClipEngine(**{"primary": "fake:planned", "auxiliary": "fake:small", "method": "epic", **options})
+
+    return make
+
+
+@pytest.fixture
+def engine(make: Callable[..., CacheClipEngine]) -> CacheClipEngine:
+    return make()
+
+
+class TestPlan:
+    def test_hits_and_budget(self, engine: CacheClipEngine) -> None:
+        engine.precompute(CHUNKS[:2])
+        plan = engine.plan(rag(CHUNKS), documents=CHUNKS, recompute_ratio=0.25)
+        assert [span.segment.text for span in plan.reused] == CHUNKS[:2]
+        assert [span.segment.text for span in plan.missing] == CHUNKS[2:]
+        tokens = sum(len(engine.primary.tokenize(text)) for text in CHUNKS[:2])
+        assert plan.chunk_tokens == tokens and plan.budget_tokens == round(0.25 * tokens)
+        assert plan.fallback is None and plan.method.name == "epic"
+
+    def test_it_is_what_an_answer_then_does(self, engine: CacheClipEngine) -> None:
+        engine.precompute(CHUNKS)
+        plan, stats = engine.plan(rag(CHUNKS)), engine.generate(rag(CHUNKS)).stats
+        assert (stats.hits, stats.chunk_tokens, stats.recomputed_tokens) == (3, plan.chunk_tokens, plan.budget_tokens)
+        assert stats.exact_tokens == 0 and plan.exact == ()
+
+    def test_a_chunk_right_behind_its_prefix_is_exact(self, make: Callable[..., CacheClipEngine]) -> None:
+        engine = make(chunk_context="prefix")
+        engine.precompute(CHUNKS)
+        plan = engine.plan(rag(CHUNKS))
+        assert [span.segment.text for span in plan.exact] == CHUNKS[:1]
+        assert engine.plan("First:\n\n" + rag(CHUNKS)).exact == ()
+
+    def test_planning_computes_nothing(self, engine: CacheClipEngine) -> None:
+        engine.precompute(CHUNKS)
+        runtime = engine.primary
+        assert isinstance(runtime, FakeRuntime)
+        encoded, entries = len(runtime.encoded), engine.store.stats().entries
+        engine.plan(rag(CHUNKS), documents=[*CHUNKS, "A text that nobody stored so far."])
+        assert len(runtime.encoded) == encoded and engine.store.stats().entries == entries
+
+    def test_in_plain_values(self, engine: CacheClipEngine) -> None:
+        engine.precompute(CHUNKS)
+        plan = engine.plan(rag(CHUNKS))
+        written = json.loads(json.dumps(plan.to_dict()))
+        chunks = [piece for piece in written["pieces"] if piece["kind"] == "chunk"]
+        assert [piece["reused"] for piece in chunks] == [True] * 3
+        assert len({piece["key"] for piece in chunks}) == 3
+        starts = [piece["start"] for piece in written["pieces"]]
+        assert starts == sorted(starts) and written["pieces"][-1]["stop"] == written["prompt_tokens"]
+        assert len(written["token_ids"]) == written["prompt_tokens"]
+
+    def test_it_travels(self, engine: CacheClipEngine) -> None:
+        engine.precompute(CHUNKS)
+        plan = engine.plan(rag(CHUNKS))
+        again: Plan = pickle.loads(pickle.dumps(plan))
+        assert again == plan and again.to_dict() == plan.to_dict()
+
+
+class TestWhyNothingIsReused:
+    def test_no_chunk(self, engine: CacheClipEngine) -> None:
+        assert engine.plan("Hello there, who is it?").fallback == "no stored chunk found in the prompt"
+
+    def test_chunks_that_are_not_stored(self, engine: CacheClipEngine) -> None:
+        plan = engine.plan(rag(CHUNKS), documents=CHUNKS)
+        assert plan.fallback == "none of the prompt's 3 chunks is in the store" and not plan.reused
+
+    def test_a_missing_auxiliary_chunk_is_a_miss_for_methods_that_need_it(
+        self, make: Callable[..., CacheClipEngine]
+    ) -> None:
+        make(auxiliary=None).precompute(CHUNKS)
+        alone = make(auxiliary=None)
+        alone.precompute(CHUNKS)
+        assert len(alone.plan(rag(CHUNKS)).reused) == 3
+        with pytest.raises(ConfigurationError, match="needs an auxiliary model"):
+            alone.plan(rag(CHUNKS), method="cacheclip")
+
+    def test_full_asks_nobody(self, engine: CacheClipEngine) -> None:
+        engine.precompute(CHUNKS)
+        plan = engine.plan(rag(CHUNKS), method="full")
+        assert not plan.reused and plan.fallback is None
+
+    def test_beyond_the_reuse_limit(self, make: Callable[..., CacheClipEngine]) -> None:
+        engine = make()
+        engine.precompute(CHUNKS)
+        runtime, tokens = engine.primary, engine.plan(rag(CHUNKS)).layout.num_tokens
+        runtime.reuse_tokens = tokens
+        assert len(engine.plan(rag(CHUNKS)).reused) == 3, "as many tokens as the limit are reused"
+        runtime.reuse_tokens = tokens - 1
+        plan = engine.plan(rag(CHUNKS))
+        runtime.reuse_tokens = runtime.context_tokens
+        assert plan.obstructed and not plan.reused and f"above {tokens - 1}" in str(plan.fallback)
+
+    def test_beyond_the_context(self, engine: CacheClipEngine) -> None:
+        with pytest.raises(PromptTooLongError):
+            engine.plan("word " * 5000)
+
+
+class TestObservers:
+    class Seen(Observer):
+        def __init__(self) -> None:
+            self.plans: list[Plan] = []
+            self.answers: list[Answered] = []
+
+        def on_plan(self, plan: Plan, sources: Any) -> None:
+            self.plans.append(plan)
+
+        def on_answer(self, answered: Answered) -> None:
+            self.answers.append(answered)
+
+    def test_they_see_plans_and_answers(self, engine: CacheClipEngine) -> None:
+        seen = self.Seen()
+        engine.observers.append(seen)
+        engine.precompute(CHUNKS)
+        answer = engine.generate(rag(CHUNKS))
+        assert [plan.reused for plan in seen.plans] == [engine.plan(rag(CHUNKS)).reused]
+        [answered] = seen.answers
+        assert answered.answer == answer and answered.plan is seen.plans[0] and answered.logits is not None
+
+    def test_one_may_refuse(self, engine: CacheClipEngine) -> None:
+        class Refusing(Observer):
+            def on_plan(self, plan: Plan, sources: Any) -> None:
+                if plan.reused:
+                    raise ConfigurationError("not today")
+
+        engine.observers.append(Refusing())
+        engine.precompute(CHUNKS)
+        with pytest.raises(ConfigurationError, match="not today"):
+            engine.generate(rag(CHUNKS))
+        assert engine.generate(rag(CHUNKS), method="full").stats.method == "full"
+
+    def test_they_are_not_asked_by_those_who_evaluate(self, engine: CacheClipEngine) -> None:
+        seen = self.Seen()
+        engine.observers.append(seen)
+        engine.precompute(CHUNKS)
+        engine.prefill(rag(CHUNKS), method=engine.make_method())
+        assert seen.plans == [] and seen.answers == []
+
+    def test_an_answer_of_several_prompts_is_seen_once(self, engine: CacheClipEngine) -> None:
+        seen = self.Seen()
+        engine.observers.append(seen)
+        engine.precompute(CHUNKS)
+        engine.generate(rag(CHUNKS), method="map_reduce")
+        assert [answered.plan for answered in seen.answers] == [None]

@@ -1,0 +1,69 @@
+"""The runtimes of the package keep the promises that the suite for third parties asks for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from cacheclip_rag import CacheClipEngine
+from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.models.load import load_any, load_model, register_runtime
+from cacheclip_rag.runtime.base import Runtime
+from cacheclip_rag.runtime.fake import FakeRuntime
+from cacheclip_rag.testing.runtimes import RuntimeConformance
+from cacheclip_rag.testing.tiny import TINY_MODELS, build_model
+
+
+class TestFake(RuntimeConformance):
+    def make_runtime(self, folder: Path) -> Runtime:
+        return FakeRuntime("conformance")
+
+    def test_foreign_kv_is_refused(self, engine: CacheClipEngine) -> None:
+        """Twin of equal answers: the fake must notice KV that is not the chunk's, or equality would prove nothing."""
+        text, other = "A chunk of seven words and more.", "Another chunk that is stored here."
+        engine.precompute([text, other])
+        caches = engine.parts.sources(engine.make_method()).primary
+        foreign = caches.read(other)
+        assert foreign is not None
+        engine.store.put(caches.key(text), foreign, "float32", namespace="default", text=text)
+        with pytest.raises(ConfigurationError, match="not that of the chunk"):
+            engine.generate(f"{text}\n\nWhat?")
+
+
+class TestTransformers(RuntimeConformance):
+    def make_runtime(self, folder: Path) -> Runtime:
+        return load_model(str(build_model(folder / "model", TINY_MODELS["qwen2"])))
+
+
+class TestSchemes:
+    def test_a_scheme_makes_runtimes_once(self) -> None:
+        made = []
+
+        def factory(name: str, *, dtype: str, device: str) -> Runtime:
+            made.append((name, dtype, device))
+            return FakeRuntime(name, dtype=dtype)
+
+        register_runtime("counted", factory)
+        first, again = load_any("counted:one"), load_any("counted:one")
+        assert first is again and load_any("counted:two") is not first
+        assert made == [("one", "float32", "cpu"), ("two", "float32", "cpu")]
+
+    @pytest.mark.parametrize("scheme", ["", "c", "C:", "two words", "9x"])
+    def test_a_scheme_is_a_word(self, scheme: str) -> None:
+        with pytest.raises(ConfigurationError, match="scheme must be"):
+            register_runtime(scheme, FakeRuntime)
+
+    def test_a_model_that_cannot_reuse_answers_plainly(self) -> None:
+        class Plain(FakeRuntime):
+            can_reuse = False
+            unsupported = "model 'plain' keeps no KV that could be reused."
+
+        register_runtime("plain", Plain)
+        engine = CacheClipEngine(primary="plain:model", auxiliary=None, fallback="full", method="direct")
+        chunk = "A chunk of seven words and more."
+        assert engine.precompute([chunk]) == 0
+        answer = engine.generate(f"{chunk}\n\nWhat?", documents=[chunk])
+        assert answer.stats.fallback == Plain.unsupported and answer.stats.method == "full"
+        assert torch.equal(torch.tensor(answer.token_ids[-1]), torch.tensor(0))
