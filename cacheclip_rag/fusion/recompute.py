@@ -96,6 +96,7 @@ class _Pass:
         plan, clock, runtime = self.plan, self.clock, self.runtime
         layout, method, reused = plan.layout, plan.method, plan.reused
         charged = 0
+        recorded: list[torch.Tensor] = []
 
         def full_prefill() -> FusedCache:
             nonlocal charged
@@ -109,6 +110,7 @@ class _Pass:
                 cache=cache,
                 captured=self.captured,
                 full_prefill=full_prefill,
+                record_scores=recorded.extend,
             )
             masks = method.select(view, scores)
             rows = choose_rows(layout, reused, zip(scorable, masks, strict=True))
@@ -125,7 +127,7 @@ class _Pass:
             charged += runtime.num_layers * sum(int(mask.sum()) for mask in masks)
         chosen = _chunk_rows(rows, reused)
         first = int(rows[0]) if cache.geometry is None else None
-        trace = _trace(plan, scorable, scores, chosen, starts or [], clock) if self.trace else None
+        trace = _trace(plan, scorable, recorded, chosen, starts or [], clock) if self.trace else None
         return Fused(cache, logits, plan, len(chosen), charged / runtime.num_layers, first, trace)
 
     def _seen(self, reused: Sequence[Span], scorable: Sequence[Span]) -> dict[str, Any]:
@@ -211,7 +213,7 @@ def _trace(
     starts: Sequence[float],
     clock: PhaseClock,
 ) -> Trace:
-    by_span = dict(zip(scorable, scores, strict=True))
+    by_span = dict(zip(scorable, scores, strict=False))  # no scores where there was nothing to choose
     ends = [*starts[1:], clock.started + clock.elapsed()]
     return Trace(
         token_ids=plan.layout.token_ids,

@@ -47,6 +47,8 @@ class CacheView(PromptView):
     """By start of span: chunk caches captured from answered prompts, for the method that uses them; else empty."""
     full_prefill: Callable[[], FusedCache]
     """Compute the prompt's KV by plain prefill, which is charged to the method: for ceilings to measure against."""
+    record_scores: Callable[[Sequence[torch.Tensor]], None] = lambda scores: None
+    """Told the final scores per span, by methods that have some: for an answer's trace."""
 
 
 def split_by_span(values: torch.Tensor, spans: Sequence[Span]) -> list[torch.Tensor]:
