@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from cacheclip_rag import CacheClipEngine, Fresh, SamplingParams
 from cacheclip_rag.fusion.recompute import assemble, choose_rows
 from cacheclip_rag.methods import preset
+from cacheclip_rag.methods.base import Method
 from cacheclip_rag.prompt.layout import Layout, lay_out
 from cacheclip_rag.runtime.transformers.attention import AttentionPlan, Block
 from cacheclip_rag.runtime.transformers.cache import FusedCache
@@ -111,9 +112,9 @@ def make_case(
     return Case(folder, engine, layout, kv)
 
 
-def prefilled(engine: CacheClipEngine, prompt: Any, method: str, ratio: float = 0.2) -> Any:
+def prefilled(engine: CacheClipEngine, prompt: Any, method: str | Method, ratio: float = 0.2) -> Any:
     """The engine's own prefill, up to the logits that its public answer is sampled from."""
-    chosen = preset(method)
+    chosen = preset(method) if isinstance(method, str) else method
     with torch.inference_mode():
         chosen = chosen.at(ratio) if chosen.has_ratio else chosen
         return engine.prefill(prompt, SamplingParams(max_tokens=64), method=chosen)

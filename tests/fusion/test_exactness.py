@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from transformers.cache_utils import DynamicCache
 
 from cacheclip_rag import Chunk, Fresh, SamplingParams
+from cacheclip_rag.methods import preset
+from cacheclip_rag.methods.settings import vary
 from cacheclip_rag.runtime.transformers.attention import (
     AttentionPlan,
     AttentionRule,
@@ -128,7 +130,10 @@ class TestPartialRecompute:
         case.runtime.run_rows = spy  # an instance attribute over the method: gone with ``del``
         try:
             fused = prefilled(
-                case.engine, [span.segment for span in case.layout.spans], "cacheclip:correction=0", ratio
+                case.engine,
+                [span.segment for span in case.layout.spans],
+                vary(preset("cacheclip"), {"correction": 0.0}),
+                ratio,
             )
         finally:
             del case.runtime.run_rows
