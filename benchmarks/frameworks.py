@@ -73,8 +73,8 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     given = parser.parse_args()
 
-    index_llm = CacheClipLLM(model_name=given.primary, auxiliary_model_name=given.auxiliary, max_new_tokens=16)
-    chain_llm = ChatCacheClip(model=given.primary, auxiliary=given.auxiliary, max_tokens=16)
+    index_llm = CacheClipLLM(primary=given.primary, auxiliary=given.auxiliary, max_tokens=16)
+    chain_llm = ChatCacheClip(primary=given.primary, auxiliary=given.auxiliary, max_tokens=16)
     engine = index_llm.engine
     assert engine is chain_llm.engine
     texts = make_texts(engine.primary.tokenize, given.chunks, given.chunk_tokens)
@@ -90,7 +90,7 @@ def main() -> None:
     )
     params = SamplingParams(max_tokens=16)
     ways: dict[str, Callable[[], Iterator[Any]]] = {
-        "engine": lambda: engine.generate_stream(prompt, params),
+        "engine": lambda: engine.stream(prompt, params),
         "LlamaIndex, stock synthesizer": lambda: stock.synthesize(QUESTION, nodes).response_gen,
         "LlamaIndex, CacheClipSynthesizer": lambda: ours.synthesize(QUESTION, nodes).response_gen,
         "LangChain, documents chain": lambda: chain.stream({"context": documents, "query_str": QUESTION}),

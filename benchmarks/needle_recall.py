@@ -1,6 +1,6 @@
 """Whether selectors find needles: which share of the tokens that hold an answer, and of whole values, is recomputed.
 
-    python benchmarks/needle_recall.py --haystack ESSAYS --methods cacheclip,cacheclip:layers=last:anchor=0,epic
+    python benchmarks/needle_recall.py --haystack ESSAYS --methods cacheclip,cacheclip-paper,epic [--variants FILE]
 
 RULER's niah_multivalue and niah_multiquery (arXiv:2404.06654) of 4,096 tokens in chunks of 1,000, and the package's own
 questions over two hops and over two keys, of 8 chunks of about 128. Nothing is trained on any of them. ``ESSAYS`` is a
@@ -22,6 +22,8 @@ from cacheclip_rag.lab.evaluation.ruler import generate
 from cacheclip_rag.lab.training.families import Sample, Span, synthetic_samples
 from cacheclip_rag.lab.training.given import sample_of_record
 from cacheclip_rag.lab.training.targets import chosen_by
+from cacheclip_rag.lab.variants import read_variants
+from cacheclip_rag.methods import preset
 from cacheclip_rag.progress import progress_bar
 from cacheclip_rag.selection.mapping import Offsets
 
@@ -54,7 +56,8 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=4, help="questions of each kind")
     parser.add_argument("--heads", default="auto", help="as of 'cacheclip eval'")
     parser.add_argument("--ratios", default="0.1,0.2")
-    parser.add_argument("--methods", default="cacheclip,cacheclip:layers=last:anchor=0,epic")
+    parser.add_argument("--methods", default="cacheclip,cacheclip-paper,epic")
+    parser.add_argument("--variants", type=Path, help="TOML file of methods of your own, as of 'cacheclip eval'")
     given = parser.parse_args()
 
     # in memory: what is looked at is no one's store
@@ -71,14 +74,17 @@ def main() -> None:
                 haystack=given.haystack.read_text(encoding="utf-8"),
             )
             samples += [sample for record in records if (sample := sample_of_record(record)) is not None]
-    runs = [(spec, float(ratio)) for spec in given.methods.split(",") for ratio in given.ratios.split(",")]
+    variants = read_variants(given.variants)
+    methods = {name: variants.get(name) or preset(name) for name in given.methods.split(",")}
+    runs = [(name, float(ratio)) for name in methods for ratio in given.ratios.split(",")]
     found: dict[str, dict[str, list[tuple[float, float]]]] = {}
     with progress_bar("choosing", len(samples), "questions") as advance:
         for done, sample in enumerate(samples, 1):
-            engine.precompute(sample.chunks)
-            for spec, ratio in runs:
-                of_run = found.setdefault(f"{spec}@{ratio:g}", {})
-                of_run.setdefault(sample.family, []).append(measured(chosen_by(engine, sample, spec, ratio), sample))
+            for name, ratio in runs:
+                of_run = found.setdefault(f"{name}@{ratio:g}", {})
+                engine.precompute(sample.chunks, method=methods[name])
+                chosen = chosen_by(engine, sample, methods[name], ratio)
+                of_run.setdefault(sample.family, []).append(measured(chosen, sample))
             engine.release(sample.chunks)
             advance(done)
     recall = {

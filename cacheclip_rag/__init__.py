@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .config import EngineConfig
-    from .engine import Answer, CacheClipEngine, StreamEvent, get_engine
+    from .engine import CacheClipEngine, get_engine
     from .errors import CacheClipError
     from .prompt.segments import Chunk, Fresh
     from .sampling import SamplingParams
-    from .stats import FusionStats
+    from .types import Answer, Event, FusionStats, Plan
 
 __version__ = "0.1.0"
 
@@ -24,24 +24,26 @@ __all__ = [
     "CacheClipError",
     "Chunk",
     "EngineConfig",
+    "Event",
     "Fresh",
     "FusionStats",
+    "Plan",
     "SamplingParams",
-    "StreamEvent",
     "__version__",
     "get_engine",
 ]
 
 _HOMES = {
-    "Answer": "engine",
+    "Answer": "types",
     "CacheClipEngine": "engine",
     "CacheClipError": "errors",
     "Chunk": "prompt.segments",
     "EngineConfig": "config",
+    "Event": "types",
     "Fresh": "prompt.segments",
-    "FusionStats": "stats",
+    "FusionStats": "types",
+    "Plan": "types",
     "SamplingParams": "sampling",
-    "StreamEvent": "engine",
     "get_engine": "engine",
 }
 

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from .errors import ConfigurationError
 
-__all__ = ["check_whole_number", "is_whole_number"]
+__all__ = [
+    "check_choice",
+    "check_flag",
+    "check_number",
+    "check_ratio",
+    "check_share",
+    "check_whole_number",
+    "is_whole_number",
+]
 
 
 def is_whole_number(value: Any) -> bool:
@@ -26,3 +35,36 @@ def check_whole_number(name: str, value: Any, *, least: int = 0, most: int | Non
     bounds = f"from {least} to {most}" if most is not None else f"{least} or more"
     comma = "" if of or most is not None else ","
     raise ConfigurationError(f"{name} must be {number}{comma} {bounds}, got {value!r}.")
+
+
+def check_number(
+    name: str, value: Any, says: str, *, above: float | None = None, least: float = 0.0, most: float
+) -> None:
+    """Raise ConfigurationError, which ``says`` what is expected, unless ``value`` is a number from ``least`` (or above
+    ``above``) to ``most``."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and (value >= least if above is None else value > above) and value <= most:
+        return
+    raise ConfigurationError(f"{name} must be {says}, got {value!r}.")
+
+
+def check_ratio(recompute_ratio: Any) -> None:
+    """Raise ConfigurationError unless the recompute ratio is a number from 0 to 1."""
+    check_number("recompute_ratio", recompute_ratio, "between 0 (reuse all) and 1 (recompute all)", most=1.0)
+
+
+def check_share(name: str, value: Any, of: str) -> None:
+    """Raise ConfigurationError unless ``value`` is a number from 0 to 1: a share ``of`` something."""
+    check_number(name, value, f"a share of {of}, 0 to 1", most=1.0)
+
+
+def check_choice(name: str, value: Any, allowed: Collection[str]) -> None:
+    """Raise ConfigurationError unless ``value`` is one of the ``allowed`` strings."""
+    if not isinstance(value, str) or value not in allowed:
+        raise ConfigurationError(f"{name} must be one of {', '.join(allowed)}, got {value!r}.")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raise ConfigurationError unless ``value`` is True or False."""
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{name} must be True or False, got {value!r}.")

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, fields, replace
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .checks import check_whole_number
-from .chunks.context import LEADS
+from .checks import check_ratio, check_whole_number
+from .chunks.context import check_chunk_context
 from .errors import ConfigurationError
-from .methods import DEFAULT_METHOD, check_method, check_ratio
+from .methods import DEFAULT_METHOD, check_method
 from .models.packaged.catalogue import DEFAULT_AUXILIARY, DEFAULT_PRIMARY
-from .selection.modes import check_grouping
+
+if TYPE_CHECKING:
+    from .methods.base import Method
 
 __all__ = ["DTYPES", "SHADOW_MODES", "EngineConfig"]
 
@@ -34,25 +36,19 @@ class EngineConfig:
     """Folder of the chunk-cache store; None keeps chunk caches in memory only."""
     namespace: str = "default"
     """Tenant: two namespaces never share an entry."""
-    method: str = DEFAULT_METHOD
-    """Default method of :meth:`~cacheclip_rag.engine.CacheClipEngine.generate`: a name, and settings of its own behind
-    it where they differ from the defaults (``epic:k_init=16``); or ``auto``: ``cacheclip`` where the auxiliary model
-    can be had and has a head set, ``anchored`` elsewhere."""
-    recompute_ratio: float = 0.2
-    """Share of chunk tokens to recompute, 0 to 1."""
+    method: str | Method = DEFAULT_METHOD
+    """Default method of :meth:`~cacheclip_rag.engine.CacheClipEngine.generate`: a preset's name, a method of your own,
+    or ``auto``: ``cacheclip`` where the auxiliary model can be had and has a head set, ``anchored`` elsewhere."""
+    recompute_ratio: float | None = None
+    """Share of chunk tokens to recompute, 0 to 1, in place of the method's own (0.2 for all presets that have one)."""
     heads: str | PathLike[str] = "auto"
     """Head set of the auxiliary model, for methods that use one: a file; ``auto`` for the one that ``cacheclip
     calibrate`` or ``finetune`` wrote for this pair of models, else the one in the package; ``none``."""
-    behind: str = "passages"
-    """What chunks are computed behind when they are stored, by this engine's methods: the shared ``prefix``, or
-    ``passages``, the prefix and a few paragraphs, see :class:`~cacheclip_rag.methods.base.ReusingMethod`. Chunks stored
-    with one are missing for the other."""
-    grouping: str = "window_score"
-    """How scores become spans: ``window_score``, ``vote_sliding``, ``v1_literal`` or ``sentence``."""
-    window: int = 8
-    """Window of the grouping, tokens."""
-    threshold: int = 5
-    """Threshold of the grouping, tokens."""
+    chunk_context: str = "passages"
+    """What chunks are precomputed behind, for methods that do not say it themselves: the shared ``prefix``, or
+    ``passages``, the prefix and a few paragraphs of no importance. Behind these, a chunk's KV is nearer to what it is
+    in the middle of a prompt; right behind the prefix, where it would have been exact, it is not. Chunks stored with
+    one are missing for the other."""
     system_prompt: str | None = None
     """Shared prefix's system prompt; None takes the chat template's default."""
     dtype: str = "float32"
@@ -86,11 +82,11 @@ class EngineConfig:
     """When: ``background``, after the answer in a thread of its own, or ``inline``, before the call returns."""
 
     def __post_init__(self) -> None:
-        check_ratio(self.recompute_ratio)
+        if self.recompute_ratio is not None:
+            check_ratio(self.recompute_ratio)
         check_method(self.method)
-        check_grouping(self.grouping, self.window, self.threshold)
+        check_chunk_context(self.chunk_context)
         choices = {
-            "behind": tuple(LEADS),
             "dtype": DTYPES,
             "auxiliary_codec": DTYPES,
             "on_miss": _ON_MISS,
@@ -128,14 +124,6 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None or not may_be_none:
                 check_whole_number(name, value, of="bytes")
-
-    def method_settings(self) -> dict[str, Any]:
-        """What methods take from here: the ratio, what chunks are behind, and a grouping where it is not the default
-        (else a method's own)."""
-        defaults = {field.name: field.default for field in fields(self)}
-        grouping = {name: getattr(self, name) for name in ("grouping", "window", "threshold")}
-        changed = {name: value for name, value in grouping.items() if value != defaults[name]}
-        return {"recompute_ratio": self.recompute_ratio, "behind": self.behind, **changed}
 
     @classmethod
     def from_options(cls, config: EngineConfig | None, options: dict[str, Any]) -> EngineConfig:

@@ -1,68 +1,41 @@
-"""The engine: from a prompt to an answer, with the KV of its chunks taken from the store.
+"""The engine: what users call. Each call is a line or two; the work is done in the rooms beside.
 
-Read top to bottom, ``generate_stream`` is the data flow of the whole library::
-
-    prompt -> segments -> layout -> prefill (fused, or plain where nothing is stored) -> first token -> decode
+A question goes through :mod:`cacheclip_rag.answering`, a chunk through :mod:`cacheclip_rag.chunks.writer`; what an
+engine is made of is in :mod:`cacheclip_rag.parts`.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import torch
-
-from .answer import Answer, StreamEvent
-from .chunks.caches import DEFAULT_ENCODING, ChunkCaches, Encoding
-from .chunks.context import LEADS
+from .answering import Answering
+from .chunks.caches import ChunkCaches
+from .chunks.captured import CapturedChunks
+from .chunks.context import ChunkContext
+from .chunks.library import ChunkLibrary
 from .chunks.prefix_cache import PrefixCache
+from .chunks.writer import ChunkWriter
+from .clock import PhaseClock
 from .config import EngineConfig
-from .errors import CacheClipError, ConfigurationError, ModelError
-from .fusion.capture import CapturedChunks
-from .fusion.prefill import Prefill, Prefilled
-from .guards.certificate import Identity, check_certificate, identity_of
+from .errors import ConfigurationError
+from .guards.base import Observer
+from .guards.certificate import Identity, identity_of
 from .guards.metrics import Metrics
-from .guards.shadow import ShadowChecker, ShadowRequest
-from .methods import DEFAULT_METHOD, METHODS, check_auxiliary, create
+from .guards.standard import standard_observers
 from .methods.base import Method
-from .methods.composition import Composition, count_chunks, exact_method
-from .models.load import load_any
-from .prompt.layout import check_length, lay_out
-from .prompt.segments import (
-    Fresh,
-    Message,
-    Prompt,
-    Segment,
-    as_segments,
-    check_messages,
-    chunk_texts,
-    normalise_chunk,
-    segment_chat,
-    segment_text,
-)
-from .runtime.decoding import Observer, capacity_for, decode, is_greedy
-from .runtime.transformers.model import ModelRuntime
-from .runtime.transformers.text import TextModel
+from .methods.choice import choose_method, context_of
+from .parts import Parts
+from .prompt.segments import Segment, normalise_chunk
+from .runtime.base import Runtime
+from .runtime.prefill import Prefilled
 from .sampling import SamplingParams
-from .selection.heads import HeadSet, find_head_set, load_named
-from .selection.scoring import AuxiliaryScorer
-from .stats import PhaseClock
-from .store import ChunkStore, DiskStore, MemoryStore, SourceIndex, TextIndex, TieredStore
+from .selection.heads import HeadSet
+from .store import ChunkStore
+from .types import Answer, Documents, Event, Plan, Prompt, Request
 
-__all__ = ["Answer", "CacheClipEngine", "StreamEvent", "get_engine"]
-
-logger = logging.getLogger(__name__)
-
-Candidates = Iterable[str] | Mapping[str, Iterable[tuple[str, str]]]
-"""Chunk texts known to be in a prompt. A mapping also says where each comes from, as ``(source, document)`` pairs (see
-:meth:`CacheClipEngine.precompute`; the document may be empty): what is stored after an answer goes with its sources."""
-
-_PREFIX_DATE = "01 Jan 2025"
-"""Date in the shared prefix of a chat template that states today's: else every night would make all chunks misses."""
+__all__ = ["CacheClipEngine", "get_engine"]
 
 
 class CacheClipEngine:
@@ -79,19 +52,16 @@ class CacheClipEngine:
     def __init__(self, config: EngineConfig | None = None, **options: Any) -> None:
         """Settings as an :class:`EngineConfig`, as keyword options with its field names, or both (options win)."""
         self.config = EngineConfig.from_options(config, options)
-        self._lock = threading.RLock()
-        self._caches: dict[tuple[str, Encoding], ChunkCaches] = {}
-        self._store: ChunkStore | None = None
-        self._texts: TextIndex | None = None
-        self._sources: SourceIndex | None = None
-        self._prefixes: PrefixCache | None = None
-        self._captured: CapturedChunks | None = None
-        self._head_set: tuple[HeadSet | None] | None = None
-        self._named_heads: dict[str, HeadSet] = {}
-        self._shadow: ShadowChecker | None = None
-        self._checked: set[tuple[str, float]] = set()
+        self.parts = Parts(self.config)
+        """Store, models and caches, each made at first use."""
         self.metrics = Metrics()
         """Counts over all answers: :meth:`~cacheclip_rag.guards.metrics.Metrics.to_prometheus` for a dashboard."""
+        self.observers: list[Observer] = standard_observers(self.config, self.metrics, lambda: self.primary)
+        """They see every plan and every answer; append your own."""
+        self._methods: dict[tuple[str | Method | None, float | None], Method] = {}
+        """What calls with these options compute by."""
+        self._writer = ChunkWriter(self.parts)
+        self._answering = Answering(self.parts, self._writer, self.observers)
 
     def __deepcopy__(self, memo: object) -> CacheClipEngine:
         return self  # frameworks copy what holds an engine; the store and the weights stay one
@@ -99,155 +69,45 @@ class CacheClipEngine:
     def __reduce__(self) -> tuple[Any, ...]:
         return get_engine, (self.config,)  # in another process: the engine of these settings there
 
-    # -- parts, made at first use -------------------------------------------------------------------------------
+    # -- what it is made of ---------------------------------------------------------------------------------------
+
+    @property
+    def primary(self) -> Runtime:
+        """The model that answers; loads it."""
+        return self.parts.primary().runtime
+
+    @property
+    def auxiliary(self) -> Runtime | None:
+        """The model that scores tokens, if there is one; loads it."""
+        return self.parts.runtime("auxiliary")
 
     @property
     def store(self) -> ChunkStore:
-        """The chunk-cache store: memory only, disk, or memory before disk, as configured."""
-        with self._lock:
-            if self._store is None:
-                self._store = self._make_store()
-            return self._store
-
-    def _make_store(self) -> ChunkStore:
-        config = self.config
-        if config.store is None:
-            return MemoryStore(config.max_bytes)
-        disk = DiskStore(Path(config.store), config.max_bytes)
-        return TieredStore([MemoryStore(config.memory_bytes), disk]) if config.memory_bytes else disk
+        """The chunk-cache store."""
+        return self.parts.store
 
     @property
-    def texts(self) -> TextIndex:
-        """Which texts were precomputed in this namespace."""
-        with self._lock:
-            if self._texts is None:
-                self._texts = TextIndex(self._folder, self.config.namespace)
-            return self._texts
-
-    @property
-    def sources(self) -> SourceIndex:
-        """Which records and documents the precomputed texts come from, where that was said."""
-        with self._lock:
-            if self._sources is None:
-                self._sources = SourceIndex(self._folder, self.config.namespace)
-            return self._sources
-
-    @property
-    def _folder(self) -> Path | None:
-        return Path(self.config.store).expanduser() if self.config.store else None
+    def library(self) -> ChunkLibrary:
+        """Which texts were precomputed in this namespace, and where they come from if that was said."""
+        return self.parts.library
 
     @property
     def prefixes(self) -> PrefixCache:
         """Exact KV of the starts of earlier prompts, in memory. As far as it reaches, approximate methods are exact:
         whoever compares methods on one prompt clears it in between."""
-        with self._lock:
-            if self._prefixes is None:
-                self._prefixes = PrefixCache(self.config.prefix_cache_bytes, extra_keys=(self.config.namespace,))
-            return self._prefixes
-
-    @property
-    def primary(self) -> TextModel:
-        return self._caches_of(self.config.primary).runtime
-
-    @property
-    def auxiliary(self) -> TextModel | None:
-        return self._caches_of(self.config.auxiliary).runtime if self.config.auxiliary else None
-
-    @property
-    def head_set(self) -> HeadSet | None:
-        """Which heads of the auxiliary score, as the settings ask for it; read once."""
-        with self._lock:
-            if self._head_set is None:
-                setting, found = str(self.config.heads), None
-                if setting != "none" and isinstance(auxiliary := self.auxiliary, ModelRuntime):
-                    found = find_head_set(setting, auxiliary, self.primary.fingerprint)
-                self._head_set = (found,)
-            return self._head_set[0]
-
-    def named_heads(self, names: Collection[str]) -> dict[str, HeadSet]:
-        """The head sets that a method asks for by name or file; each is read once. None where the auxiliary is missing
-        or cannot be reused: nothing is scored then.
-
-        Raises:
-            ModelError: there is none of that name, or it cannot be read, or was made for another model.
-        """
-        auxiliary = self.auxiliary
-        if not isinstance(auxiliary, ModelRuntime):
-            return {}
-        with self._lock:
-            for name in names:
-                if name not in self._named_heads:
-                    found = load_named(name)
-                    found.check(auxiliary, name)
-                    self._named_heads[name] = found
-            return {name: self._named_heads[name] for name in names}
-
-    def use_heads(self, heads: HeadSet | None) -> None:
-        """Have the auxiliary score by these heads from now on, whatever the settings say; None: by its last layer.
-
-        Raises:
-            ConfigurationError: there is no auxiliary model.
-            ModelError: they were made for another model.
-        """
-        if heads is not None:
-            if self.auxiliary is None:
-                raise ConfigurationError("a head set is for an auxiliary model, and there is none. Set auxiliary.")
-            heads.check(self.auxiliary)
-        with self._lock:
-            self._head_set = (heads,)
-
-    @property
-    def auxiliary_caches(self) -> ChunkCaches:
-        """Chunk caches of the auxiliary model, of an engine that has one."""
-        assert self.config.auxiliary, "asked for the caches of an auxiliary model that there is not"
-        return self._caches_of(self.config.auxiliary)
+        return self.parts.prefixes
 
     @property
     def captured(self) -> CapturedChunks:
         """Chunk caches captured from answered prompts, in memory, for methods that use them."""
-        with self._lock:
-            if self._captured is None:
-                self._captured = CapturedChunks()
-            return self._captured
+        return self.parts.captured
 
-    def _caches_of(self, name: str, encoding: Encoding = DEFAULT_ENCODING) -> ChunkCaches:
-        with self._lock:
-            role = "primary" if name == self.config.primary else "auxiliary"
-            if (role, encoding) not in self._caches:
-                config = self.config
-                device = config.device if role == "primary" else config.auxiliary_device or config.device
-                runtime = load_any(name, dtype=config.dtype, device=device, fallback=config.fallback)
-                codec = config.codec or config.dtype
-                self._caches[role, encoding] = ChunkCaches(
-                    runtime,
-                    self.store,
-                    prefix_ids=self._prefix_ids(runtime),
-                    namespace=self.config.namespace,
-                    codec=codec if role == "primary" else self.config.auxiliary_codec,
-                    encoding=encoding,
-                )
-            return self._caches[role, encoding]
+    @property
+    def head_set(self) -> HeadSet | None:
+        """Which heads of the auxiliary score, as the settings ask for it; read once."""
+        return self.parts.head_set
 
-    def _prefix_ids(self, runtime: TextModel) -> list[int]:
-        """Token ids of the shared prefix: the chat template's opening, up to the first word of the user."""
-        content = "\u2063"
-        opening = self._opening(runtime)
-        if runtime.has_chat_template:
-            messages = [*self._system_messages(), {"role": "user", "content": content}]
-            # no stored text is looked for: what is in the store must not change the prefix
-            segments = segment_chat(messages, lambda m: runtime.render_chat(m, date=_PREFIX_DATE), TextIndex())
-            opening = segments[: segments.index(Fresh(content))]
-        return [token for s in opening for token in runtime.tokenize(s.text, control=s.control).ids]
-
-    def _system_messages(self) -> list[Message]:
-        return [{"role": "system", "content": self.config.system_prompt}] if self.config.system_prompt else []
-
-    def _opening(self, runtime: TextModel) -> list[Segment]:
-        """How the prompt of a model without a chat template opens: its BOS, then the system prompt."""
-        opening = [Fresh(runtime.opening, control=True), Fresh(self.config.system_prompt or "")]
-        return [segment for segment in opening if segment.text]
-
-    # -- the three calls ----------------------------------------------------------------------------------------
+    # -- chunks -----------------------------------------------------------------------------------------------------
 
     def precompute(
         self,
@@ -262,8 +122,8 @@ class CacheClipEngine:
         Idempotent: what is stored already costs a look-up. A killed run loses at most the chunk it was at.
 
         Args:
-            method: encode chunks as this method needs them (:meth:`encoding_of`); default the engine's.
-            source: what the texts come from (the id of a node or record), for :meth:`release_sources`.
+            method: compute chunks behind what this method needs (:meth:`context_of`); default the engine's.
+            source: what the texts come from (the id of a node or record), for :meth:`release`.
             document: what the source is a part of.
 
         Returns:
@@ -273,103 +133,80 @@ class CacheClipEngine:
             ConfigurationError: an empty text.
             PromptTooLongError: a text longer than the model's context.
         """
-        computed = 0
-        encoding = self.encoding_of(method)
-        for chunk in chunk_texts(texts):
-            if not chunk:
-                raise ConfigurationError("a chunk must hold text, got an empty or blank string.")
-            models = self.chunk_caches(encoding)
-            for caches in models:
-                caches.check_length(chunk)  # before anything is written for any of them
-            # every role must run: no short-circuit
-            computed += any([caches.write(chunk) for caches in models])
-            self.texts.add([chunk])
-            if source is not None:
-                self.sources.add(source, chunk, document or "")
-        return computed
+        return self._writer.precompute(texts, self.context_of(method), source, document or "")
 
-    def release_sources(self, gone: Iterable[str], *, keep: Iterable[str] = ()) -> int:
-        """Delete the KV of what came from these sources or documents and from no other; returns how many texts had any.
+    def release(self, texts: Iterable[str] = (), *, sources: Iterable[str] = (), keep: Iterable[str] = ()) -> int:
+        """Delete the KV of chunk texts, and of what came from these sources or documents and from no other.
 
-        Unknown names are passed over: nothing was stored from them.
+        Loads no model. Unknown names are passed over. The prefix cache is emptied, since any of its blocks may hold
+        such a text.
 
         Args:
             keep: texts whose KV stays, though their sources are forgotten: those that will come from them again.
-        """
-        if isinstance(gone, str):
-            raise ConfigurationError("expected a list of sources, got one string: put it in a list.")
-        names = set(gone)
-        released = self.release(self.sources.orphans(names, set(chunk_texts(keep))))
-        self.sources.remove(names)  # last: a killed run does it again
-        return released
 
-    def release(self, texts: Iterable[str]) -> int:
-        """Delete the KV of chunk texts, for every model that can be loaded; returns how many texts had any.
-
-        The prefix cache forgets everything, since any of its blocks may hold such a text. Chunks stored in an
-        encoding of other settings (special tokens around each) are found by an engine of the same settings.
+        Returns:
+            Number of texts that had any KV.
         """
-        chunks = list(chunk_texts(texts))
-        if not chunks:
-            return 0  # no weights are loaded for nothing
-        self.prefixes.clear()
-        released = 0
-        usual = {create(name, {"behind": behind}).encoding for name in METHODS for behind in LEADS}
-        list(self._usable_caches())  # now among self._caches, as all others
-        for encoding in {*usual, self.encoding_of()}:
-            self._caches_of(self.config.primary, encoding)
-        everywhere = list(self._caches.values())
-        for chunk in chunks:
-            released += any([caches.delete(chunk) for caches in everywhere] + [self.captured.remove(chunk)])
-            self.texts.remove([chunk])
-        return released
+        return self._writer.release(texts) + self._writer.release_sources(sources, keep)
 
     def is_stored(self, text: str, *, needs_auxiliary: bool = True) -> bool:
         """Whether the KV of this chunk text is there for every model a method needs."""
         chunk = normalise_chunk(text)
         return all(chunk in caches for caches in self.chunk_caches(with_auxiliary=needs_auxiliary))
 
-    def close(self) -> None:
-        """Release file handles; the engine may be used again afterwards. Weights stay with the process."""
-        with self._lock:
-            shadow, self._shadow = self._shadow, None
-        if shadow is not None:
-            shadow.close()
-        self.store.close()
-        self.texts.close()
-        self.sources.close()
-        self.prefixes.clear()
-        self.captured.clear()
-
-    def wait_for_shadows(self, timeout_s: float = 60.0) -> bool:
-        """Wait until every comparison with full prefill that is under way is done; False if it took longer."""
-        return self._shadow is None or self._shadow.wait(timeout_s)
-
-    def segment(self, prompt: Prompt, candidates: Candidates = (), *, date: str | None = None) -> list[Segment]:
-        """Cut a prompt into stored chunks and fresh text.
+    def chunk_caches(self, context: ChunkContext | None = None, *, with_auxiliary: bool = True) -> list[ChunkCaches]:
+        """Where the KV of a chunk is kept, model by model, the primary's first; loads the models.
 
         Args:
-            prompt: a string (taken as one user message if the model has a chat template) or a list of messages. The
-                engine's system prompt comes before messages that hold none.
-            candidates: chunk texts known to be in the prompt, stored or not (retrieved nodes, documents).
-            date: what a chat template that states the date writes, default today's.
+            context: what chunks are computed behind for the primary; default as the engine's method wants it.
         """
-        runtime = self.primary
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else check_messages(prompt)
-        if not runtime.has_chat_template:
-            text = "\n\n".join(message["content"] for message in messages)
-            return self._opening(runtime) + segment_text(text, self.texts, candidates)
-        if all(message["role"] != "system" for message in messages):
-            messages = [*self._system_messages(), *messages]
-        # the system prompt is prefix, whatever of it the store may hold
-        own = self.config.system_prompt
-        return segment_chat(
-            messages,
-            lambda m: runtime.render_chat(m, date=date),
-            self.texts,
-            candidates,
-            verbatim=(own,) if own else (),
-        )
+        return self.parts.chunk_caches(context or self.context_of(), with_auxiliary=with_auxiliary)
+
+    def close(self) -> None:
+        """Release file handles; the engine may be used again afterwards. Weights stay with the process."""
+        for observer in self.observers:
+            observer.close()
+        self.parts.close()
+
+    def wait_for_observers(self, timeout_s: float = 60.0) -> bool:
+        """Wait until observers have done their work in the background; False if it took longer."""
+        return all([observer.wait(timeout_s) for observer in self.observers])
+
+    # -- answers ----------------------------------------------------------------------------------------------------
+
+    def make_method(self, method: str | Method | None = None, recompute_ratio: float | None = None) -> Method:
+        """What a call with these options computes by, see :func:`~cacheclip_rag.methods.choice.choose_method`."""
+        asked = (method, recompute_ratio)
+        if asked not in self._methods:
+            self._methods[asked] = choose_method(self.config, *asked, lambda: self.parts.has_head_set)
+        return self._methods[asked]
+
+    def context_of(self, method: str | Method | None = None) -> ChunkContext:
+        """What chunks are computed behind for a method (default the engine's): what the method says itself, else what
+        the settings say. Loads no model."""
+        return context_of(self.config, method) or self.parts.default_context
+
+    def identity(self, method: Method) -> Identity:
+        """What a certificate must be about to cover this engine with this method."""
+        return identity_of(self.config, method, self.parts.primary(), self.parts.scorer_of(method))
+
+    def segment(self, prompt: Prompt, documents: Documents = (), *, date: str | None = None) -> list[Segment]:
+        """Cut a prompt into stored chunks and fresh text, see :class:`~cacheclip_rag.prompt.reader.PromptReader`."""
+        return self.parts.reader().segments(prompt, self.library.index, documents, date=date)
+
+    def plan(
+        self,
+        prompt: Prompt | Sequence[Segment],
+        *,
+        method: str | Method | None = None,
+        recompute_ratio: float | None = None,
+        question: str | None = None,
+        documents: Documents = (),
+    ) -> Plan:
+        """What :meth:`generate` would do with this prompt: hits, exact chunks, budget, fallback. Computes nothing."""
+        chosen = self.make_method(method, recompute_ratio)
+        request = Request(prompt, SamplingParams(), chosen, question, documents)
+        return self._answering.plan(request, self.parts.sources(chosen), PhaseClock())
 
     def generate(
         self,
@@ -379,19 +216,25 @@ class CacheClipEngine:
         method: str | Method | None = None,
         recompute_ratio: float | None = None,
         question: str | None = None,
-        candidates: Candidates = (),
+        documents: Documents = (),
+        trace: bool = False,
     ) -> Answer:
-        """The whole answer to a prompt. Arguments as in :meth:`generate_stream`."""
+        """The whole answer to a prompt. Arguments as in :meth:`stream`."""
         answer = None
-        for event in self.generate_stream(
-            prompt, params, method=method, recompute_ratio=recompute_ratio, question=question, candidates=candidates
+        for event in self.stream(
+            prompt,
+            params,
+            method=method,
+            recompute_ratio=recompute_ratio,
+            question=question,
+            documents=documents,
+            trace=trace,
         ):
             answer = event.answer or answer
         assert answer is not None, "a stream ends with its answer"
         return answer
 
-    @torch.inference_mode()
-    def generate_stream(
+    def stream(
         self,
         prompt: Prompt | Sequence[Segment],
         params: SamplingParams | None = None,
@@ -399,8 +242,9 @@ class CacheClipEngine:
         method: str | Method | None = None,
         recompute_ratio: float | None = None,
         question: str | None = None,
-        candidates: Candidates = (),
-    ) -> Iterator[StreamEvent]:
+        documents: Documents = (),
+        trace: bool = False,
+    ) -> Iterator[Event]:
         """Answer piece by piece; the last event carries the whole answer and its statistics.
 
         Chunks found missing are computed as fresh text for this answer and stored after its last event.
@@ -411,8 +255,9 @@ class CacheClipEngine:
             method: name or instance; default the engine's.
             recompute_ratio: default the engine's.
             question: text that scores the chunks; default the text after the last chunk.
-            candidates: chunk texts known to be in the prompt, so that they are chunks even if nothing is stored of them
+            documents: chunk texts known to be in the prompt, so that they are chunks even if nothing is stored of them
                 (not looked for when segments are given); a mapping also says where each comes from.
+            trace: also record scores, recomputed tokens and seconds per layer, as the answer's ``trace``.
 
         Raises:
             ConfigurationError: settings out of range, or a method whose auxiliary model is not configured.
@@ -426,69 +271,8 @@ class CacheClipEngine:
         if question is not None and not isinstance(question, str):
             raise ConfigurationError(f"the question must be a string, got {type(question).__name__}.")
         chosen = self.make_method(method, recompute_ratio)
-        if chosen.composes:
-            yield from self._compose(chosen, prompt, params, candidates)
-            return
-        prefilled = self._prefill(prompt, params, chosen, question, candidates, lambda: self._check_certificate(chosen))
-        for event in decode(self.primary, prefilled, params):
-            if event.answer is not None:
-                self._record(prefilled, event.answer, params)
-            yield event
-        self._store_missing(prefilled.missing, candidates, self.encoding_of(chosen))
+        yield from self._answering.stream(Request(prompt, params, chosen, question, documents, trace))
 
-    def _compose(
-        self, method: Method, prompt: Prompt | Sequence[Segment], params: SamplingParams, candidates: Candidates
-    ) -> Iterator[StreamEvent]:
-        """An answer made of several, each of them exact: no certificate is needed."""
-        missing: dict[str, None] = {}
-
-        def ask(
-            segments: Sequence[Segment], params: SamplingParams, observe: Observer | None = None
-        ) -> Iterator[StreamEvent]:
-            prefilled = self._prefill(segments, params, None, None, (), lambda: None)
-            missing.update(dict.fromkeys(prefilled.missing))
-            counted = count_chunks(prefilled.stats, prefilled.layout)
-            yield from decode(self.primary, replace(prefilled, stats=counted), params, observe)
-
-        self._caches_of(self.config.primary)  # weights are loaded before the clock starts
-        clock = PhaseClock()
-        segments = as_segments(prompt)
-        if segments is None:
-            segments = self.segment(prompt, candidates)  # type: ignore[arg-type]
-        parts = Composition(segments, params, ask, clock)
-        for event in method.compose(parts) if parts.chunks else parts.plain():
-            if event.answer is not None:
-                self.metrics.record_answer(event.answer.stats)
-            yield event
-        self._store_missing(tuple(missing), candidates)
-
-    def _store_missing(
-        self, chunks: Sequence[str], candidates: Candidates, encoding: Encoding = DEFAULT_ENCODING
-    ) -> None:
-        """What was missing in an answer, for the next. The answer is out: a full disk must not take it back."""
-        if not chunks or self.config.on_miss != "store":
-            return
-        origins = _origins(candidates)
-        for chunk in chunks:
-            try:
-                for caches in self._usable_caches(encoding):
-                    caches.write(chunk)
-                self.texts.add([chunk])
-                for source, document in origins.get(chunk, ()):
-                    self.sources.add(source, chunk, document)
-            except CacheClipError as error:
-                logger.warning("a chunk of this prompt could not be stored: %s", error)
-
-    def _usable_caches(self, encoding: Encoding = DEFAULT_ENCODING) -> Iterator[ChunkCaches]:
-        """The primary's caches, then the auxiliary's unless that model cannot be had: other methods work without."""
-        yield self._caches_of(self.config.primary, encoding)
-        if self.config.auxiliary:
-            try:
-                yield self._caches_of(self.config.auxiliary)
-            except ModelError as error:
-                logger.warning("going on without the auxiliary model: %s", error)
-
-    @torch.inference_mode()
     def prefill(
         self,
         prompt: Prompt | Sequence[Segment],
@@ -496,156 +280,16 @@ class CacheClipEngine:
         *,
         method: Method,
         question: str | None = None,
-        candidates: Candidates = (),
+        documents: Documents = (),
     ) -> Prefilled:
-        """Everything up to the first token's logits, for those who evaluate: no certificate is asked for, nothing is
-        counted or stored, not in the prefix cache either (it is read). Arguments as in :meth:`generate_stream`."""
+        """Everything up to the first token's logits, for those who evaluate: no observer is asked, nothing is counted
+        or stored, not in the prefix cache either (it is read). Arguments as in :meth:`stream`."""
         if method.composes:
             raise ConfigurationError(
                 f"method {method.name!r} answers by several prompts, so that there is no single prefill to look at or "
-                "to certify. Use generate() or generate_stream()."
+                "to certify. Use generate() or stream()."
             )
-        return self._prefill(prompt, params or SamplingParams(), method, question, candidates, lambda: None)
-
-    def _prefill(
-        self,
-        prompt: Prompt | Sequence[Segment],
-        params: SamplingParams,
-        method: Method | None,
-        question: str | None,
-        candidates: Candidates,
-        before_reuse: Callable[[], None],
-    ) -> Prefilled:
-        """``method``: None for whichever of the exact ones costs least."""
-        primary = self._caches_of(self.config.primary)  # weights are loaded before the clock starts
-        auxiliary = self._scorer_of(method) if method else None
-        encoding = method.encoding if method else self._plain_encoding
-        encoded = self._caches_of(self.config.primary, encoding)
-        captures = method is not None and method.captures
-        clock = PhaseClock()
-        with clock.phase("lookup"):
-            segments = as_segments(prompt)
-            if segments is None:
-                segments = self.segment(prompt, candidates)  # type: ignore[arg-type]
-            if method is not None:
-                segments = method.arrange(segments, primary.runtime)
-            layout = lay_out(segments, encoded.tokenize_segment, primary.prefix_ids)
-            layout = replace(layout, exact_behind_prefix=encoding.is_exact_behind_prefix and not captures)
-            check_length(layout, primary.runtime.context_tokens, primary.runtime.name)
-        capacity = capacity_for(layout.num_tokens, params)
-        chunks = self.captured if captures else encoded
-        parts = (layout, method or exact_method(layout), primary, auxiliary, chunks, self.prefixes)
-        return Prefill(*parts, capacity, clock, question, before_reuse).run()
-
-    # -- answering ----------------------------------------------------------------------------------------------
-
-    def make_method(self, method: str | Method | None = None, recompute_ratio: float | None = None) -> Method:
-        """What a call with these options computes by: the method of that name (default the engine's) with the engine's
-        settings. ``auto`` is ``cacheclip`` where the auxiliary model can be had and has a head set, and else
-        ``anchored``; to know it loads the models.
-
-        Raises:
-            ConfigurationError: unknown methods or settings, a ratio beside a method that was made already, or no
-                auxiliary model where the method needs one.
-        """
-        if isinstance(method, Method):
-            chosen = method
-            if recompute_ratio is not None:
-                raise ConfigurationError(
-                    f"recompute_ratio={recompute_ratio} was given beside a {type(method).__name__} that has its own "
-                    "settings. Give the ratio to the method, or the method by name."
-                )
-        else:
-            chosen = self._named(method, recompute_ratio)
-        check_auxiliary(chosen, self.config.auxiliary)
-        return chosen
-
-    def _named(self, method: str | None, recompute_ratio: float | None = None) -> Method:
-        config = self.config if recompute_ratio is None else replace(self.config, recompute_ratio=recompute_ratio)
-        name = method or config.method
-        if name == DEFAULT_METHOD:
-            name = "cacheclip" if self._has_head_set else "anchored"
-        return create(name, config.method_settings())
-
-    @property
-    def _has_head_set(self) -> bool:
-        """False too where the auxiliary cannot be had, or the primary has no KV to be chosen from: a head set that
-        cannot be read is an error, and a missing model is told where its chunk caches should be written."""
-        if not self.config.auxiliary or self.config.heads == "none" or not isinstance(self.primary, ModelRuntime):
-            return False
-        try:
-            _ = self.auxiliary
-        except ModelError:
-            return False
-        return self.head_set is not None
-
-    def _record(self, prefilled: Prefilled, answer: Answer, params: SamplingParams) -> None:
-        """Count an answer, and have a share of those that reused something compared with full prefill."""
-        self.metrics.record_answer(answer.stats)
-        runtime = self.primary
-        if not self.config.shadow_rate or answer.stats.method == "full" or not isinstance(runtime, ModelRuntime):
-            return
-        with self._lock:
-            if self._shadow is None:
-                config = self.config
-                self._shadow = ShadowChecker(runtime, self.metrics, rate=config.shadow_rate, mode=config.shadow_mode)
-        self._shadow.offer(
-            ShadowRequest(
-                prefilled.layout.ids, prefilled.logits.clone(), answer.token_ids, is_greedy(params), answer.stats
-            )
-        )
-
-    def identity(self, method: Method) -> Identity:
-        """What a certificate must be about to cover this engine with this method."""
-        return identity_of(self.config, method, self._caches_of(self.config.primary), self._scorer_of(method))
-
-    def _check_certificate(self, method: Method) -> None:
-        """Before something is reused: warn, or refuse where one is required, unless a certificate covers it."""
-        identity = self.identity(method)
-        checked = (identity.digest(), method.nominal_ratio)
-        if checked not in self._checked:
-            check_certificate(self.config, method, identity)
-            self._checked.add(checked)
-
-    def _scorer_of(self, method: Method) -> AuxiliaryScorer | None:
-        if not method.needs_auxiliary or not self.config.auxiliary:
-            return None
-        named = self.named_heads(method.head_sets)
-        return AuxiliaryScorer(self._caches_of(self.config.auxiliary), self.head_set, named)
-
-    def encoding_of(self, method: str | Method | None = None) -> Encoding:
-        """How a method (default the engine's) wants its chunks encoded: all alike, but for what they are computed
-        ``behind``, and those for checkpoints trained to read chunks apart. One that reads no stored chunks leaves the
-        choice to the settings, for those that do."""
-        if (method or self.config.method) == DEFAULT_METHOD:
-            return self._plain_encoding  # both that it may be, with no model loaded
-        if not isinstance(method, Method):
-            method = self._named(method)
-        reads = method.reuses_chunks and not method.captures and not method.composes
-        return method.encoding if reads else self._plain_encoding
-
-    @property
-    def _plain_encoding(self) -> Encoding:
-        return Encoding(lead=LEADS[self.config.behind])
-
-    def chunk_caches(self, encoding: Encoding | None = None, *, with_auxiliary: bool = True) -> list[ChunkCaches]:
-        """Where the KV of a chunk is kept, model by model, the primary's first; loads the models.
-
-        Args:
-            encoding: how chunks are encoded for the primary; default as the engine's method wants it.
-        """
-        found = [self._caches_of(self.config.primary, encoding or self.encoding_of())]
-        if with_auxiliary and self.config.auxiliary:
-            found.append(self._caches_of(self.config.auxiliary))
-        return found
-
-
-def _origins(candidates: Candidates) -> dict[str, list[tuple[str, str]]]:
-    """Sources and documents of each chunk, as far as they were said."""
-    found: dict[str, list[tuple[str, str]]] = {}
-    for text, origins in candidates.items() if isinstance(candidates, Mapping) else ():
-        found.setdefault(normalise_chunk(text), []).extend(origins)
-    return found
+        return self._answering.prefill(Request(prompt, params or SamplingParams(), method, question, documents))
 
 
 _engines: dict[EngineConfig, CacheClipEngine] = {}

@@ -1,7 +1,9 @@
-"""Progress bars for long work: on stderr, silent when stderr is not a terminal."""
+"""Progress of long work on stderr: a bar in a terminal, elsewhere a line every ten seconds."""
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -11,6 +13,8 @@ Advance = Callable[[float], None]
 """Call with the absolute amount done so far, in the bar's unit."""
 _SPEED_OVER_S = 86400.0
 """Seconds whose speed tells the time left. rich's own 30 forget the step before a slow one, and with it any speed."""
+_LINE_EVERY_S = 10.0
+"""Seconds between two lines where there is no terminal: work of a moment prints none."""
 
 
 @contextmanager
@@ -22,7 +26,7 @@ def progress_bar(
     done: int = 0,
     get_time: Callable[[], float] | None = None,
 ) -> Iterator[Advance]:
-    """Show a bar with time left.
+    """Show a bar with time left, or lines (``precomputing: 120 of 345 chunks``) where stderr is not a terminal.
 
     Args:
         total: amount in all; None if nobody knows.
@@ -41,12 +45,14 @@ def progress_bar(
     )
 
     console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _lines(title, total, unit, get_time or time.monotonic)
+        return
     count = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()
     columns = (TextColumn("{task.description}"), BarColumn(), count, TimeRemainingColumn())
     bar = Progress(
         *columns,
         console=console,
-        disable=not console.is_terminal,
         speed_estimate_period=_SPEED_OVER_S,
         get_time=get_time,
     )
@@ -57,3 +63,18 @@ def progress_bar(
             bar.update(task, completed=done)
 
         yield advance
+
+
+def _lines(title: str, total: float | None, unit: str, get_time: Callable[[], float]) -> Advance:
+    last = get_time()
+
+    def advance(done: float) -> None:
+        nonlocal last
+        if get_time() - last < _LINE_EVERY_S:
+            return
+        last = get_time()
+        scale, noun = (1e6, "MB") if unit == "bytes" else (1.0, unit)
+        of = "" if total is None else f" of {total / scale:.0f}"
+        print(f"{title}: {done / scale:.0f}{of} {noun}", file=sys.stderr, flush=True)
+
+    return advance

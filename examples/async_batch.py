@@ -16,7 +16,7 @@ QUESTIONS = (
     "Who may grant a patent licence?",
     "What happens after a breach?",
 )
-llm = ChatCacheClip(model=PRIMARY, auxiliary=AUXILIARY, store=STORE, max_tokens=30)
+llm = ChatCacheClip(primary=PRIMARY, auxiliary=AUXILIARY, store=STORE, max_tokens=30)
 
 
 async def main() -> None:

@@ -28,7 +28,7 @@ def main() -> None:
         print(f"at ratio {ratio}: {answer.text!r} by {answer.stats.method}, {answer.stats.hits} hits")
     except CertificateError as error:  # a quick certificate is enough only where it says 'exact'
         print(f"refused: {error}")
-    engine.wait_for_shadows()
+    engine.wait_for_observers()
     print({name: value for name, value in engine.metrics.snapshot().items() if "shadow" in name})
 
 

@@ -10,7 +10,7 @@ from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.llms.cacheclip import CacheClipFusionEvent, CacheClipLLM, CacheClipTransform
 
-llm = CacheClipLLM(model_name=PRIMARY, auxiliary_model_name=AUXILIARY, store=STORE, max_new_tokens=40)
+llm = CacheClipLLM(primary=PRIMARY, auxiliary=AUXILIARY, store=STORE, max_tokens=40)
 
 
 class Watch(BaseEventHandler):

@@ -1,28 +1,26 @@
-"""LangChain's quickstart, with chunk caches: split, index incrementally into FAISS, ask through a retrieval chain."""
+"""LangChain's quickstart, with chunk caches: split, index incrementally, ask through a retrieval chain."""
 
 from __future__ import annotations
 
-import faiss
-from common import AUXILIARY, CORPUS, DIMENSIONS, FILES, PRIMARY, STORE, LangChainMiniLM
+from common import AUXILIARY, CORPUS, FILES, PRIMARY, STORE, LangChainMiniLM
 from langchain_cacheclip import CacheClipVectorStore, ChatCacheClip, create_cacheclip_documents_chain
 from langchain_classic.chains import create_retrieval_chain
-from langchain_community.docstore.in_memory import InMemoryDocstore
-from langchain_community.vectorstores import FAISS
 from langchain_core.callbacks import UsageMetadataCallbackHandler
 from langchain_core.documents import Document
 from langchain_core.indexing import InMemoryRecordManager, index
 from langchain_core.prompts import ChatPromptTemplate
+from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_text_splitters import RecursiveCharacterTextSplitter
 
-llm = ChatCacheClip(model=PRIMARY, auxiliary=AUXILIARY, store=STORE, max_tokens=60)
+llm = ChatCacheClip(primary=PRIMARY, auxiliary=AUXILIARY, store=STORE, max_tokens=60)
 PROMPT = ChatPromptTemplate([("system", "Answer from these passages.\n\n{context}"), ("human", "{input}")])
 
 
 def main() -> None:
     documents = [Document((CORPUS / name).read_text(), metadata={"source": name}) for name in FILES]
     chunks = RecursiveCharacterTextSplitter(chunk_size=1000, chunk_overlap=0).split_documents(documents)
-    inner = FAISS(LangChainMiniLM(), faiss.IndexFlatIP(DIMENSIONS), InMemoryDocstore(), {})
-    store = CacheClipVectorStore(inner, llm)  # what is added is precomputed, what is deleted is released
+    inner = InMemoryVectorStore(LangChainMiniLM())  # any vector store will do
+    store = CacheClipVectorStore(inner, llm)  # documents that are added are precomputed, deleted ones are released
     records = InMemoryRecordManager("licences")
     records.create_schema()
     options = {"cleanup": "incremental", "source_id_key": "source", "key_encoder": "blake2b"}

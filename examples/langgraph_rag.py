@@ -13,7 +13,7 @@ from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_text_splitters import RecursiveCharacterTextSplitter
 from langgraph.graph import END, START, StateGraph
 
-llm = ChatCacheClip(model=PRIMARY, auxiliary=AUXILIARY, store=STORE, max_tokens=40)
+llm = ChatCacheClip(primary=PRIMARY, auxiliary=AUXILIARY, store=STORE, max_tokens=40)
 
 
 class State(TypedDict, total=False):

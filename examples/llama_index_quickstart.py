@@ -10,7 +10,7 @@ from llama_index.core.node_parser import SentenceSplitter
 from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform
 from llama_index.vector_stores.faiss import FaissVectorStore
 
-llm = CacheClipLLM(model_name=PRIMARY, auxiliary_model_name=AUXILIARY, store=STORE, max_new_tokens=60)
+llm = CacheClipLLM(primary=PRIMARY, auxiliary=AUXILIARY, store=STORE, max_tokens=60)
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from common import AUXILIARY, CORPUS, FILES, PRIMARY, STORE, LlamaIndexMiniLM
 from llama_index.core import Settings, SimpleDirectoryReader, VectorStoreIndex
 from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform
 
-Settings.llm = CacheClipLLM(model_name=PRIMARY, auxiliary_model_name=AUXILIARY, store=STORE, max_new_tokens=40)
+Settings.llm = CacheClipLLM(model_name=PRIMARY, auxiliary=AUXILIARY, store=STORE, max_tokens=40)
 Settings.embed_model = LlamaIndexMiniLM()
 Settings.chunk_size = 256
 

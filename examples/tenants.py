@@ -11,7 +11,7 @@ PROMPT = f"{SECRET}\n\nWhat is the access code?"
 
 
 def model(tenant: str) -> ChatCacheClip:
-    return ChatCacheClip(model=PRIMARY, auxiliary=AUXILIARY, store=STORE, namespace=tenant, max_tokens=16)
+    return ChatCacheClip(primary=PRIMARY, auxiliary=AUXILIARY, store=STORE, namespace=tenant, max_tokens=16)
 
 
 def main() -> None:
@@ -20,7 +20,7 @@ def main() -> None:
     for name, llm in (("north", north), ("south", south)):
         stats = llm.invoke(PROMPT).response_metadata["cacheclip"]
         print(f"{name}: hits {stats['hits']}, reused {stats['reused_tokens']} of {stats['prompt_tokens']} tokens")
-    print("released:", north.engine.release_sources(["vault-note"]), "of north;", "none of south's is touched")
+    print("released:", north.engine.release(sources=["vault-note"]), "of north;", "none of south's is touched")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from langchain_core.documents import Document
 from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_text_splitters import RecursiveCharacterTextSplitter
 
-llm = ChatCacheClip(model=PRIMARY, auxiliary=AUXILIARY, store=STORE, max_tokens=60)
+llm = ChatCacheClip(primary=PRIMARY, auxiliary=AUXILIARY, store=STORE, max_tokens=60)
 splitter = RecursiveCharacterTextSplitter(chunk_size=1000, chunk_overlap=0)
 store = CacheClipVectorStore(InMemoryVectorStore(LangChainMiniLM()), llm)
 store.add_documents(splitter.split_documents([Document((CORPUS / name).read_text()) for name in FILES]))

@@ -1,38 +1,28 @@
-"""Tiny models built from configs, with real tokenizers and chat templates, saved as ordinary model folders.
-
-They need no network and run in milliseconds. ``initializer_range`` is far above the default: with 0.02, attention is
-nearly uniform, and a wrong position changes the logits so little that a broken rotary embedding passes every test.
-"""
+"""Tiny models (:mod:`cacheclip_rag.testing.tiny`), texts and engines that tests share."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-CHAT_TEMPLATE = (
-    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou answer questions.<|im_end|>\n{% endif %}"
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+from cacheclip_rag.testing.tiny import (
+    CHAT_TEMPLATE,
+    SENTENCES,
+    TINY_MODELS,
+    build_auxiliary,
+    build_model,
+    make_tokenizer,
+    tiny_spec,
 )
 
-SENTENCES = [
-    "The lighthouse of Brindle Point was built in 1847 by the engineer Ada Thornbury.",
-    "Its lamp burned whale oil until 1871, when it was changed to paraffin.",
-    "A keeper and two assistants lived on the rock for eight weeks at a time.",
-    "The foghorn could be heard at a distance of eleven nautical miles in calm air.",
-    "In 1962 the station was automated, and the last keeper, Tom Garrow, went ashore.",
-    "The magic number of the harbour master is 7316042, and nobody knows why.",
-    "Seabirds nest on the eastern cliffs from March until the end of August.",
-    "Visitors reach the island by a small ferry that leaves the pier at nine and at two.",
-]
+__all__ = ["CHAT_TEMPLATE", "SENTENCES", "TINY_MODELS", "build_model", "make_tokenizer"]
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 CHUNKS = [
     " ".join(SENTENCES[0:3]),
@@ -42,105 +32,9 @@ CHUNKS = [
 ]
 QUESTION = "What is the magic number of the harbour master?"
 
-LLAMA = {
-    "architecture": "llama",
-    "hidden_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-QWEN2 = {
-    "architecture": "qwen2",
-    "hidden_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-}
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 512,
-}
-
-DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
-    "long_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0],
-    "original_max_position_embeddings": 512,
-}
-WINDOW = {"sliding_window": 24}
-"""Shorter than every test prompt and than most chunks."""
-WIDE_WINDOW = {"sliding_window": 96, "num_hidden_layers": 4}
-"""For models that slide in every layer: what stands before a chunk must still reach the end of the prompt."""
-ALTERNATING = {**WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "hidden_size": 64}
-
-
-def of(architecture: str, **settings: Any) -> dict[str, Any]:
-    return {"architecture": architecture, **HEADS, "num_hidden_layers": 3, **settings}
-
-
-TINY_MODELS: dict[str, dict[str, Any]] = {
-    "llama": LLAMA,
-    "llama-rope-llama3": {**LLAMA, "rope_parameters": LLAMA3},
-    "llama-rope-linear": {**LLAMA, "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
-    "llama-rope-dynamic": {**LLAMA, "rope_parameters": DYNAMIC},
-    "qwen2": QWEN2,
-    "qwen2-rope-yarn": {**QWEN2, "rope_parameters": YARN},
-    "qwen2-sliding": {**QWEN2, **ALTERNATING, "use_sliding_window": True, "max_window_layers": 0},
-    "qwen3": of("qwen3"),
-    "smollm3": of("smollm3", num_hidden_layers=4, no_rope_layers=[1, 0, 1, 0]),
-    "mistral-sliding": of("mistral", **WIDE_WINDOW),
-    "phi3-partial": of("phi3", rope_parameters={**DEFAULT_ROPE, "partial_rotary_factor": 0.75}),
-    "phi3-sliding": of("phi3", **WIDE_WINDOW),
-    "phi3-longrope": of("phi3", rope_parameters=LONGROPE, original_max_position_embeddings=512),
-    "gemma2": of(
-        "gemma2", **ALTERNATING, query_pre_attn_scalar=16, attn_logit_softcapping=5.0, final_logit_softcapping=30.0
-    ),
-    "gemma3": of(
-        "gemma3_text",
-        **ALTERNATING,
-        query_pre_attn_scalar=16,
-        rope_parameters={
-            "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
-            "sliding_attention": DEFAULT_ROPE,
-        },
-    ),
-    "olmo2": of("olmo2"),
-    "granite": of("granite", embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.6),
-    "gpt-oss": of("gpt_oss", **ALTERNATING, num_local_experts=4, num_experts_per_tok=2, rope_parameters=YARN),
-    "mixtral": of("mixtral", num_local_experts=4, num_experts_per_tok=2),
-    "qwen3-moe": of("qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True),
-}
-"""The exactness matrix: one row per supported architecture and rotary scaling."""
-
-
-def make_tokenizer(vocab_size: int, texts: Iterable[str] = SENTENCES) -> Any:
-    """A byte-level BPE tokenizer trained on the test sentences, or on other texts."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
-    fast.chat_template = CHAT_TEMPLATE
-    return fast
+LLAMA = TINY_MODELS["llama"]
+DYNAMIC = TINY_MODELS["llama-rope-dynamic"]["rope_parameters"]
+of = tiny_spec
 
 
 def add_bos(folder: Path) -> None:
@@ -155,35 +49,6 @@ def add_bos(folder: Path) -> None:
         "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
     }
     file.write_text(json.dumps(tokenizer))
-
-
-def build_model(
-    folder: Path, spec: dict[str, Any], *, vocab_size: int = 400, seed: int = 0, context: int = 2048
-) -> Path:
-    """Save a random tiny model under ``folder`` and return it."""
-    import torch
-    from transformers import AutoModelForCausalLM
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    spec = dict(spec)
-    config = CONFIG_MAPPING[spec.pop("architecture")](
-        **{
-            "vocab_size": vocab_size,
-            "intermediate_size": 96,
-            "max_position_embeddings": context,
-            "initializer_range": 0.25,
-            "tie_word_embeddings": False,
-            "eos_token_id": 2,
-            "bos_token_id": None,
-            "pad_token_id": 0,
-            **spec,
-        }
-    )
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config)
-    model.save_pretrained(folder)
-    make_tokenizer(vocab_size).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -206,8 +71,7 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Folder of every model in the matrix, plus ``auxiliary`` with a tokenizer of its own."""
     root = tmp_path_factory.mktemp("models")
     folders = {name: str(build_model(root / name, spec)) for name, spec in TINY_MODELS.items()}
-    auxiliary = {**LLAMA, "hidden_size": 32, "num_hidden_layers": 2}
-    folders["auxiliary"] = str(build_model(root / "auxiliary", auxiliary, vocab_size=300, seed=1))
+    folders["auxiliary"] = str(build_auxiliary(root / "auxiliary"))
     return folders
 
 
@@ -236,7 +100,7 @@ def question() -> str:
     return QUESTION
 
 
-CACHECLIP = {"method": "cacheclip", "behind": "prefix"}
+CACHECLIP = {"method": "cacheclip", "chunk_context": "prefix"}
 """Settings of engines in most tests: both models take part, and a chunk right behind the prefix is exact."""
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cacheclip_rag.methods.cacheclip import CacheClip
 
 import cacheclip_rag.guards.certificate as certificates
 from cacheclip_rag import CacheClipEngine, SamplingParams
@@ -26,7 +27,6 @@ from cacheclip_rag.guards.certificate import (
     verdict_at,
 )
 from cacheclip_rag.methods import create
-from cacheclip_rag.methods.cacheclip import CacheClip
 from tests.conftest import CACHECLIP, rag_prompt
 
 ONE = SamplingParams(max_tokens=1)
@@ -252,7 +252,7 @@ class TestEngine:
     def test_what_reuses_nothing_needs_none(self, make: Callable[..., CacheClipEngine], chunks: list[str]) -> None:
         engine = make(require_certificate=True)
         assert engine.generate("Hello there.", ONE).stats.method == "full"
-        assert engine.generate(rag_prompt(chunks), ONE, candidates=chunks).stats.misses == len(chunks)
+        assert engine.generate(rag_prompt(chunks), ONE, documents=chunks).stats.misses == len(chunks)
         with pytest.raises(CertificateError):  # now they are stored
             engine.generate(rag_prompt(chunks), ONE)
 

@@ -70,7 +70,7 @@ def test_logits_at_ratio_one_are_those_of_transformers_alone(engine: CacheClipEn
     from cacheclip_rag.fusion.recompute import assemble, choose_rows, recompute
 
     runtime = engine.primary
-    caches = engine._caches_of("smollm2-135m")
+    caches = engine.parts.auxiliary_caches
     segments = engine.segment(PROMPT)
     layout = lay_out(
         segments, lambda s: runtime.tokenize(s.text, control=getattr(s, "control", False)), caches.prefix_ids
@@ -93,12 +93,12 @@ def test_logits_at_ratio_one_are_those_of_transformers_alone(engine: CacheClipEn
 def test_streamed_text_is_the_answer_and_the_store_serves_a_new_engine(engine: CacheClipEngine) -> None:
     params = SamplingParams(max_tokens=32, stop=("\n\n",))
     again = CacheClipEngine(engine.config)
-    events = list(again.generate_stream(PROMPT, params, question=QUESTION))
+    events = list(again.stream(PROMPT, params, question=QUESTION))
     assert "".join(event.text for event in events) == events[-1].answer.text
     stats = events[-1].answer.stats
     assert (stats.hits, stats.misses, stats.fallback) == (3, 0, None)
     assert stats.effective_ratio == pytest.approx(0.2, abs=0.01)
-    assert Path(engine.config.store, "index.sqlite3").is_file()
+    assert Path(engine.config.store, "catalog.sqlite3").is_file()
 
 
 @pytest.mark.parametrize("name", ["smollm2-135m", "gemma-3-270m"])

@@ -63,7 +63,6 @@ def test_each_has_its_row() -> None:
     assert all(len(path.read_text().splitlines()) <= 60 for path in EXAMPLES.glob("*.py") if path.stem != "demo")
 
 
-@pytest.mark.filterwarnings("ignore:`langchain-community` is being sunset:DeprecationWarning")
 @pytest.mark.parametrize("name", list(SAID))
 def test_runs(name: str, surroundings: None, capsys: pytest.CaptureFixture[str]) -> None:
     main: Any = load(name).main

@@ -1,4 +1,4 @@
-"""What a bar says of the time left, on a clock of its own."""
+"""What long work says of itself, on a clock of its own."""
 
 from __future__ import annotations
 
@@ -42,8 +42,18 @@ def test_what_an_earlier_run_did_is_no_speed(capsys: pytest.CaptureFixture[str])
     assert "0:04:40" in shown(capsys, 60, done=50, steps=3, step_s=40.0)
 
 
-def test_silent_without_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_without_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One every ten seconds: short work prints nothing."""
     monkeypatch.delenv("FORCE_COLOR")
-    with progress_bar("asking", 3, "answers") as advance:
-        advance(3)
-    assert capsys.readouterr().err == ""
+    clock = Clock()
+    with progress_bar("asking", 30, "answers", get_time=clock) as advance:
+        for number in range(1, 31):
+            clock.now_s += 1.0
+            advance(number)
+    assert capsys.readouterr().err.splitlines() == [f"asking: {done} of 30 answers" for done in (10, 20, 30)]
+    with progress_bar("fetching", None, get_time=clock) as advance:
+        clock.now_s += 9.0
+        advance(1e6)
+        clock.now_s += 2.0
+        advance(2.4e6)
+    assert capsys.readouterr().err.splitlines() == ["fetching: 2 MB"]

@@ -68,7 +68,7 @@ class TestShadow:
         engine = make(shadow_rate=1.0, shadow_mode=mode)
         ratios = {"recompute_ratio": ratio} if method == "cacheclip" else {}
         answer = engine.generate(rag_prompt(CHUNKS), PARAMS, method=method, **ratios)
-        assert engine.wait_for_shadows(30)
+        assert engine.wait_for_observers(30)
         values = engine.metrics.snapshot()
         kl, agreement = by_hand(engine, answer.token_ids, method, ratio)
         assert values["shadow_checks_total"] == 1
@@ -103,13 +103,12 @@ class TestShadow:
         """About a third of the answers, and none at rate 0."""
         engine = make(shadow_rate=0.3, shadow_mode="inline", method="direct")
         engine.generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=1))
-        assert engine._shadow is None or engine._shadow._rate == 0.3
         for _ in range(60):
             engine.generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=1))
         assert 5 <= engine.metrics.snapshot().get("shadow_checks_total", 0) <= 40
         never = make(shadow_rate=0.0)
         never.generate(rag_prompt(CHUNKS), PARAMS)
-        assert never._shadow is None
+        assert "shadow_checks_total" not in never.metrics.snapshot()
 
     def test_plain_answers_are_not_compared(self, make: Callable[..., CacheClipEngine]) -> None:
         engine = make(shadow_rate=1.0, shadow_mode="inline")
@@ -130,7 +129,7 @@ class TestShadow:
 
         monkeypatch.setattr(ShadowChecker, "_compare", fail)
         assert len(engine.generate(rag_prompt(CHUNKS), PARAMS).token_ids) == 10
-        assert engine.wait_for_shadows(10)
+        assert engine.wait_for_observers(10)
         assert engine.metrics.snapshot()["shadow_skipped_total"] == 1
         assert "out of memory" in caplog.text
 
@@ -147,7 +146,7 @@ class TestShadow:
         monkeypatch.setattr(ShadowChecker, "_compare", held)
         for _ in range(12):
             engine.generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=1))
-        assert not engine.wait_for_shadows(0.05)
+        assert not engine.wait_for_observers(0.05)
         assert engine.metrics.snapshot()["shadow_skipped_total"] >= 3
         threading.Timer(0.2, gate.set).start()
         engine.close()
@@ -155,7 +154,7 @@ class TestShadow:
         values = engine.metrics.snapshot()
         assert values["shadow_skipped_total"] + values["shadow_checks_total"] == 12
         engine.generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=1))  # and it goes on after close
-        assert engine.wait_for_shadows(10)
+        assert engine.wait_for_observers(10)
         assert engine.metrics.snapshot()["shadow_checks_total"] == values["shadow_checks_total"] + 1
 
     def test_sampled_answers_have_no_agreement(self, make: Callable[..., CacheClipEngine]) -> None:
@@ -171,7 +170,7 @@ class TestShadow:
 
     def test_streamed_answers_too(self, make: Callable[..., CacheClipEngine]) -> None:
         engine = make(shadow_rate=1.0, shadow_mode="inline")
-        for _ in engine.generate_stream(rag_prompt(CHUNKS), PARAMS):
+        for _ in engine.stream(rag_prompt(CHUNKS), PARAMS):
             pass
         assert engine.metrics.snapshot()["shadow_checks_total"] == 1
 

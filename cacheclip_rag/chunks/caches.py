@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 
 from ..errors import ConfigurationError, PromptTooLongError, StoreError
 from ..prompt.segments import Chunk, Segment
-from ..runtime.transformers.model import ModelRuntime
-from ..runtime.transformers.text import TextModel, TokenizedText
-from ..store import ChunkStore, chunk_key, decode, encode, keeps
-from ..store.codecs import CODECS
+from ..runtime.base import Runtime, TokenizedText
+from ..store import CODECS, ChunkStore, chunk_key, frame_bytes, keeps
+from .context import CONTEXTS, ChunkContext
 
-__all__ = ["DEFAULT_ENCODING", "ChunkCaches", "Encoding"]
+__all__ = ["ChunkCaches"]
 
 logger = logging.getLogger(__name__)
 
@@ -24,59 +22,36 @@ _TOKENIZED_CHUNKS = 256
 """Tokenised chunks remembered per model: each is needed several times an answer. About 80 kB for 512 tokens."""
 
 
-@dataclass(frozen=True, slots=True)
-class Encoding:
-    """What a chunk is computed behind and between. It is part of what the chunk's key is made of."""
-
-    isolated: bool = False
-    """True: with nothing before it; else behind the shared prefix."""
-    lead: str = ""
-    """Text between the shared prefix and the chunk that no prompt holds: it stands for what may come before."""
-    before: str = ""
-    """Special tokens that open every chunk."""
-    after: str = ""
-    """Special tokens that close it."""
-
-    @property
-    def is_exact_behind_prefix(self) -> bool:
-        """Whether a chunk right behind the shared prefix has the KV of plain prefill."""
-        return not self.isolated and not self.lead
-
-
-DEFAULT_ENCODING = Encoding()
-
-
 class ChunkCaches:
     """Reads and writes the KV of chunks for one model behind one shared prefix."""
 
     def __init__(
         self,
-        runtime: TextModel,
+        runtime: Runtime,
         store: ChunkStore,
         *,
         prefix_ids: Sequence[int],
         namespace: str,
         codec: str,
-        encoding: Encoding = DEFAULT_ENCODING,
+        context: ChunkContext = CONTEXTS["prefix"],
     ) -> None:
         self.runtime = runtime
-        lead_ids = runtime.tokenize(encoding.lead).ids if encoding.lead else ()
-        self.prefix_ids = () if encoding.isolated else (*prefix_ids, *lead_ids)
+        context_ids = runtime.tokenize(context.text).ids if context.text else ()
+        self.prefix_ids = () if context.isolated else (*prefix_ids, *context_ids)
         self._store = store
         self._namespace = namespace
         self.codec = codec
-        self._encoding = encoding
+        self.context = context
         self._prefix: torch.Tensor | None = None
         self.tokenize = lru_cache(maxsize=_TOKENIZED_CHUNKS)(self._tokenize)
 
     def _tokenize(self, text: str) -> TokenizedText:
         """Tokens of a chunk, those that wrap it covering none of its characters."""
         tokens = self.runtime.tokenize(text)
-        if not self._encoding.before and not self._encoding.after:
+        if not self.context.before and not self.context.after:
             return tokens
         opening, closing = (
-            self.runtime.tokenize(wrapper, control=True).ids
-            for wrapper in (self._encoding.before, self._encoding.after)
+            self.runtime.tokenize(wrapper, control=True).ids for wrapper in (self.context.before, self.context.after)
         )
         nowhere = ((0, 0),)
         return TokenizedText(
@@ -86,24 +61,23 @@ class ChunkCaches:
     @property
     def can_reuse(self) -> bool:
         """Whether this model's KV can be stored and reused; if not, nothing ever is in here."""
-        return isinstance(self.runtime, ModelRuntime)
+        return self.runtime.can_reuse
+
+    @property
+    def is_exact_behind_prefix(self) -> bool:
+        """Whether a chunk right behind the shared prefix has the KV of plain prefill."""
+        return self.context.is_exact_behind_prefix
 
     @property
     def is_lossy(self) -> bool:
         """Whether what is stored is coarser than what the model computes."""
-        return not keeps(self.codec, str(self.kv_runtime.dtype).removeprefix("torch."))
+        return not keeps(self.codec, str(self.runtime.dtype).removeprefix("torch."))
 
-    @property
-    def bytes_per_token(self) -> int:
-        """What the KV of a token takes in the store."""
-        runtime = self.kv_runtime
-        return 2 * runtime.num_layers * runtime.num_kv_heads * runtime.head_dim * CODECS[self.codec].itemsize
-
-    @property
-    def kv_runtime(self) -> ModelRuntime:
-        """The runtime, of a model whose KV can be reused."""
-        assert isinstance(self.runtime, ModelRuntime), "asked for KV of a model that cannot reuse it"
-        return self.runtime
+    def stored_bytes(self, num_tokens: int) -> int:
+        """What a chunk of so many tokens takes in the store."""
+        runtime = self.runtime
+        shape = (runtime.num_layers, 2, runtime.num_kv_heads, num_tokens, runtime.head_dim)
+        return frame_bytes(shape, self.codec, namespace=self._namespace)
 
     @property
     def prefix(self) -> torch.Tensor:
@@ -134,9 +108,9 @@ class ChunkCaches:
         return self._read(self.key(text))
 
     def _read(self, key: str) -> torch.Tensor | None:
-        entry = self._store.get(key)
+        stored = self._store.get(key)
         # Written more coarsely by an engine in which this model is the auxiliary: our answers need more.
-        return decode(entry) if entry is not None and keeps(entry.codec, self.codec) else None
+        return stored.kv if stored is not None and keeps(stored.codec, self.codec) else None
 
     def write(self, text: str) -> bool:
         """Compute and store a chunk's KV unless it is there (or cannot be reused); True if it was computed."""
@@ -144,12 +118,9 @@ class ChunkCaches:
             return False
         self.check_length(text)
         tokens = self.tokenize(text)
-        kv = self.kv_runtime.encode(tokens.ids, self.prefix if self.prefix_ids else None)
-        self._store.put(self.key(text), encode(kv, self.codec))
+        kv = self.runtime.encode(tokens.ids, self.prefix if self.prefix_ids else None)
+        self._store.put(self.key(text), kv, self.codec, namespace=self._namespace, text=text)
         return True
-
-    def delete(self, text: str) -> bool:
-        return self._store.delete(self.key(text))
 
     def check_length(self, text: str) -> None:
         """Raise PromptTooLongError unless the chunk fits behind the prefix, ConfigurationError if it has no token."""
@@ -176,16 +147,16 @@ class ChunkCaches:
         )
 
     def _read_or_encode_prefix(self) -> torch.Tensor:
-        runtime = self.kv_runtime
+        runtime = self.runtime
         if not self.prefix_ids:
             return torch.empty(runtime.num_layers, 2, runtime.num_kv_heads, 0, runtime.head_dim, dtype=runtime.dtype)
         key = self._key((), self.prefix_ids)
         stored = self._read(key)
         if stored is not None:
             return stored.clone()  # it may be a view of a mapped file
-        entry = encode(runtime.encode(self.prefix_ids), self.codec)
+        kv = runtime.encode(self.prefix_ids)
         try:
-            self._store.put(key, entry)
+            self._store.put(key, kv, self.codec, namespace=self._namespace)
         except StoreError as error:  # a full disk must not keep us from answering
             logger.warning("the shared prefix could not be stored: %s", error)
-        return decode(entry)
+        return kv.to("cpu", CODECS[self.codec]).contiguous()

@@ -21,12 +21,13 @@ from .common import (
     PrimaryOption,
     RatioOption,
     StoreOption,
+    VariantsOption,
     print_json,
 )
 
 if TYPE_CHECKING:
-    from ..engine import Answer
     from ..ingest.library import Passage
+    from ..types import Answer
 
 INSTRUCTION = "Answer the question in a few words, using only the text above."
 
@@ -43,11 +44,11 @@ def ask(
     method: Annotated[
         str,
         typer.Option(
-            help="cacheclip, anchored, full, direct, ... (README lists them); auto chooses between the first two."
+            help="A variant or a preset: cacheclip, anchored, full, direct, ...; auto chooses between the first two."
         ),
     ] = DEFAULT_METHOD,
-    ratio: RatioOption = 0.2,
-    grouping: Annotated[str, typer.Option(help="window_score, vote_sliding, v1_literal or sentence.")] = "window_score",
+    variants: VariantsOption = None,
+    ratio: RatioOption = None,
     top_k: Annotated[int, typer.Option(help="Passages to retrieve.")] = 6,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of the answer.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
@@ -65,17 +66,20 @@ def ask(
     as_json: JsonOption = False,
 ) -> None:
     """Retrieve, fuse and stream the answer; then the sources and where the time went."""
+    from ..checks import check_ratio
     from ..engine import CacheClipEngine
     from ..errors import ConfigurationError
     from ..ingest.embedding import Embedder
     from ..ingest.library import Library
-    from ..methods import check_ratio
+    from ..lab.variants import method_named, read_variants
     from ..sampling import SamplingParams
     from .settings import engine_config, merge_settings
 
     if not question.strip():
         raise ConfigurationError("the question is empty.")
-    check_ratio(ratio)
+    if ratio is not None:
+        check_ratio(ratio)
+    chosen = method_named(method, read_variants(variants))
     library = Library.open(store)
     without_auxiliary = auxiliary == "none"  # this once: the store stays what it was made with
     settings = merge_settings(
@@ -91,9 +95,8 @@ def ask(
         settings,
         store,
         device=device,
-        method=method,
+        method=chosen,
         recompute_ratio=ratio,
-        grouping=grouping,
         heads=heads,
         fallback=fallback,
         require_certificate=require_certificate,
@@ -105,7 +108,7 @@ def ask(
     gc.collect()  # the embedding model has done its work: give its memory back before the large models load
     texts = [passage.text for passage in passages]
     answer = None
-    for event in engine.generate_stream(rag_prompt(texts, question), params, question=question, candidates=texts):
+    for event in engine.stream(rag_prompt(texts, question), params, question=question, documents=texts):
         if not as_json:
             sys.stdout.write(event.text)
             sys.stdout.flush()

@@ -16,6 +16,7 @@ from .common import (
     JsonOption,
     PrimaryOption,
     RatioOption,
+    VariantsOption,
     output,
     print_json,
 )
@@ -27,8 +28,11 @@ def bench(
     heads: HeadsOption = "auto",
     context_tokens: Annotated[int, typer.Option(help="Tokens of all chunks together.")] = 4096,
     chunk_tokens: Annotated[int, typer.Option(help="Tokens of one chunk.")] = 512,
-    ratio: RatioOption = 0.2,
-    methods: Annotated[str, typer.Option(help="Comma-separated names.")] = f"full,direct,{DEFAULT_METHOD}",
+    ratio: RatioOption = None,
+    methods: Annotated[str, typer.Option(help="Comma-separated names of presets and variants.")] = (
+        f"full,direct,{DEFAULT_METHOD}"
+    ),
+    variants: VariantsOption = None,
     runs: Annotated[int, typer.Option(help="Interleaved repeats.")] = 3,
     store: Annotated[
         str | None, typer.Option("--store", help="Keep the chunk caches here. [default: temporary]")
@@ -45,6 +49,7 @@ def bench(
     """
     from ..config import EngineConfig
     from ..lab.evaluation.bench import bench as run
+    from ..lab.variants import read_variants
     from .settings import DEFAULT_SETTINGS, parse_auxiliary
 
     config = EngineConfig(
@@ -58,6 +63,7 @@ def bench(
     )
     result = run(
         config,
+        variants=read_variants(variants),
         methods=[name.strip() for name in methods.split(",") if name.strip()],
         context_tokens=context_tokens,
         chunk_tokens=chunk_tokens,

@@ -11,12 +11,14 @@ from ..methods import DEFAULT_METHOD
 from .common import (
     AuxiliaryDeviceOption,
     AuxiliaryOption,
+    ChunkContextOption,
     DeviceOption,
     DtypeOption,
     HeadsOption,
     JsonOption,
     PrimaryOption,
     RatioOption,
+    VariantsOption,
     output,
     print_json,
 )
@@ -29,15 +31,14 @@ def certify(
     primary: PrimaryOption = None,
     auxiliary: AuxiliaryOption = None,
     heads: HeadsOption = "auto",
-    method: Annotated[str, typer.Option(help="Method to certify.")] = DEFAULT_METHOD,
-    ratio: RatioOption = 0.2,
+    method: Annotated[str, typer.Option(help="Preset or variant to certify.")] = DEFAULT_METHOD,
+    variants: VariantsOption = None,
+    ratio: RatioOption = None,
     quick: Annotated[bool, typer.Option("--quick", help="4 prompts instead of 20: a first look.")] = False,
     dtype: DtypeOption = None,
     device: DeviceOption = "cpu",
     auxiliary_device: AuxiliaryDeviceOption = None,
-    grouping: Annotated[str, typer.Option(help="window_score, vote_sliding, v1_literal or sentence.")] = "window_score",
-    window: Annotated[int, typer.Option(help="Window of the grouping, tokens.")] = 8,
-    threshold: Annotated[int, typer.Option(help="Threshold of the grouping, tokens.")] = 5,
+    chunk_context: ChunkContextOption = None,
     codec: Annotated[str | None, typer.Option(help="How the primary's chunk caches are stored.")] = None,
     auxiliary_codec: Annotated[str, typer.Option(help="How the auxiliary's are.")] = "bfloat16",
     as_json: JsonOption = False,
@@ -48,20 +49,19 @@ def certify(
     """
     from ..config import EngineConfig
     from ..lab.evaluation.certify import certify as run
+    from ..lab.variants import method_named, read_variants
     from .settings import DEFAULT_SETTINGS, parse_auxiliary
 
     config = EngineConfig(
         primary=primary or DEFAULT_SETTINGS.primary,
         auxiliary=parse_auxiliary(auxiliary) if auxiliary else DEFAULT_SETTINGS.auxiliary,
         heads=heads,
-        method=method,
+        method=method_named(method, read_variants(variants)),
         recompute_ratio=ratio,
         dtype=dtype or DEFAULT_SETTINGS.dtype,
         device=device,
         auxiliary_device=auxiliary_device,
-        grouping=grouping,
-        window=window,
-        threshold=threshold,
+        chunk_context=chunk_context or DEFAULT_SETTINGS.chunk_context,
         codec=codec,
         auxiliary_codec=auxiliary_codec,
     )

@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AuxiliaryDeviceOption",
     "AuxiliaryOption",
+    "ChunkContextOption",
     "DeviceOption",
     "DtypeOption",
     "EmbeddingOption",
@@ -29,6 +31,7 @@ __all__ = [
     "PrimaryOption",
     "RatioOption",
     "StoreOption",
+    "VariantsOption",
     "format_bytes",
     "guarded",
     "output",
@@ -56,7 +59,20 @@ DeviceOption = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1; 
 FallbackOption = Annotated[
     str, typer.Option("--fallback", help="'full': models that cannot be reused answer by plain prefill.")
 ]
-RatioOption = Annotated[float, typer.Option("--ratio", help="Share of chunk tokens to recompute, 0 to 1.")]
+ChunkContextOption = Annotated[
+    str | None,
+    typer.Option(
+        "--chunk-context",
+        help="Chunks are computed behind the shared 'prefix', or behind it and a few 'passages'. [default: passages]",
+    ),
+]
+RatioOption = Annotated[
+    float | None, typer.Option("--ratio", help="Share of chunk tokens to recompute, 0 to 1. [default: the method's]")
+]
+VariantsOption = Annotated[
+    Path | None,
+    typer.Option("--variants", help="TOML file of methods by name: a preset each, and what differs from it."),
+]
 NamespaceOption = Annotated[str | None, typer.Option("--namespace", help="Tenant; tenants never share chunk caches.")]
 
 _USAGE_ERRORS = (ConfigurationError, UnknownModelError, DocumentError)

@@ -17,6 +17,7 @@ from .common import (
     HeadsOption,
     JsonOption,
     PrimaryOption,
+    VariantsOption,
     print_json,
 )
 
@@ -49,11 +50,12 @@ def evaluate(
     methods: Annotated[
         str,
         typer.Option(
-            help="Comma-separated names, with settings as in epic:k_init=16; 'all' for every method but those "
-            "for checkpoints trained to read chunks apart (block, link) and, without an auxiliary model, those that "
-            "need one."
+            help="Comma-separated names of presets and variants; 'all' for every preset but those "
+            "for checkpoints trained to read chunks apart (block, turborag, link) and, without an auxiliary model, "
+            "those that need one."
         ),
     ] = "full,direct,anchored,cacheclip",
+    variants: VariantsOption = None,
     ratios: Annotated[str, typer.Option(help="Comma-separated recompute ratios.")] = "0.2",
     limit: Annotated[
         int | None, typer.Option(help="Questions of each file, or of each RULER task: 20 unless told.")
@@ -85,6 +87,7 @@ def evaluate(
     from ..lab.evaluation.report import FILES, summarise, to_markdown, write_report
     from ..lab.evaluation.ruler import chosen_tasks
     from ..lab.evaluation.scores import check_metric
+    from ..lab.variants import read_variants
     from .settings import DEFAULT_SETTINGS, parse_auxiliary
 
     if (not dataset) == (ruler is None):
@@ -111,7 +114,7 @@ def evaluate(
     names = _split(methods)
     if "all" in names and (without := every_method(config)[1]):
         typer.echo(f"left out of all, since they need an auxiliary model: {', '.join(without)}", err=True)
-    runs = planned_runs(names, [_ratio(value) for value in _split(ratios)], config)
+    runs = planned_runs(names, [_ratio(value) for value in _split(ratios)], config, read_variants(variants))
     labels = [planned.run.label for planned in runs]
     if against not in labels:
         raise ConfigurationError(f"--against must be one of {', '.join(labels)}, got {against!r}.")

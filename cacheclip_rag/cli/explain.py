@@ -8,7 +8,16 @@ from typing import Annotated
 import typer
 
 from ..errors import DocumentError, StoreError
-from .common import AuxiliaryOption, DtypeOption, JsonOption, NamespaceOption, PrimaryOption, StoreOption, print_json
+from .common import (
+    AuxiliaryOption,
+    ChunkContextOption,
+    DtypeOption,
+    JsonOption,
+    NamespaceOption,
+    PrimaryOption,
+    StoreOption,
+    print_json,
+)
 
 _BEGINNING = 40
 """Characters by which a known text is taken for one that was meant."""
@@ -24,7 +33,7 @@ def explain_miss(
     auxiliary: AuxiliaryOption = None,
     dtype: DtypeOption = None,
     namespace: NamespaceOption = None,
-    behind: Annotated[str | None, typer.Option(help="What chunks were computed behind: prefix or passages.")] = None,
+    chunk_context: ChunkContextOption = None,
     system_prompt: Annotated[str | None, typer.Option(help="The engine's system prompt, if it has one.")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -33,17 +42,19 @@ def explain_miss(
     from ..engine import CacheClipEngine
     from ..ingest.library import Library
     from ..plan.explain import explain_miss as explain
+    from ..store import is_store
     from .settings import engine_config, merge_settings
 
     folder = Path(store).expanduser()
-    if not (folder / "index.sqlite3").is_file():
+    if not is_store(folder):
         raise StoreError(f"there is no store at {store}. Name the folder that was given to ingest or to the engine.")
     library = Library(folder) if (folder / "library.sqlite3").is_file() else None
-    given = {"primary": primary, "auxiliary": auxiliary, "dtype": dtype, "namespace": namespace, "behind": behind}
-    settings = merge_settings(library, **given)
+    settings = merge_settings(
+        library, primary=primary, auxiliary=auxiliary, dtype=dtype, namespace=namespace, chunk_context=chunk_context
+    )
     engine = CacheClipEngine(engine_config(settings, store, device="cpu", system_prompt=system_prompt))
     written = _read(prompt)
-    known = [*engine.sources.texts(), *(passage for _, _, passage in (library.passages() if library else ()))]
+    known = [*engine.library.texts(), *(passage for _, _, passage in (library.passages() if library else ()))]
     texts = [_read(path) for path in text or []] or [each for each in known if each[:_BEGINNING] in written]
     reports = [explain(engine, written, each) for each in dict.fromkeys(texts)]
     if as_json:

@@ -10,6 +10,7 @@ import typer
 
 from .common import (
     AuxiliaryOption,
+    ChunkContextOption,
     DeviceOption,
     DtypeOption,
     EmbeddingOption,
@@ -39,10 +40,7 @@ def ingest(
     namespace: NamespaceOption = None,
     chunk_tokens: Annotated[int | None, typer.Option(help="Most tokens in a chunk. [default: 512]")] = None,
     overlap: Annotated[int | None, typer.Option(help="Tokens shared by neighbouring chunks. [default: 0]")] = None,
-    behind: Annotated[
-        str | None,
-        typer.Option(help="Compute chunks behind the 'prefix', or behind a few 'passages'. [default: passages]"),
-    ] = None,
+    chunk_context: ChunkContextOption = None,
     max_bytes: Annotated[
         int | None, typer.Option(help="Limit of the store, kept for later; 0: none. [default: as before]")
     ] = None,
@@ -73,7 +71,7 @@ def ingest(
         namespace=namespace,
         chunk_tokens=chunk_tokens,
         overlap_tokens=overlap,
-        behind=behind,
+        chunk_context=chunk_context,
     )
     check_sizes(settings.chunk_tokens, settings.overlap_tokens)
     limit = library.max_bytes if max_bytes is None else max_bytes or None

@@ -19,7 +19,7 @@ DEFAULT_SETTINGS = LibrarySettings(
     namespace="default",
     chunk_tokens=512,
     overlap_tokens=0,
-    behind=EngineConfig().behind,
+    chunk_context=EngineConfig().chunk_context,
 )
 
 
@@ -61,7 +61,7 @@ def engine_config(settings: LibrarySettings, store: str, *, device: str, **optio
         store=store,
         namespace=settings.namespace,
         dtype=settings.dtype,
-        behind=settings.behind,
+        chunk_context=settings.chunk_context,
         device=device,
     )
     return EngineConfig.from_options(base, options)

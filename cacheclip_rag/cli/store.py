@@ -16,12 +16,12 @@ app = typer.Typer(help="The chunk-cache store.", no_args_is_help=True)
 def stats(store: StoreOption, as_json: JsonOption = False) -> None:
     """Entries, bytes and documents of a store."""
     from ..ingest.library import Library
-    from ..store import DiskStore
+    from ..store import ChunkStore, is_store
 
     folder = Path(store).expanduser()
-    if not (folder / "index.sqlite3").is_file():
-        raise StoreError(f"{store} is not a store: no index in it. Make one: cacheclip ingest PATH --store {store}")
-    result = DiskStore(folder).stats().to_dict()
+    if not is_store(folder):
+        raise StoreError(f"{store} is not a store: no catalog in it. Make one: cacheclip ingest PATH --store {store}")
+    result = ChunkStore.open(folder).stats().to_dict()
     del result["hits"], result["misses"], result["evictions"]  # counted per process: always 0 in a new one
     has_library = (folder / "library.sqlite3").is_file()
     library = Library.open(folder) if has_library else None

@@ -226,7 +226,7 @@ def _target(config: EngineConfig, out: Path | None, overwrite: bool, *, instead_
 
     engine = open_engine(config)
     auxiliary, primary = (
-        weights_digest(each.fingerprint) for each in (engine.auxiliary_caches.runtime, engine.primary)
+        weights_digest(each.fingerprint) for each in (engine.parts.auxiliary_caches.runtime, engine.primary)
     )
     path = out or head_set_path(auxiliary, primary)
     if path.is_dir():

@@ -8,13 +8,16 @@ come after it; here a row at position p sees the keys at positions up to p and n
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..prompt.layout import Layout, Span
 from ..runtime.transformers.cache import FusedCache
-from ..runtime.transformers.model import ModelRuntime
 from ..runtime.transformers.walk import RowWalk
+
+if TYPE_CHECKING:
+    from ..runtime.transformers.model import ModelRuntime
 
 __all__ = ["assemble", "choose_rows", "recompute"]
 
@@ -51,13 +54,19 @@ def choose_rows(layout: Layout, reused: Iterable[Span], selected: Iterable[tuple
 
 
 def recompute(
-    primary: ModelRuntime, cache: FusedCache, layout: Layout, rows: torch.Tensor, walk: RowWalk | None = None
+    primary: ModelRuntime,
+    cache: FusedCache,
+    layout: Layout,
+    rows: torch.Tensor,
+    walk: RowWalk | None = None,
+    layer_starts: list[float] | None = None,
 ) -> torch.Tensor:
     """One forward pass over ``rows``; overwrites their KV in ``cache`` and returns the last row's logits.
 
     Args:
         walk: lets rows leave between layers (methods that select again while the pass runs).
+        layer_starts: filled with the time at which each layer begins.
     """
-    logits = primary.run_slots(cache, layout.ids[rows], rows, walk=walk)
+    logits = primary.run_slots(cache, layout.ids[rows], rows, walk=walk, layer_starts=layer_starts)
     assert logits is not None
     return logits

@@ -21,17 +21,23 @@ import transformers
 
 from .. import __version__
 from ..chunks.caches import ChunkCaches
+from ..chunks.context import CONTEXTS
+from ..chunks.sources import Sources
 from ..config import EngineConfig
 from ..errors import CertificateError
-from ..methods import METHODS, method_class, spec_of
+from ..methods import PRESET_NAMES, preset
 from ..methods.base import Method
+from ..methods.settings import describe
 from ..paths import atomic_path, cache_home
 from ..selection.scoring import AuxiliaryScorer
+from ..types import Plan
+from .base import Observer
 
 __all__ = [
     "THRESHOLDS",
     "VERDICTS",
     "Certificate",
+    "CertificateGuard",
     "Identity",
     "RatioFigures",
     "check_certificate",
@@ -62,10 +68,10 @@ class Identity:
     """The same for the auxiliary; None for a method that needs none."""
     auxiliary_tokenizer_sha256: str | None
     method: str
-    """Its name; with its class, if that is not the one registered under the name."""
+    """Its name."""
     method_settings: str
-    """JSON of the method's settings, the recompute ratio left out, and the digest of the text that its chunks are
-    computed behind and of the auxiliary's head sets, if any."""
+    """JSON of the method's type and settings, at any recompute ratio, and the digests of what its chunks are computed
+    behind and of the auxiliary's head sets, if any."""
     dtype: str
     device: str
     """Kind of device of both models, ``cpu`` or ``cuda+cpu``."""
@@ -86,7 +92,7 @@ class RatioFigures:
     ratio: float
     """Nominal recompute ratio."""
     effective_ratio: float
-    """Mean over prompts, as :class:`~cacheclip_rag.stats.FusionStats` counts it."""
+    """Mean over prompts, as :class:`~cacheclip_rag.types.FusionStats` counts it."""
     first_token_kl: Mapping[str, float]
     """``mean``, ``median`` and ``max`` over prompts, nats."""
     answer_kl: Mapping[str, float]
@@ -98,7 +104,7 @@ class RatioFigures:
     verdict: str
     """One of :data:`VERDICTS`."""
     charged_ratio: float | None = None
-    """Mean over prompts, as :class:`~cacheclip_rag.stats.FusionStats` counts it; None: not recorded."""
+    """Mean over prompts, as :class:`~cacheclip_rag.types.FusionStats` counts it; None: not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +215,7 @@ def find_certificate(identity: Identity) -> tuple[Certificate | None, str]:
     others = [c for p in sorted(_folder().glob("*.json")) if (c := _read(p)) is not None]
     same = [c.identity for c in others if c.identity.primary_sha256 == identity.primary_sha256]
     if not same:
-        return None, "it has not been certified"
+        return None, _NEVER_CERTIFIED
     differences = min((_differences(identity, other) for other in same), key=len)
     return None, f"its certificate is of other {', '.join(differences)}"
 
@@ -232,21 +238,19 @@ def identity_of(config: EngineConfig, method: Method, primary: ChunkCaches, scor
     """What a certificate must be about to cover an engine of these settings, models and method."""
     auxiliary = scorer.caches if scorer else None
     caches = [primary] if auxiliary is None else [primary, auxiliary]
-    settings = {name: value for name, value in asdict(method).items() if name != "recompute_ratio"}
-    if method.encoding.lead:  # the settings hold its name only
-        settings["lead_sha256"] = hashlib.sha256(method.encoding.lead.encode()).hexdigest()
+    context = method.context or CONTEXTS[config.chunk_context]
+    settings = {**describe(_without_ratio(method)), "chunk_context_sha256": context.sha256}
+    settings.pop("chunk_context")  # a name for what the digest says
     if scorer and scorer.heads:
         settings["heads_sha256"] = scorer.heads.digest()
     if scorer and scorer.named:
         settings["named_heads_sha256"] = {name: heads.digest() for name, heads in scorer.named.items()}
-    cls = type(method)
-    registered = method.name in METHODS and method_class(method.name) is cls
     return Identity(
         primary_sha256=primary.runtime.fingerprint,
         primary_tokenizer_sha256=primary.runtime.tokenizer_sha256,
         auxiliary_sha256=auxiliary.runtime.fingerprint if auxiliary else None,
         auxiliary_tokenizer_sha256=auxiliary.runtime.tokenizer_sha256 if auxiliary else None,
-        method=method.name if registered else f"{method.name} ({cls.__module__}.{cls.__qualname__})",
+        method=method.name,
         method_settings=json.dumps(settings, sort_keys=True, default=repr),
         dtype=config.dtype,
         device="+".join(dict.fromkeys(each.runtime.device.type for each in caches)),
@@ -255,6 +259,27 @@ def identity_of(config: EngineConfig, method: Method, primary: ChunkCaches, scor
         torch=torch.__version__,
         cacheclip_rag=__version__,
     )
+
+
+class CertificateGuard(Observer):
+    """Warns, or refuses where the settings require a certificate, before a plan that no certificate covers."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._covered: dict[Method, Sources] = {}
+        """Methods that were let through, and the models that they were looked at with."""
+
+    def on_plan(self, plan: Plan, sources: Sources) -> None:
+        if not plan.reused or plan.method.composes or self._covered.get(plan.method) is sources:
+            return
+        identity = identity_of(self._config, plan.method, sources.prefix, sources.auxiliary)
+        check_certificate(self._config, plan.method, identity)
+        self._covered[plan.method] = sources
+
+
+def _without_ratio(method: Method) -> Method:
+    """The same for every recompute ratio."""
+    return method.at(0.0) if method.has_ratio else method
 
 
 def check_certificate(config: EngineConfig, method: Method, identity: Identity) -> None:
@@ -281,34 +306,48 @@ def check_certificate(config: EngineConfig, method: Method, identity: Identity) 
     )
     if config.require_certificate:
         raise CertificateError(f"{message}; or set require_certificate=False, or use method 'full'.")
-    if (identity, why) not in _warned:
-        _warned.add((identity, why))
-        logger.warning(message)
+    if why == _NEVER_CERTIFIED:
+        _warn_once(_NOT_CERTIFIED, "how close answers come to full prefill's was not measured here: cacheclip certify")
+        logger.info(message)
+    else:
+        _warn_once((identity, why), message)
 
 
-_warned: set[tuple[Identity, str]] = set()
+_NEVER_CERTIFIED = "it has not been certified"
+_NOT_CERTIFIED = "not certified"
+_warned: set[object] = set()
 """What was said already: once a process, however many engines use the models."""
 
 
+def _warn_once(what: object, message: str) -> None:
+    if what not in _warned:
+        _warned.add(what)
+        logger.warning(message)
+
+
 def _command(config: EngineConfig, method: Method) -> str:
-    """What makes the certificate that is missing: a shell command, or Python for a method that the command line does
-    not know."""
-    if method.name not in METHODS or method_class(method.name) is not type(method):
-        return f"cacheclip_rag.lab.evaluation.certify.certify(config, method={type(method).__name__}(...)).save()"
-    settings = asdict(method)
+    """What makes the certificate that is missing: a shell command, or Python for a method that is no preset."""
+    own = preset(method.name) if method.name in PRESET_NAMES else None
+    as_preset = own if own is None or own.chunk_context else replace(own, chunk_context=method.chunk_context)
+    if as_preset is None or _without_ratio(method) != _without_ratio(as_preset):
+        return "cacheclip_rag.lab.evaluation.certify.certify(config, method=method).save()"
+    defaults = EngineConfig()
+    context = method.chunk_context or config.chunk_context
+    from_preset = method.context is not None and as_preset == own
     options: dict[str, Any] = {
         "primary": config.primary,
         "auxiliary": config.auxiliary if method.needs_auxiliary else None,
-        "method": spec_of(method, EngineConfig().method_settings()),
-        "ratio": method.nominal_ratio if "recompute_ratio" in settings else None,
+        "method": method.name,
+        "ratio": method.nominal_ratio if method.has_ratio else None,
+        "chunk-context": None if from_preset or context == defaults.chunk_context else context,
         "dtype": config.dtype,
         "device": config.device,
         "auxiliary-device": config.auxiliary_device if method.needs_auxiliary else None,
         "codec": config.codec,
     }
-    if method.needs_auxiliary and config.auxiliary_codec != EngineConfig().auxiliary_codec:
+    if method.needs_auxiliary and config.auxiliary_codec != defaults.auxiliary_codec:
         options["auxiliary-codec"] = config.auxiliary_codec
-    if method.needs_auxiliary and config.heads != EngineConfig().heads:
+    if method.needs_auxiliary and config.heads != defaults.heads:
         options["heads"] = config.heads
     given = [f"--{name} {shlex.quote(str(value))}" for name, value in options.items() if value is not None]
     return " ".join(["cacheclip certify", *given])

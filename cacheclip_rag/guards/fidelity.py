@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..runtime.transformers.cache import FusedCache
-from ..runtime.transformers.model import ModelRuntime
+
+if TYPE_CHECKING:
+    from ..runtime.transformers.model import ModelRuntime
 
 __all__ = ["Fidelity", "compare", "greedy", "kl_divergence", "own_answer", "read_along"]
 

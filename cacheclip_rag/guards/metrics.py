@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 
-from ..stats import FusionStats
+from ..types import FusionStats
+from .base import Answered, Observer
 
 __all__ = ["Metrics"]
 
@@ -25,13 +26,16 @@ _HELP = {
 }
 
 
-class Metrics:
+class Metrics(Observer):
     """Safe to share between threads. Sums over counts give means, for instance
     ``shadow_agreement_sum / shadow_greedy_checks_total``."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._values: defaultdict[tuple[str, str], float] = defaultdict(float)
+
+    def on_answer(self, answered: Answered) -> None:
+        self.record_answer(answered.answer.stats)
 
     def record_answer(self, stats: FusionStats) -> None:
         """Count one answer."""

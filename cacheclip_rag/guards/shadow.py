@@ -10,15 +10,21 @@ import logging
 import random
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 import torch
 
-from ..runtime.transformers.model import ModelRuntime
-from ..stats import FusionStats
+from ..runtime.decoding import is_greedy
+from ..types import FusionStats
+from .base import Answered, Observer
 from .fidelity import kl_divergence, read_along
 from .metrics import Metrics
+
+if TYPE_CHECKING:
+    from ..runtime.base import Runtime
+    from ..runtime.transformers.model import ModelRuntime
 
 __all__ = ["ShadowChecker", "ShadowRequest"]
 
@@ -44,11 +50,12 @@ class ShadowRequest:
     stats: FusionStats
 
 
-class ShadowChecker:
+class ShadowChecker(Observer):
     """Draws answers at random and compares them."""
 
-    def __init__(self, runtime: ModelRuntime, metrics: Metrics, *, rate: float, mode: str) -> None:
-        self._runtime = runtime
+    def __init__(self, find_runtime: Callable[[], Runtime], metrics: Metrics, *, rate: float, mode: str) -> None:
+        """``find_runtime``: gives the model that answers; called at the first answer, not before."""
+        self._find_runtime = find_runtime
         self._metrics = metrics
         self._rate = rate
         self._inline = mode == "inline"
@@ -57,6 +64,16 @@ class ShadowChecker:
         self._worker: threading.Thread | None = None
         """Lives while there is something to compare."""
         self._changed = threading.Condition()
+
+    def on_answer(self, answered: Answered) -> None:
+        """Offer an answer that reused something."""
+        stats = answered.answer.stats
+        if not self._rate or answered.plan is None or answered.logits is None or stats.method == "full":
+            return
+        runtime = self._find_runtime()
+        if runtime.can_reuse:
+            ids, greedy = answered.plan.layout.ids, is_greedy(answered.params)
+            self.offer(ShadowRequest(ids, answered.logits.clone(), answered.answer.token_ids, greedy, stats))
 
     def offer(self, request: ShadowRequest) -> None:
         """Take an answer for comparison, or let it pass: the draw decides."""
@@ -120,7 +137,7 @@ class ShadowChecker:
     @torch.inference_mode()
     def _compare(self, request: ShadowRequest) -> tuple[float, float | None]:
         """First-token KL, and for a greedy answer the share of its tokens that full prefill would have chosen too."""
-        runtime, num_tokens = self._runtime, len(request.ids)
+        runtime, num_tokens = cast("ModelRuntime", self._find_runtime()), len(request.ids)
         cache, logits = runtime.prefill(request.ids, num_tokens + len(request.answer_ids))
         kl = float(kl_divergence(logits, request.logits.to(logits.device)))
         if not request.is_greedy:

@@ -79,7 +79,7 @@ def ingest(
     """
     roots, files, work, report = _survey(paths, library, engine, settings)
     for path in sorted(({str(file) for file in files} & set(library.documents())) - {item.path for item in work}):
-        engine.texts.add(library.passages_of(path))  # known already, unless the store's index was lost
+        engine.library.index.add(library.passages_of(path))  # known already, unless the store's catalog was lost
     total = sum(len(item.passages) for item in work)
     with progress_bar("precomputing", total, "chunks") as advance:
         for item in work:
@@ -109,6 +109,7 @@ def _survey(
     paths: Iterable[str | Path], library: Library, engine: CacheClipEngine, settings: LibrarySettings
 ) -> tuple[list[Path], list[Path], list[_Work], IngestReport]:
     """Where to look, what is there, what of it is to be done, and a report of what is not."""
+    _ = engine.store  # an older format is refused before anything is read
     roots = [Path(path).expanduser().resolve() for path in paths]
     files = list(find_files(roots))
     if not files and not any(_known_under(library, roots)):

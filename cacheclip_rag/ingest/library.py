@@ -45,7 +45,7 @@ class LibrarySettings:
     namespace: str
     chunk_tokens: int
     overlap_tokens: int
-    behind: str = "prefix"
+    chunk_context: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,11 @@ class Library:
     def settings(self) -> LibrarySettings | None:
         """Settings of the first ingestion; None in a new library."""
         rows = self._database.query("SELECT value FROM meta WHERE name = 'settings'")
-        return LibrarySettings(**json.loads(rows[0][0])) if rows else None
+        if not rows:
+            return None
+        values = json.loads(rows[0][0])
+        values.setdefault("chunk_context", values.pop("behind", "prefix"))  # stores of the first version
+        return LibrarySettings(**values)
 
     def check_settings(self, settings: LibrarySettings) -> None:
         """Raise ConfigurationError, naming each difference, if the library was made with other settings."""

@@ -49,7 +49,7 @@ def price(engine: CacheClipEngine, texts: Sequence[str], plan: IngestPlan, *, me
     """Fill in what precomputing ``texts`` would take, as this method (default the engine's) needs them. Computes a few
     of them, and stores nothing. Raises what precomputing them would."""
     wanted = list(dict.fromkeys(chunk_texts(texts)))
-    models = engine.chunk_caches(engine.encoding_of(method))
+    models = engine.chunk_caches(engine.context_of(method))
     for caches in models:
         for text in wanted:
             caches.check_length(text)
@@ -58,7 +58,7 @@ def price(engine: CacheClipEngine, texts: Sequence[str], plan: IngestPlan, *, me
     for number, (caches, of_model) in enumerate(zip(models, missing, strict=True)):
         tokens = [len(caches.tokenize(text)) for text in of_model]
         plan.tokens += sum(tokens) if number == 0 else 0
-        plan.bytes += sum(tokens) * caches.bytes_per_token if of_model else 0
+        plan.bytes += sum(map(caches.stored_bytes, tokens))
         plan.seconds += sum(tokens) * _seconds_per_token(caches, of_model)
 
 
@@ -66,10 +66,10 @@ def _seconds_per_token(caches: ChunkCaches, texts: Sequence[str]) -> float:
     if not texts:
         return 0.0
     # computed here: neither from the store nor into it
-    prefix = caches.kv_runtime.encode(caches.prefix_ids) if caches.prefix_ids else None
+    prefix = caches.runtime.encode(caches.prefix_ids) if caches.prefix_ids else None
     timed = sorted(texts, key=len)[len(texts) // 2 :][:_TIMED_CHUNKS]  # from the middle on: neither headings nor giants
-    caches.kv_runtime.encode(caches.tokenize(timed[0]).ids, prefix)  # the first run of a shape takes longer
+    caches.runtime.encode(caches.tokenize(timed[0]).ids, prefix)  # the first run of a shape takes longer
     started = time.perf_counter()
     for text in timed:
-        caches.kv_runtime.encode(caches.tokenize(text).ids, prefix)
+        caches.runtime.encode(caches.tokenize(text).ids, prefix)
     return (time.perf_counter() - started) / sum(len(caches.tokenize(text)) for text in timed)

@@ -12,17 +12,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import ClassVar
+from typing import TYPE_CHECKING, Self
 
 import torch
 
-from ..checks import check_whole_number
+from ..checks import check_choice, check_flag, check_share, check_whole_number
 from ..errors import ConfigurationError
-from ..runtime.transformers.model import ModelRuntime
-from .base import ChunkWalk, SelectionRequest, split_by_span
-from .selective import Selective
+from ..fusion.correction import ResidualCorrection
+from ..selection.budget import Budget
+from ..selection.grouping import Tokens
+from ..selection.views import split_by_span
+from .base import CacheView, Method, RowFilter
+
+if TYPE_CHECKING:
+    from ..runtime.transformers.model import ModelRuntime
 
 __all__ = ["CacheBlend"]
 
@@ -33,57 +38,72 @@ _GRADUAL_LAYERS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class CacheBlend(Selective):
-    """Exact at ``recompute_ratio`` 1.0; at 0.0 only the layers up to the check are fresh.
+class CacheBlend(Method):
+    """Exact at ratio 1.0; at 0.0 only the layers up to the check are fresh.
 
-    The parts of all selectors act at every choice: grouping (single tokens by default), tokens that come before all
-    others, a first chunk that no layer computes, and the correction of what left.
+    Budget and correction act at every choice: grouping (single tokens by default), first tokens, a first chunk that no
+    layer computes, and the correction of what left.
     """
 
-    name: ClassVar[str] = "cacheblend"
+    name: str = field(default="cacheblend", kw_only=True)
 
-    window: int = 1
-    threshold: int = 0
+    budget: Budget = field(default_factory=lambda: Budget(grouping=Tokens()))
+    """How many tokens go on, and how deviations become spans."""
+    correction: float = 0.0
+    """Share of the mean change of recomputed tokens that the others of their chunk are given, per layer."""
     check_layer: int = 1
-    """Layer (from 0) whose fresh KV decides, with one at least behind it; it and those below run in full, which
+    """Layer (from 0) whose fresh KV decides, with at least one after it; it and those below run in full, which
     ``charged_ratio`` counts."""
     deviation: str = "v"
     """What is compared: values, keys, or ``kv``, the norms of both changes, each divided by the mean norm of the
     layer's fresh values or keys."""
     schedule: str = "single"
-    """``single``: one choice at the check layer; ``gradual``: again at every layer behind it. Layers that cannot run
+    """``single``: one choice at the check layer; ``gradual``: again at every layer after it. Layers that cannot run
     more tokens than there are leave their share to later ones."""
     equal_charge: bool = False
-    """True recomputes less, so that all that is computed, the layers run in full included, is ``recompute_ratio`` of
+    """True recomputes less, so that all that is computed, the layers run in full included, is the budget's ratio of
     the chunk tokens' layers. Where the layers run in full would cost more by themselves, nothing is computed (direct
     reuse: effective and charged ratio are 0), and a warning says so."""
 
     def __post_init__(self) -> None:
         super(CacheBlend, self).__post_init__()
+        if not isinstance(self.budget, Budget):
+            raise ConfigurationError(f"budget must be a Budget, got {self.budget!r}.")
+        check_share("correction", self.correction, "the mean change")
         for name, allowed in _CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise ConfigurationError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}.")
+            check_choice(name, getattr(self, name), allowed)
         check_whole_number("check_layer", self.check_layer)
-        if self.rounds > 1:
-            raise ConfigurationError(
-                f"cacheblend chooses between the layers of one pass, not in rounds: got rounds={self.rounds}. Leave it "
-                "out; schedule=gradual chooses again at every layer."
-            )
+        check_flag("equal_charge", self.equal_charge)
 
-    def select(self, request: SelectionRequest, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    @property
+    def has_ratio(self) -> bool:
+        return True
+
+    @property
+    def nominal_ratio(self) -> float:
+        return self.budget.ratio
+
+    def at(self, ratio: float) -> Self:
+        return replace(self, budget=replace(self.budget, ratio=ratio))
+
+    def select(self, view: CacheView, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What runs in the first layers."""
-        self._check_depth(request.runtime)
-        if self.takes_all(request):
-            return [torch.ones(len(span.tokens), dtype=torch.bool) for span in request.spans]
-        skipped = self.num_skipped(request)
-        lengths = [len(span.tokens) for span in request.spans]
-        budgets = self.budgets(request.runtime.num_layers, request.num_chunk_tokens, sum(lengths[skipped:]))
+        self._check_depth(view.runtime)
+        if self.budget.takes_all(view):
+            return [torch.ones(len(span.tokens), dtype=torch.bool) for span in view.spans]
+        skipped = self.budget.num_skipped(view)
+        lengths = [len(span.tokens) for span in view.spans]
+        budgets = self.budgets(view.runtime.num_layers, view.num_chunk_tokens, sum(lengths[skipped:]))
         if lengths[skipped:] and not budgets[0]:
-            _warn_unaffordable(self.recompute_ratio, self.check_layer, request.runtime.num_layers)
+            _warn_unaffordable(self.nominal_ratio, self.check_layer, view.runtime.num_layers)
         return [torch.full((n,), number >= skipped and budgets[0] > 0) for number, n in enumerate(lengths)]
 
-    def walk(self, request: SelectionRequest, rows: torch.Tensor) -> ChunkWalk | None:
-        return None if self.takes_all(request) else DeviationWalk(self, request, rows)
+    def row_filter(self, view: CacheView, rows: torch.Tensor) -> RowFilter | None:
+        return None if self.budget.takes_all(view) else DeviationFilter(self, view, rows)
+
+    def prepare(self, view: CacheView, masks: Sequence[torch.Tensor]) -> None:
+        if self.correction:
+            ResidualCorrection(view.runtime, view.cache, self.correction).install(view.spans)
 
     def budgets(self, num_layers: int, num_chunk_tokens: int, num_stale: int) -> list[int]:
         """Chunk tokens that run in each layer, never more than in the one before.
@@ -93,15 +113,15 @@ class CacheBlend(Selective):
             num_stale: those of them that may run at all.
         """
         in_full = self.check_layer + 1
-        behind = num_layers - in_full
-        total = self.recompute_ratio * num_chunk_tokens * behind
+        after = num_layers - in_full
+        total = self.budget.ratio * num_chunk_tokens * after
         if self.equal_charge:
-            total = self.recompute_ratio * num_chunk_tokens * num_layers - num_stale * in_full
+            total = self.budget.ratio * num_chunk_tokens * num_layers - num_stale * in_full
         if total < 0:
             return [0] * num_layers
-        shape = [1.0] * behind
+        shape = [1.0] * after
         if self.schedule == "gradual":
-            shape = [1 + 0.5 * max(0.0, 1 - n / _GRADUAL_LAYERS) for n in range(behind)]
+            shape = [1 + 0.5 * max(0.0, 1 - n / _GRADUAL_LAYERS) for n in range(after)]
         counts = [num_stale] * in_full
         for n, weight in enumerate(shape):
             share = min(float(num_stale), total * weight / sum(shape[n:]))
@@ -123,7 +143,7 @@ class CacheBlend(Selective):
 @cache
 def _warn_unaffordable(ratio: float, check_layer: int, num_layers: int) -> None:
     logger.warning(
-        "cacheblend with equal_charge: at recompute_ratio %g the layers 0 to %d, run in full to choose, cost more than "
+        "cacheblend with equal_charge: at ratio %g the layers 0 to %d, run in full to choose, cost more than "
         "the whole budget (%d of %d layers), so that nothing is recomputed. Raise the ratio or lower check_layer.",
         ratio,
         check_layer,
@@ -132,21 +152,19 @@ def _warn_unaffordable(ratio: float, check_layer: int, num_layers: int) -> None:
     )
 
 
-class DeviationWalk(ChunkWalk):
+class DeviationFilter(RowFilter):
     """All tokens up to the check layer; from there on those whose KV changed most."""
 
-    def __init__(self, method: CacheBlend, request: SelectionRequest, rows: torch.Tensor) -> None:
-        assert request.cache is not None
-        super().__init__(request.cache, rows)
-        self.method, self.request = method, request
+    def __init__(self, method: CacheBlend, view: CacheView, rows: torch.Tensor) -> None:
+        super().__init__(view.cache, rows)
+        self.method, self.view = method, view
         self.of_chunks = torch.zeros(len(rows), dtype=torch.bool)
         """Rows that may leave."""
-        for span in request.spans:
+        for span in view.spans:
             self.of_chunks |= (rows >= span.start) & (rows < span.stop)
         self.of_chunks[-1] = False  # the prompt's last row gives the answer's first logits, chunk or not
-        num_layers, num_stale = request.runtime.num_layers, int(self.of_chunks.sum())
-        self.budgets = method.budgets(num_layers, request.num_chunk_tokens, num_stale)
-        self.charged = 0
+        num_layers, num_stale = view.runtime.num_layers, int(self.of_chunks.sum())
+        self.budgets = method.budgets(num_layers, view.num_chunk_tokens, num_stale)
         self.deviations: dict[int, torch.Tensor] = {}
         """Per layer looked at, ``(num_alive,)`` float32, in the order of ``alive`` at that layer."""
         self._stale: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -159,7 +177,7 @@ class DeviationWalk(ChunkWalk):
         return kept
 
     def _looks_at(self, layer: int) -> bool:
-        last = self.request.runtime.num_layers - 1
+        last = self.view.runtime.num_layers - 1
         if layer >= last:
             return False
         return (
@@ -182,12 +200,12 @@ class DeviationWalk(ChunkWalk):
         """Rows that run in ``layer``, by the change of KV in the layer below."""
         deviation = self._deviation(layer - 1)
         self.deviations[layer - 1] = deviation
-        spans, num_tokens = self.request.spans, self.request.layout.num_tokens
+        spans, num_tokens = self.view.spans, self.view.layout.num_tokens
         mine, slots = self.of_chunks[self.alive], self.slots[self.alive]
         scores, among, chosen = torch.zeros(num_tokens), *torch.zeros(2, num_tokens, dtype=torch.bool)
         scores[slots], among[slots] = deviation, mine
-        masks = self.method.choose(
-            self.request, split_by_span(scores, spans), self.budgets[layer], split_by_span(among, spans)
+        masks = self.method.budget.choose(
+            self.view, split_by_span(scores, spans), self.budgets[layer], split_by_span(among, spans)
         )
         for span, mask in zip(spans, masks, strict=True):
             chosen[span.start : span.stop] = mask

@@ -6,29 +6,31 @@ was encoded behind, else by plain prefill behind what the prefix cache holds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
-from ..answer import Answer, StreamEvent
+from ..clock import PhaseClock
 from ..prompt.layout import Layout
 from ..prompt.segments import Chunk, Segment
-from ..runtime.decoding import Observer
 from ..sampling import SamplingParams
-from ..stats import FusionStats, PhaseClock, combined
+from ..types import PHASES, Answer, Event, FusionStats
 from .base import Method
 from .direct import Direct
-from .prefix import Prefix
+from .full import Prefix
 
-__all__ = ["Ask", "Composition", "count_chunks", "exact_method"]
+__all__ = ["Ask", "Composition", "combined", "count_chunks", "exact_method"]
+
+LogitsObserver = Callable[[Any, int], None]
+"""Sees ``(vocab_size,)`` logits and the token that was chosen from them."""
 
 
 class Ask(Protocol):
     """Answers one prompt exactly, streamed; ``observe`` sees the logits that each token was chosen from."""
 
     def __call__(
-        self, segments: Sequence[Segment], params: SamplingParams, observe: Observer | None = None
-    ) -> Iterator[StreamEvent]: ...
+        self, segments: Sequence[Segment], params: SamplingParams, observe: LogitsObserver | None = None
+    ) -> Iterator[Event]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,9 @@ class Composition:
         places = [number for number, segment in enumerate(self.segments) if isinstance(segment, Chunk)]
         return [*self.segments[: places[0]], middle, *self.segments[places[-1] + 1 :]]
 
-    def answer(self, segments: Sequence[Segment], params: SamplingParams, observe: Observer | None = None) -> Answer:
+    def answer(
+        self, segments: Sequence[Segment], params: SamplingParams, observe: LogitsObserver | None = None
+    ) -> Answer:
         """The whole answer to a prompt, on the way to the final one."""
         answer = None
         for event in self.ask(segments, params, observe):
@@ -62,7 +66,7 @@ class Composition:
         self.asked.append(answer.stats)
         return answer
 
-    def stream(self, segments: Sequence[Segment], method: str) -> Iterator[StreamEvent]:
+    def stream(self, segments: Sequence[Segment], method: str) -> Iterator[Event]:
         """The final answer by one more prompt, with the numbers of all."""
         before = self.clock.elapsed()
         for event in self.ask(segments, self.params):
@@ -75,7 +79,7 @@ class Composition:
         """``answer`` as that of the whole prompt, with the numbers of all that were asked."""
         return replace(answer, stats=combined(self.asked, method, ttft_s))
 
-    def plain(self) -> Iterator[StreamEvent]:
+    def plain(self) -> Iterator[Event]:
         """Plain prefill of a prompt in which there is no chunk."""
         for event in self.ask(self.segments, self.params):
             if event.answer is not None:
@@ -106,4 +110,28 @@ def count_chunks(stats: FusionStats, layout: Layout) -> FusionStats:
         exact_tokens=kept,
         recomputed_tokens=computed,
         charged_ratio=computed / chunk_tokens,
+    )
+
+
+_SUMS = (
+    *("prompt_tokens", "prefix_tokens", "fresh_tokens", "chunk_tokens", "exact_tokens", "recomputed_tokens"),
+    *("hits", "misses", "missed_tokens", "cached_prefix_tokens", "generated_tokens", "decode_s"),
+)
+
+
+def combined(parts: Sequence[FusionStats], method: str, ttft_s: float) -> FusionStats:
+    """Numbers of one answer made of several: sums, those of decoding included; ``ttft_s`` to the final one's first
+    token. The seconds of the phases do not add up to it, since most of it may be decoding."""
+    sums: dict[str, Any] = {name: sum(getattr(part, name) for part in parts) for name in _SUMS}
+    phases = {phase: sum(part.phases_s[phase] for part in parts) for phase in PHASES}
+    charged = sum(part.charged_ratio * part.chunk_tokens for part in parts)
+    return replace(
+        parts[0],
+        method=method,
+        fallback=None,
+        nominal_ratio=0.0,
+        phases_s=phases,
+        ttft_s=ttft_s,
+        charged_ratio=charged / sums["chunk_tokens"] if sums["chunk_tokens"] else 0.0,
+        **sums,
     )

@@ -2,9 +2,9 @@
 
 Source: LangChain's map-reduce and map-rerank documents chains (``load_summarize_chain``, ``load_qa_chain``), baselines
 for methods that let the model read all chunks together. Alone right behind the shared prefix, a chunk's stored KV is
-exact, so nothing here is approximate but the idea: no token of one chunk sees another. In an engine whose chunks are
-computed behind something else (``behind``) none is exact there: these prompts are then answered by plain prefill behind
-what the prefix cache holds, and their chunks are not stored a second time. Departures: each prompt is the user's own
+exact, so nothing here is approximate but the idea: no token of one chunk sees another. In an engine with another chunk
+context (``passages``, the default) none is exact there: these prompts are then answered by plain prefill behind what
+the prefix cache holds, and their chunks are not stored a second time. Departures: each prompt is the user's own
 with one chunk left in it (text between chunks is dropped), in place of prompts for each step; and see
 :class:`MapRerank`. The effective ratio is the share of chunk tokens computed over all these prompts.
 """
@@ -12,15 +12,15 @@ with one chunk left in it (text between chunks is dropped), in place of prompts 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import ClassVar
 
 import torch
 
-from ..answer import Answer, StreamEvent
 from ..checks import check_whole_number
 from ..prompt.segments import Fresh, Segment
+from ..types import Answer, Event
 from .composition import Composition
 from .full import Full
 
@@ -34,7 +34,8 @@ class MapReduce(Full):
     The prompt with all its chunks may be longer than the model's context.
     """
 
-    name: ClassVar[str] = "map_reduce"
+    name: str = field(default="map_reduce", kw_only=True)
+
     reuses_chunks: ClassVar[bool] = True
     composes: ClassVar[bool] = True
 
@@ -42,9 +43,10 @@ class MapReduce(Full):
     """Most tokens of the answer from one chunk."""
 
     def __post_init__(self) -> None:
+        super(MapReduce, self).__post_init__()
         check_whole_number("map_tokens", self.map_tokens, least=1, of="tokens")
 
-    def compose(self, parts: Composition) -> Iterator[StreamEvent]:
+    def compose(self, parts: Composition) -> Iterator[Event]:
         greedy = replace(parts.params, max_tokens=self.map_tokens, temperature=0.0)
         answers = [parts.answer(parts.around(chunk), greedy) for chunk in parts.chunks]
         lines = [" ".join(answer.text.split()) for answer in answers]
@@ -58,15 +60,16 @@ class MapRerank(Full):
     LangChain has the model write a score behind its answer. Small models cannot, so their certainty stands in for it.
     """
 
-    name: ClassVar[str] = "map_rerank"
+    name: str = field(default="map_rerank", kw_only=True)
+
     reuses_chunks: ClassVar[bool] = True
     composes: ClassVar[bool] = True
 
-    def compose(self, parts: Composition) -> Iterator[StreamEvent]:
+    def compose(self, parts: Composition) -> Iterator[Event]:
         rated = [_rated(parts, parts.around(chunk)) for chunk in parts.chunks]
         best, _ = max(rated, key=lambda pair: (bool(pair[0].text.strip()), pair[1]))
-        yield StreamEvent(best.text)
-        yield StreamEvent("", parts.closing(best, self.name, parts.clock.elapsed()))
+        yield Event(best.text)
+        yield Event("", parts.closing(best, self.name, parts.clock.elapsed()))
 
 
 def _rated(parts: Composition, segments: Sequence[Segment]) -> tuple[Answer, float]:

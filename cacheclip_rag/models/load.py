@@ -10,7 +10,7 @@ import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from safetensors import SafetensorError
 
@@ -29,10 +29,18 @@ from .packaged.catalogue import PACKAGED_MODELS
 from .packaged.pull import known_names, pull
 
 if TYPE_CHECKING:
+    from ..runtime.base import Runtime
     from ..runtime.transformers.model import ModelRuntime
-    from ..runtime.transformers.text import TextModel
 
-__all__ = ["DEVICE_MAPS", "check_device", "load_any", "load_model", "resolve", "unload_models"]
+__all__ = [
+    "DEVICE_MAPS",
+    "check_device",
+    "load_any",
+    "load_model",
+    "register_runtime",
+    "resolve",
+    "unload_models",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +53,12 @@ _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.jso
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 """Devices that are not one: accelerate spreads the layers over what there is."""
 
-_registry: dict[tuple[str, str, str], TextModel] = {}
+RuntimeFactory = Callable[..., "Runtime"]
+"""Makes a runtime of ``(name, dtype=..., device=...)``."""
+
+_registry: dict[tuple[str, str, str], Runtime] = {}
 _registry_lock = threading.Lock()
+_factories: dict[str, RuntimeFactory] = {}
 
 
 def resolve(name: str) -> Path:
@@ -106,18 +118,21 @@ def load_model(name: str, *, dtype: str = "float32", device: str = "cpu") -> Mod
         ModelError: files missing or damaged, or weights that are more than what is free on the device.
         ConfigurationError: unknown dtype, or a device that this torch does not have.
     """
-    from ..runtime.transformers.model import ModelRuntime
-
     runtime = load_any(name, dtype=dtype, device=device)
-    assert isinstance(runtime, ModelRuntime), "without fallback all others are refused"
-    return runtime
+    return cast("ModelRuntime", runtime)  # without fallback all others are refused
 
 
-def load_any(name: str, *, dtype: str = "float32", device: str = "cpu", fallback: str = "error") -> TextModel:
+def load_any(name: str, *, dtype: str = "float32", device: str = "cpu", fallback: str = "error") -> Runtime:
     """As :func:`load_model`; with ``fallback="full"``, a model whose KV cannot be reused becomes a
     :class:`~cacheclip_rag.runtime.transformers.plain.PlainRuntime`, which answers by ordinary prefill."""
     if dtype not in DTYPES:
         raise ConfigurationError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}.")
+    scheme, _, rest = name.partition(":")
+    if rest and scheme in _factories:
+        with _registry_lock:
+            if (name, dtype, device) not in _registry:
+                _registry[name, dtype, device] = _factories[scheme](rest, dtype=dtype, device=device)
+            return _registry[name, dtype, device]
     if fallback == "error" and name in PACKAGED_MODELS and not (Path(name) / "config.json").is_file():
         check_architecture(PACKAGED_MODELS[name].architecture, name)  # before a long download, not after it
     folder = resolve(name)
@@ -131,13 +146,26 @@ def load_any(name: str, *, dtype: str = "float32", device: str = "cpu", fallback
     return runtime
 
 
+def register_runtime(scheme: str, factory: RuntimeFactory) -> None:
+    """Have models named ``SCHEME:REST`` made by ``factory(REST, dtype=..., device=...)``: a serving engine, a fake.
+
+    Registering a scheme again replaces its factory; models in memory stay.
+
+    Raises:
+        ConfigurationError: a scheme that is no word, or a single letter (a drive of Windows).
+    """
+    if not re.fullmatch(r"[a-z][a-z0-9_]+", scheme):
+        raise ConfigurationError(f"a scheme must be two or more of a-z, 0-9 and _, got {scheme!r}.")
+    _factories[scheme] = factory
+
+
 def unload_models() -> None:
     """Forget all loaded models; their memory is freed once no engine holds them."""
     with _registry_lock:
         _registry.clear()
 
 
-def _load(folder: Path, name: str, dtype: str, device: str, fallback: str) -> TextModel:
+def _load(folder: Path, name: str, dtype: str, device: str, fallback: str) -> Runtime:
     import torch
     from transformers import AutoConfig
 

@@ -7,14 +7,13 @@ import re
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..chunks.context import LEADS
-from ..methods import create
+from ..chunks.context import CONTEXTS
 from ..prompt.segments import Chunk, normalise_chunk
 from ..store.texts import WINDOW
 
 if TYPE_CHECKING:
     from ..engine import CacheClipEngine
-    from ..prompt.segments import Prompt
+    from ..types import Prompt
 
 __all__ = ["MissReport", "explain_miss"]
 
@@ -103,15 +102,14 @@ def _stored(engine: CacheClipEngine, chunk: str) -> dict[str, bool]:
 def _missing(engine: CacheClipEngine, chunk: str, stored: dict[str, bool]) -> str:
     absent = [name for name, there in stored.items() if not there]
     others = [
-        behind
-        for behind in LEADS
-        if behind != engine.config.behind
-        and chunk in engine.chunk_caches(create("direct", {"behind": behind}).encoding, with_auxiliary=False)[0]
+        name
+        for name, context in CONTEXTS.items()
+        if name != engine.config.chunk_context and chunk in engine.chunk_caches(context, with_auxiliary=False)[0]
     ]
     if others:
         return (
-            f"it was precomputed with behind={others[0]!r}, and this engine reads chunks of "
-            f"behind={engine.config.behind!r}. Use the same setting, or precompute it again."
+            f"it was precomputed with chunk_context={others[0]!r}, and this engine reads chunks of "
+            f"chunk_context={engine.config.chunk_context!r}. Use the same setting, or precompute it again."
         )
     limit = engine.config.max_bytes
     evicted = f", evicted to stay below max_bytes={limit}" if limit else ""

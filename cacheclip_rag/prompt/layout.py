@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..errors import PromptTooLongError
-from ..runtime.transformers.text import TokenizedText
 from .segments import Chunk, Segment
+
+if TYPE_CHECKING:
+    from ..runtime.base import TokenizedText
 
 __all__ = ["Layout", "Span", "check_length", "lay_out", "question_slots"]
 
@@ -36,8 +39,7 @@ class Span:
 class Layout:
     """A prompt as token ids with their origin."""
 
-    ids: torch.Tensor
-    """``(num_tokens,)`` int64."""
+    token_ids: tuple[int, ...]
     spans: tuple[Span, ...]
     num_prefix: int
     """Leading tokens that are the engine's shared prefix (0 when the prompt opens otherwise): exact in the store."""
@@ -54,8 +56,13 @@ class Layout:
         return max(self.num_prefix, self.num_cached)
 
     @property
+    def ids(self) -> torch.Tensor:
+        """The token ids, made anew at each call: ``(num_tokens,)`` int64."""
+        return torch.tensor(self.token_ids, dtype=torch.int64)
+
+    @property
     def num_tokens(self) -> int:
-        return len(self.ids)
+        return len(self.token_ids)
 
     @property
     def chunks(self) -> tuple[Span, ...]:
@@ -94,9 +101,7 @@ def lay_out(
     num_prefix = len(prefix_ids)
     # At least one token must be left to compute, or there would be no logits to answer from.
     opens_with_prefix = num_prefix <= min(first_chunk, position - 1) and ids[:num_prefix] == list(prefix_ids)
-    return Layout(
-        torch.tensor(ids, dtype=torch.int64), tuple(spans), num_prefix if opens_with_prefix else 0, opens_with_prefix
-    )
+    return Layout(tuple(ids), tuple(spans), num_prefix if opens_with_prefix else 0, opens_with_prefix)
 
 
 def check_length(layout: Layout, context_tokens: int, model: str) -> None:

@@ -10,16 +10,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from ..errors import ConfigurationError
-from ..store.texts import TextIndex
+from ..types import Message, Prompt
+
+if TYPE_CHECKING:
+    from ..store.texts import TextIndex
 
 __all__ = [
     "Chunk",
     "Fresh",
-    "Message",
-    "Prompt",
     "Segment",
     "as_segments",
     "check_messages",
@@ -29,10 +30,6 @@ __all__ = [
     "segment_chat",
     "segment_text",
 ]
-
-Message = dict[str, str]
-"""A chat message: ``{"role": "user", "content": "…"}``."""
-Prompt = str | Sequence[Message]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +71,11 @@ def chunk_texts(texts: Iterable[str]) -> Iterator[str]:
     return map(normalise_chunk, texts)
 
 
-def segment_text(text: str, index: TextIndex, candidates: Iterable[str] = ()) -> list[Segment]:
+def segment_text(text: str, index: TextIndex | None, documents: Iterable[str] = ()) -> list[Segment]:
     """Cut ``text`` into stored (or candidate) chunks and the fresh text between them; joined again it is ``text``."""
     segments: list[Segment] = []
     position = 0
-    for match in index.find(text, chunk_texts(candidates)):
+    for match in index.find(text, chunk_texts(documents)) if index is not None else ():
         if match.start > position:
             segments.append(Fresh(text[position : match.start]))
         segments.append(Chunk(text[match.start : match.stop]))
@@ -91,8 +88,8 @@ def segment_text(text: str, index: TextIndex, candidates: Iterable[str] = ()) ->
 def segment_chat(
     messages: Sequence[Message],
     render: Callable[[Sequence[Message]], str],
-    index: TextIndex,
-    candidates: Iterable[str] = (),
+    index: TextIndex | None,
+    documents: Iterable[str] = (),
     verbatim: Collection[str] = (),
 ) -> list[Segment]:
     """Segments of a chat: the template's text as control segments, each content cut by :func:`segment_text`.
@@ -102,7 +99,7 @@ def segment_chat(
     content do pass, since some templates strip them. Contents in ``verbatim`` are not searched for chunks.
     """
     messages = check_messages(messages)
-    candidates = list(chunk_texts(candidates))
+    documents = list(chunk_texts(documents))
     cores = [message["content"].strip() for message in messages]
     around = [m["content"].split(c, 1) if c else (m["content"], "") for m, c in zip(messages, cores, strict=True)]
     marked = [f"{lead}{_sentinel(n)}{trail}" for n, (lead, trail) in enumerate(around)]
@@ -123,7 +120,7 @@ def segment_chat(
             pieces[position + 1], text = pieces[position + 1].removeprefix(trail), text + trail
         segments.append(Fresh(pieces[position - 1], control=True))
         whole = messages[number]["content"] in verbatim
-        segments.extend([Fresh(text)] if whole else segment_text(text, index, candidates))
+        segments.extend([Fresh(text)] if whole else segment_text(text, index, documents))
     segments.append(Fresh(pieces[-1], control=True))
     return [segment for segment in segments if segment.text]
 

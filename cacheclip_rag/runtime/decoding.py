@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..answer import Answer, StreamEvent
+from ..clock import PhaseClock
 from ..sampling import SamplingParams
-from ..stats import PhaseClock
+from ..types import Answer, Event
 
 if TYPE_CHECKING:
-    from ..fusion.prefill import Prefilled
-    from .transformers.text import TextModel
+    from .base import Runtime
+    from .prefill import Prefilled
 
-__all__ = ["Observer", "Sampler", "TextStream", "capacity_for", "decode", "is_greedy"]
+__all__ = ["LogitsObserver", "Sampler", "TextStream", "decode", "is_greedy", "room_for"]
 
 logger = logging.getLogger(__name__)
 
 _RESERVED_TOKENS = 512
 """Tokens of an answer that a cache has room for from the start; it grows if the answer gets longer."""
-Observer = Callable[[torch.Tensor, int], None]
+LogitsObserver = Callable[[torch.Tensor, int], None]
 """Sees ``(vocab_size,)`` logits and the token that was chosen from them."""
 
 _GREEDY_BELOW = 1e-5
@@ -38,7 +38,7 @@ def is_greedy(params: SamplingParams) -> bool:
 class Sampler:
     """Picks the next token from logits."""
 
-    def __init__(self, params: SamplingParams, device: torch.device, observe: Observer | None = None) -> None:
+    def __init__(self, params: SamplingParams, device: torch.device, observe: LogitsObserver | None = None) -> None:
         from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
         self._observe = observe
@@ -114,14 +114,14 @@ class TextStream:
         return 0
 
 
-def capacity_for(num_tokens: int, params: SamplingParams) -> int:
-    """Tokens to make room for: a prompt of ``num_tokens`` and a usual answer."""
-    return num_tokens + min(params.max_tokens, _RESERVED_TOKENS)
+def room_for(params: SamplingParams) -> int:
+    """Tokens of a usual answer, to make room for from the start."""
+    return min(params.max_tokens, _RESERVED_TOKENS)
 
 
 def decode(
-    runtime: TextModel, prefilled: Prefilled, params: SamplingParams, observe: Observer | None = None
-) -> Iterator[StreamEvent]:
+    runtime: Runtime, prefilled: Prefilled, params: SamplingParams, observe: LogitsObserver | None = None
+) -> Iterator[Event]:
     """From the first logits to the end of the answer."""
     cache, num_tokens = prefilled.cache, prefilled.layout.num_tokens
     started = PhaseClock()
@@ -134,13 +134,13 @@ def decode(
     ids = [token]
     while token not in runtime.eos_ids:
         if piece := stream.push(token):
-            yield StreamEvent(piece)
+            yield Event(piece)
         if stream.stopped or len(ids) >= min(params.max_tokens, room):
             break
         if runtime.pinned_rope and cache.position_of(cache.get_seq_length()) == runtime.reuse_tokens:
             # the model's rotary frequencies change here: as transformers' generate does, read all anew
             read = torch.cat((prefilled.layout.ids, torch.tensor(ids)))
-            cache, logits = runtime.prefill(read, capacity_for(num_tokens, params))
+            cache, logits = runtime.prefill(read, num_tokens + room_for(params))
         else:
             logits = runtime.decode_step(cache, token)
         token = sampler.pick(logits)
@@ -150,4 +150,4 @@ def decode(
     prefilled.keep_prefix(cache, ids)
     stats = replace(stats, generated_tokens=len(ids), decode_s=started.elapsed())
     logger.debug("answered: %s", stats)
-    yield StreamEvent(rest, Answer(stream.text, tuple(ids), "stop" if ended else "length", stats))
+    yield Event(rest, Answer(stream.text, tuple(ids), "stop" if ended else "length", stats, prefilled.trace))

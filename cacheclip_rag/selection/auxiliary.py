@@ -10,38 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..runtime.transformers.attention import AttentionPlan, Block, Probe
 from ..runtime.transformers.cache import FusedCache
-from ..runtime.transformers.model import ModelRuntime
 from ..runtime.transformers.rotary import Tables, rotate, unrotate
 from .heads import HeadSet, LowRank
 
-__all__ = ["PackedChunks", "Scoring", "pack_chunks", "score_chunks", "updated", "without_sinks"]
+if TYPE_CHECKING:
+    from ..runtime.transformers.model import ModelRuntime
+
+__all__ = ["PackedChunks", "pack_chunks", "score_chunks", "updated", "without_sinks"]
 
 Adjust = Callable[[int, int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-
-
-@dataclass(frozen=True, slots=True)
-class Scoring:
-    """How the auxiliary's attention is asked for."""
-
-    layers: str = "tuned"
-    """Names of layers, or ``tuned``: the head set of the auxiliary, and the last layer where there is none."""
-    pooled: bool = False
-    """True takes one softmax over the tokens of all chunks; a head set always does."""
-    sinks: int = 0
-    """Tokens at the start of each chunk that score 0."""
-    words: bool = False
-    """True: only question tokens with a letter or a digit count."""
-    passes: int = 1
-    """2: the sentence that scores best is put before the question, which then asks again; a token's score is the
-    larger of the two."""
-    heads: str = "auto"
-    """What ``tuned`` means: ``auto``, the head set of the engine; ``none``, the last layer; else a head set by name or
-    file, which the method declares."""
 
 
 @torch.inference_mode()
@@ -57,7 +40,6 @@ def score_chunks(
     queries: str = "mean",
     pooled: bool = False,
     sinks: int = 0,
-    counted: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """Attention mass of the question on every token of every chunk, by one packed forward.
 
@@ -78,7 +60,6 @@ def score_chunks(
         sinks: tokens at the start of each chunk that score 0, since every question attends to them; pooled scores
             share the rest among the others. A head set may ask for more. Pooled, a chunk that has no other tokens is
             scored as it is.
-        counted: ``(num_question_tokens,)`` bool: whose attention counts; default all.
 
     Returns:
         Per chunk ``(num_chunk_tokens,)`` float32, each between 0 and 1.
@@ -99,8 +80,6 @@ def score_chunks(
             reduced = (weights * counts[:, None, None]).sum(0)
         else:
             reduced = (weights.mean(0) if heads == "mean" else weights.amax(0)) / len(chosen)
-        if counted is not None:
-            reduced = reduced[counted.to(reduced.device)]
         scores[number] += (reduced.mean(0) if queries == "mean" else reduced.amax(0)).cpu()
 
     def record(layer: int, number: int, found: torch.Tensor) -> None:

@@ -1,171 +1,172 @@
-"""From token scores to the set of tokens to recompute.
+"""Groupings: from token scores to the set of tokens to recompute.
 
 Source: CacheClip (arXiv:2510.10129v1), section on grouping: windows of 8 tokens, threshold 5. The paper leaves open
-what happens to the budget that dropped tokens free, and whether windows may straddle; the three modes with windows are
-the three readings. Whole sentences are ours: windows that end where the text does. All are deterministic, ties going to
-the lower index, and none ever exceeds its budget.
+what happens to the budget that dropped tokens free, and whether windows may straddle; the three groupings with windows
+are the three readings. Whole sentences are ours. All groupings are deterministic, ties go to the lower index, and none
+exceeds its budget.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
-from .modes import check_grouping
+from ..checks import check_whole_number
+from ..errors import ConfigurationError
 
-__all__ = ["GROUPINGS", "group", "spread", "v1_literal", "vote_sliding", "whole_sentences", "window_score"]
+__all__ = ["AlignedWindows", "Grouping", "Sentences", "Tokens", "Votes", "Windows"]
 
 Scores = Sequence[torch.Tensor]
-"""Per chunk ``(num_tokens,)`` float scores, higher is more worth recomputing."""
+"""Per chunk ``(num_tokens,)`` float scores; higher is more worth recomputing."""
 Masks = list[torch.Tensor]
 """Per chunk ``(num_tokens,)`` bool, True where the token is recomputed."""
-Sentences = Sequence[torch.Tensor]
-"""Per chunk ``(num_tokens,)`` int64, increasing: number of the token's sentence within the chunk."""
 
 
-def window_score(
-    scores: Scores,
-    budget: int,
-    *,
-    window: int = 8,
-    threshold: int = 5,
-    first: Masks | None = None,
-    sentences: Sentences | None = None,
-) -> Masks:
+@dataclass(frozen=True, slots=True)
+class Grouping(ABC):
+    """How scores become spans."""
+
+    needs_sentences: ClassVar[bool] = False
+    """Whether :meth:`take` looks at ``sentences``."""
+
+    def take(
+        self,
+        scores: Scores,
+        count: int,
+        *,
+        first: Scores | None = None,
+        among: Scores | None = None,
+        sentences: Scores | None = None,
+    ) -> Masks:
+        """At most ``count`` tokens of all chunks.
+
+        Args:
+            first: per chunk a bool mask of tokens that come before all others, within the count.
+            among: per chunk a bool mask of the tokens to choose from, default all. The others are taken out before
+                windows are formed, and the tokens on both sides of them are neighbours.
+            sentences: per chunk ``(num_tokens,)`` int64, increasing: number of the token's sentence within the chunk.
+        """
+        if among is None:
+            return self._take(scores, count, first, sentences)
+        chosen = self._take(
+            _only(scores, among),
+            count,
+            None if first is None else _only(first, among),
+            None if sentences is None else _only(sentences, among),
+        )
+        return [torch.zeros_like(a).masked_scatter(a, c) for a, c in zip(among, chosen, strict=True)]
+
+    @abstractmethod
+    def _take(self, scores: Scores, count: int, first: Scores | None, sentences: Scores | None) -> Masks: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens(Grouping):
+    """Single tokens by their own score, budget filled exactly."""
+
+    def _take(self, scores: Scores, count: int, first: Scores | None, sentences: Scores | None) -> Masks:
+        return _top_tokens(scores, count, first)
+
+
+@dataclass(frozen=True, slots=True)
+class Windows(Grouping):
     """Whole spans by their mean score, budget filled exactly (the default).
 
-    Every run of ``window`` tokens inside a chunk has the mean of its scores; tokens are ordered by the best window
-    that contains them, then by their own score, and the first ``budget`` are taken. So spans stay together, exactly
-    ``min(budget, all)`` tokens are chosen, and a larger budget never drops a token. ``threshold`` is not used.
-    Departure from the paper: no token is dropped without another taking its place.
+    Every run of ``size`` tokens inside a chunk has the mean of its scores; tokens are ordered by the best window that
+    contains them, then by their own score. So spans stay together, and a larger budget never drops a token. Departure
+    from the paper: no token is dropped without another taking its place.
     """
-    return _take_first(scores, _ahead(_best_window_rank(scores, window, None), first), budget)
+
+    size: int = 8
+    """Tokens of a window."""
+
+    def __post_init__(self) -> None:
+        check_whole_number("size", self.size, least=1, of="tokens")
+
+    def _take(self, scores: Scores, count: int, first: Scores | None, sentences: Scores | None) -> Masks:
+        return _take_first(scores, _ahead(_best_window_rank(scores, self.size, None), first), count)
 
 
-def vote_sliding(
-    scores: Scores,
-    budget: int,
-    *,
-    window: int = 8,
-    threshold: int = 5,
-    first: Masks | None = None,
-    sentences: Sentences | None = None,
-) -> Masks:
-    """Whole windows, at any offset, in which more than ``threshold`` of the top ``budget`` tokens lie.
+@dataclass(frozen=True, slots=True)
+class Votes(Grouping):
+    """Windows at any offset in which more than ``threshold`` of the top tokens lie, trimmed to the budget.
 
-    The union of these windows is kept, trimmed to ``budget`` by window score. At most ``budget`` tokens.
+    Our reading of the sliding grouping of CacheClip's second version. At most the budget is spent.
     """
-    top = _top_tokens(scores, budget, first)
-    qualifying = [_windows(mask.float(), window).sum(-1) > threshold for mask in top]
-    rank = _ahead(_best_window_rank(scores, window, qualifying), first)
-    covered = sum(int((r < _NEVER).sum()) for r in rank)
-    return _take_first(scores, rank, min(budget, covered))
+
+    size: int = 8
+    """Tokens of a window."""
+    threshold: int = 5
+    """A window counts if more than this many of its tokens are among the top ones."""
+
+    def __post_init__(self) -> None:
+        _check_threshold(self.size, self.threshold)
+
+    def _take(self, scores: Scores, count: int, first: Scores | None, sentences: Scores | None) -> Masks:
+        top = _top_tokens(scores, count, first)
+        qualifying = [_windows(mask.float(), self.size).sum(-1) > self.threshold for mask in top]
+        rank = _ahead(_best_window_rank(scores, self.size, qualifying), first)
+        covered = sum(int((r < _NEVER).sum()) for r in rank)
+        return _take_first(scores, rank, min(count, covered))
 
 
-def v1_literal(
-    scores: Scores,
-    budget: int,
-    *,
-    window: int = 8,
-    threshold: int = 5,
-    first: Masks | None = None,
-    sentences: Sentences | None = None,
-) -> Masks:
-    """The paper to the letter: the top ``budget`` tokens, dropped in aligned windows that hold ``threshold`` or fewer.
+@dataclass(frozen=True, slots=True)
+class AlignedWindows(Grouping):
+    """The paper to the letter: the top tokens, dropped in aligned windows that hold ``threshold`` or fewer of them.
 
-    Windows start anew at each chunk; nothing takes the place of dropped tokens, so far fewer than ``budget`` may
-    remain.
+    Windows start anew at each chunk; nothing takes the place of dropped tokens, so far less than the budget may be
+    spent.
     """
-    masks = _top_tokens(scores, budget, first)
-    for number, mask in enumerate(masks):
-        for start in range(0, len(mask), window):
-            part = mask[start : start + window]
-            if int(part.sum()) <= threshold:
-                part &= first[number][start : start + window] if first else False
-    return masks
+
+    size: int = 8
+    """Tokens of a window."""
+    threshold: int = 5
+    """A window is kept if more than this many of its tokens are among the top ones."""
+
+    def __post_init__(self) -> None:
+        _check_threshold(self.size, self.threshold)
+
+    def _take(self, scores: Scores, count: int, first: Scores | None, sentences: Scores | None) -> Masks:
+        masks = _top_tokens(scores, count, first)
+        for number, mask in enumerate(masks):
+            for start in range(0, len(mask), self.size):
+                part = mask[start : start + self.size]
+                if int(part.sum()) <= self.threshold:
+                    part &= first[number][start : start + self.size] if first else False
+        return masks
 
 
-def whole_sentences(
-    scores: Scores,
-    budget: int,
-    *,
-    window: int = 8,
-    threshold: int = 5,
-    first: Masks | None = None,
-    sentences: Sentences | None = None,
-) -> Masks:
+@dataclass(frozen=True, slots=True)
+class Sentences(Grouping):
     """Whole sentences by the score of their best token, budget filled exactly.
 
-    A question looks at a word or two of the sentence that answers it; a mean over all of its tokens would hide them.
-
-    Of the sentence that the budget ends in, the tokens of highest score are taken. ``window`` and ``threshold`` are not
-    used; without ``sentences`` every chunk is one.
+    A question looks at a word or two of the sentence that answers it; a mean over all of its tokens would hide them. Of
+    the sentence that the budget ends in, the tokens of highest score are taken. Without sentences every chunk is one.
     """
-    if sentences is None:
-        sentences = [torch.zeros(len(s), dtype=torch.int64) for s in scores]
-    return _take_first(scores, _ahead(_sentence_rank(scores, sentences), first), budget)
+
+    needs_sentences: ClassVar[bool] = True
+
+    def _take(self, scores: Scores, count: int, first: Scores | None, sentences: Scores | None) -> Masks:
+        if sentences is None:
+            sentences = [torch.zeros(len(s), dtype=torch.int64) for s in scores]
+        return _take_first(scores, _ahead(_sentence_rank(scores, sentences), first), count)
 
 
-GROUPINGS: dict[str, Callable[..., Masks]] = {
-    "window_score": window_score,
-    "vote_sliding": vote_sliding,
-    "v1_literal": v1_literal,
-    "sentence": whole_sentences,
-}
+def _check_threshold(size: int, threshold: int) -> None:
+    check_whole_number("size", size, least=1, of="tokens")
+    check_whole_number("threshold", threshold, of="tokens")
+    if threshold >= size:
+        raise ConfigurationError(
+            f"expected a threshold below the size of the window, got threshold={threshold} and size={size}. Lower it: "
+            "no window can hold more chosen tokens than it has."
+        )
 
 
-def group(
-    scores: Scores,
-    budget: int,
-    *,
-    mode: str = "window_score",
-    window: int = 8,
-    threshold: int = 5,
-    first: Masks | None = None,
-    among: Sequence[torch.Tensor] | None = None,
-    sentences: Sentences | None = None,
-) -> Masks:
-    """Apply a grouping by name.
-
-    Args:
-        first: per chunk a bool mask of tokens that come before all others, within the budget.
-        among: per chunk a bool mask of the tokens to choose from, default all. The others are taken out before windows
-            are formed, and those on both sides of them are neighbours: where the others are recomputed already, what
-            is chosen on both sides makes one span with them.
-        sentences: per chunk the number of each token's sentence, which only the mode ``sentence`` looks at.
-
-    Raises:
-        ConfigurationError: unknown mode, or window and threshold that contradict each other.
-    """
-    check_grouping(mode, window, threshold)
-    if among is not None:
-        scores = _only(scores, among)
-        first = None if first is None else _only(first, among)
-        sentences = None if sentences is None else _only(sentences, among)
-    chosen = GROUPINGS[mode](scores, budget, window=window, threshold=threshold, first=first, sentences=sentences)
-    if among is None:
-        return chosen
-    return [torch.zeros_like(a).masked_scatter(a, c) for a, c in zip(among, chosen, strict=True)]
-
-
-def spread(free: Sequence[torch.Tensor], count: int) -> Masks:
-    """``count`` tokens at even distances among all that are ``free``, per chunk as many as its free tokens are a share.
-
-    Args:
-        free: per chunk ``(num_tokens,)`` bool; if there are fewer than ``count`` in all, every one is taken.
-    """
-    if not free:
-        return []
-    flat = torch.cat(list(free))
-    places = flat.nonzero().flatten()
-    count = min(count, len(places))
-    mask = torch.zeros_like(flat)
-    mask[places[(2 * torch.arange(count) + 1) * len(places) // (2 * max(1, count))]] = True
-    return list(mask.split([len(f) for f in free]))
-
-
-def _only(values: Sequence[torch.Tensor], among: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _only(values: Scores, among: Scores) -> list[torch.Tensor]:
     return [v[a] for v, a in zip(values, among, strict=True)]
 
 
@@ -197,12 +198,12 @@ def _min_over_windows(values: torch.Tensor, num_tokens: int, window: int) -> tor
     """Per token the smallest value among the windows that contain it."""
     if num_tokens == 0:
         return torch.empty(0, dtype=torch.int64)
-    reach = min(window, num_tokens) - 1
-    padding = torch.full((reach,), _NEVER, dtype=torch.int64)
-    return torch.cat((padding, values, padding)).unfold(0, reach + 1, 1).amin(-1)
+    others = min(window, num_tokens) - 1
+    padding = torch.full((others,), _NEVER, dtype=torch.int64)
+    return torch.cat((padding, values, padding)).unfold(0, others + 1, 1).amin(-1)
 
 
-def _sentence_rank(scores: Scores, sentences: Sentences) -> list[torch.Tensor]:
+def _sentence_rank(scores: Scores, sentences: Scores) -> list[torch.Tensor]:
     """Per chunk ``(num_tokens,)`` int64: rank, over all chunks, of the token's sentence by its best score."""
     if not scores:
         return []
@@ -218,11 +219,11 @@ def _sentence_rank(scores: Scores, sentences: Sentences) -> list[torch.Tensor]:
     return list(rank[of].split([len(s) for s in scores]))
 
 
-def _top_tokens(scores: Scores, budget: int, first: Masks | None) -> Masks:
+def _top_tokens(scores: Scores, budget: int, first: Scores | None) -> Masks:
     return _take_first(scores, _ahead([torch.zeros(len(s), dtype=torch.int64) for s in scores], first), budget)
 
 
-def _ahead(ranks: list[torch.Tensor], first: Masks | None) -> list[torch.Tensor]:
+def _ahead(ranks: list[torch.Tensor], first: Scores | None) -> list[torch.Tensor]:
     """Ranks with the tokens of ``first`` before all others."""
     return ranks if first is None else [r.masked_fill(f, -1) for r, f in zip(ranks, first, strict=True)]
 

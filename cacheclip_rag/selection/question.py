@@ -8,13 +8,16 @@ are reduced over heads, question tokens and layers, and what they attend to is r
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..errors import ConfigurationError
 from ..runtime.transformers.attention import Block, Probe
 from ..runtime.transformers.cache import FusedCache
-from ..runtime.transformers.model import ModelRuntime
+
+if TYPE_CHECKING:
+    from ..runtime.transformers.model import ModelRuntime
 
 __all__ = ["attention_to_tokens", "pick_layers"]
 
@@ -29,7 +32,7 @@ def pick_layers(spec: str, num_layers: int) -> list[int]:
     """
     try:
         return _pick_layers(spec, num_layers)
-    except ValueError:
+    except (TypeError, ValueError):
         raise ConfigurationError(
             f"layers must be all, last, upper, middle, a range of depth such as 0.6-0.7, a depth and a count such as "
             f"0.6+4, or numbers below {num_layers} joined by +, got {spec!r}."

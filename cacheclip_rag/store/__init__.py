@@ -1,33 +1,40 @@
-"""The chunk-cache store: content-addressed KV of chunks, in composable tiers. Nothing here knows a model.
+"""The chunk-cache store: content-addressed KV of chunks. Nothing here knows a model.
 
-``ChunkStore`` is the interface (five members and a length); ``MemoryStore``, ``DiskStore`` and ``TieredStore`` keep
-it; ``TextIndex`` remembers which texts were stored, so that they can be found again inside a prompt,
-and ``SourceIndex`` where they come from.
+:class:`ChunkStore` is what the rest of the package uses. Under it a :class:`Backend` moves bytes (memory, disk), and
+:class:`Tiers` puts backends in a row; ``codecs`` turns KV into bytes and back; :class:`Catalog` knows entries, texts
+and sources; :class:`TextIndex` finds stored texts inside a prompt.
 """
 
 from __future__ import annotations
 
-from .base import ChunkStore, StoreStats
-from .codecs import CODECS, ChunkEntry, decode, encode, keeps
-from .disk import DiskStore
-from .keys import chunk_key
-from .memory import MemoryStore
-from .sources import SourceIndex
+from .backend import Backend
+from .catalog import Catalog, Entry
+from .chunk_store import ChunkStore, StoreStats, is_store
+from .codecs import CODECS, FrameError, StoredKV, decode, encode, frame_bytes, keeps
+from .disk import DiskBackend
+from .keys import chunk_key, text_digest
+from .memory import MemoryBackend
 from .texts import TextIndex
-from .tiered import TieredStore
+from .tiers import Tiers
 
 __all__ = [
     "CODECS",
-    "ChunkEntry",
+    "Backend",
+    "Catalog",
     "ChunkStore",
-    "DiskStore",
-    "MemoryStore",
+    "DiskBackend",
+    "Entry",
+    "FrameError",
+    "MemoryBackend",
     "StoreStats",
-    "SourceIndex",
+    "StoredKV",
     "TextIndex",
-    "TieredStore",
+    "Tiers",
     "chunk_key",
     "decode",
     "encode",
+    "frame_bytes",
+    "is_store",
     "keeps",
+    "text_digest",
 ]

@@ -41,15 +41,16 @@ class Database:
         """Run one statement in its own transaction; returns the number of rows changed."""
         return self.execute_many([(sql, arguments)])
 
-    def execute_at_once(self, sql: str, arguments: Sequence[Any] = ()) -> None:
-        """Run one statement, or raise StoreError at once if another process is writing."""
+    def execute_at_once(self, sql: str, arguments: Sequence[Any] = ()) -> int:
+        """Run one statement, or raise StoreError at once if another process is writing; returns the number of rows
+        changed."""
         with self._lock:
             try:
                 connection = self._open()
                 connection.execute("PRAGMA busy_timeout = 0")
                 try:
                     with connection:
-                        connection.execute(sql, arguments)
+                        return connection.execute(sql, arguments).rowcount
                 finally:
                     connection.execute(f"PRAGMA busy_timeout = {int(_BUSY_TIMEOUT_S * 1000)}")
             except sqlite3.Error as error:

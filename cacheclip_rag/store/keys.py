@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-__all__ = ["FORMAT_VERSION", "chunk_key"]
+__all__ = ["FORMAT_VERSION", "chunk_key", "text_digest"]
 
 FORMAT_VERSION = 1
 """Raise when stored tensors change meaning; entries of other versions are then never found."""
@@ -36,3 +36,8 @@ def chunk_key(
         digest.update(len(content).to_bytes(8, "little"))
         digest.update(content)
     return digest.hexdigest()
+
+
+def text_digest(text: str) -> bytes:
+    """What the catalog knows a text by: 16 bytes."""
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()

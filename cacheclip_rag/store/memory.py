@@ -1,73 +1,77 @@
-"""The memory tier: entries in this process, least recently used evicted first."""
+"""Payloads in the memory of this process, least recently used evicted first."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
-from .base import ChunkStore, StoreStats, check_limit
-from .codecs import ChunkEntry
+from ..errors import ConfigurationError
+from .backend import Backend
 
-__all__ = ["MemoryStore"]
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["MemoryBackend", "check_limit"]
 
 
-class MemoryStore(ChunkStore):
-    """Entries in memory up to ``max_bytes`` (None: no limit). An entry larger than the limit is not kept."""
+class MemoryBackend(Backend):
+    """Payloads up to ``max_bytes`` in all (None: no limit). A payload larger than the limit is not kept.
+
+    Raises:
+        ConfigurationError: a limit below 0.
+    """
+
+    in_memory = True
 
     def __init__(self, max_bytes: int | None = None) -> None:
         self._max_bytes = check_limit(max_bytes)
-        self._entries: OrderedDict[str, ChunkEntry] = OrderedDict()
-        self._bytes = self._hits = self._misses = self._evictions = 0
-        self._lock = threading.RLock()
+        self._payloads: OrderedDict[str, bytearray] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()
 
-    def get(self, key: str) -> ChunkEntry | None:
+    def get_many(self, keys: Iterable[str]) -> dict[str, Buffer]:
+        found: dict[str, Buffer] = {}
         with self._lock:
-            entry = self._entries.get(key)
-            if entry is None:
-                self._misses += 1
-                return None
-            self._hits += 1
-            self._entries.move_to_end(key)
-            return entry
+            for key in keys:
+                if key in self._payloads:
+                    self._payloads.move_to_end(key)
+                    found[key] = self._payloads[key]
+        return found
 
-    def put(self, key: str, entry: ChunkEntry) -> None:
-        if self._max_bytes is not None and entry.num_bytes > self._max_bytes:
-            self.delete(key)  # an older version must not go on being served
+    def put(self, key: str, data: Buffer) -> None:
+        size = memoryview(data).nbytes
+        if self._max_bytes is not None and size > self._max_bytes:
+            self.delete([key])  # an older version must not go on being served
             return
-        # A tensor read by another tier may be a view of a mapped file: keep our own copy.
-        own = ChunkEntry({name: tensor.clone() for name, tensor in entry.tensors.items()}, entry.codec)
+        own = bytearray(data)  # the caller's may be a view of a mapped file, or change later
         with self._lock:
-            self.delete(key)
-            self._entries[key] = own
-            self._bytes += own.num_bytes
+            self._remove(key)
+            self._payloads[key] = own
+            self._bytes += size
             while self._max_bytes is not None and self._bytes > self._max_bytes:
-                _, evicted = self._entries.popitem(last=False)
-                self._bytes -= evicted.num_bytes
-                self._evictions += 1
+                self._remove(next(iter(self._payloads)))
 
-    def touch(self, key: str) -> None:
+    def delete(self, keys: Iterable[str]) -> int:
         with self._lock:
-            if key in self._entries:
-                self._entries.move_to_end(key)
+            return sum([self._remove(key) for key in keys])
 
-    def delete(self, key: str) -> bool:
+    def list(self) -> Iterator[str]:
         with self._lock:
-            entry = self._entries.pop(key, None)
-            self._bytes -= entry.num_bytes if entry else 0
-            return entry is not None
+            return iter([*self._payloads])
 
-    def keys(self) -> Iterator[str]:
-        with self._lock:
-            return iter(list(self._entries))
+    def close(self) -> None:
+        """Nothing to release: the payloads stay."""
 
-    def stats(self) -> StoreStats:
-        with self._lock:
-            return StoreStats(
-                len(self._entries), self._bytes, self._max_bytes, self._hits, self._misses, self._evictions
-            )
+    def _remove(self, key: str) -> bool:
+        payload = self._payloads.pop(key, None)
+        self._bytes -= len(payload or b"")
+        return payload is not None
 
-    def codec_of(self, key: str) -> str | None:
-        with self._lock:
-            entry = self._entries.get(key)
-            return entry.codec if entry else None
+
+def check_limit(max_bytes: int | None) -> int | None:
+    """The limit itself; raises ConfigurationError if it is negative."""
+    if max_bytes is not None and max_bytes < 0:
+        raise ConfigurationError(f"max_bytes must be 0 or more, or None for no limit, got {max_bytes}.")
+    return max_bytes

@@ -11,39 +11,24 @@ all texts was rejected: 60 kB a chunk and a rebuild at each insert.)
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import groupby
 from operator import itemgetter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .database import Database
+from .catalog import Catalog, TextRow
+from .keys import text_digest
 
-__all__ = ["WINDOW", "TextIndex", "TextMatch", "text_digest"]
+__all__ = ["WINDOW", "TextIndex", "TextMatch"]
 
 WINDOW = 16
 """Characters in an anchor; texts shorter than this are not matched (reusing them would save nothing)."""
 REGION = 256
 """Anchors are chosen among the windows starting in this many first characters."""
-
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS texts (
-    serial INTEGER PRIMARY KEY AUTOINCREMENT, namespace TEXT NOT NULL, digest BLOB NOT NULL, anchor INTEGER NOT NULL,
-    start INTEGER NOT NULL, length INTEGER NOT NULL, ending INTEGER NOT NULL, removed INTEGER NOT NULL,
-    UNIQUE (namespace, digest)
-);
-CREATE INDEX IF NOT EXISTS texts_by_serial ON texts (namespace, serial);
-"""
-# A text has one row, replaced under a new serial number when it is removed or added again: reading the rows behind the
-# last serial seen, by one query, brings an index up to date whatever others did meanwhile.
-_COLUMNS = "digest, anchor, start, length, ending, removed"
-_WRITE = f"INSERT OR REPLACE INTO texts (namespace, {_COLUMNS}) SELECT ?, ?, ?, ?, ?, ?, ?"
-_UNLESS_THERE = " WHERE NOT EXISTS (SELECT 1 FROM texts WHERE namespace = ? AND digest = ? AND removed = 0)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +54,14 @@ class _Anchor:
 
 
 class TextIndex:
-    """Texts of one namespace, shared by processes through the store's database (None: in this process only).
+    """Texts of one namespace, shared by processes through the store's catalog (default: in this process only).
 
     In memory a text takes about 60 bytes. A search looks once at every window of the prompt, and reads what begins and
     ends like a stored text.
     """
 
-    def __init__(self, folder: Path | None = None, namespace: str = "default") -> None:
-        self._database = Database(folder / "index.sqlite3" if folder else None, _SCHEMA)
+    def __init__(self, catalog: Catalog | None = None, namespace: str = "default") -> None:
+        self._catalog = catalog if catalog is not None else Catalog()
         self._namespace = namespace
         self._settled = _Rows.of([])
         self._recent = _Rows.of([])
@@ -86,21 +71,15 @@ class TextIndex:
 
     def add(self, texts: Iterable[str]) -> None:
         """Remember texts; those shorter than ``WINDOW`` are left out, known ones are kept as they are."""
-        rows = [self._row(anchor, removed=0) for text in texts if (anchor := _anchor_of(text)) is not None]
-        self._database.execute_many((_WRITE + _UNLESS_THERE, (*row, *row[:2])) for row in rows)
+        self._catalog.add_texts(self._namespace, _rows_of(texts))
 
     def remove(self, texts: Iterable[str]) -> None:
-        """Forget texts, here and in every process that shares the database."""
-        rows = [self._row(anchor, removed=1) for text in texts if (anchor := _anchor_of(text)) is not None]
-        self._database.execute_many((_WRITE, row) for row in rows)
+        """Remove texts, here and in every process that shares the catalog."""
+        self._catalog.remove_texts(self._namespace, _rows_of(texts))
 
-    def _row(self, anchor: _Anchor, removed: int) -> tuple[str, bytes, int, int, int, int, int]:
-        of_text = (anchor.digest, anchor.value, anchor.start, anchor.length, anchor.ending)
-        return self._namespace, *of_text, removed
-
-    def find(self, prompt: str, candidates: Iterable[str] = ()) -> list[TextMatch]:
-        """Stored texts and ``candidates`` occurring in ``prompt``: leftmost, longest, not overlapping, in order."""
-        anchors = [anchor for text in candidates if (anchor := _anchor_of(text)) is not None]
+    def find(self, prompt: str, documents: Iterable[str] = ()) -> list[TextMatch]:
+        """Stored texts and ``documents`` occurring in ``prompt``: leftmost, longest, not overlapping, in order."""
+        anchors = [anchor for text in documents if (anchor := _anchor_of(text)) is not None]
         with self._lock:
             self._refresh()
             tables = (_Rows.of([(anchor, False) for anchor in anchors]), self._recent, self._settled)
@@ -124,18 +103,12 @@ class TextIndex:
                 end = stop
         return found
 
-    def close(self) -> None:
-        self._database.close()
-
     def _refresh(self) -> None:
         """Take in what this or another process added or removed since the last look."""
-        while rows := self._database.query(
-            f"SELECT serial, {_COLUMNS} FROM texts WHERE namespace = ? AND serial > ? ORDER BY serial LIMIT ?",
-            (self._namespace, self._last_serial, _BATCH),
-        ):
+        while rows := self._catalog.texts_after(self._namespace, self._last_serial, _BATCH):
             new = [
-                (_Anchor(value, start, length, ending, digest), bool(removed))
-                for _, digest, value, start, length, ending, removed in rows
+                (_Anchor(value, start, length, ending, digest), removed)
+                for _, (digest, value, start, length, ending), removed in rows
             ]
             self._recent = _Rows.of(new).over(self._recent)
             self._last_serial = rows[-1][0]
@@ -252,11 +225,6 @@ def _ranges(first: _Column, counts: _Column) -> _Column:
     return np.repeat(first - before, counts) + np.arange(counts.sum())
 
 
-def text_digest(text: str) -> bytes:
-    """What a text is known by."""
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-
-
 def _window_hashes(text: str) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """Hash of every window of ``WINDOW`` characters, in order: ``(len(text) - WINDOW + 1,)`` int64."""
     codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32).astype(np.uint64)
@@ -277,3 +245,10 @@ def _anchor_of(text: str) -> _Anchor | None:
     start = int(hashes.argmin())
     ending = int(_window_hashes(text[-WINDOW:])[0])
     return _Anchor(int(hashes[start]), start, len(text), ending, text_digest(text))
+
+
+def _rows_of(texts: Iterable[str]) -> Iterator[TextRow]:
+    """As the catalog keeps them; short texts are left out."""
+    for text in texts:
+        if (anchor := _anchor_of(text)) is not None:
+            yield anchor.digest, anchor.value, anchor.start, anchor.length, anchor.ending

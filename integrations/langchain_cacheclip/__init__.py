@@ -16,11 +16,9 @@ except ImportError as error:
 from .chat_models import ChatCacheClip
 from .documents import CacheClipDocumentTransformer, create_cacheclip_documents_chain
 from .llms import CacheClipLLM
-from .storage import CacheClipByteStore
 from .vectorstores import CacheClipVectorStore
 
 __all__ = [
-    "CacheClipByteStore",
     "CacheClipDocumentTransformer",
     "CacheClipLLM",
     "CacheClipVectorStore",

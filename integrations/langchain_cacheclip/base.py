@@ -1,33 +1,30 @@
-"""What the models share: their settings, and the engine behind them."""
+"""What both LangChain models share: their settings, and how they call the engine."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.documents import Document
 from langchain_core.exceptions import ContextOverflowError
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import model_validator
 
 from cacheclip_rag import __version__
+from cacheclip_rag.adapter import ModelFields
 from cacheclip_rag.aio import iterate_in_thread
-from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.errors import ConfigurationError, PromptTooLongError
-from cacheclip_rag.methods import DEFAULT_METHOD
-from cacheclip_rag.models.packaged.catalogue import DEFAULT_AUXILIARY, DEFAULT_PRIMARY
-from cacheclip_rag.sampling import merge_call_options
 
 if TYPE_CHECKING:
     from typing import Self
 
-    from cacheclip_rag import Answer, CacheClipEngine, StreamEvent
+    from cacheclip_rag import Answer, Event
 
 __all__ = [
     "ContextTooLongError",
-    "ModelFields",
+    "LangChainFields",
     "ending",
     "langchain_errors",
     "last_answer",
@@ -35,63 +32,13 @@ __all__ = [
     "origin",
 ]
 
-_SAMPLING = ("max_tokens", "temperature", "top_p", "stop", "seed")
-_OWN = ("store", "namespace", "dtype", "device", "auxiliary")
-
 
 class ContextTooLongError(PromptTooLongError, ContextOverflowError):
     """A prompt or a document with more tokens than the model's context, as LangChain's own code catches it."""
 
 
-class ModelFields(BaseModel):
-    """Which engine a model works with, and how it decodes. It holds configuration only: weights load at first use.
-
-    Models with equal settings share one engine in a process.
-
-    Raises:
-        ConfigurationError: an unknown field, or a value out of range.
-    """
-
-    model_config = ConfigDict(populate_by_name=True)
-
-    model_name: str = Field(default=DEFAULT_PRIMARY, alias="model")
-    """Primary model: local folder, packaged name or hub id."""
-    auxiliary: str | None = DEFAULT_AUXILIARY
-    """Small model that scores tokens; None for methods that need none."""
-    store: str | None = None
-    """Folder of the chunk-cache store; None keeps chunk caches in memory only."""
-    namespace: str = "default"
-    """Tenant: two namespaces never share an entry."""
-    method: str = DEFAULT_METHOD
-    """How chunks are reused: ``cacheclip``, ``anchored``, ``direct``, …; ``auto`` chooses between the first two,
-    see :class:`~cacheclip_rag.config.EngineConfig`."""
-    recompute_ratio: float = 0.2
-    """Share of chunk tokens to recompute, 0 to 1."""
-    temperature: float = 0.0
-    """0 is greedy."""
-    max_tokens: int = 256
-    """Most new tokens of an answer."""
-    top_p: float = 1.0
-    """Sample from the smallest set of tokens whose probability reaches this."""
-    stop: list[str] | None = Field(default=None, alias="stop_sequences")
-    """The answer ends before the first of these strings."""
-    seed: int | None = None
-    """Makes sampling repeatable."""
-    dtype: str = "float32"
-    """Compute dtype: ``float32``, ``bfloat16`` or ``float16``."""
-    device: str = "cpu"
-    """Device of both models."""
-    engine_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Other fields of EngineConfig, ``system_prompt`` or ``max_bytes`` for example."""
-
-    def __init__(self, **fields: Any) -> None:
-        known = {key for name, field in type(self).model_fields.items() for key in (name, field.alias) if key}
-        unknown = sorted(set(fields) - known)
-        if unknown:
-            raise ConfigurationError(f"unknown field {', '.join(unknown)}. Known: {', '.join(sorted(known))}.")
-        super().__init__(**fields)
-        self._full_config()
-        merge_call_options(self._call_settings(), {})
+class LangChainFields(ModelFields):
+    """The shared settings, and what LangChain asks of any model made from them."""
 
     @model_validator(mode="after")
     def _set_cacheclip_version(self) -> Self:
@@ -103,31 +50,11 @@ class ModelFields(BaseModel):
     @property
     def _identifying_params(self) -> dict[str, Any]:
         """Everything that changes the output: LangChain's response cache is keyed by it."""
-        config = asdict(self._full_config())
-        sampling = {name: getattr(self, name) for name in _SAMPLING}
+        config = {**asdict(self._full_config()), "method": str(self.method)}
+        sampling = {name: getattr(self, name) for name in self._sampling_names()}
         # LangChain writes the call's own stop strings over a key named "stop"
         stop = {"stop_sequences": sampling.pop("stop")}
         return {"model_name": config.pop("primary"), **config, **sampling, **stop}
-
-    # -- configuration ------------------------------------------------------------------------------------------
-
-    def _engine_config(self) -> EngineConfig:
-        """What identifies the engine. Method and ratio go with each call, so that they do not split the store."""
-        doubled = sorted(set(self.engine_kwargs) & {*_OWN, "primary", "method", "recompute_ratio"})
-        if doubled:
-            raise ConfigurationError(f"{', '.join(doubled)} in engine_kwargs: set the model's own field instead.")
-        own = {name: getattr(self, name) for name in _OWN}
-        return EngineConfig.from_options(None, {"primary": self.model_name, **own, **self.engine_kwargs})
-
-    def _full_config(self) -> EngineConfig:
-        return replace(self._engine_config(), method=self.method, recompute_ratio=self.recompute_ratio)
-
-    @property
-    def engine(self) -> CacheClipEngine:
-        """The process's engine for these settings; use it to ``precompute`` documents."""
-        from cacheclip_rag import get_engine
-
-        return get_engine(self._engine_config())
 
     def get_token_ids(self, text: str) -> list[int]:
         """Token ids of ``text`` in the primary's own tokenizer; loads the model."""
@@ -135,17 +62,17 @@ class ModelFields(BaseModel):
 
     def _bind(
         self, prompt: Any, stop: list[str] | None, options: dict[str, Any], carried: Sequence[Document | str] = ()
-    ) -> Callable[[], Iterator[StreamEvent]]:
+    ) -> Callable[[], Iterator[Event]]:
         """The engine's stream, ready to run: everything is checked now, the engine is touched where it is run."""
         options = {name: value for name, value in options.items() if name != "stream"}
-        given = _candidates([*_listed(options.pop("documents", None) or ()), *carried])
+        given = _texts([*_listed(options.pop("documents", None) or ()), *carried])
         if stop is not None:
             options["stop"] = stop
-        settings = merge_call_options(self._call_settings(), options)
+        arguments = self._call_arguments(options)
 
-        def events() -> Iterator[StreamEvent]:
+        def events() -> Iterator[Event]:
             with langchain_errors():
-                yield from self.engine.generate_stream(prompt, **settings, candidates=given)
+                yield from self.engine.stream(prompt, **arguments, documents=given)
 
         return events
 
@@ -174,23 +101,20 @@ class ModelFields(BaseModel):
         stores = self._engine_config().on_miss == "store" and not self.engine.primary.unsupported
         return answer.stats.missed_tokens if stores else 0
 
-    def _call_settings(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in (*_SAMPLING, "method", "recompute_ratio")}
-
 
 def ending(answer: Answer) -> dict[str, Any]:
     """What metadata says of a finished answer."""
     return {"finish_reason": answer.finish_reason, "cacheclip": answer.stats.to_dict()}
 
 
-def last_answer(events: Iterable[StreamEvent]) -> Answer:
+def last_answer(events: Iterable[Event]) -> Answer:
     """The answer that a stream ends with."""
     *_, last = events
     assert last.answer is not None, "a stream ends with its answer"
     return last.answer
 
 
-async def last_answer_async(events: Callable[[], Iterator[StreamEvent]]) -> Answer:
+async def last_answer_async(events: Callable[[], Iterator[Event]]) -> Answer:
     """The same in a thread of its own; cancelled, it stops before the next token."""
     return last_answer([event async for event in iterate_in_thread(events)])
 
@@ -205,7 +129,7 @@ def _listed(documents: Iterable[Document | str] | Document | str) -> list[Docume
     return [documents] if isinstance(documents, Document | str) else list(documents)
 
 
-def _candidates(documents: Iterable[Document | str]) -> dict[str, list[tuple[str, str]]]:
+def _texts(documents: Iterable[Document | str]) -> dict[str, list[tuple[str, str]]]:
     """The texts of ``documents``, blank ones left out, each with the origins of those that have an id. Raises
     ConfigurationError for anything else."""
     found: dict[str, list[tuple[str, str]]] = {}

@@ -19,10 +19,10 @@ from cacheclip_rag.aio import iterate_in_thread
 from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.models.context import known_context
 
-from .base import ModelFields, ending, last_answer, last_answer_async
+from .base import LangChainFields, ending, last_answer, last_answer_async
 
 if TYPE_CHECKING:
-    from cacheclip_rag import Answer, StreamEvent
+    from cacheclip_rag import Answer, Event
 
 __all__ = ["ChatCacheClip"]
 
@@ -35,7 +35,7 @@ _PASSED_OVER = {
 """Content blocks that say how a message came about: a message's calls stand in its ``tool_calls`` as well."""
 
 
-class ChatCacheClip(ModelFields, BaseChatModel):
+class ChatCacheClip(LangChainFields, BaseChatModel):
     """A local chat model whose prompts reuse the precomputed KV of the documents found in them.
 
     Stock chains need nothing but this model: texts that were precomputed once (by :class:`CacheClipVectorStore`,
@@ -61,7 +61,7 @@ class ChatCacheClip(ModelFields, BaseChatModel):
         ConfigurationError: an unknown field or call option, a value out of range, or a message that is not text.
         PromptTooLongError: the prompt does not fit the model's context; LangChain's ``ContextOverflowError`` too.
 
-    >>> llm = ChatCacheClip(model="qwen2.5-coder-0.5b", store="my-store")
+    >>> llm = ChatCacheClip(primary="qwen2.5-coder-0.5b", store="my-store")
     >>> llm.invoke("How tall is the Eiffel Tower?").content
     """
 
@@ -86,7 +86,7 @@ class ChatCacheClip(ModelFields, BaseChatModel):
         """What agents and trimmers ask. The context where it is known without loading the model."""
         profile = ModelProfile(text_inputs=True, text_outputs=True, image_inputs=False, tool_calling=False)
         try:
-            tokens = known_context(self.model_name)
+            tokens = known_context(self.primary)
         except (OSError, ValueError):  # said where the model is loaded
             tokens = None
         return {**profile, "max_input_tokens": tokens} if tokens else profile
@@ -138,21 +138,21 @@ class ChatCacheClip(ModelFields, BaseChatModel):
 
     def _asked(
         self, messages: Sequence[BaseMessage], stop: list[str] | None, options: dict[str, Any]
-    ) -> Callable[[], Iterator[StreamEvent]]:
+    ) -> Callable[[], Iterator[Event]]:
         return self._bind(_messages(messages), stop, options, _carried(messages))
 
     # -- answers as LangChain has them --------------------------------------------------------------------------
 
     def _result(self, answer: Answer) -> ChatResult:
-        metadata = {"model_name": self.model_name, **ending(answer)}
+        metadata = {"model_name": self.primary, **ending(answer)}
         message = AIMessage(
             content=answer.text, response_metadata=metadata, usage_metadata=_usage(answer, self._stored_tokens(answer))
         )
         return ChatResult(generations=[ChatGeneration(message=message)])
 
-    def _chunks(self, events: Callable[[], Iterator[StreamEvent]]) -> Iterator[ChatGenerationChunk]:
+    def _chunks(self, events: Callable[[], Iterator[Event]]) -> Iterator[ChatGenerationChunk]:
         """Chunks add up: what must not be added twice is on the first (name) or on the last (counts) only."""
-        metadata: dict[str, Any] = {"model_name": self.model_name}
+        metadata: dict[str, Any] = {"model_name": self.primary}
         for event in events():
             message = AIMessageChunk(content=event.text, response_metadata=metadata)
             if event.answer:

@@ -21,7 +21,7 @@ from langchain_core.runnables.configurable import RunnableConfigurableAlternativ
 
 from cacheclip_rag.errors import ConfigurationError
 
-from .base import ModelFields, origin
+from .base import LangChainFields, origin
 
 __all__ = ["CacheClipDocumentTransformer", "create_cacheclip_documents_chain"]
 
@@ -32,7 +32,7 @@ class CacheClipDocumentTransformer(BaseDocumentTransformer):
     """Precomputes documents on their way into a store, and returns them unchanged.
 
     Put it behind the splitter: what is stored is each document's ``page_content`` as it is then, for the method of the
-    model. Deletions do not pass a transformer: call ``llm.engine.release_sources(names)``. A name is the ``source`` in
+    model. Deletions do not pass a transformer: call ``llm.engine.release(sources=names)``. A name is the ``source`` in
     the documents' metadata, for all that came of it, or a document's id where it has one (splitters give none). Where
     the vector store is a :class:`CacheClipVectorStore`, which precomputes and releases by itself, leave this out.
 
@@ -40,7 +40,7 @@ class CacheClipDocumentTransformer(BaseDocumentTransformer):
         llm: the model that will read them.
     """
 
-    def __init__(self, llm: ModelFields) -> None:
+    def __init__(self, llm: LangChainFields) -> None:
         self.llm = llm
 
     def transform_documents(self, documents: Sequence[Document], **kwargs: Any) -> Sequence[Document]:
@@ -124,7 +124,7 @@ def _told(llm: Runnable[Any, Any], about: dict[str, Any]) -> Runnable[Any, Any]:
         return _told(part, about) if isinstance(part, Runnable) else lambda: _told(part(), about)
 
     match llm:
-        case ModelFields() | RunnableConfigurableFields(default=ModelFields()):
+        case LangChainFields() | RunnableConfigurableFields(default=LangChainFields()):
             return llm.bind(**about)
         case RunnableBindingBase():
             return with_parts(bound=told(llm.bound))

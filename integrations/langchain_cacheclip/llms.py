@@ -11,15 +11,15 @@ from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 
 from cacheclip_rag.aio import iterate_in_thread
 
-from .base import ModelFields, ending, last_answer, last_answer_async
+from .base import LangChainFields, ending, last_answer, last_answer_async
 
 if TYPE_CHECKING:
-    from cacheclip_rag import Answer, StreamEvent
+    from cacheclip_rag import Answer, Event
 
 __all__ = ["CacheClipLLM"]
 
 
-class CacheClipLLM(ModelFields, BaseLLM):
+class CacheClipLLM(LangChainFields, BaseLLM):
     """A local model as a text model: stored documents are found in its prompts as in :class:`ChatCacheClip`'s.
 
     A model with a chat template is asked by one user message. Fusion statistics are in
@@ -29,7 +29,7 @@ class CacheClipLLM(ModelFields, BaseLLM):
         ConfigurationError: an unknown field or call option, or a value out of range.
         PromptTooLongError: the prompt does not fit the model's context; LangChain's ``ContextOverflowError`` too.
 
-    >>> CacheClipLLM(model="smollm2-135m", store="my-store").invoke("The Eiffel Tower is 330 metres tall.")
+    >>> CacheClipLLM(primary="smollm2-135m", store="my-store").invoke("The Eiffel Tower is 330 metres tall.")
     """
 
     @property
@@ -92,10 +92,10 @@ class CacheClipLLM(ModelFields, BaseLLM):
         usage["total_tokens"] = sum(usage.values())
         return LLMResult(
             generations=[[Generation(text=answer.text, generation_info=ending(answer))] for answer in answers],
-            llm_output={"token_usage": usage, "model_name": self.model_name},
+            llm_output={"token_usage": usage, "model_name": self.primary},
         )
 
 
-def _chunks(events: Callable[[], Iterator[StreamEvent]]) -> Iterator[GenerationChunk]:
+def _chunks(events: Callable[[], Iterator[Event]]) -> Iterator[GenerationChunk]:
     for event in events():
         yield GenerationChunk(text=event.text, generation_info=ending(event.answer) if event.answer else None)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from cacheclip_rag.ingest.plan import IngestPlan
 
-    from .base import ModelFields
+    from .base import LangChainFields
 
 __all__ = ["CacheClipVectorStore"]
 
@@ -40,11 +40,11 @@ class CacheClipVectorStore(VectorStore):
     Raises:
         PromptTooLongError: a document longer than the model's context; it is LangChain's ``ContextOverflowError`` too.
 
-    >>> store = CacheClipVectorStore(FAISS(...), llm)
+    >>> store = CacheClipVectorStore(InMemoryVectorStore(embeddings), llm)
     >>> index(documents, record_manager, store, cleanup="incremental", source_id_key="source", key_encoder="blake2b")
     """
 
-    def __init__(self, store: VectorStore, llm: ModelFields) -> None:
+    def __init__(self, store: VectorStore, llm: LangChainFields) -> None:
         self.store, self.llm = store, llm
 
     def __getattr__(self, name: str) -> Any:
@@ -128,16 +128,16 @@ class CacheClipVectorStore(VectorStore):
         from cacheclip_rag.prompt.segments import normalise_chunk  # its package loads torch
 
         engine, texts = self.llm.engine, [document.page_content for document in documents]
-        engine.release_sources(ids, keep=texts)
+        engine.release(sources=ids, keep=texts)
         for document in _with_ids(documents, ids):
             source, whole = origin(document)
             if source and document.page_content.strip():
-                engine.sources.add(source, normalise_chunk(document.page_content), whole)
+                engine.library.add_source(normalise_chunk(document.page_content), source, whole)
         return ids
 
     def _release(self, ids: list[str] | None) -> None:
         if ids:
-            self.llm.engine.release_sources(ids)
+            self.llm.engine.release(sources=ids)
 
     # -- searches -----------------------------------------------------------------------------------------------
 
@@ -202,7 +202,7 @@ class CacheClipVectorStore(VectorStore):
         metadatas: list[dict[str, Any]] | None = None,
         *,
         ids: list[str] | None = None,
-        llm: ModelFields | None = None,
+        llm: LangChainFields | None = None,
         store: VectorStore | None = None,
         **kwargs: Any,
     ) -> Self:

@@ -57,7 +57,7 @@ class TestStats:
     def test_some_stored_some_not(self, make: Callable[..., CacheClipEngine], chunks: list[str]) -> None:
         engine = make()
         engine.precompute(chunks[:2])
-        answer = engine.generate(rag(chunks), SHORT, candidates=chunks)
+        answer = engine.generate(rag(chunks), SHORT, documents=chunks)
         check_sums(answer)
         assert (answer.stats.hits, answer.stats.misses) == (2, 2)
         again = engine.generate(rag(chunks), SHORT)
@@ -84,7 +84,7 @@ class TestStreaming:
         engine.precompute(chunks)
         params = SamplingParams(max_tokens=30)
         whole = engine.generate(rag(chunks), params, method=method)
-        events = list(engine.generate_stream(rag(chunks), params, method=method))
+        events = list(engine.stream(rag(chunks), params, method=method))
         assert "".join(e.text for e in events) == whole.text
         assert [e.answer is not None for e in events] == [False] * (len(events) - 1) + [True]
         last = events[-1].answer
@@ -96,7 +96,7 @@ class TestStreaming:
         whole = engine.generate(rag(chunks), SamplingParams(max_tokens=30))
         stop = whole.text[9:12]
         params = SamplingParams(max_tokens=30, stop=(stop,))
-        events = list(engine.generate_stream(rag(chunks), params))
+        events = list(engine.stream(rag(chunks), params))
         answer = events[-1].answer
         assert answer is not None and answer.finish_reason == "stop"
         assert answer.text == "".join(e.text for e in events) == whole.text[: whole.text.index(stop)]
@@ -134,7 +134,7 @@ class TestStreaming:
 
     def test_abandoned_stream_leaves_the_engine_usable(self, engine: CacheClipEngine, chunks: list[str]) -> None:
         expected = engine.generate(rag(chunks), SHORT, method="full")
-        stream = engine.generate_stream(rag(chunks), SHORT, method="full")
+        stream = engine.stream(rag(chunks), SHORT, method="full")
         next(stream)
         stream.close()
         assert not torch.is_inference_mode_enabled()
@@ -144,7 +144,7 @@ class TestStreaming:
         engine.precompute(chunks)
         prompts = [rag(chunks), rag(chunks[:2], question)]
         expected = [engine.generate(p, SHORT).text for p in prompts]
-        streams = [engine.generate_stream(p, SHORT) for p in prompts]
+        streams = [engine.stream(p, SHORT) for p in prompts]
         texts = ["", ""]
         running = {0, 1}
         while running:

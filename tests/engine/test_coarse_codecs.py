@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.fusion.prefill import Prefilled
 from cacheclip_rag.prompt.segments import Segment
+from cacheclip_rag.runtime.prefill import Prefilled
 from tests.conftest import rag_prompt
 from tests.fusion.cases import EXACT, gap, reference_logits
 

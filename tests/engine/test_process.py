@@ -71,7 +71,7 @@ class TestProcess:
         def work() -> None:
             try:
                 ratio = 0.3 if prepared else 1.0
-                texts.append(engine.generate(rag(chunks), SHORT, recompute_ratio=ratio, candidates=chunks).text)
+                texts.append(engine.generate(rag(chunks), SHORT, recompute_ratio=ratio, documents=chunks).text)
             except BaseException as error:
                 problems.append(error)
 

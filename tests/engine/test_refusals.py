@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cacheclip_rag.methods.cacheclip import CacheClip
 
 from cacheclip_rag import CacheClipEngine, CacheClipError, Chunk, EngineConfig, Fresh, SamplingParams, get_engine
 from cacheclip_rag.errors import ConfigurationError, PromptTooLongError, UnknownModelError
-from cacheclip_rag.methods.cacheclip import CacheClip
 from tests.engine.asking import SHORT, rag
 
 
@@ -20,15 +20,15 @@ class TestRefusals:
         with pytest.raises(
             PromptTooLongError, match=r"\d+ tokens, \d+ more than the 2047 .*last \d+ of its 60 chunks"
         ) as caught:
-            engine.generate(rag(many), SHORT, candidates=many)
+            engine.generate(rag(many), SHORT, documents=many)
         words = str(caught.value).split()
         total, excess = int(words[words.index("tokens,") - 1]), int(words[words.index("more") - 1])
         assert total - excess == 2047
         drop = int(words[words.index("last") + 1])
-        engine.generate(rag(many[:-drop]), SamplingParams(max_tokens=1), candidates=many, method="full")
+        engine.generate(rag(many[:-drop]), SamplingParams(max_tokens=1), documents=many, method="full")
         assert drop > 5
         with pytest.raises(PromptTooLongError):  # nor does the advice throw away much more than it must
-            engine.generate(rag(many[: -(drop - 3)]), SHORT, candidates=many)
+            engine.generate(rag(many[: -(drop - 3)]), SHORT, documents=many)
 
     def test_question_too_long(self, engine: CacheClipEngine) -> None:
         with pytest.raises(PromptTooLongError, match="shorten the question"):
@@ -125,7 +125,7 @@ class TestRefusals:
     @pytest.mark.parametrize("texts", ["one string", [1], None, 5, [b"bytes"]])
     def test_texts_of_another_type(self, engine: CacheClipEngine, texts: Any) -> None:
         """A single string would otherwise be taken for a list of letters."""
-        for call in (engine.precompute, engine.release, lambda t: engine.generate("Hello", SHORT, candidates=t)):
+        for call in (engine.precompute, engine.release, lambda t: engine.generate("Hello", SHORT, documents=t)):
             with pytest.raises(ConfigurationError, match=r"list of texts|must be a string"):
                 call(texts)
         assert engine.store.stats().entries == 0
@@ -166,7 +166,7 @@ class TestRefusals:
         method: str | None,
     ) -> None:
         engine = make(auxiliary="no-such-model", method=default)
-        first = engine.generate(rag(chunks), SHORT, method=method, candidates=chunks)
+        first = engine.generate(rag(chunks), SHORT, method=method, documents=chunks)
         assert (first.stats.hits, first.stats.misses) == (0, 4)
         assert "without the auxiliary" in caplog.text
         again = engine.generate(rag(chunks), SHORT, method=method).stats

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from cacheclip_rag.methods.cacheclip import CacheClip
 
 from cacheclip_rag import CacheClipEngine, Chunk, Fresh, get_engine
 from cacheclip_rag.errors import ConfigurationError, PromptTooLongError
-from cacheclip_rag.methods.cacheclip import CacheClip
 from cacheclip_rag.methods.direct import Direct
 from cacheclip_rag.methods.full import Full
 from tests.engine.asking import SHORT, check_sums, logits, rag
@@ -22,7 +22,7 @@ from tests.engine.asking import SHORT, check_sums, logits, rag
 
 class TestMisses:
     def test_no_stored_chunk_is_plain_prefill_and_says_so(self, engine: CacheClipEngine, chunks: list[str]) -> None:
-        answer = engine.generate(rag(chunks), SHORT, candidates=chunks)
+        answer = engine.generate(rag(chunks), SHORT, documents=chunks)
         check_sums(answer)
         assert answer.stats.method == "full"
         assert answer.stats.fallback is not None and "4 chunks" in answer.stats.fallback
@@ -30,14 +30,14 @@ class TestMisses:
         assert answer.token_ids == engine.generate(rag(chunks), SHORT, method="full").token_ids
 
     def test_the_second_call_hits(self, engine: CacheClipEngine, chunks: list[str]) -> None:
-        engine.generate(rag(chunks), SHORT, candidates=chunks)
+        engine.generate(rag(chunks), SHORT, documents=chunks)
         stats = engine.generate(rag(chunks), SHORT).stats  # and needs no candidates any more
         assert (stats.hits, stats.misses, stats.fallback) == (4, 0, None)
 
     def test_ignore_does_not_store(self, make: Callable[..., CacheClipEngine], chunks: list[str]) -> None:
         engine = make(on_miss="ignore")
         for _ in range(2):
-            stats = engine.generate(rag(chunks), SHORT, candidates=chunks).stats
+            stats = engine.generate(rag(chunks), SHORT, documents=chunks).stats
             assert (stats.hits, stats.misses) == (0, 4)
         assert not engine.is_stored(chunks[0])
 
@@ -48,7 +48,7 @@ class TestMisses:
         assert answer.stats.misses == 0
 
     def test_full_stores_nothing(self, engine: CacheClipEngine, chunks: list[str]) -> None:
-        engine.generate(rag(chunks), SHORT, method="full", candidates=chunks)
+        engine.generate(rag(chunks), SHORT, method="full", documents=chunks)
         assert not engine.is_stored(chunks[0], needs_auxiliary=False)
 
     def test_chunk_segments_given_by_hand_are_stored_too(self, engine: CacheClipEngine, chunks: list[str]) -> None:
@@ -91,25 +91,25 @@ class TestSources:
         engine.precompute(chunks[:2], source="node 1", document="report")
         engine.precompute(chunks[1:3], source="node 2", document="report")
         engine.precompute(chunks[3:])
-        assert engine.release_sources(["node 1", "no such node"]) == 1
+        assert engine.release(sources=["node 1", "no such node"]) == 1
         assert [engine.is_stored(c) for c in chunks] == [False, True, True, True]
-        assert engine.release_sources(["report"]) == 2
+        assert engine.release(sources=["report"]) == 2
         assert [engine.is_stored(c) for c in chunks] == [False, False, False, True]
 
     def test_what_is_stored_after_an_answer_goes_with_its_sources(
         self, engine: CacheClipEngine, chunks: list[str]
     ) -> None:
         origins = {f"  {chunks[0]}\n": [("node 1", "report"), ("node 2", "")], chunks[1]: [("node 3", "report")]}
-        engine.generate(rag(chunks), SHORT, candidates=origins)
+        engine.generate(rag(chunks), SHORT, documents=origins)
         assert [engine.is_stored(c) for c in chunks] == [True, True, False, False]
-        assert engine.release_sources(["report"]) == 1
+        assert engine.release(sources=["report"]) == 1
         assert engine.is_stored(chunks[0]) and not engine.is_stored(chunks[1])
-        assert engine.release_sources(["node 2"]) == 1
+        assert engine.release(sources=["node 2"]) == 1
         assert not engine.is_stored(chunks[0])
 
     def test_nothing_to_release_leaves_the_prefix_cache(self, engine: CacheClipEngine, chunks: list[str]) -> None:
         engine.generate(rag(chunks), SHORT, method="prefix")
-        engine.release_sources(["no such node"])
+        engine.release(sources=["no such node"])
         assert engine.generate(rag(chunks), SHORT, method="prefix").stats.reused_tokens > 0
         engine.precompute(chunks[:1])
         engine.release(chunks[:1])
@@ -117,12 +117,20 @@ class TestSources:
 
     def test_one_source_in_place_of_a_list_is_refused(self, engine: CacheClipEngine) -> None:
         with pytest.raises(ConfigurationError, match="put it in a list"):
-            engine.release_sources("node 1")
+            engine.release(sources="node 1")
+
+
+def payload(engine: CacheClipEngine, key: str) -> Path:
+    """File of a stored payload."""
+    assert engine.config.store
+    return Path(engine.config.store) / "kv" / key[:2] / f"{key}.kv"
 
 
 class TestDamage:
     def damage(self, engine: CacheClipEngine, model: str, text: str) -> None:
-        path = engine.store.path_of(engine._caches_of(model).key(text))  # type: ignore[attr-defined]
+        primary = model == engine.config.primary
+        caches = engine.parts.primary() if primary else engine.parts.auxiliary_caches
+        path = payload(engine, caches.key(text))
         content = bytearray(path.read_bytes())
         content[-7] ^= 0xFF
         path.write_bytes(content)
@@ -138,7 +146,7 @@ class TestDamage:
         assert (answer.stats.hits, answer.stats.misses) == (3, 1)
         other = make(on_miss="ignore")
         other.precompute([c for c in chunks if c != chunks[1]])
-        expected = other.generate(rag(chunks), SHORT, method="direct", candidates=chunks)
+        expected = other.generate(rag(chunks), SHORT, method="direct", documents=chunks)
         assert answer.token_ids == expected.token_ids
         assert answer.stats.fresh_tokens == expected.stats.fresh_tokens
         assert engine.generate(rag(chunks), SHORT, method="direct").stats.hits == 4  # mended after the answer
@@ -184,8 +192,8 @@ class TestDamage:
     ) -> None:
         engine.precompute(chunks)
         expected = engine.generate(rag(chunks), SHORT)
-        caches = engine._caches_of(engine.config.primary)
-        path = engine.store.path_of(caches._key((), caches.prefix_ids))  # type: ignore[attr-defined]
+        caches = engine.parts.primary()
+        path = payload(engine, caches._key((), caches.prefix_ids))
         assert path.exists()
         path.write_bytes(path.read_bytes()[:-9])
         again = make(store=engine.config.store)
@@ -225,17 +233,19 @@ class TestStore:
         assert answers[0] == answers[1] == answers[2]
 
     @pytest.mark.parametrize("method", ["block", "epic:behind=passages", "block:before=<|im_start|>"])
-    def test_release_of_what_another_engine_encoded_in_its_way(
+    def test_release_of_every_chunk_context_loads_no_model(
         self, make: Callable[..., CacheClipEngine], tmp_path: Path, chunks: list[str], method: str
     ) -> None:
-        with_ways = make(store=tmp_path)
-        assert with_ways.precompute(chunks[:2], method=method) == 2
-        options = {"method": method} if "before" in method else {}
-        assert make(store=tmp_path, **options).release(chunks[:2]) == 2
-        assert with_ways.precompute(chunks[:2], method=method) == 2, "nothing of it is left"
-
-    def test_release_of_nothing_loads_no_model(self, make: Callable[..., CacheClipEngine]) -> None:
-        assert make(primary="no-such-model", auxiliary=None).release([]) == 0
+        """An engine whose models are not there deletes what another one stored for its own models and settings."""
+        engine = make(store=tmp_path)
+        engine.precompute(chunks[:2], source="node")
+        prefixes = engine.store.stats().entries - 2 * 2
+        assert engine.precompute(chunks[:2], method=method) == 2
+        other = make(primary="no-such-model", auxiliary=None, store=tmp_path)
+        assert other.release(chunks[:1]) == 1 and other.release_sources(["node"]) == 1
+        assert prefixes <= engine.store.stats().entries <= prefixes + 1, "of no text"
+        assert not any(engine.is_stored(text) for text in chunks[:2])
+        assert engine.precompute(chunks[:2], method=method) == 2, "nothing of it is left"
 
     def test_release(self, engine: CacheClipEngine, chunks: list[str]) -> None:
         engine.precompute(chunks)
@@ -276,9 +286,9 @@ class TestStore:
         (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 200}))
         engine = make(auxiliary=str(short))
         texts = [" ".join(chunks), *chunks[1:3]]
-        assert engine.generate(rag(texts), SHORT, candidates=texts).stats.misses == 3
+        assert engine.generate(rag(texts), SHORT, documents=texts).stats.misses == 3
         assert [engine.is_stored(text) for text in texts] == [False, True, True]
-        assert engine.generate(rag(texts), SHORT, candidates=texts).stats.hits == 2
+        assert engine.generate(rag(texts), SHORT, documents=texts).stats.hits == 2
         keys = set(engine.store.keys())
         with pytest.raises(PromptTooLongError):
             engine.precompute([texts[0] + " More."])

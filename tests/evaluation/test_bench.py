@@ -10,7 +10,7 @@ from cacheclip_rag import EngineConfig
 from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.lab.evaluation.bench import bench, make_texts
 from cacheclip_rag.models.load import load_model
-from cacheclip_rag.stats import PHASES
+from cacheclip_rag.types import PHASES
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from cacheclip_rag.methods.cacheclip import CacheClip
 from typer.testing import CliRunner
 
 import cacheclip_rag.guards.certificate as certificates
@@ -22,7 +23,6 @@ from cacheclip_rag.lab.evaluation.certify import certify
 from cacheclip_rag.lab.evaluation.exactness import check_exactness, noise_floor, reference_logits
 from cacheclip_rag.lab.evaluation.prompts import EvaluationPrompt, bundled_prompts
 from cacheclip_rag.methods import create
-from cacheclip_rag.methods.cacheclip import CacheClip
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime.transformers import model as runtime_module
 from cacheclip_rag.runtime.transformers.attention import AttentionPlan, Block
@@ -200,7 +200,7 @@ class TestCertify:
         with pytest.raises(ConfigurationError, match="'cachecraft' reuses what an engine kept .*shadow_rate"):
             certify(captured, quick=True)
         engine = CacheClipEngine(captured)
-        engine.texts.add(PROMPT.chunks)
+        engine.library.index.add(PROMPT.chunks)
         answers = [engine.generate(PROMPT.text, SamplingParams(max_tokens=1)) for _ in range(3)]  # the first captures
         assert answers[1].stats.method == "cachecraft"
         assert caplog.text.count("none can cover chunk caches") == 1 and "cacheclip certify" not in caplog.text

@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from cacheclip_rag import CacheClipEngine, Fresh, SamplingParams
 from cacheclip_rag.fusion.recompute import assemble, choose_rows
-from cacheclip_rag.methods import create
+from cacheclip_rag.methods import preset
 from cacheclip_rag.prompt.layout import Layout, lay_out
 from cacheclip_rag.runtime.transformers.attention import AttentionPlan, Block
 from cacheclip_rag.runtime.transformers.cache import FusedCache
@@ -100,7 +100,7 @@ def make_case(
     engine = make_engine(folder, auxiliary, **options)
     engine.precompute(texts)
     prompt = opening + "\n\n".join(texts) + "\n\nQuestion: What is the magic number?"
-    caches = engine._caches_of(folder)
+    caches = engine.parts.primary()
     layout = lay_out(
         engine.segment(prompt),
         lambda s: caches.runtime.tokenize(s.text, control=isinstance(s, Fresh) and s.control),
@@ -113,9 +113,10 @@ def make_case(
 
 def prefilled(engine: CacheClipEngine, prompt: Any, method: str, ratio: float = 0.2) -> Any:
     """The engine's own prefill, up to the logits that its public answer is sampled from."""
-    options = {"recompute_ratio": ratio, "grouping": "window_score", "window": 8, "threshold": 5}
+    chosen = preset(method)
     with torch.inference_mode():
-        return engine.prefill(prompt, SamplingParams(max_tokens=64), method=create(method, options))
+        chosen = chosen.at(ratio) if chosen.has_ratio else chosen
+        return engine.prefill(prompt, SamplingParams(max_tokens=64), method=chosen)
 
 
 def gap(left: torch.Tensor, right: torch.Tensor) -> float:

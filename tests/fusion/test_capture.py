@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
+from cacheclip_rag.chunks.captured import CapturedChunks, Variant, capture, context_overlap, order_distance
 from cacheclip_rag.errors import ConfigurationError
-from cacheclip_rag.fusion.capture import CapturedChunks, Variant, capture, context_overlap, order_distance
 from tests.fusion.cases import EXACT, Case, gap, reference_logits, reference_model
 
 

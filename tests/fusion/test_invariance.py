@@ -115,7 +115,7 @@ class TestIndependence:
         for text in CHUNKS:
             apart.precompute([text])
         for text in CHUNKS:
-            left, right = (engine._caches_of(primary).read(text) for engine in (together, apart))
+            left, right = (engine.parts.primary().read(text) for engine in (together, apart))
             assert left is not None and right is not None and torch.equal(left, right)
 
     def test_scores_of_the_other_chunks_in_the_pass(self, primary: str, tiny_models: dict[str, str]) -> None:
@@ -137,7 +137,7 @@ class TestIndependence:
         params = SamplingParams(max_tokens=12)
         prompts = [rag_prompt(CHUNKS[:2]), rag_prompt(CHUNKS[1:], "Who was the last keeper?")]
         alone = [engine.generate(prompt, params).token_ids for prompt in prompts]
-        streams = [engine.generate_stream(prompt, params) for prompt in prompts]
+        streams = [engine.stream(prompt, params) for prompt in prompts]
         answers: list[Any] = [None, None]
         for events in itertools.zip_longest(*streams):
             for number, event in enumerate(events):

@@ -13,11 +13,11 @@ from cacheclip_rag import CacheClipEngine
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
     """The ``question`` of every call of an engine, in order."""
     found: list[str | None] = []
-    stream = CacheClipEngine.generate_stream
+    stream = CacheClipEngine.stream
 
     def spying(*arguments: Any, **options: Any) -> Any:
         found.append(options["question"])
         return stream(*arguments, **options)
 
-    monkeypatch.setattr(CacheClipEngine, "generate_stream", spying)
+    monkeypatch.setattr(CacheClipEngine, "stream", spying)
     return found

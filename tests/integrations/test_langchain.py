@@ -70,7 +70,7 @@ class Recorder(BaseCallbackHandler):
 @pytest.fixture
 def llm(tiny_models: dict[str, str], tmp_path: Path) -> ChatCacheClip:
     return ChatCacheClip(
-        model=tiny_models["llama"], auxiliary=tiny_models["auxiliary"], store=str(tmp_path / "store"), max_tokens=12
+        primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"], store=str(tmp_path / "store"), max_tokens=12
     )
 
 
@@ -156,7 +156,7 @@ def test_documents_as_candidates(llm: ChatCacheClip, documents: list[Document]) 
 
 async def test_message_and_stream_metadata(llm: ChatCacheClip) -> None:
     message = llm.invoke(PROMPT)
-    assert message.response_metadata["model_name"] == llm.model_name
+    assert message.response_metadata["model_name"] == llm.primary
     assert message.response_metadata["finish_reason"] in ("stop", "length")
     stats = message.response_metadata["cacheclip"]
     usage = message.usage_metadata
@@ -165,7 +165,7 @@ async def test_message_and_stream_metadata(llm: ChatCacheClip) -> None:
     assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
     assert usage["input_token_details"]["cache_read"] == stats["reused_tokens"]
     for chunks in (list(llm.stream(PROMPT)), [chunk async for chunk in llm.astream(PROMPT)]):
-        assert chunks[0].response_metadata["model_name"] == llm.model_name
+        assert chunks[0].response_metadata["model_name"] == llm.primary
         assert sum("model_name" in chunk.response_metadata for chunk in chunks) == 1
         assert [chunk for chunk in chunks if chunk.chunk_position == "last"] == chunks[-1:]
         assert "cacheclip" in chunks[-1].response_metadata
@@ -288,14 +288,35 @@ def test_call_options(llm: ChatCacheClip) -> None:
     assert hot[0] == hot[1] != hot[2]
 
 
-async def test_stop(llm: ChatCacheClip) -> None:
-    text = llm.invoke(PROMPT).content
-    stop = text[2:4]
-    before = text[: text.index(stop)]
-    assert llm.invoke(PROMPT, stop=[stop]).content == before
-    assert llm.bind(stop=[stop]).invoke(PROMPT).content == before
-    assert llm.model_copy(update={"stop": [stop]}).invoke(PROMPT).content == before
-    assert "".join([chunk.content async for chunk in llm.astream(PROMPT, stop=[stop])]) == before
+@pytest.mark.parametrize("kind", [ChatCacheClip, CacheClipLLM])
+async def test_stop_in_every_call(llm: ChatCacheClip, kind: type[ChatCacheClip | CacheClipLLM]) -> None:
+    model: Any = kind(primary=llm.primary, auxiliary=llm.auxiliary, store=llm.store, max_tokens=12)
+    inputs: Any = [[HumanMessage(PROMPT)]] if kind is ChatCacheClip else [PROMPT]
+    text = said(model.invoke(PROMPT))
+    stop = [text[2:4]]
+    before = text[: text.index(stop[0])]
+    assert said(model.bind(stop=stop).invoke(PROMPT)) == said(await model.bind(stop=stop).ainvoke(PROMPT)) == before
+    assert said(model.model_copy(update={"stop": stop}).invoke(PROMPT)) == before
+    found = {
+        "invoke": said(model.invoke(PROMPT, stop=stop)),
+        "ainvoke": said(await model.ainvoke(PROMPT, stop=stop)),
+        "stream": "".join(said(part) for part in model.stream(PROMPT, stop=stop)),
+        "astream": "".join([said(part) async for part in model.astream(PROMPT, stop=stop)]),
+        "batch": said(model.batch([PROMPT], stop=stop)[0]),
+        "abatch": said((await model.abatch([PROMPT], stop=stop))[0]),
+        "generate": model.generate(inputs, stop=stop).generations[0][0].text,
+        "agenerate": (await model.agenerate(inputs, stop=stop)).generations[0][0].text,
+    }
+    assert found == dict.fromkeys(found, before)
+
+
+def said(answer: Any) -> str:
+    """The text of a message, or of a text model's answer."""
+    return str(answer if isinstance(answer, str) else answer.content)
+
+
+def test_a_stop_string_is_the_reason_to_finish(llm: ChatCacheClip) -> None:
+    stop = str(llm.invoke(PROMPT).content)[2:4]
     assert llm.invoke(PROMPT, stop=[stop]).response_metadata["finish_reason"] == "stop"
 
 
@@ -328,7 +349,7 @@ def test_wrong_fields_are_refused(fields: dict[str, Any]) -> None:
 async def test_a_prompt_too_long_is_langchains_error_too(
     llm: ChatCacheClip, kind: type[ChatCacheClip | CacheClipLLM]
 ) -> None:
-    model = kind(model=llm.model_name, auxiliary=llm.auxiliary, store=llm.store)
+    model = kind(primary=llm.primary, auxiliary=llm.auxiliary, store=llm.store)
     long = "word " * 4000
     with pytest.raises(ContextOverflowError, match="fit model") as error:
         model.invoke(long)
@@ -358,11 +379,11 @@ async def test_eight_at_once_answer_as_one_by_one(llm: ChatCacheClip, chunks: li
 async def test_a_cancelled_task_stops_the_model(
     llm: ChatCacheClip, kind: type[ChatCacheClip | CacheClipLLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = kind(model=llm.model_name, auxiliary=llm.auxiliary, store=llm.store, max_tokens=200)
+    model = kind(primary=llm.primary, auxiliary=llm.auxiliary, store=llm.store, max_tokens=200)
     assert len(list(model.stream(PROMPT))) > 5
     steps: list[Any] = []
     started, cancelled, finished = threading.Event(), threading.Event(), threading.Event()
-    original = CacheClipEngine.generate_stream
+    original = CacheClipEngine.stream
 
     def watched(self: CacheClipEngine, *args: Any, **kwargs: Any) -> Iterator[Any]:
         try:
@@ -374,7 +395,7 @@ async def test_a_cancelled_task_stops_the_model(
         finally:
             finished.set()
 
-    monkeypatch.setattr(CacheClipEngine, "generate_stream", watched)
+    monkeypatch.setattr(CacheClipEngine, "stream", watched)
     task = asyncio.create_task(model.ainvoke(PROMPT))
     assert await asyncio.to_thread(started.wait, 10)
     task.cancel()
@@ -388,7 +409,7 @@ async def test_a_cancelled_task_stops_the_model(
 def test_a_model_whose_kv_cannot_be_reused_answers_too(tmp_path: Path, chunks: list[str]) -> None:
     folder = build(tmp_path / "gpt2", "gpt2")
     llm = ChatCacheClip(
-        model=folder, auxiliary=None, store=str(tmp_path / "s"), max_tokens=4, engine_kwargs={"fallback": "full"}
+        primary=folder, auxiliary=None, store=str(tmp_path / "s"), max_tokens=4, engine_kwargs={"fallback": "full"}
     )
     for _ in range(2):
         message = llm.invoke(f"{chunks[0]}\n\nWhat?", documents=chunks[:1])
@@ -403,8 +424,8 @@ def test_a_model_whose_kv_cannot_be_reused_answers_too(tmp_path: Path, chunks: l
 def test_mro_and_identity() -> None:
     assert BaseChatModel in ChatCacheClip.__mro__
     llm = ChatCacheClip(model="m", stop_sequences=["x"])
-    assert (llm.model_name, llm.stop) == ("m", ["x"])
-    assert ChatCacheClip(model_name="m", stop=["x"]) == llm
+    assert (llm.primary, llm.stop) == ("m", ["x"])
+    assert ChatCacheClip(primary="m", stop="x") == ChatCacheClip(model_name="m", stop=["x"]) == llm
     assert llm._llm_type == "cacheclip-chat"
     assert not ChatCacheClip.is_lc_serializable()
     assert llm._get_ls_params()["ls_provider"] == "cacheclip"
@@ -414,7 +435,7 @@ def test_profile_and_version(llm: ChatCacheClip) -> None:
     assert llm.profile["max_input_tokens"] == llm.engine.primary.context_tokens == 2048
     assert not llm.profile["image_inputs"] and not llm.profile["tool_calling"]
     assert ChatCacheClip().profile["max_input_tokens"] == 32768
-    assert "max_input_tokens" not in ChatCacheClip(model="some/model").profile
+    assert "max_input_tokens" not in ChatCacheClip(primary="some/model").profile
     assert ChatCacheClip(profile={"max_input_tokens": 7}).profile == {"max_input_tokens": 7}
     if hasattr(BaseChatModel, "_add_version"):
         assert llm.metadata["lc_versions"]["cacheclip-rag"] == __version__
@@ -424,7 +445,7 @@ def test_profile_and_version(llm: ChatCacheClip) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("model_name", "other"),
+        ("primary", "other"),
         ("auxiliary", None),
         ("namespace", "bob"),
         ("method", "full"),

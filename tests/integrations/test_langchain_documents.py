@@ -3,13 +3,11 @@ text model."""
 
 from __future__ import annotations
 
-import sqlite3
 from pathlib import Path
 from typing import Any
 
 import pytest
 from langchain_cacheclip import (
-    CacheClipByteStore,
     CacheClipDocumentTransformer,
     CacheClipLLM,
     CacheClipVectorStore,
@@ -18,7 +16,6 @@ from langchain_cacheclip import (
 )
 from langchain_classic.chains import create_history_aware_retriever, create_retrieval_chain
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
-from langchain_classic.embeddings import CacheBackedEmbeddings
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
 from langchain_core.indexing import InMemoryRecordManager, index
@@ -38,7 +35,7 @@ from tests.integrations.test_langchain import RAG_PROMPT, Recorder, WordRetrieve
 @pytest.fixture
 def llm(tiny_models: dict[str, str], tmp_path: Path) -> ChatCacheClip:
     return ChatCacheClip(
-        model=tiny_models["llama"], auxiliary=tiny_models["auxiliary"], store=str(tmp_path / "store"), max_tokens=8
+        primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"], store=str(tmp_path / "store"), max_tokens=8
     )
 
 
@@ -234,7 +231,7 @@ class TestTransformer:
         assert transformer.transform_documents(some) == some
         assert await transformer.atransform_documents(documents[1:2]) == documents[1:2]
         assert stored(llm, documents[:3]) == [True, True, False]
-        llm.engine.release_sources(["doc-1"])
+        llm.engine.release(sources=["doc-1"])
         assert stored(llm, documents[:3]) == [True, False, False]
 
 
@@ -261,7 +258,7 @@ class TestCarriers:
         assert self.ask(llm, earlier, AIMessage("Well."), HumanMessage(content=blocks)) == (1, 1)
         plain = create_plaintext_block(text=chunks[2])
         assert self.ask(llm, HumanMessage(content=[question, plain])) == (0, 1), "a document by its type"
-        assert llm.engine.sources.orphans(["doc-0", "doc-1", plain["id"]]) == chunks[:2]
+        assert llm.engine.library.orphans(["doc-0", "doc-1", plain["id"]]) == chunks[:2]
 
     def test_plain_text_blocks(self, llm: ChatCacheClip, chunks: list[str]) -> None:
         blocks = [{"type": "text-plain", "text": chunks[0]}, {"type": "text", "text": "What is it?"}]
@@ -293,7 +290,7 @@ class TestCarriers:
 class TestTextModel:
     @pytest.fixture
     def text_llm(self, llm: ChatCacheClip) -> CacheClipLLM:
-        return CacheClipLLM(model=llm.model_name, auxiliary=llm.auxiliary, store=llm.store, max_tokens=llm.max_tokens)
+        return CacheClipLLM(primary=llm.primary, auxiliary=llm.auxiliary, store=llm.store, max_tokens=llm.max_tokens)
 
     async def test_four_ways_and_batches(self, text_llm: CacheClipLLM, llm: ChatCacheClip, chunks: list[str]) -> None:
         assert text_llm.engine is llm.engine
@@ -319,7 +316,7 @@ class TestTextModel:
             text_llm.invoke(prompt, colour="red")
         with pytest.raises(ConfigurationError, match="unknown field"):
             CacheClipLLM(colour="red")
-        assert text_llm._identifying_params["model_name"] == text_llm.model_name
+        assert text_llm._identifying_params["model_name"] == text_llm.primary
 
     def test_in_the_documents_chain(self, text_llm: CacheClipLLM, documents: list[Document]) -> None:
         prompt = PromptTemplate.from_template("{context}\n\n{input}")
@@ -330,47 +327,3 @@ class TestTextModel:
 
 def stored_texts(llm: CacheClipLLM, documents: list[Document]) -> list[bool]:
     return [llm.engine.is_stored(document.page_content) for document in documents]
-
-
-class TestByteStore:
-    def test_damage_is_a_miss(self, tmp_path: Path) -> None:
-        store = CacheClipByteStore(tmp_path)
-        store.mset([("a", b"first"), ("b", b"second")])
-        with sqlite3.connect(tmp_path / "named.sqlite3") as connection:
-            connection.execute("UPDATE named SET value = x'00' WHERE name = 'a'")
-        connection.close()
-        assert store.mget(["a", "b"]) == [None, b"second"]
-
-    def test_the_least_recently_used_go_first(self, tmp_path: Path) -> None:
-        store = CacheClipByteStore(tmp_path, max_bytes=500)
-        store.mset([(f"k{n:02}", bytes(20)) for n in range(25)])
-        assert len(list(store.yield_keys())) == 25
-        assert store.mget(["k00"]) == [bytes(20)]
-        store.mset([("new", bytes(20))])
-        left = set(store.yield_keys())
-        assert {"k00", "new"} <= left and 0 < len(left) <= 25
-        store.mset([("huge", bytes(501))])
-        assert sum(len(value or b"") for value in store.mget(list(store.yield_keys()))) <= 500
-
-    def test_two_over_one_folder_and_prefixes(self, tmp_path: Path) -> None:
-        one, other = CacheClipByteStore(tmp_path), CacheClipByteStore(tmp_path)
-        one.mset([("emb/1", b"x"), ("doc/1", b"y")])
-        assert other.mget(["emb/1"]) == [b"x"] and list(other.yield_keys(prefix="emb/")) == ["emb/1"]
-        other.mdelete(["emb/1", "missing"])
-        assert one.mget(["emb/1"]) == [None]
-
-    def test_wrong_names_and_values(self, tmp_path: Path) -> None:
-        store = CacheClipByteStore(tmp_path)
-        with pytest.raises(ConfigurationError, match="must be bytes, got str"):
-            store.mset([("a", b"kept?"), ("b", "text")])  # type: ignore[list-item]
-        assert store.mget(["a"]) == [None], "all or none"
-        with pytest.raises(ConfigurationError, match="must be a string, got int"):
-            store.mget([1])  # type: ignore[list-item]
-        with pytest.raises(ConfigurationError, match="max_bytes must be 0 or more"):
-            CacheClipByteStore(tmp_path, max_bytes=-1)
-
-    def test_behind_cached_embeddings(self, tmp_path: Path) -> None:
-        cached = CacheBackedEmbeddings.from_bytes_store(
-            DeterministicFakeEmbedding(size=4), CacheClipByteStore(tmp_path), namespace="fake", key_encoder="blake2b"
-        )
-        assert cached.embed_documents(["a", "b"]) == cached.embed_documents(["a", "b"])

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import faiss
 import pytest
 from langchain_cacheclip import (
     CacheClipDocumentTransformer,
@@ -32,15 +31,13 @@ from cacheclip_rag.errors import ConfigurationError, PromptTooLongError
 from tests.conftest import CHUNKS
 from tests.integrations.test_langchain import RAG_PROMPT
 
-pytestmark = pytest.mark.filterwarnings("ignore:`langchain-community` is being sunset:DeprecationWarning")
-
 TOO_LONG = "word " * 4000
 OPTIONS: Any = {"cleanup": "incremental", "source_id_key": "source", "key_encoder": "blake2b"}
 
 
 @pytest.fixture
 def make(tiny_models: dict[str, str], tmp_path: Path) -> Callable[..., ChatCacheClip]:
-    models: Any = {"model": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"]}
+    models: Any = {"primary": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"]}
     return lambda **fields: ChatCacheClip(**models, store=str(tmp_path / "store"), max_tokens=4, **fields)
 
 
@@ -61,15 +58,6 @@ def documents(chunks: list[str]) -> list[Document]:
 
 def over_memory(llm: ChatCacheClip) -> CacheClipVectorStore:
     return CacheClipVectorStore(InMemoryVectorStore(DeterministicFakeEmbedding(size=8)), llm)
-
-
-def over_faiss(llm: ChatCacheClip) -> CacheClipVectorStore:
-    from langchain_community.docstore.in_memory import InMemoryDocstore
-    from langchain_community.vectorstores import FAISS
-
-    return CacheClipVectorStore(
-        FAISS(DeterministicFakeEmbedding(size=8), faiss.IndexFlatIP(8), InMemoryDocstore(), {}), llm
-    )
 
 
 def stored(llm: ChatCacheClip, documents: list[Document]) -> list[bool]:
@@ -113,7 +101,7 @@ class TestOrder:
     """Precomputed, added, then older texts released."""
 
     def test_a_document_too_long_adds_nothing(self, llm: ChatCacheClip, documents: list[Document]) -> None:
-        store, manager = over_faiss(llm), InMemoryRecordManager("test")
+        store, manager = over_memory(llm), InMemoryRecordManager("test")
         manager.create_schema()
         giant = Document(TOO_LONG, metadata={"source": "giant"})
         with pytest.raises(PromptTooLongError, match="Split the document") as error:
@@ -150,7 +138,7 @@ class TestOrder:
 
     def test_by_the_file_too(self, store: CacheClipVectorStore, llm: ChatCacheClip, documents: list[Document]) -> None:
         store.add_texts([each.page_content for each in documents[:2]], [each.metadata for each in documents[:2]])
-        llm.engine.release_sources(["file-1"])
+        llm.engine.release(sources=["file-1"])
         assert stored(llm, documents[:2]) == [True, False]
 
     async def test_cancelled_it_stops_at_the_next_document(
@@ -197,12 +185,12 @@ class TestOrder:
         assert result == {"num_added": 2, "num_updated": 0, "num_skipped": 2, "num_deleted": 0}
         assert sorted(each["text"] for each in vectors.store.values()) == sorted(CHUNKS)
         assert llm.engine.store.stats().entries == 2 * (1 + len(CHUNKS)), "of each model: the prefix, and every chunk"
-        assert hits(llm, documents) == len(llm.engine.sources.texts()) == len(CHUNKS)
+        assert hits(llm, documents) == len(llm.engine.library.texts()) == len(CHUNKS)
         llm, vectors, result = run_pipeline(*settings, documents)
         assert result == {"num_added": 0, "num_updated": 0, "num_skipped": 4, "num_deleted": 0}
         llm, vectors, result = run_pipeline(*settings, [])
         assert result["num_deleted"] == 4 and vectors.store == {}
-        assert stored(llm, documents) == [False] * 4 and llm.engine.sources.texts() == []
+        assert stored(llm, documents) == [False] * 4 and llm.engine.library.texts() == []
 
 
 class OnDisk(InMemoryVectorStore):
@@ -223,7 +211,7 @@ def run_pipeline(
     path, embedding = f"{folder}/vectors.json", DeterministicFakeEmbedding(size=8)
     vectors = OnDisk.load(path, embedding) if Path(path).is_file() else OnDisk(embedding)
     vectors.path = path
-    llm = ChatCacheClip(model=model, auxiliary=auxiliary, store=f"{folder}/store", max_tokens=2)
+    llm = ChatCacheClip(primary=model, auxiliary=auxiliary, store=f"{folder}/store", max_tokens=2)
     records = SQLRecordManager("test", db_url=f"sqlite:///{folder}/records.sqlite3")
     records.create_schema()
     options: Any = {"cleanup": "full", "batch_size": 2, "key_encoder": "blake2b"}
@@ -291,7 +279,7 @@ class TestStoredByAnswers:
         )
         llm.engine.release([documents[0].page_content])
         self.carried("option", llm, documents[:2])
-        llm.engine.release_sources(["file-0"])
+        llm.engine.release(sources=["file-0"])
         assert stored(llm, documents[:2]) == [False, True]
 
 

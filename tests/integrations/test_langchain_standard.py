@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from langchain_cacheclip import CacheClipByteStore, CacheClipVectorStore, ChatCacheClip
+from langchain_cacheclip import CacheClipVectorStore, ChatCacheClip
 from langchain_core.documents import Document
 from langchain_core.messages import AIMessage
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 from langchain_tests.integration_tests import (
-    BaseStoreAsyncTests,
-    BaseStoreSyncTests,
     ChatModelIntegrationTests,
     VectorStoreIntegrationTests,
 )
@@ -85,28 +83,10 @@ class TestVectorStore(VectorStoreIntegrationTests):
     @pytest.fixture
     def vectorstore(self, tiny_models: dict[str, str], tmp_path: Path) -> Iterator[VectorStore]:
         llm = ChatCacheClip(
-            model=tiny_models["llama"], auxiliary=tiny_models["auxiliary"], store=str(tmp_path / "store")
+            primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"], store=str(tmp_path / "store")
         )
         store = CacheClipVectorStore(InMemoryVectorStore(self.get_embeddings()), llm)
         yield store
         assert isinstance(store.store, InMemoryVectorStore)
         left = [Document(each["text"]) for each in store.store.store.values()]
         assert all(llm.engine.is_stored(each.page_content) for each in left), "what is there is precomputed"
-
-
-class _Bytes:
-    @pytest.fixture
-    def kv_store(self, tmp_path: Path) -> CacheClipByteStore:
-        return CacheClipByteStore(tmp_path / "bytes")
-
-    @pytest.fixture
-    def three_values(self) -> tuple[bytes, bytes, bytes]:
-        return b"one", b"", bytes(range(256)) * 40
-
-
-class TestByteStore(_Bytes, BaseStoreSyncTests[bytes]):
-    pass
-
-
-class TestByteStoreAsync(_Bytes, BaseStoreAsyncTests[bytes]):
-    pass

@@ -76,10 +76,10 @@ def answers() -> Iterator[Answers]:
 @pytest.fixture
 def llm(tiny_models: dict[str, str], tmp_path: Path) -> CacheClipLLM:
     return CacheClipLLM(
-        model_name=tiny_models["llama"],
-        auxiliary_model_name=tiny_models["auxiliary"],
+        primary=tiny_models["llama"],
+        auxiliary=tiny_models["auxiliary"],
         store=str(tmp_path / "store"),
-        max_new_tokens=12,
+        max_tokens=12,
     )
 
 
@@ -147,8 +147,8 @@ def test_custom_template_and_settings(
 
 
 def test_system_prompt_is_the_shared_prefix(tiny_models: dict[str, str], chunks: list[str], answers: Answers) -> None:
-    options = {"model_name": tiny_models["llama"], "auxiliary_model_name": tiny_models["auxiliary"]}
-    options |= {"engine_kwargs": {"behind": "prefix"}, "namespace": "prefix", "max_new_tokens": 4}
+    options = {"primary": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"]}
+    options |= {"engine_kwargs": {"behind": "prefix"}, "namespace": "prefix", "max_tokens": 4}
     llm = CacheClipLLM(**options, system_prompt="You know the lighthouse.")
     CacheClipTransform.from_llm(llm)([TextNode(text=chunks[0])])
     llm.predict(PromptTemplate("{context}\n\nWhen was it built?"), context=chunks[0])
@@ -239,7 +239,7 @@ def test_progress_is_shown_where_asked_for(
 def test_pipeline_cache_tells_transforms_apart(llm: CacheClipLLM) -> None:
     transform = CacheClipTransform.from_llm(llm)
     changes = {
-        "model_name": "other",
+        "primary": "other",
         "store": "elsewhere",
         "namespace": "bob",
         "method": "block",
@@ -319,7 +319,7 @@ async def test_async_calls_keep_the_model_off_the_loop(llm: CacheClipLLM, monkey
 
 async def test_closing_an_async_stream_stops_the_model(llm: CacheClipLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     closed = threading.Event()
-    original = CacheClipEngine.generate_stream
+    original = CacheClipEngine.stream
 
     def watched(self: CacheClipEngine, *args: Any, **kwargs: Any) -> Iterator[Any]:
         try:
@@ -327,7 +327,7 @@ async def test_closing_an_async_stream_stops_the_model(llm: CacheClipLLM, monkey
         finally:
             closed.set()
 
-    monkeypatch.setattr(CacheClipEngine, "generate_stream", watched)
+    monkeypatch.setattr(CacheClipEngine, "stream", watched)
     stream = await llm.astream_chat(MESSAGES, max_tokens=1500)
     await anext(stream)
     await stream.aclose()
@@ -354,7 +354,7 @@ async def test_cancelling_a_call_stops_the_model(llm: CacheClipLLM, monkeypatch:
     """Before its next token."""
     began, goes_on, closed = threading.Event(), threading.Event(), threading.Event()
     pieces = 0
-    original = CacheClipEngine.generate_stream
+    original = CacheClipEngine.stream
 
     def watched(self: CacheClipEngine, *args: Any, **kwargs: Any) -> Iterator[Any]:
         nonlocal pieces
@@ -369,7 +369,7 @@ async def test_cancelling_a_call_stops_the_model(llm: CacheClipLLM, monkeypatch:
 
     question: Any = MESSAGES if call == "achat" else PROMPT
     whole = list(llm.stream_chat(question) if call == "achat" else llm.stream_complete(question))
-    monkeypatch.setattr(CacheClipEngine, "generate_stream", watched)
+    monkeypatch.setattr(CacheClipEngine, "stream", watched)
     await cancelled(getattr(llm, call)(question), began)
     goes_on.set()
     assert await asyncio.to_thread(closed.wait, 10.0)
@@ -409,20 +409,36 @@ def test_call_options(llm: CacheClipLLM) -> None:
     assert hot[0] == hot[1] != hot[2]
 
 
-def test_completion_to_prompt_is_applied_once(llm: CacheClipLLM) -> None:
+async def test_completion_to_prompt_is_applied_once_in_every_call(llm: CacheClipLLM) -> None:
     shouting = llm.model_copy(update={"completion_to_prompt": str.upper})
-    assert shouting.complete(PROMPT).text == llm.complete(PROMPT.upper()).text
-    assert shouting.complete(PROMPT, formatted=True).text == llm.complete(PROMPT).text
+    raw, shouted = llm.complete(PROMPT).text, llm.complete(PROMPT.upper()).text
+    assert raw != shouted
+    for formatted, expected in ((False, shouted), (True, raw)):
+        assert shouting.complete(PROMPT, formatted=formatted).text == expected
+        assert (await shouting.acomplete(PROMPT, formatted=formatted)).text == expected
+        assert list(shouting.stream_complete(PROMPT, formatted=formatted))[-1].text == expected
+        stream = await shouting.astream_complete(PROMPT, formatted=formatted)
+        assert [part async for part in stream][-1].text == expected
 
 
-def test_stop(llm: CacheClipLLM) -> None:
+async def test_stop_in_every_call(llm: CacheClipLLM) -> None:
     text = llm.complete(PROMPT).text
     stop = text[2:4]
     before = text[: text.index(stop)]
-    assert llm.complete(PROMPT, stop=[stop]).text == before
-    assert llm.complete(PROMPT, stop=stop).text == before
+    messages = [ChatMessage(role=MessageRole.USER, content=PROMPT)]
     assert llm.model_copy(update={"stop": [stop]}).complete(PROMPT).text == before
-    assert "".join(r.delta for r in llm.stream_complete(PROMPT, stop=[stop])) == before
+    for given in (stop, [stop]):
+        found = {
+            "complete": llm.complete(PROMPT, stop=given).text,
+            "acomplete": (await llm.acomplete(PROMPT, stop=given)).text,
+            "stream_complete": list(llm.stream_complete(PROMPT, stop=given))[-1].text,
+            "astream_complete": [part async for part in await llm.astream_complete(PROMPT, stop=given)][-1].text,
+            "chat": llm.chat(messages, stop=given).message.content,
+            "achat": (await llm.achat(messages, stop=given)).message.content,
+            "stream_chat": list(llm.stream_chat(messages, stop=given))[-1].message.content,
+            "astream_chat": [part async for part in await llm.astream_chat(messages, stop=given)][-1].message.content,
+        }
+        assert found == dict.fromkeys(found, before)
 
 
 async def test_unknown_call_option_lists_the_known_ones(llm: CacheClipLLM) -> None:
@@ -499,18 +515,18 @@ def test_metadata_reads_the_context_without_loading(llm: CacheClipLLM, monkeypat
     assert llm.metadata.context_window == 2048
     assert llm.metadata.num_output == 12
     assert llm.metadata.is_chat_model
-    assert CacheClipLLM(model_name="smollm2-135m").metadata.context_window == 8192
+    assert CacheClipLLM(primary="smollm2-135m").metadata.context_window == 8192
     assert CacheClipLLM(context_window=777).metadata.context_window == 777
-    assert CacheClipLLM(model_name="nobody/unheard-of").metadata.context_window > 0
+    assert CacheClipLLM(primary="nobody/unheard-of").metadata.context_window > 0
 
 
 def test_from_engine_uses_that_engine(tiny_models: dict[str, str], chunks: list[str]) -> None:
     engine = CacheClipEngine(
         primary=tiny_models["llama"], auxiliary=None, method="direct", recompute_ratio=0.3, memory_bytes=5
     )
-    llm = CacheClipLLM.from_engine(engine, max_new_tokens=3, stop=["##"])
+    llm = CacheClipLLM.from_engine(engine, max_tokens=3, stop=["##"])
     assert llm.engine is engine
-    assert (llm.method, llm.recompute_ratio, llm.auxiliary_model_name) == ("direct", 0.3, None)
+    assert (llm.method, llm.recompute_ratio, llm.auxiliary) == ("direct", 0.3, None)
     assert llm.engine_kwargs == {"memory_bytes": 5}
     assert llm.metadata.num_output == 3
     transform = CacheClipTransform.from_llm(llm)
@@ -521,7 +537,7 @@ def test_from_engine_uses_that_engine(tiny_models: dict[str, str], chunks: list[
 
 
 def test_equal_settings_share_an_engine(llm: CacheClipLLM) -> None:
-    other = CacheClipLLM(**{name: getattr(llm, name) for name in ("model_name", "auxiliary_model_name", "store")})
+    other = CacheClipLLM(**{name: getattr(llm, name) for name in ("primary", "auxiliary", "store")})
     assert other.engine is llm.engine
     assert other.model_copy(update={"method": "full", "recompute_ratio": 1.0}).engine is llm.engine
     assert other.model_copy(update={"namespace": "bob"}).engine is not llm.engine
@@ -530,7 +546,7 @@ def test_equal_settings_share_an_engine(llm: CacheClipLLM) -> None:
 def test_serialisation_round_trip(llm: CacheClipLLM) -> None:
     data = llm.to_dict()
     assert data["class_name"] == "CacheClipLLM"
-    fields = ("model_name", "store", "method", "max_new_tokens", "stop")
+    fields = ("primary", "store", "method", "max_tokens", "stop")
     again = CacheClipLLM.from_dict({name: data[name] for name in (*fields, "class_name")})
     assert [getattr(again, name) for name in fields] == [getattr(llm, name) for name in fields]
 

@@ -14,7 +14,7 @@ from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform
 from llama_index.response_synthesizers.cacheclip import CacheClipSynthesizer
 from llama_index.storage.docstore.cacheclip import CacheClipDocumentStore
 
-from tests.integrations.llama_index_conformance import (
+from cacheclip_rag.testing.llama_index import (
     DocumentStoreConformance,
     LLMConformance,
     SynthesizerConformance,
@@ -26,17 +26,13 @@ from tests.models.test_architectures import build
 class TestChatModel(LLMConformance):
     @pytest.fixture
     def llm(self, tiny_models: dict[str, str]) -> CacheClipLLM:
-        return CacheClipLLM(
-            model_name=tiny_models["smollm3"], auxiliary_model_name=tiny_models["auxiliary"], max_new_tokens=12
-        )
+        return CacheClipLLM(primary=tiny_models["smollm3"], auxiliary=tiny_models["auxiliary"], max_tokens=12)
 
 
 class TestCompletionModel(LLMConformance):
     @pytest.fixture
     def llm(self, tiny_models: dict[str, str]) -> CacheClipLLM:
-        return CacheClipLLM(
-            model_name=tiny_models["qwen2"], auxiliary_model_name=None, max_new_tokens=12, is_chat_model=False
-        )
+        return CacheClipLLM(primary=tiny_models["qwen2"], auxiliary=None, max_tokens=12, is_chat_model=False)
 
 
 class TestWithoutReuse(LLMConformance):
@@ -45,18 +41,16 @@ class TestWithoutReuse(LLMConformance):
     @pytest.fixture
     def llm(self, tmp_path: Path) -> CacheClipLLM:
         return CacheClipLLM(
-            model_name=build(tmp_path, "mamba"),
-            auxiliary_model_name=None,
-            max_new_tokens=12,
+            primary=build(tmp_path, "mamba"),
+            auxiliary=None,
+            max_tokens=12,
             engine_kwargs={"fallback": "full"},
         )
 
 
 @pytest.fixture
 def llm(tiny_models: dict[str, str]) -> CacheClipLLM:
-    return CacheClipLLM(
-        model_name=tiny_models["llama"], auxiliary_model_name=tiny_models["auxiliary"], max_new_tokens=12
-    )
+    return CacheClipLLM(primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"], max_tokens=12)
 
 
 class TestTransform(TransformConformance):

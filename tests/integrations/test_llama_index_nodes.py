@@ -63,10 +63,10 @@ def seen() -> Iterator[Seen]:
 @pytest.fixture
 def llm(tiny_models: dict[str, str], tmp_path: Path) -> CacheClipLLM:
     return CacheClipLLM(
-        model_name=tiny_models["llama"],
-        auxiliary_model_name=tiny_models["auxiliary"],
+        primary=tiny_models["llama"],
+        auxiliary=tiny_models["auxiliary"],
         store=str(tmp_path / "store"),
-        max_new_tokens=8,
+        max_tokens=8,
     )
 
 
@@ -193,6 +193,21 @@ class TestSynthesizer:
         seen.fusions.clear()
         synthesizer.synthesize(question, nodes)
         assert sum(event.hits for event in seen.fusions) == 3 and sum(event.misses for event in seen.fusions) == 0
+
+    @pytest.mark.parametrize("put", ["repack", "truncate"])
+    def test_the_glue_between_chunks_counts(self, llm: CacheClipLLM, put: str) -> None:
+        """Three chunks need as many tokens of context as one text that holds them and the glue."""
+        template, texts = PromptTemplate("{context_str}"), [SENTENCES[0], SENTENCES[3], SENTENCES[6]]
+        whole = "\n\n".join(texts)
+
+        def first(texts: list[str], context_window: int) -> str:
+            narrow = llm.model_copy(update={"context_window": context_window})
+            packs = getattr(CacheClipSynthesizer(llm=narrow)._prompt_helper, put)(template, texts, llm=narrow)
+            return str(packs[0] if put == "repack" else "\n\n".join(packs))
+
+        needed = next(size for size in range(100, 400) if first([whole], size) == whole)
+        assert first(texts, needed) == whole
+        assert first(texts, needed - 1) == "\n\n".join(texts[:2])
 
     def test_a_chunk_larger_than_the_context_is_split(self, llm: CacheClipLLM, question: str) -> None:
         narrow = llm.model_copy(update={"context_window": 160})
@@ -348,16 +363,16 @@ class TestEvents:
 
     def test_candidates_of_a_call(self, llm: CacheClipLLM, chunks: list[str], seen: Seen) -> None:
         text = f"{chunks[0]}\n\nWhat was built?"
-        llm.complete(text, candidates=[chunks[0]])
+        llm.complete(text, documents=[chunks[0]])
         llm.complete(text)
         assert [(event.hits, event.misses) for event in seen.fusions] == [(0, 1), (1, 0)]
 
     def test_nodes_of_a_call_and_of_the_model(self, llm: CacheClipLLM, chunks: list[str], seen: Seen) -> None:
         knowing = llm.with_nodes({chunks[0]: [("a", "doc")], chunks[2]: [("elsewhere", "")]})
         text = f"{chunks[0]}\n\n{chunks[1]}\n\nWhat was built?"
-        knowing.complete(text, candidates={chunks[0]: [("b", "")], chunks[1]: [("c", "doc")]})
+        knowing.complete(text, documents={chunks[0]: [("b", "")], chunks[1]: [("c", "doc")]})
         assert [event.node_ids for event in seen.fusions] == [["a", "b", "c"]]
-        llm.engine.release_sources(["doc"])
+        llm.engine.release(sources=["doc"])
         assert stored(llm, chunks[:3]) == [True, False, False], "b holds the first, too"
 
 

@@ -37,7 +37,7 @@ def precompute(self, *args, **kwargs):
 
 CacheClipEngine.precompute = precompute
 primary, auxiliary, store = sys.argv[1:]
-pipeline, documents = pipeline_of(CacheClipLLM(model_name=primary, auxiliary_model_name=auxiliary, store=store))
+pipeline, documents = pipeline_of(CacheClipLLM(primary=primary, auxiliary=auxiliary, store=store))
 pipeline.run(documents=documents)
 """
 
@@ -61,12 +61,12 @@ def test_two_workers_fill_one_store(llm: CacheClipLLM, monkeypatch: pytest.Monke
     nodes = pipeline.run(documents=documents, num_workers=2)
     assert [node.get_content(MetadataMode.LLM) for node in nodes] == SENTENCES[:6]
     assert hits(llm) == 6
-    llm.engine.release_sources(["doc-0", nodes[1].node_id])
+    llm.engine.release(sources=["doc-0", nodes[1].node_id])
     assert hits(llm) == 4, "the sources are known here, too"
 
 
 def test_a_killed_run_goes_on(llm: CacheClipLLM) -> None:
-    arguments = [llm.model_name, str(llm.auxiliary_model_name), str(llm.store)]
+    arguments = [llm.primary, str(llm.auxiliary), str(llm.store)]
     run = subprocess.run([sys.executable, "-c", KILLED, *arguments], cwd=ROOT, check=False)
     assert run.returncode == -signal.SIGKILL
     assert hits(llm) == 2
@@ -77,10 +77,10 @@ def test_a_killed_run_goes_on(llm: CacheClipLLM) -> None:
     assert hits(llm) == 6
     after = dict(files(Path(str(llm.store))))
     assert {name: after[name] for name in before} == before, "what was there is not written again"
-    llm.engine.release_sources([f"doc-{n}" for n in range(3)])
+    llm.engine.release(sources=[f"doc-{n}" for n in range(3)])
     assert hits(llm) == 3, "the sources of both runs are known"
 
 
 def files(store: Path) -> list[tuple[str, int]]:
     """Payloads, and when they were written."""
-    return [(str(file), file.stat().st_mtime_ns) for file in sorted(store.rglob("*.safetensors"))]
+    return [(str(file), file.stat().st_mtime_ns) for file in sorted(store.rglob("*.kv"))]

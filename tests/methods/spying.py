@@ -1,46 +1,67 @@
-"""A method that keeps what it was asked with and what it chose, for tests that look inside."""
+"""Methods as tests make and observe them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import torch
 
-from cacheclip_rag.methods import create
+from cacheclip_rag import SamplingParams
+from cacheclip_rag.methods import PRESET_NAMES, preset
 from cacheclip_rag.methods.base import Method
+from cacheclip_rag.methods.settings import vary
+from cacheclip_rag.testing.methods import Observed
 from tests.fusion.cases import Case
-from tests.methods.test_matrix import run
 
 plain = pytest.mark.parametrize("primary", ["llama", "qwen3"], indirect=True)
 """The two plainest models, for tests with references written out by hand."""
+few = pytest.mark.parametrize("primary", ["llama", "gemma3", "qwen3", "gpt-oss"], indirect=True)
+"""Plain attention, sliding windows, a norm on queries and keys, and sinks with YaRN."""
+
+REUSING = [
+    name
+    for name in PRESET_NAMES
+    if preset(name).reuses_chunks
+    and not preset(name).composes
+    and not preset(name).captures
+    and (preset(name).context is None or preset(name).chunk_context)
+]
+"""By one prefill, from chunk caches that all methods share."""
 
 
-class Spy(Method):
-    """Keeps the request that a method was asked with."""
-
-    name = "spy"
-
-    def __init__(self, inner: Method) -> None:
-        object.__setattr__(self, "inner", inner)
-
-    def __getattribute__(self, name: str) -> Any:
-        if name in ("inner", "request", "masks", "select", "score", "walk", "made"):
-            return object.__getattribute__(self, name)
-        return getattr(object.__getattribute__(self, "inner"), name)
-
-    def score(self, request: Any) -> Any:
-        return self.inner.score(request)
-
-    def select(self, request: Any, scores: Any) -> Any:
-        object.__setattr__(self, "request", request)
-        object.__setattr__(self, "masks", self.inner.select(request, scores))
-        return self.masks
-
-    def walk(self, request: Any, rows: Any) -> Any:
-        object.__setattr__(self, "made", self.inner.walk(request, rows))
-        return self.made
+def made(method: Method | str, ratio: float | None = None, **changes: Any) -> Any:
+    """A preset, or a method, with changes."""
+    method = preset(method) if isinstance(method, str) else method
+    method = vary(method, changes)
+    return method if ratio is None or not method.has_ratio else method.at(ratio)
 
 
-def spied(case: Case, spec: str, ratio: float = 0.3) -> tuple[Any, Any]:
-    spy = Spy(create(spec, {"recompute_ratio": ratio}))
-    return run(case, spy), spy
+def run(case: Case, method: Method | str, ratio: float | None = None, **changes: Any) -> Any:
+    with torch.inference_mode():
+        segments = [span.segment for span in case.layout.spans]
+        return case.engine.prefill(segments, SamplingParams(max_tokens=16), method=made(method, ratio, **changes))
+
+
+class Spied:
+    """What a method saw and chose in one prefill."""
+
+    def __init__(self, method: Any, seen: dict[str, Any]) -> None:
+        self.method, self.view, self.masks, self.filter = method, seen["view"], seen["masks"], seen["filter"]
+
+
+def spied(case: Case, method: Method | str, ratio: float | None = 0.3, **changes: Any) -> tuple[Any, Spied]:
+    observed = Observed(made(method, ratio, **changes))
+    result = run_as_it_is(case, observed)
+    return result, Spied(observed.inner, observed.seen)
+
+
+def run_as_it_is(case: Case, method: Method) -> Any:
+    with torch.inference_mode():
+        segments = [span.segment for span in case.layout.spans]
+        return case.engine.prefill(segments, SamplingParams(max_tokens=16), method=method)
+
+
+def same(left: Any, right: Any) -> bool:
+    """Whether two selections, or lists of scores, are equal."""
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))

@@ -9,11 +9,10 @@ import torch
 from cacheclip_rag import Chunk, Fresh
 from cacheclip_rag.fusion.recompute import choose_rows
 from cacheclip_rag.guards.fidelity import greedy
-from cacheclip_rag.methods import create
+from cacheclip_rag.methods import preset
 from cacheclip_rag.runtime.transformers.attention import AttentionRule, Geometry, block_attention, causal_plan
 from tests.fusion.cases import BROKEN, EXACT, Case, gap
-from tests.methods.spying import plain
-from tests.methods.test_matrix import few, run
+from tests.methods.spying import few, plain, run
 from tests.methods.test_own_positions import assembled
 
 
@@ -28,13 +27,11 @@ class TestApe:
         ids = []
         for order in ((0, 1, 2), (2, 0, 1)):
             segments = [opening, *(Chunk(chunks[n]) for n in order), ask, closing]
-            ids.append(case.engine.prefill(segments, method=create("ape", {})))
+            ids.append(case.engine.prefill(segments, method=preset("ape")))
         first, second = ids
         assert gap(first.logits, second.logits) < 1e-5 * float(first.logits.abs().max())
         direct = [
-            case.engine.prefill(
-                [opening, *(Chunk(chunks[n]) for n in order), ask, closing], method=create("direct", {})
-            )
+            case.engine.prefill([opening, *(Chunk(chunks[n]) for n in order), ask, closing], method=preset("direct"))
             for order in ((0, 1, 2), (2, 0, 1))
         ]
         assert gap(direct[0].logits, direct[1].logits) > BROKEN
@@ -42,8 +39,8 @@ class TestApe:
     @plain
     def test_decoding_equals_rows_run_again(self, case: Case) -> None:
         """Step by step, or question and generated tokens in one pass over the contexts alone."""
-        method = create("ape", {})
-        geometry = method.place(case.layout, case.layout.chunks)
+        method = preset("ape")
+        geometry = method.positions(case.layout, case.layout.chunks)
         assert geometry is not None
         fused = run(case, method)
         with torch.inference_mode():

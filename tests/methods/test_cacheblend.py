@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from cacheclip_rag.errors import ConfigurationError
-from cacheclip_rag.methods import create
-from cacheclip_rag.methods.cacheblend import CacheBlend, DeviationWalk, _warn_unaffordable
+from cacheclip_rag.methods import preset
+from cacheclip_rag.methods.cacheblend import CacheBlend, DeviationFilter, _warn_unaffordable
 from cacheclip_rag.runtime.transformers.attention import Geometry
 from cacheclip_rag.runtime.transformers.walk import RowWalk
-from cacheclip_rag.selection.grouping import group
+from cacheclip_rag.selection.budget import Budget
+from cacheclip_rag.selection.grouping import Tokens, Windows
 from tests.conftest import CHUNKS
 from tests.fusion.cases import EXACT, Case, gap, make_case, reference_logits
-from tests.methods.spying import plain, spied
-from tests.methods.test_matrix import few, run
+from tests.methods.spying import few, made, plain, run, spied
 
 
 class TestCacheBlend:
@@ -38,30 +38,30 @@ class TestCacheBlend:
     @few
     @pytest.mark.parametrize("deviation", ["v", "k", "kv"])
     def test_single_is_the_largest_change_at_the_check_layer(self, case: Case, deviation: str) -> None:
-        result, spy = spied(case, f"cacheblend:deviation={deviation}", 0.25)
+        result, spy = spied(case, "cacheblend", deviation=deviation, ratio=0.25)
         change = self.changes(case, deviation)
-        slots = torch.cat([torch.arange(s.start, s.stop) for s in spy.request.spans])
+        slots = torch.cat([torch.arange(s.start, s.stop) for s in spy.view.spans])
         ours = torch.zeros(case.layout.num_tokens)
-        ours[spy.made.slots] = spy.made.deviations[1]
+        ours[spy.filter.slots] = spy.filter.deviations[1]
         scale = change.max() / ours[slots].max()  # YaRN lengthens keys as it turns them, all of them alike
         assert gap(ours[slots] * scale, change[slots]) < 1e-4 * float(change.max())
         if deviation == "kv":
             assert float(scale) == pytest.approx(1.0, abs=1e-4)
         budget = round(0.25 * result.stats.chunk_tokens)
         best = set(slots[change[slots].argsort(descending=True, stable=True)[:budget]].tolist())
-        alive = set(spy.made.slots[spy.made.alive].tolist())
+        alive = set(spy.filter.slots[spy.filter.alive].tolist())
         assert alive & set(slots.tolist()) == best
 
-    def deviations(self, case: Case, deviation: str, shift: int = 0) -> tuple[DeviationWalk, torch.Tensor]:
+    def deviations(self, case: Case, deviation: str, shift: int = 0) -> tuple[DeviationFilter, torch.Tensor]:
         """A walk over all rows of the prompt, those that are exact included, and ``(num_tokens,)`` of layer 1."""
-        _, spy = spied(case, f"cacheblend:deviation={deviation}", 0.1)
+        _, spy = spied(case, "cacheblend", deviation=deviation, ratio=0.1)
         rows = torch.arange(case.layout.num_tokens)
         cache = case.runtime.new_cache(case.layout.num_tokens)
         cache.geometry = Geometry(rows + shift)
         for start, kv in case.kv.items():
             case.runtime.fill(cache, kv, slot=start, position=cache.position_of(start))
-        request = replace(spy.request, cache=cache, spans=case.layout.chunks)
-        walk = DeviationWalk(spy.inner, request, rows)
+        view = replace(spy.view, cache=cache, spans=case.layout.chunks)
+        walk = DeviationFilter(spy.method, view, rows)
         case.runtime.run_slots(cache, case.layout.ids, rows, walk=walk)
         return walk, walk.deviations[1]
 
@@ -109,10 +109,10 @@ class TestCacheBlend:
     @few
     def test_rows_that_stay_are_computed_exactly(self, case: Case) -> None:
         """The tokens that went through all layers have the KV that a recompute of just their layers' rows gives."""
-        result, spy = spied(case, "cacheblend:check_layer=0", 0.4)
+        result, spy = spied(case, "cacheblend", 0.4, check_layer=0)
         cache = case.assembled()
-        rows = spy.made.slots
-        alive = spy.made.slots[spy.made.alive]
+        rows = spy.filter.slots
+        alive = spy.filter.slots[spy.filter.alive]
 
         class Replay(RowWalk):
             def before_layer(self, layer: int) -> Any:
@@ -124,7 +124,7 @@ class TestCacheBlend:
         assert gap(result.logits, logits) == 0.0
 
     def test_gradual_sets_are_nested_and_average_to_the_ratio(self) -> None:
-        method = CacheBlend(recompute_ratio=0.2, schedule="gradual")
+        method = CacheBlend(Budget(0.2, Tokens()), schedule="gradual")
         budgets = method.budgets(24, 10_000, 10_000)
         assert budgets[:2] == [10_000, 10_000] and budgets[2:] == sorted(budgets[2:], reverse=True)
         assert sum(budgets[2:]) / 22 == pytest.approx(2000, abs=1)
@@ -136,23 +136,23 @@ class TestCacheBlend:
     @pytest.mark.parametrize("num_stale", [10_000, 9_000, 6_000])
     def test_what_a_full_layer_cannot_run_later_ones_do(self, schedule: str, ratio: float, num_stale: int) -> None:
         """A high ratio would begin above all tokens there are: no budget is lost on that."""
-        budgets = CacheBlend(recompute_ratio=ratio, schedule=schedule).budgets(24, 10_000, num_stale)
+        budgets = CacheBlend(Budget(ratio, Tokens()), schedule=schedule).budgets(24, 10_000, num_stale)
         assert budgets == sorted(budgets, reverse=True) and budgets[0] == num_stale
         assert sum(budgets[2:]) / 22 == pytest.approx(min(ratio * 10_000, num_stale), abs=1)
 
     @plain
     def test_gradual_filters_behind_every_layer(self, case: Case) -> None:
         seen: list[set[int]] = []
-        walk_of = DeviationWalk.before_layer
+        walk_of = DeviationFilter.before_layer
 
-        def spy(self: DeviationWalk, layer: int) -> Any:
+        def spy(self: DeviationFilter, layer: int) -> Any:
             kept = walk_of(self, layer)
             seen.append(set((self.alive if kept is None else kept).tolist()))
             return kept
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(DeviationWalk, "before_layer", spy)
-            run(case, "cacheblend:schedule=gradual:check_layer=0", 0.3)
+            patch.setattr(DeviationFilter, "before_layer", spy)
+            run(case, "cacheblend", 0.3, schedule="gradual", check_layer=0)
         assert all(later <= earlier for earlier, later in zip(seen, seen[1:], strict=False))
         assert len(seen[-1]) < len(seen[1]) < len(seen[0])
 
@@ -172,7 +172,7 @@ class TestCacheBlend:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(case.runtime, "run_slots", watch)
-            method = create("cacheblend", {"recompute_ratio": ratio})
+            method = preset("cacheblend").at(ratio)
             result = case.engine.prefill(segments, method=method, question="What?")
         assert seen == ([] if ratio == 1.0 else [result.layout.num_tokens - 1])
         if ratio == 1.0:
@@ -184,27 +184,29 @@ class TestCacheBlend:
         assert case.runtime.num_layers == 3
         for ratio in (0.0, 0.2, 1.0):
             with pytest.raises(ConfigurationError, match=f"check_layer={beyond} .* has 3, .* from 0 to 1"):
-                run(case, f"cacheblend:check_layer={beyond}", ratio)
-        assert run(case, "cacheblend:check_layer=1").stats.effective_ratio < 0.3
+                run(case, "cacheblend", ratio, check_layer=beyond)
+        assert run(case, "cacheblend", check_layer=1).stats.effective_ratio < 0.3
 
     @pytest.mark.parametrize("schedule", ["single", "gradual"])
     @pytest.mark.parametrize("ratio", [0.1, 0.2, 0.5, 0.9, 1.0])
     def test_equal_charge(self, schedule: str, ratio: float) -> None:
-        method = CacheBlend(recompute_ratio=ratio, equal_charge=True, schedule=schedule)
+        method = CacheBlend(Budget(ratio, Tokens()), equal_charge=True, schedule=schedule)
         for num_stale in (10_000, 7_000):
             budgets = method.budgets(24, 10_000, num_stale)
             assert sum(budgets) / 24 == pytest.approx(min(ratio * 10_000, num_stale), abs=1)
-        assert CacheBlend(recompute_ratio=0.08, equal_charge=True).budgets(24, 10_000, 10_000) == [0] * 24
-        assert CacheBlend(recompute_ratio=0.08, equal_charge=True).budgets(24, 10_000, 9_000)[-1] > 0
+        assert CacheBlend(Budget(0.08, Tokens()), equal_charge=True).budgets(24, 10_000, 10_000) == [0] * 24
+        assert CacheBlend(Budget(0.08, Tokens()), equal_charge=True).budgets(24, 10_000, 9_000)[-1] > 0
 
     @pytest.mark.parametrize("opening", ["", "Read this first.\n\n"])
-    @pytest.mark.parametrize(("spec", "ratio"), [("", 0.7), (":check_layer=0", 0.5), (":schedule=gradual", 0.75)])
+    @pytest.mark.parametrize(
+        ("changes", "ratio"), [({}, 0.7), ({"check_layer": 0}, 0.5), ({"schedule": "gradual"}, 0.75)]
+    )
     def test_equal_charge_is_charged_so(
-        self, tiny_models: dict[str, str], opening: str, spec: str, ratio: float
+        self, tiny_models: dict[str, str], opening: str, changes: dict[str, Any], ratio: float
     ) -> None:
         """Chunks that are exact and are not run leave their share to others."""
         case = make_case(tiny_models["qwen2"], tiny_models["auxiliary"], CHUNKS[:3], opening=opening)
-        stats = run(case, f"cacheblend:equal_charge=true{spec}", ratio).stats
+        stats = run(case, "cacheblend-equal-charge", ratio, **changes).stats
         expected = min(ratio, 1 - stats.exact_tokens / stats.chunk_tokens)
         assert stats.charged_ratio == pytest.approx(expected, abs=1 / stats.chunk_tokens)
         assert bool(stats.exact_tokens) == (not opening)
@@ -213,7 +215,7 @@ class TestCacheBlend:
     def test_a_charge_below_that_of_the_check_layers(self, case: Case, caplog: pytest.LogCaptureFixture) -> None:
         _warn_unaffordable.cache_clear()
         for _ in range(2):
-            result = run(case, "cacheblend:equal_charge=true", 0.6)
+            result = run(case, "cacheblend-equal-charge", 0.6)
         assert (result.stats.recomputed_tokens, result.stats.charged_ratio) == (0, 0.0)
         assert result.stats.fallback is None and result.stats.nominal_ratio == 0.6
         assert gap(result.logits, run(case, "direct").logits) == 0.0
@@ -223,7 +225,7 @@ class TestCacheBlend:
     @pytest.mark.parametrize("schedule", ["single", "gradual"])
     def test_a_first_chunk_that_is_skipped(self, case: Case, schedule: str) -> None:
         """No layer computes it, the check layers included."""
-        result = run(case, f"cacheblend:skip_first_chunk=true:check_layer=0:schedule={schedule}", 0.3)
+        result = run(case, "cacheblend", 0.3, budget={"skip_first_chunk": True}, check_layer=0, schedule=schedule)
         first, *others = case.layout.chunks
         stored = case.assembled()
         for fresh, old in zip(result.cache.layers, stored.layers, strict=True):
@@ -232,32 +234,32 @@ class TestCacheBlend:
         behind = round(0.3 * stats.chunk_tokens) * (layers - 1)
         charged = (sum(len(span.tokens) for span in others) + behind) / (layers * stats.chunk_tokens)
         assert stats.charged_ratio == pytest.approx(charged, abs=0.01)
-        everything = run(case, "cacheblend:skip_first_chunk=true", 1.0)
+        everything = run(case, "cacheblend", 1.0, budget={"skip_first_chunk": True})
         assert gap(everything.logits, reference_logits(case.folder, case.layout.ids)) < EXACT
 
     @few
     @pytest.mark.parametrize("schedule", ["single", "gradual"])
     def test_first_tokens_stay_in_every_layer(self, case: Case, schedule: str) -> None:
-        result, spy = spied(case, f"cacheblend:always_include_first=3:check_layer=0:schedule={schedule}", 0.3)
-        alive = set(spy.made.slots[spy.made.alive].tolist())
-        for span in spy.request.spans:
+        result, spy = spied(case, "cacheblend", 0.3, budget={"first_tokens": 3}, check_layer=0, schedule=schedule)
+        alive = set(spy.filter.slots[spy.filter.alive].tolist())
+        for span in spy.view.spans:
             assert alive.issuperset(range(span.start, span.start + 3))
-        bare = run(case, f"cacheblend:check_layer=0:schedule={schedule}", 0.3).stats
+        bare = run(case, "cacheblend", 0.3, check_layer=0, schedule=schedule).stats
         assert result.stats.recomputed_tokens == bare.recomputed_tokens, "within the budget"
         assert result.stats.charged_ratio == bare.charged_ratio
-        _, tight = spied(case, f"cacheblend:always_include_first=10000:schedule={schedule}", 0.3)
-        _, free = spied(case, f"cacheblend:schedule={schedule}", 0.3)
-        assert torch.equal(tight.made.alive, free.made.alive), "all come first: the largest change decides"
+        _, tight = spied(case, "cacheblend", 0.3, budget={"first_tokens": 10_000}, schedule=schedule)
+        _, free = spied(case, "cacheblend", 0.3, schedule=schedule)
+        assert torch.equal(tight.filter.alive, free.filter.alive), "all come first: the largest change decides"
 
     @few
     def test_spans_instead_of_single_tokens(self, case: Case) -> None:
-        result, spy = spied(case, "cacheblend:window=8:threshold=5", 0.3)
+        result, spy = spied(case, "cacheblend", 0.3, budget={"grouping": {"type": "Windows"}})
         change = self.changes(case, "v")
-        scores = [change[span.start : span.stop] for span in spy.request.spans]
-        expected = group(scores, round(0.3 * result.stats.chunk_tokens))
+        scores = [change[span.start : span.stop] for span in spy.view.spans]
+        expected = Windows(8).take(scores, round(0.3 * result.stats.chunk_tokens))
         alive = torch.zeros(case.layout.num_tokens, dtype=torch.bool)
-        alive[spy.made.slots[spy.made.alive]] = True
-        for span, mask in zip(spy.request.spans, expected, strict=True):
+        alive[spy.filter.slots[spy.filter.alive]] = True
+        for span, mask in zip(spy.view.spans, expected, strict=True):
             assert torch.equal(alive[span.start : span.stop], mask)
 
     @plain
@@ -265,16 +267,16 @@ class TestCacheBlend:
     def test_correction_of_what_left(self, case: Case, schedule: str) -> None:
         """In each layer, what no longer runs follows what does; layers that ran in full are left alone."""
         seen: list[torch.Tensor] = []
-        walk_of = DeviationWalk.before_layer
+        walk_of = DeviationFilter.before_layer
 
-        def spy(self: DeviationWalk, layer: int) -> Any:
+        def spy(self: DeviationFilter, layer: int) -> Any:
             kept = walk_of(self, layer)
             seen.append(self.slots[self.alive if kept is None else kept])
             return kept
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(DeviationWalk, "before_layer", spy)
-            result = run(case, f"cacheblend:correction=1.0:check_layer=0:schedule={schedule}", 0.4)
+            patch.setattr(DeviationFilter, "before_layer", spy)
+            result = run(case, "cacheblend", 0.4, correction=1.0, check_layer=0, schedule=schedule)
         full, _ = case.runtime.prefill(case.layout.ids, case.layout.num_tokens)
         corrected = 0
         for span in case.layout.chunks:
@@ -292,7 +294,7 @@ class TestCacheBlend:
                 assert gap(moved, mean.expand_as(moved)) < 1e-4
                 corrected += int((~ran).sum()) if ran.any() else 0
         assert corrected
-        assert gap(result.logits, run(case, f"cacheblend:check_layer=0:schedule={schedule}", 0.4).logits) > 1e-3
+        assert gap(result.logits, run(case, "cacheblend", 0.4, check_layer=0, schedule=schedule).logits) > 1e-3
         assert all(layer.before_scatter is None for layer in result.cache.layers)
 
     @few
@@ -318,3 +320,18 @@ class TestCacheBlend:
         for left, right in zip(caches[0].layers, caches[1].layers, strict=True):
             assert gap(left.values[:, :, : border + 2], right.values[:, :, : border + 2]) == 0.0
             assert gap(left.values[:, :, border + 2 :], right.values[:, :, border + 2 :]) > 0.0
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"deviation": "q"}, "deviation must be one of v, k, kv"),
+            ({"schedule": "twice"}, "schedule must be one of single, gradual"),
+            ({"check_layer": -1}, "check_layer must be a whole number, 0 or more"),
+            ({"check_layer": True}, "check_layer"),
+            ({"equal_charge": 1}, "equal_charge must be True or False"),
+            ({"budget": {"type": "FixedStarts"}}, "budget must be a Budget, got FixedStarts"),
+        ],
+    )
+    def test_wrong_settings(self, changes: dict[str, Any], message: str) -> None:
+        with pytest.raises(ConfigurationError, match=message):
+            made("cacheblend", **changes)

@@ -9,15 +9,16 @@ import pytest
 import torch
 
 from cacheclip_rag import Chunk, Fresh
-from cacheclip_rag.methods import create
+from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.selection.auxiliary import score_chunks
-from cacheclip_rag.selection.grouping import group
+from cacheclip_rag.selection.grouping import Windows
 from cacheclip_rag.selection.mapping import map_scores
 from cacheclip_rag.selection.question import pick_layers
+from cacheclip_rag.selection.scorers import QueryAttention
+from cacheclip_rag.testing.methods import Observed
 from tests.conftest import CHUNKS
 from tests.fusion.cases import Case, gap, make_engine
-from tests.methods.spying import Spy, plain, spied
-from tests.methods.test_matrix import few
+from tests.methods.spying import few, made, plain, same, spied
 
 
 class TestCacheClip:
@@ -28,33 +29,33 @@ class TestCacheClip:
         engine = make_engine(primary, primary, auxiliary_codec="float32")
         engine.precompute(CHUNKS[:1])
         opening, *_, closing = engine.segment(question)
-        spy: Any = Spy(create("query_attention", {}))
+        spy = Observed(made("query_attention"))
         layout = engine.prefill([opening, Chunk(CHUNKS[0]), Fresh(question), closing], method=spy).layout
-        caches = engine._caches_of(primary)
-        runtime, [span] = caches.kv_runtime, layout.chunks
+        caches = engine.parts.primary()
+        runtime, [span] = caches.runtime, layout.chunks
         stored = caches.read(CHUNKS[0])
         assert stored is not None
         for layer in range(runtime.num_layers):
             cache = runtime.new_cache(layout.num_tokens)
             runtime.fill(cache, caches.prefix, slot=0, position=0)
             runtime.fill(cache, stored, slot=span.start, position=span.start)
-            method: Any = create(f"query_attention:layers={layer}", {})
+            view = replace(spy.seen["view"], spans=layout.chunks, cache=cache)
             with torch.inference_mode():
-                [theirs] = method.rate(replace(spy.request, spans=layout.chunks, cache=cache), [])
+                [theirs] = QueryAttention(layers=f"{layer}").score(view)
             [raw] = score_chunks(
                 runtime, caches.prefix, [stored], runtime.tokenize(question).ids, layers=pick_layers(f"{layer}", 8)
             )
             ours = map_scores(raw, span.tokens.offsets, span.tokens.offsets)
             assert gap(ours, theirs) < 1e-5, layer
             budget = round(0.2 * len(span.tokens))
-            assert torch.equal(*(group([scores], budget)[0] for scores in (ours, theirs)))
+            assert torch.equal(*(Windows(8).take([scores], budget)[0] for scores in (ours, theirs)))
 
     @pytest.mark.parametrize("heads", ["mean", "max"])
     def test_the_masses_of_a_chunk_are_bounded(self, case_of: Any, heads: str) -> None:
         """A question token hands out one, whoever else it looks at; of several, the largest add up to no more."""
         case = case_of("llama")
-        auxiliary = case.engine._caches_of(case.engine.config.auxiliary)
-        runtime = auxiliary.kv_runtime
+        auxiliary = case.engine.parts.auxiliary_caches
+        runtime = auxiliary.runtime
         kv = [auxiliary.read(span.segment.text) for span in case.layout.chunks]
         question = runtime.tokenize("What is the magic number?").ids
         most = len(question) * (1 if heads == "mean" else runtime.model.config.num_attention_heads)
@@ -68,20 +69,17 @@ class TestCacheClip:
 
     @plain
     def test_layers_and_pooling_of_the_auxiliary_change_the_choice(self, case: Case) -> None:
-        chosen = [
-            spied(case, f"cacheclip:layers={layers}:pooled={pooled}")[1].masks
-            for layers, pooled in (("last", "false"), ("last", "true"), ("0", "false"))
-        ]
+        looks = ({"layers": "last"}, {"layers": "last", "pooled": True}, {"layers": "0"})
+        chosen = [spied(case, "cacheclip", scorer=settings)[1].masks for settings in looks]
         counts = {sum(int(mask.sum()) for mask in masks) for masks in chosen}
         assert len(counts) == 1
         for n, masks in enumerate(chosen):
-            for other in chosen[:n]:
-                assert not all(torch.equal(a, b) for a, b in zip(masks, other, strict=True))
+            assert not any(same(masks, other) for other in chosen[:n])
 
     def test_pooled_auxiliary_scores_share_one_softmax(self, case_of: Any) -> None:
         case = case_of("llama")
-        auxiliary = case.engine._caches_of(case.engine.config.auxiliary)
-        runtime = auxiliary.kv_runtime
+        auxiliary = case.engine.parts.auxiliary_caches
+        runtime = auxiliary.runtime
         kv = [auxiliary.read(span.segment.text) for span in case.layout.chunks]
         question = runtime.tokenize("What is the magic number?").ids
         pooled = score_chunks(runtime, auxiliary.prefix, kv, question, pooled=True)
@@ -90,3 +88,23 @@ class TestCacheClip:
         assert all(float(s.sum()) < 1.0 for s in apart)
         swapped = score_chunks(runtime, auxiliary.prefix, kv[::-1], question, pooled=True)[::-1]
         assert all(gap(a, b) < 1e-6 for a, b in zip(pooled, swapped, strict=True))
+
+    @pytest.mark.parametrize(
+        ("settings", "message"),
+        [
+            ({"layers": "-3"}, "range of depth"),
+            ({"pooled": "maybe"}, "pooled must be True or False"),
+            ({"sinks": -1}, "sinks must be a whole number of tokens"),
+            ({"passes": 3}, "passes must be a whole number from 1 to 2, got 3"),
+            ({"passes": True}, "passes"),
+            ({"heads": "../x y"}, None),
+            ({"heads": ".x"}, "heads must be auto, none, a name"),
+            ({"heads": "mine", "layers": "all"}, "heads=mine says which head set layers=tuned means"),
+        ],
+    )
+    def test_wrong_settings(self, settings: dict[str, Any], message: str | None) -> None:
+        if message is None:
+            assert made("cacheclip", scorer=settings).head_sets == (settings["heads"],)
+            return
+        with pytest.raises(ConfigurationError, match=message):
+            made("cacheclip", scorer=settings)

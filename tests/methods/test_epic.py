@@ -1,4 +1,4 @@
-"""EPIC: first tokens, whatever is asked."""
+"""EPIC: first tokens, whatever is asked; and the other baselines that know nothing of the question."""
 
 from __future__ import annotations
 
@@ -9,31 +9,57 @@ import torch
 
 from cacheclip_rag import Chunk, Fresh
 from cacheclip_rag.errors import ConfigurationError
-from cacheclip_rag.methods import create
+from cacheclip_rag.methods import preset
+from cacheclip_rag.selection.budget import FixedStarts
+from cacheclip_rag.testing.methods import Observed
 from tests.fusion.cases import EXACT, Case, gap, reference_logits
-from tests.methods.spying import Spy, plain, spied
-from tests.methods.test_matrix import few, run
+from tests.methods.spying import few, made, plain, run, same, spied
 
 
-class TestEpic:
+class TestFixedNumbers:
     @few
-    @pytest.mark.parametrize("k", [1, 8, 10_000])
-    def test_first_tokens_of_every_chunk(self, case: Case, k: int) -> None:
-        result, spy = spied(case, f"epic:k_init={k}")
-        for span, mask in zip(spy.request.spans, spy.masks, strict=True):
-            assert mask.tolist() == [n < k for n in range(len(span.tokens))]
-        assert result.stats.recomputed_tokens == sum(min(k, len(span.tokens)) for span in spy.request.spans)
-        if k == 10_000:
+    @pytest.mark.parametrize("first", [1, 8, 10_000])
+    def test_first_tokens_of_every_chunk(self, case: Case, first: int) -> None:
+        result, spy = spied(case, "epic-paper", budget={"first": first})
+        for span, mask in zip(spy.view.spans, spy.masks, strict=True):
+            assert mask.tolist() == [n < first for n in range(len(span.tokens))]
+        assert result.stats.recomputed_tokens == sum(min(first, len(span.tokens)) for span in spy.view.spans)
+        if first == 10_000:
             assert gap(result.logits, reference_logits(case.folder, case.layout.ids)) < EXACT
 
     @plain
-    def test_numbers_give_way_to_ratio_one(self, case: Case) -> None:
-        method: Any = create("epic:k_init=3", {"recompute_ratio": 1.0})
-        assert method.nominal_ratio == 1.0 and create("epic:k_init=3", {}).nominal_ratio == 0.0
-        assert gap(run(case, method).logits, reference_logits(case.folder, case.layout.ids)) < EXACT
+    def test_as_published(self, case: Case) -> None:
+        _, spy = spied(case, "epic-paper")
+        assert [int(mask.sum()) for mask in spy.masks] == [16, 16, 16]
+        assert preset("epic-paper").nominal_ratio == 0.0 and not preset("epic-paper").has_ratio
 
     @plain
-    def test_budget_goes_round(self, case: Case) -> None:
+    def test_last_tokens(self, case: Case) -> None:
+        _, spy = spied(case, "epic-paper", budget={"first": 0, "last": 3})
+        assert all(mask.nonzero().flatten().tolist() == list(range(len(mask) - 3, len(mask))) for mask in spy.masks)
+
+    @plain
+    def test_a_skipped_first_chunk(self, case: Case) -> None:
+        _, spy = spied(case, "epic-paper", budget={"first": 5, "last": 2, "skip_first_chunk": True})
+        assert not case.layout.is_exact(case.layout.chunks[0])
+        assert [int(mask.sum()) for mask in spy.masks] == [0, 7, 7]
+
+    @plain
+    def test_a_correction_follows_them(self, case: Case) -> None:
+        corrected, bare = (run(case, "epic-paper", correction=weight) for weight in (1.0, 0.0))
+        assert gap(corrected.logits, bare.logits) > 1e-3
+
+    def test_there_is_no_ratio(self) -> None:
+        with pytest.raises(ConfigurationError, match="'epic-paper' has no recompute ratio, got 0.3"):
+            preset("epic-paper").at(0.3)
+        for wrong in ({"first": -1}, {"last": 1.5}, {"first": True}, {"skip_first_chunk": 1}):
+            with pytest.raises(ConfigurationError, match=next(iter(wrong))):
+                FixedStarts(**wrong)  # type: ignore[arg-type]
+
+
+class TestEpic:
+    @plain
+    def test_the_budget_goes_round(self, case: Case) -> None:
         result, spy = spied(case, "epic", 0.3)
         counts = [int(mask.sum()) for mask in spy.masks]
         assert sum(counts) == round(0.3 * result.stats.chunk_tokens)
@@ -41,42 +67,29 @@ class TestEpic:
         assert all(bool(mask[: int(mask.sum())].all()) for mask in spy.masks)
 
     @plain
-    @pytest.mark.parametrize("spec", ["epic", "epic:k_init=5:k_final=2"])
-    def test_the_question_decides_nothing(self, case: Case, spec: str) -> None:
-        def chosen(spec: str, question: str) -> list[torch.Tensor]:
-            spy: Any = Spy(create(spec, {"recompute_ratio": 0.3}))
-            segments = [span.segment for span in case.layout.spans]
-            number = 1 + max(n for n, segment in enumerate(segments) if isinstance(segment, Chunk))
-            segments[number] = Fresh(f"\n\n{question}")
-            case.engine.prefill(segments, method=spy)
-            masks: list[torch.Tensor] = spy.masks
-            return masks
-
+    @pytest.mark.parametrize("name", ["epic", "epic-paper", "random"])
+    def test_the_question_decides_nothing(self, case: Case, name: str) -> None:
         questions = ("When do seabirds nest?", "Who was the last keeper, and in which year did he go ashore?")
-        first, second = (chosen(spec, question) for question in questions)
-        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-        first, second = (chosen("query_attention", question) for question in questions)
-        assert not all(torch.equal(a, b) for a, b in zip(first, second, strict=True)), "elsewhere it does"
+        first, second = (chosen(case, made(name, 0.3), question) for question in questions)
+        assert same(first, second)
+        first, second = (chosen(case, made("query_attention", 0.3), question) for question in questions)
+        assert not same(first, second), "elsewhere it does"
 
-    @plain
-    def test_last_tokens(self, case: Case) -> None:
-        _, spy = spied(case, "epic:k_final=3")
-        assert all(mask.nonzero().flatten().tolist() == list(range(len(mask) - 3, len(mask))) for mask in spy.masks)
 
-    @plain
-    def test_numbers_and_a_skipped_first_chunk(self, case: Case) -> None:
-        _, spy = spied(case, "epic:k_init=5:k_final=2:skip_first_chunk=true")
-        assert not case.layout.is_exact(case.layout.chunks[0])
-        assert [int(mask.sum()) for mask in spy.masks] == [0, 7, 7]
+def chosen(case: Case, method: Any, question: str) -> list[torch.Tensor]:
+    observed = Observed(method)
+    segments = [span.segment for span in case.layout.spans]
+    number = 1 + max(n for n, segment in enumerate(segments) if isinstance(segment, Chunk))
+    segments[number] = Fresh(f"\n\n{question}")
+    case.engine.prefill(segments, method=observed)
+    masks: list[torch.Tensor] = observed.seen["masks"]
+    return masks
 
-    @plain
-    def test_numbers_are_corrected_by(self, case: Case) -> None:
-        corrected, bare = (run(case, f"epic:k_init=5{part}") for part in (":correction=1.0", ""))
-        assert gap(corrected.logits, bare.logits) > 1e-3
 
-    @pytest.mark.parametrize("part", ["probes=0.25", "anchor=0.5", "always_include_first=4", "rounds=2"])
-    @pytest.mark.parametrize("number", ["k_init=16", "k_final=2"])
-    def test_numbers_leave_no_budget_to_share_out(self, part: str, number: str) -> None:
-        with pytest.raises(ConfigurationError, match=f"{part} shares out a budget"):
-            create(f"epic:{number}:{part}", {})
-        assert create(f"epic:{part}", {})
+def test_random_follows_its_seed(case_of: Any) -> None:
+    case = case_of("llama")
+    masks = [spied(case, "random", scorer={"seed": seed})[1].masks for seed in (0, 0, 1)]
+    assert same(masks[0], masks[1]) and not same(masks[0], masks[2])
+    for wrong in (True, 1.5, 2**63):
+        with pytest.raises(ConfigurationError, match="seed must be a whole number"):
+            made("random", scorer={"seed": wrong})

@@ -10,16 +10,17 @@ import torch
 from cacheclip_rag import CacheClipEngine, Chunk, Fresh, SamplingParams
 from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.guards.fidelity import greedy
-from cacheclip_rag.methods import METHODS, create, method_class
+from cacheclip_rag.methods import PRESET_NAMES, preset
+from cacheclip_rag.methods.map_reduce import MapReduce
 from cacheclip_rag.models.load import load_model
-from cacheclip_rag.stats import PHASES
+from cacheclip_rag.types import PHASES
 from tests.conftest import CHUNKS, QUESTION, rag_prompt
 from tests.fusion.cases import make_engine
 
-COMPOSING = [name for name in METHODS if method_class(name).composes]
+COMPOSING = [name for name in PRESET_NAMES if preset(name).composes]
 SHORT = SamplingParams(max_tokens=12)
 THREE = CHUNKS[:3]
-SPECS = {"map_reduce": "map_reduce:map_tokens=6"}
+MADE = {"map_reduce": MapReduce(map_tokens=6)}
 """Settings that keep the tests short."""
 every = pytest.mark.parametrize("name", COMPOSING)
 few = pytest.mark.parametrize("engine", ["llama", "gemma3", "qwen3", "gpt-oss"], indirect=True)
@@ -68,7 +69,7 @@ class TestMapRerank:
         rated = []
         for text in THREE:
             segments = with_only(engine, Chunk(text), prompt)
-            prefilled = engine.prefill(segments, method=create("full", {}))
+            prefilled = engine.prefill(segments, method=preset("full"))
             with torch.inference_mode():
                 ids, logits = greedy(engine.primary, prefilled.cache, prefilled.logits, 12, stop=False)  # type: ignore
             chosen = logits.log_softmax(-1)[torch.arange(len(ids)), torch.tensor(ids)]
@@ -94,7 +95,7 @@ class TestMapReduce:
             lines.append(" ".join(answer.text.split()))
         last = with_only(engine, Fresh("\n".join(filter(None, lines))))
         expected = engine.generate(last, SHORT, method="full")
-        answer = engine.generate(rag_prompt(THREE), SHORT, method="map_reduce:map_tokens=5")
+        answer = engine.generate(rag_prompt(THREE), SHORT, method=MapReduce(map_tokens=5))
         assert (answer.text, answer.token_ids) == (expected.text, expected.token_ids)
 
     def test_partial_answers_are_greedy(self, engine: CacheClipEngine) -> None:
@@ -104,32 +105,32 @@ class TestMapReduce:
             for text in THREE
         ]
         last = with_only(engine, Fresh("\n".join(filter(None, (" ".join(line.split()) for line in lines)))))
-        answer = engine.generate(rag_prompt(THREE), warm, method="map_reduce:map_tokens=5")
+        answer = engine.generate(rag_prompt(THREE), warm, method=MapReduce(map_tokens=5))
         assert answer.token_ids == engine.generate(last, warm, method="full").token_ids
 
     def test_longer_than_the_context(self, engine: CacheClipEngine) -> None:
         many = [f"Note {n}. " + " ".join(CHUNKS * 2) for n in range(4)]
         engine.precompute(many)
-        stats = engine.generate(rag_prompt(many), SHORT, method="map_reduce:map_tokens=2").stats
+        stats = engine.generate(rag_prompt(many), SHORT, method=MapReduce(map_tokens=2)).stats
         assert stats.hits == 4 and stats.chunk_tokens > engine.primary.context_tokens
         check_sums(stats)
 
     def test_wrong_setting(self) -> None:
         with pytest.raises(ConfigurationError, match="1 or more"):
-            create("map_reduce:map_tokens=0", {})
+            MapReduce(map_tokens=0)
 
 
 @every
 class TestNumbers:
     def test_right_behind_the_prefix_all_chunks_are_exact(self, engine: CacheClipEngine, name: str) -> None:
-        stats = engine.generate(rag_prompt(THREE), SHORT, method=SPECS.get(name, name)).stats
+        stats = engine.generate(rag_prompt(THREE), SHORT, method=MADE.get(name, name)).stats
         check_sums(stats)
         assert (stats.method, stats.fallback, stats.hits, stats.misses) == (name, None, 3, 0)
         assert stats.chunk_tokens == stats.exact_tokens == sum(len(engine.primary.tokenize(t)) for t in THREE)
         assert stats.effective_ratio == stats.charged_ratio == stats.nominal_ratio == 0.0
 
     def test_behind_other_text_all_chunks_are_computed(self, engine: CacheClipEngine, name: str) -> None:
-        stats = engine.generate(INTRODUCED, SHORT, method=SPECS.get(name, name)).stats
+        stats = engine.generate(INTRODUCED, SHORT, method=MADE.get(name, name)).stats
         check_sums(stats)
         assert stats.chunk_tokens == stats.recomputed_tokens == sum(len(engine.primary.tokenize(t)) for t in THREE)
         assert stats.effective_ratio == stats.charged_ratio == 1.0
@@ -137,21 +138,21 @@ class TestNumbers:
 
     def test_sums_over_all_prompts(self, engine: CacheClipEngine, name: str) -> None:
         alone = [engine.generate(with_only(engine, Chunk(t)), SHORT, method="full").stats.prompt_tokens for t in THREE]
-        stats = engine.generate(rag_prompt(THREE), SHORT, method=SPECS.get(name, name)).stats
+        stats = engine.generate(rag_prompt(THREE), SHORT, method=MADE.get(name, name)).stats
         assert stats.prompt_tokens >= sum(alone)
         assert (stats.prompt_tokens == sum(alone)) == (name == "map_rerank")
         assert stats.generated_tokens >= 3 * 6
         assert stats.ttft_s > sum(stats.phases_s.values())
 
     def test_asked_again_nothing_is_computed_twice(self, engine: CacheClipEngine, name: str) -> None:
-        first, again = (engine.generate(INTRODUCED, SHORT, method=SPECS.get(name, name)) for _ in range(2))
+        first, again = (engine.generate(INTRODUCED, SHORT, method=MADE.get(name, name)) for _ in range(2))
         assert again.token_ids == first.token_ids
         check_sums(again.stats)
         assert again.stats.effective_ratio == again.stats.charged_ratio < 0.2
 
     def test_streamed(self, engine: CacheClipEngine, name: str) -> None:
-        whole = engine.generate(rag_prompt(THREE), SHORT, method=SPECS.get(name, name))
-        events = list(engine.generate_stream(rag_prompt(THREE), SHORT, method=SPECS.get(name, name)))
+        whole = engine.generate(rag_prompt(THREE), SHORT, method=MADE.get(name, name))
+        events = list(engine.stream(rag_prompt(THREE), SHORT, method=MADE.get(name, name)))
         assert "".join(event.text for event in events) == whole.text
         assert [event.answer is not None for event in events] == [False] * (len(events) - 1) + [True]
         assert events[-1].answer is not None and events[-1].answer.token_ids == whole.token_ids
@@ -160,7 +161,7 @@ class TestNumbers:
     def test_missing_chunks_are_stored_afterwards(self, engine: CacheClipEngine, name: str) -> None:
         engine.release(THREE)
         stats = [
-            engine.generate(rag_prompt(THREE), SHORT, method=SPECS.get(name, name), candidates=THREE).stats
+            engine.generate(rag_prompt(THREE), SHORT, method=MADE.get(name, name), documents=THREE).stats
             for _ in range(2)
         ]
         check_sums(stats[0])
@@ -168,24 +169,24 @@ class TestNumbers:
         assert stats[0].effective_ratio == 1.0 and stats[1].effective_ratio == 0.0
 
     def test_without_chunks_it_is_plain_prefill(self, engine: CacheClipEngine, name: str) -> None:
-        answer = engine.generate(QUESTION, SHORT, method=SPECS.get(name, name))
+        answer = engine.generate(QUESTION, SHORT, method=MADE.get(name, name))
         assert (answer.stats.method, answer.stats.fallback) == ("full", "no chunk found in the prompt")
         assert answer.token_ids == engine.generate(QUESTION, SHORT, method="full").token_ids
 
     def test_there_is_no_single_prefill(self, engine: CacheClipEngine, name: str) -> None:
         with pytest.raises(ConfigurationError, match="several prompts"):
-            engine.prefill(rag_prompt(THREE), method=create(name, {}))
+            engine.prefill(rag_prompt(THREE), method=preset(name))
 
     def test_chunks_behind_passages_are_exact_nowhere(
         self, engine: CacheClipEngine, tiny_models: dict[str, str], name: str
     ) -> None:
         """Plain prefill then, the second time behind the prefix cache; nothing is stored beside what there is."""
-        spec = SPECS.get(name, name)
-        expected = engine.generate(rag_prompt(THREE), SHORT, method=spec)
-        elsewhere = make_engine(tiny_models["llama"], tiny_models["auxiliary"], behind="passages")
+        method = MADE.get(name, name)
+        expected = engine.generate(rag_prompt(THREE), SHORT, method=method)
+        elsewhere = make_engine(tiny_models["llama"], tiny_models["auxiliary"], chunk_context="passages")
         elsewhere.precompute(THREE)
         stored = set(elsewhere.store.keys())
-        answers = [elsewhere.generate(rag_prompt(THREE), SHORT, method=spec) for _ in range(2)]
+        answers = [elsewhere.generate(rag_prompt(THREE), SHORT, method=method) for _ in range(2)]
         assert all(answer.token_ids == expected.token_ids for answer in answers)
         assert [answer.stats.misses for answer in answers] == [0, 0]
         assert answers[0].stats.effective_ratio == 1.0 and answers[1].stats.cached_prefix_tokens > 0

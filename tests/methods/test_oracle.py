@@ -13,16 +13,15 @@ from tests.methods.spying import plain, spied
 @plain
 def test_the_oracle_knows_what_is_attended_and_stale(case: Case) -> None:
     _, spy = spied(case, "oracle")
-    request = spy.request
     with torch.inference_mode():
-        ours = spy.inner.rate(replace(request, cache=case.assembled()), [])
+        ours = spy.method.scorer.score(replace(spy.view, cache=case.assembled()))
         output = reference_model(case.folder)(input_ids=case.layout.ids[None], use_cache=True, output_attentions=True)
     stale = case.assembled()
     expected = torch.zeros(case.layout.num_tokens)
     for weights, layer, old in zip(output.attentions, output.past_key_values.layers, stale.layers, strict=True):
-        attended = weights[0].mean(0)[request.question].mean(0)
+        attended = weights[0].mean(0)[spy.view.question].mean(0)
         change = (layer.values[0, :, : old.length] - old.values[0]).norm(dim=-1)
         relative = (change / layer.values[0].norm(dim=-1).mean(-1, keepdim=True)).mean(0)
         expected[: old.length] += attended[: old.length] * relative / len(stale.layers)
-    for span, score in zip(request.spans, ours, strict=True):
+    for span, score in zip(spy.view.spans, ours, strict=True):
         assert gap(score, expected[span.start : span.stop]) < 1e-5

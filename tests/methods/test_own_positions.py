@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from cacheclip_rag import Chunk, Fresh
+from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.fusion.recompute import choose_rows
-from cacheclip_rag.methods import create
 from cacheclip_rag.runtime.transformers.attention import Geometry
 from tests.conftest import CHUNKS
 from tests.fusion.cases import BROKEN, EXACT, Case, gap, reference_model, scatter_cache
-from tests.methods.spying import plain
-from tests.methods.test_matrix import run
+from tests.methods.spying import made, plain, run
 
 
 @torch.inference_mode()
@@ -47,14 +46,16 @@ def assembled(case: Case, geometry: Geometry) -> Any:
 class TestOwnPositions:
     @plain
     @pytest.mark.parametrize(
-        "spec", ["direct_gapped", "direct_gapped:place_tokens=90", "ape:temperature=1.0:scale=1.0"]
+        "method",
+        [made("direct_gapped"), made("direct_gapped", slot_tokens=90), made("ape", temperature=1.0, scale=1.0)],
+        ids=["longest", "slots", "ape"],
     )
-    def test_plain_transformers_at_these_positions(self, case: Case, spec: str) -> None:
-        geometry = create(spec, {}).place(case.layout, case.layout.chunks)
+    def test_plain_transformers_at_these_positions(self, case: Case, method: Any) -> None:
+        geometry = method.positions(case.layout, case.layout.chunks)
         assert geometry is not None and not torch.equal(geometry.positions, torch.arange(case.layout.num_tokens))
         rows = choose_rows(case.layout, case.layout.chunks, [])
         expected = placed_reference(case, assembled(case, geometry), rows, geometry.positions)
-        assert gap(run(case, spec).logits, expected) < EXACT
+        assert gap(run(case, method).logits, expected) < EXACT
         assert gap(run(case, "direct").logits, expected) > BROKEN
 
     @plain
@@ -63,7 +64,7 @@ class TestOwnPositions:
         only = [s for s in segments if not isinstance(s, Chunk)]
         only.insert(segments.index(case.layout.chunks[0].segment), case.layout.chunks[0].segment)
         gapped, direct = (
-            case.engine.prefill(only, method=create(spec, {})) for spec in ("direct_gapped:place_tokens=200", "direct")
+            case.engine.prefill(only, method=each) for each in (made("direct_gapped", slot_tokens=200), made("direct"))
         )
         assert direct.stats.hits == 1 and direct.stats.exact_tokens == 0
         assert gap(gapped.logits, direct.logits) < EXACT
@@ -71,24 +72,25 @@ class TestOwnPositions:
     def test_gaps(self, tiny_models: dict[str, str], case_of: Any) -> None:
         layout = case_of("llama").layout
         first, second, third = layout.chunks
-        positions = create("direct_gapped:place_tokens=100", {}).place(layout, layout.chunks).positions
+        positions = made("direct_gapped", slot_tokens=100).positions(layout, layout.chunks).positions
         assert positions[: first.stop].tolist() == list(range(first.stop))
         assert int(positions[first.stop]) == first.start + 100
         assert int(positions[second.start]) - int(positions[first.start]) == 100 + second.start - first.stop
         assert int(positions[-1]) - int(positions[third.start]) == layout.num_tokens - 1 - third.start
 
-    @pytest.mark.parametrize("spec", ["ape", "block:tuned=true:positions=composite", "direct_gapped"])
-    def test_what_is_generated_comes_after_everything(self, case_of: Any, spec: str) -> None:
+    @pytest.mark.parametrize(
+        "method", [made("ape"), made("block", tuned=True, chunk_positions="composite"), made("direct_gapped")]
+    )
+    def test_what_is_generated_comes_after_everything(self, case_of: Any, method: Any) -> None:
         """Where a prompt ends in a chunk that is not the longest, its last position is not the largest."""
         case = case_of("llama")
-        method = create(spec, {})
         opening, *_ = (span.segment for span in case.layout.spans)
         texts = sorted(CHUNKS[:3], key=len, reverse=True)
         case.engine.precompute(texts, method=method)
         segments = [opening, Fresh("What is the magic number?"), *map(Chunk, texts)]
         result = case.engine.prefill(segments, method=method, question="What?")
         positions, num_tokens = result.cache.geometry.positions, result.layout.num_tokens
-        assert result.stats.hits == 3 and (spec == "direct_gapped" or int(positions[-1]) < int(positions.max()))
+        assert result.stats.hits == 3 and (method.name == "direct_gapped" or int(positions[-1]) < int(positions.max()))
         largest = int(positions.max())
         asked: list[int] = []
         hook = case.runtime.model.base_model.register_forward_pre_hook(
@@ -103,16 +105,29 @@ class TestOwnPositions:
         assert result.cache.position_of(num_tokens) == largest + 1 and result.cache.position_of(0) == 0
 
     def test_beyond_the_context_is_plain_prefill(self, case_of: Any) -> None:
-        result = run(case_of("llama"), "direct_gapped:place_tokens=100000")
+        result = run(case_of("llama"), "direct_gapped", slot_tokens=100_000)
         assert result.stats.method == "full" and "positions up to" in result.stats.fallback
 
     def test_a_damaged_chunk_is_placed_as_text(self, case_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         case = case_of("llama")
-        caches = case.engine._caches_of(case.folder)
+        caches = case.engine.parts.primary()
         lost = case.layout.chunks[1].segment.text
         read = type(caches).read
         monkeypatch.setattr(type(caches), "read", lambda self, text: None if text == lost else read(self, text))
         result = run(case, "ape")
         assert (result.stats.hits, result.stats.misses) == (2, 1) and result.missing == (lost,)
         stored = [s for s in case.layout.chunks if s.segment.text != lost]
-        assert torch.equal(result.cache.geometry.positions, create("ape", {}).place(case.layout, stored).positions)
+        assert torch.equal(result.cache.geometry.positions, made("ape").positions(case.layout, stored).positions)
+
+    @pytest.mark.parametrize(
+        ("name", "changes", "message"),
+        [
+            ("ape", {"temperature": 0}, "temperature must be above 0 and at most 10"),
+            ("ape", {"scale": True}, "scale must be above 0"),
+            ("direct_gapped", {"slot_tokens": -1}, "slot_tokens must be a whole number of tokens, 0 or more"),
+            ("block", {"chunk_positions": "x"}, "chunk_positions must be one of reordered, composite"),
+        ],
+    )
+    def test_wrong_settings(self, name: str, changes: dict[str, Any], message: str) -> None:
+        with pytest.raises(ConfigurationError, match=message):
+            made(name, **changes)

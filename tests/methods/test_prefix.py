@@ -12,17 +12,17 @@ import torch
 from cacheclip_rag import Chunk, Fresh, SamplingParams
 from cacheclip_rag.chunks import prefix_cache as blocks
 from cacheclip_rag.guards.fidelity import greedy
-from cacheclip_rag.methods import METHODS, create, method_class
+from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.base import Method
 from cacheclip_rag.models.load import load_model
 from tests.conftest import CHUNKS, SENTENCES, rag_prompt
 from tests.fusion.cases import BROKEN, EXACT, Case, gap, make_case, make_engine, reference_greedy, reference_logits
-from tests.methods.test_matrix import REUSING, few, run
+from tests.methods.spying import REUSING, few, run
 
 BLOCK = 16
 ONE = SamplingParams(max_tokens=1)
 SHORT = SamplingParams(max_tokens=12)
-IN_PLACE = [n for n in REUSING if method_class(n).place is Method.place]
+IN_PLACE = [n for n in REUSING if type(preset(n)).positions is Method.positions]
 
 
 def segments_of(case: Case, order: tuple[int, ...] = (0, 1, 2), question: str | None = None) -> list[Any]:
@@ -90,7 +90,7 @@ class TestEqualsFullPrefill:
 
     def test_another_question_behind_the_same_chunks(self, warm: Case) -> None:
         segments = segments_of(warm, question="\n\nQuestion: When was the lamp changed?")
-        answer = warm.engine.prefill(segments, method=create("prefix", {}))
+        answer = warm.engine.prefill(segments, method=preset("prefix"))
         shared = shared_start(warm.layout.ids.tolist(), answer.layout.ids.tolist())
         assert answer.stats.cached_prefix_tokens == whole_blocks(shared) > 0
         assert gap(answer.logits, reference_logits(warm.folder, answer.layout.ids)) < EXACT
@@ -101,7 +101,7 @@ class TestEqualsFullPrefill:
         monkeypatch.setattr(blocks, "array", lambda kind, ids: _Alike())
         warm.engine.prefixes.clear()
         warm.engine.generate(segments_of(warm), ONE, method="prefix")
-        wrong = warm.engine.prefill(segments_of(warm, (2, 0, 1)), method=create("prefix", {}))
+        wrong = warm.engine.prefill(segments_of(warm, (2, 0, 1)), method=preset("prefix"))
         assert wrong.stats.cached_prefix_tokens > 0
         assert gap(wrong.logits, reference_logits(warm.folder, wrong.layout.ids)) > BROKEN
 
@@ -133,9 +133,9 @@ class TestOtherMethodsBehindIt:
     def test_another_order_is_not(self, warm: Case) -> None:
         """Of the first chunk on all is as without the prefix cache; only text before it is not computed again."""
         order = segments_of(warm, (2, 0, 1))
-        other = warm.engine.prefill(order, method=create("cacheclip", {}))
+        other = warm.engine.prefill(order, method=preset("cacheclip"))
         warm.engine.prefixes.clear()
-        without = warm.engine.prefill(order, method=create("cacheclip", {}))
+        without = warm.engine.prefill(order, method=preset("cacheclip"))
         assert other.stats.effective_ratio == without.stats.effective_ratio > 0.0
         assert other.stats.exact_tokens == 0
         assert gap(other.logits, without.logits) < EXACT
@@ -144,7 +144,7 @@ class TestOtherMethodsBehindIt:
     @few
     def test_a_hit_that_ends_within_a_chunk_ends_before_it(self, warm: Case) -> None:
         segments = segments_of(warm, question="Who?")
-        mixed = warm.engine.prefill(segments, method=create("direct", {}))
+        mixed = warm.engine.prefill(segments, method=preset("direct"))
         first, second, third = mixed.layout.chunks
         assert whole_blocks(third.stop) > third.start, "blocks must end within the third chunk"
         assert mixed.stats.cached_prefix_tokens == third.start
@@ -164,14 +164,14 @@ class TestOtherMethodsBehindIt:
     @few
     def test_ratio_one_behind_it_is_full_prefill(self, warm: Case) -> None:
         segments = segments_of(warm, question="Who?")
-        mixed = warm.engine.prefill(segments, method=create("cacheclip", {"recompute_ratio": 1.0}))
+        mixed = warm.engine.prefill(segments, method=preset("cacheclip").at(1.0))
         assert mixed.stats.exact_tokens > 0 and mixed.stats.effective_ratio_of_stale == 1.0
         assert mixed.stats.recomputed_tokens == len(mixed.layout.chunks[2].tokens)
         assert gap(mixed.logits, reference_logits(warm.folder, mixed.layout.ids)) < EXACT
 
     @few
     def test_nothing_is_read_from_the_store_for_it(self, warm: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-        caches = warm.engine._caches_of(warm.folder)
+        caches = warm.engine.parts.primary()
         monkeypatch.setattr(type(caches), "read", lambda self, text: pytest.fail("read a chunk that is there"))
         assert run(warm, "direct").stats.hits == 3
 
@@ -190,10 +190,10 @@ class TestOtherMethodsBehindIt:
         warm.engine.generate(segments_of(warm), ONE, method="full")
         assert warm.engine.prefixes.stats.blocks == 0
 
-    @pytest.mark.parametrize("name", [n for n in METHODS if n in REUSING])
+    @pytest.mark.parametrize("name", REUSING)
     @pytest.mark.parametrize("primary", ["llama"], indirect=True)
     def test_fused_runs_keep_their_exact_start_alone(self, case: Case, name: str) -> None:
-        method = create(name, {})
+        method = preset(name)
         for prompt in (segments_of(case), [Fresh("<|im_start|>user\nAnother opening, then: "), *segments_of(case)[1:]]):
             case.engine.prefixes.clear()
             layout = (
@@ -223,7 +223,7 @@ class TestOtherMethodsBehindIt:
         opening = [Fresh("<|im_start|>system\n", control=True), Fresh(" ".join(SENTENCES[:4]))]
         first = [*opening, *segments_of(case)[1:]]
         case.engine.prefixes.clear()
-        start = case.engine.prefill(first, method=create("direct", {})).layout.chunks[0].start
+        start = case.engine.prefill(first, method=preset("direct")).layout.chunks[0].start
         case.engine.generate(first, ONE, method="direct")
         again = [*opening, *segments_of(case, (2, 1, 0))[1:]]
         stats = case.engine.generate(again, ONE, method="direct").stats
@@ -261,7 +261,7 @@ class TestConversation:
 
     def test_the_answer_is_kept_but_for_its_last_token(self, engine: Any, tiny_models: dict[str, str]) -> None:
         answer = engine.generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=40), method="prefix")
-        prompt = engine.prefill(rag_prompt(CHUNKS), method=create("full", {})).layout.ids.tolist()
+        prompt = engine.prefill(rag_prompt(CHUNKS), method=preset("full")).layout.ids.tolist()
         ids = [*prompt, *answer.token_ids]
         with engine.prefixes.match(ids) as match:
             assert match.num_tokens == whole_blocks(len(ids) - 1) > len(prompt)
@@ -348,7 +348,7 @@ class TestLimits:
             assert engine.prefixes.stats.blocks == 0
 
     def test_an_evaluating_prefill_fills_nothing(self, engine: Any) -> None:
-        engine.prefill(rag_prompt(CHUNKS), method=create("prefix", {}))
+        engine.prefill(rag_prompt(CHUNKS), method=preset("prefix"))
         assert engine.prefixes.stats.blocks == 0
 
     def test_no_room_for_it_costs_no_answer(

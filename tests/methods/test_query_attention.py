@@ -10,14 +10,12 @@ import torch
 
 from cacheclip_rag import Chunk, Fresh
 from cacheclip_rag.errors import ConfigurationError
-from cacheclip_rag.methods import create
-from cacheclip_rag.methods.selective import Selective
+from cacheclip_rag.methods import preset
 from cacheclip_rag.prompt.layout import question_slots
 from cacheclip_rag.selection.question import pick_layers
 from tests.conftest import CHUNKS
-from tests.fusion.cases import EXACT, Case, gap, make_case, reference_logits, reference_model, scatter_cache
-from tests.methods.spying import plain, spied
-from tests.methods.test_matrix import few, run
+from tests.fusion.cases import Case, gap, make_case, reference_model, scatter_cache
+from tests.methods.spying import few, made, plain, same, spied
 
 
 @torch.inference_mode()
@@ -48,8 +46,8 @@ def eager_queries(case: Case, rows: torch.Tensor, hidden: torch.Tensor) -> list[
 class TestQueryAttention:
     def brute_force(self, case: Case, spy: Any) -> torch.Tensor:
         """``(num_layers, num_tokens)`` from an eager model that returns its attention weights."""
-        request = spy.request
-        rows = request.fresh
+        view = spy.view
+        rows = view.fresh
         num_tokens = case.layout.num_tokens
         past = scatter_cache(case.assembled(), num_tokens, rows)
         hidden = rows[:, None] < torch.arange(num_tokens)[None]
@@ -61,32 +59,32 @@ class TestQueryAttention:
             past_key_values=past,
             output_attentions=True,
         )
-        asking = torch.isin(rows, request.question)
+        asking = torch.isin(rows, view.question)
         return torch.stack([weights[0].mean(0)[asking].mean(0) for weights in output.attentions])
 
     @plain
     @pytest.mark.parametrize("layers", ["all", "last", "0+1"])
     def test_scores_are_those_of_an_eager_model(self, case: Case, layers: str) -> None:
-        _, spy = spied(case, f"query_attention:layers={layers}")
+        _, spy = spied(case, "query_attention", scorer={"layers": layers})
         with torch.inference_mode():
             expected = self.brute_force(case, spy)[pick_layers(layers, case.runtime.num_layers)].mean(0)
-            request = spy.request
+            view = spy.view
             cache = case.assembled()
-            ours = spy.inner.rate(replace(request, cache=cache), [])
-        for span, score in zip(request.spans, ours, strict=True):
+            ours = spy.method.scorer.score(replace(view, cache=cache))
+        for span, score in zip(view.spans, ours, strict=True):
             assert gap(score, expected[span.start : span.stop]) < 1e-5
             assert float(score.sum()) <= 1.0
 
-    def by_hand(self, case: Case, request: Any, hidden: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
+    def by_hand(self, case: Case, view: Any, hidden: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
         """``(num_layers, num_tokens)``: weights of the question's rows over keys that these rows may not have seen.
 
         The queries of an eager model are multiplied with the keys of the assembled cache by hand, one query head and
         its group's key head at a time.
         """
-        asking = torch.isin(request.fresh, request.question)
-        causal = torch.arange(case.layout.num_tokens)[None] <= request.fresh[asking, None]
+        asking = torch.isin(view.fresh, view.question)
+        causal = torch.arange(case.layout.num_tokens)[None] <= view.fresh[asking, None]
         scores = []
-        for queries, keys in eager_queries(case, request.fresh, hidden):
+        for queries, keys in eager_queries(case, view.fresh, hidden):
             group = queries.shape[0] // keys.shape[0]
             weights = []
             for head, of_head in enumerate(queries):
@@ -99,62 +97,62 @@ class TestQueryAttention:
     @pytest.mark.parametrize("layers", ["all", "0", "last"])
     def test_a_question_by_itself(self, case: Case, layers: str) -> None:
         """ProphetKV's other reading: an independent sequence at its place, a softmax over the chunks' stale keys."""
-        _, spy = spied(case, f"prophetkv:alone=true:softmax=chunks:layers={layers}")
-        request, slots = spy.request, torch.arange(case.layout.num_tokens)
+        _, spy = spied(case, "prophetkv", scorer={"question_only": True, "softmax": "chunks", "layers": layers})
+        view, slots = spy.view, torch.arange(case.layout.num_tokens)
         among = torch.zeros(len(slots), dtype=torch.bool)
         for span in case.layout.chunks:
             among[span.start : span.stop] = True
-        first = int(request.question[0])
-        own = (slots[None] >= first) & (slots[None] <= request.fresh[:, None])
-        hidden = ~(own | (slots[None] == request.fresh[:, None]))
+        first = int(view.question[0])
+        own = (slots[None] >= first) & (slots[None] <= view.fresh[:, None])
+        hidden = ~(own | (slots[None] == view.fresh[:, None]))
         chosen = pick_layers(layers, case.runtime.num_layers)
-        expected = self.by_hand(case, request, hidden, among)[chosen].mean(0)
+        expected = self.by_hand(case, view, hidden, among)[chosen].mean(0)
         with torch.inference_mode():
-            ours = spy.inner.rate(replace(request, cache=case.assembled()), [])
-        for span, score in zip(request.spans, ours, strict=True):
+            ours = spy.method.scorer.score(replace(view, cache=case.assembled()))
+        for span, score in zip(view.spans, ours, strict=True):
             assert gap(score, expected[span.start : span.stop]) < 1e-5
         assert sum(float(score.sum()) for score in ours) == pytest.approx(1.0, abs=1e-4), "all chunks are stale here"
-        in_context = create(f"prophetkv:softmax=chunks:layers={layers}", {})
+        in_context = made("prophetkv", scorer={"softmax": "chunks", "layers": layers})
         with torch.inference_mode():
-            others = in_context.rate(replace(request, cache=case.assembled()), [])  # type: ignore[attr-defined]
+            others = in_context.scorer.score(replace(view, cache=case.assembled()))
         apart = max(gap(a, b) for a, b in zip(ours, others, strict=True))
         assert apart > 1e-3 if layers != "0" else apart < 1e-5, "in the first layer nothing was seen yet"
 
     @plain
-    def test_a_digest_is_read_at_its_true_positions(self, case: Case) -> None:
-        _, spy = spied(case, "qcfuse:digest=0.3:layers=all")
-        request, slots = spy.request, torch.arange(case.layout.num_tokens)
+    def test_a_visible_part_is_read_at_its_true_positions(self, case: Case) -> None:
+        _, spy = spied(case, "qcfuse", scorer={"visible_share": 0.3, "layers": "all"})
+        view, slots = spy.view, torch.arange(case.layout.num_tokens)
         with torch.inference_mode():
-            visible = spy.inner._digest(replace(request, cache=case.assembled()))
-            ours = spy.inner.rate(replace(request, cache=case.assembled()), [])
-        causal = slots[None] <= request.fresh[:, None]
+            visible = spy.method.scorer._visible(replace(view, cache=case.assembled()))
+            ours = spy.method.scorer.score(replace(view, cache=case.assembled()))
+        causal = slots[None] <= view.fresh[:, None]
         everything = torch.ones(len(slots), dtype=torch.bool)
-        expected = self.by_hand(case, request, ~(causal & visible[None]), everything).mean(0)
-        for span, score in zip(request.spans, ours, strict=True):
+        expected = self.by_hand(case, view, ~(causal & visible[None]), everything).mean(0)
+        for span, score in zip(view.spans, ours, strict=True):
             assert gap(score, expected[span.start : span.stop]) < 1e-5
-        whole = self.by_hand(case, request, ~causal, everything).mean(0)
+        whole = self.by_hand(case, view, ~causal, everything).mean(0)
         assert gap(whole, expected) > 1e-3
 
     def test_chunks_that_are_exact_share_the_softmax(self, tiny_models: dict[str, str]) -> None:
         """Nothing is spent on them, but the question attends to them."""
         case = make_case(tiny_models["llama"], tiny_models["auxiliary"], CHUNKS[:3], opening="")
-        _, spy = spied(case, "prophetkv:softmax=chunks")
+        _, spy = spied(case, "prophetkv", scorer={"softmax": "chunks"})
         first, *others = case.layout.chunks
-        assert case.layout.is_exact(first) and len(spy.request.spans) == len(others)
+        assert case.layout.is_exact(first) and len(spy.view.spans) == len(others)
         with torch.inference_mode():
-            ours = spy.inner.rate(replace(spy.request, cache=case.assembled()), [])
-            both = spy.inner.rate(replace(spy.request, cache=case.assembled(), spans=case.layout.chunks), [])
+            ours = spy.method.scorer.score(replace(spy.view, cache=case.assembled()))
+            both = spy.method.scorer.score(replace(spy.view, cache=case.assembled(), spans=case.layout.chunks))
         assert sum(float(score.sum()) for score in both) == pytest.approx(1.0, abs=1e-4)
         assert all(gap(a, b) < 1e-6 for a, b in zip(ours, both[1:], strict=True)) and float(both[0].sum()) > 1e-3
 
     def test_the_question_is_what_the_user_asks(self, case_of: Any) -> None:
         _, spy = spied(case_of("llama"), "query_attention")
-        layout = spy.request.layout
+        layout = spy.view.layout
         words = [
             s.segment.text[a:b]
             for s in layout.spans
             for n, (a, b) in enumerate(s.tokens.offsets)
-            if s.start + n in set(spy.request.question.tolist())
+            if s.start + n in set(spy.view.question.tolist())
         ]
         assert "".join(words).replace(" ", "") == "Question:Whatisthemagicnumber?"
 
@@ -164,71 +162,38 @@ class TestQueryAttention:
         assert 0 < len(some) < len(question_slots(layout)) == len(question_slots(layout, "Not in there."))
 
     @few
-    def test_a_whole_digest_is_the_whole_context(self, case: Case) -> None:
-        _, whole = spied(case, "query_attention:layers=all:digest=1.0")
-        _, almost = spied(case, "query_attention:layers=all:digest=0.9999999")
-        assert all(torch.equal(a, b) for a, b in zip(whole.masks, almost.masks, strict=True))
+    def test_all_of_it_visible_is_the_whole_context(self, case: Case) -> None:
+        _, whole = spied(case, "query_attention", scorer={"layers": "all", "visible_share": 1.0})
+        _, almost = spied(case, "query_attention", scorer={"layers": "all", "visible_share": 0.9999999})
+        assert same(whole.masks, almost.masks)
 
     @few
     def test_qcfuse_is_prophetkv_with_other_settings(self, case: Case) -> None:
-        left, prophet = spied(case, "qcfuse:digest=1.0:layers=all")
-        right, qcfuse = spied(case, "prophetkv")
-        assert all(torch.equal(a, b) for a, b in zip(prophet.masks, qcfuse.masks, strict=True))
+        left, qcfuse = spied(case, "qcfuse", scorer={"visible_share": 1.0, "layers": "all"})
+        right, prophet = spied(case, "prophetkv")
+        assert same(prophet.masks, qcfuse.masks)
         assert torch.equal(left.logits, right.logits)
 
     @plain
-    def test_a_digest_keeps_its_sinks_and_size(self, case: Case) -> None:
-        _, spy = spied(case, "qcfuse:digest=0.3")
+    def test_a_visible_part_has_its_sinks_and_size(self, case: Case) -> None:
+        _, spy = spied(case, "qcfuse", scorer={"visible_share": 0.3})
         with torch.inference_mode():
-            visible = spy.inner._digest(replace(spy.request, cache=case.assembled()))
-        for span in spy.request.spans:
+            visible = spy.method.scorer._visible(replace(spy.view, cache=case.assembled()))
+        for span in spy.view.spans:
             inside = visible[span.start : span.stop]
             assert (
                 bool(inside[:4].all()) and round(0.3 * len(inside)) <= int(inside.sum()) <= round(0.3 * len(inside)) + 4
             )
-        assert bool(visible[: spy.request.spans[0].start].all())
+        assert bool(visible[: spy.view.spans[0].start].all())
 
     @pytest.mark.parametrize("name", ["llama", "llama-rope-dynamic", "phi3-longrope"])
     def test_a_prompt_that_opens_otherwise(self, case_of: Any, name: str) -> None:
-        """No shared prefix stands before the digests that the question reads."""
+        """No shared prefix stands before what the question reads."""
         case = case_of(name)
         segments = [Fresh("Otherwise. "), *(Chunk(text) for text in CHUNKS[:3]), Fresh(" What is the magic number?")]
-        result = case.engine.prefill(segments, method=create("qcfuse", {"recompute_ratio": 0.3}))
+        result = case.engine.prefill(segments, method=preset("qcfuse").at(0.3))
         assert not result.layout.opens_with_prefix and result.stats.hits == 3
         assert result.stats.recomputed_tokens == round(0.3 * result.stats.chunk_tokens)
-
-    @few
-    def test_rounds_spend_the_same_budget(self, case: Case) -> None:
-        stats = run(case, "query_attention:rounds=3", 0.3).stats
-        assert stats.recomputed_tokens == round(0.3 * stats.chunk_tokens)
-        assert stats.charged_ratio == pytest.approx(stats.effective_ratio)
-        assert (
-            gap(run(case, "query_attention:rounds=3", 1.0).logits, reference_logits(case.folder, case.layout.ids))
-            < EXACT
-        )
-
-    @few
-    def test_rounds_keep_spans_together_and_leave_each_other_alone(self, case: Case) -> None:
-        picked: list[list[torch.Tensor]] = []
-        choose = Selective.choose
-
-        def watch(self: Any, *arguments: Any, **options: Any) -> Any:
-            picked.append(choose(self, *arguments, **options))
-            return picked[-1]
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Selective, "choose", watch)
-            corrected = run(case, "query_attention:rounds=2:correction=1.0", 0.4)
-        first, second = (torch.cat(masks) for masks in picked)
-        assert not bool((first & second).any())
-        assert int(first.sum()) + int(second.sum()) == corrected.stats.recomputed_tokens
-        runs = int((second.int().diff() > 0).sum()) + 1
-        assert runs <= int(second.sum()) / 4, "spans, not single tokens"
-        bare = run(case, "query_attention:rounds=2", 0.4)
-        stale = [span for span in case.layout.chunks if not case.layout.is_exact(span)]
-        slots = torch.cat([torch.arange(span.start, span.stop) for span in stale])[first]
-        left, right = (result.cache.layers[0].values[0, :, slots] for result in (corrected, bare))
-        assert gap(left, right) < 1e-5, "what an earlier round recomputed is not moved"
 
     def test_layers_by_name(self) -> None:
         assert pick_layers("all", 4) == [0, 1, 2, 3] and pick_layers("last", 4) == [3]
@@ -238,14 +203,31 @@ class TestQueryAttention:
         assert pick_layers("0.9+4", 10) == [9], "no further than the model goes"
         assert pick_layers("0+3", 4) == [0, 3] and pick_layers("1+2+3", 4) == [1, 2, 3], "numbers, not a depth"
         wrong_depths = ("0.5+", "0.5+0", "0.5+1.5", "0.5+3+1", "1.0+2", "0.5", "-0.5+2", "3+0.5", "nan.+2", ".+1")
-        for wrong in ("9", "some", "0.9-0.2", "1-2-3", "", "+", *wrong_depths):
+        for wrong in ("9", "some", 3, None, "0.9-0.2", "1-2-3", "", "+", *wrong_depths):
             with pytest.raises(ConfigurationError, match="numbers below 4 joined by"):
                 pick_layers(wrong, 4)
 
     def test_published_layers_are_as_many_on_every_model(self) -> None:
         """InfoFlow names four, QCFuse three, whatever the depth; 24 layers get what a share of the depth gave."""
-        infoflow, qcfuse = (create(name, {}).layers for name in ("infoflow", "qcfuse"))  # type: ignore[attr-defined]
+        infoflow, qcfuse = (made(name).scorer.layers for name in ("infoflow", "qcfuse"))
         assert pick_layers(infoflow, 24) == [14, 15, 16, 17] and pick_layers(qcfuse, 24) == [12, 13, 14]
         for num_layers in (24, 28, 32, 36, 40, 48, 64, 80):
             assert len(pick_layers(infoflow, num_layers)) == 4 and len(pick_layers(qcfuse, num_layers)) == 3
         assert pick_layers(infoflow, 40) == [24, 25, 26, 27], "the paper has 22 to 25"
+
+    @pytest.mark.parametrize(
+        ("settings", "message"),
+        [
+            ({"layers": "some"}, "layers must be all, last"),
+            ({"layers": "0.9-0.2"}, "range of depth"),
+            ({"heads": "median"}, "heads must be one of mean, max"),
+            ({"queries": 3}, "queries must be one of mean, max"),
+            ({"softmax": "page"}, "softmax must be one of row, chunks"),
+            ({"visible_share": 2}, "visible_share must be a share of each chunk, 0 to 1"),
+            ({"question_only": 1}, "question_only must be True or False"),
+            ({"question_only": True, "visible_share": 0.1}, "question_only=True and visible_share=0.1"),
+        ],
+    )
+    def test_wrong_settings(self, settings: dict[str, Any], message: str) -> None:
+        with pytest.raises(ConfigurationError, match=message):
+            made("query_attention", scorer=settings)

@@ -173,7 +173,7 @@ class TestFallback:
 
     def test_streams_too(self, tmp_path: Path, chunks: list[str], make: Callable[..., CacheClipEngine]) -> None:
         engine = make(build(tmp_path, "mamba"))
-        events = list(engine.generate_stream(rag_prompt(chunks), SamplingParams(max_tokens=8)))
+        events = list(engine.stream(rag_prompt(chunks), SamplingParams(max_tokens=8)))
         assert events[-1].answer is not None
         assert "".join(event.text for event in events) == events[-1].answer.text
 
@@ -263,7 +263,9 @@ class TestRopesThatDependOnLength:
     ) -> None:
         """A prompt of as many tokens as the frequencies stay the same for, and one of one more: both are exact."""
         folder = tiny_models["phi3-longrope"]
-        engine = CacheClipEngine(primary=folder, auxiliary=None, method="epic", recompute_ratio=1.0, behind="prefix")
+        engine = CacheClipEngine(
+            primary=folder, auxiliary=None, method="epic", recompute_ratio=1.0, chunk_context="prefix"
+        )
         limit = engine.primary.reuse_tokens
         assert limit == 512 < engine.primary.context_tokens
         engine.precompute(chunks)

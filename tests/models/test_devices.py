@@ -15,8 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import cacheclip_rag.runtime.transformers.attention as attention
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.errors import ConfigurationError
-from cacheclip_rag.fusion.prefill import Prefilled
 from cacheclip_rag.models.load import load_model, unload_models
+from cacheclip_rag.runtime.prefill import Prefilled
 from cacheclip_rag.runtime.transformers.attention import AttentionRule, block_attention, causal_plan
 from cacheclip_rag.runtime.transformers.model import ModelRuntime, device_of
 from tests.conftest import CHUNKS, rag_prompt
@@ -240,7 +240,7 @@ class TestAccelerator:
         from cacheclip_rag.lab.evaluation.exactness import check_exactness
         from cacheclip_rag.lab.evaluation.prompts import EvaluationPrompt
 
-        engine = make(dtype=dtype, behind="prefix")  # as the checks store chunks
+        engine = make(dtype=dtype, chunk_context="prefix")  # as the checks store chunks
         result: dict[str, Any] = check_exactness(engine, EvaluationPrompt(tuple(CHUNKS), "How tall?", None))
         assert result["passed"], result
 

@@ -132,8 +132,10 @@ def test_chunk_that_fills_the_auxiliary_context(
     from tests.conftest import LLAMA, build_model, rag_prompt
 
     small = build_model(tmp_path / "small", {**LLAMA, "num_hidden_layers": 2}, seed=1, context=256)
-    engine = CacheClipEngine(primary=tiny_models["llama"], auxiliary=str(small), method="cacheclip", behind="prefix")
-    caches = engine._caches_of(str(small))
+    engine = CacheClipEngine(
+        primary=tiny_models["llama"], auxiliary=str(small), method="cacheclip", chunk_context="prefix"
+    )
+    caches = engine.parts.auxiliary_caches
     words = " ".join(chunks * 2).split()
     while len(caches.tokenize(long := " ".join(words))) > 256 - len(caches.prefix_ids) - 4:
         words.pop()

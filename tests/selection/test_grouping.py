@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheclip_rag.errors import ConfigurationError
-from cacheclip_rag.selection.grouping import GROUPINGS, group, spread, v1_literal, vote_sliding, window_score
-from cacheclip_rag.selection.modes import GROUPING_NAMES
+from cacheclip_rag.selection.grouping import AlignedWindows, Grouping, Sentences, Tokens, Votes, Windows
 
 FIXED = settings(max_examples=150, deadline=None)
 
 # Small integers: many ties, and means of windows of 8 that floats hold exactly.
 chunk_scores = st.lists(st.integers(0, 4), min_size=0, max_size=30)
 all_scores = st.lists(chunk_scores, min_size=1, max_size=4)
-modes = st.sampled_from(GROUPING_NAMES)
+EVERY: list[Grouping] = [Windows(), Tokens(), Votes(), AlignedWindows(), Sentences()]
+groupings = st.sampled_from(EVERY)
 
 
 def tensors(scores: list[list[int]]) -> list[torch.Tensor]:
@@ -40,108 +40,101 @@ def hot(*positions: int, length: int = 24) -> torch.Tensor:
     return scores
 
 
-def test_config_names_are_the_groupings() -> None:
-    assert set(GROUPING_NAMES) == set(GROUPINGS)
-    assert len(GROUPING_NAMES) == len(set(GROUPING_NAMES))
-
-
 class TestExamples:
     def test_window_score_keeps_a_span_over_a_window_border_whole(self) -> None:
-        assert chosen(window_score([hot(*range(5, 13))], 8)) == [list(range(5, 13))]
+        assert chosen(Windows().take([hot(*range(5, 13))], 8)) == [list(range(5, 13))]
 
     def test_window_score_fills_up_around_a_short_span(self) -> None:
         """Four hot tokens, budget six: the two others come from windows around them, lowest index first."""
-        (mask,) = chosen(window_score([hot(10, 11, 12, 13)], 6))
+        (mask,) = chosen(Windows().take([hot(10, 11, 12, 13)], 6))
         assert set(mask) >= {10, 11, 12, 13} and len(mask) == 6
         assert mask == [6, 7, 10, 11, 12, 13]
 
     def test_window_score_prefers_a_span_to_a_lone_peak(self) -> None:
         scores = hot(16, 17, 18, 19, 20, 21)
         scores[2] = 3.0
-        assert chosen(window_score([scores], 6)) == [list(range(16, 22))]
+        assert chosen(Windows().take([scores], 6)) == [list(range(16, 22))]
 
     def test_vote_sliding_keeps_a_span_over_a_window_border(self) -> None:
-        assert chosen(vote_sliding([hot(*range(5, 13))], 8)) == [list(range(5, 13))]
+        assert chosen(Votes().take([hot(*range(5, 13))], 8)) == [list(range(5, 13))]
 
     def test_vote_sliding_keeps_whole_windows_that_pass_the_vote(self) -> None:
         """Seven of eight: one window, and the token between them comes along."""
-        assert chosen(vote_sliding([hot(8, 9, 10, 12, 13, 14, 15)], 7)) != [[]]
+        assert chosen(Votes().take([hot(8, 9, 10, 12, 13, 14, 15)], 7)) != [[]]
         scores = hot(8, 9, 10, 12, 13, 14, 15)
         scores[11] = 0.5
         scores[0] = 0.6  # takes the eighth place among the top tokens, and is voted down
-        assert chosen(vote_sliding([scores], 8)) == [list(range(8, 16))]
+        assert chosen(Votes().take([scores], 8)) == [list(range(8, 16))]
 
     def test_vote_sliding_drops_what_is_scattered(self) -> None:
-        assert chosen(vote_sliding([hot(0, 3, 6, 9, 12, 15, 18, 21)], 8)) == [[]]
+        assert chosen(Votes().take([hot(0, 3, 6, 9, 12, 15, 18, 21)], 8)) == [[]]
 
     def test_v1_literal_loses_a_span_over_a_window_border(self) -> None:
         """Tokens 5 to 12: three in the first window, five in the second; more than five are needed."""
-        assert chosen(v1_literal([hot(*range(5, 13))], 8)) == [[]]
+        assert chosen(AlignedWindows().take([hot(*range(5, 13))], 8)) == [[]]
 
     def test_v1_literal_keeps_six_of_eight_and_nothing_else(self) -> None:
         scores = hot(8, 9, 10, 11, 12, 13, 2, 20)
-        assert chosen(v1_literal([scores], 8)) == [[8, 9, 10, 11, 12, 13]]
+        assert chosen(AlignedWindows().take([scores], 8)) == [[8, 9, 10, 11, 12, 13]]
 
     def test_v1_literal_drops_exactly_five(self) -> None:
-        assert chosen(v1_literal([hot(8, 9, 10, 11, 12)], 5)) == [[]]
+        assert chosen(AlignedWindows().take([hot(8, 9, 10, 11, 12)], 5)) == [[]]
 
     def test_v1_literal_windows_start_anew_at_each_chunk(self) -> None:
-        masks = v1_literal([hot(length=5), hot(0, 1, 2, 3, 4, 5, length=19)], 6)
+        masks = AlignedWindows().take([hot(length=5), hot(0, 1, 2, 3, 4, 5, length=19)], 6)
         assert chosen(masks) == [[], [0, 1, 2, 3, 4, 5]]
 
     def test_other_window_and_threshold(self) -> None:
         scores = hot(4, 5, 6)
-        assert chosen(group([scores], 3, mode="v1_literal", window=4, threshold=2)) == [[4, 5, 6]]
-        assert chosen(group([scores], 3, mode="v1_literal", window=4, threshold=3)) == [[]]
+        assert chosen(AlignedWindows(4, threshold=2).take([scores], 3)) == [[4, 5, 6]]
+        assert chosen(AlignedWindows(4, threshold=3).take([scores], 3)) == [[]]
 
-    @pytest.mark.parametrize("mode", GROUPING_NAMES)
-    def test_nothing_to_choose_from(self, mode: str) -> None:
-        assert group([], 5, mode=mode) == []
-        assert chosen(group([torch.empty(0)], 5, mode=mode)) == [[]]
-        assert chosen(group([hot(1, 2)], 0, mode=mode)) == [[]]
+    @pytest.mark.parametrize("grouping", EVERY)
+    def test_nothing_to_choose_from(self, grouping: Grouping) -> None:
+        assert grouping.take([], 5) == []
+        assert chosen(grouping.take([torch.empty(0)], 5)) == [[]]
+        assert chosen(grouping.take([hot(1, 2)], 0)) == [[]]
 
     def test_chunk_of_one_token(self) -> None:
-        assert chosen(window_score([torch.tensor([1.0]), torch.tensor([2.0])], 1)) == [[], [0]]
-        assert chosen(vote_sliding([torch.tensor([1.0])], 1)) == [[]]
-        assert chosen(v1_literal([torch.tensor([1.0])], 1)) == [[]]
+        assert chosen(Windows().take([torch.tensor([1.0]), torch.tensor([2.0])], 1)) == [[], [0]]
+        assert chosen(Votes().take([torch.tensor([1.0])], 1)) == [[]]
+        assert chosen(AlignedWindows().take([torch.tensor([1.0])], 1)) == [[]]
 
     def test_ties_go_to_the_lower_index(self) -> None:
-        assert chosen(window_score([torch.ones(24), torch.ones(24)], 10)) == [list(range(10)), []]
-        assert chosen(vote_sliding([torch.ones(24), torch.ones(24)], 10)) == [list(range(10)), []]
-        assert chosen(v1_literal([torch.ones(24), torch.ones(24)], 10)) == [list(range(8)), []]
+        assert chosen(Windows().take([torch.ones(24), torch.ones(24)], 10)) == [list(range(10)), []]
+        assert chosen(Votes().take([torch.ones(24), torch.ones(24)], 10)) == [list(range(10)), []]
+        assert chosen(AlignedWindows().take([torch.ones(24), torch.ones(24)], 10)) == [list(range(8)), []]
+
+    def test_single_tokens_by_their_own_score(self) -> None:
+        assert chosen(Tokens().take([torch.tensor([0.5, 2.0, 1.0]), torch.tensor([2.0, 0.1])], 3)) == [[1, 2], [0]]
 
     @pytest.mark.parametrize(
-        ("mode", "window", "threshold"),
+        ("cls", "settings"),
         [
-            ("nonsense", 8, 5),
-            ("window_score", 0, 0),
-            ("window_score", 8, -1),
-            ("v1_literal", 8, 8),
-            ("v1_literal", 8, -1),
-            ("vote_sliding", 4, 5),
+            (Windows, (0,)),
+            (Windows, (True,)),
+            (Windows, (2.5,)),
+            (AlignedWindows, (8, 8)),
+            (AlignedWindows, (8, -1)),
+            (Votes, (4, 5)),
+            (Votes, (4, True)),
         ],
     )
-    def test_contradictions_are_refused(self, mode: str, window: int, threshold: int) -> None:
-        with pytest.raises(ConfigurationError):
-            group([torch.ones(8)], 4, mode=mode, window=window, threshold=threshold)
-
-    @pytest.mark.parametrize("mode", ["window_score", "sentence"])
-    def test_a_threshold_that_is_not_used_may_be_any(self, mode: str) -> None:
-        numbers = [torch.arange(24)] if mode == "sentence" else None
-        masks = group([hot(3, 5)], 2, mode=mode, window=1, threshold=5, sentences=numbers)
-        assert chosen(masks) == [[3, 5]]
+    def test_contradictions_are_refused(self, cls: type[Grouping], settings: tuple[int, ...]) -> None:
+        with pytest.raises(ConfigurationError, match="size|threshold"):
+            cls(*settings)
 
 
 class TestProperties:
     @FIXED
     @given(scores=all_scores, budget=st.integers(0, 130))
     def test_window_score_fills_its_budget_exactly(self, scores: list[list[int]], budget: int) -> None:
-        assert len(flat(window_score(tensors(scores), budget))) == min(budget, sum(map(len, scores)))
+        assert len(flat(Windows().take(tensors(scores), budget))) == min(budget, sum(map(len, scores)))
 
     @FIXED
-    @given(scores=all_scores, budget=st.integers(0, 130), mode=modes)
-    def test_never_above_budget(self, scores: list[list[int]], budget: int, mode: str) -> None:
-        masks = group(tensors(scores), budget, mode=mode)
+    @given(scores=all_scores, budget=st.integers(0, 130), grouping=groupings)
+    def test_never_above_budget(self, scores: list[list[int]], budget: int, grouping: Grouping) -> None:
+        masks = grouping.take(tensors(scores), budget)
         assert [len(m) for m in masks] == [len(s) for s in scores]
         assert all(m.dtype == torch.bool for m in masks)
         assert len(flat(masks)) <= budget
@@ -149,19 +142,21 @@ class TestProperties:
     @FIXED
     @given(scores=all_scores, budget=st.integers(0, 60), more=st.integers(0, 60))
     def test_window_score_is_monotone(self, scores: list[list[int]], budget: int, more: int) -> None:
-        assert flat(window_score(tensors(scores), budget)) <= flat(window_score(tensors(scores), budget + more))
+        assert flat(Windows().take(tensors(scores), budget)) <= flat(Windows().take(tensors(scores), budget + more))
 
     @FIXED
     @given(scores=all_scores, budget=st.integers(0, 60), more=st.integers(0, 60))
     def test_v1_literal_is_monotone(self, scores: list[list[int]], budget: int, more: int) -> None:
-        assert flat(v1_literal(tensors(scores), budget)) <= flat(v1_literal(tensors(scores), budget + more))
+        assert flat(AlignedWindows().take(tensors(scores), budget)) <= flat(
+            AlignedWindows().take(tensors(scores), budget + more)
+        )
 
     @FIXED
-    @given(scores=all_scores, budget=st.integers(0, 60), mode=modes)
-    def test_deterministic_and_input_untouched(self, scores: list[list[int]], budget: int, mode: str) -> None:
+    @given(scores=all_scores, budget=st.integers(0, 60), grouping=groupings)
+    def test_deterministic_and_input_untouched(self, scores: list[list[int]], budget: int, grouping: Grouping) -> None:
         given_tensors = tensors(scores)
-        first = group(given_tensors, budget, mode=mode)
-        assert flat(first) == flat(group(given_tensors, budget, mode=mode))
+        first = grouping.take(given_tensors, budget)
+        assert flat(first) == flat(grouping.take(given_tensors, budget))
         assert [t.tolist() for t in given_tensors] == scores
 
     @FIXED
@@ -175,7 +170,7 @@ class TestProperties:
         self, scores: list[list[int]], budget: int, window: int, data: st.DataObject
     ) -> None:
         threshold = data.draw(st.integers(0, window - 1))
-        masks = vote_sliding(tensors(scores), budget, window=window, threshold=threshold)
+        masks = Votes(window, threshold).take(tensors(scores), budget)
         union = brute_vote_union(scores, budget, window, threshold)
         if len(union) <= budget:
             assert flat(masks) == union
@@ -194,53 +189,36 @@ class TestProperties:
     @given(scores=all_scores, budget=st.integers(0, 130))
     def test_order_of_equal_chunks_decides_nothing_but_ties(self, scores: list[list[int]], budget: int) -> None:
         """How many tokens are taken does not depend on the order of the chunks."""
-        there = len(flat(window_score(tensors(scores), budget)))
-        back = len(flat(window_score(tensors(scores[::-1]), budget)))
+        there = len(flat(Windows().take(tensors(scores), budget)))
+        back = len(flat(Windows().take(tensors(scores[::-1]), budget)))
         assert there == back
 
     @FIXED
-    @given(scores=all_scores, budget=st.integers(0, 130), mode=modes, data=st.data())
+    @given(scores=all_scores, budget=st.integers(0, 130), grouping=groupings, data=st.data())
     def test_among_is_as_if_the_others_were_not_there(
-        self, scores: list[list[int]], budget: int, mode: str, data: st.DataObject
+        self, scores: list[list[int]], budget: int, grouping: Grouping, data: st.DataObject
     ) -> None:
         among = [data.draw(st.lists(st.booleans(), min_size=len(s), max_size=len(s))) for s in scores]
         first = [torch.arange(len(s)) < 2 for s in scores]
-        masks = group(tensors(scores), budget, mode=mode, first=first, among=[torch.tensor(a).bool() for a in among])
+        masks = grouping.take(tensors(scores), budget, first=first, among=[torch.tensor(a).bool() for a in among])
         left = [[t for t, there in enumerate(a) if there] for a in among]
         remaining = [[s[t] for t in places] for s, places in zip(scores, left, strict=True)]
         ahead = [torch.tensor([t < 2 for t in places]).bool() for places in left]
-        expected = group(tensors(remaining), budget, mode=mode, first=ahead)
+        expected = grouping.take(tensors(remaining), budget, first=ahead)
         assert chosen(masks) == [
             [p for p, m in zip(places, mask.tolist(), strict=True) if m]
             for places, mask in zip(left, expected, strict=True)
         ]
-        if mode == "window_score":
+        if grouping == Windows():
             assert len(flat(masks)) == min(budget, sum(map(len, left)))
 
     @FIXED
-    @given(scores=all_scores, budget=st.integers(0, 130), mode=modes)
-    def test_among_all_is_the_default(self, scores: list[list[int]], budget: int, mode: str) -> None:
+    @given(scores=all_scores, budget=st.integers(0, 130), grouping=groupings)
+    def test_among_all_is_the_default(self, scores: list[list[int]], budget: int, grouping: Grouping) -> None:
         everything = [torch.ones(len(s), dtype=torch.bool) for s in scores]
-        assert flat(group(tensors(scores), budget, mode=mode, among=everything)) == flat(
-            group(tensors(scores), budget, mode=mode)
+        assert flat(grouping.take(tensors(scores), budget, among=everything)) == flat(
+            grouping.take(tensors(scores), budget)
         )
-
-
-class TestSpread:
-    @FIXED
-    @given(free=st.lists(st.lists(st.booleans(), max_size=40), max_size=4), count=st.integers(0, 200))
-    def test_as_many_as_asked_for_or_all_there_are(self, free: list[list[bool]], count: int) -> None:
-        masks = spread([torch.tensor(f).bool() for f in free], count)
-        assert [len(m) for m in masks] == list(map(len, free))
-        assert len(flat(masks)) == min(count, sum(map(sum, free)))
-        assert all(free[c][t] for c, t in flat(masks))
-
-    def test_even_distances(self) -> None:
-        assert chosen(spread([torch.ones(5).bool(), torch.zeros(3).bool(), torch.ones(7).bool()], 3)) == [
-            [2],
-            [],
-            [1, 5],
-        ]
 
 
 class TestSentences:
@@ -248,7 +226,7 @@ class TestSentences:
     @given(scores=all_scores, budget=st.integers(0, 130), data=st.data())
     def test_whole_ones_by_their_mean(self, scores: list[list[int]], budget: int, data: st.DataObject) -> None:
         numbers = [sorted(data.draw(st.lists(st.integers(0, 5), min_size=len(s), max_size=len(s)))) for s in scores]
-        masks = group(tensors(scores), budget, mode="sentence", sentences=[torch.tensor(n).long() for n in numbers])
+        masks = Sentences().take(tensors(scores), budget, sentences=[torch.tensor(n).long() for n in numbers])
         assert flat(masks) == brute_sentences(scores, numbers, budget)
         whole = {}
         for c, of in enumerate(numbers):
@@ -259,13 +237,13 @@ class TestSentences:
     def test_the_last_one_is_cut_at_its_lowest_scores(self) -> None:
         scores = torch.tensor([3.0, 3.0, 0.0, 2.0, 1.0, 0.0])
         sentences = [torch.tensor([0, 0, 1, 1, 1, 2])]
-        assert chosen(group([scores], 4, mode="sentence", sentences=sentences)) == [[0, 1, 3, 4]]
+        assert chosen(Sentences().take([scores], 4, sentences=sentences)) == [[0, 1, 3, 4]]
 
     def test_of_what_is_left(self) -> None:
         """A sentence counts by those of its tokens that may be chosen."""
         scores, sentences = hot(0, 1, 2, 9, length=12), [torch.arange(12) // 4]
         among = [torch.arange(12) > 2]
-        masks = group([scores], 4, mode="sentence", sentences=sentences, among=among)
+        masks = Sentences().take([scores], 4, sentences=sentences, among=among)
         assert chosen(masks) == [[8, 9, 10, 11]]
 
 
@@ -276,21 +254,23 @@ class TestBruteForce:
         if window not in (1, 2, 4, 8):  # float means of other windows may round two equal fractions apart
             scores = [[s * 2520 for s in chunk] for chunk in scores]
         expected = brute_window_score(scores, budget, window)
-        assert flat(window_score(tensors(scores), budget, window=window)) == expected
+        assert flat(Windows(window).take(tensors(scores), budget)) == expected
+        if window == 1:
+            assert flat(Tokens().take(tensors(scores), budget)) == expected
 
     @settings(max_examples=40, deadline=None)
     @given(seed=st.integers(0, 10_000), budget=st.integers(0, 90))
     def test_window_score_on_random_floats(self, seed: int, budget: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         scores = [torch.rand(n, generator=generator) for n in (40, 5, 1, 33)]
-        assert flat(window_score(scores, budget)) == brute_window_score([s.tolist() for s in scores], budget, 8)
+        assert flat(Windows().take(scores, budget)) == brute_window_score([s.tolist() for s in scores], budget, 8)
 
     @FIXED
     @given(scores=all_scores, budget=st.integers(0, 130))
     def test_v1_literal(self, scores: list[list[int]], budget: int) -> None:
         top = brute_top(scores, budget)
         expected = {(c, t) for c, t in top if sum((c, u) in top for u in range(t // 8 * 8, t // 8 * 8 + 8)) > 5}
-        assert flat(v1_literal(tensors(scores), budget)) == expected
+        assert flat(AlignedWindows().take(tensors(scores), budget)) == expected
 
 
 def brute_windows(length: int, window: int) -> list[range]:

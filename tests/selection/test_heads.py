@@ -15,7 +15,10 @@ from safetensors.torch import load_file, save_file
 from cacheclip_rag import CacheClipEngine, EngineConfig, SamplingParams
 from cacheclip_rag.errors import ConfigurationError, ModelError
 from cacheclip_rag.lab.evaluation.bench import bench
-from cacheclip_rag.methods import create
+from cacheclip_rag.methods import preset
+from cacheclip_rag.methods.base import Method
+from cacheclip_rag.methods.recompute import Recompute
+from cacheclip_rag.methods.settings import vary
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.selection import heads as module
 from cacheclip_rag.selection.auxiliary import score_chunks
@@ -28,6 +31,7 @@ from cacheclip_rag.selection.heads import (
     load_named,
     weights_digest,
 )
+from cacheclip_rag.selection.scorers import AuxiliaryAttention, ChunkStart, RankMix, Scorer
 from tests.conftest import CACHECLIP, CHUNKS
 from tests.selection.test_auxiliary_scores import Scored, eager
 
@@ -132,14 +136,14 @@ class TestScores:
         found = scores(scored, some_heads(scored.runtime), sinks=50)
         assert all(bool(score.isfinite().all()) for score in found)
 
-    def test_question_tokens_that_do_not_count(self, scored: Scored) -> None:
-        counted = torch.zeros(len(scored.question_ids), dtype=torch.bool)
-        counted[:2] = True
-        heads = some_heads(scored.runtime)
-        some, others = (scores(scored, heads, counted=mask) for mask in (counted, ~counted))
-        for part, rest, both in zip(some, others, scores(scored, heads), strict=True):
-            mixed = (2 * part + (len(counted) - 2) * rest) / len(counted)
-            torch.testing.assert_close(mixed, both, atol=1e-6, rtol=0)
+
+def clip(**settings: Any) -> Method:
+    """CacheClip with another look, on chunks right behind the prefix."""
+    return vary(preset("cacheclip"), {"scorer": settings, "chunk_context": "prefix"})
+
+
+def mix(first: Scorer, second: Scorer = ChunkStart(within=64)) -> Method:  # noqa: B008 (frozen)
+    return Recompute(RankMix(first, second), chunk_context="prefix")
 
 
 class TestFiles:
@@ -240,16 +244,13 @@ class TestEngine:
         for engine in (tuned, plain):
             engine.precompute(CHUNKS)
             prompt = "\n\n".join([*CHUNKS, "What is the magic number?"])
-            by_layer = [
-                engine.prefill(prompt, method=create(spec, {"behind": "prefix"})).logits
-                for spec in ("cacheclip", "cacheclip:layers=last")
-            ]
+            by_layer = [engine.prefill(prompt, method=method).logits for method in (clip(), clip(layers="last"))]
             found.append(by_layer)
         assert torch.equal(found[0][1], found[1][1]) and torch.equal(found[1][0], found[1][1])
         assert not torch.equal(found[0][0], found[0][1])
-        method = create("cacheclip", {})
+        method = preset("cacheclip")
         assert tuned.identity(method).digest() != plain.identity(method).digest()
-        direct = create("direct", {})
+        direct = preset("direct")
         assert tuned.identity(direct).digest() == plain.identity(direct).digest()
 
     def test_the_default_method_asks_the_auxiliary_where_it_has_one(
@@ -258,7 +259,7 @@ class TestEngine:
         heads.save(tmp_path / "own.safetensors")
         config = replace(config, method="auto")
         own = CacheClipEngine(config, heads=tmp_path / "own.safetensors")
-        assert own.make_method() == own.make_method("auto") == create("cacheclip", own.config.method_settings())
+        assert own.make_method() == own.make_method("auto") == preset("cacheclip")
         assert own.make_method("auto", 0.5).nominal_ratio == 0.5
         own.precompute(CHUNKS)
         prompt = "\n\n".join([*CHUNKS, "What is the magic number?"])
@@ -273,10 +274,8 @@ class TestEngine:
             own.config, methods=["auto", "cacheclip", "direct"], context_tokens=64, chunk_tokens=32, runs=1
         )
         assert list(measured["methods"]) == ["cacheclip", "direct"]
-        with pytest.raises(ConfigurationError, match="method must be auto .which takes no settings. or one of full"):
+        with pytest.raises(ConfigurationError, match="method must be auto, a Method or one of full"):
             own.generate(prompt, one_token, method="auto:anchor=0.3")
-        with pytest.raises(ConfigurationError, match="an engine chooses what 'auto' means"):
-            create("auto", {})
 
     def test_methods_may_ask_for_others_by_name_or_file(
         self, config: EngineConfig, heads: HeadSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -289,8 +288,8 @@ class TestEngine:
             each.save(tmp_path / "heads" / f"{name}.safetensors")
         prompt = "\n\n".join([*CHUNKS, "What is the magic number?"])
 
-        def logits(engine: CacheClipEngine, spec: str) -> torch.Tensor:
-            return engine.prefill(prompt, method=create(spec, {"behind": "prefix"})).logits
+        def logits(engine: CacheClipEngine, method: Method) -> torch.Tensor:
+            return engine.prefill(prompt, method=method).logits
 
         engine = CacheClipEngine(config, heads=tmp_path / "heads" / "a.safetensors")
         engine.precompute(CHUNKS)
@@ -300,25 +299,25 @@ class TestEngine:
         for name in "ab":
             alone = CacheClipEngine(config, heads=tmp_path / "heads" / f"{name}.safetensors")
             alone.precompute(CHUNKS)
-            expected = logits(alone, "cacheclip")
-            mixed = logits(alone, "anchored:first=cacheclip")
+            expected = logits(alone, clip())
+            mixed = logits(alone, mix(AuxiliaryAttention()))
             before = len(reads)
-            for spec in (f"cacheclip:heads={name}", f"cacheclip:heads={tmp_path}/heads/{name}.safetensors"):
-                assert torch.equal(logits(engine, spec), expected) and torch.equal(logits(engine, spec), expected)
-            assert torch.equal(logits(engine, f"anchored:first=cacheclip/heads={name}"), mixed)
+            for named in (clip(heads=name), clip(heads=f"{tmp_path}/heads/{name}.safetensors")):
+                assert torch.equal(logits(engine, named), expected) and torch.equal(logits(engine, named), expected)
+            assert torch.equal(logits(engine, mix(AuxiliaryAttention(heads=name))), mixed)
             assert len(reads) - before == (3 if name == "a" else 2), "by name, by file, and the engine's own"
-        assert torch.equal(logits(engine, "cacheclip"), logits(engine, "cacheclip:heads=a"))
-        assert torch.equal(logits(engine, "cacheclip:heads=none"), logits(engine, "cacheclip:layers=last"))
-        assert not torch.equal(logits(engine, "cacheclip:heads=a"), logits(engine, "cacheclip:heads=b"))
-        assert not torch.equal(logits(engine, "cacheclip:heads=a"), logits(engine, "cacheclip:heads=none"))
-        both = create("mixed:first=cacheclip/heads=a:second=cacheclip/heads=b", {})
-        assert both.head_sets == ("a", "b") and torch.isfinite(logits(engine, "mixed:first=cacheclip/heads=b")).all()
+        assert torch.equal(logits(engine, clip()), logits(engine, clip(heads="a")))
+        assert torch.equal(logits(engine, clip(heads="none")), logits(engine, clip(layers="last")))
+        assert not torch.equal(logits(engine, clip(heads="a")), logits(engine, clip(heads="b")))
+        assert not torch.equal(logits(engine, clip(heads="a")), logits(engine, clip(heads="none")))
+        both = mix(AuxiliaryAttention(heads="a"), AuxiliaryAttention(heads="b"))
+        assert both.head_sets == ("a", "b") and torch.isfinite(logits(engine, both)).all()
 
     def test_a_certificate_is_about_what_a_name_stands_for(
         self, config: EngineConfig, heads: HeadSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path))
-        method = create("cacheclip:heads=own", {})
+        method = clip(heads="own")
         digests = []
         for weights in ([1.0, 0, 0], [0, 0, 1.0], [1.0, 0, 0]):
             replace(heads, weights=torch.tensor(weights)).save(tmp_path / "heads" / "own.safetensors")
@@ -331,19 +330,19 @@ class TestEngine:
         monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path))
         engine = CacheClipEngine(config)
         with pytest.raises(ModelError, match="no head set named 'tuned': expected .*tuned.safetensors, .* holds none"):
-            engine.generate("What is it?", method="cacheclip:heads=tuned")
+            engine.generate("What is it?", method=clip(heads="tuned"))
         heads.save(tmp_path / "heads" / "calibrated.safetensors")
         (tmp_path / "heads" / ".tmp-1.safetensors").write_bytes(b"")
         with pytest.raises(ModelError, match=r"holds calibrated\. Make it with 'cacheclip calibrate --out "):
-            engine.generate("What is it?", method="anchored:first=cacheclip/heads=tuned")
+            engine.generate("What is it?", method=mix(AuxiliaryAttention(heads="tuned")))
         with pytest.raises(ModelError, match="no head set at .*nothing.safetensors"):
             load_named("./nothing.safetensors")
         replace(heads, auxiliary_sha256=SHA).save(tmp_path / "heads" / "foreign.safetensors")
         with pytest.raises(ModelError, match="head set 'foreign' was made for an auxiliary model with digest aaaaaaa"):
-            engine.generate("What is it?", method="cacheclip:heads=foreign")
+            engine.generate("What is it?", method=clip(heads="foreign"))
         (tmp_path / "heads" / "broken.safetensors").write_bytes(b"nothing of the kind")
         with pytest.raises(ModelError, match="broken.safetensors is no head set that can be read"):
-            engine.generate("What is it?", method="cacheclip:heads=broken")
+            engine.generate("What is it?", method=clip(heads="broken"))
 
     def test_names_stay_in_their_folder(self) -> None:
         for name in ("auto", "none", "tuned", "qwen2.5-0.5b_v2", "./own.safetensors", "/tmp/own", "~/own"):
@@ -351,13 +350,9 @@ class TestEngine:
         for wrong in ("", ".", "..", ".own", "-own", "a b", "a\\b", "a\n", "\u00e9", "a:b", None, 3):
             with pytest.raises(ConfigurationError, match="heads must be auto, none, a name of letters"):
                 check_head_set_name(wrong)  # type: ignore[arg-type]
-        for wrong in ("heads=..", "heads=own:layers=last", "heads=none:layers=all"):
+        for settings in ({"heads": ".."}, {"heads": "own", "layers": "last"}, {"heads": "none", "layers": "all"}):
             with pytest.raises(ConfigurationError, match="heads"):
-                create(f"cacheclip:{wrong}", {})
-        with pytest.raises(
-            ConfigurationError, match="no slash in the value .*got 'own.safetensors' in 'cacheclip/heads"
-        ):
-            create("mixed:first=cacheclip/heads=./own.safetensors", {})
+                clip(**settings)
 
     def test_chunk_caches_do_not_depend_on_it(self, config: EngineConfig, heads: HeadSet, tmp_path: Path) -> None:
         """What is learned acts on stored keys: nothing is computed anew."""
@@ -368,19 +363,14 @@ class TestEngine:
         assert CacheClipEngine(config, store=store, heads="none").precompute(CHUNKS)
         assert not CacheClipEngine(config, store=store, heads=tmp_path / "own.safetensors").precompute(CHUNKS)
 
-    @pytest.mark.parametrize("setting", ["words=true", "passes=2", "sinks=12", "pooled=true:passes=2"])
-    def test_settings_of_the_look_change_the_choice(self, config: EngineConfig, setting: str) -> None:
+    @pytest.mark.parametrize("settings", [{"passes": 2}, {"sinks": 12}, {"pooled": True, "passes": 2}])
+    def test_settings_of_the_look_change_the_choice(self, config: EngineConfig, settings: dict[str, Any]) -> None:
         engine = CacheClipEngine(config, heads="none")
         engine.precompute(CHUNKS)
         prompt = "\n\n".join([*CHUNKS, "What is the magic number, said the keeper?"])
         one, other = (
-            engine.prefill(prompt, method=create(spec, {"behind": "prefix"}))
-            for spec in ("cacheclip:anchor=0", f"cacheclip:anchor=0:{setting}")
+            engine.prefill(prompt, method=vary(method, {"budget": {"chunk_starts": 0.0}}))
+            for method in (clip(), clip(**settings))
         )
         assert not torch.equal(one.logits, other.logits)
         assert one.stats.recomputed_tokens == other.stats.recomputed_tokens
-
-    @pytest.mark.parametrize("setting", ["sinks=-1", "passes=3", "layers=none"])
-    def test_senseless_settings_are_refused(self, setting: str) -> None:
-        with pytest.raises(ConfigurationError):
-            create(f"cacheclip:{setting}", {})

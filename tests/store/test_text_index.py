@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 from cacheclip_rag.errors import StoreError
 from cacheclip_rag.prompt.segments import Chunk, segment_text
+from cacheclip_rag.store import Catalog
 from cacheclip_rag.store import texts as module
+from cacheclip_rag.store.catalog import TextRow
 from cacheclip_rag.store.texts import REGION, WINDOW, TextIndex
 
 LETTERS = "The lighthouse of Brindle Point was built in 1847."
@@ -160,7 +162,7 @@ class TestChanges:
 
 class TestSharing:
     def test_two_objects_over_one_folder(self, tmp_path: Path) -> None:
-        one, other = TextIndex(tmp_path), TextIndex(tmp_path)
+        one, other = TextIndex(Catalog(tmp_path)), TextIndex(Catalog(tmp_path))
         one.add([LETTERS])
         assert found(other, LETTERS) == [LETTERS]
         other.add([LAMP])
@@ -171,20 +173,22 @@ class TestSharing:
         assert found(other, f"{LETTERS}{LAMP}") == [LETTERS, LAMP]
 
     def test_survives_reopening(self, tmp_path: Path) -> None:
-        one = TextIndex(tmp_path)
+        catalog = Catalog(tmp_path)
+        one = TextIndex(catalog)
         one.add([LETTERS, LAMP])
         one.remove([LAMP])
-        one.close()
-        assert found(TextIndex(tmp_path), LETTERS + LAMP) == [LETTERS]
+        catalog.close()
+        assert found(TextIndex(Catalog(tmp_path)), LETTERS + LAMP) == [LETTERS]
 
     def test_usable_after_close(self, tmp_path: Path) -> None:
-        index = TextIndex(tmp_path)
+        catalog = Catalog(tmp_path)
+        index = TextIndex(catalog)
         index.add([LETTERS])
-        index.close()
+        catalog.close()
         assert found(index, LETTERS) == [LETTERS]
 
     def test_other_namespace_is_not_found(self, tmp_path: Path) -> None:
-        ours, theirs = TextIndex(tmp_path, "ours"), TextIndex(tmp_path, "theirs")
+        ours, theirs = TextIndex(Catalog(tmp_path), "ours"), TextIndex(Catalog(tmp_path), "theirs")
         ours.add([LETTERS])
         assert found(theirs, LETTERS) == []
         theirs.add([LETTERS])
@@ -193,28 +197,28 @@ class TestSharing:
 
     def test_removed_and_added_while_another_looks(self, tmp_path: Path) -> None:
         """Between the other's two queries: afterwards the text must still be found there, now and later."""
-        looking, changing = TextIndex(tmp_path), TextIndex(tmp_path)
+        looking, changing = TextIndex(Catalog(tmp_path)), TextIndex(Catalog(tmp_path))
         changing.add([LETTERS])
         assert found(looking, LETTERS) == [LETTERS]
-        query = looking._database.query
-        seen: list[str] = []
+        texts_after = looking._catalog.texts_after
+        seen: list[int] = []
 
-        def query_interrupted(sql: str, arguments: tuple[object, ...] = ()) -> list[tuple[object, ...]]:
-            rows = query(sql, arguments)
+        def interrupted(namespace: str, serial: int, count: int) -> list[tuple[int, TextRow, bool]]:
+            rows = texts_after(namespace, serial, count)
             if not seen:
-                seen.append(sql)
+                seen.append(serial)
                 changing.remove([LETTERS])
                 changing.add([LETTERS])
             return rows
 
-        looking._database.query = query_interrupted  # type: ignore[method-assign]
+        looking._catalog.texts_after = interrupted  # type: ignore[method-assign]
         assert found(looking, LETTERS) == [LETTERS]
-        del looking._database.query
+        del looking._catalog.texts_after
         assert found(looking, LETTERS) == [LETTERS]
         assert found(looking, LETTERS) == [LETTERS]
 
     def test_threads(self, tmp_path: Path) -> None:
-        index = TextIndex(tmp_path)
+        index = TextIndex(Catalog(tmp_path))
         texts = [f"Text number {n} which is long enough." for n in range(40)]
         problems: list[str] = []
 
@@ -238,7 +242,7 @@ class TestSharing:
     def test_folder_that_cannot_be_made(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
         with pytest.raises(StoreError):
-            TextIndex(tmp_path / "file" / "store").add([LETTERS])
+            TextIndex(Catalog(tmp_path / "file" / "store")).add([LETTERS])
 
 
 small = st.text("ab ", min_size=0, max_size=60)
@@ -307,7 +311,7 @@ class TestManyTexts:
         monkeypatch.setattr(module, "_PAIRS", 2)
         head = "file_path: /data/annual-report.pdf\n" * 10
         texts = [f"{head}text {number} of many, {'and so on ' * (number % 5)}and its end." for number in range(40)]
-        writing, reading = TextIndex(tmp_path), TextIndex(tmp_path)
+        writing, reading = TextIndex(Catalog(tmp_path)), TextIndex(Catalog(tmp_path))
         rng, there = random.Random(0), set()
         for step in range(60):
             some = rng.sample(texts, rng.randrange(1, 9))
@@ -326,8 +330,7 @@ class TestManyTexts:
         index, count = TextIndex(), 20_000
         index.add(f"Number {number} of many texts, none of which is kept." for number in range(count))
         found(index, "loads what is loaded at first use")
-        other = TextIndex()
-        other._database = index._database
+        other = TextIndex(index._catalog)
         tracemalloc.start()
         try:
             assert found(other, "Here: Number 777 of many texts, none of which is kept. Yes.") != []

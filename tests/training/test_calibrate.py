@@ -66,7 +66,7 @@ class TestCalibrate:
 
     def test_layers_are_ranked_by_the_mean_of_their_heads(self, config: EngineConfig, tmp_path: Path) -> None:
         found = calibrate(config, num_samples=9, num_prompts=0, folder=tmp_path)
-        caches = CacheClipEngine(config).auxiliary_caches
+        caches = CacheClipEngine(config).parts.auxiliary_caches
         whole = synthetic_samples("train", 9)
         samples = [whole[number] for number in ranking_and_checking(whole)[0]]
         expected = []
@@ -223,7 +223,7 @@ class TestLook:
     def test_it_scores_as_the_engine_does(self, config: EngineConfig) -> None:
         """Every head alone, by the calibration's look and by the scorer of the engine."""
         engine = CacheClipEngine(config, heads="none")
-        caches, runtime = engine.auxiliary_caches, engine.auxiliary_caches.kv_runtime
+        caches, runtime = engine.parts.auxiliary_caches, engine.parts.auxiliary_caches.runtime
         [sample] = synthetic_samples("train", 1, chunk_words=20)
         seen = look(caches, sample, range(runtime.num_layers), sinks=2)
         kv = [runtime.encode(caches.tokenize(chunk).ids, caches.prefix) for chunk in sample.chunks]
@@ -238,7 +238,7 @@ class TestLook:
 
     def test_of_a_long_question_it_sees_what_an_engine_asks_with(self, config: EngineConfig) -> None:
         engine = CacheClipEngine(config, heads="none")
-        caches, runtime = engine.auxiliary_caches, engine.auxiliary_caches.kv_runtime
+        caches, runtime = engine.parts.auxiliary_caches, engine.parts.auxiliary_caches.runtime
         [sample] = synthetic_samples("train", 1, chunk_words=20)
         tail = f"{sample.question} " * 20
         ids = runtime.tokenize(tail).ids
@@ -251,7 +251,7 @@ class TestLook:
         torch.testing.assert_close(torch.cat(engines), seen.scores[-1].mean(0), atol=1e-6, rtol=1e-4)
 
     def test_evidence_is_marked_in_tokens(self, config: EngineConfig) -> None:
-        caches = CacheClipEngine(config).auxiliary_caches
+        caches = CacheClipEngine(config).parts.auxiliary_caches
         for sample in synthetic_samples("train", 7, chunk_words=20):
             seen = look(caches, sample, [0])
             start = 0

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cacheclip_rag.lab.training.measures import chosen, chosen_sentences, rank_correlation, span_recall, token_recall
-from cacheclip_rag.selection.grouping import window_score
+from cacheclip_rag.selection.grouping import Windows
 
 
 class TestChosen:
@@ -20,7 +20,7 @@ class TestChosen:
         for ratio in (0.0, 0.05, 0.2, 0.7, 1.0):
             ours = chosen(scores, lengths, ratio)
             for row, mask in zip(scores, ours, strict=True):
-                expected = window_score(list(row.double().split(lengths)), round(ratio * len(row)))
+                expected = Windows(8).take(list(row.double().split(lengths)), round(ratio * len(row)))
                 assert torch.equal(mask, torch.cat(expected))
 
 

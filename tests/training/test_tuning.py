@@ -50,7 +50,8 @@ class Setting:
         )
         self.samples: list[Sample] = synthetic_samples("train", 4, chunk_words=25)
         seen = [
-            look(self.engine.auxiliary_caches, each, self.heads.layers, sinks=4, keep=last) for each in self.samples
+            look(self.engine.parts.auxiliary_caches, each, self.heads.layers, sinks=4, keep=last)
+            for each in self.samples
         ]
         targets = [attended_and_stale(self.engine, each) if with_targets else None for each in self.samples]
         self.trainees = [Trainee.of(each, self.heads, target) for each, target in zip(seen, targets, strict=True)]
@@ -60,7 +61,7 @@ class Setting:
         return Tuned(self.heads, config.num_attention_heads, self.runtime.num_kv_heads, self.runtime.head_dim, settings)
 
     def engine_scores(self, sample: Sample, heads: HeadSet) -> torch.Tensor:
-        caches = self.engine.auxiliary_caches
+        caches = self.engine.parts.auxiliary_caches
         kv = [self.runtime.encode(caches.tokenize(chunk).ids, caches.prefix) for chunk in sample.chunks]
         question = self.runtime.tokenize(sample.question).ids
         return torch.cat(score_chunks(self.runtime, caches.prefix, kv, question, heads=heads))

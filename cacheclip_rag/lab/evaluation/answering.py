@@ -23,10 +23,10 @@ from ...errors import (
     PromptTooLongError,
     StoreError,
 )
-from ...fusion.prefill import Prefilled
 from ...methods.base import Method
+from ...runtime.prefill import Prefilled
 from ...sampling import SamplingParams
-from ...stats import FusionStats
+from ...types import FusionStats
 from .questions import AskedQuestion
 from .reference import Reference
 from .report import ItemResult

@@ -11,7 +11,7 @@ import os
 import random
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -20,11 +20,13 @@ from typing import Any
 from ...config import EngineConfig
 from ...engine import CacheClipEngine
 from ...errors import ConfigurationError
-from ...methods import DEFAULT_METHOD, check_ratio
+from ...methods import DEFAULT_METHOD
+from ...methods.base import Method
 from ...progress import progress_bar
 from ...sampling import SamplingParams
-from ...stats import PHASES, FusionStats
-from ...store import DiskStore
+from ...selection.budget import Budget
+from ...store import DiskBackend
+from ...types import PHASES, FusionStats
 
 __all__ = ["bench", "make_texts"]
 
@@ -55,6 +57,7 @@ def bench(
     config: EngineConfig,
     *,
     methods: Sequence[str] = ("full", "direct", DEFAULT_METHOD),
+    variants: Mapping[str, Method] | None = None,
     context_tokens: int = 4096,
     chunk_tokens: int = 512,
     runs: int = 3,
@@ -62,13 +65,15 @@ def bench(
 ) -> dict[str, Any]:
     """Measure; returns the object that ``cacheclip bench --json`` prints.
 
+    Args:
+        methods: names of presets and variants.
+        variants: methods of your own by name (:func:`cacheclip_rag.lab.variants.read_variants`).
+
     Raises:
         ConfigurationError: unknown method, or numbers that make no sense.
     """
-    _check(config, methods, context_tokens, chunk_tokens, runs)
-    choosing = CacheClipEngine(replace(config, store=None))
-    made = {name: choosing.make_method(name) for name in methods}
-    methods = list(dict.fromkeys(made[name].name if name == DEFAULT_METHOD else name for name in methods))
+    _check(methods, context_tokens, chunk_tokens, runs)
+    made = _made(config, methods, variants or {})
     if not any(method.needs_auxiliary for method in made.values()):
         config = replace(config, auxiliary=None)
     config = replace(config, prefix_cache_bytes=0)  # one method's prompt would make the next one's free
@@ -79,10 +84,10 @@ def bench(
         texts = make_texts(engine.primary.tokenize, max(1, round(context_tokens / chunk_tokens)), chunk_tokens)
         with progress_bar("precomputing", len(texts), "chunks") as advance:
             for number, text in enumerate(texts, 1):
-                for method in methods:
+                for method in made.values():
                     engine.precompute([text], method=method)
                 advance(number)
-        results = _measure(engine, texts, methods, runs, keep_page_cache)
+        results = _measure(engine, texts, made, runs, keep_page_cache)
     reference = statistics.median(s.ttft_s for s, _ in results["full"]) if "full" in results else None
     return {
         "primary": config.primary,
@@ -90,15 +95,26 @@ def bench(
         "dtype": config.dtype,
         "context_tokens": context_tokens,
         "chunks": len(texts),
-        "ratio": config.recompute_ratio,
+        "ratio": Budget().ratio if config.recompute_ratio is None else config.recompute_ratio,
         "runs": runs,
         "page_cache": "kept" if keep_page_cache or not _CAN_DROP_PAGE_CACHE else "dropped",
         "methods": {name: _summary(samples, reference) for name, samples in results.items()},
     }
 
 
-def _check(config: EngineConfig, methods: Sequence[str], context_tokens: int, chunk_tokens: int, runs: int) -> None:
-    check_ratio(config.recompute_ratio)
+def _made(config: EngineConfig, names: Sequence[str], variants: Mapping[str, Method]) -> dict[str, Method]:
+    """By the name of each method: ``auto`` goes by that of the method it means."""
+    choosing = CacheClipEngine(replace(config, store=None))
+    found = {}
+    for given in names:
+        method = choosing.make_method(variants.get(given, given))
+        if given in variants and config.recompute_ratio is not None and method.has_ratio:
+            method = method.at(config.recompute_ratio)
+        found[method.name if given == DEFAULT_METHOD else given] = method
+    return found
+
+
+def _check(methods: Sequence[str], context_tokens: int, chunk_tokens: int, runs: int) -> None:
     if not methods:
         raise ConfigurationError("name at least one method to measure.")
     if runs < 1 or chunk_tokens < 16 or context_tokens < chunk_tokens:
@@ -109,7 +125,7 @@ def _check(config: EngineConfig, methods: Sequence[str], context_tokens: int, ch
 
 
 def _measure(
-    engine: CacheClipEngine, texts: Sequence[str], methods: Sequence[str], runs: int, keep_page_cache: bool
+    engine: CacheClipEngine, texts: Sequence[str], methods: Mapping[str, Method], runs: int, keep_page_cache: bool
 ) -> dict[str, list[tuple[FusionStats, int]]]:
     prompt = "\n\n".join(texts) + f"\n\nQuestion: {_QUESTION}"
     one_token = SamplingParams(max_tokens=1)
@@ -118,11 +134,11 @@ def _measure(
     done = 0
     with progress_bar("measuring", runs * len(methods), "runs") as advance:
         for _ in range(runs):
-            for name in methods:
+            for name, method in methods.items():
                 if not keep_page_cache:
                     _drop_page_cache(engine)
                 _reset_peak_rss()
-                stats = engine.generate(prompt, one_token, method=name, question=_QUESTION).stats
+                stats = engine.generate(prompt, one_token, method=method, question=_QUESTION).stats
                 results[name].append((stats, _peak_rss_bytes()))
                 done += 1
                 advance(done)
@@ -150,15 +166,20 @@ def _summary(samples: Sequence[tuple[FusionStats, int]], reference_s: float | No
 
 def _drop_page_cache(engine: CacheClipEngine) -> None:
     """Ask the operating system to forget the payloads, so that the next read comes from the disk (Linux)."""
-    store = engine.store
-    if not isinstance(store, DiskStore) or not _CAN_DROP_PAGE_CACHE:
+    if not _CAN_DROP_PAGE_CACHE:
         return
-    for key in store.keys():  # noqa: SIM118 - not a dict
-        descriptor = os.open(store.path_of(key), os.O_RDONLY)
-        try:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
+    for backend in engine.store.tiers.backends:
+        if isinstance(backend, DiskBackend):
+            for key in backend.list():
+                _drop_file(backend.path_of(key))
+
+
+def _drop_file(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
 
 
 def _reset_peak_rss() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -19,10 +19,10 @@ from ...engine import CacheClipEngine
 from ...errors import ConfigurationError, UnsupportedModelError
 from ...guards.certificate import THRESHOLDS, Certificate, RatioFigures, check_writable, verdict_at
 from ...guards.fidelity import Fidelity
-from ...methods import create
+from ...methods import preset
 from ...methods.base import Method
 from ...progress import progress_bar
-from .exactness import check_exactness, check_reuse
+from .exactness import DIRECT, check_exactness, check_reuse
 from .prompts import EvaluationPrompt, bundled_prompts
 from .reference import Reference
 
@@ -49,8 +49,8 @@ def certify(config: EngineConfig, *, method: Method | None = None, quick: bool =
     """Measure the pair of models of ``config`` with its method, and return the certificate (not saved yet).
 
     Args:
-        config: its ``recompute_ratio`` is the one that the verdict is about, measured beside :data:`RATIOS`; its store
-            is not used.
+        config: its ``recompute_ratio`` (None: its method's own) is the one that the verdict is about, measured beside
+            :data:`RATIOS`; its store is not used.
         method: an instance, in place of the one that ``config`` names.
         quick: 4 of the 20 prompts: a first look, with a verdict that can still change. Where engines require a
             certificate, only its ``exact`` counts.
@@ -77,12 +77,12 @@ def certify(config: EngineConfig, *, method: Method | None = None, quick: bool =
     found_by_full: list[bool | None] = []
     with progress_bar("certifying", len(prompts) + 1, "prompts") as advance:
         # the checks are of reuse itself, whatever the method
-        engine.precompute(prompts[0].chunks, method="direct:behind=prefix")
+        engine.precompute(prompts[0].chunks, method=DIRECT)
         exactness = check_exactness(engine, prompts[0])
         advance(1)
         for number, prompt in enumerate(prompts, 2):
             engine.precompute(prompt.chunks, method=given)
-            reference = Reference.of(engine, engine.prefill(prompt.text, method=create("full", {})), _ANSWER_TOKENS)
+            reference = Reference.of(engine, engine.prefill(prompt.text, method=preset("full")), _ANSWER_TOKENS)
             found_by_full.append(_finds(prompt, reference.answer))
             for ratio, at_ratio in methods.items():
                 outcomes[ratio].append(_measure(engine, prompt, at_ratio, reference))
@@ -122,10 +122,10 @@ def _check_method(method: Method) -> None:
 
 def _at_ratios(given: Method) -> dict[float, Method]:
     """The method at each ratio, ratio 0 (direct reuse) included; one entry for a method without a ratio."""
-    if not any(field.name == "recompute_ratio" for field in fields(given)):
+    if not given.has_ratio:
         return {given.nominal_ratio: given}
     ratios = sorted({0.0, *RATIOS, given.nominal_ratio})
-    return {ratio: replace(given, recompute_ratio=ratio) for ratio in ratios}  # type: ignore[call-arg]
+    return {ratio: given.at(ratio) for ratio in ratios}
 
 
 def _measure(engine: CacheClipEngine, prompt: EvaluationPrompt, method: Method, reference: Reference) -> _Outcome:

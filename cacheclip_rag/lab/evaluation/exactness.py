@@ -8,30 +8,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import torch
 from transformers import DynamicCache
 
 from ...engine import CacheClipEngine
 from ...errors import ConfigurationError
-from ...fusion.prefill import Prefilled
 from ...fusion.recompute import assemble, choose_rows, recompute
 from ...guards.fidelity import greedy, kl_divergence, read_along
-from ...methods import create
-from ...methods.base import Method, SelectionRequest
+from ...methods import preset
+from ...methods.base import CacheView, Method
+from ...runtime.prefill import Prefilled
 from ...runtime.transformers.cache import FusedCache
-from ...runtime.transformers.model import ModelRuntime
+from ...runtime.transformers.model import ModelRuntime, transformers_model
 from .prompts import EvaluationPrompt
 
-__all__ = ["Check", "check_exactness", "check_reuse", "noise_floor", "reference_logits"]
+__all__ = ["DIRECT", "Check", "check_exactness", "check_reuse", "noise_floor", "reference_logits"]
 
 _GREEDY_TOKENS = 64
 _LIMIT, _LIMIT_DEEP, _DEEP = 1e-4, 1e-3, 24
 """float32: largest difference of logits, for models below and from ``_DEEP`` layers on."""
 _SHIFTS = (0, 3, 17)
 """Positions of the first token in the noise floor."""
+DIRECT = replace(preset("direct"), chunk_context="prefix")
+"""Direct reuse of chunks that are exact right behind the shared prefix."""
 _UNCHANGED = 1e-5
 """Largest change of KV before a token that was changed: rounding of differently shaped products, no more."""
 
@@ -51,24 +53,23 @@ class Check:
 class _RecomputeAll(Method):
     """What every method with a ratio does at ratio 1.0."""
 
-    name: ClassVar[str] = "recompute_all"
+    name: str = field(default="recompute_all", kw_only=True)
 
-    def select(self, request: SelectionRequest, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [torch.ones(len(span.tokens), dtype=torch.bool) for span in request.spans]
+    def select(self, view: CacheView, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [torch.ones(len(span.tokens), dtype=torch.bool) for span in view.spans]
 
 
 def check_exactness(engine: CacheClipEngine, prompt: EvaluationPrompt) -> dict[str, Any]:
     """All checks on one prompt whose chunks are precomputed: ``{"passed", "noise_floor", "checks": {name: …}}``."""
-    runtime = engine.primary
-    assert isinstance(runtime, ModelRuntime), "a model without reuse has nothing to check"
-    full = engine.prefill(prompt.text, method=create("full", {}))
+    runtime = transformers_model(engine.primary)
+    full = engine.prefill(prompt.text, method=preset("full"))
     ids = full.layout.ids
     expected = reference_logits(runtime, ids)
     precise = runtime.dtype == torch.float32
     floor = noise_floor(runtime, ids)
     limit = (_LIMIT_DEEP if runtime.num_layers >= _DEEP else _LIMIT) if precise else 2 * floor["logits"]
-    everything = check_reuse(engine.prefill(prompt.text, method=_RecomputeAll()))
-    nothing = create("direct", {})
+    everything = check_reuse(engine.prefill(prompt.text, method=_RecomputeAll(chunk_context="prefix")))
+    nothing = DIRECT
     single = f"{prompt.chunks[0]}\n\nQuestion: {prompt.question}"
     behind_prefix = check_reuse(engine.prefill(single, method=nothing))
     checks = {
@@ -162,9 +163,8 @@ def noise_floor(runtime: ModelRuntime, ids: torch.Tensor) -> dict[str, float]:
 def _reference_direct(engine: CacheClipEngine, prompt: EvaluationPrompt) -> torch.Tensor:
     """Direct reuse by the unmodified model: the assembled KV in transformers' own cache, then the question by its own
     attention and masks, one token after the other. (Text between the chunks is in that cache as we computed it.)"""
-    runtime = engine.primary
-    assert isinstance(runtime, ModelRuntime)
-    prefilled = engine.prefill(prompt.text, method=create("direct", {}))
+    runtime = transformers_model(engine.primary)
+    prefilled = engine.prefill(prompt.text, method=DIRECT)
     assert isinstance(prefilled.cache, FusedCache)
     end = prefilled.layout.chunks[-1].stop
     cache = DynamicCache()
@@ -190,10 +190,9 @@ def _gap(left: torch.Tensor, right: torch.Tensor, limit: float, says: str) -> Ch
 @torch.inference_mode()
 def _no_future(engine: CacheClipEngine, prompt: EvaluationPrompt) -> Check:
     """Recompute a third of each chunk twice, the second time with the last chunk and the question replaced."""
-    runtime = engine.primary
-    assert isinstance(runtime, ModelRuntime)
-    caches = engine._caches_of(engine.config.primary)
-    layout = engine.prefill(prompt.text, method=create("direct", {})).layout
+    runtime = transformers_model(engine.primary)
+    caches = engine.parts.primary()
+    layout = engine.prefill(prompt.text, method=DIRECT).layout
     border = layout.chunks[-1].start
     pieces = {0: caches.prefix} if layout.num_prefix else {}
     for span in layout.chunks:
@@ -210,7 +209,7 @@ def _no_future(engine: CacheClipEngine, prompt: EvaluationPrompt) -> Check:
     for ids, last in ((layout.ids, pieces[border]), (changed, pieces[border] + noise.to(pieces[border].dtype))):
         cache = runtime.new_cache(layout.num_tokens)
         assemble(runtime, cache, {**pieces, border: last}.items())
-        recompute(runtime, cache, replace(layout, ids=ids), rows)
+        recompute(runtime, cache, replace(layout, token_ids=tuple(ids.tolist())), rows)
         results.append(cache)
     figure = 0.0
     for left, right in zip(results[0].layers, results[1].layers, strict=True):

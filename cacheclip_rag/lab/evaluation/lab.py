@@ -8,25 +8,23 @@ Every answer is written at once, so that a killed run goes on where it was.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ... import __version__
-from ...chunks.caches import DEFAULT_ENCODING
-from ...chunks.context import LEADS
+from ...chunks.context import CONTEXTS
 from ...config import EngineConfig
 from ...engine import CacheClipEngine
 from ...errors import ConfigurationError, PromptTooLongError
-from ...methods import METHODS, check_auxiliary, create, method_class, spec_of
+from ...methods import PRESET_NAMES, check_auxiliary, preset
 from ...methods.base import Method
+from ...methods.settings import describe
 from ...progress import progress_bar
 from ...prompt.segments import Chunk, Fresh, Segment
 from ...sampling import SamplingParams
@@ -74,53 +72,46 @@ class PlannedRun:
 
 
 def every_method(config: EngineConfig) -> tuple[list[str], list[str]]:
-    """Names that ``all`` stands for, which is every method that is not made for special checkpoints; and those of them
+    """Names that ``all`` stands for, which is every preset that is not made for special checkpoints; and those of them
     that are left out, because they need an auxiliary model and there is none."""
-    made = {name: create(name, {}) for name in METHODS}
-    every = [name for name, method in made.items() if method.encoding == DEFAULT_ENCODING]
+    made = {name: preset(name) for name in PRESET_NAMES}
+    every = [name for name, method in made.items() if method.context is None or method.chunk_context is not None]
     without = [name for name in every if made[name].needs_auxiliary and not config.auxiliary]
     return [name for name in every if name not in without], without
 
 
-def planned_runs(methods: Sequence[str], ratios: Sequence[float], config: EngineConfig) -> list[PlannedRun]:
+def planned_runs(
+    methods: Sequence[str],
+    ratios: Sequence[float],
+    config: EngineConfig,
+    variants: Mapping[str, Method] | None = None,
+) -> list[PlannedRun]:
     """Every method at every ratio (once, if it has none); ``full`` comes first, asked for or not.
 
     Args:
-        methods: names with settings of their own, ``all`` for those of :func:`every_method`.
+        methods: names of presets and variants, ``all`` for those of :func:`every_method`.
         ratios: recompute ratios, 0 to 1.
+        variants: methods of your own by name (:func:`cacheclip_rag.lab.variants.read_variants`).
 
     Raises:
-        ConfigurationError: an unknown method or setting, a ratio out of range, a missing auxiliary model.
+        ConfigurationError: an unknown method, a ratio out of range, a missing auxiliary model.
         ModelError: a head set that a method names is not there, or cannot be read.
     """
     every, _ = every_method(config)
     names = [name for given in methods for name in (every if given == "all" else [given])]
     planned: dict[str, PlannedRun] = {}
     for name in [FULL, *names]:
-        settings = config.method_settings()
-        if "recompute_ratio" in name:
-            raise ConfigurationError(f"give the ratio of {name!r} among the ratios, not among its settings.")
-        has_ratio = any(each.name == "recompute_ratio" for each in fields(method_class(name)))
-        if has_ratio and not ratios:
+        named = (variants or {}).get(name) or preset(name)
+        check_auxiliary(named, config.auxiliary)
+        for heads in named.head_sets:
+            load_named(heads)  # can be told before weights are loaded
+        if named.has_ratio and not ratios:
             raise ConfigurationError(f"method {name!r} needs a recompute ratio from 0 to 1; none was given.")
-        for ratio in ratios if has_ratio else [None]:
-            method = create(name, settings if ratio is None else {**settings, "recompute_ratio": ratio})
-            check_auxiliary(method, config.auxiliary)
-            for heads in method.head_sets:
-                load_named(heads)  # can be told before weights are loaded
-            spec = spec_of(method, config.method_settings())
-            counts = ratio is not None and _counts(ratio, method)
-            label = f"{spec}@{number_text(ratio)}" if ratio is not None and counts else spec
-            planned.setdefault(label, PlannedRun(Run(label, spec, ratio if counts else None, method.learns), method))
+        for ratio in ratios if named.has_ratio else [None]:
+            method = named if ratio is None else named.at(ratio)
+            label = name if ratio is None else f"{name}@{number_text(ratio)}"
+            planned.setdefault(label, PlannedRun(Run(label, name, ratio, method.learns), method))
     return list(planned.values())
-
-
-def _counts(ratio: float, method: Method) -> bool:
-    """Whether the ratio decides what this method does, rather than happening to be what it does at any ratio."""
-    if method.nominal_ratio != ratio:
-        return False
-    others = (replace(method, recompute_ratio=other) for other in (0.25, 0.75))  # type: ignore[call-arg]
-    return any(other.nominal_ratio != ratio for other in others)
 
 
 @dataclass(slots=True)
@@ -190,11 +181,9 @@ class Lab:
             if not all((record.id, planned.run.label) in journal.items for record in self.records)
         }
         try:
-            for spec, method in new.items():
-                if any(each.name == "recompute_ratio" for each in fields(method)):
-                    method = replace(method, recompute_ratio=_REHEARSAL_RATIO)  # type: ignore[call-arg]
+            for name, method in new.items():
                 _forget(engine)
-                _rehearse(engine, spec, method, texts)
+                _rehearse(engine, name, method.at(_REHEARSAL_RATIO) if method.has_ratio else method, texts)
         finally:
             engine.release(texts)
             _forget(engine)
@@ -226,7 +215,7 @@ class Lab:
         try:
             _forget(engine)
             with answering(FULL, asked):
-                full = engine.prefill(asked.segments, method=create(FULL, {}))
+                full = engine.prefill(asked.segments, method=preset(FULL))
                 reference = Reference.of(engine, full, asked.max_tokens)
                 answered = followed(reference, full, gold_ids)
             del full
@@ -250,7 +239,7 @@ class Lab:
         """What must be the same for answers to be compared; questions and methods may be added."""
         config, auxiliary = engine.config, engine.auxiliary
         heads = engine.head_set if auxiliary else None
-        named = engine.named_heads({name for planned in self.runs for name in planned.method.head_sets})
+        named = engine.parts.named_heads({name for planned in self.runs for name in planned.method.head_sets})
         return {
             "dataset": self.name,
             "primary": config.primary,
@@ -264,19 +253,17 @@ class Lab:
             "auxiliary_device": (config.auxiliary_device or config.device) if auxiliary else None,
             "auxiliary_heads_sha256": (heads.digest() if heads else "none") if auxiliary else None,
             "auxiliary_named_heads_sha256": {name: named[name].digest() for name in sorted(named)},
-            "behind": config.behind,
+            "chunk_context": config.chunk_context,
             "dtype": config.dtype,
             "device": config.device,
-            "grouping": config.grouping,
-            "window": config.window,
-            "threshold": config.threshold,
+            "methods": {planned.run.label: describe(planned.method) for planned in self.runs},
             "prefix_cache_bytes": config.prefix_cache_bytes,
             "system_prompt": config.system_prompt,
             "date": self.date,
             "metrics": list(self.metrics),
             "cacheclip_rag": __version__,
             "torch": torch.__version__,
-            "leads_sha256": hashlib.sha256(json.dumps(LEADS, sort_keys=True).encode()).hexdigest(),
+            "chunk_contexts_sha256": {name: context.sha256 for name, context in CONTEXTS.items()},
         }
 
     def _comparison(self, engine: CacheClipEngine, journal: Journal) -> Comparison:
@@ -300,7 +287,7 @@ class Lab:
         return [Skipped(f"question {id_}", reason) for id_, reason in self.skipped.items()]
 
 
-def _rehearse(engine: CacheClipEngine, spec: str, method: Method, texts: Sequence[str]) -> None:
+def _rehearse(engine: CacheClipEngine, name: str, method: Method, texts: Sequence[str]) -> None:
     try:
         engine.precompute(texts, method=method)
         if method.composes:
@@ -311,10 +298,10 @@ def _rehearse(engine: CacheClipEngine, spec: str, method: Method, texts: Sequenc
         pass  # the questions may fit: the method is heard when it answers them
     except ConfigurationError as error:
         raise ConfigurationError(
-            f"method {spec!r} cannot run here: {reason_of(error)} Mend its settings, or leave it out."
+            f"method {name!r} cannot run here: {reason_of(error)} Mend its settings, or leave it out."
         ) from error
     except Exception as error:
-        error.add_note(f"while trying method {spec!r}, before the first question")
+        error.add_note(f"while trying method {name!r}, before the first question")
         raise
 
 

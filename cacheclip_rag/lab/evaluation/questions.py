@@ -15,7 +15,8 @@ from typing import Any
 
 from ...engine import CacheClipEngine
 from ...errors import ConfigurationError
-from ...prompt.segments import Fresh, Message, Segment, segment_text
+from ...prompt.segments import Fresh, Segment, segment_text
+from ...types import Message
 from .records import Record
 from .scores import check_metric
 
@@ -141,7 +142,7 @@ def _segments(
     else:
         instruction = engine.config.system_prompt
         before = "" if opening or not instruction else f"{instruction}\n\n"
-        text = segment_text(before + prompt, engine.texts, chunks)
+        text = segment_text(before + prompt, engine.library.index, chunks)
         segments = [segment for segment in (Fresh(engine.primary.opening, control=True), *text) if segment.text]
     return [*segments, *([Fresh(prefix)] if (prefix := _setting(meta, "answer_prefix", "")) else [])]
 

@@ -9,10 +9,10 @@ from statistics import fmean
 import torch
 
 from ...engine import CacheClipEngine
-from ...fusion.prefill import Prefilled
 from ...guards.fidelity import Fidelity, compare, greedy, own_answer, read_along
+from ...runtime.prefill import Prefilled
 from ...runtime.transformers.cache import FusedCache
-from ...runtime.transformers.model import ModelRuntime
+from ...runtime.transformers.model import ModelRuntime, transformers_model
 
 __all__ = ["Followed", "Reference"]
 
@@ -44,8 +44,7 @@ class Reference:
     def of(cls, engine: CacheClipEngine, prefilled: Prefilled, max_tokens: int) -> Reference:
         """Answer a prompt prefilled by ``full``, with at most ``max_tokens`` and no more than the model's context has
         room for; its cache ends with the prompt again, so that it can be followed itself."""
-        runtime = engine.primary
-        assert isinstance(runtime, ModelRuntime), "a model that cannot reuse is refused before"
+        runtime = transformers_model(engine.primary)
         cache, end = _cache_of(prefilled), prefilled.layout.num_tokens
         max_tokens = min(max_tokens, runtime.context_tokens - end)
         ids, logits = greedy(runtime, cache, prefilled.logits, max_tokens)

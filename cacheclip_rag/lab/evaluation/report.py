@@ -85,7 +85,7 @@ class ItemResult:
     nominal_ratio: float
     effective_ratio: float
     charged_ratio: float
-    """As :class:`~cacheclip_rag.stats.FusionStats` counts them, this and the two before."""
+    """As :class:`~cacheclip_rag.types.FusionStats` counts them, this and the two before."""
     ttft_s: float
     phases_s: dict[str, float]
     fallback: str | None = None

@@ -23,7 +23,7 @@ from ...engine import CacheClipEngine
 from ...errors import ConfigurationError, ModelError
 from ...paths import cache_home
 from ...progress import progress_bar
-from ...runtime.transformers.model import ModelRuntime
+from ...runtime.transformers.model import ModelRuntime, transformers_model
 from ...selection.heads import HeadSet, shipped_path, weights_digest
 from .families import Sample, synthetic_samples
 from .features import Seen, check_offsets
@@ -137,8 +137,7 @@ def open_engine(config: EngineConfig) -> CacheClipEngine:
     if config.auxiliary is None:
         raise ConfigurationError("there is no auxiliary model to calibrate. Name one with --auxiliary.")
     engine = CacheClipEngine(config, store=None, max_bytes=None, heads="none", fallback="error", shadow_rate=0.0)
-    auxiliary = engine.auxiliary
-    assert isinstance(auxiliary, ModelRuntime) and isinstance(engine.primary, ModelRuntime), "fallback is error"
+    auxiliary = transformers_model(engine.auxiliary)
     check_offsets(auxiliary)
     return engine
 
@@ -173,9 +172,8 @@ def calibrate(
         )
     started = time.perf_counter()
     engine = open_engine(config)
-    auxiliary = engine.auxiliary
-    assert isinstance(auxiliary, ModelRuntime)
-    caches = engine.auxiliary_caches
+    auxiliary = transformers_model(engine.auxiliary)
+    caches = engine.parts.auxiliary_caches
     samples = [*synthetic_samples("train", num_samples, seed=seed), *given]
     inputs = engine_inputs(engine)
     digest = digest_of([inputs, [each.as_read() for each in samples]])

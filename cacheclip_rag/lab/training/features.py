@@ -9,10 +9,10 @@ import torch
 
 from ...chunks.caches import ChunkCaches
 from ...errors import ModelError
+from ...runtime.base import TokenizedText
 from ...runtime.transformers.attention import Probe
-from ...runtime.transformers.model import ModelRuntime
+from ...runtime.transformers.model import ModelRuntime, transformers_model
 from ...runtime.transformers.rotary import Tables, unrotate
-from ...runtime.transformers.text import TokenizedText
 from ...selection.auxiliary import pack_chunks, without_sinks
 from ...selection.mapping import Offsets
 from ...selection.scoring import Question
@@ -75,7 +75,7 @@ def look(
         sinks: tokens at the start of each chunk that nobody scores.
         keep: one of these layers, whose queries and keys are kept too.
     """
-    runtime = caches.kv_runtime
+    runtime = transformers_model(caches.runtime)
     tokens = [caches.tokenize(chunk) for chunk in sample.chunks]
     kv = [runtime.encode(each.ids, caches.prefix if caches.prefix_ids else None) for each in tokens]
     question = Question.of(runtime, sample.question).ids

@@ -10,9 +10,14 @@ from functools import partial
 import torch
 
 from ...engine import CacheClipEngine
+from ...methods import preset
+from ...methods.base import Method
+from ...methods.recompute import Recompute
+from ...methods.settings import describe
 from ...progress import progress_bar
-from ...runtime.transformers.model import ModelRuntime
+from ...runtime.transformers.model import ModelRuntime, transformers_model
 from ...selection.heads import HeadSet, weights_digest
+from ...selection.scorers import QueryAttention
 from ...selection.sentences import sentence_numbers
 from .calibrate import SHIPPED, combined, is_combined, shipped_set
 from .families import Sample, synthetic_samples
@@ -26,7 +31,8 @@ from .tuning import Trainee, Tuned
 
 __all__ = ["OWN_ATTENTION", "UNTUNED", "WORDS", "Figures", "figures_of", "last_layer"]
 
-UNTUNED, WORDS, OWN_ATTENTION = "last layer as it comes", "words alone", "query_attention:layers=upper"
+UNTUNED, WORDS, OWN_ATTENTION = "last layer as it comes", "words alone", "the primary's own attention"
+_BY_OWN_ATTENTION = Recompute(QueryAttention(layers="upper"), name=OWN_ATTENTION)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +78,13 @@ def figures_of(
 ) -> tuple[list[Figures], Asked]:
     """On the test split: the last layer as it comes, what comes with the package, the set before and after, words
     alone; on the primary also methods that ask no auxiliary. And what the primary was asked."""
-    caches, sinks = engine.auxiliary_caches, tuned.settings.sinks
-    runtime = caches.kv_runtime
+    caches, sinks = engine.parts.auxiliary_caches, tuned.settings.sinks
+    runtime = transformers_model(caches.runtime)
     samples = synthetic_samples("test", num_tests, seed=tuned.settings.seed)
     asked = answered_rightly(engine, samples, num_prompts, kept=kept)
     prompts = asked.samples
     last, shipped = last_layer(runtime, sinks), shipped_set(runtime)
-    sets: dict[str, HeadSet | str] = {UNTUNED: last}
+    sets: dict[str, HeadSet | Method] = {UNTUNED: last}
     layers = {*heads.layers, runtime.num_layers - 1}
     scorers: dict[str, Callable[[Sample, Seen], torch.Tensor]] = {UNTUNED: lambda _, seen: combined(seen, last)}
     if shipped is not None:
@@ -113,7 +119,9 @@ def figures_of(
             rows = [row for row, sample in zip(measured[name], samples, strict=True) if sample in prompts]
             figures[name] = replace(figures[name], recall_of_asked=_mean(name, rows).recall)
         sets |= {"before": heads, "after": found}
-        sets |= {name: name for name in ("direct", "random", "cacheblend", "epic", OWN_ATTENTION, "anchored", "oracle")}
+        others = [preset(name) for name in ("direct", "random", "cacheblend", "epic")]
+        others += [_BY_OWN_ATTENTION, preset("anchored"), preset("oracle")]
+        sets |= {method.name: method for method in others}
         outcomes = downstream(engine, prompts, list(sets.values()), kept=kept)
         for name, of_set in zip(sets, outcomes, strict=True):
             first, along = zip(*of_set, strict=True)
@@ -129,10 +137,10 @@ def _asked(engine: CacheClipEngine, sample: Sample, kept: Kept) -> tuple[torch.T
     """What the primary attends to and holds stale, and what it attends to over the stale cache."""
 
     def ask() -> dict[str, torch.Tensor]:
-        target, own = attended_and_stale(engine, sample), attended_when_stale(engine, sample, OWN_ATTENTION)
+        target, own = attended_and_stale(engine, sample), attended_when_stale(engine, sample, _BY_OWN_ATTENTION)
         return {"own": own} | ({} if target is None else {"target": target})
 
-    found = kept.tensors("asked", {"sample": sample.as_read(), "own": OWN_ATTENTION}, ask)
+    found = kept.tensors("asked", {"sample": sample.as_read(), "own": describe(_BY_OWN_ATTENTION)}, ask)
     return found.get("target"), found["own"]
 
 

@@ -20,6 +20,7 @@ from ...engine import CacheClipEngine
 from ...errors import ConfigurationError, ModelError
 from ...paths import cache_home
 from ...progress import progress_bar
+from ...runtime.transformers.model import transformers_model
 from ...selection.heads import HeadSet, weights_digest
 from .calibrate import SHIPPED, SINKS, TRIES, in_turn, open_engine
 from .families import Sample, synthetic_samples
@@ -99,7 +100,7 @@ def finetune(
         )
     started = time.perf_counter()
     engine = open_engine(config)
-    runtime = engine.auxiliary_caches.kv_runtime
+    runtime = transformers_model(engine.auxiliary)
     last = last_layer(runtime, settings.sinks)
     check_trainable(runtime, last if heads is None else heads)
     samples = [*synthetic_samples("train", num_samples, seed=settings.seed), *given]
@@ -167,7 +168,7 @@ def _is_accepted(figures: Mapping[str, Figures], is_tuned: bool) -> bool | None:
 
 
 def _new(engine: CacheClipEngine, heads: HeadSet, settings: TuningSettings) -> Tuned:
-    runtime = engine.auxiliary_caches.kv_runtime
+    runtime = transformers_model(engine.auxiliary)
     return Tuned(heads, runtime.model.config.num_attention_heads, runtime.num_kv_heads, runtime.head_dim, settings)
 
 
@@ -208,8 +209,8 @@ def _begun(
                 return begun
         except ModelError as error:
             logger.info("fitting again: %s", error)
-    caches = engine.auxiliary_caches
-    runtime = caches.kv_runtime
+    caches = engine.parts.auxiliary_caches
+    runtime = transformers_model(caches.runtime)
     numbers = list(targets) or spaced(range(len(samples)), _FITTED)
     seen = []
     with progress_bar("reading with every head", len(numbers), "samples") as advance:
@@ -236,7 +237,7 @@ def _trainees(
     sinks: int,
 ) -> list[Trainee]:
     """What there is to learn from each sample, from the folder where it is there."""
-    caches = engine.auxiliary_caches
+    caches = engine.parts.auxiliary_caches
     found, made = [], 0
     with progress_bar("reading", len(samples), "samples") as advance:
         for number, sample in enumerate(samples):

@@ -71,7 +71,7 @@ def digest_of(about: Any) -> str:
 
 def engine_inputs(engine: CacheClipEngine) -> dict[str, Any]:
     """Everything of an engine that decides what its models say, names and folders of models left out."""
-    config, auxiliary = engine.config, engine.auxiliary_caches
+    config, auxiliary = engine.config, engine.parts.auxiliary_caches
     return {
         "primary_sha256": engine.primary.fingerprint,
         "primary_tokenizer_sha256": engine.primary.tokenizer_sha256,
@@ -79,7 +79,7 @@ def engine_inputs(engine: CacheClipEngine) -> dict[str, Any]:
         "auxiliary_tokenizer_sha256": auxiliary.runtime.tokenizer_sha256,
         "prefix_ids": list(auxiliary.prefix_ids),
         "system_prompt": config.system_prompt,
-        "behind": config.behind,
+        "chunk_context": config.chunk_context,
         "codecs": [config.codec, config.auxiliary_codec],
         "device": [config.device, config.auxiliary_device],
         "cacheclip_rag": __version__,

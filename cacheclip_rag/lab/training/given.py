@@ -19,10 +19,11 @@ from ...errors import ConfigurationError
 from ...ingest.documents import MARKDOWN_SUFFIXES, find_files, read_document
 from ...ingest.splitting import Splitter
 from ...progress import progress_bar
-from ...prompt.segments import Message
+from ...runtime.transformers.model import transformers_model
 from ...sampling import SamplingParams
 from ...selection.scoring import Question
 from ...selection.sentences import sentence_spans
+from ...types import Message
 from ..evaluation.records import Record, read_records
 from .families import FAMILIES, Sample, Span
 from .folder import Kept, engine_inputs, resumable
@@ -141,12 +142,12 @@ def given_samples(
 
 def _fits(engine: CacheClipEngine, sample: Sample) -> bool:
     """Whether both models have room for it, an answer included."""
-    auxiliary = engine.auxiliary_caches.kv_runtime
+    auxiliary = transformers_model(engine.auxiliary)
     primary = engine.primary
     rows = [len(auxiliary.tokenize(chunk)) for chunk in sample.chunks]
     asked = len(Question.of(auxiliary, sample.question).ids)
     whole = sum(len(primary.tokenize(text)) for text in (*sample.chunks, sample.question))
-    room = auxiliary.reuse_tokens - len(engine.auxiliary_caches.prefix_ids)
+    room = auxiliary.reuse_tokens - len(engine.parts.auxiliary_caches.prefix_ids)
     return max(rows) + asked <= room and whole + _ROOM <= getattr(primary, "reuse_tokens", primary.context_tokens)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...selection.grouping import group
+from ...selection.grouping import Sentences
 
 __all__ = ["chosen", "chosen_sentences", "rank_correlation", "span_recall", "token_recall"]
 
@@ -14,7 +14,7 @@ _WINDOW = 8
 
 
 def chosen(scores: torch.Tensor, lengths: Sequence[int], ratio: float) -> torch.Tensor:
-    """What the default grouping takes (``window_score``), for many scores at once.
+    """What the default grouping takes (``Windows(8)``), for many scores at once.
 
     Every token counts as much as the best run of 8 tokens, within its chunk, that contains it; ties go to the lower
     index.
@@ -47,7 +47,7 @@ def chosen(scores: torch.Tensor, lengths: Sequence[int], ratio: float) -> torch.
 def chosen_sentences(
     scores: torch.Tensor, lengths: Sequence[int], sentences: Sequence[torch.Tensor], ratio: float
 ) -> torch.Tensor:
-    """What the grouping ``sentence`` takes: whole sentences by their best token.
+    """What the grouping ``Sentences`` takes: whole sentences by their best token.
 
     Args:
         scores: ``(num_tokens,)``.
@@ -57,9 +57,7 @@ def chosen_sentences(
         ``(num_tokens,)`` bool, ``round(ratio * num_tokens)`` of them True.
     """
     parts = list(scores.split(list(lengths)))
-    return torch.cat(
-        group(parts, round(ratio * len(scores)), mode="sentence", window=8, threshold=5, sentences=sentences)
-    )
+    return torch.cat(Sentences().take(parts, round(ratio * len(scores)), sentences=sentences))
 
 
 def token_recall(mask: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:

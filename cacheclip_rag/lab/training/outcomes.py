@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ...engine import CacheClipEngine
-from ...methods import create
+from ...methods import preset
 from ...methods.base import Method
-from ...methods.mixed import Mixed
+from ...methods.settings import describe
 from ...progress import progress_bar
 from ...selection.heads import HeadSet
 from ..evaluation.reference import Reference
@@ -86,7 +86,7 @@ def _is_answered(engine: CacheClipEngine, sample: Sample, kept: Kept | None) -> 
     known = kept.outcome(about) if kept else None
     if known is None:
         engine.prefixes.clear()
-        full = engine.prefill(segments_of(engine, sample), method=create("full", {}))
+        full = engine.prefill(segments_of(engine, sample), method=preset("full"))
         answer = Reference.of(engine, full, _WHOLE_ANSWER_TOKENS).answer.lower()
         known = (float(all(any(each.lower() in answer for each in wordings) for wordings in sample.parts)),)
         if kept:
@@ -97,7 +97,7 @@ def _is_answered(engine: CacheClipEngine, sample: Sample, kept: Kept | None) -> 
 def downstream(
     engine: CacheClipEngine,
     samples: Sequence[Sample],
-    sets: Sequence[HeadSet | str],
+    sets: Sequence[HeadSet | Method],
     ratio: float = RATIO,
     *,
     kept: Kept | None = None,
@@ -106,7 +106,7 @@ def downstream(
 
     Args:
         engine: keeps its chunk caches in memory; those of the samples are released.
-        sets: head sets that score for :data:`SELECTOR`, or specifications of other methods.
+        sets: head sets that score for :data:`SELECTOR`, or methods; those with a ratio are measured at ``ratio``.
         kept: where each is looked up first, and written as it comes.
     """
     assert engine.config.store is None, "an engine to train with, not a user's own"
@@ -131,43 +131,37 @@ def downstream(
                     engine.release(sample.chunks)
                 advance(number)
     finally:
-        engine.use_heads(before)
+        engine.parts.use_heads(before)
         engine.release([chunk for sample in samples for chunk in sample.chunks])
     return found
 
 
-def _about(engine: CacheClipEngine, sample: Sample, heads: HeadSet | str, ratio: float) -> dict[str, Any]:
+def _about(engine: CacheClipEngine, sample: Sample, heads: HeadSet | Method, ratio: float) -> dict[str, Any]:
     """All that an outcome depends on, beside the engine's models."""
     return {
         "sample": sample.as_read(),
-        "method": _settings_of(_method(engine, heads, ratio)),
+        "method": describe(_method(heads, ratio)),
         "heads": heads.digest() if isinstance(heads, HeadSet) else None,
         "ratio": ratio,
         "answer_tokens": _ANSWER_TOKENS,
     }
 
 
-def _method(engine: CacheClipEngine, heads: HeadSet | str, ratio: float) -> Method:
-    settings = {"recompute_ratio": ratio, "behind": engine.config.behind}
-    return create(SELECTOR if isinstance(heads, HeadSet) else heads, settings)
+def _method(heads: HeadSet | Method, ratio: float) -> Method:
+    method = preset(SELECTOR) if isinstance(heads, HeadSet) else heads
+    return method.at(ratio) if method.has_ratio else method
 
 
-def _settings_of(method: Method) -> list[Any]:
-    """Its name and every setting, defaults and those of its parts included: an outcome is of no other default."""
-    parts = (method.first, method.second) if isinstance(method, Mixed) else ()
-    return [method.name, asdict(method), *(_settings_of(create(part.replace("/", ":"), {})) for part in parts)]
-
-
-def _measure(engine: CacheClipEngine, sample: Sample, ratio: float) -> Callable[[HeadSet | str], tuple[float, ...]]:
+def _measure(engine: CacheClipEngine, sample: Sample, ratio: float) -> Callable[[HeadSet | Method], tuple[float, ...]]:
     """Answers the sample by full prefill, and says of a set how far from that its answer is."""
     segments = segments_of(engine, sample)
     engine.prefixes.clear()
-    full = engine.prefill(segments, method=create("full", {}))
+    full = engine.prefill(segments, method=preset("full"))
     reference = Reference.of(engine, full, _ANSWER_TOKENS)
 
-    def measure(heads: HeadSet | str) -> tuple[float, ...]:
-        method = _method(engine, heads, ratio)
-        engine.use_heads(heads if isinstance(heads, HeadSet) else None)
+    def measure(heads: HeadSet | Method) -> tuple[float, ...]:
+        method = _method(heads, ratio)
+        engine.parts.use_heads(heads if isinstance(heads, HeadSet) else None)
         engine.precompute(sample.chunks, method=method)
         engine.prefixes.clear()
         prefilled = engine.prefill(segments, method=method, question=sample.question)

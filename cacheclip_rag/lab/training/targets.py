@@ -5,15 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
+from ...chunks.context import ChunkContext
 from ...engine import CacheClipEngine
-from ...methods import create
-from ...methods.base import SelectionRequest
-from ...methods.selective import Selective
+from ...methods import preset
+from ...methods.base import CacheView, Method, PromptView
+from ...methods.recompute import Recompute
 from ...progress import progress_bar
 from ...selection.mapping import Offsets
 from .families import Sample
@@ -24,18 +25,18 @@ from .prompts import segments_of
 __all__ = ["attended_and_stale", "attended_when_stale", "behind_sinks", "chosen_by", "targets_of"]
 
 _RATIO = 0.5
-"""Any but 0 and 1 has the method rate."""
+"""At any but 0 and 1 the method scores."""
 
 
 def attended_and_stale(engine: CacheClipEngine, sample: Sample) -> torch.Tensor | None:
     """Per token of the auxiliary, over all chunks side by side: the share of the primary's attention to stale values
     that falls on it. ``(num_tokens,)`` float32, sum 1; None where nothing is stale.
 
-    ``u(t)`` is the mean over layers of ``A(t) * |dV(t)| / mean |V|`` (:mod:`cacheclip_rag.methods.oracle`), carried
-    over to the auxiliary's tokens by the characters they share. Costs two prefills of the primary and more. ``engine``
-    keeps its chunk caches in memory: those of the sample are released.
+    ``u(t)`` is the mean over layers of ``A(t) * |dV(t)| / mean |V|`` (:mod:`cacheclip_rag.selection.scorers.oracle`),
+    carried over to the auxiliary's tokens by the characters they share. Costs two prefills of the primary and more.
+    ``engine`` keeps its chunk caches in memory: those of the sample are released.
     """
-    found = _rated(engine, sample, "oracle")
+    found = _rated(engine, sample, preset("oracle"))
     return found / found.sum() if found is not None and bool(found.any()) else None
 
 
@@ -69,24 +70,24 @@ def behind_sinks(target: torch.Tensor | None, lengths: Sequence[int], sinks: int
     return left / left.sum() if bool(left.any()) else None
 
 
-def attended_when_stale(engine: CacheClipEngine, sample: Sample, spec: str) -> torch.Tensor:
+def attended_when_stale(engine: CacheClipEngine, sample: Sample, method: Method) -> torch.Tensor:
     """The scores of a method that looks at the primary's cache as it is, handed over likewise; 0 throughout where
     there is nothing to choose."""
-    found = _rated(engine, sample, spec)
+    found = _rated(engine, sample, method)
     if found is None:
-        return torch.zeros(sum(len(engine.auxiliary_caches.tokenize(chunk)) for chunk in sample.chunks))
+        return torch.zeros(sum(len(engine.parts.auxiliary_caches.tokenize(chunk)) for chunk in sample.chunks))
     return found
 
 
-def _rated(engine: CacheClipEngine, sample: Sample, spec: str) -> torch.Tensor | None:
-    """``(num_tokens,)`` in the auxiliary's tokens: what a method rates; None where it rates nothing."""
+def _rated(engine: CacheClipEngine, sample: Sample, method: Method) -> torch.Tensor | None:
+    """``(num_tokens,)`` in the auxiliary's tokens: what a method scores; None where it scores nothing."""
     assert engine.config.store is None, "an engine to train with, not a user's own"
-    by_text = _recorded(engine, sample, spec, _RATIO, "rate")
+    by_text = _recorded(engine, sample, method, _RATIO, scores=True)
     if not by_text:
         return None
     parts = []
     for chunk in sample.chunks:
-        offsets = engine.auxiliary_caches.tokenize(chunk).offsets
+        offsets = engine.parts.auxiliary_caches.tokenize(chunk).offsets
         if chunk in by_text:
             score, source = by_text[chunk]
             parts.append(spread_over(score.float(), source, offsets))
@@ -95,10 +96,12 @@ def _rated(engine: CacheClipEngine, sample: Sample, spec: str) -> torch.Tensor |
     return torch.cat(parts)
 
 
-def chosen_by(engine: CacheClipEngine, sample: Sample, spec: str, ratio: float) -> list[tuple[torch.Tensor, Offsets]]:
+def chosen_by(
+    engine: CacheClipEngine, sample: Sample, method: Method, ratio: float
+) -> list[tuple[torch.Tensor, Offsets]]:
     """Per chunk what a method recomputes: ``(num_tokens,)`` bool in the primary's tokens, and where these stand in the
     text. What is exact already, or computed with the prompt, counts as recomputed."""
-    by_text = _recorded(engine, sample, spec, ratio, "select")
+    by_text = _recorded(engine, sample, method, ratio, scores=False)
     found = []
     for chunk in sample.chunks:
         offsets = engine.primary.tokenize(chunk).offsets
@@ -107,45 +110,56 @@ def chosen_by(engine: CacheClipEngine, sample: Sample, spec: str, ratio: float) 
 
 
 def _recorded(
-    engine: CacheClipEngine, sample: Sample, spec: str, ratio: float, hook: str
+    engine: CacheClipEngine, sample: Sample, method: Method, ratio: float, *, scores: bool
 ) -> dict[str, tuple[torch.Tensor, Offsets]]:
-    """By text of the chunk what a method's ``hook`` (``rate`` or ``select``) returns for it, and the offsets of its
-    tokens; empty where the hook is not asked. What comes after it is not computed; chunks that were not there are
-    released."""
-    method = create(spec, {"recompute_ratio": ratio, "behind": engine.config.behind})
-    assert isinstance(method, Selective), "a method that rates tokens"
-    recording = _Recording(method, hook)
+    """By text of the chunk the scores of a method or what it selects, and the offsets of the chunk's tokens; empty
+    where there is nothing to choose. What comes after it is not computed; chunks that were not there are released."""
+    assert isinstance(method, Recompute), "a method that scores tokens"
+    recording = _Recording(method.at(ratio), scores, name=method.name)
     missing = [chunk for chunk in sample.chunks if not engine.is_stored(chunk)]
-    engine.precompute(sample.chunks, method=method)
+    engine.precompute(sample.chunks, method=recording)
     engine.prefixes.clear()
     try:
         with suppress(_Recorded):
-            engine.prefill(segments_of(engine, sample), method=recording.method, question=sample.question)
+            engine.prefill(segments_of(engine, sample), method=recording, question=sample.question)
     finally:
         engine.release(missing)
         engine.prefixes.clear()
-    if recording.request is None:
-        return {}
-    spans = zip(recording.request.spans, recording.returned, strict=True)
-    return {span.segment.text: (tensor, span.tokens.offsets) for span, tensor in spans}
+    return recording.found
 
 
 class _Recorded(Exception):
     """Nothing went wrong: what was to be seen was seen."""
 
 
-class _Recording:
-    """A method of the same settings that keeps what one of its hooks returns, and ends there."""
+@dataclass(frozen=True, slots=True)
+class _Recording(Method):
+    """Keeps what another method scores or selects, and ends there."""
 
-    def __init__(self, method: Selective, hook: str) -> None:
-        self.request: SelectionRequest | None = None
-        self.returned: list[torch.Tensor] = []
+    inner: Recompute
+    scores: bool
+    """True keeps scores, False masks."""
+    found: dict[str, tuple[torch.Tensor, Offsets]] = field(default_factory=dict, compare=False)
 
-        def record(of: Selective, request: SelectionRequest, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-            self.returned = list(getattr(type(method), hook)(of, request, scores))
-            self.request = request
+    @property
+    def needs_auxiliary(self) -> bool:
+        return self.inner.needs_auxiliary
+
+    @property
+    def head_sets(self) -> tuple[str, ...]:
+        return self.inner.head_sets
+
+    @property
+    def context(self) -> ChunkContext | None:
+        return self.inner.context
+
+    def score(self, view: PromptView) -> list[torch.Tensor]:
+        return self.inner.score(view)
+
+    def select(self, view: CacheView, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        if self.scores and not self.inner.budget.is_open(view):
             raise _Recorded
-
-        Recording = type("Recording", (type(method),), {"__slots__": (), hook: record})
-        settings = {each.name: getattr(method, each.name) for each in fields(method)}
-        self.method: Selective = Recording(**settings)
+        kept = self.inner.scorer.late(view, scores) if self.scores else self.inner.select(view, scores)
+        spans = zip(view.spans, kept, strict=True)
+        self.found.update({span.segment.text: (tensor, span.tokens.offsets) for span, tensor in spans})
+        raise _Recorded

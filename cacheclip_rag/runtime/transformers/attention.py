@@ -154,8 +154,10 @@ class AttentionPlan:
 
     blocks: Sequence[Block]
     probe: Probe | None = None
+    layer_starts: list[float] | None = None
+    """Filled with the time at which each layer begins, by ``time.perf_counter``; None: not recorded."""
     walk: Any = None
-    """A :class:`~cacheclip_rag.runtime.transformers.walk.RowWalk`: rows leave the pass between layers; None: all stay."""
+    """A :class:`~cacheclip_rag.runtime.transformers.walk.RowWalk`: rows leave between layers; None: none do."""
 
 
 def causal_plan(

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from ...errors import ConfigurationError
+from ...fusion.fuse import fuse
 from .architectures import SUPPORTED, has_pinned_rope, reuse_tokens, rope_pin
 from .attention import (
     AttentionPlan,
@@ -33,7 +35,14 @@ from .rotary import Tables, rotate, unrotate
 from .text import TextModel
 from .walk import RowWalk, install_walk_hooks
 
-__all__ = ["ModelRuntime", "device_of"]
+if TYPE_CHECKING:
+    from ...chunks.prefix_cache import Match
+    from ...chunks.sources import Sources
+    from ...clock import PhaseClock
+    from ...types import Plan
+    from ..base import Fused, Runtime
+
+__all__ = ["ModelRuntime", "device_of", "transformers_model"]
 
 logger = logging.getLogger(__name__)
 
@@ -98,8 +107,6 @@ class ModelRuntime(TextModel):
 
     Stored KV has the shape ``(num_layers, 2, num_kv_heads, num_tokens, head_dim)``, keys before RoPE.
     """
-
-    unsupported = None
 
     def __init__(self, model: Any, tokenizer: Any, *, name: str, fingerprint: str) -> None:
         AttentionInterface.register(ATTENTION_NAME, _attention)
@@ -191,12 +198,11 @@ class ModelRuntime(TextModel):
         return kv
 
     @torch.inference_mode()
-    def encode(self, ids: Sequence[int], prefix: torch.Tensor | None = None) -> torch.Tensor:
-        """KV of ``ids`` computed right behind ``prefix`` (stored KV of the shared prefix, or None)."""
-        start = 0 if prefix is None else prefix.shape[3]
+    def encode(self, ids: Sequence[int], context: torch.Tensor | None = None) -> torch.Tensor:
+        start = 0 if context is None else context.shape[3]
         cache = self.new_cache(start + len(ids))
-        if prefix is not None:
-            self.fill(cache, prefix, slot=0, position=0)
+        if context is not None:
+            self.fill(cache, context, slot=0, position=0)
         self.extend(cache, torch.tensor(ids), start, head=False)
         return self.extract(cache, start, start + len(ids))
 
@@ -210,6 +216,25 @@ class ModelRuntime(TextModel):
                 input_ids=ids[None].to(self.device), past_key_values=cache, use_cache=True, logits_to_keep=1
             )
         return cache, output.logits[0, -1]
+
+    def prefill_behind(
+        self, match: Match, ids: torch.Tensor, capacity: int, clock: PhaseClock
+    ) -> tuple[FusedCache, torch.Tensor]:
+        start = match.num_tokens
+        with clock.phase("assemble"):
+            cache = self.new_cache(capacity)
+            match.write_to(cache)
+        with clock.phase("recompute"):
+            logits = self.extend(cache, ids[start:], start)
+            assert logits is not None
+            if logits.device.type == "cuda":
+                torch.cuda.synchronize(logits.device)
+        return cache, logits
+
+    def fuse(
+        self, plan: Plan, sources: Sources, *, capacity: int, clock: PhaseClock, trace: bool = False
+    ) -> Fused | None:
+        return fuse(self, plan, sources, capacity=capacity, clock=clock, trace=trace)
 
     @torch.inference_mode()
     def run_rows(
@@ -268,6 +293,7 @@ class ModelRuntime(TextModel):
         visible: torch.Tensor | None = None,
         probe: Probe | None = None,
         walk: RowWalk | None = None,
+        layer_starts: list[float] | None = None,
         head: bool = True,
         logits_to_keep: int = 1,
     ) -> torch.Tensor | None:
@@ -275,7 +301,7 @@ class ModelRuntime(TextModel):
         geometry = cache.geometry
         positions = slots if geometry is None else geometry.positions_of(slots)
         plan = causal_plan(slots, self.device, geometry, visible)
-        plan.probe, plan.walk = probe, walk
+        plan.probe, plan.walk, plan.layer_starts = probe, walk, layer_starts
         return self.run_rows(cache, ids, positions, plan, slots=slots, head=head, logits_to_keep=logits_to_keep)
 
     @torch.inference_mode()
@@ -299,3 +325,17 @@ class ModelRuntime(TextModel):
     def _needs_plan(self, geometry: Geometry) -> bool:
         """Whether one appended row cannot simply attend to all keys."""
         return geometry.contexts is not None or getattr(self.model.config, "sliding_window", None) is not None
+
+
+def transformers_model(runtime: Runtime | None) -> ModelRuntime:
+    """The runtime itself, for code that looks into the model (evaluation, training).
+
+    Raises:
+        ConfigurationError: another runtime answers for this model, or its KV cannot be reused.
+    """
+    if isinstance(runtime, ModelRuntime):
+        return runtime
+    name = "none" if runtime is None else repr(runtime.name)
+    raise ConfigurationError(
+        f"expected a model that transformers runs with reusable KV, got {name}. Name a supported folder or hub id."
+    )

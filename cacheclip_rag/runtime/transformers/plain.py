@@ -6,14 +6,19 @@ Everything is transformers' own: its attention, its cache or recurrent state, it
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .architectures import has_pinned_rope, reuse_tokens
 from .text import TextModel
+
+if TYPE_CHECKING:
+    from ...clock import PhaseClock
+    from ...types import Plan
+    from ..base import Fused
 
 __all__ = ["PlainRuntime", "PlainState", "auto_classes"]
 
@@ -47,6 +52,8 @@ def auto_classes() -> Iterator[Any]:
 class PlainRuntime(TextModel):
     """A running model that only prefills and decodes; ``unsupported`` says why."""
 
+    can_reuse = can_score = keeps_prefixes = False
+
     def __init__(self, model: Any, tokenizer: Any, *, name: str, fingerprint: str, unsupported: str) -> None:
         super().__init__(model, tokenizer, name)
         self.unsupported: str = unsupported
@@ -76,6 +83,12 @@ class PlainRuntime(TextModel):
             first = self.model.config.decoder_start_token_id
         start = torch.tensor([[first]], device=self.device)
         return self._step(PlainState({"encoder_outputs": encoded}, ids.shape[1]), start)
+
+    def encode(self, ids: Sequence[int], context: torch.Tensor | None = None) -> torch.Tensor:
+        raise AssertionError(f"KV of model {self.name!r} cannot be reused")
+
+    def fuse(self, plan: Plan, sources: Any, *, capacity: int, clock: PhaseClock, trace: bool = False) -> Fused | None:
+        return None
 
     @torch.inference_mode()
     def decode_step(self, state: PlainState, token_id: int) -> torch.Tensor:

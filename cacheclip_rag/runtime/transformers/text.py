@@ -7,31 +7,16 @@ import functools
 import hashlib
 import sys
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
 from jinja2 import TemplateError
 
 from ...errors import ConfigurationError
+from ..base import Runtime, TokenizedText
 
 __all__ = ["TextModel", "TokenizedText", "check_encodable", "quiet_transformers"]
-
-
-@dataclass(frozen=True, slots=True)
-class TokenizedText:
-    """Token ids of one text, each with the characters it covers."""
-
-    ids: tuple[int, ...]
-    offsets: tuple[tuple[int, int], ...]
-    """Per token ``(start, end)`` in characters of the text; ``start == end`` for tokens that cover none. Empty for a
-    tokenizer that knows none (its model reuses nothing)."""
-
-    def __len__(self) -> int:
-        return len(self.ids)
 
 
 def check_encodable(text: str) -> None:
@@ -45,32 +30,8 @@ def check_encodable(text: str) -> None:
         ) from error
 
 
-class TextModel(ABC):
-    """Base of the running models: everything about text, and the two steps of an answer."""
-
-    fingerprint: str
-    """Identifies config, weights and compute dtype."""
-    rope_pin: str
-    """The rotary embedding as part of the chunk key."""
-    unsupported: str | None
-    """Why its KV cannot be reused, None if it can."""
-    context_tokens: int
-    reuse_tokens: int
-    """Longest prompt for which reuse is exact; longer ones are answered by plain prefill."""
-    pinned_rope: bool
-    """Whether the rotary frequencies change above ``reuse_tokens``, so that KV from below is wrong above."""
-    dtype: torch.dtype
-    device: torch.device
-    """Where token ids go in."""
-
-    @abstractmethod
-    def prefill(self, ids: torch.Tensor, capacity: int) -> tuple[Any, torch.Tensor]:
-        """Ordinary prefill of ``ids`` ``(num_tokens,)``: a state with room for ``capacity`` tokens, and the last
-        logits ``(vocab_size,)``."""
-
-    @abstractmethod
-    def decode_step(self, state: Any, token_id: int) -> torch.Tensor:
-        """Append one token to the state and return the next logits, ``(vocab_size,)``."""
+class TextModel(Runtime):
+    """What all transformers runtimes share: tokenizer, chat template, ends of turn."""
 
     def __init__(self, model: Any, tokenizer: Any, name: str) -> None:
         self.model = model.eval()
@@ -98,7 +59,7 @@ class TextModel(ABC):
         return TokenizedText(tuple(encoded["input_ids"]), tuple(map(tuple, encoded.get("offset_mapping", ()))))
 
     @cached_property
-    def opening(self) -> str:
+    def opening(self) -> str:  # type: ignore[override]
         """Special tokens that the tokenizer puts before any text, as text: usually one BOS token, or nothing."""
         with self._tokenizer_lock:
             ids = self.tokenizer("a", add_special_tokens=True)["input_ids"]
@@ -107,7 +68,7 @@ class TextModel(ABC):
         return "".join(self.tokenizer.convert_ids_to_tokens(leading))
 
     @cached_property
-    def tokenizer_sha256(self) -> str:
+    def tokenizer_sha256(self) -> str:  # type: ignore[override]
         """Digest of the tokenizer and its chat template: what turns text into ids."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         definition = backend.to_str() if backend is not None else repr(sorted(self.tokenizer.get_vocab().items()))

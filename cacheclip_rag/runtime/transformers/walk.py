@@ -7,6 +7,7 @@ states, and out of the arguments that go with them. The hooks act only on a pass
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -51,7 +52,7 @@ class RowWalk(ABC):
             self.cache.scatter(slots)
             old: AttentionPlan = kwargs["cacheclip_plan"]
             self._plan = causal_plan(slots, old.blocks[0].positions.device, self.cache.geometry)
-            self._plan.walk = self
+            self._plan.walk, self._plan.layer_starts = self, old.layer_starts
         if self._plan is None:
             return hidden, kwargs
         cut = {name: _rows_of(kwargs[name], self.alive, dim) for name, dim in _OF_ROWS.items() if name in kwargs}
@@ -69,7 +70,10 @@ def install_walk_hooks(layers: Sequence[torch.nn.Module]) -> None:
 
     def hook(number: int) -> Any:
         def enter(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            walk: RowWalk | None = getattr(kwargs.get("cacheclip_plan"), "walk", None)
+            plan: AttentionPlan | None = kwargs.get("cacheclip_plan")
+            if plan is not None and plan.layer_starts is not None:
+                plan.layer_starts.append(time.perf_counter())
+            walk: RowWalk | None = getattr(plan, "walk", None)
             if walk is None:
                 return None
             hidden, kwargs = walk.enter(number, args[0], kwargs)

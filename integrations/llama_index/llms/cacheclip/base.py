@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from llama_index.core.base.llms.types import (
@@ -19,39 +18,33 @@ from llama_index.core.base.llms.types import (
     MessageRole,
     TextBlock,
 )
-from llama_index.core.bridge.pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index.core.constants import DEFAULT_CONTEXT_WINDOW
 from llama_index.core.instrumentation import get_dispatcher  # type: ignore[attr-defined]
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.custom import CustomLLM
 
+from cacheclip_rag.adapter import ModelFields
 from cacheclip_rag.aio import iterate_in_thread
-from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.errors import ConfigurationError
-from cacheclip_rag.methods import DEFAULT_METHOD
 from cacheclip_rag.models.context import known_context
-from cacheclip_rag.models.packaged.catalogue import DEFAULT_AUXILIARY, DEFAULT_PRIMARY
-from cacheclip_rag.sampling import merge_call_options
 
 from .events import CacheClipFusionEvent
 
 if TYPE_CHECKING:
     from typing import Self
 
-    from cacheclip_rag import Answer, CacheClipEngine, FusionStats, StreamEvent
+    from cacheclip_rag import Answer, Event, FusionStats
 
 Origins = Mapping[str, Sequence[tuple[str, str]]]
 """Texts, and what each comes from: ``(node id, ref_doc_id)`` pairs, ``""`` where there is no document."""
 
-__all__ = ["CacheClipLLM", "EngineFields"]
+__all__ = ["CacheClipLLM"]
 
 dispatcher = get_dispatcher(__name__)
 
-_CONFIG_NAMES = {"model_name": "primary", "auxiliary_model_name": "auxiliary"}
-"""Fields that have another name in :class:`EngineConfig`."""
 _PASSED_OVER = {"ThinkingBlock", "ToolCallBlock", "CachePoint"}
 """Blocks by name, since older versions of LlamaIndex lack some: what another model thought or called, and marks."""
-_SHARED = ("model_name", "auxiliary_model_name", "store", "namespace", "system_prompt", "dtype", "device")
 _ROLES = {
     MessageRole.SYSTEM: "system",
     MessageRole.DEVELOPER: "system",
@@ -62,75 +55,7 @@ _ROLES = {
 }
 
 
-class EngineFields(BaseModel):
-    """Which engine a component works with. It holds configuration only: weights load when the engine is first used.
-
-    Components with equal fields share one engine in a process, so a memory-only store is theirs together.
-
-    Raises:
-        ConfigurationError: a field or one of ``engine_kwargs`` is unknown or out of range.
-    """
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
-    model_name: str = DEFAULT_PRIMARY
-    """Primary model: folder, packaged name or hub id."""
-    auxiliary_model_name: str | None = DEFAULT_AUXILIARY
-    """Small model that scores tokens; None for methods that need none."""
-    store: str | None = None
-    """Folder of the chunk-cache store; None keeps it in memory."""
-    namespace: str = "default"
-    """Tenant: two namespaces never share an entry."""
-    system_prompt: str | None = None
-    """System prompt that chunks are precomputed behind."""
-    dtype: str = "float32"
-    """Compute dtype: float32, bfloat16 or float16."""
-    device: str = "cpu"
-    """Device of both models."""
-    engine_kwargs: Mapping[str, Any] = Field(default_factory=dict)
-    """Other fields of EngineConfig."""
-
-    _engine: Any = PrivateAttr(default=None)
-
-    def __init__(self, **fields: Any) -> None:
-        unknown = sorted(set(fields) - set(type(self).model_fields))
-        if unknown:
-            known = ", ".join(type(self).model_fields)
-            raise ConfigurationError(f"unknown field {', '.join(unknown)}. Known: {known}.")
-        super().__init__(**fields)
-        self._check()
-
-    def _check(self) -> None:
-        self._engine_config()
-
-    def _prefix_system_prompt(self) -> str | None:
-        return self.system_prompt
-
-    def _engine_config(self) -> EngineConfig:
-        """What identifies the engine. Method and ratio go with each call, so that they do not split the store."""
-        doubled = sorted(set(self.engine_kwargs) & _FIELD_CONFIG_NAMES)
-        if doubled:
-            raise ConfigurationError(f"{', '.join(doubled)} in engine_kwargs: set the field of that name instead.")
-        options = {_CONFIG_NAMES.get(name, name): getattr(self, name) for name in _SHARED}
-        options["system_prompt"] = self._prefix_system_prompt()
-        return EngineConfig.from_options(None, {**options, **self.engine_kwargs})
-
-    @property
-    def engine(self) -> CacheClipEngine:
-        """The engine in use: the one given to ``from_engine`` while it fits the fields, else the process's."""
-        from cacheclip_rag import get_engine
-
-        config = self._engine_config()
-        given: CacheClipEngine | None = self._engine
-        if given is not None and _identity(given.config) == config:
-            return given
-        return get_engine(config)
-
-
-_FIELD_CONFIG_NAMES = {_CONFIG_NAMES.get(name, name) for name in _SHARED} | {"method", "recompute_ratio"}
-
-
-class CacheClipLLM(EngineFields, CustomLLM):
+class CacheClipLLM(ModelFields, CustomLLM):
     """A local model whose prompts reuse the precomputed KV of the chunks found in them.
 
     Stock query engines and synthesizers need nothing but this LLM: texts that were precomputed once, with
@@ -140,7 +65,7 @@ class CacheClipLLM(EngineFields, CustomLLM):
 
     Each call accepts ``max_tokens`` (or ``max_new_tokens``), ``temperature``, ``top_p``, ``stop``, ``method``,
     ``recompute_ratio``, ``seed``, ``question`` (the words that choose what is recomputed; default all text behind the
-    last chunk, the template's among it), and ``candidates``: texts known to be in the prompt, so that they are stored
+    last chunk, the template's among it), and ``documents``: texts known to be in the prompt, so that they are stored
     even if they were never precomputed; as a mapping to ``(node id, ref_doc_id)`` pairs, so that they are released with
     these. Every answer emits a :class:`CacheClipFusionEvent`. The async calls run the model in a thread of its own,
     which stops before the next token when the task is cancelled. Messages are rendered with the model's own chat
@@ -150,24 +75,12 @@ class CacheClipLLM(EngineFields, CustomLLM):
         ConfigurationError: an unknown field or call option, a value out of range, or a message that is not text.
         PromptTooLongError: the prompt does not fit the model's context.
 
-    >>> llm = CacheClipLLM(model_name="qwen2.5-coder-0.5b", store="my-store")
+    >>> llm = CacheClipLLM(primary="qwen2.5-coder-0.5b", store="my-store")
     >>> index.as_query_engine(llm=llm).query("How tall is it?")
     """
 
-    method: str = DEFAULT_METHOD
-    """How chunks are reused: cacheclip, anchored, direct, full, …; auto chooses between the first two."""
-    recompute_ratio: float = 0.2
-    """Share of chunk tokens to recompute, 0 to 1."""
     context_window: int | None = None
     """Tokens of prompt and answer; None takes the model's own."""
-    max_new_tokens: int = 256
-    """Most new tokens of an answer."""
-    temperature: float = 0.0
-    """0 is greedy."""
-    top_p: float = 1.0
-    """Sample from the smallest set of tokens of this probability."""
-    stop: list[str] = Field(default_factory=list)
-    """The answer ends before the first of these strings."""
     is_chat_model: bool = True
     """Whether LlamaIndex sends messages rather than one text."""
 
@@ -180,13 +93,6 @@ class CacheClipLLM(EngineFields, CustomLLM):
     def class_name(cls) -> str:
         return "CacheClipLLM"
 
-    @classmethod
-    def from_engine(cls, engine: CacheClipEngine, **fields: Any) -> Self:
-        """An LLM on this very engine; ``fields`` (sampling, stop, …) go on top of the engine's settings."""
-        llm = cls(**{**_fields_of(engine.config), **fields})
-        llm._engine = engine
-        return llm
-
     def with_nodes(self, nodes: Origins, *, question: str | None = None) -> Self:
         """This LLM, knowing that its prompts hold these texts, each mapped to the ``(node id, ref_doc_id)`` pairs that
         it comes from. Those never precomputed are stored after their first answer, and released with these nodes.
@@ -198,11 +104,7 @@ class CacheClipLLM(EngineFields, CustomLLM):
         llm._nodes, llm._question = dict(nodes), question
         return llm
 
-    def _check(self) -> None:
-        replace(self._engine_config(), method=self.method, recompute_ratio=self.recompute_ratio)
-        merge_call_options(self._call_settings(), {})
-
-    def _prefix_system_prompt(self) -> str | None:
+    def _shared_system_prompt(self) -> str | None:
         # LlamaIndex sends it as a system message to chat models; to others it is pasted before the text
         return self.system_prompt if self.is_chat_model else None
 
@@ -210,10 +112,10 @@ class CacheClipLLM(EngineFields, CustomLLM):
     def metadata(self) -> LLMMetadata:
         """Context window, answer length and name; loads no weights and opens no connection."""
         return LLMMetadata(
-            context_window=self.context_window or known_context(self.model_name) or DEFAULT_CONTEXT_WINDOW,
-            num_output=self.max_new_tokens,
+            context_window=self.context_window or known_context(self.primary) or DEFAULT_CONTEXT_WINDOW,
+            num_output=self.max_tokens,
             is_chat_model=self.is_chat_model,
-            model_name=self.model_name,
+            model_name=self.primary,
         )
 
     # -- completion ---------------------------------------------------------------------------------------------
@@ -275,14 +177,16 @@ class CacheClipLLM(EngineFields, CustomLLM):
         assert answer is not None, "a stream ends with its answer"
         return answer
 
-    def _events(self, prompt: Any, options: dict[str, Any]) -> Callable[[], Iterator[StreamEvent]]:
+    def _events(self, prompt: Any, options: dict[str, Any]) -> Callable[[], Iterator[Event]]:
         """The stream's maker: options are checked now, the engine is touched where the maker is called."""
-        candidates = options.pop("candidates", None) or ()
-        settings = merge_call_options({**self._call_settings(), "question": self._question}, options)
+        documents = options.pop("documents", None) or ()
+        arguments = self._call_arguments(options)
+        if arguments["question"] is None:
+            arguments["question"] = self._question
 
-        def events() -> Iterator[StreamEvent]:
-            given = _merged(self._nodes, candidates)
-            for event in self.engine.generate_stream(prompt, **settings, candidates=given):
+        def events() -> Iterator[Event]:
+            given = _merged(self._nodes, documents)
+            for event in self.engine.stream(prompt, **arguments, documents=given):
                 if event.answer is not None:
                     dispatcher.event(self._fusion_event(event.answer.stats, _nodes_of(prompt, given)))
                 yield event
@@ -292,25 +196,7 @@ class CacheClipLLM(EngineFields, CustomLLM):
     def _fusion_event(self, stats: FusionStats, node_ids: list[str]) -> CacheClipFusionEvent:
         found = stats.to_dict()
         named = {name: found[name] for name in CacheClipFusionEvent.model_fields if name in found}
-        return CacheClipFusionEvent(model_name=self.model_name, node_ids=node_ids, stats=found, **named)
-
-    def _call_settings(self) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in ("temperature", "top_p", "stop", "method", "recompute_ratio")}
-        return {**own, "max_tokens": self.max_new_tokens, "seed": None}
-
-
-def _identity(config: EngineConfig) -> EngineConfig:
-    """The config without what each call passes anyway."""
-    default = EngineConfig()
-    return replace(config, method=default.method, recompute_ratio=default.recompute_ratio)
-
-
-def _fields_of(config: EngineConfig) -> dict[str, Any]:
-    """An engine's settings as fields of :class:`CacheClipLLM`."""
-    values = asdict(config)
-    fields = {name: values.pop(_CONFIG_NAMES.get(name, name)) for name in (*_SHARED, "method", "recompute_ratio")}
-    default = asdict(EngineConfig())
-    return {**fields, "engine_kwargs": {name: v for name, v in values.items() if v != default[name]}}
+        return CacheClipFusionEvent(model_name=self.primary, node_ids=node_ids, stats=found, **named)
 
 
 def _messages(messages: Sequence[ChatMessage]) -> list[dict[str, str]]:
@@ -338,13 +224,13 @@ def _content(message: ChatMessage) -> str:
     return message.content or ""
 
 
-def _merged(nodes: Origins, candidates: str | Iterable[str] | Origins) -> Origins:
+def _merged(nodes: Origins, documents: str | Iterable[str] | Origins) -> Origins:
     """What is known of the prompts and of this one: texts, and all that each comes from."""
     from cacheclip_rag.prompt.segments import chunk_texts
 
-    if not isinstance(candidates, Mapping):
-        candidates = dict.fromkeys(chunk_texts([candidates] if isinstance(candidates, str) else candidates), ())
-    return {text: [*nodes.get(text, ()), *candidates.get(text, ())] for text in {**nodes, **candidates}}
+    if not isinstance(documents, Mapping):
+        documents = dict.fromkeys(chunk_texts([documents] if isinstance(documents, str) else documents), ())
+    return {text: [*nodes.get(text, ()), *documents.get(text, ())] for text in {**nodes, **documents}}
 
 
 def _nodes_of(prompt: str | Sequence[Mapping[str, str]], given: Origins) -> list[str]:
@@ -373,7 +259,7 @@ def _chat(answer: Answer) -> ChatResponse:
     return ChatResponse(message=message, **_details(answer))
 
 
-def _completions(events: Iterator[StreamEvent]) -> CompletionResponseGen:
+def _completions(events: Iterator[Event]) -> CompletionResponseGen:
     text = ""
     for event in events:
         text += event.text
@@ -381,7 +267,7 @@ def _completions(events: Iterator[StreamEvent]) -> CompletionResponseGen:
         yield CompletionResponse(text=text, delta=event.text, **details)
 
 
-def _chats(events: Iterator[StreamEvent]) -> ChatResponseGen:
+def _chats(events: Iterator[Event]) -> ChatResponseGen:
     text = ""
     for event in events:
         text += event.text

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from llama_index.core.schema import BaseNode, MetadataMode, TransformComponent
 from llama_index.core.utils import get_tqdm_iterable
 
+from cacheclip_rag.adapter import EngineFields
 from cacheclip_rag.aio import iterate_in_thread
-from cacheclip_rag.methods import DEFAULT_METHOD
-
-from .base import EngineFields
 
 if TYPE_CHECKING:
     from typing import Self
@@ -39,9 +36,6 @@ class CacheClipTransform(EngineFields, TransformComponent):
         PromptTooLongError: a node longer than the model's context.
     """
 
-    method: str = DEFAULT_METHOD
-    """Method that will answer: some read chunks that are encoded another way."""
-
     @classmethod
     def class_name(cls) -> str:
         return "CacheClipTransform"
@@ -49,13 +43,10 @@ class CacheClipTransform(EngineFields, TransformComponent):
     @classmethod
     def from_llm(cls, llm: CacheClipLLM) -> Self:
         """A transform that fills the store this LLM reads, as its method reads it."""
-        fields = {name: getattr(llm, name) for name in (*EngineFields.model_fields, "method")}
-        transform = cls(**{**fields, "system_prompt": llm._prefix_system_prompt()})
+        fields = {name: getattr(llm, name) for name in EngineFields.model_fields}
+        transform = cls(**{**fields, "system_prompt": llm._shared_system_prompt()})
         transform._engine = llm._engine
         return transform
-
-    def _check(self) -> None:
-        replace(self._engine_config(), method=self.method)
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
         """Precompute the nodes; blank ones are passed over.

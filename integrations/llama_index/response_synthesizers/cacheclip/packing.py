@@ -56,7 +56,8 @@ class WholeChunks(PromptHelper):
         tools: list[Any] | None = None,
     ) -> list[str]:
         """Texts of one prompt each, in order."""
-        room = self._room(prompt, padding, llm, tools)
+        padding += self._template_tokens()
+        room = self._get_available_chunk_size(prompt, padding=padding, llm=llm, tools=tools)
         packs: list[str] = []
         taken = 0
         for text in _stripped(text_chunks):
@@ -83,7 +84,8 @@ class WholeChunks(PromptHelper):
     ) -> list[str]:
         """What fits into one prompt: the first chunks, whole; where not even the first fits, its beginning."""
         texts = _stripped(text_chunks)
-        room = self._room(prompt, padding, llm, tools)
+        padding += self._template_tokens()
+        room = self._get_available_chunk_size(prompt, padding=padding, llm=llm, tools=tools)
         kept: list[str] = []
         for text in texts:
             room -= self._tokens(text) + (self._tokens(_GLUE) if kept else 0)
@@ -98,12 +100,11 @@ class WholeChunks(PromptHelper):
             )
         return kept
 
-    def _room(self, prompt: BasePromptTemplate, padding: int, llm: LLM | None, tools: list[Any] | None) -> int:
-        """Tokens of a prompt that chunks may take."""
-        room = self._get_available_chunk_size(prompt, padding=padding, llm=llm, tools=tools)
-        if self._llm is not None and self._llm.is_chat_model and self._llm.engine.primary.has_chat_template:
-            room -= self._tokens(self._llm.engine.primary.render_chat(_EMPTY_CHAT))
-        return room
+    def _template_tokens(self) -> int:
+        """Tokens that the model's chat template puts around a prompt."""
+        if self._llm is None or not self._llm.is_chat_model or not self._llm.engine.primary.has_chat_template:
+            return 0
+        return self._tokens(self._llm.engine.primary.render_chat(_EMPTY_CHAT))
 
     def count(self, texts: Sequence[str]) -> None:
         """Count now what will be asked for."""

@@ -52,7 +52,7 @@ class CacheClipDocumentStore(KVDocumentStore):
         if not isinstance(docstore, KVDocumentStore):
             raise ConfigurationError(
                 f"CacheClipDocumentStore goes over a KVDocumentStore (SimpleDocumentStore, RedisDocumentStore, ...), "
-                f"got {type(docstore).__name__}. For others call llm.engine.release_sources(ids) after deleting."
+                f"got {type(docstore).__name__}. For others call llm.engine.release(sources=ids) after deleting."
             )
         self._docstore, self._llm = docstore, llm
         self._updates = 0
@@ -99,19 +99,19 @@ class CacheClipDocumentStore(KVDocumentStore):
         engine = self._llm.engine
         with _lock:
             if self._updates:
-                for text in engine.sources.orphans([name]):
-                    engine.sources.add(_DELETED, text)
-                engine.sources.remove([name])  # last: a killed run does it again
+                for text in engine.library.orphans([name]):
+                    engine.library.add_source(text, _DELETED)
+                engine.library.remove_sources([name])  # last: a killed run does it again
             else:
-                engine.release_sources([name])
+                engine.release(sources=[name])
                 self._release_deleted()
 
     def _release_deleted(self) -> None:
         """Release what updates left, unless another source holds it by now."""
         engine = self._llm.engine
-        deleted = engine.sources.texts(_DELETED)
-        engine.release(set(engine.sources.orphans([_DELETED])).intersection(deleted))
-        engine.sources.remove([_DELETED], texts=deleted)  # not what another process deletes just now
+        deleted = engine.library.texts(_DELETED)
+        engine.release(set(engine.library.orphans([_DELETED])).intersection(deleted))
+        engine.library.remove_sources([_DELETED], texts=deleted)  # not what another process deletes just now
 
     def delete_document(self, doc_id: str, raise_error: bool = True) -> None:
         """Delete a node or document, and release what was precomputed of it."""

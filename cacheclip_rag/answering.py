@@ -1,0 +1,102 @@
+"""The way of one question, top to bottom::
+
+    request -> segments -> plan (no tensors) -> prefill (fused, or plain where nothing is stored) -> first token -> decode
+
+and, once the answer is out, chunks that were missing are stored for the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from .chunks.sources import Sources
+from .chunks.writer import ChunkWriter
+from .clock import PhaseClock
+from .guards.base import Answered, Observer
+from .methods.composition import Composition, LogitsObserver, count_chunks
+from .parts import PREFIX, Parts
+from .plan.planner import make_plan
+from .prompt.segments import Segment, as_segments
+from .runtime.decoding import decode, room_for
+from .runtime.prefill import Prefilled, prefill
+from .sampling import SamplingParams
+from .types import Event, Plan, Request
+
+__all__ = ["Answering"]
+
+
+@dataclass(frozen=True, slots=True)
+class Answering:
+    """Answers requests with the parts of one engine."""
+
+    parts: Parts
+    writer: ChunkWriter
+    observers: Sequence[Observer]
+
+    @torch.inference_mode()
+    def stream(self, request: Request) -> Iterator[Event]:
+        """The answer piece by piece; the last event carries it whole."""
+        assert request.method is not None, "an engine chooses a method before it answers"
+        if request.method.composes:
+            yield from self._compose(request)
+            return
+        sources = self.parts.sources(request.method)  # weights are loaded before the clock starts
+        clock = PhaseClock()
+        plan = self.plan(request, sources, clock)
+        for observer in self.observers:
+            observer.on_plan(plan, sources)
+        prefilled = prefill(plan, sources, params_tokens=room_for(request.params), clock=clock, trace=request.trace)
+        for event in decode(sources.primary.runtime, prefilled, request.params):
+            if event.answer is not None:
+                self._observe(Answered(plan, event.answer, request.params, prefilled.logits))
+            yield event
+        self.writer.store_missing(prefilled.missing, request.documents, sources.primary.context)
+
+    def plan(self, request: Request, sources: Sources, clock: PhaseClock) -> Plan:
+        """What will be done; no tensor is computed."""
+        with clock.phase("lookup"):
+            segments = self._segments(request)
+            return make_plan(segments, request.method, sources, question=request.question)
+
+    @torch.inference_mode()
+    def prefill(self, request: Request) -> Prefilled:
+        """Everything up to the first token's logits; no observer is asked and nothing is stored."""
+        sources = self.parts.sources(request.method)
+        clock = PhaseClock()
+        plan = self.plan(request, sources, clock)
+        return prefill(plan, sources, params_tokens=room_for(request.params), clock=clock, trace=request.trace)
+
+    def _segments(self, request: Request) -> list[Segment]:
+        segments = as_segments(request.prompt)
+        if segments is not None:
+            return segments
+        return self.parts.reader().segments(request.prompt, self.parts.library.index, request.documents)  # type: ignore[arg-type]
+
+    def _compose(self, request: Request) -> Iterator[Event]:
+        """An answer made of several, each of them exact."""
+        runtime = self.parts.primary().runtime  # weights are loaded before the clock starts
+        missing: dict[str, None] = {}
+
+        def ask(
+            segments: Sequence[Segment], params: SamplingParams, observe: LogitsObserver | None = None
+        ) -> Iterator[Event]:
+            prefilled = self.prefill(Request(segments, params, None))
+            missing.update(dict.fromkeys(prefilled.missing))
+            counted = count_chunks(prefilled.stats, prefilled.layout)
+            yield from decode(runtime, replace(prefilled, stats=counted), params, observe)
+
+        clock = PhaseClock()
+        composition = Composition(self._segments(request), request.params, ask, clock)
+        assert request.method is not None
+        for event in request.method.compose(composition) if composition.chunks else composition.plain():
+            if event.answer is not None:
+                self._observe(Answered(None, event.answer, request.params))
+            yield event
+        self.writer.store_missing(tuple(missing), request.documents, PREFIX)
+
+    def _observe(self, answered: Answered) -> None:
+        for observer in self.observers:
+            observer.on_answer(answered)

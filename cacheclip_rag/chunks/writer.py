@@ -1,0 +1,87 @@
+"""Chunks come and go: computed and stored for every model, released with their texts or sources."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ..errors import CacheClipError, ConfigurationError
+from ..prompt.segments import chunk_texts, normalise_chunk
+from ..types import Documents
+from .context import ChunkContext
+
+if TYPE_CHECKING:
+    from ..parts import Parts
+
+__all__ = ["ChunkWriter"]
+
+logger = logging.getLogger(__name__)
+
+
+class ChunkWriter:
+    """Writes the chunk caches of one engine."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    def precompute(
+        self, texts: Iterable[str], context: ChunkContext, source: str | None = None, document: str = ""
+    ) -> int:
+        """See :meth:`cacheclip_rag.engine.CacheClipEngine.precompute`."""
+        computed = 0
+        for chunk in chunk_texts(texts):
+            if not chunk:
+                raise ConfigurationError("a chunk must hold text, got an empty or blank string.")
+            models = self._parts.chunk_caches(context)
+            for caches in models:
+                caches.check_length(chunk)  # before anything is written for any of them
+            # every model must run: no short-circuit
+            computed += any([caches.write(chunk) for caches in models])
+            self._parts.library.add(chunk, source, document)
+        return computed
+
+    def release(self, texts: Iterable[str]) -> int:
+        """See :meth:`cacheclip_rag.engine.CacheClipEngine.release`."""
+        chunks = list(chunk_texts(texts))
+        if not chunks:
+            return 0  # the prefix cache keeps its blocks
+        self._parts.prefixes.clear()
+        library, captured = self._parts.library, self._parts.captured
+        # both must run: no short-circuit
+        return sum([any([library.release([chunk]), captured.remove(chunk)]) for chunk in chunks])
+
+    def release_sources(self, gone: Iterable[str], keep: Iterable[str] = ()) -> int:
+        """See :meth:`cacheclip_rag.engine.CacheClipEngine.release`."""
+        if isinstance(gone, str):
+            raise ConfigurationError("expected a list of sources, got one string: put it in a list.")
+        names = set(gone)
+        if not names:
+            return 0
+        library = self._parts.library
+        released = self.release(library.orphans(names, set(chunk_texts(keep))))
+        library.remove_sources(names)  # last: a killed run does it again
+        return released
+
+    def store_missing(self, chunks: Sequence[str], documents: Documents, context: ChunkContext) -> None:
+        """What was missing in an answer, for the next. The answer is out: a full disk must not take it back."""
+        if not chunks or self._parts.config.on_miss != "store":
+            return
+        origins = _origins(documents)
+        for chunk in chunks:
+            try:
+                for caches in self._parts.usable(context):
+                    caches.write(chunk)
+                self._parts.library.add(chunk)
+                for source, document in origins.get(chunk, ()):
+                    self._parts.library.add_source(chunk, source, document)
+            except CacheClipError as error:
+                logger.warning("a chunk of this prompt could not be stored: %s", error)
+
+
+def _origins(documents: Documents) -> dict[str, list[tuple[str, str]]]:
+    """Sources and documents of each chunk, as far as they were said."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for text, origins in documents.items() if isinstance(documents, Mapping) else ():
+        found.setdefault(normalise_chunk(text), []).extend(origins)
+    return found

@@ -1,0 +1,218 @@
+"""A plan that reuses chunks, carried out on a transformers model. Read :func:`fuse` top to bottom: it is the heart of
+the library::
+
+    known start -> score with the auxiliary -> read and assemble the primary's KV -> choose tokens -> recompute
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..chunks.captured import Variant, digest_before
+from ..chunks.prefix_cache import Match
+from ..chunks.sources import Sources
+from ..clock import PhaseClock
+from ..methods.base import CacheView, PromptView
+from ..prompt.layout import Layout, Span, question_slots
+from ..prompt.segments import Fresh
+from ..runtime.base import Fused
+from ..runtime.transformers.attention import Geometry
+from ..runtime.transformers.cache import FusedCache
+from ..selection.scorers import AuxiliaryAttention
+from ..types import Plan, Trace
+from .recompute import assemble, choose_rows, recompute
+
+if TYPE_CHECKING:
+    from ..runtime.transformers.model import ModelRuntime
+
+__all__ = ["fuse"]
+
+
+def fuse(
+    runtime: ModelRuntime, plan: Plan, sources: Sources, *, capacity: int, clock: PhaseClock, trace: bool = False
+) -> Fused | None:
+    """See :meth:`cacheclip_rag.runtime.base.Runtime.fuse`."""
+    geometry = plan.method.positions(plan.layout, plan.reused)
+    with _match(runtime, plan, sources, clock, usable=geometry is None) as match:
+        layout = plan.layout.cached_until(match.num_tokens, plan.reused)
+        pass_ = _Pass(runtime, replace(plan, layout=layout), sources, capacity, clock, geometry, trace)
+        return pass_.run(match)
+
+
+def _match(runtime: ModelRuntime, plan: Plan, sources: Sources, clock: PhaseClock, *, usable: bool) -> Match:
+    with clock.phase("lookup"):
+        usable = usable and plan.method.reuses_prefixes and plan.layout.num_tokens <= runtime.reuse_tokens
+        return sources.match(plan.layout.token_ids, usable=usable)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """One prompt, one method, on its way through the model."""
+
+    runtime: ModelRuntime
+    plan: Plan
+    sources: Sources
+    capacity: int
+    clock: PhaseClock
+    geometry: Geometry | None
+    trace: bool
+    captured: dict[int, Variant] = field(default_factory=dict)
+    """Captured caches by start of chunk."""
+
+    def run(self, match: Match) -> Fused | None:
+        plan, clock = self.plan, self.clock
+        if self.sources.captured is not None:
+            self.captured.update(_captured(plan.layout, self.sources))
+        with clock.phase("select"):
+            scorable = [span for span in plan.reused if not plan.layout.is_exact(span)]
+            scores = dict(
+                zip(scorable, plan.method.score(PromptView(**self._seen(plan.reused, scorable))), strict=True)
+            )
+        with clock.phase("assemble"):
+            cache = self.runtime.new_cache(self.capacity)
+            cache.geometry = self.geometry
+            reused = self._assemble(cache, match)
+        if not reused:
+            return None
+        lost = len(reused) < len(plan.reused)
+        keys = dict(zip(plan.reused, plan.keys, strict=False))
+        kept = replace(plan, reused=tuple(reused), keys=tuple(keys[s] for s in reused if s in keys))
+        if lost and self.geometry is not None:
+            # a damaged chunk is ordinary text, which such methods place elsewhere: begin again without it
+            return fuse(self.runtime, kept, self.sources, capacity=self.capacity, clock=clock, trace=self.trace)
+        scorable = [span for span in scorable if span in reused]
+        return replace(self, plan=kept)._recompute(cache, scorable, [scores[span] for span in scorable])
+
+    def _recompute(self, cache: FusedCache, scorable: Sequence[Span], scores: Sequence[torch.Tensor]) -> Fused:
+        """From the assembled cache to the logits: choose, then recompute."""
+        plan, clock, runtime = self.plan, self.clock, self.runtime
+        layout, method, reused = plan.layout, plan.method, plan.reused
+        charged = 0
+
+        def full_prefill() -> FusedCache:
+            nonlocal charged
+            charged += runtime.num_layers * plan.chunk_tokens
+            return runtime.prefill(layout.ids, layout.num_tokens)[0]
+
+        with clock.phase("select"):
+            view = CacheView(
+                **self._seen(reused, scorable),
+                runtime=runtime,
+                cache=cache,
+                captured=self.captured,
+                full_prefill=full_prefill,
+            )
+            masks = method.select(view, scores)
+            rows = choose_rows(layout, reused, zip(scorable, masks, strict=True))
+            row_filter = method.row_filter(view, rows)
+        starts: list[float] | None = [] if self.trace else None
+        with clock.phase("recompute"):
+            method.prepare(view, masks)
+            logits = recompute(runtime, cache, layout, rows, row_filter, starts)
+            if logits.device.type == "cuda":
+                torch.cuda.synchronize(logits.device)
+        if row_filter is not None:
+            rows, charged = rows[row_filter.alive], charged + row_filter.charged
+        else:
+            charged += runtime.num_layers * sum(int(mask.sum()) for mask in masks)
+        chosen = _chunk_rows(rows, reused)
+        first = int(rows[0]) if cache.geometry is None else None
+        trace = _trace(plan, scorable, scores, chosen, starts or [], clock) if self.trace else None
+        return Fused(cache, logits, plan, len(chosen), charged / runtime.num_layers, first, trace)
+
+    def _seen(self, reused: Sequence[Span], scorable: Sequence[Span]) -> dict[str, Any]:
+        """What a method may look at before the primary's KV is read."""
+        layout = self.plan.layout
+        return {
+            "layout": layout,
+            "spans": scorable,
+            "num_chunk_tokens": sum(len(span.tokens) for span in reused),
+            "question": question_slots(layout, self.plan.question),
+            "fresh": choose_rows(layout, reused, []),
+            "auxiliary_scores": lambda scorer: self._auxiliary_scores(scorable, scorer),
+        }
+
+    def _auxiliary_scores(self, spans: Sequence[Span], scorer: AuxiliaryAttention) -> list[torch.Tensor]:
+        """Scores of the auxiliary model for each span, in the primary's tokens."""
+        auxiliary = self.sources.auxiliary
+        assert auxiliary is not None, "a method that asks for the auxiliary's scores declares needs_auxiliary"
+        return auxiliary.score(spans, self.plan.question or _question_in(self.plan.layout), scorer, self.clock)
+
+    def _assemble(self, cache: FusedCache, match: Match) -> list[Span]:
+        """Put prefix and chunk KV into ``cache``; returns the spans that were there (a damaged one is a miss)."""
+        layout, found = self.plan.layout, self.plan.reused
+        reused = [span for span in found if layout.is_cached(span)]
+        unread = found[len(reused) :]
+        if layout.num_cached:
+            match.write_to(cache)  # what it holds beyond num_cached is overwritten
+
+        def pieces() -> Iterator[tuple[int, torch.Tensor]]:
+            if layout.num_prefix and not layout.num_cached:
+                yield 0, self.sources.prefix.prefix
+            for span in unread:
+                with self.clock.phase_within("read", "assemble"):
+                    kv = self._read(span)
+                if kv is not None:
+                    reused.append(span)
+                    yield span.start, kv
+
+        assemble(self.runtime, cache, pieces())
+        return reused
+
+    def _read(self, span: Span) -> torch.Tensor | None:
+        if self.sources.captured is not None:
+            variant = self.captured.get(span.start)
+            return None if variant is None else variant.kv
+        return self.sources.primary.read(span.segment.text)
+
+
+def _captured(layout: Layout, sources: Sources) -> Mapping[int, Variant]:
+    """The best variant of each chunk, by its start."""
+    assert sources.captured is not None
+    texts = [span.segment.text for span in layout.chunks]
+    found = {}
+    for number, span in enumerate(layout.chunks):
+        variant = sources.captured.find(span.segment.text, texts[:number], digest_before(layout, span))
+        if variant is not None:
+            found[span.start] = variant
+    return found
+
+
+def _question_in(layout: Layout) -> str:
+    """The user's words that score the chunks: what follows the last chunk, else what precedes the first."""
+    chunks = layout.chunks
+    own = [s for s in layout.spans if isinstance(s.segment, Fresh) and not s.segment.control]
+    after = "".join(s.segment.text for s in own if s.start >= chunks[-1].stop).strip()
+    return after or "".join(s.segment.text for s in own if s.stop <= chunks[0].start).strip()
+
+
+def _chunk_rows(rows: torch.Tensor, reused: Sequence[Span]) -> list[int]:
+    """Those of the rows that belong to reused chunks."""
+    inside = torch.zeros(len(rows), dtype=torch.bool)
+    for span in reused:
+        inside |= (rows >= span.start) & (rows < span.stop)
+    found: list[int] = rows[inside].tolist()
+    return found
+
+
+def _trace(
+    plan: Plan,
+    scorable: Sequence[Span],
+    scores: Sequence[torch.Tensor],
+    recomputed: Sequence[int],
+    starts: Sequence[float],
+    clock: PhaseClock,
+) -> Trace:
+    by_span = dict(zip(scorable, scores, strict=True))
+    ends = [*starts[1:], clock.started + clock.elapsed()]
+    return Trace(
+        token_ids=plan.layout.token_ids,
+        chunks=tuple((span.start, span.stop) for span in plan.reused),
+        scores=tuple(tuple(by_span[s].flatten().tolist()) if s in by_span else () for s in plan.reused),
+        recomputed=tuple(recomputed),
+        layer_s=tuple(end - start for start, end in zip(starts, ends, strict=False)) if starts else (),
+    )

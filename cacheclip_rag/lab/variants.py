@@ -1,0 +1,75 @@
+"""Variants: named methods read from a TOML file, so that settings can be compared without writing code.
+
+    [low]
+    preset = "cacheclip"
+    correction = 0.0
+    chunk_context = "prefix"
+
+    [low.budget]
+    ratio = 0.1
+    grouping = {type = "Tokens"}
+
+    [own-attention]
+    preset = "cacheclip"
+    scorer = {type = "QueryAttention", layers = "upper"}
+
+Every table is a preset and what differs from it; fields are those of the classes in :mod:`cacheclip_rag.methods` and
+:mod:`cacheclip_rag.selection` (:func:`cacheclip_rag.methods.settings.vary`).
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigurationError
+from ..methods import DEFAULT_METHOD, PRESET_NAMES, preset
+from ..methods.base import Method
+from ..methods.settings import vary
+
+__all__ = ["method_named", "read_variants"]
+
+_PRESET = "preset"
+_NAME = re.compile(r"[A-Za-z0-9_.-]+")
+_TAKEN = (*PRESET_NAMES, DEFAULT_METHOD, "all")
+
+
+def read_variants(path: Path | str | None) -> dict[str, Method]:
+    """The methods of a file by name; none for None.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or a table is no variant; the message names the table.
+    """
+    if path is None:
+        return {}
+    try:
+        tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # ValueError: neither UTF-8 nor TOML
+        raise ConfigurationError(f"cannot read the variants file {path}: {error}.") from error
+    return {name: _variant(name, table, path) for name, table in tables.items()}
+
+
+def method_named(name: str, variants: Mapping[str, Method]) -> Method | str:
+    """The variant of that name, else the name itself, which is then a preset's or nobody's."""
+    return variants.get(name, name)
+
+
+def _variant(name: str, table: Any, path: Path | str) -> Method:
+    where = f"[{name}] of {path}"
+    if not isinstance(table, dict):
+        raise ConfigurationError(f"expected tables in {path}, each a variant, got {name} = {table!r}.")
+    if name in _TAKEN or not _NAME.fullmatch(name):
+        raise ConfigurationError(
+            f"{where}: a variant's name is of letters, digits, '-', '_' and '.', and none of "
+            f"{', '.join(_TAKEN)}. Choose another."
+        )
+    if not isinstance(table.get(_PRESET), str):
+        raise ConfigurationError(f'{where}: expected preset = "NAME", one of {", ".join(PRESET_NAMES)}.')
+    changes = {field: value for field, value in table.items() if field != _PRESET}
+    try:
+        return vary(preset(table[_PRESET]), {"name": name, **changes})
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{where}: {error}") from error

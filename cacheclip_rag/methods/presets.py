@@ -1,0 +1,177 @@
+"""Presets: named methods, each with one line on what it does and where it comes from.
+
+The forms that papers publish are rows of :class:`~cacheclip_rag.methods.recompute.Recompute`: a scorer, a budget and a
+correction. What the rows leave out is the default of its field, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ..selection.budget import Budget, FixedStarts
+from ..selection.grouping import AlignedWindows, Tokens
+from ..selection.scorers import AuxiliaryAttention, ChunkStart, Oracle, QueryAttention, Random, RankMix
+from .ape import Ape
+from .base import Method
+from .cacheblend import CacheBlend
+from .cachecraft import CacheCraft
+from .direct import Direct, DirectGapped
+from .full import Full, Prefix
+from .map_reduce import MapReduce, MapRerank
+from .recompute import Recompute
+from .trained.block import BlockAttention
+from .trained.link import KVLink
+
+__all__ = ["PRESETS", "PRESET_NOTES", "PresetNote"]
+
+
+@dataclass(frozen=True, slots=True)
+class PresetNote:
+    """One line of documentation about a preset."""
+
+    summary: str
+    source: str
+    """Paper, or ``ours``."""
+
+
+_TOKENS = Budget(grouping=Tokens())
+_CACHECLIP = Recompute(AuxiliaryAttention(), Budget(chunk_starts=0.5), correction=0.5)
+_CACHECLIP_PAPER = Recompute(
+    AuxiliaryAttention(layers="last"), Budget(grouping=AlignedWindows(8, threshold=5)), chunk_context="prefix"
+)
+_ANCHORED = Recompute(RankMix(QueryAttention(layers="upper"), ChunkStart(within=64)), correction=0.5)
+_OF_CACHECLIP, _OF_CACHEBLEND = "CacheClip, arXiv:2510.10129v1", "CacheBlend, arXiv:2405.16444"
+_OF_EPIC = "EPIC, arXiv:2410.15332"
+
+_ROWS: dict[str, tuple[Method, str, str]] = {
+    "full": (Full(), "Full prefill: every token is computed.", "baseline"),
+    "prefix": (
+        Prefix(),
+        "Full prefill behind the longest start that earlier prompts share.",
+        "vLLM's prefix caching, arXiv:2309.06180",
+    ),
+    "direct": (Direct(), "Chunk caches put end to end; nothing is recomputed.", _OF_CACHEBLEND),
+    "direct_gapped": (
+        DirectGapped(),
+        "Direct reuse with every chunk in a slot of fixed length.",
+        "Prompt Cache, arXiv:2311.04934",
+    ),
+    "ape": (
+        Ape(),
+        "All chunks share their positions and are weighed by a temperature and a scale.",
+        "APE, arXiv:2502.05431",
+    ),
+    "epic": (
+        Recompute(ChunkStart(), _TOKENS),
+        "The first tokens of every chunk, as many as the ratio allows.",
+        _OF_EPIC,
+    ),
+    "epic-paper": (
+        Recompute(ChunkStart(), FixedStarts(first=16)),
+        "The first 16 tokens of every chunk, as published.",
+        _OF_EPIC,
+    ),
+    "cacheblend": (CacheBlend(), "The tokens whose values change most in the first two layers.", _OF_CACHEBLEND),
+    "cacheblend-equal-charge": (
+        CacheBlend(equal_charge=True),
+        "CacheBlend whose fully computed first layers count towards the ratio.",
+        _OF_CACHEBLEND,
+    ),
+    "cacheclip": (
+        _CACHECLIP,
+        "Spans that an auxiliary model attends to, half of the budget for chunk starts, and a correction.",
+        f"{_OF_CACHECLIP}; chunk starts and correction are ours",
+    ),
+    "cacheclip-paper": (
+        _CACHECLIP_PAPER,
+        "Spans that an auxiliary model's last layer attends to, as published.",
+        _OF_CACHECLIP,
+    ),
+    "query_attention": (
+        Recompute(QueryAttention()),
+        "Spans that the last layer of the primary attends to from the question.",
+        "ours, after ProphetKV and QCFuse",
+    ),
+    "prophetkv": (
+        Recompute(QueryAttention(layers="all"), _TOKENS),
+        "Single tokens by the primary's attention, mean over all layers.",
+        "ProphetKV, arXiv:2602.02579",
+    ),
+    "qcfuse": (
+        Recompute(QueryAttention(layers="0.5+3", visible_share=0.1), _TOKENS),
+        "Single tokens by three middle layers; the question reads a tenth of each chunk.",
+        "QCFuse, arXiv:2606.05875",
+    ),
+    "infoflow": (
+        Recompute(QueryAttention(layers="0.6+4"), _TOKENS),
+        "Single tokens by four layers from 0.6 of the depth on.",
+        "InfoFlow KV, arXiv:2603.05353",
+    ),
+    "anchored": (
+        _ANCHORED,
+        "The primary's attention (upper half) and nearness to the chunk's start, mixed by rank; a correction.",
+        "ours",
+    ),
+    "random": (Recompute(Random()), "Random spans: what a budget buys without knowing anything.", "baseline"),
+    "oracle": (
+        Recompute(Oracle()),
+        "Spans that are attended to and stale, known from a full prefill: a ceiling.",
+        "ours",
+    ),
+    "cachecraft": (
+        CacheCraft(),
+        "Chunk caches captured from answered prompts, recomputed as their surroundings changed.",
+        "Cache-Craft, arXiv:2502.15734",
+    ),
+    "block": (
+        BlockAttention(),
+        "For checkpoints trained to read chunks apart.",
+        "Block-Attention, arXiv:2409.15355",
+    ),
+    "turborag": (
+        BlockAttention(before="<|doc_start|>", after="<|doc_end|>"),
+        "For checkpoints trained to read chunks apart, each between two special tokens.",
+        "TurboRAG, arXiv:2410.07590",
+    ),
+    "link": (
+        KVLink(),
+        "For checkpoints trained with link tokens after every chunk.",
+        "KVLink, arXiv:2502.16002",
+    ),
+    "map_reduce": (
+        MapReduce(),
+        "One prompt per chunk, and a last one made of the answers.",
+        "LangChain's map-reduce chain",
+    ),
+    "map_rerank": (
+        MapRerank(),
+        "One prompt per chunk; the answer that the model is surest of.",
+        "LangChain's map-rerank chain",
+    ),
+}
+
+PRESETS: dict[str, Method] = {name: replace(method, name=name) for name, (method, _, _) in _ROWS.items()}
+"""Methods by name; :data:`cacheclip_rag.methods.PRESET_NAMES` are its keys."""
+
+PRESET_NOTES: dict[str, PresetNote] = {
+    name: PresetNote(summary, source) for name, (_, summary, source) in _ROWS.items()
+}
+"""Summary and source of each, for documentation.
+
+What the published forms leave open, and where these depart from them:
+
+- ``epic``: chunks are encoded behind a chunk context (the released script keeps a BOS before each); a first chunk that
+  is exact is left out; by default the number of tokens follows the ratio, so that methods compare at equal cost.
+- ``cacheclip``: the paper fine-tunes its auxiliary and drops windows; here a head set scores, the budget is filled,
+  half of it with the starts of chunks (what a chunk lacked when it was computed apart its first tokens lacked most,
+  EPIC), and tokens that are not recomputed follow those that are half of the way (AgentKVShift, arXiv:2607.21604). Of
+  version 2 of the paper only the abstract could be checked: nothing here is claimed to be it.
+- ``prophetkv``: the question sees the whole stale context on its way (the reading of QCFuse's benchmark). The other
+  reading of the paper is ``QueryAttention(layers="all", question_only=True, softmax="chunks")``.
+- ``qcfuse``: the paper profiles three layers per model, between 0.41 and 0.78 of the depth; here they are the three
+  from the middle on. What the question may see is computed with the answer, not stored, and is one set per chunk, where
+  the paper keeps one per layer; the four first tokens of a chunk come on top of the tenth.
+- ``infoflow``: the paper takes layers 22 to 25 of models with 32 to 40; chunks are not reordered.
+- ``anchored``: what a chunk lacked when it was computed apart, its first tokens lacked most: attention says what is
+  needed, the place says how stale it is. Beyond the first 64 tokens of a chunk attention alone decides.
+"""

@@ -1,0 +1,81 @@
+"""Recompute: a scorer, a budget and a correction. Most of the literature is an instance of it.
+
+Source: selective recompute, introduced by CacheBlend (arXiv:2405.16444). Tokens that are chosen are computed exactly at
+their true positions; the others stay as they were stored, or follow the chosen ones as the correction says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+import torch
+
+from ..checks import check_share
+from ..errors import ConfigurationError
+from ..fusion.correction import ResidualCorrection
+from ..selection.budget import Budget, TokenBudget
+from ..selection.scorers import Scorer
+from .base import CacheView, Method, PromptView
+
+__all__ = ["Recompute"]
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute(Method):
+    """Scores in, exactly the budget out. Exact at ratio 1.0; at 0.0 it equals direct reuse.
+
+    >>> Recompute(ChunkStart(), Budget(ratio=0.1), name="starts")
+    """
+
+    scorer: Scorer
+    """What gives every chunk token a score."""
+    budget: TokenBudget = field(default_factory=Budget)
+    """How many tokens are recomputed, and how scores become spans."""
+    correction: float = 0.0
+    """Above 0, tokens that are not recomputed get this share of the mean change of those that are, per chunk and layer
+    (AgentKVShift, arXiv:2607.21604)."""
+
+    def __post_init__(self) -> None:
+        super(Recompute, self).__post_init__()
+        if not isinstance(self.scorer, Scorer):
+            raise ConfigurationError(f"scorer must be a Scorer such as ChunkStart(), got {self.scorer!r}.")
+        if not isinstance(self.budget, TokenBudget):
+            raise ConfigurationError(f"budget must be a Budget or FixedStarts, got {self.budget!r}.")
+        check_share("correction", self.correction, "the mean change")
+
+    @property
+    def needs_auxiliary(self) -> bool:
+        return self.scorer.needs_auxiliary
+
+    @property
+    def head_sets(self) -> tuple[str, ...]:
+        return self.scorer.head_sets
+
+    @property
+    def has_ratio(self) -> bool:
+        return isinstance(self.budget, Budget)
+
+    @property
+    def nominal_ratio(self) -> float:
+        return self.budget.ratio if isinstance(self.budget, Budget) else 0.0
+
+    def at(self, ratio: float) -> Self:
+        if not isinstance(self.budget, Budget):
+            return super(Recompute, self).at(ratio)
+        return replace(self, budget=replace(self.budget, ratio=ratio))
+
+    def score(self, view: PromptView) -> list[torch.Tensor]:
+        if self.budget.is_open(view):
+            return self.scorer.early(view)
+        return super(Recompute, self).score(view)
+
+    def select(self, view: CacheView, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        if self.budget.is_open(view):
+            scores = self.scorer.late(view, scores)
+        return self.budget.select(view, scores)
+
+    def prepare(self, view: CacheView, masks: Sequence[torch.Tensor]) -> None:
+        if self.correction:
+            ResidualCorrection(view.runtime, view.cache, self.correction).install(view.spans)

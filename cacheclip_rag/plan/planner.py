@@ -1,0 +1,89 @@
+"""From a request's segments to a plan: what is reused, what is exact, and why nothing is. No tensor is computed here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..chunks.sources import Sources
+from ..methods.base import Method
+from ..methods.composition import exact_method
+from ..prompt.layout import Layout, Span, check_length, lay_out
+from ..prompt.segments import Segment
+from ..types import Plan
+
+__all__ = ["make_plan"]
+
+
+def make_plan(
+    segments: Sequence[Segment], method: Method | None, sources: Sources, *, question: str | None = None
+) -> Plan:
+    """Decide how a prompt is answered.
+
+    Args:
+        method: None for whichever of the exact ones costs least.
+        question: text that scores the chunks; default the text after the last chunk.
+
+    Raises:
+        PromptTooLongError: the prompt does not fit the model's context.
+        ConfigurationError: the method cannot take this prompt.
+    """
+    runtime = sources.primary.runtime
+    if method is not None:
+        segments = method.arrange(segments, runtime)
+    layout = lay_out(segments, sources.primary.tokenize_segment, sources.prefix.prefix_ids)
+    exact = sources.primary.is_exact_behind_prefix and sources.captured is None
+    layout = replace(layout, exact_behind_prefix=exact)
+    check_length(layout, runtime.context_tokens, runtime.name)
+    chosen = method or exact_method(layout)
+    plan = Plan(layout, chosen, question=question)
+    if not chosen.reuses_chunks:
+        return plan
+    obstacle = _obstacle(sources, layout)
+    if obstacle is not None:
+        return replace(plan, fallback=obstacle, obstructed=True)
+    found = tuple(span for span in layout.chunks if sources.holds(span.segment.text))
+    if sources.captured is not None and len(found) < len(layout.chunks):
+        why = f"not all of the prompt's {len(layout.chunks)} chunks were captured before; now they are"
+        return replace(plan, fallback=why, captures=True)
+    if not found:
+        return replace(plan, fallback=_nothing_found(layout))
+    obstacle = _obstacle_of_positions(chosen, layout, found, sources)
+    if obstacle is not None:
+        return replace(plan, fallback=obstacle, obstructed=True)
+    keys = () if sources.captured is not None else tuple(sources.primary.key(span.segment.text) for span in found)
+    return replace(plan, reused=found, keys=keys)
+
+
+def _nothing_found(layout: Layout) -> str:
+    if layout.chunks:
+        return f"none of the prompt's {len(layout.chunks)} chunks is in the store"
+    return "no stored chunk found in the prompt"
+
+
+def _obstacle(sources: Sources, layout: Layout) -> str | None:
+    """Why nothing could be reused exactly, whatever is stored; None if it could."""
+    for caches in (sources.primary, sources.auxiliary.caches if sources.auxiliary else None):
+        if caches is not None and caches.runtime.unsupported:
+            return caches.runtime.unsupported
+    runtime = sources.primary.runtime
+    if layout.num_tokens > runtime.reuse_tokens:
+        return (
+            f"the prompt has {layout.num_tokens} tokens, and the rotary frequencies of model {runtime.name!r} change "
+            f"above {runtime.reuse_tokens}: reuse would not be exact"
+        )
+    return None
+
+
+def _obstacle_of_positions(method: Method, layout: Layout, found: Sequence[Span], sources: Sources) -> str | None:
+    """Why the method's own positions do not fit; None if they do, or it has none."""
+    geometry = method.positions(layout, found)
+    if geometry is None:
+        return None
+    runtime, last = sources.primary.runtime, int(geometry.positions.max())
+    if last < min(runtime.reuse_tokens, runtime.context_tokens - 1):
+        return None
+    return (
+        f"method {method.name!r} puts the prompt's {layout.num_tokens} tokens at positions up to {last}, "
+        f"and model {runtime.name!r} has {runtime.context_tokens}"
+    )

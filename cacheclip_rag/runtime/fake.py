@@ -1,0 +1,157 @@
+"""A runtime without a model, for tests: words are tokens, KV spells the token ids, answers follow from the prompt.
+
+It keeps every promise of the protocol that planning, storing, adapters and observers rely on: KV that does not belong
+to its chunk is refused, and an answer depends on all token ids of the prompt and on nothing else, so that answers with
+and without reuse are equal. What it recomputes it only counts.
+
+>>> from cacheclip_rag.models.load import register_runtime
+>>> register_runtime("fake", FakeRuntime)
+>>> CacheClipEngine(primary="fake:primary", auxiliary="fake:auxiliary")
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import ConfigurationError
+from .base import Fused, Runtime, TokenizedText
+
+if TYPE_CHECKING:
+    from ..chunks.sources import Sources
+    from ..clock import PhaseClock
+    from ..prompt.layout import Span
+    from ..types import Message, Plan
+
+__all__ = ["FakeRuntime", "FakeState"]
+
+_TOKEN = re.compile(r"\s*\w+|\s*[^\w\s]|\s+")
+_VOCABULARY = 4096
+_END = 0
+"""Token id of the end of an answer."""
+_ANSWER = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta")
+"""Words of answers."""
+
+
+@dataclass(slots=True)
+class FakeState:
+    """All token ids so far."""
+
+    ids: list[int]
+    prompt_tokens: int
+
+    def get_seq_length(self) -> int:
+        return len(self.ids)
+
+    def position_of(self, slot: int) -> int:
+        return slot
+
+
+class FakeRuntime(Runtime):
+    """One model of words; ``name`` tells it from others, and is all that its fingerprint depends on."""
+
+    keeps_prefixes = False
+    can_score = False
+    tokenizer = None
+    opening = ""
+    num_layers, num_kv_heads, head_dim = 2, 1, 2
+
+    def __init__(
+        self, name: str = "fake", *, dtype: str = "float32", device: str = "cpu", context_tokens: int = 4096
+    ) -> None:
+        self.name = name
+        self.fingerprint = f"{hashlib.sha256(name.encode()).hexdigest()}:fake:{dtype}"
+        self.tokenizer_sha256 = hashlib.sha256(b"words").hexdigest()
+        self.rope_pin = "none"
+        self.context_tokens = self.reuse_tokens = context_tokens
+        self.eos_ids = frozenset([_END])
+        self.dtype, self.device = getattr(torch, dtype), torch.device("cpu")
+        self._words: dict[int, str] = {}
+        """Texts of the token ids that were seen, for decoding."""
+        self.encoded: list[tuple[int, ...]] = []
+        """Token ids of every chunk computed so far, in order."""
+
+    # -- text ---------------------------------------------------------------------------------------------------
+
+    def tokenize(self, text: str, *, control: bool = False) -> TokenizedText:
+        found = list(_TOKEN.finditer(text))
+        ids = tuple(self._id_of(match[0]) for match in found)
+        return TokenizedText(ids, tuple(match.span() for match in found))
+
+    def decode_ids(self, ids: Sequence[int]) -> str:
+        return "".join(self._words[token] for token in ids if token != _END).strip()
+
+    @property
+    def has_chat_template(self) -> bool:
+        return True
+
+    def render_chat(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, date: str | None = None
+    ) -> str:
+        turns = "".join(f"[{message['role']}] {message['content']} [end]\n" for message in messages)
+        return turns + ("[assistant]" if add_generation_prompt else "")
+
+    def _id_of(self, word: str) -> int:
+        token = 1 + int.from_bytes(hashlib.sha256(word.encode()).digest()[:4], "little") % (_VOCABULARY - 1)
+        self._words.setdefault(token, word)
+        return token
+
+    # -- KV -----------------------------------------------------------------------------------------------------
+
+    def encode(self, ids: Sequence[int], context: torch.Tensor | None = None) -> torch.Tensor:
+        self.encoded.append(tuple(ids))
+        return self._kv(ids)
+
+    def _kv(self, ids: Sequence[int]) -> torch.Tensor:
+        spelled = torch.tensor([[token // 64, token % 64] for token in ids], dtype=self.dtype)
+        return spelled.view(len(ids), 2).expand(self.num_layers, 2, 1, len(ids), 2).contiguous()
+
+    def prefill(self, ids: torch.Tensor, capacity: int) -> tuple[FakeState, torch.Tensor]:
+        state = FakeState(ids.tolist(), len(ids))
+        return state, self._logits(state)
+
+    def fuse(
+        self, plan: Plan, sources: Sources, *, capacity: int, clock: PhaseClock, trace: bool = False
+    ) -> Fused | None:
+        with clock.phase("read"):
+            reused = tuple(span for span in plan.reused if self._is_whole(span, sources))
+        if not reused:
+            return None
+        plan = replace(plan, reused=reused, keys=())
+        with clock.phase("recompute"):
+            state, logits = self.prefill(plan.layout.ids, capacity)
+        stale = plan.chunk_tokens - sum(len(span.tokens) for span in plan.exact)
+        recomputed = min(plan.budget_tokens, stale)
+        return Fused(state, logits, plan, recomputed, float(recomputed), None)
+
+    def _is_whole(self, span: Span, sources: Sources) -> bool:
+        """Whether the stored KV is there.
+
+        Raises:
+            ConfigurationError: it is that of another text.
+        """
+        kv = sources.primary.read(span.segment.text)
+        if kv is None:
+            return False
+        if not torch.equal(kv.to(self.dtype), self._kv(span.tokens.ids)):
+            raise ConfigurationError(f"the stored KV is not that of the chunk {span.segment.text[:40]!r}.")
+        return True
+
+    def decode_step(self, state: Any, token_id: int) -> torch.Tensor:
+        state.ids.append(token_id)
+        return self._logits(state)
+
+    def _logits(self, state: FakeState) -> torch.Tensor:
+        """One-hot: up to seven words that follow from all ids of the prompt, then the end."""
+        digest = hashlib.sha256(array("q", state.ids[: state.prompt_tokens]).tobytes()).digest()
+        number = len(state.ids) - state.prompt_tokens
+        logits = torch.zeros(_VOCABULARY)
+        ends = number >= 1 + digest[0] % 7
+        logits[_END if ends else self._id_of(" " + _ANSWER[digest[1 + number] % len(_ANSWER)])] = 100.0
+        return logits

@@ -1,0 +1,112 @@
+"""Query attention: the primary's own attention from the question, over the stale cache.
+
+One scorer; the published methods are settings of it (:mod:`cacheclip_rag.methods.presets`). The question runs through
+the model once more than in other methods: its rows are few, and nothing of the chunks is computed for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ...checks import check_choice, check_flag, check_share
+from ...errors import ConfigurationError
+from ..auxiliary import score_chunks
+from ..question import attention_to_tokens, pick_layers
+from ..views import CacheView, split_by_span
+from .base import CacheScorer
+
+__all__ = ["QueryAttention"]
+
+_CHOICES = {"heads": ("mean", "max"), "queries": ("mean", "max"), "softmax": ("row", "chunks")}
+_REPEAT = "\n\nRepeat the previous context exactly."
+"""The prompt of KVzip (arXiv:2505.23416), as QCFuse shortens it: what it attends to is what the chunk says."""
+_SINK_TOKENS = 4
+"""First tokens of each chunk that the question always sees."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueryAttention(CacheScorer):
+    """Attention of the question's tokens, in the primary model, on each chunk token."""
+
+    layers: str = "last"
+    """``all``, ``last``, ``upper``, ``middle``, a range of depth (``0.6-0.7``), a depth and how many layers from there
+    on (``0.6+4``) or numbers joined by ``+``."""
+    heads: str = "mean"
+    """``mean`` or ``max`` over heads."""
+    queries: str = "mean"
+    """``mean`` (the same ranking as a sum) or ``max`` over question tokens."""
+    softmax: str = "row"
+    """``row``: over all that a question token sees; ``chunks``: over the tokens of reused chunks alone."""
+    visible_share: float = 1.0
+    """Share of each chunk that the question may attend to on its way through the layers, the tokens that say most of
+    the chunk first; 1.0 all of it, 0.0 nothing."""
+    question_only: bool = False
+    """True: the question sees nothing before it on its way through the layers."""
+
+    def __post_init__(self) -> None:
+        for name, allowed in _CHOICES.items():
+            check_choice(name, getattr(self, name), allowed)
+        pick_layers(self.layers, 1024)
+        check_share("visible_share", self.visible_share, "each chunk")
+        check_flag("question_only", self.question_only)
+        if self.question_only and self.visible_share < 1.0:
+            raise ConfigurationError(
+                "a question that sees nothing before it sees no share of the chunks: got question_only=True and "
+                f"visible_share={self.visible_share}. Leave one out."
+            )
+
+    def score(self, view: CacheView) -> list[torch.Tensor]:
+        found = attention_to_tokens(
+            view.runtime,
+            view.cache,
+            view.layout.ids,
+            view.fresh,
+            view.question,
+            pick_layers(self.layers, view.runtime.num_layers),
+            heads=self.heads,
+            queries=self.queries,
+            among=_chunk_slots(view) if self.softmax == "chunks" else None,
+            visible=self._visible(view),
+        )
+        return split_by_span(found, view.spans)
+
+    def _visible(self, view: CacheView) -> torch.Tensor | None:
+        """``(num_tokens,)`` bool: what the question may see on its way; None for all of it."""
+        if self.visible_share < 1.0:
+            return self._visible_parts(view)
+        if not self.question_only:
+            return None
+        visible = torch.zeros(view.layout.num_tokens, dtype=torch.bool)
+        visible[int(view.question[0]) : int(view.question[-1]) + 1] = True
+        return visible
+
+    def _visible_parts(self, view: CacheView) -> torch.Tensor:
+        """``(num_tokens,)`` bool: everything but the chunks, and of each chunk its sinks and what says most."""
+        visible = torch.ones(view.layout.num_tokens, dtype=torch.bool)
+        for span, score in zip(view.spans, _repeat_scores(view), strict=True):
+            keep = round(self.visible_share * len(span.tokens))
+            inside = torch.zeros(len(span.tokens), dtype=torch.bool)
+            inside[score.argsort(descending=True, stable=True)[:keep]] = True
+            inside[: _SINK_TOKENS if self.visible_share else 0] = True
+            visible[span.start : span.stop] = inside
+        return visible
+
+
+def _chunk_slots(view: CacheView) -> torch.Tensor:
+    """``(num_tokens,)`` bool: reused chunks, those that are exact and will not be chosen from included."""
+    among = torch.zeros(view.layout.num_tokens, dtype=torch.bool)
+    for span in view.layout.chunks:
+        among[span.start : span.stop] = True
+    among[view.fresh] = False
+    return among
+
+
+def _repeat_scores(view: CacheView) -> list[torch.Tensor]:
+    """What a request to repeat each chunk attends to. Computed when asked (a few rows per chunk), not stored."""
+    cache, runtime = view.cache, view.runtime
+    prefix = runtime.extract(cache, 0, view.layout.num_prefix)
+    chunks = [runtime.extract(cache, span.start, span.stop) for span in view.spans]
+    ids = runtime.tokenize(_REPEAT).ids
+    return score_chunks(runtime, prefix, chunks, ids, layers=range(runtime.num_layers), heads="max", queries="max")

@@ -1,0 +1,59 @@
+"""Two scorers mixed by rank: a token is good if both put it high, whatever their scores are worth. Ours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ...checks import check_share
+from ...errors import ConfigurationError
+from ..views import CacheView, PromptView
+from .base import Scorer
+
+__all__ = ["RankMix"]
+
+
+@dataclass(frozen=True, slots=True)
+class RankMix(Scorer):
+    """Weighted mean of two rankings. It costs what both scorers cost; each works when it would by itself."""
+
+    first: Scorer
+    second: Scorer
+    weight: float = 0.5
+    """Weight of the first ranking; the second has the rest."""
+
+    def __post_init__(self) -> None:
+        for name in ("first", "second"):
+            part = getattr(self, name)
+            if not isinstance(part, Scorer) or isinstance(part, RankMix):
+                raise ConfigurationError(f"{name} must be a scorer that is no mix itself, got {part!r}.")
+        check_share("weight", self.weight, "the ranking")
+
+    @property
+    def needs_auxiliary(self) -> bool:
+        return self.first.needs_auxiliary or self.second.needs_auxiliary
+
+    @property
+    def head_sets(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*self.first.head_sets, *self.second.head_sets)))
+
+    def early(self, view: PromptView) -> list[torch.Tensor]:
+        pairs = zip(self.first.early(view), self.second.early(view), strict=True)
+        return [torch.stack(pair) for pair in pairs]  # (2, num_tokens) per span
+
+    def late(self, view: CacheView, early: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        lengths = [len(span.tokens) for span in view.spans]
+        first, second = (
+            _ranks(torch.cat(part.late(view, [pair[number] for pair in early])))
+            for number, part in enumerate((self.first, self.second))
+        )
+        return list((self.weight * first + (1 - self.weight) * second).split(lengths))
+
+
+def _ranks(scores: torch.Tensor) -> torch.Tensor:
+    """``(num_tokens,)`` from 0, the lowest score, to 1; equal scores share the mean of their ranks."""
+    _, number, counts = scores.unique(return_inverse=True, return_counts=True)
+    ranks: torch.Tensor = counts.cumsum(0) - (counts + 1) / 2
+    return ranks[number] / max(1, len(scores) - 1)

@@ -1,0 +1,192 @@
+"""What the store knows about its payloads: one SQLite file with entries, texts and sources.
+
+Entries say what a payload takes, when it was used and which text it belongs to, so that deleting a text needs no model.
+Texts are what prompts are searched for (see :mod:`.texts`). Sources say where texts come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+from .database import Database
+from .keys import text_digest
+
+__all__ = ["FILE_NAME", "Catalog", "Entry", "TextRow"]
+
+FILE_NAME = "catalog.sqlite3"
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS entries (
+    key TEXT PRIMARY KEY, namespace TEXT NOT NULL, digest BLOB, bytes INTEGER NOT NULL, num_tokens INTEGER NOT NULL,
+    codec TEXT NOT NULL, last_use INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS entries_by_use ON entries (last_use);
+CREATE INDEX IF NOT EXISTS entries_by_text ON entries (namespace, digest);
+CREATE TABLE IF NOT EXISTS texts (
+    serial INTEGER PRIMARY KEY AUTOINCREMENT, namespace TEXT NOT NULL, digest BLOB NOT NULL, anchor INTEGER NOT NULL,
+    start INTEGER NOT NULL, length INTEGER NOT NULL, ending INTEGER NOT NULL, removed INTEGER NOT NULL,
+    UNIQUE (namespace, digest)
+);
+CREATE INDEX IF NOT EXISTS texts_by_serial ON texts (namespace, serial);
+CREATE TABLE IF NOT EXISTS sources (
+    namespace TEXT NOT NULL, source TEXT NOT NULL, document TEXT NOT NULL, digest BLOB NOT NULL, text TEXT NOT NULL,
+    PRIMARY KEY (namespace, source, digest)
+);
+CREATE INDEX IF NOT EXISTS sources_by_document ON sources (namespace, document);
+CREATE INDEX IF NOT EXISTS sources_by_text ON sources (namespace, digest);
+"""
+# A text has one row, replaced under a new serial number when it is removed or added again: reading the rows after the
+# last serial seen, by one query, brings an index up to date whatever others did meanwhile.
+_TEXT_COLUMNS = "digest, anchor, start, length, ending, removed"
+_WRITE_TEXT = f"INSERT OR REPLACE INTO texts (namespace, {_TEXT_COLUMNS}) SELECT ?, ?, ?, ?, ?, ?, ?"
+_UNLESS_THERE = " WHERE NOT EXISTS (SELECT 1 FROM texts WHERE namespace = ? AND digest = ? AND removed = 0)"
+# Uses are numbered, not timed: a clock that is set back must not make the newest entries look old.
+_NEXT_USE = "(SELECT ifnull(max(last_use), 0) + 1 FROM entries)"
+_WRITE_ENTRY = f"INSERT OR REPLACE INTO entries VALUES (?, ?, ?, ?, ?, ?, {_NEXT_USE})"
+_USE_ENTRY = f"UPDATE entries SET last_use = {_NEXT_USE} WHERE key = ? AND bytes = ? AND codec = ?"
+
+TextRow = tuple[bytes, int, int, int, int]
+"""Digest of a text, hash of the window that it is found by, where that starts, length of the text, hash of its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One payload of the store."""
+
+    key: str
+    namespace: str
+    text: bytes | None
+    """Digest of its text; None if it belongs to none (the shared prefix)."""
+    num_bytes: int
+    num_tokens: int
+    codec: str
+
+
+class Catalog:
+    """Entries, texts and sources of a store folder, shared by processes (None: in this process only).
+
+    All methods raise StoreError if the file cannot be used.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._database = Database(folder / FILE_NAME if folder else None, _SCHEMA)
+
+    def close(self) -> None:
+        """Release the file; the catalog may be used again afterwards."""
+        self._database.close()
+
+    # -- entries ------------------------------------------------------------------------------------------------
+
+    def record(self, entry: Entry) -> None:
+        """Write down an entry that was put; it is the last to be evicted now."""
+        self._database.execute(_WRITE_ENTRY, astuple(entry))
+
+    def use(self, entry: Entry) -> None:
+        """Note that an entry was read; it is the last to be evicted now. One that is missing, or says otherwise, is
+        written anew. Raises StoreError, and does not wait, while another process is writing."""
+        if not self._database.execute_at_once(_USE_ENTRY, (entry.key, entry.num_bytes, entry.codec)):
+            self._database.execute_at_once(_WRITE_ENTRY, astuple(entry))
+
+    def remove(self, keys: Iterable[str]) -> int:
+        """Remove entries; returns how many were there."""
+        return self._database.execute_many(("DELETE FROM entries WHERE key = ?", (key,)) for key in keys)
+
+    def holds(self, key: str) -> bool:
+        """Whether there is an entry."""
+        return bool(self._database.query("SELECT 1 FROM entries WHERE key = ?", (key,)))
+
+    def keys(self) -> list[str]:
+        """All keys, least recently used first."""
+        return [key for (key,) in self._database.query("SELECT key FROM entries ORDER BY last_use, key")]
+
+    def keys_of(self, namespace: str, digest: bytes) -> list[str]:
+        """Keys of all entries of one text, whatever model and context they were computed for."""
+        sql = "SELECT key FROM entries WHERE namespace = ? AND digest = ?"
+        return [key for (key,) in self._database.query(sql, (namespace, digest))]
+
+    def least_recently_used(self, count: int, *, keep: str) -> list[tuple[str, int]]:
+        """Keys and bytes of the next entries to evict, ``keep`` not among them."""
+        sql = "SELECT key, bytes FROM entries WHERE key != ? ORDER BY last_use, key LIMIT ?"
+        return self._database.query(sql, (keep, count))
+
+    def totals(self) -> tuple[int, int]:
+        """Number of entries, and their bytes."""
+        ((count, size),) = self._database.query("SELECT COUNT(*), ifnull(SUM(bytes), 0) FROM entries")
+        return count, size
+
+    # -- texts --------------------------------------------------------------------------------------------------
+
+    def add_texts(self, namespace: str, rows: Iterable[TextRow]) -> None:
+        """Remember texts; known ones are kept as they are."""
+        self._database.execute_many(
+            (_WRITE_TEXT + _UNLESS_THERE, (namespace, *row, 0, namespace, row[0])) for row in rows
+        )
+
+    def remove_texts(self, namespace: str, rows: Iterable[TextRow]) -> None:
+        """Mark texts as removed, here and in every process that shares the file."""
+        self._database.execute_many((_WRITE_TEXT, (namespace, *row, 1)) for row in rows)
+
+    def has_text(self, namespace: str, digest: bytes) -> bool:
+        """Whether a text was added, and not removed since."""
+        sql = "SELECT 1 FROM texts WHERE namespace = ? AND digest = ? AND removed = 0"
+        return bool(self._database.query(sql, (namespace, digest)))
+
+    def texts_after(self, namespace: str, serial: int, count: int) -> list[tuple[int, TextRow, bool]]:
+        """The next changes after a serial number: their own, the text, and whether it was removed."""
+        rows = self._database.query(
+            f"SELECT serial, {_TEXT_COLUMNS} FROM texts WHERE namespace = ? AND serial > ? ORDER BY serial LIMIT ?",
+            (namespace, serial, count),
+        )
+        return [(number, tuple(row), bool(removed)) for number, *row, removed in rows]
+
+    # -- sources ------------------------------------------------------------------------------------------------
+
+    def add_source(self, namespace: str, source: str, text: str, document: str = "") -> None:
+        """Remember that a text comes from ``source`` (too), which is a part of ``document``."""
+        self._database.execute(
+            "INSERT OR REPLACE INTO sources VALUES (?, ?, ?, ?, ?)",
+            (namespace, source, document, text_digest(text), text),
+        )
+
+    def source_texts(self, namespace: str, source: str | None = None) -> list[str]:
+        """Every text that has a source, once; those of one source alone, if it is given."""
+        rows = self._database.query(
+            "SELECT text FROM sources WHERE namespace = ? AND source = ifnull(?, source) "
+            "GROUP BY digest ORDER BY min(rowid)",
+            (namespace, source),
+        )
+        return [text for (text,) in rows]
+
+    def orphans(self, namespace: str, gone: Collection[str], keep: Collection[str] = ()) -> list[str]:
+        """Texts that no source would hold any more without these sources and documents, except those to ``keep``."""
+        gone = set(gone)
+        found: dict[bytes, str] = {}
+        for name in sorted(gone):
+            for digest, text in self._texts_of(namespace, name):
+                holders = self._database.query(
+                    "SELECT source, document FROM sources WHERE namespace = ? AND digest = ?", (namespace, digest)
+                )
+                if text not in keep and all(not gone.isdisjoint(holder) for holder in holders):
+                    found[digest] = text
+        return list(found.values())
+
+    def remove_sources(self, namespace: str, gone: Iterable[str], *, texts: Iterable[str] | None = None) -> None:
+        """Remove these sources and documents; of these texts alone, if any are given."""
+        digests: list[Sequence[bytes]] = [()] if texts is None else [(text_digest(text),) for text in texts]
+        of_text = "" if texts is None else " AND digest = ?"
+        self._database.execute_many(
+            (f"DELETE FROM sources WHERE namespace = ? AND {column} = ?{of_text}", (namespace, name, *digest))
+            for name in gone
+            for column in ("source", "document")
+            for digest in digests
+        )
+
+    def _texts_of(self, namespace: str, name: str) -> list[tuple[bytes, str]]:
+        """Digests and texts of a source or document."""
+        return self._database.query(
+            "SELECT digest, text FROM sources WHERE namespace = ? AND source = ? "
+            "UNION SELECT digest, text FROM sources WHERE namespace = ? AND document = ?",
+            (namespace, name) * 2,
+        )

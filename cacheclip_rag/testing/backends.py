@@ -1,0 +1,210 @@
+"""What every store backend promises, as tests to inherit.
+
+>>> class TestMyBackend(BackendConformance):
+...     def make_backend(self, folder):
+...         return MyBackend(folder)
+...     def read_raw(self, backend, key):
+...         return what_the_medium_holds(key)  # bytes, or None
+...     def write_raw(self, backend, key, data):
+...         put_it_there(key, data)
+
+``read_raw`` and ``write_raw`` bypass the code under test: they open the file or ask the server themselves. Without them
+a backend whose reading and writing are wrong in the same way would pass. (Source of the idea: the store tests that
+zarr-python ships.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from abc import abstractmethod
+from pathlib import Path
+
+import pytest
+
+from ..store.backend import Backend
+
+__all__ = ["BackendConformance", "sample_key", "sample_payload"]
+
+
+def sample_key(number: int) -> str:
+    """A key as the store makes them: 64 hexadecimal digits."""
+    return hashlib.sha256(str(number).encode()).hexdigest()
+
+
+def sample_payload(number: int, num_bytes: int = 1000) -> bytes:
+    """Bytes that look random, another sequence for each number."""
+    return hashlib.shake_128(str(number).encode()).digest(num_bytes)
+
+
+class BackendConformance:
+    """Inherit it in a class whose name begins with ``Test``, and implement the three methods."""
+
+    persists = True
+    """Whether a second backend on the same folder sees what the first one wrote."""
+
+    @abstractmethod
+    def make_backend(self, folder: Path) -> Backend:
+        """A backend without a limit of its own.
+
+        Args:
+            folder: for this test alone, empty at first. The same folder means the same place, if the backend persists.
+        """
+
+    @abstractmethod
+    def read_raw(self, backend: Backend, key: str) -> bytes | None:
+        """What the medium holds under ``key``, read without the backend's code."""
+
+    @abstractmethod
+    def write_raw(self, backend: Backend, key: str, data: bytes) -> None:
+        """Put ``data`` into the medium under ``key``, without the backend's code."""
+
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        return tmp_path
+
+    @pytest.fixture
+    def backend(self, folder: Path) -> Backend:
+        return self.make_backend(folder)
+
+    # -- reading and writing ------------------------------------------------------------------------------------
+
+    def test_is_a_backend(self, backend: Backend) -> None:
+        assert isinstance(backend, Backend)
+
+    @pytest.mark.parametrize("num_bytes", [0, 1, 4095, 4096, 3_000_001])
+    def test_put_writes_every_byte_to_the_medium(self, backend: Backend, num_bytes: int) -> None:
+        data = sample_payload(1, num_bytes)
+        backend.put(sample_key(1), data)
+        assert self.read_raw(backend, sample_key(1)) == data
+
+    @pytest.mark.parametrize("num_bytes", [0, 1, 4095, 4096, 3_000_001])
+    def test_get_reads_every_byte_from_the_medium(self, backend: Backend, num_bytes: int) -> None:
+        data = sample_payload(1, num_bytes)
+        self.write_raw(backend, sample_key(1), data)
+        assert _got(backend, 1) == data
+
+    @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+    def test_put_takes_any_buffer(self, backend: Backend, kind: type) -> None:
+        backend.put(sample_key(1), kind(sample_payload(1)))
+        assert _got(backend, 1) == sample_payload(1)
+
+    def test_missing_keys_are_left_out(self, backend: Backend) -> None:
+        assert backend.get_many([sample_key(1)]) == {}
+        backend.put(sample_key(2), sample_payload(2))
+        found = backend.get_many([sample_key(1), sample_key(2), sample_key(3)])
+        assert list(found) == [sample_key(2)]
+
+    def test_many_at_once(self, backend: Backend) -> None:
+        for number in range(5):
+            backend.put(sample_key(number), sample_payload(number))
+        found = backend.get_many(sample_key(number) for number in (3, 0, 9, 3))
+        assert {key: bytes(data) for key, data in found.items()} == {sample_key(n): sample_payload(n) for n in (0, 3)}
+
+    def test_no_key_at_all(self, backend: Backend) -> None:
+        assert backend.get_many([]) == {} and backend.delete([]) == 0
+
+    def test_put_again_replaces(self, backend: Backend) -> None:
+        backend.put(sample_key(1), sample_payload(1, 3000))
+        backend.put(sample_key(1), sample_payload(2, 1000))
+        assert _got(backend, 1) == self.read_raw(backend, sample_key(1)) == sample_payload(2, 1000)
+        assert list(backend.list()) == [sample_key(1)]
+
+    def test_put_keeps_a_copy(self, backend: Backend) -> None:
+        data = bytearray(sample_payload(1))
+        backend.put(sample_key(1), data)
+        data[:] = bytes(len(data))
+        assert _got(backend, 1) == sample_payload(1)
+
+    def test_payload_in_hand_survives_deletion_and_replacement(self, backend: Backend) -> None:
+        for number in (1, 2):
+            backend.put(sample_key(number), sample_payload(number))
+        found = backend.get_many([sample_key(1), sample_key(2)])
+        backend.delete([sample_key(1)])
+        backend.put(sample_key(2), sample_payload(3))
+        assert [bytes(data) for data in found.values()] == [sample_payload(1), sample_payload(2)]
+
+    # -- deleting and listing -----------------------------------------------------------------------------------
+
+    def test_delete(self, backend: Backend) -> None:
+        for number in range(4):
+            backend.put(sample_key(number), sample_payload(number))
+        assert backend.delete(sample_key(number) for number in (0, 2, 9)) == 2
+        assert backend.delete([sample_key(0)]) == 0
+        assert self.read_raw(backend, sample_key(0)) is None and self.read_raw(backend, sample_key(1)) is not None
+        assert set(backend.get_many(map(sample_key, range(4)))) == {sample_key(1), sample_key(3)}
+        backend.put(sample_key(0), sample_payload(0))
+        assert _got(backend, 0) == sample_payload(0)
+
+    def test_list(self, backend: Backend) -> None:
+        assert list(backend.list()) == []
+        for number in range(20):
+            backend.put(sample_key(number), sample_payload(number))
+        self.write_raw(backend, sample_key(20), sample_payload(20))
+        backend.delete([sample_key(7)])
+        assert sorted(backend.list()) == sorted(sample_key(number) for number in range(21) if number != 7)
+
+    def test_list_while_payloads_are_deleted_and_added(self, backend: Backend) -> None:
+        for number in range(20):
+            backend.put(sample_key(number), sample_payload(number))
+        listed = []
+        for key in backend.list():
+            listed.append(key)
+            backend.delete(map(sample_key, range(20)))
+            backend.put(sample_key(30), sample_payload(30))
+        assert len(listed) == len(set(listed)) and set(listed) <= {*map(sample_key, range(20)), sample_key(30)}
+
+    # -- lifetime and sharing -----------------------------------------------------------------------------------
+
+    def test_usable_after_close(self, backend: Backend) -> None:
+        backend.put(sample_key(1), sample_payload(1))
+        backend.close()
+        assert _got(backend, 1) == sample_payload(1)
+        backend.close()
+        backend.close()
+        backend.put(sample_key(2), sample_payload(2))
+        assert _got(backend, 2) == sample_payload(2)
+
+    def test_shared_with_another_backend_on_the_same_place(self, backend: Backend, folder: Path) -> None:
+        backend.put(sample_key(1), sample_payload(1))
+        other = self.make_backend(folder)
+        if not self.persists:
+            assert other.get_many([sample_key(1)]) == {}
+            return
+        assert _got(other, 1) == sample_payload(1)
+        other.put(sample_key(2), sample_payload(2))
+        assert _got(backend, 2) == sample_payload(2)
+        assert sorted(backend.list()) == sorted(other.list()) == sorted(map(sample_key, (1, 2)))
+        other.close()
+
+    def test_threads(self, backend: Backend) -> None:
+        """Whatever a thread reads under a key was put under it, whole."""
+        versions = {number: [sample_payload(10 * number + version, 20_000) for version in (0, 1)] for number in (1, 2)}
+        problems: list[str] = []
+
+        def work(seed: int) -> None:
+            try:
+                for step in range(30):
+                    number, version = 1 + (seed + step) % 2, (seed + step // 2) % 2
+                    backend.put(sample_key(number), versions[number][version])
+                    for key, data in backend.get_many([sample_key(1), sample_key(2)]).items():
+                        if bytes(data) not in versions[1 if key == sample_key(1) else 2]:
+                            problems.append(f"torn payload under {key}")
+                    list(backend.list())
+                    if step % 7 == 6:
+                        backend.delete([sample_key(number)])
+            except BaseException as error:
+                problems.append(repr(error))
+
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert problems == []
+
+
+def _got(backend: Backend, number: int) -> bytes:
+    found = backend.get_many([sample_key(number)])
+    assert sample_key(number) in found, f"payload {number} is gone"
+    return bytes(found[sample_key(number)])

@@ -1,0 +1,189 @@
+"""A conformance suite for methods: inherit it, name your method, run pytest.
+
+    class TestMine(MethodConformance):
+        @pytest.fixture
+        def method(self) -> Method:
+            return Recompute(MyScorer(), name="mine")
+
+The suite runs the method on a tiny model with a disk of its own; no network is needed. References come from an
+unmodified transformers model, not from this library.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from ..engine import CacheClipEngine
+from ..methods import preset
+from ..methods.base import CacheView, Method, PromptView, RowFilter
+from ..methods.settings import describe, vary
+from ..runtime.prefill import Prefilled
+from .tiny import SENTENCES, TINY_MODELS, build_auxiliary, build_model
+
+__all__ = ["MethodConformance", "Observed", "PromptCase", "logit_gap"]
+
+EXACT = 1e-4
+"""Largest difference of float32 logits that counts as equal."""
+DIFFERENT = 1e-2
+"""Smallest difference that shows something else was computed."""
+_CHUNKS = (" ".join(SENTENCES[0:3]), " ".join(SENTENCES[3:5]), " ".join(SENTENCES[5:8]))
+_QUESTIONS = ("What is the magic number of the harbour master?", "When do seabirds nest on the eastern cliffs?")
+
+
+def logit_gap(left: torch.Tensor, right: torch.Tensor) -> float:
+    """Largest absolute difference."""
+    return float((left - right).abs().max())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Observed(Method):
+    """A method that computes as ``inner`` does, and keeps what it saw and chose."""
+
+    inner: Method
+    masks: Sequence[torch.Tensor] | None = None
+    """Select these in place of what ``inner`` would."""
+    seen: dict[str, Any] = field(default_factory=dict)
+    """``view`` and ``masks`` of the last selection, ``filter`` if rows left between layers."""
+
+    def __getattribute__(self, name: str) -> Any:
+        own = ("inner", "masks", "seen", "score", "select", "row_filter", "__class__", "__dict__")
+        return object.__getattribute__(self if name in own else object.__getattribute__(self, "inner"), name)
+
+    def score(self, view: PromptView) -> list[torch.Tensor]:
+        return Method.score(self, view) if self.masks is not None else self.inner.score(view)
+
+    def select(self, view: CacheView, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        chosen = self.inner.select(view, scores) if self.masks is None else list(self.masks)
+        self.seen.update(view=view, masks=chosen)
+        return chosen
+
+    def row_filter(self, view: CacheView, rows: torch.Tensor) -> RowFilter | None:
+        found = self.seen["filter"] = self.inner.row_filter(view, rows)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class PromptCase:
+    """An engine on a tiny model, and prompts of three stored chunks."""
+
+    engine: CacheClipEngine
+    folder: str
+    """Of the primary model."""
+
+    def prefill(self, method: Method, question: int = 0) -> Prefilled:
+        """The prompt up to its first logits; chunks are stored first, as the method needs them."""
+        self.engine.precompute(_CHUNKS, method=method)
+        prompt = "Read this first.\n\n" + "\n\n".join(_CHUNKS) + f"\n\nQuestion: {_QUESTIONS[question]}"
+        self.engine.prefixes.clear()
+        return self.engine.prefill(prompt, method=method, question=_QUESTIONS[question])
+
+    @torch.inference_mode()
+    def reference(self, ids: torch.Tensor) -> torch.Tensor:
+        """Logits of the last of ``ids`` by an unmodified transformers model with eager attention."""
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32, attn_implementation="eager")
+        logits: torch.Tensor = model.eval()(input_ids=ids[None], use_cache=False).logits[0, -1]
+        return logits
+
+
+class MethodConformance(ABC):
+    """What holds for every method that reuses stored chunks in one prefill."""
+
+    zero_is_direct: ClassVar[bool] = True
+    """Whether ratio 0.0 computes nothing of the chunks; False where layers are run in full to choose."""
+    fills_budget: ClassVar[bool] = True
+    """Whether exactly the budget is spent; False where it is only a limit."""
+    charges_the_budget: ClassVar[bool] = True
+    """Whether the choice itself is free; False where layers, or a whole prefill, are charged on top."""
+
+    @pytest.fixture
+    @abstractmethod
+    def method(self) -> Method:
+        """The method to test."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def prompt_case(cls, tmp_path_factory: pytest.TempPathFactory) -> PromptCase:
+        """A tiny Llama and an auxiliary, for all tests of the class. Override it for another model."""
+        root: Path = tmp_path_factory.mktemp("conformance")
+        folder = str(build_model(root / "primary", TINY_MODELS["llama"]))
+        auxiliary = str(build_auxiliary(root / "auxiliary"))
+        return PromptCase(CacheClipEngine(primary=folder, auxiliary=auxiliary), folder)
+
+    def test_everything_is_reused(self, prompt_case: PromptCase, method: Method) -> None:
+        stats = prompt_case.prefill(method).stats
+        assert (stats.fallback, stats.hits, stats.misses) == (None, len(_CHUNKS), 0)
+        assert (stats.method, stats.nominal_ratio) == (method.name, method.nominal_ratio)
+
+    def test_ratio_one_is_full_prefill(self, prompt_case: PromptCase, method: Method) -> None:
+        if not (method.has_ratio and method.exact_at_one):
+            return
+        found = prompt_case.prefill(method.at(1.0))
+        expected = prompt_case.reference(found.layout.ids)
+        assert found.stats.effective_ratio == 1.0
+        assert logit_gap(found.logits, expected) < EXACT
+        assert logit_gap(prompt_case.prefill(_direct(method)).logits, expected) > DIFFERENT, "direct reuse must differ"
+
+    def test_ratio_zero_is_direct_reuse(self, prompt_case: PromptCase, method: Method) -> None:
+        if not (method.has_ratio and self.zero_is_direct):
+            return
+        found = prompt_case.prefill(method.at(0.0))
+        assert found.stats.recomputed_tokens == 0 and found.stats.charged_ratio == 0.0
+        direct = prompt_case.prefill(_direct(method)).logits
+        assert logit_gap(found.logits, direct) < EXACT
+        assert logit_gap(prompt_case.prefill(method.at(0.5)).logits, direct) > 1e-3, "what is recomputed must show"
+
+    @pytest.mark.parametrize("ratio", [0.1, 0.3, 0.7])
+    def test_the_budget_is_kept(self, prompt_case: PromptCase, method: Method, ratio: float) -> None:
+        if not method.has_ratio:
+            return
+        stats = prompt_case.prefill(method.at(ratio)).stats
+        budget = round(ratio * stats.chunk_tokens)
+        assert stats.recomputed_tokens == budget if self.fills_budget else stats.recomputed_tokens <= budget
+        if self.charges_the_budget:
+            assert stats.charged_ratio == pytest.approx(stats.effective_ratio)
+
+    def test_a_later_token_never_changes_an_earlier_row(self, prompt_case: PromptCase, method: Method) -> None:
+        """Another question over the same selection: the KV of every token before it stays, bit for bit."""
+        observed = Observed(method.at(0.3) if method.has_ratio else method)
+        first = prompt_case.prefill(observed)
+        again = prompt_case.prefill(replace_masks(observed), question=1)
+        border = first.layout.chunks[-1].stop
+        assert torch.equal(first.layout.ids[:border], again.layout.ids[:border])
+        for left, right in zip(_layers(first), _layers(again), strict=True):
+            for before, after in ((left.keys, right.keys), (left.values, right.values)):
+                assert logit_gap(before[:, :, :border], after[:, :, :border]) < 1e-5
+        assert logit_gap(first.logits, again.logits) > DIFFERENT, "another question must show"
+
+    def test_the_same_prompt_gives_the_same_bits(self, prompt_case: PromptCase, method: Method) -> None:
+        first, second = prompt_case.prefill(method), prompt_case.prefill(method)
+        assert torch.equal(first.logits, second.logits)
+        assert first.stats.recomputed_tokens == second.stats.recomputed_tokens
+
+    def test_it_can_be_compared_hashed_and_written_down(self, method: Method) -> None:
+        assert hash(method) == hash(replace(method)) and method == replace(method)
+        assert vary(method, describe(method)) == method
+        if method.has_ratio:
+            assert method.at(0.3).nominal_ratio == 0.3 and method.at(0.3).at(method.nominal_ratio) == method
+
+
+def replace_masks(observed: Observed) -> Observed:
+    """The same method with the selection that it made last."""
+    return Observed(observed.inner, observed.seen["masks"])
+
+
+def _direct(method: Method) -> Method:
+    return replace(preset("direct"), chunk_context=method.chunk_context)
+
+
+def _layers(prefilled: Prefilled) -> list[Any]:
+    layers: list[Any] = prefilled.cache.layers
+    return layers

@@ -1,0 +1,98 @@
+"""Texts, their entries and their sources, without a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from cacheclip_rag.chunks.library import ChunkLibrary
+from cacheclip_rag.store import ChunkStore, chunk_key
+
+ONE, TWO, THREE = (f"The lamp of lighthouse number {n} burned oil." for n in range(3))
+
+
+@pytest.fixture(params=["memory", "disk"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> ChunkStore:
+    return ChunkStore.open(tmp_path if request.param == "disk" else None)
+
+
+@pytest.fixture
+def library(store: ChunkStore) -> ChunkLibrary:
+    return ChunkLibrary(store, "ours")
+
+
+def write(store: ChunkStore, text: str, *models: str, namespace: str = "ours") -> None:
+    for model in models:
+        name = chunk_key(
+            model_fingerprint=model, prefix_ids=[], chunk_ids=[*map(ord, text)], rope_pin="", namespace=namespace
+        )
+        store.put(name, torch.ones(1, 2, 1, 3, 4), "float32", namespace=namespace, text=text)
+
+
+def found(library: ChunkLibrary, prompt: str) -> list[str]:
+    return [prompt[match.start : match.stop] for match in library.find(prompt)]
+
+
+def test_added_texts_are_known_and_found(library: ChunkLibrary) -> None:
+    library.add(ONE)
+    library.add(TWO, "node", "report")
+    assert library.known(ONE) and not library.known(THREE)
+    assert found(library, f"{TWO} {THREE} {ONE}") == [TWO, ONE]
+    prompt = f"{THREE} {ONE}"
+    assert [prompt[m.start : m.stop] for m in library.find(prompt, [THREE])] == [THREE, ONE]
+
+
+def test_release_deletes_every_entry_of_a_text(store: ChunkStore, library: ChunkLibrary) -> None:
+    for text in (ONE, TWO):
+        write(store, text, "primary", "primary in another context", "auxiliary")
+        library.add(text)
+    assert library.release([ONE, THREE]) == 1
+    assert store.stats().entries == 3
+    assert not library.known(ONE) and found(library, f"{ONE} {TWO}") == [TWO]
+    assert library.release([ONE]) == 0
+
+
+def test_namespaces_share_nothing(store: ChunkStore, library: ChunkLibrary) -> None:
+    theirs = ChunkLibrary(store, "theirs")
+    for each, namespace in ((library, "ours"), (theirs, "theirs")):
+        write(store, ONE, "model", namespace=namespace)
+        each.add(ONE, "node")
+    assert library.release_sources(["node"]) == 1
+    assert not library.known(ONE) and theirs.known(ONE) and store.stats().entries == 1
+    assert theirs.texts() == [ONE] and library.texts() == []
+
+
+class TestSources:
+    def test_a_text_goes_with_its_last_source(self, store: ChunkStore, library: ChunkLibrary) -> None:
+        write(store, ONE, "model")
+        library.add(ONE, "node 1")
+        library.add_source(ONE, "node 2")
+        assert library.orphans(["node 1"]) == [] and library.orphans(["node 1", "node 2"]) == [ONE]
+        assert library.release_sources(["node 1", "no such node"]) == 0 and library.known(ONE)
+        assert library.release_sources(["node 2"]) == 1 and not library.known(ONE)
+
+    def test_a_document_takes_its_sources_along(self, store: ChunkStore, library: ChunkLibrary) -> None:
+        for number, text in enumerate((ONE, TWO)):
+            write(store, text, "model")
+            library.add(text, f"node {number}", "report")
+        library.add_source(TWO, "elsewhere", "letter")
+        assert library.release_sources(["report"]) == 1
+        assert library.known(TWO) and library.texts() == [TWO] and library.texts("node 1") == []
+
+    def test_texts_to_keep_stay_though_their_source_goes(self, store: ChunkStore, library: ChunkLibrary) -> None:
+        write(store, ONE, "model")
+        library.add(ONE, "node")
+        assert library.release_sources(["node"], keep=[ONE]) == 0
+        assert library.known(ONE) and store.stats().entries == 1 and library.texts() == []
+
+    def test_sources_of_some_texts_alone_are_removed(self, library: ChunkLibrary) -> None:
+        for text in (ONE, TWO):
+            library.add(text, "node")
+        library.remove_sources(["node"], texts=[ONE])
+        assert library.texts("node") == [TWO] and library.known(ONE)
+
+    def test_a_source_does_not_make_a_text_known(self, library: ChunkLibrary) -> None:
+        library.add_source(ONE, "deleted just now")
+        assert not library.known(ONE) and found(library, ONE) == [] and library.texts() == [ONE]

@@ -1,0 +1,133 @@
+"""One list of settings for LlamaIndex and LangChain, with the names and defaults of the engine."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from langchain_cacheclip import CacheClipLLM as LangChainLLM
+from langchain_cacheclip import ChatCacheClip
+from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform
+
+from cacheclip_rag import CacheClipEngine, EngineConfig, SamplingParams
+from cacheclip_rag.adapter import ALIASES, EngineFields, ModelFields
+from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.methods import create
+
+MODELS: list[Any] = [CacheClipLLM, ChatCacheClip, LangChainLLM]
+PROMPT = "Where did the keeper live?"
+
+
+def ask(llm: Any, prompt: str, **options: Any) -> dict[str, Any]:
+    """Statistics of an answer."""
+    if isinstance(llm, CacheClipLLM):
+        return dict(llm.complete(prompt, **options).additional_kwargs["cacheclip"])
+    if isinstance(llm, ChatCacheClip):
+        return dict(llm.invoke(prompt, **options).response_metadata["cacheclip"])
+    return dict(llm.generate([prompt], **options).generations[0][0].generation_info["cacheclip"])
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_names_defaults_and_descriptions_are_those_of_the_engine(kind: Any) -> None:
+    defaults = {f.name: getattr(made, f.name) for made in (EngineConfig(), SamplingParams()) for f in fields(made)}
+    assert len(ModelFields.model_fields) >= 15
+    for name, field in ModelFields.model_fields.items():
+        own = kind.model_fields[name]
+        assert own.description and own.description == field.description, f"{name} has another description"
+        assert own.annotation == field.annotation, f"{name} has another type"
+        if name != "engine_kwargs":
+            assert defaults[name] == (tuple(kind().stop) if name == "stop" else getattr(kind(), name)), name
+
+
+def test_the_ingestion_step_has_the_engines_fields() -> None:
+    assert set(CacheClipTransform.model_fields) == set(EngineFields.model_fields)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("alias", list(ALIASES))
+def test_aliases(kind: Any, alias: str) -> None:
+    name = ALIASES[alias]
+    value: Any = {"max_tokens": 7, "stop": ["x"]}.get(name, "some-model")
+    assert getattr(kind(**{alias: value}), name) == value
+    with pytest.raises(ConfigurationError, match=f"{name} was given twice"):
+        kind(**{alias: value, name: value})
+
+
+def test_an_alias_is_known_where_its_field_is() -> None:
+    assert CacheClipTransform(model="a").primary == "a"
+    with pytest.raises(ConfigurationError, match="unknown field max_new_tokens"):
+        CacheClipTransform(max_new_tokens=3)
+
+
+@pytest.mark.parametrize("kind", [*MODELS, CacheClipTransform])
+def test_a_store_may_be_a_path(kind: Any, tmp_path: Path) -> None:
+    component = kind(store=tmp_path / "store")
+    assert component.store == str(tmp_path / "store")
+    assert component.engine is kind(store=str(tmp_path / "store")).engine
+    assert json.dumps(component.store)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_frameworks_find_the_models_name(kind: Any) -> None:
+    assert kind(primary="some/model").model_name == "some/model"
+
+
+def test_equal_settings_share_an_engine_across_frameworks(tiny_models: dict[str, str], tmp_path: Path) -> None:
+    settings: Any = {"primary": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"], "store": tmp_path}
+    engines = {id(kind(**settings, system_prompt="Be brief.").engine) for kind in (*MODELS, CacheClipTransform)}
+    assert len(engines) == 1
+    assert {id(kind(**settings, temperature=0.5, method="direct").engine) for kind in MODELS} == {
+        id(CacheClipTransform(**settings).engine)
+    }
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_system_prompt_opens_a_conversation(kind: Any, tiny_models: dict[str, str]) -> None:
+    settings: Any = {"primary": tiny_models["llama"], "auxiliary": None, "max_tokens": 1, "method": "full"}
+    told = kind(**settings, system_prompt="You answer in the manner of the keeper of a lighthouse.")
+    assert ask(told, PROMPT)["prompt_tokens"] > ask(kind(**settings), PROMPT)["prompt_tokens"]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_from_engine(kind: Any, tiny_models: dict[str, str]) -> None:
+    engine = CacheClipEngine(
+        primary=tiny_models["llama"], auxiliary=None, method="direct", recompute_ratio=0.3, memory_bytes=5
+    )
+    llm = kind.from_engine(engine, max_new_tokens=3)
+    assert llm.engine is engine and llm.model_copy(update={"method": "full"}).engine is engine
+    assert (llm.method, llm.recompute_ratio, llm.max_tokens) == ("direct", 0.3, 3)
+    assert llm.engine_kwargs == {"memory_bytes": 5}
+    assert llm.model_copy(update={"namespace": "other"}).engine is not engine
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_method_may_be_an_instance(kind: Any, tiny_models: dict[str, str], chunks: list[str]) -> None:
+    """It has its own ratio, which the field's default must not contradict."""
+    method = create("random", {"recompute_ratio": 0.3})
+    settings: Any = {"primary": tiny_models["llama"], "auxiliary": None, "max_tokens": 1, "namespace": kind.__module__}
+    prompt = f"{chunks[0]}\n\n{chunks[1]}\n\n{PROMPT}"
+    for llm, options in ((kind(**settings, method=method), {}), (kind(**settings, method="full"), {"method": method})):
+        llm.engine.precompute(chunks[:2], method=method)
+        stats = ask(llm, prompt, **options)
+        assert (stats["method"], stats["nominal_ratio"]) == ("random", 0.3)
+    with pytest.raises(ConfigurationError, match="method must be a name or a Method, got int"):
+        kind(method=3)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_wrong_settings_are_refused(kind: Any) -> None:
+    for wrong in (
+        {"top_p": 0.0},
+        {"max_tokens": 0},
+        {"stop": [""]},
+        {"recompute_ratio": 1.5},
+        {"method": "magic"},
+        {"engine_kwargs": {"recompute_ratio": 0.5}},
+        {"engine_kwargs": {"system_prompt": "x"}},
+        {"colour": "red"},
+    ):
+        with pytest.raises(ConfigurationError):
+            kind(**wrong)

@@ -1,0 +1,207 @@
+"""Names, presets, methods as mappings, and a suite that finds broken methods."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from cacheclip_rag import EngineConfig
+from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.methods import DEFAULT_METHOD, PRESET_NAMES, check_method, preset
+from cacheclip_rag.methods.cacheblend import CacheBlend
+from cacheclip_rag.methods.presets import PRESET_NOTES, PRESETS
+from cacheclip_rag.methods.recompute import Recompute
+from cacheclip_rag.methods.settings import describe, vary
+from cacheclip_rag.selection.budget import Budget, FixedStarts
+from cacheclip_rag.selection.grouping import AlignedWindows, Sentences, Tokens, Votes
+from cacheclip_rag.selection.scorers import AuxiliaryAttention, ChunkStart, PromptScorer, QueryAttention
+from cacheclip_rag.testing.methods import MethodConformance, PromptCase
+from tests.methods.spying import made
+
+
+class TestNames:
+    def test_names_are_those_of_the_presets(self) -> None:
+        assert tuple(PRESETS) == PRESET_NAMES == tuple(PRESET_NOTES)
+        assert all(method.name == name for name, method in PRESETS.items())
+        assert all(note.summary.endswith(".") and note.source for note in PRESET_NOTES.values())
+        assert len(set(PRESETS.values())) == len(PRESETS) == len({note.summary for note in PRESET_NOTES.values()})
+
+    def test_settings_are_made_without_torch(self) -> None:
+        code = (
+            "import sys; from cacheclip_rag import EngineConfig; EngineConfig(method='epic', recompute_ratio=0.1);"
+            "sys.exit('torch' in sys.modules)"
+        )
+        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+    def test_an_unknown_name(self) -> None:
+        with pytest.raises(ConfigurationError, match="one of full, prefix.*got 'cacheclp'. Did you mean 'cacheclip'"):
+            preset("cacheclp")
+        with pytest.raises(ConfigurationError, match="an engine chooses what 'auto' means"):
+            preset(DEFAULT_METHOD)
+        for wrong in ("cacheclip:layers=last", "", 3, None, Recompute):
+            with pytest.raises(ConfigurationError, match="method must be"):
+                check_method(wrong)
+        check_method(Recompute(ChunkStart()))
+
+    def test_a_method_of_ones_own_is_a_setting(self) -> None:
+        mine = Recompute(ChunkStart(), Budget(ratio=0.1), name="mine")
+        config = EngineConfig(method=mine)
+        assert config == EngineConfig(method=replace(mine)) and hash(config) == hash(EngineConfig(method=replace(mine)))
+        assert config != EngineConfig(method=mine.at(0.3))
+
+    def test_published_forms(self) -> None:
+        paper = preset("cacheclip-paper")
+        assert isinstance(paper, Recompute) and paper.correction == 0.0 and paper.chunk_context == "prefix"
+        assert paper.scorer == AuxiliaryAttention(layers="last")
+        assert paper.budget == Budget(0.2, AlignedWindows(8, 5), chunk_starts=0.0)
+        assert preset("epic-paper").budget == FixedStarts(first=16, last=0)  # type: ignore[attr-defined]
+        assert preset("cacheblend-equal-charge") == CacheBlend(equal_charge=True, name="cacheblend-equal-charge")
+        wrapped = preset("turborag").context
+        assert wrapped is not None and (wrapped.before, wrapped.after) == ("<|doc_start|>", "<|doc_end|>")
+
+    def test_one_default_ratio(self) -> None:
+        assert EngineConfig().recompute_ratio is None
+        assert {method.nominal_ratio for method in PRESETS.values() if method.has_ratio} == {Budget().ratio}
+
+
+class TestDescribe:
+    @pytest.mark.parametrize("name", PRESET_NAMES)
+    def test_it_is_json_and_comes_back(self, name: str) -> None:
+        method = preset(name)
+        assert vary(method, json.loads(json.dumps(describe(method)))) == method
+
+    def test_nested_parts_with_their_types(self) -> None:
+        found = describe(preset("anchored"))
+        assert found["type"] == "Recompute" and found["name"] == "anchored"
+        assert found["scorer"]["type"] == "RankMix" and found["scorer"]["second"] == {
+            "type": "ChunkStart",
+            "within": 64,
+        }
+        assert found["budget"]["grouping"] == {"type": "Windows", "size": 8}
+
+    def test_a_type_from_elsewhere_goes_by_its_full_name(self) -> None:
+        assert describe(Recompute(Backwards()))["scorer"] == {"type": f"{__name__}.Backwards", "until": 3}
+
+    def test_no_two_presets_are_described_alike(self) -> None:
+        assert len({json.dumps(describe(method)) for method in PRESETS.values()}) == len(PRESETS)
+
+
+class TestVary:
+    def test_nested_changes_keep_the_rest(self) -> None:
+        method: Any = vary(preset("cacheclip"), {"correction": 0.0, "budget": {"ratio": 0.1}})
+        assert method.correction == 0.0 and method.budget == Budget(ratio=0.1, chunk_starts=0.5)
+        assert method.scorer == AuxiliaryAttention()
+
+    def test_another_type_has_its_own_defaults(self) -> None:
+        changes = {
+            "scorer": {"type": "QueryAttention", "layers": "upper"},
+            "budget": {"grouping": {"type": "Votes", "threshold": 2}},
+        }
+        method: Any = vary(preset("cacheclip"), changes)
+        assert method.scorer == QueryAttention(layers="upper")
+        assert method.budget.grouping == Votes(8, 2) and method.budget.chunk_starts == 0.5
+
+    def test_a_type_by_its_name_alone_or_made(self) -> None:
+        for given in ("Sentences", {"type": "Sentences"}, Sentences()):
+            assert made("epic", budget={"grouping": given}).budget == Budget(grouping=Sentences())
+
+    def test_parts_of_a_mix(self) -> None:
+        method: Any = vary(preset("anchored"), {"scorer": {"weight": 0.8, "second": {"within": 8}}})
+        assert method.scorer.weight == 0.8 and method.scorer.second == ChunkStart(within=8)
+        mix = {"type": "RankMix", "first": {"type": "ChunkStart"}, "second": {"type": "Random", "seed": 3}}
+        assert vary(preset("epic"), {"scorer": mix}).scorer.second.seed == 3  # type: ignore[attr-defined]
+
+    def test_a_type_of_ones_own(self) -> None:
+        method: Any = vary(preset("epic"), {"scorer": {"type": f"{__name__}.Backwards", "until": 2}})
+        assert method.scorer == Backwards(until=2) and method.budget == Budget(grouping=Tokens())
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"corection": 0.1}, "cacheclip has no field 'corection'. Did you mean 'correction'. Fields of Recompute"),
+            ({"budget": {"ration": 0.1}}, "cacheclip.budget has no field 'ration'. Did you mean 'ratio'"),
+            ({"budget": {"grouping": {"threshold": 2}}}, "budget.grouping has no field 'threshold'.*of Windows: size"),
+            ({"scorer": {"type": "QueryAtention"}}, "got 'QueryAtention'. Did you mean 'QueryAttention'"),
+            ({"scorer": {"type": "Windows"}}, "cacheclip.scorer must be of type AuxiliaryAttention, ChunkStart"),
+            ({"scorer": {"type": "RankMix"}}, "cacheclip.scorer of type RankMix is not complete"),
+            ({"type": "CacheBlend"}, None),
+            ({"scorer": {"type": 3}}, "got 3"),
+            ({"scorer": 3}, "scorer must be a Scorer"),
+            ({"budget": 0.2}, "budget must be a Budget"),
+            ({"correction": {"share": 0.5}}, "cacheclip.correction must name its type"),
+            ({"name": ""}, "name must be a non-empty string"),
+            ({"chunk_context": "neighbours"}, "chunk_context must be one of prefix, passages"),
+            ({"budget": {"grouping": {"type": "AlignedWindows", "size": 4}}}, "threshold below the size .*threshold=5"),
+        ],
+    )
+    def test_wrong_changes(self, changes: dict[str, Any], message: str | None) -> None:
+        if message is None:
+            assert vary(preset("cacheclip"), changes) == CacheBlend()
+            return
+        with pytest.raises(ConfigurationError, match=message):
+            vary(preset("cacheclip"), changes)
+
+
+@dataclass(frozen=True, slots=True)
+class Backwards(PromptScorer):
+    """A scorer as third parties write them."""
+
+    until: int = 3
+
+    def score(self, view: Any) -> list[torch.Tensor]:
+        return [torch.arange(len(span.tokens)).clamp(min=self.until).float() for span in view.spans]
+
+
+@dataclass(frozen=True, slots=True)
+class Overspending(Recompute):
+    """One token too many."""
+
+    def select(self, view: Any, scores: Any) -> list[torch.Tensor]:
+        masks = super(Overspending, self).select(view, scores)
+        free = (~masks[0]).nonzero().flatten()
+        masks[0][free[:1]] = True
+        return masks
+
+
+@dataclass(frozen=True, slots=True)
+class Shifted(Recompute):
+    """Chunks three positions too far to the left, as a wrong rotation would leave them."""
+
+    def prepare(self, view: Any, masks: Any) -> None:
+        for layer in view.cache.layers:
+            span = view.spans[0]
+            layer.keys[0, :, span.start : span.stop] = layer.keys[0, :, span.start : span.stop].roll(3, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Peeking(Recompute):
+    """What is stored of the first chunk depends on the question after it."""
+
+    def prepare(self, view: Any, masks: Any) -> None:
+        first = view.spans[0]
+        for layer in view.cache.layers:
+            layer.values[0, :, first.start : first.stop] += float(view.layout.ids[view.question].float().mean()) / 1000
+
+
+class TestBackwards(MethodConformance):
+    @pytest.fixture
+    def method(self) -> Any:
+        return Recompute(Backwards(), name="backwards")
+
+    def test_the_suite_finds_broken_methods(self, prompt_case: PromptCase) -> None:
+        """Beside the sound one, which passes."""
+        scorer = Backwards()
+        failing = (
+            (Overspending(scorer), lambda method: self.test_the_budget_is_kept(prompt_case, method, 0.3)),
+            (Shifted(scorer), lambda method: self.test_ratio_zero_is_direct_reuse(prompt_case, method)),
+            (Peeking(scorer), lambda method: self.test_a_later_token_never_changes_an_earlier_row(prompt_case, method)),
+        )
+        for method, check in failing:
+            with pytest.raises(AssertionError):
+                check(method)

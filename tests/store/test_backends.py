@@ -1,0 +1,159 @@
+"""The backends of the package: what all of them promise, and what is each one's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.store import Backend, DiskBackend, MemoryBackend, Tiers
+from cacheclip_rag.testing.backends import BackendConformance, sample_key, sample_payload
+
+
+class TestMemoryBackend(BackendConformance):
+    persists = False
+
+    def make_backend(self, folder: Path) -> Backend:
+        return MemoryBackend()
+
+    def read_raw(self, backend: Backend, key: str) -> bytes | None:
+        assert isinstance(backend, MemoryBackend)
+        return bytes(backend._payloads[key]) if key in backend._payloads else None
+
+    def write_raw(self, backend: Backend, key: str, data: bytes) -> None:
+        assert isinstance(backend, MemoryBackend)
+        backend._payloads[key] = bytearray(data)
+        backend._bytes += len(data)
+
+
+class TestMemoryLimit:
+    def test_least_recently_used_goes_first(self) -> None:
+        backend = MemoryBackend(3000)
+        for number in (1, 2, 3):
+            backend.put(sample_key(number), sample_payload(number))
+        backend.get_many([sample_key(1)])
+        backend.put(sample_key(4), sample_payload(4))
+        assert set(backend.list()) == {sample_key(number) for number in (1, 3, 4)}
+
+    def test_never_above_the_limit(self) -> None:
+        backend = MemoryBackend(5017)
+        for number in range(40):
+            backend.put(sample_key(number % 7), sample_payload(number, 300 * (1 + number % 9)))
+            held = backend.get_many(backend.list())
+            assert sum(len(bytes(data)) for data in held.values()) <= 5017 and sample_key(number % 7) in held
+
+    def test_payload_above_the_limit_is_not_kept_and_evicts_nothing(self) -> None:
+        backend = MemoryBackend(2000)
+        for number in (1, 2):
+            backend.put(sample_key(number), sample_payload(number))
+        backend.put(sample_key(1), sample_payload(9, 2001))
+        assert list(backend.list()) == [sample_key(2)]  # nor is the older version served any more
+
+    def test_negative_limit_is_refused(self) -> None:
+        with pytest.raises(ConfigurationError, match="max_bytes"):
+            MemoryBackend(-1)
+
+
+class TestDiskBackend(BackendConformance):
+    def make_backend(self, folder: Path) -> Backend:
+        return DiskBackend(folder / "kv")
+
+    def read_raw(self, backend: Backend, key: str) -> bytes | None:
+        path = _path(backend, key)
+        return path.read_bytes() if path.exists() else None
+
+    def write_raw(self, backend: Backend, key: str, data: bytes) -> None:
+        _path(backend, key).parent.mkdir(parents=True, exist_ok=True)
+        _path(backend, key).write_bytes(data)
+
+    def test_files_of_others_are_not_listed(self, backend: Backend) -> None:
+        backend.put(sample_key(1), sample_payload(1))
+        folder = _path(backend, sample_key(1)).parent
+        for name in (".tmp-abc123.kv", "notes.txt"):
+            (folder / name).write_bytes(b"half")
+        assert list(backend.list()) == [sample_key(1)]
+
+    def test_failed_write_leaves_the_older_payload_and_no_temporary_file(
+        self, backend: Backend, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        backend.put(sample_key(1), sample_payload(1))
+
+        def full(path: Path, data: bytes) -> None:
+            with path.open("wb") as file:
+                file.write(data[:100])
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "write_bytes", full)
+            with pytest.raises(OSError, match="No space left"):
+                backend.put(sample_key(1), sample_payload(2))
+        assert self.read_raw(backend, sample_key(1)) == sample_payload(1)
+        assert [file.name for file in _path(backend, sample_key(1)).parent.iterdir()] == [f"{sample_key(1)}.kv"]
+
+    def test_writing_to_what_was_read_does_not_change_the_file(self, backend: Backend) -> None:
+        backend.put(sample_key(1), sample_payload(1))
+        view = memoryview(backend.get_many([sample_key(1)])[sample_key(1)])
+        view[:] = bytes(len(view))
+        assert self.read_raw(backend, sample_key(1)) == sample_payload(1)
+
+    def test_files_have_the_permissions_of_any_new_file(self, backend: Backend, tmp_path: Path) -> None:
+        """Who ingests and who answers may be two users of one group: the umask decides, as elsewhere."""
+        backend.put(sample_key(1), sample_payload(1))
+        (tmp_path / "any").touch()
+        assert _path(backend, sample_key(1)).stat().st_mode == (tmp_path / "any").stat().st_mode
+
+
+class TestTiers(BackendConformance):
+    def make_backend(self, folder: Path) -> Backend:
+        return Tiers([MemoryBackend(2500), MemoryBackend(0), DiskBackend(folder / "kv")])
+
+    def read_raw(self, backend: Backend, key: str) -> bytes | None:
+        return TestDiskBackend().read_raw(_disk(backend), key)
+
+    def write_raw(self, backend: Backend, key: str, data: bytes) -> None:
+        TestDiskBackend().write_raw(_disk(backend), key, data)
+
+    def test_reading_promotes_to_faster_tiers_alone(self, tmp_path: Path) -> None:
+        first, second, last = MemoryBackend(), MemoryBackend(), MemoryBackend()
+        tiers = Tiers([first, second, last])
+        second.put(sample_key(1), sample_payload(1))
+        assert bytes(tiers.get_many([sample_key(1)])[sample_key(1)]) == sample_payload(1)
+        assert list(first.list()) == [sample_key(1)] and list(last.list()) == []
+
+    def test_finding_does_not_promote(self) -> None:
+        first, last = MemoryBackend(), MemoryBackend()
+        last.put(sample_key(1), sample_payload(1))
+        found = Tiers([first, last]).find(sample_key(1))
+        assert found is not None and found[1] == 1 and list(first.list()) == []
+
+    def test_replaced_by_one_too_large_for_a_fast_tier(self, tmp_path: Path) -> None:
+        """The fast tier must not go on serving what the last one no longer holds."""
+        tiers = Tiers([MemoryBackend(1000), DiskBackend(tmp_path)])
+        tiers.put(sample_key(1), sample_payload(1))
+        tiers.put(sample_key(1), sample_payload(2, 1001))
+        assert bytes(tiers.get_many([sample_key(1)])[sample_key(1)]) == sample_payload(2, 1001)
+
+    def test_what_the_last_tier_refuses_no_tier_serves(self) -> None:
+        class Full(MemoryBackend):
+            def put(self, key: str, data: object) -> None:
+                raise OSError(28, "No space left on device")
+
+        first = MemoryBackend()
+        with pytest.raises(OSError, match="No space left"):
+            Tiers([first, Full()]).put(sample_key(1), sample_payload(1))
+        assert list(first.list()) == []
+
+    def test_no_tier_is_refused(self) -> None:
+        with pytest.raises(ConfigurationError, match="tier"):
+            Tiers([])
+
+
+def _path(backend: Backend, key: str) -> Path:
+    assert isinstance(backend, DiskBackend)
+    return backend.folder / key[:2] / f"{key}.kv"
+
+
+def _disk(backend: Backend) -> Backend:
+    assert isinstance(backend, Tiers)
+    return backend.backends[-1]
