@@ -1,6 +1,6 @@
 """The way of one question, top to bottom::
 
-    request -> segments -> plan (no tensors) -> prefill (fused, or plain where nothing is stored) -> first token -> decode
+    request -> segments -> plan (no tensors) -> prefill (fused; plain where nothing is stored) -> first token -> decode
 
 and, once the answer is out, chunks that were missing are stored for the next.
 """

@@ -1,7 +1,7 @@
-"""What goes into an engine and what comes out: requests, plans, answers, statistics. A leaf: it imports nothing of ours.
+"""What goes into an engine and what comes out: requests, plans, answers, statistics. It imports nothing of ours.
 
-A :class:`Request` becomes a :class:`Plan` (decisions, no tensors), the plan becomes an :class:`Answer`, piece by piece as
-:class:`Event` objects. :class:`FusionStats` says what happened, :class:`Trace` shows it token by token.
+A :class:`Request` becomes a :class:`Plan` (decisions, no tensors), and the plan becomes an :class:`Answer`, piece by
+piece as :class:`Event` objects. :class:`FusionStats` says what happened, :class:`Trace` shows it token by token.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From a request's segments to a plan: what is reused, what is exact, and why nothing is. No tensor is computed here."""
+"""From a request's segments to a plan: what is reused, what is exact, or why nothing is. It computes no tensor."""
 
 from __future__ import annotations
 

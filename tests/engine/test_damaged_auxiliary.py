@@ -15,12 +15,12 @@ RATIOS = (0.1, 0.2, 0.3, 0.5)
 """At each another token is on the border between those that are chosen and those that are not."""
 
 
-@pytest.mark.parametrize("behind", ["prefix", "passages"])
+@pytest.mark.parametrize("context", ["prefix", "passages"])
 def test_it_is_computed_in_its_own_context(
-    make: Callable[..., CacheClipEngine], chunks: list[str], monkeypatch: pytest.MonkeyPatch, behind: str
+    make: Callable[..., CacheClipEngine], chunks: list[str], monkeypatch: pytest.MonkeyPatch, context: str
 ) -> None:
     """Lossless codecs, so that nothing but what the chunk is computed behind can change what is chosen."""
-    engine = make(behind=behind, auxiliary_codec="float32", system_prompt="Answer from the texts, and briefly.")
+    engine = make(chunk_context=context, auxiliary_codec="float32", system_prompt="Answer from the texts, and briefly.")
     engine.precompute(chunks)
 
     def asked() -> list[torch.Tensor]:

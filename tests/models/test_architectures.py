@@ -263,7 +263,9 @@ class TestRopesThatDependOnLength:
     ) -> None:
         """A prompt of as many tokens as the frequencies stay the same for, and one of one more: both are exact."""
         folder = tiny_models["phi3-longrope"]
-        engine = CacheClipEngine(primary=folder, auxiliary=None, method="epic", recompute_ratio=1.0, behind="prefix")
+        engine = CacheClipEngine(
+            primary=folder, auxiliary=None, method="epic", recompute_ratio=1.0, chunk_context="prefix"
+        )
         limit = engine.primary.reuse_tokens
         assert limit == 512 < engine.primary.context_tokens
         engine.precompute(chunks)

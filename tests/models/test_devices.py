@@ -240,7 +240,7 @@ class TestAccelerator:
         from cacheclip_rag.lab.evaluation.exactness import check_exactness
         from cacheclip_rag.lab.evaluation.prompts import EvaluationPrompt
 
-        engine = make(dtype=dtype, behind="prefix")  # as the checks store chunks
+        engine = make(dtype=dtype, chunk_context="prefix")  # as the checks store chunks
         result: dict[str, Any] = check_exactness(engine, EvaluationPrompt(tuple(CHUNKS), "How tall?", None))
         assert result["passed"], result
 

@@ -10,7 +10,8 @@ import torch
 
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime.transformers.attention import AttentionRule, causal_plan, query_attention
-from tests.conftest import WINDOW, build_model, of
+from cacheclip_rag.testing.tiny import tiny_spec
+from tests.conftest import build_model
 from tests.fusion.cases import BROKEN, EXACT, gap, reference_logits, reference_model
 
 MODELS = ["mistral-sliding", "phi3-sliding", "qwen2-sliding", "gemma2", "gemma3", "gpt-oss"]
@@ -68,10 +69,10 @@ def test_extending_across_the_border(sliding: str) -> None:
 
 def test_twin_one_key_more_is_seen_in_the_logits(tmp_path: Path) -> None:
     """Two models that differ in nothing but a window one token wider differ right above the border, not below it."""
-    folders = []
-    for number, width in enumerate((WINDOW["sliding_window"], WINDOW["sliding_window"] + 1)):
-        folders.append(str(build_model(tmp_path / str(number), of("mistral", sliding_window=width))))
-    narrow = WINDOW["sliding_window"]
+    narrow, folders = 24, []
+    for number, width in enumerate((narrow, narrow + 1)):
+        folders.append(str(build_model(tmp_path / str(number), tiny_spec("mistral", sliding_window=width))))
+
     assert reference_model(folders[0]).config.sliding_window == narrow
     for length, differs in ((narrow, False), (narrow + 1, True)):
         ids = tokens(length)
