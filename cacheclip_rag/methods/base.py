@@ -22,7 +22,7 @@ from ..prompt.layout import Layout, Span
 from ..prompt.segments import Segment
 from ..runtime.base import Runtime
 from ..runtime.transformers.attention import Geometry
-from ..runtime.transformers.walk import RowWalk
+from ..runtime.transformers.row_filter import RowFilter
 from ..selection.views import CacheView, PromptView
 from ..types import Event
 
@@ -30,13 +30,6 @@ if TYPE_CHECKING:
     from .composition import Composition
 
 __all__ = ["CacheView", "Method", "PromptView", "RowFilter", "recompute_nothing"]
-
-
-class RowFilter(RowWalk):
-    """Rows that leave the recompute between its layers, and what the pass costs."""
-
-    charged: int = 0
-    """(Layer, chunk token) pairs that were given fresh KV so far."""
 
 
 @dataclass(frozen=True, slots=True)
