@@ -29,8 +29,8 @@ class TokenizedText:
 
     ids: tuple[int, ...]
     offsets: tuple[tuple[int, int], ...]
-    """Per token ``(start, end)`` in characters of the text; ``start == end`` for a token that covers no character. Empty
-    if the tokenizer has no offsets; its model then reuses nothing."""
+    """Per token ``(start, end)`` in characters of the text; ``start == end`` for a token that covers no character.
+    Empty if the tokenizer has no offsets; its model then reuses nothing."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -76,7 +76,8 @@ class Runtime(ABC):
     reuse_tokens: int
     """Longest prompt for which reuse is exact, in tokens. Longer prompts are answered by plain prefill."""
     pinned_rope: bool = False
-    """Whether the rotary frequencies change above ``reuse_tokens``. Shorter prompts' KV is then wrong in longer ones."""
+    """Whether the rotary frequencies change above ``reuse_tokens``. Shorter prompts' KV is then wrong in longer
+    ones."""
     eos_ids: frozenset[int]
     num_layers: int
     num_kv_heads: int

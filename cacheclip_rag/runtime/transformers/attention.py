@@ -3,9 +3,9 @@
 Transformers' mask functions assume that the queries are the last tokens of the sequence. Recomputed tokens can be
 anywhere. Each sees keys at its own position and before, within the layer's sliding window if there is one, and no other
 key. A plan divides the rows into blocks, and gives each block the slice of keys that its rows may see. Within a block
-the mask is ``position - window < key position <= position``. Blocks also save work: early tokens are not multiplied with
-later keys, sliding layers skip keys before the window, and chunks that the auxiliary model scores side by side are not
-multiplied with each other.
+the mask is ``position - window < key position <= position``. Blocks also save work: early tokens are not multiplied
+with later keys, sliding layers skip keys before the window, and chunks that the auxiliary model scores side by side are
+not multiplied with each other.
 
 Some methods use other positions (gaps, shared positions) or another attention over the chunks. They return a
 :class:`Geometry`, and the cache carries it from prefill to the last decoded token.
