@@ -28,7 +28,7 @@ class TestFake(RuntimeConformance):
         foreign = caches.read(other)
         assert foreign is not None
         engine.store.put(caches.key(text), foreign, "float32", namespace="default", text=text)
-        with pytest.raises(ConfigurationError, match="not that of the chunk"):
+        with pytest.raises(ConfigurationError, match="does not belong to the chunk"):
             engine.generate(f"{text}\n\nWhat?")
 
 
