@@ -133,8 +133,12 @@ class ChunkStore:
         data = encode(kv, codec, key, namespace=namespace, text=text)
         if self._max_bytes is not None and len(data) > self._max_bytes:
             logger.warning(
-                "a chunk cache of %d bytes exceeds the store's limit of %d and is not stored", len(data),
-            self._max_bytes ) self.delete(key)  # an older version must not be read any more return
+                "a chunk cache of %d bytes exceeds the store's limit of %d and is not stored",
+                len(data),
+                self._max_bytes,
+            )
+            self.delete(key)  # an older version must not be read any more
+            return
         try:
             self.tiers.put(key, data)
         except OSError as error:
