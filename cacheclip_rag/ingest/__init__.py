@@ -1,1 +1,1 @@
-"""Ingestion: files to documents to passages, their embeddings and their chunk caches, only what changed."""
+"""Ingestion of files: documents, passages, embeddings and chunk caches. Only changed documents are processed."""

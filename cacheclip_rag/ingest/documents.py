@@ -13,25 +13,27 @@ __all__ = ["MARKDOWN_SUFFIXES", "SUFFIXES", "find_files", "printable", "read_doc
 
 MARKDOWN_SUFFIXES = frozenset({".md", ".markdown"})
 SUFFIXES = MARKDOWN_SUFFIXES | {".txt", ".text", ".rst"}
-"""File types taken from folders; a file named on its own is read whatever its suffix."""
+"""File types read from folders. A file that is named itself is read with any suffix."""
 
 _BOMS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 
 
 def find_files(paths: Iterable[str | Path]) -> Iterator[Path]:
-    """Files named, and text and Markdown files in folders named (hidden ones left out), each once, in order.
+    """The given files, and text and Markdown files in the given folders (without hidden files), each once, in order.
 
     Raises:
-        DocumentError: a path that does not exist.
+        DocumentError: a path does not exist.
     """
     seen: set[Path] = set()
     for given in paths:
         path = Path(given).expanduser().resolve()
         if not path.exists():
-            raise DocumentError(f"no such file or folder: {given}. Give text or Markdown files, or folders with some.")
+            raise DocumentError(
+                f"no such file or folder: {given}. Give text or Markdown files, or folders that contain them."
+            )
         found = [path] if path.is_file() else sorted(p for p in path.rglob("*") if _wanted(p, path))
         for file in found:
-            if file.resolve() not in seen:  # a link to a file that is read anyway
+            if file.resolve() not in seen:  # not a link to a file that is read already
                 seen.add(file.resolve())
                 yield file
 
@@ -42,7 +44,7 @@ def _wanted(path: Path, root: Path) -> bool:
 
 
 def printable(path: Path) -> str:
-    """A path for messages, whatever bytes its name holds."""
+    """A path as printable text, even if its name is not valid UTF-8."""
     return os.fsencode(path).decode("utf-8", "replace")
 
 
@@ -50,7 +52,7 @@ def read_document(path: Path) -> str:
     """Text of a file: UTF-8, or UTF-16 with a byte-order mark.
 
     Raises:
-        DocumentError: unreadable, empty, binary, or in another encoding; the message says which.
+        DocumentError: the file is unreadable, empty, binary, or in another encoding.
     """
     try:
         str(path).encode()
@@ -62,7 +64,7 @@ def read_document(path: Path) -> str:
         raise DocumentError(f"cannot read {path}: {error}.") from error
     encoding = next((name for bom, name in _BOMS.items() if data.startswith(bom)), "utf-8")
     if encoding == "utf-8" and b"\x00" in data[:65536]:
-        raise DocumentError(f"{path} looks binary (it holds zero bytes); convert it to text or Markdown first.")
+        raise DocumentError(f"{path} looks binary (it contains zero bytes); convert it to text or Markdown first.")
     try:
         text = data.decode(encoding)
     except UnicodeDecodeError as error:

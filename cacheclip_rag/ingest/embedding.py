@@ -1,4 +1,4 @@
-"""Sentence embeddings for retrieval, by a sentence-transformers model."""
+"""Sentence embeddings for retrieval, with a sentence-transformers model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ class Embedder:
         from ..runtime.transformers.text import quiet_transformers
 
         check_device(self._device)
-        device = None if self._device in DEVICE_MAPS else self._device  # not spread: where the library finds best
+        device = (
+            None if self._device in DEVICE_MAPS else self._device
+        )  # a small model is not spread: sentence-transformers chooses
         folder = resolve(self.name)
         try:
             with quiet_transformers():
@@ -45,6 +47,6 @@ class Embedder:
             ) from error
 
     def embed(self, texts: Sequence[str]) -> Vectors:
-        """``(num_texts, dimensions)`` float32, each row of length 1 (so the inner product is the cosine)."""
+        """``(num_texts, dimensions)`` float32; each row has length 1, so that the inner product is the cosine."""
         vectors = self._model.encode(list(texts), normalize_embeddings=True, show_progress_bar=False, batch_size=16)
         return np.asarray(vectors, dtype=np.float32)

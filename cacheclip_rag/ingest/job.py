@@ -1,7 +1,7 @@
-"""An ingestion run: find files, skip what is unchanged, precompute chunk caches, embed, record.
+"""An ingestion run: finds files, skips unchanged documents, precomputes chunk caches, embeds, and records passages.
 
-Order within a document: chunk caches first, then passages and embeddings in one transaction. A run killed in between
-has lost nothing: its chunk caches are found again by their content when the run is repeated.
+Each document's chunk caches are stored first, then its passages and embeddings in one transaction. If a run is killed
+in between, the next run finds the stored chunk caches by their content.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class IngestReport:
-    """What a run did."""
+    """Result of an ingestion run."""
 
     documents: int = 0
     """Documents in the library afterwards."""
@@ -40,11 +40,11 @@ class IngestReport:
     chunks: int = 0
     """Passages of added and changed documents."""
     computed: int = 0
-    """Chunks among these whose KV had to be computed."""
+    """Passages whose KV was computed."""
     released: int = 0
-    """Chunk caches deleted because no document holds their text any more."""
+    """Chunk caches deleted because no document contains their text any more."""
     failed: list[dict[str, str]] = field(default_factory=list)
-    """Documents that could not be read: ``{"path", "error"}``; the others went on."""
+    """Documents that could not be read: ``{"path", "error"}``. The other documents were ingested."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -66,26 +66,26 @@ def ingest(
     embedder: Embedder,
     settings: LibrarySettings,
 ) -> IngestReport:
-    """Bring the library up to date with ``paths``; running it again does only what changed.
+    """Bring the library up to date with ``paths``. Only new and changed documents are processed.
 
-    Documents that were ingested from a given folder and are gone from it are removed.
+    Documents that were ingested from a given folder and no longer exist there are removed.
 
     Args:
-        settings: recorded with the first document; a later run with others is refused.
+        settings: recorded with the first document; a later run with other settings is refused.
 
     Raises:
-        DocumentError: a path does not exist, or no document was found at all.
+        DocumentError: a path does not exist, or no document was found.
         ConfigurationError: the library was made with other settings.
     """
     roots, files, work, report = _survey(paths, library, engine, settings)
     for path in sorted(({str(file) for file in files} & set(library.documents())) - {item.path for item in work}):
-        engine.library.index.add(library.passages_of(path))  # known already, unless the store's catalog was lost
+        engine.library.index.add(library.passages_of(path))  # no effect, unless the store's catalog was lost
     total = sum(len(item.passages) for item in work)
     with progress_bar("precomputing", total, "chunks") as advance:
         for item in work:
             _ingest_one(item, library, engine, embedder, settings, report, advance)
-    _remove_gone(library, engine, roots, files, report)  # last: a renamed document's texts are in use by now
-    library.index()  # built now, so that the first question need not wait for it
+    _remove_gone(library, engine, roots, files, report)  # last, so that a renamed document's texts keep their KV
+    library.index()  # build the index now, so that the first question does not wait
     report.documents = len(library.documents())
     return report
 
@@ -93,7 +93,7 @@ def ingest(
 def plan(
     paths: Iterable[str | Path], *, library: Library, engine: CacheClipEngine, settings: LibrarySettings
 ) -> IngestPlan:
-    """What :func:`ingest` would do with ``paths`` and what it would take; changes nothing. Raises what it raises."""
+    """What :func:`ingest` would do with ``paths``, and its cost. Changes nothing, and raises the same errors."""
     roots, files, work, report = _survey(paths, library, engine, settings)
     found = IngestPlan(
         unchanged=report.unchanged, failed=report.failed, chunks=sum(len(item.passages) for item in work)
@@ -108,8 +108,8 @@ def plan(
 def _survey(
     paths: Iterable[str | Path], library: Library, engine: CacheClipEngine, settings: LibrarySettings
 ) -> tuple[list[Path], list[Path], list[_Work], IngestReport]:
-    """Where to look, what is there, what of it is to be done, and a report of what is not."""
-    _ = engine.store  # an older format is refused before anything is read
+    """Roots, files, documents to process, and a report of unchanged and unreadable documents."""
+    _ = engine.store  # refuses a store of an older format before anything is read
     roots = [Path(path).expanduser().resolve() for path in paths]
     files = list(find_files(roots))
     if not files and not any(_known_under(library, roots)):
@@ -147,10 +147,10 @@ def _remove_gone(
 
 
 def _gone(library: Library, roots: Iterable[Path], files: Iterable[Path]) -> Iterator[str]:
-    """Documents that were ingested from a folder and are not there any more."""
+    """Documents that were ingested from one of the roots and no longer exist."""
     present = {str(file) for file in files}
     for path in _known_under(library, roots):
-        if path not in present and not Path(path).exists():  # a file named on its own may be one a folder passes over
+        if path not in present and not Path(path).exists():  # a file named itself may have a suffix that folders skip
             yield path
 
 
@@ -163,7 +163,7 @@ def _changed(
 ) -> list[_Work]:
     known = library.documents()
     work = []
-    splitter: Splitter | None = None  # made at the first change: an unchanged library loads no model
+    splitter: Splitter | None = None  # made at the first change, so that an unchanged library loads no model
     for path, text in texts.items():
         digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
         if known.get(str(path)) == digest:
@@ -171,7 +171,7 @@ def _changed(
             continue
         splitter = splitter or Splitter(engine.primary.tokenizer, settings.chunk_tokens, settings.overlap_tokens)
         passages = splitter.split(text, markdown=path.suffix.lower() in MARKDOWN_SUFFIXES)
-        # some tokenizers drop all of a text: invisible characters, say
+        # some tokenizers drop all characters of a text, for instance invisible characters
         passages = [passage for passage in passages if len(engine.primary.tokenize(passage))]
         work.append(_Work(str(path), digest, passages, str(path) not in known))
     return work
@@ -191,7 +191,7 @@ def _ingest_one(
         report.chunks += 1
         advance(report.chunks)
     vectors = embedder.embed(item.passages)
-    library.fix_settings(settings)  # all models have worked: a run that fails before binds the store to nothing
+    library.fix_settings(settings)  # after all models have worked, so that a failed run fixes no settings
     unused = library.replace(item.path, item.digest, item.passages, vectors)
     report.released += engine.release(unused)
     report.added += item.is_new

@@ -1,7 +1,7 @@
-"""The documents of a store: their passages, embeddings and settings, and a FAISS index to search them.
+"""The documents of a store: passages, embeddings and settings in SQLite, and a FAISS index for search.
 
-SQLite holds everything; the FAISS file is derived from it and named after the library's revision. If it is missing
-or older, it is built again, so a run killed at any point leaves a library that opens.
+The FAISS file is derived from SQLite and named after the library's revision. A missing or older file is built again, so
+a killed run always leaves a usable library.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 
 @dataclass(frozen=True, slots=True)
 class LibrarySettings:
-    """What a store was made with; fixed by the first ingestion, since mixed settings would not match each other."""
+    """Settings of a store's documents. The first ingestion fixes them, because mixed settings would not match."""
 
     primary: str
     auxiliary: str | None
@@ -54,9 +54,9 @@ class Passage:
 
     text: str
     path: str
-    """File it comes from."""
+    """File of the passage."""
     ordinal: int
-    """Its number within that file, from 0."""
+    """Number of the passage in that file, from 0."""
     score: float
     """Cosine similarity to the question."""
 
@@ -73,11 +73,13 @@ class Library:
         """An existing library.
 
         Raises:
-            StoreError: there is none in ``folder``.
+            StoreError: ``folder`` holds no library.
         """
         library = cls(folder)
         if not (library.folder / "library.sqlite3").is_file() or library.settings is None:
-            raise StoreError(f"no documents are stored in {folder}. Make some: cacheclip ingest PATH --store {folder}")
+            raise StoreError(
+                f"no documents are stored in {folder}. Ingest some: cacheclip ingest PATH --store {folder}"
+            )
         return library
 
     # -- settings -----------------------------------------------------------------------------------------------
@@ -101,24 +103,24 @@ class Library:
         differences = [f"{name} {theirs[name]!r}, not {mine[name]!r}" for name in mine if mine[name] != theirs[name]]
         if differences:
             raise ConfigurationError(
-                f"the store {self.folder} was made with {'; '.join(differences)}. Leave these options out to go on "
-                "with it, or choose another folder."
+                f"the store {self.folder} was made with {'; '.join(differences)}. Leave these options out to use this "
+                "store, or choose another folder."
             )
 
     def fix_settings(self, settings: LibrarySettings) -> None:
-        """Record the settings if none are, else check them as :meth:`check_settings` does."""
+        """Record the settings if none are recorded; otherwise check them as :meth:`check_settings` does."""
         value = json.dumps(asdict(settings))
         self._database.execute("INSERT OR IGNORE INTO meta VALUES ('settings', ?)", (value,))
         self.check_settings(settings)
 
     @property
     def max_bytes(self) -> int | None:
-        """Limit of the chunk-cache store beside this library, kept here for every command; None is no limit."""
+        """Limit of the chunk-cache store in this folder, recorded for all commands; None: no limit."""
         rows = self._database.query("SELECT value FROM meta WHERE name = 'max_bytes'")
         return int(rows[0][0]) if rows else None
 
     def set_max_bytes(self, max_bytes: int | None) -> None:
-        """Record the limit; None removes it."""
+        """Record the limit of the chunk-cache store; None removes it."""
         self._database.execute("DELETE FROM meta WHERE name = 'max_bytes'")
         if max_bytes is not None:
             self._database.execute("INSERT OR REPLACE INTO meta VALUES ('max_bytes', ?)", (str(max_bytes),))
@@ -139,7 +141,7 @@ class Library:
         return [text for (text,) in rows]
 
     def replace(self, path: str, digest: str, texts: Sequence[str], vectors: Vectors) -> list[str]:
-        """Put a document in place of its older version, all or nothing; returns texts that nothing uses any more."""
+        """Replace a document in one transaction; returns texts that no passage uses any more."""
         rows = [(path, n, text, vectors[n].tobytes()) for n, text in enumerate(texts)]
         return self._change(
             path,
@@ -150,7 +152,7 @@ class Library:
         )
 
     def remove(self, path: str) -> list[str]:
-        """Forget a document; returns texts that nothing uses any more."""
+        """Remove a document; returns texts that no passage uses any more."""
         return self._change(path, [])
 
     def _change(self, path: str, additions: Sequence[tuple[str, Sequence[Any]]]) -> list[str]:
@@ -160,7 +162,7 @@ class Library:
                 ("DELETE FROM passages WHERE path = ?", (path,)),
                 ("DELETE FROM documents WHERE path = ?", (path,)),
                 *additions,
-                # random, not counted: a library made anew beside old index files must not take one for its own
+                # random, not a counter: a new library must not use index files of an older one in the same folder
                 ("INSERT OR REPLACE INTO meta VALUES ('revision', ?)", (secrets.token_hex(8),)),
             ]
         )
@@ -172,7 +174,7 @@ class Library:
     # -- search -------------------------------------------------------------------------------------------------
 
     def search(self, vector: Vectors, top_k: int) -> list[Passage]:
-        """The ``top_k`` passages nearest to ``vector`` ``(1, dimensions)``, best first; each text once."""
+        """The ``top_k`` passages nearest to ``vector`` ``(1, dimensions)``, best first, each text once."""
         if top_k < 1:
             raise ConfigurationError(f"the number of passages must be 1 or more, got {top_k}.")
         index = self.index()
@@ -180,7 +182,7 @@ class Library:
             return []
         passages: dict[str, Passage] = {}
         wanted = top_k
-        while len(passages) < top_k:  # identical passages are merged: look further if too few are left
+        while len(passages) < top_k:  # identical passages are merged, so more may be needed
             wanted *= 2
             scores, ids = index.search(vector, min(index.ntotal, wanted))
             for score, passage_id in zip(scores[0].tolist(), ids[0].tolist(), strict=True):
@@ -192,7 +194,7 @@ class Library:
         return list(passages.values())[:top_k]
 
     def index(self) -> Any | None:
-        """The FAISS index of all passages (inner product, exact), read from disk or built; None if there are none."""
+        """The FAISS index of all passages (inner product, exact), read or built; None without passages."""
         try:
             import faiss
         except ImportError as error:
@@ -204,7 +206,7 @@ class Library:
         if target.is_file():
             try:
                 return faiss.read_index(str(target))
-            except RuntimeError:  # damaged: it is derived data, build it again
+            except RuntimeError:  # damaged: build it again
                 target.unlink(missing_ok=True)
         return self._build_index(faiss, target)
 

@@ -1,4 +1,4 @@
-"""What an ingestion would cost, said before it starts: chunks, bytes, minutes."""
+"""Estimates the cost of an ingestion: chunks, bytes, seconds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TIMED_CHUNKS = 3
 
 @dataclass(slots=True)
 class IngestPlan:
-    """What a run would do, and take."""
+    """What an ingestion run would do, and its cost."""
 
     added: int = 0
     """Documents."""
@@ -30,13 +30,13 @@ class IngestPlan:
     chunks: int = 0
     """Passages of added and changed documents."""
     computed: int = 0
-    """Chunks among these whose KV is not stored."""
+    """Passages whose KV is not stored."""
     tokens: int = 0
-    """Tokens of these, for the primary."""
+    """Tokens of these passages in the primary's tokenizer."""
     bytes: int = 0
-    """Bytes that their KV would take, of all models."""
+    """Bytes of their KV for all models."""
     seconds: float = 0.0
-    """To compute it, by the speed of the first few on this machine; embedding them comes on top."""
+    """Estimated seconds to compute the KV, from a few timed chunks; embeddings are not included."""
     failed: list[dict[str, str]] = field(default_factory=list)
     """Documents that cannot be read: ``{"path", "error"}``."""
 
@@ -46,8 +46,8 @@ class IngestPlan:
 
 @torch.inference_mode()
 def price(engine: CacheClipEngine, texts: Sequence[str], plan: IngestPlan, *, method: str | None = None) -> None:
-    """Fill in what precomputing ``texts`` would take, as this method (default the engine's) needs them. Computes a few
-    of them, and stores nothing. Raises what precomputing them would."""
+    """Fill in the cost of precomputing ``texts`` for a method (default the engine's method). Computes a few of them for
+    timing and stores nothing. Raises the same errors as precomputing."""
     wanted = list(dict.fromkeys(chunk_texts(texts)))
     models = engine.chunk_caches(engine.context_of(method))
     for caches in models:
@@ -65,10 +65,10 @@ def price(engine: CacheClipEngine, texts: Sequence[str], plan: IngestPlan, *, me
 def _seconds_per_token(caches: ChunkCaches, texts: Sequence[str]) -> float:
     if not texts:
         return 0.0
-    # computed here: neither from the store nor into it
+    # computed directly, without the store
     prefix = caches.runtime.encode(caches.prefix_ids) if caches.prefix_ids else None
-    timed = sorted(texts, key=len)[len(texts) // 2 :][:_TIMED_CHUNKS]  # from the middle on: neither headings nor giants
-    caches.runtime.encode(caches.tokenize(timed[0]).ids, prefix)  # the first run of a shape takes longer
+    timed = sorted(texts, key=len)[len(texts) // 2 :][:_TIMED_CHUNKS]  # chunks of middle length
+    caches.runtime.encode(caches.tokenize(timed[0]).ids, prefix)  # warm up: the first run of a shape takes longer
     started = time.perf_counter()
     for text in timed:
         caches.runtime.encode(caches.tokenize(text).ids, prefix)

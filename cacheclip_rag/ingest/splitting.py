@@ -1,4 +1,4 @@
-"""Cutting documents into passages by token count, at sentence and paragraph borders where there are any."""
+"""Splits documents into passages by token count, at sentence and paragraph borders if possible."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Splitter:
     """Splits text into passages of at most ``chunk_tokens`` tokens of the given tokenizer."""
 
     tokenizer: Any
-    """A transformers fast tokenizer: the primary's, so that sizes are what the prompt will cost."""
+    """A transformers fast tokenizer. The primary's tokenizer makes sizes equal to tokens in the prompt."""
     chunk_tokens: int = 512
     overlap_tokens: int = 0
 
@@ -37,7 +37,7 @@ class Splitter:
 
 
 def check_sizes(chunk_tokens: int, overlap_tokens: int) -> None:
-    """Raise ConfigurationError unless chunks can advance through a text."""
+    """Raise ConfigurationError unless ``chunk_tokens`` is at least 16 and larger than ``overlap_tokens``."""
     if chunk_tokens < 16 or not 0 <= overlap_tokens < chunk_tokens:
         raise ConfigurationError(
             "expected chunk size >= 16 tokens and 0 <= overlap < chunk size, got "

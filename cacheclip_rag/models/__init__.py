@@ -1,4 +1,4 @@
-"""Models: finding weights, checking that their KV can be reused, and running them.
+"""Models: finding, fetching and loading weights.
 
-``catalog`` and ``pull`` need no torch; ``runtime`` is the one module that touches transformers' internals.
+``packaged.catalogue`` and ``packaged.pull`` do not import torch.
 """

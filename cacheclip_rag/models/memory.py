@@ -1,4 +1,4 @@
-"""Whether a model fits: said before it is loaded, since a process that outgrows its machine is killed wordlessly."""
+"""Checks before loading whether a model fits in memory, because the system kills processes without a message."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _CGROUPS = (
         "/sys/fs/cgroup/memory/memory.stat",
     ),
 )
-"""Limit, use, and what the use is made of, in version 2 and version 1."""
+"""Files of cgroups (version 2, version 1) with limit, usage, and statistics of the usage."""
 
 
 def check_fits(folder: Path, name: str, dtype: torch.dtype, device: str) -> None:
-    """Raise ModelError if the weights in ``folder`` are more than what is free on ``device``.
+    """Raise ModelError if the weights in ``folder`` need more memory than is free on ``device``.
 
-    Weights alone: what caches and activations need besides is not known before a prompt comes. Says nothing where the
-    system does not tell what is free, or the device is a map of several.
+    Only weights are counted, because the memory for caches and activations depends on the prompt. Nothing is checked if
+    free memory is unknown, or for a device map.
     """
     needed, free = weight_bytes(folder, dtype), free_bytes(device)
     if free is None or needed <= free:
@@ -36,14 +36,14 @@ def check_fits(folder: Path, name: str, dtype: torch.dtype, device: str) -> None
     smaller = "" if dtype.itemsize < 4 else "dtype='bfloat16', "
     raise ModelError(
         f"model {name!r} needs {needed / 2**30:.1f} GiB on {device!r} as {str(dtype).removeprefix('torch.')}, and "
-        f"{free / 2**30:.1f} GiB are free there beside what is loaded already. Use {smaller}a smaller model, or "
-        "another device for one of the models."
+        f"only {free / 2**30:.1f} GiB are free there. Use {smaller}a smaller model, or another device for one of the "
+        "models."
     )
 
 
 def weight_bytes(folder: Path, dtype: torch.dtype) -> int:
-    """Bytes of a checkpoint's weights in ``dtype``, by the headers of its files; 0 if they cannot be read (loading says
-    why)."""
+    """Bytes of a checkpoint's weights in ``dtype``, from the headers of its files; 0 if they cannot be read (loading
+    then reports the reason)."""
     index = folder / "model.safetensors.index.json"
     try:
         if index.is_file():
@@ -72,7 +72,7 @@ def _file_bytes(path: Path, dtype: torch.dtype) -> int:
 
 
 def free_bytes(device: str) -> int | None:
-    """Memory that a model could still take on a device; None where it is not known."""
+    """Free memory of a device in bytes; None if unknown."""
     kind = device.partition(":")[0]
     if kind == "cuda":
         return int(torch.cuda.mem_get_info(torch.device(device))[0])
@@ -92,7 +92,7 @@ def _free_in_system() -> int | None:
 
 
 def _free_in_cgroup() -> int | None:
-    """What a container's limit leaves; file cache counts as free."""
+    """Free memory within a container's limit, in bytes. File cache counts as free."""
     for limit, used, parts in _CGROUPS:
         try:
             most = int(Path(limit).read_text())  # "max": no limit

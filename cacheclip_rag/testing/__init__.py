@@ -1,6 +1,6 @@
-"""Suites that third parties inherit to prove their own parts, and tiny models to run them on.
+"""Conformance suites that third parties inherit to test their own parts, and tiny models for tests.
 
-Needs pytest. Import the class that you inherit from its module: ``from cacheclip_rag.testing.backends import ...``.
+Needs pytest. Import each class from its module: ``from cacheclip_rag.testing.backends import ...``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every store backend promises, as tests to inherit.
+"""Conformance suite for store backends.
 
 >>> class TestMyBackend(BackendConformance):
 ...     def make_backend(self, folder):
@@ -8,9 +8,8 @@
 ...     def write_raw(self, backend, key, data):
 ...         put_it_there(key, data)
 
-``read_raw`` and ``write_raw`` bypass the code under test: they open the file or ask the server themselves. Without them
-a backend whose reading and writing are wrong in the same way would pass. (Source of the idea: the store tests that
-zarr-python ships.)
+``read_raw`` and ``write_raw`` bypass the code under test: they open the file or ask the server directly. Without them,
+a backend that makes the same error in reading and writing would pass. (Source: the store tests of zarr-python.)
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ __all__ = ["BackendConformance", "sample_key", "sample_payload"]
 
 
 def sample_key(number: int) -> str:
-    """A key as the store makes them: 64 hexadecimal digits."""
+    """A key in the store's format: 64 hexadecimal digits."""
     return hashlib.sha256(str(number).encode()).hexdigest()
 
 
 def sample_payload(number: int, num_bytes: int = 1000) -> bytes:
-    """Bytes that look random, another sequence for each number."""
+    """Pseudo-random bytes, different for each number."""
     return hashlib.shake_128(str(number).encode()).digest(num_bytes)
 
 
@@ -45,19 +44,19 @@ class BackendConformance:
 
     @abstractmethod
     def make_backend(self, folder: Path) -> Backend:
-        """A backend without a limit of its own.
+        """A backend without a size limit.
 
         Args:
-            folder: for this test alone, empty at first. The same folder means the same place, if the backend persists.
+            folder: empty folder of this test. A persistent backend made again with this folder has the same payloads.
         """
 
     @abstractmethod
     def read_raw(self, backend: Backend, key: str) -> bytes | None:
-        """What the medium holds under ``key``, read without the backend's code."""
+        """The medium's bytes under ``key``, read without the backend's code; None if there are none."""
 
     @abstractmethod
     def write_raw(self, backend: Backend, key: str, data: bytes) -> None:
-        """Put ``data`` into the medium under ``key``, without the backend's code."""
+        """Write ``data`` to the medium under ``key``, without the backend's code."""
 
     @pytest.fixture
     def folder(self, tmp_path: Path) -> Path:
@@ -178,7 +177,7 @@ class BackendConformance:
         other.close()
 
     def test_threads(self, backend: Backend) -> None:
-        """Whatever a thread reads under a key was put under it, whole."""
+        """Every payload that a thread reads is a whole payload that was put under the key."""
         versions = {number: [sample_payload(10 * number + version, 20_000) for version in (0, 1)] for number in (1, 2)}
         problems: list[str] = []
 

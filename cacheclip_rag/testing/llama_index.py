@@ -1,8 +1,7 @@
-"""What LlamaIndex expects of a language model, a transformation, a synthesizer and a document store: a class of tests
-to inherit for each.
+"""Conformance suites for LlamaIndex components: language model, transformation, synthesizer, document store.
 
-Nothing in here knows CacheClip, so any integration can be tested with it. Needs pytest, pytest-asyncio and
-llama-index-core. Inherit a class and define its fixture; pytest runs the tests of the class on what it returns:
+They do not depend on CacheClip, so any integration can use them. They need pytest, pytest-asyncio and llama-index-core.
+Inherit a class and define its fixture:
 
 >>> from cacheclip_rag.testing.llama_index import LLMConformance
 >>>
@@ -11,7 +10,7 @@ llama-index-core. Inherit a class and define its fixture; pytest runs the tests 
 ...     def llm(self):
 ...         return MyLLM(temperature=0.0, max_tokens=12)  # greedy, and a few tokens are enough
 
-LlamaIndex has no such suite of its own; the idea is that of ``langchain-tests``.
+LlamaIndex has no such suite; the idea comes from ``langchain-tests``.
 """
 
 from __future__ import annotations
@@ -75,9 +74,9 @@ class Names(BaseEventHandler):
 
 
 class LLMConformance:
-    """A language model: inherit, and define the fixture ``llm``.
+    """For language models: define the fixture ``llm``.
 
-    The model decodes greedily and writes at least four tokens to any prompt. Calls accept ``max_tokens`` and ``stop``.
+    The model must decode greedily, answer any prompt with at least four tokens, and accept ``max_tokens`` and ``stop``.
     """
 
     @pytest.fixture
@@ -127,7 +126,7 @@ class LLMConformance:
         assert [part async for part in later][-1].message.content == text
 
     def check_stream(self, parts: list[CompletionResponse], text: str) -> None:
-        """Texts add up, deltas are what was added."""
+        """Each text is the sum of the deltas so far."""
         so_far = ""
         for part in parts:
             so_far += part.delta or ""
@@ -177,7 +176,7 @@ class LLMConformance:
 
     @pytest.mark.asyncio
     async def test_stop_in_every_call(self, llm: LLM) -> None:
-        """The answer ends before the first stop string, however it is asked for."""
+        """In every kind of call, the answer ends before the first stop string."""
         messages = MESSAGES[-1:]
         said, written = llm.chat(messages).message.content or "", llm.complete(PROMPT).text
         for text, kind in ((said, "chat"), (written, "complete")):
@@ -213,7 +212,7 @@ class LLMConformance:
 
 
 class TransformConformance:
-    """A step of an ingestion pipeline: inherit, and define the fixture ``transform``, which changes no node."""
+    """For steps of an ingestion pipeline: define the fixture ``transform``, which changes no node."""
 
     @pytest.fixture
     def nodes(self) -> list[BaseNode]:
@@ -244,8 +243,8 @@ class TransformConformance:
 
 
 class SynthesizerConformance:
-    """A response synthesizer: inherit, and define the fixture ``make``, a function from options (``streaming``) to a
-    synthesizer over a greedy model."""
+    """For response synthesizers: define the fixture ``make``, a function from options (``streaming``) to a synthesizer
+    with a greedy model."""
 
     @pytest.fixture
     def nodes(self) -> list[NodeWithScore]:
@@ -289,11 +288,11 @@ class SynthesizerConformance:
 
 
 class DocumentStoreConformance:
-    """A document store: inherit, and define the fixture ``docstore``, which is empty."""
+    """For document stores: define the fixture ``docstore``, an empty store."""
 
     @pytest.fixture
     def nodes(self) -> list[TextNode]:
-        """Two of one document, one of another."""
+        """Two nodes of one document, one node of another."""
         return [
             TextNode(
                 text=f"Lamp number {n} was lit.",

@@ -1,11 +1,11 @@
-"""A conformance suite for methods: inherit it, name your method, run pytest.
+"""Conformance suite for methods: inherit it and define the fixture ``method``.
 
     class TestMine(MethodConformance):
         @pytest.fixture
         def method(self) -> Method:
             return Recompute(MyScorer(), name="mine")
 
-The suite runs the method on a tiny model with a disk of its own; no network is needed. References come from an
+The suite runs the method on a tiny model with its own store folder and needs no network. References come from an
 unmodified transformers model, not from this library.
 """
 
@@ -32,7 +32,7 @@ __all__ = ["MethodConformance", "Observed", "PromptCase", "logit_gap"]
 EXACT = 1e-4
 """Largest difference of float32 logits that counts as equal."""
 DIFFERENT = 1e-2
-"""Smallest difference that shows something else was computed."""
+"""Smallest difference of float32 logits that counts as different."""
 _CHUNKS = (" ".join(SENTENCES[0:3]), " ".join(SENTENCES[3:5]), " ".join(SENTENCES[5:8]))
 _QUESTIONS = ("What is the magic number of the harbour master?", "When do seabirds nest on the eastern cliffs?")
 
@@ -44,13 +44,13 @@ def logit_gap(left: torch.Tensor, right: torch.Tensor) -> float:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Observed(Method):
-    """A method that computes as ``inner`` does, and keeps what it saw and chose."""
+    """Behaves like ``inner``, and records its views and masks."""
 
     inner: Method
     masks: Sequence[torch.Tensor] | None = None
-    """Select these in place of what ``inner`` would."""
+    """Masks to use instead of ``inner``'s selection."""
     seen: dict[str, Any] = field(default_factory=dict)
-    """``view`` and ``masks`` of the last selection, ``filter`` if rows left between layers."""
+    """``view`` and ``masks`` of the last selection, and ``filter`` if the method has a row filter."""
 
     def __getattribute__(self, name: str) -> Any:
         own = ("inner", "masks", "seen", "score", "select", "row_filter", "__class__", "__dict__")
@@ -75,10 +75,10 @@ class PromptCase:
 
     engine: CacheClipEngine
     folder: str
-    """Of the primary model."""
+    """Folder of the primary model."""
 
     def prefill(self, method: Method, question: int = 0) -> Prefilled:
-        """The prompt up to its first logits; chunks are stored first, as the method needs them."""
+        """Prefill the prompt, after storing its chunks with the method's chunk context."""
         self.engine.precompute(_CHUNKS, method=method)
         prompt = "Read this first.\n\n" + "\n\n".join(_CHUNKS) + f"\n\nQuestion: {_QUESTIONS[question]}"
         self.engine.prefixes.clear()
@@ -95,14 +95,14 @@ class PromptCase:
 
 
 class MethodConformance(ABC):
-    """What holds for every method that reuses stored chunks in one prefill."""
+    """Tests for methods that reuse stored chunks in one prefill."""
 
     zero_is_direct: ClassVar[bool] = True
-    """Whether ratio 0.0 computes nothing of the chunks; False where layers are run in full to choose."""
+    """Whether ratio 0.0 computes no chunk token; False if layers compute all tokens to choose some."""
     fills_budget: ClassVar[bool] = True
-    """Whether exactly the budget is spent; False where it is only a limit."""
+    """Whether the budget is spent exactly; False if it is only a limit."""
     charges_the_budget: ClassVar[bool] = True
-    """Whether the choice itself is free; False where layers, or a whole prefill, are charged on top."""
+    """Whether the choice costs nothing; False if layers or a whole prefill are charged for it."""
 
     @pytest.fixture
     @abstractmethod
@@ -112,7 +112,7 @@ class MethodConformance(ABC):
     @pytest.fixture(scope="class")
     @classmethod
     def prompt_case(cls, tmp_path_factory: pytest.TempPathFactory) -> PromptCase:
-        """A tiny Llama and an auxiliary, for all tests of the class. Override it for another model."""
+        """A tiny Llama and an auxiliary model, shared by all tests of the class. Override it for another model."""
         root: Path = tmp_path_factory.mktemp("conformance")
         folder = str(build_model(root / "primary", TINY_MODELS["llama"]))
         auxiliary = str(build_auxiliary(root / "auxiliary"))
@@ -152,7 +152,7 @@ class MethodConformance(ABC):
             assert stats.charged_ratio == pytest.approx(stats.effective_ratio)
 
     def test_a_later_token_never_changes_an_earlier_row(self, prompt_case: PromptCase, method: Method) -> None:
-        """Another question over the same selection: the KV of every token before it stays, bit for bit."""
+        """With another question and the same selection, the KV of all tokens before the question is bit-identical."""
         observed = Observed(method.at(0.3) if method.has_ratio else method)
         first = prompt_case.prefill(observed)
         again = prompt_case.prefill(replace_masks(observed), question=1)
@@ -176,7 +176,7 @@ class MethodConformance(ABC):
 
 
 def replace_masks(observed: Observed) -> Observed:
-    """The same method with the selection that it made last."""
+    """The same method, fixed to its last selection."""
     return Observed(observed.inner, observed.seen["masks"])
 
 

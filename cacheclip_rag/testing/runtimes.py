@@ -1,11 +1,11 @@
-"""Conformance of runtimes: what planning, storing, decoding and observers rely on, whatever runs the model.
+"""Conformance suite for runtimes: what planner, store, decoding and observers rely on.
 
     class TestMine(RuntimeConformance):
         def make_runtime(self, folder):
             return MyRuntime(...)
 
-The suite looks at a runtime through the protocol alone; logits are compared with :attr:`tolerance`, since two correct
-ways of computing the same thing differ by rounding.
+The suite uses the protocol only. Logits are compared with :attr:`tolerance`, because two correct computations differ by
+rounding.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class RuntimeConformance:
     """Largest difference of logits between two correct ways of computing them."""
 
     def make_runtime(self, folder: Path) -> Runtime:
-        """A runtime that can reuse KV; ``folder`` is empty and of this test alone."""
+        """A runtime that can reuse KV; ``folder`` is an empty folder of this test."""
         raise NotImplementedError
 
     @pytest.fixture
@@ -48,7 +48,7 @@ class RuntimeConformance:
 
     @pytest.fixture
     def engine(self, runtime: Runtime) -> CacheClipEngine:
-        """An engine on this very runtime, without an auxiliary model."""
+        """An engine with this runtime and no auxiliary model."""
         unload_models()
         register_runtime("conformance", lambda name, *, dtype, device: runtime)
         config = EngineConfig(primary="conformance:model", auxiliary=None, method="epic", chunk_context="prefix")
@@ -116,7 +116,7 @@ class RuntimeConformance:
         assert stats.recomputed_tokens == round(0.25 * stats.chunk_tokens)
 
     def test_what_cannot_be_read_is_computed(self, engine: CacheClipEngine) -> None:
-        """A plan whose chunks are gone by the time it is carried out still gives the answer of plain prefill."""
+        """A plan whose chunks were deleted before it is carried out gives the answer of plain prefill."""
         engine.precompute(_CHUNKS)
         full = engine.generate(_PROMPT, _SHORT, method="full")
         engine.prefixes.clear()

