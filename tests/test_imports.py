@@ -35,7 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("parts",),
     ("answering",),
     ("engine",),
-    ("plan.explain", "ingest", "testing", "adapter"),
+    ("plan.explain", "ingest", "testing"),
     ("lab",),
     ("cli",),
 )

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cacheclip_adapters import ALIASES, EngineFields, ModelFields
 from langchain_cacheclip import CacheClipLLM as LangChainLLM
 from langchain_cacheclip import ChatCacheClip
 from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform
 
 from cacheclip_rag import CacheClipEngine, EngineConfig, SamplingParams
-from cacheclip_rag.adapter import ALIASES, EngineFields, ModelFields
 from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.methods import create
 
