@@ -64,9 +64,9 @@ class ChunkCaches:
         return self.runtime.can_reuse
 
     @property
-    def is_exact_behind_prefix(self) -> bool:
+    def is_exact_after_prefix(self) -> bool:
         """Whether a chunk right behind the shared prefix has the KV of plain prefill."""
-        return self.context.is_exact_behind_prefix
+        return self.context.is_exact_after_prefix
 
     @property
     def is_lossy(self) -> bool:

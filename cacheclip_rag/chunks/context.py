@@ -30,7 +30,7 @@ class ChunkContext:
     """Special tokens that close every chunk."""
 
     @property
-    def is_exact_behind_prefix(self) -> bool:
+    def is_exact_after_prefix(self) -> bool:
         """Whether a chunk right behind the shared prefix has the KV of plain prefill."""
         return not self.isolated and not self.text
 

@@ -1,9 +1,9 @@
-"""Post-correction: tokens that are not recomputed follow the mean change of those that are.
+"""Correction of tokens that are not recomputed: each gets a share of the mean change of the recomputed tokens.
 
-Source: AgentKVShift (arXiv:2607.21604): what context changes in a chunk's KV is, per layer, one shared offset and
-noise. Departures: the offset is estimated from the tokens that a scorer chose, not from tokens chosen for it; the
-weight is one number, not one per token. Where rows leave a pass between its layers, the offset of a layer is that of
-the rows that still run in it.
+Source: AgentKVShift (arXiv:2607.21604): in each layer, context changes a chunk's KV by one shared offset plus noise.
+Departures: here the scorer's tokens estimate the offset, there tokens are chosen for this purpose; here one weight
+serves all tokens, there each token has its own. If a row filter removes rows between layers, the rows that still run in
+a layer estimate the offset of that layer.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ __all__ = ["ResidualCorrection"]
 
 
 class ResidualCorrection:
-    """Acts within the next scattering pass, layer by layer: before a layer's rows attend, its stale KV is moved."""
+    """Corrects stale KV during the next scattering pass, in each layer before its rows attend."""
 
     def __init__(self, runtime: ModelRuntime, cache: FusedCache, weight: float) -> None:
         """``weight``: share of the mean change that is added, 0 to 1."""
         self._runtime, self._cache, self._weight = runtime, cache, weight
 
     def install(self, spans: Sequence[Span]) -> None:
-        """For chunks at ``spans``, of which some tokens are about to be recomputed."""
+        """Correct the chunks at ``spans`` during the next pass, which recomputes some of their tokens."""
         parts = []
         for span in spans:
             start = self._cache.position_of(span.start)
@@ -44,27 +44,27 @@ class ResidualCorrection:
         self, number: int, parts: Sequence[_Part]
     ) -> Callable[[FusedLayer, torch.Tensor, torch.Tensor], None]:
         def correct(layer: FusedLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
-            layer.before_scatter = None  # for this pass alone
+            layer.before_scatter = None  # for this pass only
             assert layer.slots is not None
             for part in parts:
-                places = part.places(layer.slots)
-                if places is None:
+                split = part.split(layer.slots)
+                if split is None:
                     continue
-                of_chosen, of_stale = places.tables(part.tables[number])
-                change = keys[0, :, places.rows].float() - layer.keys[0, :, places.chosen].float()
+                of_chosen, of_stale = split.tables(part.tables[number])
+                change = keys[0, :, split.rows].float() - layer.keys[0, :, split.chosen].float()
                 offset = self._weight * unrotate(change, of_chosen).mean(1, keepdim=True)
-                layer.keys[0, :, places.stale] += rotate(offset.expand(-1, len(places.stale), -1), of_stale).to(
+                layer.keys[0, :, split.stale] += rotate(offset.expand(-1, len(split.stale), -1), of_stale).to(
                     keys.dtype
                 )
-                change = values[0, :, places.rows].float() - layer.values[0, :, places.chosen].float()
-                layer.values[0, :, places.stale] += (self._weight * change.mean(1, keepdim=True)).to(values.dtype)
+                change = values[0, :, split.rows].float() - layer.values[0, :, split.chosen].float()
+                layer.values[0, :, split.stale] += (self._weight * change.mean(1, keepdim=True)).to(values.dtype)
 
         return correct
 
 
 @dataclass(frozen=True, slots=True)
-class _Places:
-    """Which tokens of a chunk follow which, in all layers that compute the same rows."""
+class _Split:
+    """A chunk's recomputed and stale tokens, valid for all layers that compute the same rows."""
 
     start: int
     """Slot of the chunk's first token."""
@@ -73,10 +73,10 @@ class _Places:
     chosen: torch.Tensor
     """``(num_chosen,)`` slots of these rows."""
     stale: torch.Tensor
-    """``(num_stale,)`` slots of the tokens that follow them."""
+    """``(num_stale,)`` slots of the tokens that are corrected."""
 
     def tables(self, tables: Tables | None) -> tuple[Tables | None, Tables | None]:
-        """Of a chunk's rotary tables, those of the chosen and those of the stale tokens."""
+        """The rows of a chunk's rotary tables for the chosen tokens, and for the stale tokens."""
         if tables is None:
             return None, None
         cos, sin = tables
@@ -90,19 +90,19 @@ class _Part:
     def __init__(self, span: Span, tables: list[Tables | None]) -> None:
         self.tables = tables
         self._span = span
-        self._known: tuple[torch.Tensor | None, _Places | None] = (None, None)
+        self._known: tuple[torch.Tensor | None, _Split | None] = (None, None)
 
-    def places(self, slots: torch.Tensor) -> _Places | None:
-        """For a layer that computes ``slots``; None if nothing of the chunk can be corrected. Found anew only where
-        rows have left the pass, or the layer is on another device: else the very tensor of the layer below is asked."""
+    def split(self, slots: torch.Tensor) -> _Split | None:
+        """The split for a layer that computes ``slots``; None if the chunk has no chosen or no stale token. Layers that
+        share one ``slots`` tensor share the split; it is made again after rows left the pass or the device changed."""
         if self._known[0] is not slots:
             self._known = (slots, self._find(slots))
         return self._known[1]
 
-    def _find(self, slots: torch.Tensor) -> _Places | None:
+    def _find(self, slots: torch.Tensor) -> _Split | None:
         own = torch.arange(self._span.start, self._span.stop, device=slots.device)
         is_chosen = torch.isin(own, slots)
         chosen, stale = own[is_chosen], own[~is_chosen]
         if not len(chosen) or not len(stale):
             return None
-        return _Places(self._span.start, torch.searchsorted(slots, chosen), chosen, stale)
+        return _Split(self._span.start, torch.searchsorted(slots, chosen), chosen, stale)

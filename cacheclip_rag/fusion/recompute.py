@@ -1,11 +1,10 @@
-"""A plan that reuses chunks, carried out on a transformers model. Read :func:`fuse` top to bottom: it is the heart of
-the library::
+"""Carries out a plan that reuses chunks on a transformers model. Read :func:`fuse` from top to bottom::
 
-    known start -> score with the auxiliary -> read and assemble the primary's KV -> choose tokens -> recompute
+    match the prefix cache -> score with the auxiliary -> read and assemble the primary's KV -> choose -> recompute
 
-Source of selective recompute: CacheBlend (arXiv:2405.16444, section 4). Departure from the published implementations:
-their causal mask is aligned to the bottom-right corner, so that a recomputed token sees tokens that come after it; here
-a row at position p sees the keys at positions up to p and no other.
+Source of selective recompute: CacheBlend (arXiv:2405.16444, section 4). Departure: the published implementations align
+the causal mask to the bottom-right corner, so that a recomputed token sees later tokens. Here a row at position p sees
+keys at positions up to p and no other.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from ..prompt.segments import Fresh
 from ..runtime.base import Fused
 from ..runtime.transformers.attention import Geometry
 from ..runtime.transformers.cache import FusedCache
-from ..runtime.transformers.walk import RowWalk
+from ..runtime.transformers.row_filter import RowFilter
 from ..selection.scorers import AuxiliaryAttention
 from ..types import Plan, Trace
 
@@ -55,7 +54,7 @@ def _match(runtime: ModelRuntime, plan: Plan, sources: Sources, clock: PhaseCloc
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """One prompt, one method, on its way through the model."""
+    """One plan on its way through the model."""
 
     runtime: ModelRuntime
     plan: Plan
@@ -65,7 +64,7 @@ class _Pass:
     geometry: Geometry | None
     trace: bool
     captured: dict[int, Variant] = field(default_factory=dict)
-    """Captured caches by start of chunk."""
+    """Captured chunk caches by the chunk's start position."""
 
     def run(self, match: Match) -> Fused | None:
         plan, clock = self.plan, self.clock
@@ -86,13 +85,13 @@ class _Pass:
         keys = dict(zip(plan.reused, plan.keys, strict=False))
         kept = replace(plan, reused=tuple(reused), keys=tuple(keys[s] for s in reused if s in keys))
         if lost and self.geometry is not None:
-            # a damaged chunk is ordinary text, which such methods place elsewhere: begin again without it
+            # a damaged chunk becomes ordinary text, which changes the method's positions: start again without it
             return fuse(self.runtime, kept, self.sources, capacity=self.capacity, clock=clock, trace=self.trace)
         scorable = [span for span in scorable if span in reused]
         return replace(self, plan=kept)._recompute(cache, scorable, [scores[span] for span in scorable])
 
     def _recompute(self, cache: FusedCache, scorable: Sequence[Span], scores: Sequence[torch.Tensor]) -> Fused:
-        """From the assembled cache to the logits: choose, then recompute."""
+        """Choose tokens on the assembled cache and recompute them."""
         plan, clock, runtime = self.plan, self.clock, self.runtime
         layout, method, reused = plan.layout, plan.method, plan.reused
         charged = 0
@@ -131,7 +130,7 @@ class _Pass:
         return Fused(cache, logits, plan, len(chosen), charged / runtime.num_layers, first, trace)
 
     def _seen(self, reused: Sequence[Span], scorable: Sequence[Span]) -> dict[str, Any]:
-        """What a method may look at before the primary's KV is read."""
+        """Fields of a :class:`PromptView`."""
         layout = self.plan.layout
         return {
             "layout": layout,
@@ -149,12 +148,12 @@ class _Pass:
         return auxiliary.score(spans, self.plan.question or _question_in(self.plan.layout), scorer, self.clock)
 
     def _assemble(self, cache: FusedCache, match: Match) -> list[Span]:
-        """Put prefix and chunk KV into ``cache``; returns the spans that were there (a damaged one is a miss)."""
+        """Write prefix and chunk KV into ``cache``; returns the spans that could be read (a damaged one could not)."""
         layout, found = self.plan.layout, self.plan.reused
         reused = [span for span in found if layout.is_cached(span)]
         unread = found[len(reused) :]
         if layout.num_cached:
-            match.write_to(cache)  # what it holds beyond num_cached is overwritten
+            match.write_to(cache)  # tokens after num_cached are overwritten
 
         def pieces() -> Iterator[tuple[int, torch.Tensor]]:
             if layout.num_prefix and not layout.num_cached:
@@ -177,7 +176,7 @@ class _Pass:
 
 
 def _captured(layout: Layout, sources: Sources) -> Mapping[int, Variant]:
-    """The best variant of each chunk, by its start."""
+    """The best captured variant of each chunk, by the chunk's start position."""
     assert sources.captured is not None
     texts = [span.segment.text for span in layout.chunks]
     found = {}
@@ -189,7 +188,7 @@ def _captured(layout: Layout, sources: Sources) -> Mapping[int, Variant]:
 
 
 def _question_in(layout: Layout) -> str:
-    """The user's words that score the chunks: what follows the last chunk, else what precedes the first."""
+    """The user's text after the last chunk; if there is none, the text before the first chunk."""
     chunks = layout.chunks
     own = [s for s in layout.spans if isinstance(s.segment, Fresh) and not s.segment.control]
     after = "".join(s.segment.text for s in own if s.start >= chunks[-1].stop).strip()
@@ -197,7 +196,7 @@ def _question_in(layout: Layout) -> str:
 
 
 def _chunk_rows(rows: torch.Tensor, reused: Sequence[Span]) -> list[int]:
-    """Those of the rows that belong to reused chunks."""
+    """The rows that belong to reused chunks."""
     inside = torch.zeros(len(rows), dtype=torch.bool)
     for span in reused:
         inside |= (rows >= span.start) & (rows < span.stop)
@@ -213,7 +212,7 @@ def _trace(
     starts: Sequence[float],
     clock: PhaseClock,
 ) -> Trace:
-    by_span = dict(zip(scorable, scores, strict=False))  # no scores where there was nothing to choose
+    by_span = dict(zip(scorable, scores, strict=False))  # empty if there was nothing to choose
     ends = [*starts[1:], clock.started + clock.elapsed()]
     return Trace(
         token_ids=plan.layout.token_ids,
@@ -225,22 +224,22 @@ def _trace(
 
 
 def assemble(primary: ModelRuntime, cache: FusedCache, pieces: Iterable[tuple[int, torch.Tensor]]) -> None:
-    """Write stored KV into ``cache``, each piece ``(start position, kv)`` rotated to its true positions.
+    """Write stored KV into ``cache``; each piece ``(start position, kv)`` is rotated to its true positions.
 
-    Taken one at a time, so that no more than one chunk is held beside the fused cache.
+    Pieces are taken one at a time, so that memory holds at most one chunk beside the fused cache.
     """
     for start, kv in pieces:
         primary.fill(cache, kv, slot=start, position=cache.position_of(start))
 
 
 def choose_rows(layout: Layout, reused: Iterable[Span], selected: Iterable[tuple[Span, torch.Tensor]]) -> torch.Tensor:
-    """Positions to compute: everything but the exact start and reused chunks, plus the selected tokens of these.
+    """Positions to compute: all tokens except the exact start and the reused chunks, plus the selected chunk tokens.
 
-    The prompt's last token is always computed: its logits are the answer's first.
+    The prompt's last token is always computed: its logits give the first new token.
 
     Args:
         reused: chunk spans whose KV was assembled.
-        selected: per span a ``(num_tokens,)`` bool mask of tokens to recompute.
+        selected: spans, each with a ``(num_tokens,)`` bool mask of the tokens to recompute.
 
     Returns:
         Strictly increasing int64 positions.
@@ -260,15 +259,15 @@ def recompute(
     cache: FusedCache,
     layout: Layout,
     rows: torch.Tensor,
-    walk: RowWalk | None = None,
+    row_filter: RowFilter | None = None,
     layer_starts: list[float] | None = None,
 ) -> torch.Tensor:
     """One forward pass over ``rows``; overwrites their KV in ``cache`` and returns the last row's logits.
 
     Args:
-        walk: lets rows leave between layers (methods that select again while the pass runs).
-        layer_starts: filled with the time at which each layer begins.
+        row_filter: removes rows between layers, for methods that select again during the pass.
+        layer_starts: gets ``time.perf_counter()`` at the beginning of each layer.
     """
-    logits = primary.run_slots(cache, layout.ids[rows], rows, walk=walk, layer_starts=layer_starts)
+    logits = primary.run_slots(cache, layout.ids[rows], rows, row_filter=row_filter, layer_starts=layer_starts)
     assert logits is not None
     return logits

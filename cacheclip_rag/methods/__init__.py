@@ -1,7 +1,7 @@
-"""Methods. Users name a preset (:data:`PRESET_NAMES`, :func:`preset`) or pass an instance of their own.
+"""Methods. Users name a preset (:data:`PRESET_NAMES`, :func:`preset`) or pass a :class:`Method` instance.
 
-To add a preset: a row in :mod:`~cacheclip_rag.methods.presets` and its name here. Importing this package loads no
-torch, so that names can be checked before it is loaded.
+To add a preset: a row in :mod:`~cacheclip_rag.methods.presets`, and its name here. Importing this package does not load
+torch, so that front ends can check names quickly.
 """
 
 from __future__ import annotations
@@ -44,21 +44,19 @@ PRESET_NAMES = (
 )
 
 DEFAULT_METHOD = "auto"
-"""No preset: ``cacheclip`` where the engine's auxiliary model has a head set, ``anchored`` elsewhere
+"""The engine chooses: ``cacheclip`` if its auxiliary model has a head set, else ``anchored``
 (:meth:`~cacheclip_rag.engine.CacheClipEngine.make_method`)."""
 
 
 def preset(name: str) -> Method:
-    """The method of that name.
+    """The preset called ``name``.
 
     Raises:
-        ConfigurationError: there is none, or it is ``auto``, which only an engine can resolve.
+        ConfigurationError: no preset has this name, or the name is ``auto``, which only an engine can resolve.
     """
     check_method(name)
     if name == DEFAULT_METHOD:
-        raise ConfigurationError(
-            f"an engine chooses what {name!r} means; name a method here: {', '.join(PRESET_NAMES)}."
-        )
+        raise ConfigurationError(f"only an engine can resolve {name!r}. Name a preset here: {', '.join(PRESET_NAMES)}.")
     from .presets import PRESETS
 
     return PRESETS[name]
@@ -74,7 +72,7 @@ def check_method(method: object) -> None:
         raise ConfigurationError(
             f"method must be {DEFAULT_METHOD}, a Method or one of {', '.join(PRESET_NAMES)}, got {method!r}.{hint}"
         )
-    from .base import Method  # a method that was made has loaded torch already
+    from .base import Method  # a Method instance means that torch is loaded already
 
     if not isinstance(method, Method):
         raise ConfigurationError(f"method must be a name or a Method, got {type(method).__name__}.")

@@ -1,10 +1,10 @@
-"""APE, adaptive parallel encoding: all contexts share their positions, and every row weighs them against the rest.
+"""APE, adaptive parallel encoding: all chunks share the same positions, and every row weighs them against other keys.
 
-Source: APE (arXiv:2502.05431), section 4 and the released code: contexts are encoded behind the shared prefix, all at
-the same positions, and merged with the other keys by log-sum-exp, with a temperature inside the contexts and a scale
-on their mass, in prefill and at every decode step. Nothing is recomputed. Departures: text between the contexts is
-read after them, like the question; chunks that were not stored are ordinary text. CacheClip's authors and the demo use
-temperature 0.9 and scale 0.9; the runner of ChatRAG-Bench 0.9 and 1.0.
+Source: APE (arXiv:2502.05431), section 4 and the released code. Chunks ("contexts") are encoded after the shared
+prefix, all at the same positions. Attention merges them with the other keys by log-sum-exp, with a temperature inside
+the chunks and a scale on their mass, in prefill and at every decode step. Nothing is recomputed. Departures: text
+between the chunks is read after them, like the question; chunks that are not stored are ordinary text. CacheClip's
+authors and APE's demo use temperature 0.9 and scale 0.9; APE's ChatRAG-Bench script uses 0.9 and 1.0.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ __all__ = ["Ape"]
 
 @dataclass(frozen=True, slots=True)
 class Ape(Direct):
-    """Never exact with several chunks; the order of chunks does not matter to it."""
+    """Never exact with several chunks. The order of the chunks has no effect."""
 
     name: str = field(default="ape", kw_only=True)
 
     temperature: float = 0.9
-    """Divides the attention logits within the contexts; below 1 sharpens."""
+    """Divides the attention logits within the chunks; values below 1 sharpen the attention."""
     scale: float = 0.9
-    """The contexts' mass is ``Z ** (scale * temperature)``; below 1 lowers it."""
+    """The chunks' mass is ``Z ** (scale * temperature)``; values below 1 lower it."""
 
     def __post_init__(self) -> None:
         super(Ape, self).__post_init__()

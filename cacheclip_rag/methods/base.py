@@ -1,10 +1,9 @@
-"""What a method is: a recipe that places reused tokens and chooses those to recompute.
+"""The base of all methods. A method decides how chunk KV is reused and which tokens are recomputed.
 
-A method declares what it needs in class attributes and properties, and overrides the hooks that it has something to say
-to, in the order in which they are called: what stands between the chunks (``arrange``), positions and attention of its
-own, while decoding too (``positions``), scores (``score``), the tokens to recompute (``select``), rows that leave
-between layers (``row_filter``), a correction (``prepare``). A method that answers by several prompts has ``compose``
-instead. The engine reads attributes and calls hooks, and never asks which method it holds.
+A method declares its needs in class attributes and properties, and overrides hooks. The engine calls them in this
+order: ``arrange`` (segments between the chunks), ``positions`` (other positions or attention, also while decoding),
+``score``, ``select`` (tokens to recompute), ``row_filter`` (rows to remove between layers), ``prepare`` (a correction).
+A method that answers with several prompts implements ``compose`` instead. The engine never asks for a method's class.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from ..prompt.layout import Layout, Span
 from ..prompt.segments import Segment
 from ..runtime.base import Runtime
 from ..runtime.transformers.attention import Geometry
-from ..runtime.transformers.walk import RowWalk
+from ..runtime.transformers.row_filter import RowFilter
 from ..selection.views import CacheView, PromptView
 from ..types import Event
 
@@ -32,38 +31,31 @@ if TYPE_CHECKING:
 __all__ = ["CacheView", "Method", "PromptView", "RowFilter", "recompute_nothing"]
 
 
-class RowFilter(RowWalk):
-    """Rows that leave the recompute between its layers, and what the pass costs."""
-
-    charged: int = 0
-    """(Layer, chunk token) pairs that were given fresh KV so far."""
-
-
 @dataclass(frozen=True, slots=True)
 class Method(ABC):
-    """Base of all methods: frozen dataclasses, so that they can be compared, hashed and written down."""
+    """Base of all methods. Methods are frozen dataclasses, so that they can be compared, hashed and serialised."""
 
     name: str = field(default="custom", kw_only=True)
-    """Name in statistics and tables: a preset's, or one of your own."""
+    """Name in statistics and tables."""
     chunk_context: str | None = field(default=None, kw_only=True)
-    """What its chunks are precomputed behind: ``prefix`` or ``passages`` (:mod:`cacheclip_rag.chunks.context`). None:
-    as the engine's setting of that name says."""
+    """Chunk context: ``prefix`` or ``passages`` (:mod:`cacheclip_rag.chunks.context`). None: the engine's setting
+    ``chunk_context``."""
 
     reuses_chunks: ClassVar[bool] = True
-    """False: the store is not asked."""
+    """Whether the method uses stored chunk KV; if not, the store is not read."""
     reuses_prefixes: ClassVar[bool] = True
-    """True: the start that this prompt shares with earlier ones is taken from the prefix cache, exactly. Methods with
-    :meth:`positions` of their own use it in plain prefill only."""
+    """Whether the method takes the prompt's longest known prefix from the prefix cache, which is exact. Methods with
+    other :meth:`positions` do so in plain prefill only."""
     captures: ClassVar[bool] = False
-    """True: chunk caches come from answered prompts, not from the store; a prompt with a chunk that was never captured
-    is answered by plain prefill, which captures it."""
+    """True: chunk caches come from answered prompts, not from the store. If a chunk of the prompt was never captured,
+    the engine answers by plain prefill and captures the chunk."""
     learns: ClassVar[bool] = False
     """True if the method only helps once an earlier prompt has been answered; benchmarks answer one first."""
     exact_at_one: ClassVar[bool] = True
-    """Whether recompute ratio 1.0 is full prefill."""
+    """Whether recompute ratio 1.0 equals full prefill."""
     composes: ClassVar[bool] = False
-    """True: it answers by several prompts, each exactly, as :meth:`compose` says. There is no single prefill then, and
-    the other hooks are not called."""
+    """True: :meth:`compose` answers with several prompts, each exactly. There is no single prefill, and the engine does
+    not call the other hooks."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -73,69 +65,77 @@ class Method(ABC):
 
     @property
     def needs_auxiliary(self) -> bool:
-        """True: chunks must be stored for the auxiliary model too."""
+        """Whether chunks must be stored for the auxiliary model too."""
         return False
 
     @property
     def head_sets(self) -> tuple[str, ...]:
-        """Head sets of the auxiliary that it asks for by name or file, beside the engine's own."""
+        """Names or files of auxiliary head sets that the method needs, besides the engine's own head set."""
         return ()
 
     @property
     def has_ratio(self) -> bool:
-        """Whether a recompute ratio decides how much is recomputed."""
+        """Whether the method has a recompute ratio."""
         return False
 
     @property
     def nominal_ratio(self) -> float:
-        """Share of chunk tokens that the user asked to recompute; 0.0 for a method without a ratio that reuses."""
+        """Share of chunk tokens that the user asked to recompute; 0.0 for reusing methods without a ratio."""
         return 0.0
 
     def at(self, ratio: float) -> Self:
         """The same method at another recompute ratio.
 
         Raises:
-            ConfigurationError: it has no ratio, or this one is not between 0 and 1.
+            ConfigurationError: the method has no ratio, or ``ratio`` is not between 0 and 1.
         """
         raise ConfigurationError(f"method {self.name!r} has no recompute ratio, got {ratio!r}. Leave it out.")
 
     @property
     def context(self) -> ChunkContext | None:
-        """What its chunks are computed behind and between; None: the engine's default."""
+        """The chunk context of the method's chunks; None: the engine's setting."""
         return None if self.chunk_context is None else CONTEXTS[self.chunk_context]
 
     def arrange(self, segments: Sequence[Segment], runtime: Runtime) -> list[Segment]:
-        """The prompt's segments with what the method puts between them."""
+        """The prompt's segments, with segments that the method adds between them."""
         return list(segments)
 
     def positions(self, layout: Layout, reused: Sequence[Span]) -> Geometry | None:
-        """Positions and attention of its own, while decoding too; None for the tokens' places in the prompt and
-        ordinary attention. ``reused``: the chunks that the store holds, at least one."""
+        """Other positions or attention, also while decoding; None: slot = position and ordinary attention.
+
+        Args:
+            reused: chunks whose KV is stored, at least one.
+        """
         return None
 
     def score(self, view: PromptView) -> list[torch.Tensor]:
-        """What can be said before the primary's KV is read (so that the KV of both models never lies side by side):
-        one tensor per span, whose last dimension is its tokens."""
+        """Scores that need no KV of the primary: one tensor per span; the last dimension is the span's tokens.
+
+        The engine calls this before it reads the primary's KV, so that memory never holds the KV of both models.
+        """
         return [torch.zeros(len(span.tokens)) for span in view.spans]
 
     @abstractmethod
     def select(self, view: CacheView, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Per span a ``(num_tokens,)`` bool mask of the tokens to recompute (with a row filter: to begin with).
-        ``scores``: what :meth:`score` gave for these spans."""
+        """Per span a ``(num_tokens,)`` bool mask of the tokens to recompute. With a row filter, these tokens run in the
+        first layers.
+
+        Args:
+            scores: results of :meth:`score` for these spans.
+        """
 
     def row_filter(self, view: CacheView, rows: torch.Tensor) -> RowFilter | None:
-        """Which rows leave the recompute between its layers; None if all ``rows``, ``(num_rows,)`` int64 slots,
-        stay."""
+        """Removes rows between layers of the recompute; None: all ``rows`` (``(num_rows,)`` int64 slots) stay."""
         return None
 
     def prepare(self, view: CacheView, masks: Sequence[torch.Tensor]) -> None:  # noqa: B027 (may stay empty)
-        """Last look at the cache before the recompute: a correction is set up here."""
+        """Called right before the recompute: set up a correction here."""
 
     def compose(self, parts: Composition) -> Iterator[Event]:
-        """The answer to a prompt that has chunks, out of several; the last event carries it."""
+        """Answer a prompt with chunks by several prompts; the last event carries the answer."""
         raise NotImplementedError(f"method {self.name!r} does not declare that it composes")
 
 
 def recompute_nothing(view: CacheView) -> list[torch.Tensor]:
-    """The selection of methods that take chunk caches as they are."""
+    """Empty masks, for methods that use chunk caches unchanged."""
     return [torch.zeros(len(span.tokens), dtype=torch.bool) for span in view.spans]

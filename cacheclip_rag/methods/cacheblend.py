@@ -1,11 +1,11 @@
-"""CacheBlend: tokens whose KV changes most when computed in context are recomputed, whatever is asked.
+"""CacheBlend recomputes the tokens whose KV changes most in context. The question does not influence the choice.
 
-Source: CacheBlend (arXiv:2405.16444), section 4.3, and the released code: the first layers run in full, the change of
-KV at a check layer chooses the tokens, and only these go on. Departures: the mask is exact (theirs lets a token see
-its future); the question is always computed and never competes; tokens that are exact already are not run at all.
-``schedule="gradual"`` filters layer by layer; the paper names no schedule, ours starts at 1.5 times the ratio and
-falls to its lowest after eight layers, with the ratio as its mean. A deviation counts however small it is, also where
-a coarser codec than the compute dtype adds an error of its own to every stored token (bfloat16 under float32: 0.2 %).
+Source: CacheBlend (arXiv:2405.16444), section 4.3, and the released code: the first layers compute all tokens, the
+change of KV at a check layer ranks them, and the best tokens continue. Departures: the mask is exact (in the released
+code a token sees later tokens); the question is always computed and takes no budget; exact chunks are not run at all.
+``schedule="gradual"`` filters layer by layer. The paper names no schedule; ours starts at 1.5 times the ratio, falls to
+its lowest value after eight layers, and has the ratio as its mean. Every deviation counts, even the rounding error of a
+codec coarser than the compute dtype (bfloat16 under float32: 0.2 %).
 """
 
 from __future__ import annotations
@@ -39,31 +39,31 @@ _GRADUAL_LAYERS = 8
 
 @dataclass(frozen=True, slots=True)
 class CacheBlend(Method):
-    """Exact at ratio 1.0; at 0.0 only the layers up to the check are fresh.
+    """Exact at ratio 1.0. At ratio 0.0 only the layers up to the check layer are fresh.
 
-    Budget and correction act at every choice: grouping (single tokens by default), first tokens, a first chunk that no
-    layer computes, and the correction of what left.
+    Budget and correction apply at every choice, including grouping (single tokens by default), first tokens, a skipped
+    first chunk, and the correction of tokens that left the pass.
     """
 
     name: str = field(default="cacheblend", kw_only=True)
 
     budget: Budget = field(default_factory=lambda: Budget(grouping=Tokens()))
-    """How many tokens go on, and how deviations become spans."""
+    """How many tokens continue after the check layer, and how deviations become spans."""
     correction: float = 0.0
-    """Share of the mean change of recomputed tokens that the others of their chunk are given, per layer."""
+    """Share of the recomputed tokens' mean change that is added to the other tokens of the chunk, per layer."""
     check_layer: int = 1
-    """Layer (from 0) whose fresh KV decides, with at least one after it; it and those below run in full, which
-    ``charged_ratio`` counts."""
+    """Layer (from 0) whose fresh KV decides; at least one layer must follow. This layer and the layers below compute
+    all tokens, which ``charged_ratio`` counts."""
     deviation: str = "v"
-    """What is compared: values, keys, or ``kv``, the norms of both changes, each divided by the mean norm of the
-    layer's fresh values or keys."""
+    """Which tensors are compared: ``values``, ``keys``, or ``kv`` (the sum of both norms, each divided by the mean norm
+    of the layer's fresh values or keys)."""
     schedule: str = "single"
-    """``single``: one choice at the check layer; ``gradual``: again at every layer after it. Layers that cannot run
-    more tokens than there are leave their share to later ones."""
+    """``single``: one choice at the check layer; ``gradual``: another choice at every later layer. If a layer's share
+    exceeds the number of tokens, later layers get the surplus."""
     equal_charge: bool = False
-    """True recomputes less, so that all that is computed, the layers run in full included, is the budget's ratio of
-    the chunk tokens' layers. Where the layers run in full would cost more by themselves, nothing is computed (direct
-    reuse: effective and charged ratio are 0), and a warning says so."""
+    """True: the budget's ratio limits all computed (layer, chunk token) pairs, including the layers that compute all
+    tokens. If those layers alone exceed the budget, nothing is recomputed (direct reuse; effective and charged ratio
+    are 0) and a warning is logged."""
 
     def __post_init__(self) -> None:
         super(CacheBlend, self).__post_init__()
@@ -87,7 +87,7 @@ class CacheBlend(Method):
         return replace(self, budget=replace(self.budget, ratio=ratio))
 
     def select(self, view: CacheView, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What runs in the first layers."""
+        """The tokens that run in the first layers."""
         self._check_depth(view.runtime)
         if self.budget.takes_all(view):
             return [torch.ones(len(span.tokens), dtype=torch.bool) for span in view.spans]
@@ -106,11 +106,11 @@ class CacheBlend(Method):
             ResidualCorrection(view.runtime, view.cache, self.correction).install(view.spans)
 
     def budgets(self, num_layers: int, num_chunk_tokens: int, num_stale: int) -> list[int]:
-        """Chunk tokens that run in each layer, never more than in the one before.
+        """Number of chunk tokens that run in each layer; it never increases from layer to layer.
 
         Args:
-            num_chunk_tokens: what the ratio is a share of.
-            num_stale: those of them that may run at all.
+            num_chunk_tokens: all chunk tokens; the ratio is a share of them.
+            num_stale: chunk tokens that may run.
         """
         in_full = self.check_layer + 1
         after = num_layers - in_full
@@ -126,25 +126,25 @@ class CacheBlend(Method):
         for n, weight in enumerate(shape):
             share = min(float(num_stale), total * weight / sum(shape[n:]))
             total -= share
-            counts.append(round(round(share, 6)))  # halves as halves, whatever the sums did to them
+            counts.append(round(round(share, 6)))  # the inner round removes float error from halves
         return counts
 
     def _check_depth(self, runtime: ModelRuntime) -> None:
-        """Raise ConfigurationError unless a layer is left behind the check layer."""
+        """Raise ConfigurationError unless a layer follows the check layer."""
         last = runtime.num_layers - 2
         if self.check_layer > last:
             expected = f"a layer from 0 to {last}" if last >= 0 else "a model of two layers or more"
             raise ConfigurationError(
-                f"check_layer={self.check_layer} leaves no layer to spare: model {runtime.name!r} has "
-                f"{runtime.num_layers}, so everything would be recomputed. Expected {expected}."
+                f"no layer follows check_layer={self.check_layer}: model {runtime.name!r} has "
+                f"{runtime.num_layers} layers, so everything would be recomputed. Expected {expected}."
             )
 
 
 @cache
 def _warn_unaffordable(ratio: float, check_layer: int, num_layers: int) -> None:
     logger.warning(
-        "cacheblend with equal_charge: at ratio %g the layers 0 to %d, run in full to choose, cost more than "
-        "the whole budget (%d of %d layers), so that nothing is recomputed. Raise the ratio or lower check_layer.",
+        "cacheblend with equal_charge: at ratio %g, layers 0 to %d compute all tokens and cost more than "
+        "the whole budget (%d of %d layers), so nothing is recomputed. Raise the ratio or lower check_layer.",
         ratio,
         check_layer,
         check_layer + 1,
@@ -153,20 +153,20 @@ def _warn_unaffordable(ratio: float, check_layer: int, num_layers: int) -> None:
 
 
 class DeviationFilter(RowFilter):
-    """All tokens up to the check layer; from there on those whose KV changed most."""
+    """Keeps all tokens up to the check layer, and then the tokens whose KV changed most."""
 
     def __init__(self, method: CacheBlend, view: CacheView, rows: torch.Tensor) -> None:
         super().__init__(view.cache, rows)
         self.method, self.view = method, view
         self.of_chunks = torch.zeros(len(rows), dtype=torch.bool)
-        """Rows that may leave."""
+        """``(num_rows,)`` bool: rows that may leave."""
         for span in view.spans:
             self.of_chunks |= (rows >= span.start) & (rows < span.stop)
-        self.of_chunks[-1] = False  # the prompt's last row gives the answer's first logits, chunk or not
+        self.of_chunks[-1] = False  # the prompt's last row gives the first logits, even if it is a chunk's
         num_layers, num_stale = view.runtime.num_layers, int(self.of_chunks.sum())
         self.budgets = method.budgets(num_layers, view.num_chunk_tokens, num_stale)
         self.deviations: dict[int, torch.Tensor] = {}
-        """Per layer looked at, ``(num_alive,)`` float32, in the order of ``alive`` at that layer."""
+        """By layer ``(num_alive,)`` float32, in the order of ``alive`` at that layer."""
         self._stale: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def before_layer(self, layer: int) -> torch.Tensor | None:
@@ -185,7 +185,7 @@ class DeviationFilter(RowFilter):
         )
 
     def _stored(self, layer: int, alive: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """KV of the rows as the cache holds it, each ``(num_kv_heads, num_alive, head_dim)``; zeros not yet filled."""
+        """Keys and values of the rows in the cache, each ``(num_kv_heads, num_alive, head_dim)``; zeros if unfilled."""
         of_layer = self.cache.layers[layer]
         slots = self.slots[alive].to(of_layer.device)
         known = slots < of_layer.length
@@ -197,7 +197,7 @@ class DeviationFilter(RowFilter):
         return found[0], found[1]
 
     def _filter(self, layer: int) -> torch.Tensor:
-        """Rows that run in ``layer``, by the change of KV in the layer below."""
+        """Rows that run in ``layer``, chosen by the change of KV in the layer below."""
         deviation = self._deviation(layer - 1)
         self.deviations[layer - 1] = deviation
         spans, num_tokens = self.view.spans, self.view.layout.num_tokens
@@ -212,7 +212,7 @@ class DeviationFilter(RowFilter):
         return self.alive[chosen[slots] | ~mine]
 
     def _deviation(self, layer: int) -> torch.Tensor:
-        """``(num_alive,)`` float32: how far the fresh KV of a layer is from the stored one."""
+        """``(num_alive,)`` float32: distance between fresh and stored KV of a layer."""
         assert self._stale is not None
         fresh = self._stored(layer, self.alive)
         keys, values = (_squares(new.float() - old.float()) for new, old in zip(fresh, self._stale, strict=True))

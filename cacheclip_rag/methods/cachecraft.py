@@ -1,10 +1,10 @@
-"""Cache-Craft: chunk caches captured from answered prompts, recomputed as far as their old surroundings are missing.
+"""Cache-Craft: chunk caches captured from answered prompts, partly recomputed if the chunks before them changed.
 
-Source: Cache-Craft (arXiv:2502.15734), section 4: how much a chunk owed to the chunks before it, times how much of
-them is missing now, is the share of its tokens to recompute; those that looked at other chunks most come first.
-Departures: caches are captured from plain prefills alone and kept in memory (:mod:`cacheclip_rag.chunks.captured`); a
-prompt with a chunk that was never captured is answered by plain prefill, which captures it. There is no early stop by
-focused chunks.
+Source: Cache-Craft (arXiv:2502.15734), section 4. The share of a chunk's tokens to recompute is a product: how much the
+chunk attended to earlier chunks, times how many of those are missing now. Tokens that attended most to other chunks
+come first. Departures: caches are captured from plain prefills only and kept in memory
+(:mod:`cacheclip_rag.chunks.captured`); if a chunk was never captured, the prompt is answered by plain prefill, which
+captures it; decoding does not stop early for focused chunks.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ __all__ = ["CacheCraft"]
 
 @dataclass(frozen=True, slots=True)
 class CacheCraft(Method):
-    """Exact where a prompt comes again from its start; otherwise it recomputes what its statistics say, which look at
-    chunks alone: other text between the same chunks counts for nothing."""
+    """Exact if the same tokens came before the chunk when it was captured. Otherwise attention statistics choose the
+    tokens; they consider chunks only, so that changed text between the chunks has no effect."""
 
     name: str = field(default="cachecraft", kw_only=True)
 
@@ -35,7 +35,7 @@ class CacheCraft(Method):
     reuses_prefixes: ClassVar[bool] = False
 
     alpha: float = 1.0
-    """Scales the share of a chunk that is recomputed; the paper tunes it per model."""
+    """Scales the recomputed share of a chunk; the paper tunes it per model."""
 
     def __post_init__(self) -> None:
         super(CacheCraft, self).__post_init__()

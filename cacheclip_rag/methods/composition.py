@@ -1,7 +1,7 @@
-"""Answering one prompt by several: what methods that do so work with, and how their numbers are added up.
+"""Tools for methods that answer one prompt with several prompts, and the sum of their statistics.
 
-Each prompt of theirs is answered exactly: with its chunk's stored KV where the chunk stands right behind the prefix it
-was encoded behind, else by plain prefill behind what the prefix cache holds.
+Each of these prompts is answered exactly. Stored KV is used if the chunk stands right after the prefix it was encoded
+with; otherwise the prompt is prefilled after the prefix that the prefix cache holds.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from .full import Prefix
 __all__ = ["Ask", "Composition", "combined", "count_chunks", "exact_method"]
 
 LogitsObserver = Callable[[Any, int], None]
-"""Sees ``(vocab_size,)`` logits and the token that was chosen from them."""
+"""Called with ``(vocab_size,)`` logits and the token id chosen from them."""
 
 
 class Ask(Protocol):
-    """Answers one prompt exactly, streamed; ``observe`` sees the logits that each token was chosen from."""
+    """Streams the exact answer to one prompt; ``observe`` gets the logits of each token."""
 
     def __call__(
         self, segments: Sequence[Segment], params: SamplingParams, observe: LogitsObserver | None = None
@@ -35,30 +35,30 @@ class Ask(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """A prompt with chunks, and the means to ask others made of its parts."""
+    """A prompt with chunks, and functions that answer prompts made of its parts."""
 
     segments: Sequence[Segment]
     params: SamplingParams
-    """Settings of the answer as a whole."""
+    """Sampling settings of the final answer."""
     ask: Ask
     clock: PhaseClock = field(default_factory=PhaseClock)
     """Started when the request came in."""
     asked: list[FusionStats] = field(default_factory=list)
-    """Numbers of every prompt answered so far."""
+    """Statistics of every prompt answered so far."""
 
     @property
     def chunks(self) -> list[Chunk]:
         return [segment for segment in self.segments if isinstance(segment, Chunk)]
 
     def around(self, middle: Segment) -> list[Segment]:
-        """The prompt with ``middle`` in place of all from its first chunk to its last."""
+        """The prompt with ``middle`` in place of everything from the first chunk to the last chunk."""
         places = [number for number, segment in enumerate(self.segments) if isinstance(segment, Chunk)]
         return [*self.segments[: places[0]], middle, *self.segments[places[-1] + 1 :]]
 
     def answer(
         self, segments: Sequence[Segment], params: SamplingParams, observe: LogitsObserver | None = None
     ) -> Answer:
-        """The whole answer to a prompt, on the way to the final one."""
+        """The answer to an intermediate prompt."""
         answer = None
         for event in self.ask(segments, params, observe):
             answer = event.answer or answer
@@ -67,7 +67,7 @@ class Composition:
         return answer
 
     def stream(self, segments: Sequence[Segment], method: str) -> Iterator[Event]:
-        """The final answer by one more prompt, with the numbers of all."""
+        """Stream the final answer from one more prompt, with the statistics of all prompts."""
         before = self.clock.elapsed()
         for event in self.ask(segments, self.params):
             if event.answer is not None:
@@ -76,11 +76,11 @@ class Composition:
             yield event
 
     def closing(self, answer: Answer, method: str, ttft_s: float) -> Answer:
-        """``answer`` as that of the whole prompt, with the numbers of all that were asked."""
+        """``answer`` with the statistics of all prompts."""
         return replace(answer, stats=combined(self.asked, method, ttft_s))
 
     def plain(self) -> Iterator[Event]:
-        """Plain prefill of a prompt in which there is no chunk."""
+        """Plain prefill of a prompt without chunks."""
         for event in self.ask(self.segments, self.params):
             if event.answer is not None:
                 stats = event.answer.stats
@@ -91,12 +91,12 @@ class Composition:
 
 
 def exact_method(layout: Layout) -> Method:
-    """How such a prompt is answered exactly."""
+    """The method that answers an intermediate prompt exactly."""
     return Direct() if layout.chunks and all(map(layout.is_exact, layout.chunks)) else Prefix()
 
 
 def count_chunks(stats: FusionStats, layout: Layout) -> FusionStats:
-    """Numbers of one such prompt: after plain prefill too, its chunks' tokens count as kept or as computed again."""
+    """Statistics of an intermediate prompt. After plain prefill, too, chunk tokens count as reused or recomputed."""
     if stats.chunk_tokens or not layout.chunks:
         return stats
     computed = sum(max(0, span.stop - max(span.start, stats.cached_prefix_tokens)) for span in layout.chunks)
@@ -120,8 +120,8 @@ _SUMS = (
 
 
 def combined(parts: Sequence[FusionStats], method: str, ttft_s: float) -> FusionStats:
-    """Numbers of one answer made of several: sums, those of decoding included; ``ttft_s`` to the final one's first
-    token. The seconds of the phases do not add up to it, since most of it may be decoding."""
+    """Sums of the statistics of several prompts. ``ttft_s`` is the time to the final answer's first token; phases do
+    not add up to it, because it includes the decoding of intermediate answers."""
     sums: dict[str, Any] = {name: sum(getattr(part, name) for part in parts) for name in _SUMS}
     phases = {phase: sum(part.phases_s[phase] for part in parts) for phase in PHASES}
     charged = sum(part.charged_ratio * part.chunk_tokens for part in parts)

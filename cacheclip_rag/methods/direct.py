@@ -1,8 +1,8 @@
-"""Direct reuse: chunk caches put end to end, nothing recomputed. The lower baseline.
+"""Direct reuse: chunk caches are concatenated and nothing is recomputed. The lower baseline.
 
 Source: the "full KV reuse" baseline of CacheBlend (arXiv:2405.16444) and "direct precomputation" of CacheClip
-(arXiv:2510.10129v1, section 2.3); with gaps, Prompt Cache (arXiv:2311.04934), whose schema gives every module a place.
-Departure: chunks are encoded behind the shared prefix, as for every method here.
+(arXiv:2510.10129v1, section 2.3). With gaps: Prompt Cache (arXiv:2311.04934), whose schema gives every module fixed
+positions. Departure: chunks are encoded after a chunk context, as for every method here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Direct", "DirectGapped"]
 
 @dataclass(frozen=True, slots=True)
 class Direct(Method):
-    """Fastest; exact only for a single chunk right behind its own prefix."""
+    """The fastest method; exact only for a single chunk right after its own prefix."""
 
     name: str = field(default="direct", kw_only=True)
 
@@ -35,16 +35,16 @@ class Direct(Method):
 
 @dataclass(frozen=True, slots=True)
 class DirectGapped(Direct):
-    """Every chunk has a slot of fixed length, and what follows it begins where the slot ends.
+    """Every chunk gets an interval of positions of fixed length; the next segment begins after the interval.
 
-    A chunk's positions then depend on its number alone, as in a schema of Prompt Cache, at the price of gaps. The
-    last chunk leaves none, so that a single chunk stands as with ``direct``.
+    A chunk's positions then depend only on its number, as in a schema of Prompt Cache. Shorter chunks leave gaps. The
+    last chunk leaves no gap, so that a prompt with one chunk equals ``direct``.
     """
 
     name: str = field(default="direct_gapped", kw_only=True)
 
     slot_tokens: int = 0
-    """Length of a slot in tokens; 0 takes the longest chunk of the prompt. Longer chunks take what they need."""
+    """Length of the interval in tokens; 0: the length of the prompt's longest chunk. Longer chunks extend it."""
 
     def __post_init__(self) -> None:
         super(DirectGapped, self).__post_init__()

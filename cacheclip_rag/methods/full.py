@@ -1,8 +1,8 @@
-"""Plain prefill: every token of the prompt computed, or all but what earlier prompts began alike.
+"""Plain prefill: ``full`` computes every token; ``prefix`` reuses the exact KV of a prefix shared with earlier prompts.
 
-Source of ``prefix``: vLLM's automatic prefix caching over PagedAttention's blocks (arXiv:2309.06180), the usual serving
-engine's answer to repeated context. It helps conversations and prompts with the same chunks in the same order; chunks
-in another order are computed anew. Departures are those of :mod:`cacheclip_rag.chunks.prefix_cache`.
+Source of ``prefix``: vLLM's automatic prefix caching over PagedAttention's blocks (arXiv:2309.06180). It helps
+conversations, and prompts with the same chunks in the same order; chunks in another order are computed again.
+Departures: see :mod:`cacheclip_rag.chunks.prefix_cache`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ __all__ = ["Full", "Prefix"]
 
 @dataclass(frozen=True, slots=True)
 class Full(Method):
-    """The baseline of speed and the reference of quality: runs transformers' stock attention on the same token ids as
-    every other method."""
+    """Full prefill, the baseline of speed and the reference of quality. It runs on the same token ids as every other
+    method."""
 
     name: str = field(default="full", kw_only=True)
 
@@ -38,9 +38,9 @@ class Full(Method):
 
 @dataclass(frozen=True, slots=True)
 class Prefix(Full):
-    """Exact always: plain prefill behind the longest start that the prefix cache holds.
+    """Always exact: plain prefill after the longest prefix that the prefix cache holds.
 
-    The nominal ratio is 1.0, as of plain prefill: nothing is promised of a prompt whose start is new.
+    The nominal ratio is 1.0, because a prompt with a new prefix is computed in full.
     """
 
     name: str = field(default="prefix", kw_only=True)

@@ -1,12 +1,12 @@
-"""The usual chains of RAG without fusion: every chunk is asked by itself, and one answer is made of the answers.
+"""Map-reduce and map-rerank: each chunk is put to the model in its own prompt, and one answer is made of the answers.
 
 Source: LangChain's map-reduce and map-rerank documents chains (``load_summarize_chain``, ``load_qa_chain``), baselines
-for methods that let the model read all chunks together. Alone right behind the shared prefix, a chunk's stored KV is
-exact, so nothing here is approximate but the idea: no token of one chunk sees another. In an engine with another chunk
-context (``passages``, the default) none is exact there: these prompts are then answered by plain prefill behind what
-the prefix cache holds, and their chunks are not stored a second time. Departures: each prompt is the user's own
-with one chunk left in it (text between chunks is dropped), in place of prompts for each step; and see
-:class:`MapRerank`. The effective ratio is the share of chunk tokens computed over all these prompts.
+for methods that let the model read all chunks together. No token of one chunk sees another chunk. With chunk context
+``prefix``, a chunk right after the shared prefix is exact as stored. With ``passages``, the default, it is not: these
+prompts are prefilled after the prefix that the prefix cache holds, and their chunks are not stored a second time.
+Departures: each prompt is the user's prompt with one chunk left in it (text between chunks is dropped), not a separate
+template per step; see also :class:`MapRerank`. The effective ratio is the share of chunk tokens computed over all these
+prompts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["MapReduce", "MapRerank"]
 
 @dataclass(frozen=True, slots=True)
 class MapReduce(Full):
-    """The answers from each chunk, greedy and one a line, stand in for the chunks in a last prompt, which is answered.
+    """Answers each chunk's prompt greedily, then answers a last prompt in which these answers replace the chunks.
 
     The prompt with all its chunks may be longer than the model's context.
     """
@@ -40,7 +40,7 @@ class MapReduce(Full):
     composes: ClassVar[bool] = True
 
     map_tokens: int = 64
-    """Most tokens of the answer from one chunk."""
+    """Most tokens of one intermediate answer."""
 
     def __post_init__(self) -> None:
         super(MapReduce, self).__post_init__()
@@ -55,9 +55,9 @@ class MapReduce(Full):
 
 @dataclass(frozen=True, slots=True)
 class MapRerank(Full):
-    """The answer from one chunk whose tokens the model was surest of (highest mean log-probability; empty ones last).
+    """The answer from one chunk with the highest mean log-probability of its tokens; empty answers come last.
 
-    LangChain has the model write a score behind its answer. Small models cannot, so their certainty stands in for it.
+    LangChain asks the model to write a score after its answer. Small models cannot, so log-probability replaces it.
     """
 
     name: str = field(default="map_rerank", kw_only=True)
@@ -73,7 +73,7 @@ class MapRerank(Full):
 
 
 def _rated(parts: Composition, segments: Sequence[Segment]) -> tuple[Answer, float]:
-    """An answer, and the mean log-probability of its tokens."""
+    """An answer and the mean log-probability of its tokens."""
     found: list[float] = []
 
     def observe(logits: torch.Tensor, token: int) -> None:

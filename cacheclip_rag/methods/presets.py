@@ -1,7 +1,7 @@
-"""Presets: named methods, each with one line on what it does and where it comes from.
+"""Presets: named methods, each with a one-line description and its source.
 
-The forms that papers publish are rows of :class:`~cacheclip_rag.methods.recompute.Recompute`: a scorer, a budget and a
-correction. What the rows leave out is the default of its field, and nowhere else.
+Most published methods are instances of :class:`~cacheclip_rag.methods.recompute.Recompute`: a scorer, a budget and a
+correction. A row states only settings that differ from the field's default.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ _ROWS: dict[str, tuple[Method, str, str]] = {
     "full": (Full(), "Full prefill: every token is computed.", "baseline"),
     "prefix": (
         Prefix(),
-        "Full prefill behind the longest start that earlier prompts share.",
+        "Full prefill after the longest prefix that an earlier prompt shares.",
         "vLLM's prefix caching, arXiv:2309.06180",
     ),
-    "direct": (Direct(), "Chunk caches put end to end; nothing is recomputed.", _OF_CACHEBLEND),
+    "direct": (Direct(), "Chunk caches are concatenated; nothing is recomputed.", _OF_CACHEBLEND),
     "direct_gapped": (
         DirectGapped(),
-        "Direct reuse with every chunk in a slot of fixed length.",
+        "Direct reuse; every chunk gets an interval of positions of fixed length.",
         "Prompt Cache, arXiv:2311.04934",
     ),
     "ape": (
         Ape(),
-        "All chunks share their positions and are weighed by a temperature and a scale.",
+        "All chunks share the same positions and are weighed by a temperature and a scale.",
         "APE, arXiv:2502.05431",
     ),
     "epic": (
@@ -74,12 +74,12 @@ _ROWS: dict[str, tuple[Method, str, str]] = {
     "cacheblend": (CacheBlend(), "The tokens whose values change most in the first two layers.", _OF_CACHEBLEND),
     "cacheblend-equal-charge": (
         CacheBlend(equal_charge=True),
-        "CacheBlend whose fully computed first layers count towards the ratio.",
+        "CacheBlend; its fully computed first layers count towards the ratio.",
         _OF_CACHEBLEND,
     ),
     "cacheclip": (
         _CACHECLIP,
-        "Spans that an auxiliary model attends to, half of the budget for chunk starts, and a correction.",
+        "Spans that an auxiliary model attends to; half of the budget for chunk starts; a correction.",
         f"{_OF_CACHECLIP}; chunk starts and correction are ours",
     ),
     "cacheclip-paper": (
@@ -99,28 +99,29 @@ _ROWS: dict[str, tuple[Method, str, str]] = {
     ),
     "qcfuse": (
         Recompute(QueryAttention(layers="0.5+3", visible_share=0.1), _TOKENS),
-        "Single tokens by three middle layers; the question reads a tenth of each chunk.",
+        "Single tokens by the attention of three middle layers; the question reads a tenth of each chunk.",
         "QCFuse, arXiv:2606.05875",
     ),
     "infoflow": (
         Recompute(QueryAttention(layers="0.6+4"), _TOKENS),
-        "Single tokens by four layers from 0.6 of the depth on.",
+        "Single tokens by the attention of four layers, starting at 0.6 of the depth.",
         "InfoFlow KV, arXiv:2603.05353",
     ),
     "anchored": (
         _ANCHORED,
-        "The primary's attention (upper half) and nearness to the chunk's start, mixed by rank; a correction.",
+        "The primary's attention (upper half of its layers) and nearness to the chunk's start, mixed by rank; a "
+        "correction.",
         "ours",
     ),
-    "random": (Recompute(Random()), "Random spans: what a budget buys without knowing anything.", "baseline"),
+    "random": (Recompute(Random()), "Random spans: the effect of the budget alone.", "baseline"),
     "oracle": (
         Recompute(Oracle()),
-        "Spans that are attended to and stale, known from a full prefill: a ceiling.",
+        "Spans that are attended to and stale, according to a full prefill: an upper bound.",
         "ours",
     ),
     "cachecraft": (
         CacheCraft(),
-        "Chunk caches captured from answered prompts, recomputed as their surroundings changed.",
+        "Chunk caches captured from answered prompts; tokens are recomputed if the chunks before them changed.",
         "Cache-Craft, arXiv:2502.15734",
     ),
     "block": (
@@ -140,12 +141,12 @@ _ROWS: dict[str, tuple[Method, str, str]] = {
     ),
     "map_reduce": (
         MapReduce(),
-        "One prompt per chunk, and a last one made of the answers.",
+        "One prompt per chunk, and a last prompt made of the answers.",
         "LangChain's map-reduce chain",
     ),
     "map_rerank": (
         MapRerank(),
-        "One prompt per chunk; the answer that the model is surest of.",
+        "One prompt per chunk; the answer with the highest log-probability.",
         "LangChain's map-rerank chain",
     ),
 }
@@ -156,22 +157,22 @@ PRESETS: dict[str, Method] = {name: replace(method, name=name) for name, (method
 PRESET_NOTES: dict[str, PresetNote] = {
     name: PresetNote(summary, source) for name, (_, summary, source) in _ROWS.items()
 }
-"""Summary and source of each, for documentation.
+"""Description and source of each preset, for documentation.
 
-What the published forms leave open, and where these depart from them:
+Departures from the published methods:
 
-- ``epic``: chunks are encoded behind a chunk context (the released script keeps a BOS before each); a first chunk that
-  is exact is left out; by default the number of tokens follows the ratio, so that methods compare at equal cost.
-- ``cacheclip``: the paper fine-tunes its auxiliary and drops windows; here a head set scores, the budget is filled,
-  half of it with the starts of chunks (what a chunk lacked when it was computed apart its first tokens lacked most,
-  EPIC), and tokens that are not recomputed follow those that are half of the way (AgentKVShift, arXiv:2607.21604). Of
-  version 2 of the paper only the abstract could be checked: nothing here is claimed to be it.
-- ``prophetkv``: the question sees the whole stale context on its way (the reading of QCFuse's benchmark). The other
-  reading of the paper is ``QueryAttention(layers="all", question_only=True, softmax="chunks")``.
+- ``epic``: chunks are encoded after a chunk context (the released script keeps a BOS before each chunk). An exact first
+  chunk is left out. The number of tokens follows the ratio, so that methods are compared at equal cost.
+- ``cacheclip``: the paper fine-tunes its auxiliary model and drops windows. Here a head set scores, and the budget is
+  spent exactly. Half of it goes to chunk starts, because missing context changes a chunk's first tokens most (EPIC).
+  Tokens that are not recomputed get half of the mean change (AgentKVShift, arXiv:2607.21604). Only the abstract of the
+  paper's version 2 could be checked; nothing here claims to implement it.
+- ``prophetkv``: the question attends to the whole stale context (as in QCFuse's benchmark). The paper can also be read
+  as ``QueryAttention(layers="all", question_only=True, softmax="chunks")``.
 - ``qcfuse``: the paper profiles three layers per model, between 0.41 and 0.78 of the depth; here they are the three
-  from the middle on. What the question may see is computed with the answer, not stored, and is one set per chunk, where
-  the paper keeps one per layer; the four first tokens of a chunk come on top of the tenth.
-- ``infoflow``: the paper takes layers 22 to 25 of models with 32 to 40; chunks are not reordered.
-- ``anchored``: what a chunk lacked when it was computed apart, its first tokens lacked most: attention says what is
-  needed, the place says how stale it is. Beyond the first 64 tokens of a chunk attention alone decides.
+  layers from the middle on. The tokens that the question may see are computed with the answer, not stored. They are one
+  set per chunk; the paper keeps one set per layer. The four first tokens of a chunk come on top of the tenth.
+- ``infoflow``: the paper uses layers 22 to 25 of models with 32 to 40 layers; chunks are not reordered.
+- ``anchored``: attention says which tokens the question needs, nearness to the chunk's start says how stale they are.
+  After the first 64 tokens of a chunk, attention alone decides.
 """

@@ -1,7 +1,7 @@
-"""Recompute: a scorer, a budget and a correction. Most of the literature is an instance of it.
+"""Selective recompute: a scorer, a budget and a correction. Most published methods are instances of :class:`Recompute`.
 
-Source: selective recompute, introduced by CacheBlend (arXiv:2405.16444). Tokens that are chosen are computed exactly at
-their true positions; the others stay as they were stored, or follow the chosen ones as the correction says.
+Source: CacheBlend (arXiv:2405.16444) introduced selective recompute. The chosen tokens are computed exactly at their
+true positions. The other tokens keep their stored KV, or are corrected.
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ __all__ = ["Recompute"]
 
 @dataclass(frozen=True, slots=True)
 class Recompute(Method):
-    """Scores in, exactly the budget out. Exact at ratio 1.0; at 0.0 it equals direct reuse.
+    """Recomputes the best-scored tokens, exactly as many as the budget allows.
+
+    Equals full prefill at ratio 1.0 and direct reuse at 0.0.
 
     >>> Recompute(ChunkStart(), Budget(ratio=0.1), name="starts")
     """
 
     scorer: Scorer
-    """What gives every chunk token a score."""
+    """Gives every chunk token a score."""
     budget: TokenBudget = field(default_factory=Budget)
     """How many tokens are recomputed, and how scores become spans."""
     correction: float = 0.0
-    """Above 0, tokens that are not recomputed get this share of the mean change of those that are, per chunk and layer
-    (AgentKVShift, arXiv:2607.21604)."""
+    """Share of the recomputed tokens' mean change that is added to the other tokens, per chunk and layer (AgentKVShift,
+    arXiv:2607.21604). 0: no correction."""
 
     def __post_init__(self) -> None:
         super(Recompute, self).__post_init__()

@@ -1,4 +1,4 @@
-"""Methods as nested mappings: written down for certificates and reports, and changed by variants files."""
+"""Methods as nested mappings, for certificates, reports and variants files."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["describe", "vary"]
 
 _TYPE = "type"
 _FAMILIES: tuple[type, ...] = (Scorer, TokenBudget, Grouping, Method)
-"""Parts whose type a mapping may name."""
+"""Base classes whose subclasses a mapping may name by ``type``."""
 
 
 def describe(part: Any) -> dict[str, Any]:
-    """A method, or a part of one, as ``{"type": ..., field: value}`` with parts nested; JSON can write it.
+    """A method, or a part of a method, as nested mappings ``{"type": ..., field: value}``, ready for JSON.
 
-    A type from outside this package goes by its full name, so that no two types look alike.
+    Types from other packages are given by their full name, so that two types never share a name.
     """
     values = {each.name: getattr(part, each.name) for each in fields(part)}
     nested = {name: describe(value) if is_dataclass(value) else value for name, value in values.items()}
@@ -35,12 +35,12 @@ def vary(method: Method, changes: Mapping[str, Any]) -> Method:
     """``method`` with other settings.
 
     Args:
-        changes: new values by field. A part (scorer, budget, grouping) takes a mapping of its own: with the ``type`` of
-            another class, a new part that has the defaults of its fields for what the mapping leaves out; else the part
-            as it is with these changes. A part is also taken as it is made (an instance), or by its type's name alone.
+        changes: new values by field. The value for a part (scorer, budget, grouping) may be a mapping. If it names
+            another ``type``, a new part is made, with defaults for missing fields; otherwise the present part is
+            changed. The value may also be an instance, or the name of a type.
 
     Raises:
-        ConfigurationError: an unknown field or type, or a value that is refused.
+        ConfigurationError: an unknown field or type, or an invalid value.
 
     >>> vary(preset("cacheclip"), {"correction": 0.0, "budget": {"grouping": {"type": "Tokens"}}})
     """
@@ -61,11 +61,11 @@ def _varied(part: Any, changes: Mapping[str, Any], where: str) -> Any:
 
 
 def _made(cls: type, given: Mapping[str, Any], where: str) -> Any:
-    """A new part; nested mappings are made by their type alone."""
+    """A new part; nested mappings must name their types."""
     _check_fields(cls, given, where)
     try:
         return cls(**{name: _value(None, value, f"{where}.{name}") for name, value in given.items()})
-    except TypeError as error:  # a field without a default
+    except TypeError as error:  # a field without a default is missing
         raise ConfigurationError(f"{where} of type {cls.__name__} is not complete: {error}.") from error
 
 
@@ -107,7 +107,7 @@ def _family_of(part: Any) -> type:
 
 
 def _concrete(base: type) -> Iterator[type]:
-    """Classes that can be made, those that users derived included."""
+    """Classes that can be instantiated, including users' own subclasses."""
     derived: list[type] = base.__subclasses__()
     for cls in derived:
         yield from _concrete(cls)

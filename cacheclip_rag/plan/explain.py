@@ -137,11 +137,11 @@ def _departure(chunk: str, written: str) -> str:
         return "the prompt has the text in other letter case. Precompute it as the prompt has it."
     length = _longest_start(chunk, written)
     if length >= WINDOW:
-        place = written.index(chunk[:length]) + length
-        cut = "goes on otherwise" if written[place : place + 1].strip() else "is cut off there"
+        end = written.index(chunk[:length]) + length
+        cut = "goes on otherwise" if written[end : end + 1].strip() else "is cut off there"
         return (
             f"the prompt has its first {length} of {len(chunk)} characters and {cut}: expected "
-            f"{chunk[length : length + _SHOWN]!r}, got {written[place : place + _SHOWN]!r}. A splitter that runs after "
+            f"{chunk[length : length + _SHOWN]!r}, got {written[end : end + _SHOWN]!r}. A splitter that runs after "
             "precomputing, or a synthesizer whose prompts are full, cuts chunks: keep them whole."
         )
     return (

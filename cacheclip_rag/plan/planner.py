@@ -32,8 +32,8 @@ def make_plan(
     if method is not None:
         segments = method.arrange(segments, runtime)
     layout = lay_out(segments, sources.primary.tokenize_segment, sources.prefix.prefix_ids)
-    exact = sources.primary.is_exact_behind_prefix and sources.captured is None
-    layout = replace(layout, exact_behind_prefix=exact)
+    exact = sources.primary.is_exact_after_prefix and sources.captured is None
+    layout = replace(layout, exact_after_prefix=exact)
     check_length(layout, runtime.context_tokens, runtime.name)
     chosen = method or exact_method(layout)
     plan = Plan(layout, chosen, question=question)

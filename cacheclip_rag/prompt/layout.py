@@ -45,7 +45,7 @@ class Layout:
     """Leading tokens that are the engine's shared prefix (0 when the prompt opens otherwise): exact in the store."""
     opens_with_prefix: bool
     """Whether the prompt opens with the shared prefix; trivially true of an empty one."""
-    exact_behind_prefix: bool = True
+    exact_after_prefix: bool = True
     """Whether chunk caches were computed behind the shared prefix: one right behind it is then exact."""
     num_cached: int = 0
     """Leading tokens taken from the prefix cache, exact like the shared prefix and then more than it; 0 for none."""
@@ -71,8 +71,8 @@ class Layout:
     def is_exact(self, span: Span) -> bool:
         """Whether a chunk's KV is the full prefill's: it sits right behind the very prefix it was encoded behind, or
         within what the prefix cache gave."""
-        behind_prefix = self.exact_behind_prefix and self.opens_with_prefix and span.start == self.num_prefix
-        return span.is_chunk and (behind_prefix or self.is_cached(span))
+        after_prefix = self.exact_after_prefix and self.opens_with_prefix and span.start == self.num_prefix
+        return span.is_chunk and (after_prefix or self.is_cached(span))
 
     def is_cached(self, span: Span) -> bool:
         """Whether a segment lies wholly within what the prefix cache gave."""

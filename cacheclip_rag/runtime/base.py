@@ -1,5 +1,5 @@
-"""The protocol of a running model. The transformers runtime is one, the fake of the tests another, a serving engine a
-third. Nobody asks which: attributes say what a runtime can do.
+"""The protocol of a running model. The transformers runtime and the fake of the tests implement it; a serving engine
+can too. Attributes say what a runtime can do, so that no code asks for its class.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True)
 class TokenizedText:
-    """Token ids of one text, each with the characters it covers."""
+    """Token ids of one text, and the characters that each token covers."""
 
     ids: tuple[int, ...]
     offsets: tuple[tuple[int, int], ...]
-    """Per token ``(start, end)`` in characters of the text; ``start == end`` for tokens that cover none. Empty for a
-    tokenizer that knows none (its model reuses nothing)."""
+    """Per token ``(start, end)`` in characters of the text; ``start == end`` for a token that covers no character.
+    Empty if the tokenizer has no offsets; its model then reuses nothing."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -38,20 +38,20 @@ class TokenizedText:
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """What :meth:`Runtime.fuse` did."""
+    """Result of :meth:`Runtime.fuse`."""
 
     state: Any
     """The prompt's KV, for :meth:`Runtime.decode_step`."""
     logits: torch.Tensor
-    """Of the prompt's last token, ``(vocab_size,)``."""
+    """Logits of the prompt's last token, ``(vocab_size,)``."""
     plan: Plan
-    """As it was carried out: chunks that turned out damaged are no longer among the reused ones."""
+    """The plan that was carried out. ``reused`` no longer lists chunks whose stored KV was missing or damaged."""
     recomputed_tokens: int
     """Tokens of reused chunks that were computed again."""
     charged_tokens: float
-    """Chunk tokens given fresh KV; a token that only some layers computed counts by their share."""
+    """Chunk tokens that got fresh KV. A token that only some layers computed counts as that share of a token."""
     first_computed: int | None
-    """Position of the first token that was computed; None if this KV must not be kept for other prompts."""
+    """Position of the first token that was computed; None if other prompts must not reuse this KV."""
     trace: Trace | None = None
 
 
@@ -59,81 +59,84 @@ class Runtime(ABC):
     """One loaded causal language model."""
 
     name: str
-    """As the user gave it."""
+    """The model's name as the user gave it."""
     fingerprint: str
     """Identifies config, weights and compute dtype; part of every chunk key."""
     rope_pin: str
-    """The rotary embedding as part of the chunk key."""
+    """Identifies the rotary embedding; part of every chunk key."""
     can_reuse: bool = True
-    """Whether stored KV can be reused exactly; if not, ``unsupported`` says why and only plain prefill is asked for."""
+    """Whether stored KV can be reused exactly. If not, ``unsupported`` says why, and the engine uses plain prefill."""
     can_score: bool = True
-    """Whether its attention weights can be looked at, as an auxiliary model's must be."""
+    """Whether attention weights can be read. An auxiliary model needs this."""
     keeps_prefixes: bool = True
-    """Whether the engine's prefix cache can hold its KV."""
+    """Whether the engine's prefix cache can hold this runtime's KV."""
     unsupported: str | None = None
-    """Why its KV cannot be reused, None if it can."""
+    """Why the KV cannot be reused; None if it can."""
     context_tokens: int
     reuse_tokens: int
-    """Longest prompt for which reuse is exact; longer ones are answered by plain prefill."""
+    """Longest prompt for which reuse is exact, in tokens. Longer prompts are answered by plain prefill."""
     pinned_rope: bool = False
-    """Whether the rotary frequencies change above ``reuse_tokens``, so that KV from below is wrong above."""
+    """Whether the rotary frequencies change above ``reuse_tokens``. Shorter prompts' KV is then wrong in longer
+    ones."""
     eos_ids: frozenset[int]
     num_layers: int
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
     device: torch.device
-    """Where token ids go in."""
+    """Device that takes the token ids."""
     tokenizer_sha256: str
-    """Digest of the tokenizer and its chat template: what turns text into ids."""
+    """SHA-256 of the tokenizer and its chat template."""
     tokenizer: Any
-    """A Hugging Face tokenizer, by whose counts documents are split."""
+    """A Hugging Face tokenizer. Documents are split by its token counts."""
     opening: str
-    """Special tokens that the tokenizer puts before any text, as text: usually one BOS token, or nothing."""
+    """Special tokens that the tokenizer puts before any text, as a string: usually one BOS token, or nothing."""
 
     # -- text ---------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def tokenize(self, text: str, *, control: bool = False) -> TokenizedText:
-        """Token ids of ``text`` on its own; special tokens mean what they say with ``control`` alone."""
+        """Token ids of ``text``, with no special tokens added. Names of special tokens in the text become special
+        tokens only if ``control`` is True."""
 
     @abstractmethod
     def decode_ids(self, ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens left out."""
+        """Text of token ids, without special tokens."""
 
     @property
     @abstractmethod
     def has_chat_template(self) -> bool:
-        """Whether messages are rendered by a template."""
+        """Whether the tokenizer has a chat template."""
 
     @abstractmethod
     def render_chat(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True, date: str | None = None
     ) -> str:
-        """The chat template's text; ``date`` is what a template that states the date writes (default today's)."""
+        """Messages rendered by the chat template. ``date`` is used by templates that state the date (default today)."""
 
     # -- KV -----------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def encode(self, ids: Sequence[int], context: torch.Tensor | None = None) -> torch.Tensor:
-        """Position-free KV of ``ids`` computed right behind ``context`` (stored KV, or None for nothing):
-        ``(num_layers, 2, num_kv_heads, num_tokens, head_dim)``."""
+        """Position-free KV of ``ids``, ``(num_layers, 2, num_kv_heads, num_tokens, head_dim)``, computed right after
+        ``context`` (stored KV of the same layout; None if nothing comes before)."""
 
     @abstractmethod
     def prefill(self, ids: torch.Tensor, capacity: int) -> tuple[Any, torch.Tensor]:
-        """Plain prefill of ``ids`` ``(num_tokens,)``: a state with room for ``capacity`` tokens, and the last
-        logits ``(vocab_size,)``."""
+        """Plain prefill of ``ids``, ``(num_tokens,)``. Returns a state with room for ``capacity`` tokens, and the
+        last token's logits, ``(vocab_size,)``."""
 
-    def prefill_behind(
+    def prefill_from(
         self, match: Match, ids: torch.Tensor, capacity: int, clock: PhaseClock
     ) -> tuple[Any, torch.Tensor]:
-        """Plain prefill of ``ids`` behind the start that the prefix cache holds; only where ``keeps_prefixes``."""
-        raise AssertionError("a runtime that keeps no prefixes is given none")
+        """Plain prefill of ``ids`` that takes the KV of their first tokens from ``match``. Called only if
+        ``keeps_prefixes``."""
+        raise AssertionError("prefill_from was called on a runtime whose keeps_prefixes is False")
 
     @abstractmethod
     def fuse(self, plan: Plan, sources: Any, *, capacity: int, clock: PhaseClock, trace: bool = False) -> Fused | None:
-        """Carry out a plan that reuses chunks, with their KV from ``sources``
-        (:class:`~cacheclip_rag.chunks.sources.Sources`); None if nothing could be read after all."""
+        """Carry out a plan that reuses chunks. Their KV comes from ``sources``
+        (:class:`~cacheclip_rag.chunks.sources.Sources`). None if no chunk could be read."""
 
     @abstractmethod
     def decode_step(self, state: Any, token_id: int) -> torch.Tensor:

@@ -22,12 +22,12 @@ __all__ = ["LogitsObserver", "Sampler", "TextStream", "decode", "is_greedy", "ro
 logger = logging.getLogger(__name__)
 
 _RESERVED_TOKENS = 512
-"""Tokens of an answer that a cache has room for from the start; it grows if the answer gets longer."""
+"""Answer tokens for which a new cache has room. The cache grows if the answer gets longer."""
 LogitsObserver = Callable[[torch.Tensor, int], None]
-"""Sees ``(vocab_size,)`` logits and the token that was chosen from them."""
+"""Called with ``(vocab_size,)`` logits and the token id chosen from them."""
 
 _GREEDY_BELOW = 1e-5
-"""Temperatures below this overflow float32 logits, and choose the likeliest token anyway."""
+"""Lower temperatures would overflow float32 logits; they choose the likeliest token anyway."""
 
 
 def is_greedy(params: SamplingParams) -> bool:
@@ -69,9 +69,9 @@ class Sampler:
 
 
 class TextStream:
-    """Token ids in, text out, as soon as the text is certain.
+    """Turns token ids into text as soon as the text is final.
 
-    Held back are bytes of an unfinished character and characters that may begin a stop string.
+    Bytes of an unfinished character, and characters that may begin a stop string, wait for the next token.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str]) -> None:
@@ -85,7 +85,7 @@ class TextStream:
         """True once a stop string has appeared."""
 
     def push(self, token_id: int) -> str:
-        """Add a token; returns the text that is now certain (may be empty)."""
+        """Add a token; returns the text that became final (may be empty)."""
         self._ids.append(token_id)
         self.text = self._decode(self._ids)
         found = [at for s in self._stop if (at := self.text.find(s)) >= 0]
@@ -97,7 +97,7 @@ class TextStream:
         return self._release(len(certain) - self._may_begin_stop(certain))
 
     def flush(self) -> str:
-        """The rest, once no token follows."""
+        """The remaining text, after the last token."""
         return self._release(len(self.text))
 
     def _release(self, end: int) -> str:
@@ -106,7 +106,7 @@ class TextStream:
         return piece
 
     def _may_begin_stop(self, text: str) -> int:
-        """Length of the longest end of ``text`` that begins a stop string."""
+        """Length of the longest suffix of ``text`` that is the beginning of a stop string."""
         longest = max((len(s) for s in self._stop), default=1) - 1
         for length in range(min(longest, len(text)), 0, -1):
             if any(s.startswith(text[-length:]) for s in self._stop):
@@ -115,17 +115,17 @@ class TextStream:
 
 
 def room_for(params: SamplingParams) -> int:
-    """Tokens of a usual answer, to make room for from the start."""
+    """Answer tokens for which a new cache gets room."""
     return min(params.max_tokens, _RESERVED_TOKENS)
 
 
 def decode(
     runtime: Runtime, prefilled: Prefilled, params: SamplingParams, observe: LogitsObserver | None = None
 ) -> Iterator[Event]:
-    """From the first logits to the end of the answer."""
+    """Decode the answer of a prefilled prompt; the last event carries the whole answer."""
     cache, num_tokens = prefilled.cache, prefilled.layout.num_tokens
     started = PhaseClock()
-    prefilled.keep_prefix(cache)  # now, for those who ask while this answer is written
+    prefilled.keep_prefix(cache)  # before decoding, so that concurrent requests can use it
     room = runtime.context_tokens - cache.position_of(num_tokens)
     sampler = Sampler(params, prefilled.logits.device, observe)
     stream = TextStream(runtime.decode_ids, params.stop)
@@ -138,7 +138,7 @@ def decode(
         if stream.stopped or len(ids) >= min(params.max_tokens, room):
             break
         if runtime.pinned_rope and cache.position_of(cache.get_seq_length()) == runtime.reuse_tokens:
-            # the model's rotary frequencies change here: as transformers' generate does, read all anew
+            # the model's rotary frequencies change at this length: prefill again, as transformers' generate does
             read = torch.cat((prefilled.layout.ids, torch.tensor(ids)))
             cache, logits = runtime.prefill(read, num_tokens + room_for(params))
         else:

@@ -1,8 +1,8 @@
-"""A runtime without a model, for tests: words are tokens, KV spells the token ids, answers follow from the prompt.
+"""A runtime without a model, for tests. Words are tokens, and the KV of a token holds its id.
 
-It keeps every promise of the protocol that planning, storing, adapters and observers rely on: KV that does not belong
-to its chunk is refused, and an answer depends on all token ids of the prompt and on nothing else, so that answers with
-and without reuse are equal. What it recomputes it only counts.
+The fake fulfils everything that planner, store, adapters and observers rely on. It refuses KV of another chunk. Its
+answer is a function of all token ids of the prompt, so that answers with and without reuse are equal. Recomputed tokens
+are counted, not computed.
 
 >>> from cacheclip_rag.models.load import register_runtime
 >>> register_runtime("fake", FakeRuntime)
@@ -36,12 +36,12 @@ _VOCABULARY = 4096
 _END = 0
 """Token id of the end of an answer."""
 _ANSWER = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta")
-"""Words of answers."""
+"""Words that answers are made of."""
 
 
 @dataclass(slots=True)
 class FakeState:
-    """All token ids so far."""
+    """Token ids of the prompt and of the answer so far."""
 
     ids: list[int]
     prompt_tokens: int
@@ -54,7 +54,7 @@ class FakeState:
 
 
 class FakeRuntime(Runtime):
-    """One model of words; ``name`` tells it from others, and is all that its fingerprint depends on."""
+    """A fake model. Its fingerprint depends on ``name`` and ``dtype`` alone."""
 
     keeps_prefixes = False
     can_score = False
@@ -73,9 +73,9 @@ class FakeRuntime(Runtime):
         self.eos_ids = frozenset([_END])
         self.dtype, self.device = getattr(torch, dtype), torch.device("cpu")
         self._words: dict[int, str] = {}
-        """Texts of the token ids that were seen, for decoding."""
+        """Words by token id, for decoding."""
         self.encoded: list[tuple[int, ...]] = []
-        """Token ids of every chunk computed so far, in order."""
+        """Token ids passed to :meth:`encode` so far, one tuple a call."""
 
     # -- text ---------------------------------------------------------------------------------------------------
 
@@ -131,16 +131,16 @@ class FakeRuntime(Runtime):
         return Fused(state, logits, plan, recomputed, float(recomputed), None)
 
     def _is_whole(self, span: Span, sources: Sources) -> bool:
-        """Whether the stored KV is there.
+        """Whether the chunk's stored KV can be read.
 
         Raises:
-            ConfigurationError: it is that of another text.
+            ConfigurationError: the KV belongs to another text.
         """
         kv = sources.primary.read(span.segment.text)
         if kv is None:
             return False
         if not torch.equal(kv.to(self.dtype), self._kv(span.tokens.ids)):
-            raise ConfigurationError(f"the stored KV is not that of the chunk {span.segment.text[:40]!r}.")
+            raise ConfigurationError(f"the stored KV does not belong to the chunk {span.segment.text[:40]!r}.")
         return True
 
     def decode_step(self, state: Any, token_id: int) -> torch.Tensor:
@@ -148,7 +148,7 @@ class FakeRuntime(Runtime):
         return self._logits(state)
 
     def _logits(self, state: FakeState) -> torch.Tensor:
-        """One-hot: up to seven words that follow from all ids of the prompt, then the end."""
+        """One-hot logits: up to seven words that a hash of the prompt's ids chooses, then the end."""
         digest = hashlib.sha256(array("q", state.ids[: state.prompt_tokens]).tobytes()).digest()
         number = len(state.ids) - state.prompt_tokens
         logits = torch.zeros(_VOCABULARY)

@@ -1,4 +1,4 @@
-"""From a plan to the first logits, by whatever runtime: fused where chunks are reused, plain where they are not."""
+"""From a plan to the first logits, on any runtime: fused prefill if the plan reuses chunks, else plain prefill."""
 
 from __future__ import annotations
 
@@ -24,43 +24,42 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """Where KV may be kept for prompts that begin alike, and how much of it is what plain prefill computes."""
+    """Which part of a prompt's KV the prefix cache may keep for later prompts."""
 
     prefixes: PrefixCache
     max_tokens: int
-    """Most tokens of prompt and answer: beyond, the model's rotary frequencies may be others, and nothing is kept."""
+    """If prompt and answer have more tokens than this, nothing is kept: the rotary frequencies may have changed."""
     num_plain: int | None = None
-    """Leading tokens that are plain, if not all: behind them comes reused KV."""
+    """Leading tokens whose KV equals plain prefill's; None for all tokens."""
 
     def keep(self, ids: Sequence[int], state: Any) -> None:
-        """Put what is plain of a prompt and its answer, ``ids``, into the prefix cache."""
+        """Insert the exact part of the KV of ``ids`` (prompt and answer) into the prefix cache."""
         if len(ids) > self.max_tokens:
             return
         try:
             self.prefixes.insert(ids[: self.num_plain], state)
-        except RuntimeError as error:  # out of memory, say: the answer comes first
-            logger.warning("the start of this prompt could not be kept: %s", error)
+        except RuntimeError as error:  # for instance out of memory: the answer must not fail for this
+            logger.warning("the KV of this prompt could not be kept in the prefix cache: %s", error)
 
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """A prompt in the cache, ready to decode."""
+    """A prefilled prompt, ready to decode."""
 
     layout: Layout
     cache: Any
     """State of the runtime that prefilled it."""
     logits: torch.Tensor
-    """Of the prompt's last token, ``(vocab_size,)``."""
+    """Logits of the prompt's last token, ``(vocab_size,)``."""
     stats: FusionStats
     missing: tuple[str, ...]
-    """Chunks that were not stored (or damaged) and were computed as fresh text."""
+    """Chunks computed as fresh text because their KV was not stored or was damaged."""
     keeping: Keeping | None = None
-    """None if none of it may be kept for other prompts."""
+    """None if the prefix cache may keep nothing of this prompt."""
     trace: Trace | None = None
 
     def keep_prefix(self, cache: Any, answer: Sequence[int] = ()) -> None:
-        """Put the prompt and what was answered into the prefix cache, as far as ``cache`` has its KV: of the last
-        token it has not."""
+        """Insert the KV of prompt and answer into the prefix cache. The answer's last token has no KV in ``cache``."""
         if self.keeping is not None:
             self.keeping.keep([*self.layout.token_ids, *answer][: cache.get_seq_length()], cache)
 
@@ -69,7 +68,7 @@ def prefill(plan: Plan, sources: Sources, *, params_tokens: int, clock: PhaseClo
     """Carry out a plan.
 
     Args:
-        params_tokens: tokens to make room for behind the prompt.
+        params_tokens: answer tokens for which the cache gets room.
         clock: started when the request came in.
         trace: also record scores, recomputed tokens and seconds per layer.
     """
@@ -93,8 +92,9 @@ def _fused(fused: Fused, sources: Sources, clock: PhaseClock) -> Prefilled:
 
 
 def _keeping(plan: Plan, sources: Sources, first_computed: int) -> Keeping | None:
-    """What of this prompt may be kept: up to the first reused chunk whose KV is not what plain prefill computes, or
-    was but has been through a coarser codec. None if it is nothing that the store does not hold already."""
+    """What the prefix cache may keep: all tokens before the first reused chunk whose KV differs from plain prefill's.
+    Exact KV also differs if a codec coarser than the compute dtype stored it. None if the store holds those tokens
+    already."""
     layout, is_lossy, runtime = plan.layout, sources.primary.is_lossy, sources.primary.runtime
     if not _uses_prefixes(plan, runtime) or is_lossy and layout.num_prefix > layout.num_cached:
         return None
@@ -106,26 +106,26 @@ def _keeping(plan: Plan, sources: Sources, first_computed: int) -> Keeping | Non
 
 
 def _uses_prefixes(plan: Plan, runtime: Runtime) -> bool:
-    """Whether KV computed here is the same in every prompt that begins alike, and the method wants to share it."""
+    """Whether the method shares prefixes, and this KV is valid for every prompt with the same first tokens."""
     is_same = runtime.keeps_prefixes and plan.layout.num_tokens <= runtime.reuse_tokens
     return is_same and plan.method.reuses_prefixes
 
 
 def match_start(plan: Plan, sources: Sources, clock: PhaseClock, *, usable: bool = True) -> Match:
-    """The longest start of the prompt that the prefix cache holds."""
+    """The prompt's longest prefix that the prefix cache holds."""
     with clock.phase("lookup"):
         usable = usable and _uses_prefixes(plan, sources.primary.runtime)
         return sources.match(plan.layout.token_ids, usable=usable)
 
 
 def _plain(plan: Plan, sources: Sources, capacity: int, clock: PhaseClock) -> Prefilled:
-    """Ordinary prefill of the same token ids: asked for, or the only correct way."""
+    """Plain prefill of the same token ids: the method asks for it, or nothing can be reused."""
     runtime, layout, method = sources.primary.runtime, plan.layout, plan.method
     with match_start(plan, sources, clock) as match:
-        # the stored shared prefix is not read: through a coarser codec it would not be fit to keep for others
+        # the stored shared prefix is not read: a coarser codec would make its KV unfit for the prefix cache
         used = replace(plan, layout=replace(layout, num_prefix=0, num_cached=match.num_tokens))
         if match.num_tokens:
-            state, logits = runtime.prefill_behind(match, layout.ids, capacity, clock)
+            state, logits = runtime.prefill_from(match, layout.ids, capacity, clock)
         else:
             with clock.phase("recompute"):
                 state, logits = runtime.prefill(layout.ids, capacity)
@@ -147,8 +147,8 @@ def _plain(plan: Plan, sources: Sources, capacity: int, clock: PhaseClock) -> Pr
 
 
 def _capture(plan: Plan, sources: Sources, capacity: int, clock: PhaseClock) -> Prefilled:
-    """Plain prefill whose chunks are kept for later prompts."""
-    assert sources.captured is not None, "a plan that captures has somewhere to put it"
+    """Plain prefill that captures the prompt's chunk caches for later prompts."""
+    assert sources.captured is not None, "a plan that captures needs sources.captured"
     layout = plan.layout
     with clock.phase("recompute"):
         state, logits, variants = capture(sources.primary.runtime, layout, capacity)  # type: ignore[arg-type]
@@ -159,7 +159,7 @@ def _capture(plan: Plan, sources: Sources, capacity: int, clock: PhaseClock) -> 
 
 
 def _stats(plan: Plan, clock: PhaseClock, recomputed: int = 0, charged: float = 0.0) -> FusionStats:
-    """``charged``: chunk tokens given fresh KV, a token that only some layers computed counted by their share."""
+    """``charged``: chunk tokens that got fresh KV, as in :class:`~cacheclip_rag.runtime.base.Fused`."""
     layout, reused = plan.layout, plan.reused
     chunk_tokens = plan.chunk_tokens
     prefix_tokens = layout.num_exact - _chunk_tokens([span for span in reused if layout.is_cached(span)])
@@ -188,6 +188,6 @@ def _chunk_tokens(spans: Sequence[Span]) -> int:
 
 
 def wait_for(logits: torch.Tensor) -> None:
-    """Until an accelerator has computed them: seconds are stated of work done, not of work queued."""
+    """Wait until the accelerator has computed ``logits``, so that measured seconds include the queued work."""
     if logits.device.type == "cuda":
         torch.cuda.synchronize(logits.device)

@@ -84,14 +84,14 @@ class TextIndex:
             self._refresh()
             tables = (_Rows.of([(anchor, False) for anchor in anchors]), self._recent, self._settled)
         hashes = _window_hashes(prompt)
-        places = sorted(
+        candidates = sorted(
             (start, -length, number, row)
             for number, rows in enumerate(tables)
-            for start, length, row in rows.places(hashes)
+            for start, length, row in rows.candidates(hashes)
         )
         found: list[TextMatch] = []
         end = 0
-        for (start, length), same in groupby(places, key=itemgetter(0, 1)):
+        for (start, length), same in groupby(candidates, key=itemgetter(0, 1)):
             if start < end:
                 continue
             stop = start - length
@@ -181,7 +181,7 @@ class _Rows:
         """Without what was removed."""
         return self._at(~self.removed)
 
-    def places(self, hashes: _Column) -> Iterator[tuple[int, int, int]]:
+    def candidates(self, hashes: _Column) -> Iterator[tuple[int, int, int]]:
         """Where in a prompt, given by the hashes of its windows, something begins and ends like a text: start, length
         and row."""
         first = np.searchsorted(self.anchors, hashes)
@@ -199,11 +199,11 @@ class _Rows:
         batches = np.cumsum(counts) // _PAIRS
         for batch in range(int(batches[-1]) + 1 if len(batches) else 0):
             chosen = batches == batch
-            yield from self._places(
+            yield from self._candidates(
                 hashes, positions[chosen], counts[chosen], rows[_ranges(first[chosen], counts[chosen])]
             )
 
-    def _places(
+    def _candidates(
         self, hashes: _Column, positions: _Column, counts: _Column, rows: _Column
     ) -> Iterator[tuple[int, int, int]]:
         """Of the windows at ``positions``, each with ``counts`` of the ``rows``."""

@@ -273,7 +273,7 @@ class TestMethodsThatFail:
     @pytest.mark.parametrize(
         ("method", "reason"),
         [
-            (variant("x", "cacheblend", check_layer=9), "check_layer=9 leaves no layer to spare"),
+            (variant("x", "cacheblend", check_layer=9), "no layer follows check_layer=9"),
             (variant("x", "query_attention", scorer={"layers": "20"}), "layers must be all, last"),
             (variant("x", "anchored", scorer={"first": {"layers": "20"}}), "layers must be all, last"),
             (variant("x", "link", tuned=True), "are not special tokens of model"),

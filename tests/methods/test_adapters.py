@@ -135,7 +135,7 @@ class TestBlockAttention:
         engine.precompute(CHUNKS[:3], method="block")
         for _ in range(2):
             engine.prefill(PROMPT, method=preset("block"))
-        assert caplog.text.count("made for checkpoints trained to read chunks apart") == 1
+        assert caplog.text.count("needs a checkpoint trained to read chunks separately") == 1
 
     @pytest.mark.parametrize("name", ["llama"])
     def test_as_the_engines_method(self, engine: CacheClipEngine, tiny_models: dict[str, str]) -> None:

@@ -12,7 +12,7 @@ from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.cacheblend import CacheBlend, DeviationFilter, _warn_unaffordable
 from cacheclip_rag.runtime.transformers.attention import Geometry
-from cacheclip_rag.runtime.transformers.walk import RowWalk
+from cacheclip_rag.runtime.transformers.row_filter import RowFilter
 from cacheclip_rag.selection.budget import Budget
 from cacheclip_rag.selection.grouping import Tokens, Windows
 from tests.conftest import CHUNKS
@@ -53,7 +53,7 @@ class TestCacheBlend:
         assert alive & set(slots.tolist()) == best
 
     def deviations(self, case: Case, deviation: str, shift: int = 0) -> tuple[DeviationFilter, torch.Tensor]:
-        """A walk over all rows of the prompt, those that are exact included, and ``(num_tokens,)`` of layer 1."""
+        """A row filter over all rows of the prompt, those that are exact included, and ``(num_tokens,)`` of layer 1."""
         _, spy = spied(case, "cacheblend", deviation=deviation, ratio=0.1)
         rows = torch.arange(case.layout.num_tokens)
         cache = case.runtime.new_cache(case.layout.num_tokens)
@@ -61,9 +61,9 @@ class TestCacheBlend:
         for start, kv in case.kv.items():
             case.runtime.fill(cache, kv, slot=start, position=cache.position_of(start))
         view = replace(spy.view, cache=cache, spans=case.layout.chunks)
-        walk = DeviationFilter(spy.method, view, rows)
-        case.runtime.run_slots(cache, case.layout.ids, rows, walk=walk)
-        return walk, walk.deviations[1]
+        row_filter = DeviationFilter(spy.method, view, rows)
+        case.runtime.run_slots(cache, case.layout.ids, rows, row_filter=row_filter)
+        return row_filter, row_filter.deviations[1]
 
     @pytest.mark.parametrize("deviation", ["v", "k", "kv"])
     @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
@@ -72,10 +72,10 @@ class TestCacheBlend:
         case = make_case(tiny_models[name], tiny_models["auxiliary"], CHUNKS[:3], opening="")
         first, second, third = case.layout.chunks
         assert case.layout.is_exact(first)
-        walk, found = self.deviations(case, deviation)
+        row_filter, found = self.deviations(case, deviation)
         assert float(found[: first.stop].max()) < 1e-8 + 1e-4 * float(found[second.start : third.stop].max())
         assert float(found[second.start : second.start + 8].min()) > 100 * float(found[: first.stop].max())
-        alive = walk.slots[walk.alive]
+        alive = row_filter.slots[row_filter.alive]
         assert not bool(((alive >= first.start) & (alive < first.stop)).any())
 
     @pytest.mark.parametrize("name", ["llama", "qwen3", "llama-rope-linear", "phi3-partial"])
@@ -114,13 +114,13 @@ class TestCacheBlend:
         rows = spy.filter.slots
         alive = spy.filter.slots[spy.filter.alive]
 
-        class Replay(RowWalk):
+        class Replay(RowFilter):
             def before_layer(self, layer: int) -> Any:
                 return None if layer == 0 else torch.isin(rows, alive).nonzero().flatten()
 
         replay = Replay(cache, rows)
         with torch.inference_mode():
-            logits = case.runtime.run_slots(cache, case.layout.ids[rows], rows, walk=replay)
+            logits = case.runtime.run_slots(cache, case.layout.ids[rows], rows, row_filter=replay)
         assert gap(result.logits, logits) == 0.0
 
     def test_gradual_sets_are_nested_and_average_to_the_ratio(self) -> None:
@@ -143,10 +143,10 @@ class TestCacheBlend:
     @plain
     def test_gradual_filters_behind_every_layer(self, case: Case) -> None:
         seen: list[set[int]] = []
-        walk_of = DeviationFilter.before_layer
+        original = DeviationFilter.before_layer
 
         def spy(self: DeviationFilter, layer: int) -> Any:
-            kept = walk_of(self, layer)
+            kept = original(self, layer)
             seen.append(set((self.alive if kept is None else kept).tolist()))
             return kept
 
@@ -166,8 +166,8 @@ class TestCacheBlend:
 
         def watch(cache: Any, ids: Any, slots: Any, **options: Any) -> Any:
             logits = recompute(cache, ids, slots, **options)
-            if options.get("walk") is not None:
-                seen.append(int(slots[options["walk"].alive][-1]))
+            if options.get("row_filter") is not None:
+                seen.append(int(slots[options["row_filter"].alive][-1]))
             return logits
 
         with pytest.MonkeyPatch.context() as patch:
@@ -267,10 +267,10 @@ class TestCacheBlend:
     def test_correction_of_what_left(self, case: Case, schedule: str) -> None:
         """In each layer, what no longer runs follows what does; layers that ran in full are left alone."""
         seen: list[torch.Tensor] = []
-        walk_of = DeviationFilter.before_layer
+        original = DeviationFilter.before_layer
 
         def spy(self: DeviationFilter, layer: int) -> Any:
-            kept = walk_of(self, layer)
+            kept = original(self, layer)
             seen.append(self.slots[self.alive if kept is None else kept])
             return kept
 
@@ -311,11 +311,11 @@ class TestCacheBlend:
             ids[border + 2 :] = (ids[border + 2 :] + shift) % 100
             cache = case.assembled()
 
-            class Thin(RowWalk):
+            class Thin(RowFilter):
                 def before_layer(self, layer: int) -> Any:
                     return keep if layer == 1 else None
 
-            case.runtime.run_slots(cache, ids[rows], rows, walk=Thin(cache, rows))
+            case.runtime.run_slots(cache, ids[rows], rows, row_filter=Thin(cache, rows))
             caches.append(cache)
         for left, right in zip(caches[0].layers, caches[1].layers, strict=True):
             assert gap(left.values[:, :, : border + 2], right.values[:, :, : border + 2]) == 0.0

@@ -42,7 +42,7 @@ class TestNames:
     def test_an_unknown_name(self) -> None:
         with pytest.raises(ConfigurationError, match="one of full, prefix.*got 'cacheclp'. Did you mean 'cacheclip'"):
             preset("cacheclp")
-        with pytest.raises(ConfigurationError, match="an engine chooses what 'auto' means"):
+        with pytest.raises(ConfigurationError, match="only an engine can resolve 'auto'"):
             preset(DEFAULT_METHOD)
         for wrong in ("cacheclip:layers=last", "", 3, None, Recompute):
             with pytest.raises(ConfigurationError, match="method must be"):

@@ -114,7 +114,7 @@ class TestRefusal:
 
     def test_quantised_weights(self) -> None:
         config = LlamaConfig(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
-        with pytest.raises(UnsupportedModelError, match=r"quantised.*dense checkpoint"):
+        with pytest.raises(UnsupportedModelError, match=r"quantised.*dense weights"):
             check_supported(config, "m")
 
     def test_gguf_file(self, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def test_one_alone_meets_nobody(one_at_a_time: bool) -> None:
 
     def job(name: str, alone: bool) -> None:
         for _ in range(30):
-            with passes.alone() if alone else passes.shared():
+            with passes.exclusive() if alone else passes.shared():
                 inside.add(name)
                 for _ in range(3):
                     if (alone or one_at_a_time) and len(inside) > 1:
@@ -53,10 +53,10 @@ def test_one_alone_meets_nobody(one_at_a_time: bool) -> None:
 
 def test_an_error_ends_the_pass() -> None:
     passes = Passes(one_at_a_time=False)
-    for enter in (passes.shared, passes.alone):
+    for enter in (passes.shared, passes.exclusive):
         with pytest.raises(RuntimeError), enter():
             raise RuntimeError
-    with passes.alone():
+    with passes.exclusive():
         pass
 
 

@@ -27,7 +27,7 @@ from cacheclip_rag.lab.training.folder import Interrupted
 from cacheclip_rag.lab.training.given import given_samples, sample_of_record
 from cacheclip_rag.lab.training.lexical import lexical_scores
 from cacheclip_rag.lab.training.report import finetuning_note, finetuning_verdict, write_report
-from cacheclip_rag.lab.training.targets import behind_sinks
+from cacheclip_rag.lab.training.targets import after_sinks
 from cacheclip_rag.lab.training.tuning import TuningSettings
 from cacheclip_rag.selection import heads as heads_module
 from cacheclip_rag.selection.heads import HeadSet, head_set_path, weights_digest
@@ -298,9 +298,9 @@ class TestAcceptance:
 
 def test_sinks_are_no_part_of_what_is_wanted() -> None:
     target = torch.tensor([0.5, 0.1, 0.1, 0.2, 0.1])
-    left = behind_sinks(target, (3, 2), 1)
+    left = after_sinks(target, (3, 2), 1)
     assert left is not None and torch.allclose(left, torch.tensor([0.0, 1 / 3, 1 / 3, 0.0, 1 / 3]))
-    assert behind_sinks(torch.tensor([1.0, 0.0]), (2,), 1) is None and behind_sinks(None, (2,), 1) is None
+    assert after_sinks(torch.tensor([1.0, 0.0]), (2,), 1) is None and after_sinks(None, (2,), 1) is None
 
 
 class TestCommands:

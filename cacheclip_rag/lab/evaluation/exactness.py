@@ -116,7 +116,7 @@ def check_reuse(prefilled: Prefilled) -> Prefilled:
 def _stock_attention(runtime: ModelRuntime, implementation: str = "eager") -> Iterator[Any]:
     """The model with one of transformers' own attention functions; all other passes wait meanwhile."""
     model = runtime.model
-    with runtime.passes.alone():
+    with runtime.passes.exclusive():
         ours = model.config._attn_implementation
         model.set_attn_implementation(implementation)
         try:

@@ -182,11 +182,11 @@ class Lab:
         }
         try:
             for name, method in new.items():
-                _forget(engine)
+                _clear_kept(engine)
                 _rehearse(engine, name, method.at(_REHEARSAL_RATIO) if method.has_ratio else method, texts)
         finally:
             engine.release(texts)
-            _forget(engine)
+            _clear_kept(engine)
 
     @torch.inference_mode()
     def _ask(self, engine: CacheClipEngine, record: Record, runs: Sequence[PlannedRun]) -> Iterator[ItemResult]:
@@ -213,7 +213,7 @@ class Lab:
         self, engine: CacheClipEngine, asked: AskedQuestion, gold_ids: list[list[int]], runs: Sequence[PlannedRun]
     ) -> Iterator[ItemResult]:
         try:
-            _forget(engine)
+            _clear_kept(engine)
             with answering(FULL, asked):
                 full = engine.prefill(asked.segments, method=preset(FULL))
                 reference = Reference.of(engine, full, asked.max_tokens)
@@ -225,9 +225,9 @@ class Lab:
             for planned in runs:
                 with answering(planned.run.label, asked):
                     engine.precompute(asked.chunks, method=planned.method)
-                    _forget(engine)
+                    _clear_kept(engine)
                     if planned.method.learns:
-                        _teach(engine, asked, planned.method)
+                        _answer_first(engine, asked, planned.method)
                     answered = answer_of(engine, asked, planned.method, reference, gold_ids)
                 yield item_of(asked, planned.run.label, answered, measured_on(engine))
         finally:
@@ -305,13 +305,13 @@ def _rehearse(engine: CacheClipEngine, name: str, method: Method, texts: Sequenc
         raise
 
 
-def _forget(engine: CacheClipEngine) -> None:
+def _clear_kept(engine: CacheClipEngine) -> None:
     """What earlier prompts left behind: it would make the next one exact, or spare it work."""
     engine.prefixes.clear()
     engine.captured.clear()
 
 
-def _teach(engine: CacheClipEngine, asked: AskedQuestion, method: Method) -> None:
+def _answer_first(engine: CacheClipEngine, asked: AskedQuestion, method: Method) -> None:
     """Let a method that learns have an earlier prompt: the question with its chunks in reverse order.
 
     Where that is the question itself there is no earlier prompt: nothing would be left to compute.

@@ -194,8 +194,8 @@ def _draw(axes: Any, plot: Plot) -> None:
         drawn = {"marker": _MARKERS[marker], "color": _COLOURS[colour], "clip_on": False}
         axes.plot(xs, ys, linestyle=style, label=_verbatim(series.method), **drawn)
         for x, y, point in zip(xs, ys, series.points, strict=True):
-            place = {"xytext": (0, (6, -13)[number % 2]), "textcoords": "offset points", "ha": "center"}
-            axes.annotate(_verbatim(point.label), (x, y), fontsize=8, color=drawn["color"], **place)
+            placement = {"xytext": (0, (6, -13)[number % 2]), "textcoords": "offset points", "ha": "center"}
+            axes.annotate(_verbatim(point.label), (x, y), fontsize=8, color=drawn["color"], **placement)
     if plot.full is not None:
         dashed = {"color": "#555555", "linestyle": "--", "label": "full"}
         if plot.log:

@@ -133,16 +133,16 @@ def notes(summary: dict[str, Any]) -> list[str]:
             f"{', '.join(learning)}: measured after one earlier prompt, the same question with its chunks in reverse "
             "order, whose cost is not counted; all others are measured without any."
         )
-    places = {where or "what was not recorded": labels for where, labels in summary["measured_on"].items()}
-    if len(places) > 1:
-        (first, _), *others = places.items()
+    machines = {where or "what was not recorded": labels for where, labels in summary["measured_on"].items()}
+    if len(machines) > 1:
+        (first, _), *others = machines.items()
         later = "; ".join(f"{', '.join(labels)} (also) on {where}" for where, labels in others)
         found.append(
             f"Times were not all taken alike: the first ones on {first}, those of {later}. TTFT and speed-up of such "
             "methods cannot be held against the others'."
         )
     elif any(summary["measured_on"]):
-        found.append(f"Measured on {next(iter(places))}. Chunk caches are read from memory.")
+        found.append(f"Measured on {next(iter(machines))}. Chunk caches are read from memory.")
     if _num_right(summary) == 0:
         found.append(
             "Full prefill answers no question rightly (own metric at 1.0, or, where any right answer will do, one "

@@ -248,7 +248,7 @@ def in_turn(numbers: Sequence[int], num_synthetic: int, count: int) -> list[int]
     ``num_synthetic`` on, evenly among the others, so that the first few are some of both."""
     picked = spaced(numbers, count)
     kinds = [n for n in picked if n < num_synthetic], [n for n in picked if n >= num_synthetic]
-    return [n for _, n in sorted(((place + 0.5) / len(kind), n) for kind in kinds for place, n in enumerate(kind))]
+    return [n for _, n in sorted(((rank + 0.5) / len(kind), n) for kind in kinds for rank, n in enumerate(kind))]
 
 
 def shipped_set(auxiliary: ModelRuntime) -> HeadSet | None:

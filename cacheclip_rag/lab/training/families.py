@@ -203,10 +203,10 @@ class _World:
                 break
             filler.append(text.format(town=self.town(), year=self.year(), person=self.person()))
             missing -= len(filler[-1].split())
-        places = sorted(self.rng.randint(0, len(sentences)) for _ in filler)
+        slots = sorted(self.rng.randint(0, len(sentences)) for _ in filler)
         for number in range(len(sentences) + 1):
-            for text, place in zip(filler, places, strict=True):
-                if place == number:
+            for text, slot in zip(filler, slots, strict=True):
+                if slot == number:
                     yield _Sentence(text)
             if number < len(sentences):
                 yield sentences[number]

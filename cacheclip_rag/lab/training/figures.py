@@ -26,7 +26,7 @@ from .folder import Kept
 from .lexical import lexical_scores
 from .measures import chosen, chosen_sentences, rank_correlation, span_recall, token_recall
 from .outcomes import RATIO, Asked, answered_rightly, capped_mean, downstream
-from .targets import attended_and_stale, attended_when_stale, behind_sinks
+from .targets import after_sinks, attended_and_stale, attended_when_stale
 from .tuning import Trainee, Tuned
 
 __all__ = ["OWN_ATTENTION", "UNTUNED", "WORDS", "Figures", "figures_of", "last_layer"]
@@ -108,7 +108,7 @@ def figures_of(
             sentences = [sentence_numbers(chunk, caches.tokenize(chunk).offsets) for chunk in sample.chunks]
             if sample in prompts:
                 target, own = _asked(engine, sample, kept)
-                target = behind_sinks(target, seen.lengths, sinks)
+                target = after_sinks(target, seen.lengths, sinks)
                 measured[OWN_ATTENTION].append(_measured(own, seen, target, sentences))
             for name, score in scorers.items():
                 measured[name].append(_measured(score(sample, seen), seen, target, sentences))

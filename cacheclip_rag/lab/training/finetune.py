@@ -29,7 +29,7 @@ from .figures import OWN_ATTENTION, UNTUNED, WORDS, Figures, figures_of, last_la
 from .folder import Kept, digest_of, engine_inputs, load_trainee, resumable, save_trainee, train_kept
 from .given import data_of
 from .outcomes import answered_rightly, capped_mean, downstream
-from .targets import behind_sinks, targets_of
+from .targets import after_sinks, targets_of
 from .tuning import Trainee, Tuned, TuningSettings, check_trainable, fitted, learning_and_held_out, spaced
 
 __all__ = ["FineTuning", "finetune"]
@@ -218,7 +218,7 @@ def _begun(
             seen.append(kept.look(caches, samples[number], range(runtime.num_layers), sinks=settings.sinks))
             advance(done)
     aims = [
-        behind_sinks(targets.get(number), each.lengths, settings.sinks)
+        after_sinks(targets.get(number), each.lengths, settings.sinks)
         for number, each in zip(numbers, seen, strict=True)
     ]
     found = fitted(seen, aims, weights_digest(runtime.fingerprint), settings)
@@ -248,7 +248,7 @@ def _trainees(
                 seen = look(caches, sample, heads.layers, sinks=sinks, keep=heads.layers[-1])
                 trainee = Trainee.of(seen, heads)
                 save_trainee(trainee, path, digest)
-            found.append(replace(trainee, target=behind_sinks(targets.get(number), trainee.lengths, sinks)))
+            found.append(replace(trainee, target=after_sinks(targets.get(number), trainee.lengths, sinks)))
             advance(number + 1)
     logger.info("%d of %d samples were there already, in %s", len(samples) - made, len(samples), folder)
     return found

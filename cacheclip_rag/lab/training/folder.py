@@ -97,17 +97,17 @@ class Kept:
 
     def outcome(self, about: Any) -> tuple[float, ...] | None:
         """The figures that were kept of something; None where none were."""
-        path, digest = self._place("outcome", about)
+        path, digest = self._path_of("outcome", about)
         loaded = load(path, digest)
         return None if loaded is None else tuple(loaded[0]["figures"].tolist())
 
     def keep_outcome(self, about: Any, figures: Sequence[float]) -> None:
-        path, digest = self._place("outcome", about)
+        path, digest = self._path_of("outcome", about)
         save({"figures": torch.tensor(figures, dtype=torch.float64)}, {"digest": digest}, path)
 
     def tensors(self, kind: str, about: Any, make: Callable[[], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """Those that were kept of something, or made now."""
-        path, digest = self._place(kind, about)
+        path, digest = self._path_of(kind, about)
         loaded = load(path, digest)
         if loaded is not None:
             return loaded[0]
@@ -117,7 +117,7 @@ class Kept:
 
     def text(self, kind: str, about: Any, make: Callable[[], str]) -> str:
         """A text that was kept of something, or made now."""
-        path, digest = self._place(kind, about)
+        path, digest = self._path_of(kind, about)
         loaded = load(path, digest)
         if loaded is not None:
             return loaded[1]["text"]
@@ -129,7 +129,7 @@ class Kept:
         self, caches: ChunkCaches, sample: Sample, layers: Sequence[int], *, sinks: int = 0, keep: int | None = None
     ) -> Seen:
         """:func:`~cacheclip_rag.lab.training.features.look`, or what it saw before."""
-        path, digest = self._place("look", {"sample": sample.as_read(), "look": [list(layers), sinks, keep]})
+        path, digest = self._path_of("look", {"sample": sample.as_read(), "look": [list(layers), sinks, keep]})
         loaded = load(path, digest)
         if loaded is not None:
             return _seen(*loaded)
@@ -142,7 +142,7 @@ class Kept:
         save(tensors, {"digest": digest, "numbers": json.dumps(numbers)}, path)
         return seen
 
-    def _place(self, kind: str, about: Any) -> tuple[Path, str]:
+    def _path_of(self, kind: str, about: Any) -> tuple[Path, str]:
         digest = digest_of({"inputs": self.inputs, "about": about})
         return self.folder / f"{kind}-{digest[:20]}.safetensors", digest
 

@@ -22,7 +22,7 @@ from .features import spread_over
 from .folder import Kept
 from .prompts import segments_of
 
-__all__ = ["attended_and_stale", "attended_when_stale", "behind_sinks", "chosen_by", "targets_of"]
+__all__ = ["attended_and_stale", "attended_when_stale", "after_sinks", "chosen_by", "targets_of"]
 
 _RATIO = 0.5
 """At any but 0 and 1 the method scores."""
@@ -61,7 +61,7 @@ def targets_of(
     return found
 
 
-def behind_sinks(target: torch.Tensor | None, lengths: Sequence[int], sinks: int) -> torch.Tensor | None:
+def after_sinks(target: torch.Tensor | None, lengths: Sequence[int], sinks: int) -> torch.Tensor | None:
     """The target without the first ``sinks`` tokens of every chunk, which nobody scores; None where nothing is left."""
     if target is None:
         return None

@@ -1,4 +1,4 @@
-"""Methods for checkpoints that were trained to read chunks apart. With any other model their answers suffer."""
+"""Methods for checkpoints trained to read chunks separately. With other models their answers are worse."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ logger = logging.getLogger(__name__)
 
 @cache
 def warn_untuned(method: str, how: str) -> None:
-    """Say, once per process, that a method's answers are only as good as a checkpoint trained for it."""
+    """Warn, once per process, that a method needs a checkpoint trained for it."""
     logger.warning(
-        "method %r is made for checkpoints trained %s; with any other, answers suffer. Set tuned=True for one that is.",
+        "method %r needs a checkpoint trained %s; other models answer worse with it. Set tuned=True for such a model.",
         method,
         how,
     )
 
 
 def check_no_context(method: str, chunk_context: str | None) -> None:
-    """Raise ConfigurationError if a method that encodes its chunks in its own way is given a chunk context."""
+    """Raise ConfigurationError if ``chunk_context`` is set for a method that encodes chunks without context."""
     if chunk_context is not None:
         raise ConfigurationError(
             f"method {method!r} encodes chunks without anything before them, got chunk_context={chunk_context!r}. "

@@ -1,9 +1,9 @@
-"""Checkpoint adapters for models trained to read chunks apart: Block-Attention and TurboRAG.
+"""Methods for checkpoints trained to read chunks separately: Block-Attention and TurboRAG.
 
-Source: Block-Attention (arXiv:2409.15355) and TurboRAG (arXiv:2410.07590). Their checkpoints are fine-tuned on a mask
-under which a chunk sees itself alone and only what follows the chunks sees everything; caches computed that way are
-then no approximation. Nothing is recomputed. The released checkpoints are not among the packaged models: with any other
-model this is direct reuse of chunks encoded without a prefix, and says so in a warning. TurboRAG wraps its chunks in
+Source: Block-Attention (arXiv:2409.15355) and TurboRAG (arXiv:2410.07590). Their checkpoints are fine-tuned with a mask
+under which a chunk sees only itself, and text after the chunks sees everything. Chunk caches computed this way are
+exact under that mask, so nothing is recomputed. The released checkpoints are not packaged models. With other models
+this is direct reuse of chunks encoded without a prefix, and a warning says so. TurboRAG wraps its chunks in
 ``<|doc_start|>`` and ``<|doc_end|>``: the preset ``turborag``.
 """
 
@@ -28,7 +28,7 @@ __all__ = ["BlockAttention"]
 
 @dataclass(frozen=True, slots=True)
 class BlockAttention(Method):
-    """Equal to one forward pass under the block mask, whatever the checkpoint; good answers need one trained for it."""
+    """Equals one forward pass under the block mask. Good answers need a checkpoint trained for it."""
 
     name: str = field(default="block", kw_only=True)
 
@@ -36,13 +36,13 @@ class BlockAttention(Method):
     exact_at_one: ClassVar[bool] = False
 
     chunk_positions: str = "reordered"
-    """``reordered``: places in the prompt; ``composite``: every chunk begins at position 0, as it was encoded."""
+    """``reordered``: positions in the prompt; ``composite``: every chunk begins at position 0, as it was encoded."""
     before: str = ""
     """Special tokens that open every chunk."""
     after: str = ""
-    """Special tokens that close it."""
+    """Special tokens that close every chunk."""
     tuned: bool = False
-    """Set for a checkpoint trained this way; otherwise a warning says that it is not known to be."""
+    """True: the checkpoint was trained this way, and no warning is logged."""
 
     def __post_init__(self) -> None:
         super(BlockAttention, self).__post_init__()
@@ -59,7 +59,7 @@ class BlockAttention(Method):
 
     def positions(self, layout: Layout, reused: Sequence[Span]) -> Geometry | None:
         if not self.tuned:
-            warn_untuned(self.name, "to read chunks apart")
+            warn_untuned(self.name, "to read chunks separately")
         if self.chunk_positions == "reordered":
             return None
         positions = torch.arange(layout.num_tokens)

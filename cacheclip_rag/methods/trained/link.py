@@ -1,9 +1,9 @@
-"""KVLink: trained link tokens behind every chunk, computed in context, tie chunks together that were encoded apart.
+"""KVLink: trained link tokens after every chunk are computed in context and connect chunks encoded separately.
 
 Source: KVLink (arXiv:2502.16002) and its released masks and token ids (Llama 3.2: link token o of chunk j is
-``128011 + n_link * j + o`` for at most 40 chunks, with one token before the chunks and one behind). A chunk sees itself
-alone; link tokens and question see everything before them. The two published checkpoints are not among the packaged
-models; with any other the link tokens mean nothing, and a warning says so.
+``128011 + n_link * j + o`` for at most 40 chunks, with one token before the chunks and one after). A chunk sees only
+itself; link tokens and question see everything before them. The two published checkpoints are not packaged models. With
+other models the link tokens have no meaning, and a warning says so.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["KVLink"]
 
 @dataclass(frozen=True, slots=True)
 class KVLink(Method):
-    """Equal to one forward pass under KVLink's mask; good answers need a checkpoint trained for it."""
+    """Equals one forward pass under KVLink's mask. Good answers need a checkpoint trained for it."""
 
     name: str = field(default="link", kw_only=True)
 
@@ -35,17 +35,17 @@ class KVLink(Method):
     exact_at_one: ClassVar[bool] = False
 
     n_link: int = 5
-    """Link tokens behind every chunk; 0, with no tokens around the chunks, is ``block``."""
+    """Link tokens after every chunk. With 0, and no tokens around the chunks, the method equals ``block``."""
     first_id: int = 128011
     """Token id of the first chunk's first link token."""
     start_id: int = 128254
     """Token id before the first chunk; -1 for none."""
     end_id: int = 128255
-    """Token id behind the last; -1 for none."""
+    """Token id after the last chunk; -1 for none."""
     max_chunks: int = 40
-    """Most chunks in a prompt: each place has link tokens of its own, and only so many were trained."""
+    """Most chunks in a prompt: each chunk number has its own link tokens, and so many were trained."""
     tuned: bool = False
-    """Set for a checkpoint trained this way; otherwise a warning says that it is not known to be."""
+    """True: the checkpoint was trained this way, and no warning is logged."""
 
     def __post_init__(self) -> None:
         super(KVLink, self).__post_init__()
@@ -92,10 +92,10 @@ class KVLink(Method):
         return arranged
 
     def _special(self, runtime: Runtime, ids: Sequence[int]) -> Fresh:
-        """A control segment of just these tokens.
+        """A control segment of these tokens.
 
         Raises:
-            ConfigurationError: the model's tokenizer does not have them as special tokens.
+            ConfigurationError: they are not special tokens of the model's tokenizer.
         """
         if all(token in runtime.tokenizer.added_tokens_decoder for token in ids):
             text = "".join(runtime.tokenizer.convert_ids_to_tokens(list(ids)))
@@ -103,7 +103,8 @@ class KVLink(Method):
                 return Fresh(text, control=True)
         raise ConfigurationError(
             f"token ids {min(ids)} to {max(ids)} are not special tokens of model {runtime.name!r}. Method 'link' is "
-            "for KVLink's checkpoints; for others set first_id, start_id and end_id to special tokens, or -1 for none."
+            "for KVLink's checkpoints; for other models set first_id, start_id and end_id to special tokens, or -1 for "
+            "none."
         )
 
     def select(self, view: CacheView, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -1,1 +1,2 @@
-"""The runtime over unmodified transformers models. Every touch of transformers' internals is in this folder."""
+"""The runtime for unmodified transformers models. All code that depends on transformers' internals is in this
+folder."""

@@ -1,8 +1,8 @@
-"""Which models' KV can be reused exactly, and the error that explains the rest.
+"""Which architectures allow exact reuse of KV, and errors that explain why others do not.
 
 To add an architecture: one line in ``SUPPORTED`` and one row in ``tests/conftest.py`` (``TINY_MODELS``); the
 exactness tests then run on it. Sliding windows, soft-capping, attention sinks and partial rotary need no entry: the
-attention function and the tables see them.
+attention function and the rotary tables read them from the model.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """How an architecture rotates its keys, where that is not one table for all layers."""
+    """How an architecture rotates its keys, if it differs from one table for all layers."""
 
     rotary_per_layer_type: bool = False
-    """The rotary module takes the layer's type beside the positions (Gemma 3)."""
+    """True if the rotary module also takes the layer type (Gemma 3)."""
     half_tables: bool = False
-    """The rotary module gives one column for each pair of dimensions instead of two (GPT-OSS)."""
+    """True if the rotary module returns one column per pair of dimensions instead of two (GPT-OSS)."""
     rotated_layers: str | None = None
-    """Config field that holds, per layer, whether it rotates at all (SmolLM3)."""
+    """Config field that says per layer whether keys are rotated (SmolLM3)."""
 
 
 SUPPORTED: dict[str, Architecture] = {
@@ -51,13 +51,13 @@ SUPPORTED: dict[str, Architecture] = {
     "qwen3_moe": Architecture(),
     "smollm3": Architecture(rotated_layers="no_rope_layers"),
 }
-"""By ``model_type`` of a transformers config."""
+"""Supported architectures by the ``model_type`` of a transformers config."""
 
 _EXACT_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Rotary types whose frequencies do not depend on the total length, so that a key can be moved exactly."""
+"""Rotary types whose frequencies do not depend on the total length: a key can be rotated to any position exactly."""
 
 _PINNED_ROPE_TYPES = ("dynamic", "longrope")
-"""Rotary types with one set of frequencies up to a length and others above it: exact up to that length."""
+"""Rotary types whose frequencies change above a certain length. Reuse is exact up to that length."""
 
 _ENCODER_DECODERS = ("t5", "umt5", "mt5", "bart", "mbart", "pegasus", "marian", "longt5", "led", "blenderbot", "fsmt")
 _RECURRENT = ("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm")
@@ -77,7 +77,8 @@ def check_supported(config: Any, name: str) -> None:
     """Check a transformers ``config``.
 
     Raises:
-        UnsupportedModelError: with the one reason that matters most to the user, and what works instead.
+        UnsupportedModelError: KV of this model cannot be reused exactly. The message gives one reason and an
+            alternative.
     """
     model_type = getattr(config, "model_type", "unknown")
     if getattr(config, "is_encoder_decoder", False) or model_type in _ENCODER_DECODERS:
@@ -97,9 +98,7 @@ def check_supported(config: Any, name: str) -> None:
             _refuse(name, f"({model_type!r}) is a multimodal model; only text-only checkpoints are reused")
         check_architecture(model_type, name)
     if getattr(config, "quantization_config", None):
-        _refuse(
-            name, "has quantised weights, whose results depend on what else is in the pass; use the dense checkpoint"
-        )
+        _refuse(name, "has quantised weights: their results depend on the other tokens in the pass; use dense weights")
     if getattr(config, "use_bidirectional_attention", False):
         _refuse(name, "attends in both directions, so no part of a prompt can be computed ahead")
     for rope in _ropes(config):
@@ -110,10 +109,10 @@ def check_supported(config: Any, name: str) -> None:
 
 
 def reuse_tokens(config: Any) -> int:
-    """Longest prompt for which stored keys can be moved exactly.
+    """Longest prompt, in tokens, for which stored keys can be rotated exactly.
 
-    The model's context, except for longrope, which changes its frequencies above
-    ``original_max_position_embeddings`` tokens, and dynamic NTK, which does so above ``max_position_embeddings``.
+    It is the model's context, with two exceptions: longrope changes its frequencies above
+    ``original_max_position_embeddings`` tokens, dynamic NTK above ``max_position_embeddings``.
     """
     context = config.max_position_embeddings
     limits = (
@@ -123,21 +122,21 @@ def reuse_tokens(config: Any) -> int:
 
 
 def rope_pin(config: Any) -> str:
-    """The rotary parameters as a stable string: part of the chunk key, since another rope means other states.
+    """The rotary parameters as a stable string, for the chunk key.
 
-    For frequencies that depend on length it names the length up to which the ones used hold.
+    If the frequencies depend on length, the string also names the length up to which they are valid.
     """
     parameters = sorted(dict(getattr(config, "rope_parameters", None) or {}).items())
     return repr(parameters) + (f" up to {reuse_tokens(config)}" if has_pinned_rope(config) else "")
 
 
 def has_pinned_rope(config: Any) -> bool:
-    """Whether the rotary frequencies of a pass depend on its longest position."""
+    """Whether the rotary frequencies of a pass depend on its largest position."""
     return any(rope.get("rope_type") in _PINNED_ROPE_TYPES for rope in _ropes(config))
 
 
 def _ropes(config: Any) -> Iterator[dict[str, Any]]:
-    """The rotary parameters of a config: one set, or one for each type of layer."""
+    """The rotary parameters of a config: one set, or one set per layer type."""
     parameters = dict(getattr(config, "rope_parameters", None) or {})
     nested = [value for value in parameters.values() if isinstance(value, dict)]
     yield from nested or [parameters]

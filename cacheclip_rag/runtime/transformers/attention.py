@@ -1,14 +1,14 @@
 """Exact attention over chosen rows and chosen keys, by blocks.
 
-Transformers' own mask makers assume that the queries are the last tokens of the sequence. Recomputed tokens are not:
-they sit anywhere, and each may see keys at its own position and before (within the layer's sliding window, if it has
-one), and nothing else. A plan states that as blocks of rows, each with the slice of keys it may look at; within a block
-the mask is ``position - window < key position <= position``. Blocks also save work: a block of early tokens never
-multiplies with late keys, a sliding layer never with keys out of reach, and chunks scored side by side by the auxiliary
-model never with each other.
+Transformers' mask functions assume that the queries are the last tokens of the sequence. Recomputed tokens can be
+anywhere. Each sees keys at its own position and before, within the layer's sliding window if there is one, and no other
+key. A plan divides the rows into blocks, and gives each block the slice of keys that its rows may see. Within a block
+the mask is ``position - window < key position <= position``. Blocks also save work: early tokens are not multiplied
+with later keys, sliding layers skip keys before the window, and chunks that the auxiliary model scores side by side are
+not multiplied with each other.
 
-Methods with positions of their own (gaps, shared positions) or with an attention of their own over the contexts say so
-in a :class:`Geometry`, which the cache carries from prefill to the last decoded token.
+Some methods use other positions (gaps, shared positions) or another attention over the chunks. They return a
+:class:`Geometry`, and the cache carries it from prefill to the last decoded token.
 """
 
 from __future__ import annotations
@@ -40,73 +40,73 @@ _ROWS_PER_BLOCK = 128
 
 @dataclass(frozen=True, slots=True)
 class AttentionRule:
-    """How a layer attends, as its model hands it to the attention function."""
+    """How a layer attends. The model passes these settings to the attention function."""
 
     scaling: float
     """Factor of the query-key products."""
     window: int | None = None
-    """Sliding window: a row at position p sees positions above ``p - window``. None: everything before it."""
+    """Sliding window: a row at position p sees positions above ``p - window``. None: all positions up to p."""
     softcap: float | None = None
-    """Logits are squashed to ``softcap * tanh(logits / softcap)`` (Gemma 2). None: left as they are."""
+    """Logits become ``softcap * tanh(logits / softcap)`` (Gemma 2). None: no soft-capping."""
     sinks: torch.Tensor | None = None
-    """``(num_heads,)``: one more logit per head in the softmax, with no value behind it (GPT-OSS). None: no sink."""
+    """``(num_heads,)``: one more logit per head in the softmax, without a value (GPT-OSS). None: no sink."""
 
     @property
     def is_dense(self) -> bool:
-        """Whether stock scaled dot-product attention computes it, given the right mask."""
+        """Whether PyTorch's scaled dot-product attention can compute this rule, given a mask."""
         return self.softcap is None and self.sinks is None
 
-    def reaches(self, num_keys: int) -> bool:
-        """Whether the window covers ``num_keys`` keys, so that it hides none of them."""
+    def covers(self, num_keys: int) -> bool:
+        """Whether the window covers ``num_keys`` keys and hides none of them."""
         return self.window is None or self.window >= num_keys
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Where the tokens of a fused cache are, when slot and position are not the same number.
+    """Positions of the tokens of a fused cache, if they differ from the slots.
 
-    Visibility follows slots: a row sees its own slot and those before. Positions turn the keys, and measure windows.
+    Slots decide visibility: a row sees its own slot and earlier slots. Positions decide rotation and sliding windows.
     """
 
     positions: torch.Tensor
-    """``(num_prompt_tokens,)`` int64 on the CPU: position of each slot of the prompt. Later slots follow the
-    largest, wherever it is: new tokens come after everything."""
+    """``(num_prompt_tokens,)`` int64 on the CPU: position of each slot of the prompt. Generated tokens follow the
+    largest of these positions."""
     contexts: torch.Tensor | None = None
-    """``(num_prompt_tokens,)`` bool: slots of contexts that all other rows attend to in parallel, whatever the order
-    (APE); None for ordinary attention."""
+    """``(num_prompt_tokens,)`` bool: slots of contexts (APE's word for chunks). All other rows attend to the contexts
+    in parallel. None: ordinary attention."""
     temperature: float = 1.0
     """Divides the attention logits within the contexts."""
     scale: float = 1.0
-    """Weighs the contexts against the rest: their mass is ``Z ** (scale * temperature)``."""
+    """Weighs the contexts against the other keys: the contexts' mass is ``Z ** (scale * temperature)``."""
 
     def positions_of(self, slots: torch.Tensor) -> torch.Tensor:
-        """Positions of slots, those of generated tokens included."""
+        """Positions of slots, including slots of generated tokens."""
         num_tokens = len(self.positions)
         known = self.positions[slots.clamp(max=num_tokens - 1)]
         return torch.where(slots < num_tokens, known, self.positions.max() + 1 + slots - num_tokens)
 
     def contexts_of(self, slots: torch.Tensor) -> torch.Tensor:
-        """``(num_slots,)`` bool: which of the slots belong to contexts."""
+        """``(num_slots,)`` bool: whether each slot belongs to a context."""
         assert self.contexts is not None
         return self.contexts[slots.clamp(max=len(self.contexts) - 1)] & (slots < len(self.contexts))
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Rows of the forward pass that look at one slice of keys, in which slots follow each other like positions."""
+    """Rows of the forward pass that see one slice of keys."""
 
     rows: slice
     """Rows of the query tensor."""
     keys: slice
     """Slots of the key tensor."""
     positions: torch.Tensor
-    """``(num_rows,)`` int64, increasing: for each row the last slot, counted from ``keys.start``, that it may see."""
+    """``(num_rows,)`` int64, increasing: the last slot that each row sees, counted from ``keys.start``."""
     first: int
-    """The first of ``positions``, as a number: asking the tensor would make an accelerator wait."""
+    """The first of ``positions`` as an int: reading it from the tensor would synchronise the accelerator."""
     geometry: Geometry | None = None
-    """Set where slots and positions differ; ``keys.start`` is 0 then."""
+    """Set if slots and positions differ; ``keys.start`` is then 0."""
     visible: torch.Tensor | None = None
-    """``(num_keys,)`` bool: keys that may be seen at all; None for all of them."""
+    """``(num_keys,)`` bool: keys that any row may see; None: all keys."""
 
     @classmethod
     def of(
@@ -118,11 +118,11 @@ class Block:
         geometry: Geometry | None = None,
         visible: torch.Tensor | None = None,
     ) -> Block:
-        """Block with ``positions`` given on the CPU, to be used on ``device``."""
+        """Make a block for ``device`` from ``positions`` on the CPU."""
         return cls(rows, keys, positions.to(device or positions.device), int(positions[0]), geometry, visible)
 
     def is_plain(self, rule: AttentionRule) -> bool:
-        """Whether slots may stand for positions, and one softmax goes over all keys."""
+        """Whether slots equal positions as far as ``rule`` needs them, and one softmax covers all keys."""
         if self.visible is not None:
             return False
         return self.geometry is None or (self.geometry.contexts is None and rule.window is None)
@@ -130,34 +130,34 @@ class Block:
 
 @dataclass(slots=True)
 class Probe:
-    """Attention weights to look at while a pass runs."""
+    """Reads attention weights while a pass runs."""
 
     layers: frozenset[int]
-    """Layers to look at."""
+    """Layers whose attention weights are read."""
     blocks: Sequence[Block]
-    """Rows whose weights are formed, and the keys they are formed over."""
+    """Rows whose attention weights are computed, and the keys of each."""
     record: Callable[[int, int, torch.Tensor], None]
     """Called with layer, number of the block and its weights ``(num_heads, num_rows, num_keys)`` float32."""
     stop: int | None = None
-    """Last layer that is needed: its attention output is not computed (zeros are returned)."""
+    """Last layer that is needed. Its attention output is not computed; zeros are returned instead."""
     logits: bool = False
-    """Whether ``record`` gets attention logits (minus infinity where nothing is seen) instead of weights."""
+    """True: ``record`` gets attention logits instead of weights, minus infinity for hidden keys."""
     adjust: Callable[[int, int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
-    """Called before with layer, number of the block, its queries ``(num_heads, num_rows, head_dim)`` and its keys
-    ``(num_kv_heads, num_keys, head_dim)``, after RoPE; what it returns takes their place in ``record``, and there
-    alone."""
+    """Called before ``record`` with layer, number of the block, queries ``(num_heads, num_rows, head_dim)`` and keys
+    ``(num_kv_heads, num_keys, head_dim)``, both after RoPE. The returned queries and keys are used for ``record`` only;
+    the model's own attention is unchanged."""
 
 
 @dataclass(slots=True)
 class AttentionPlan:
-    """Blocks that cover every row once; optionally with a look at the weights."""
+    """Blocks that cover every row once, with an optional probe and row filter."""
 
     blocks: Sequence[Block]
     probe: Probe | None = None
     layer_starts: list[float] | None = None
-    """Filled with the time at which each layer begins, by ``time.perf_counter``; None: not recorded."""
-    walk: Any = None
-    """A :class:`~cacheclip_rag.runtime.transformers.walk.RowWalk`: rows leave between layers; None: none do."""
+    """Gets ``time.perf_counter()`` at the beginning of each layer; None: not recorded."""
+    row_filter: Any = None
+    """A :class:`~cacheclip_rag.runtime.transformers.row_filter.RowFilter`; None: all rows run in all layers."""
 
 
 def causal_plan(
@@ -166,13 +166,13 @@ def causal_plan(
     geometry: Geometry | None = None,
     visible: torch.Tensor | None = None,
 ) -> AttentionPlan:
-    """Plan for rows at the given slots, each seeing its own slot and those before (slot = position by default).
+    """Plan in which each row sees its own slot and earlier slots.
 
     Args:
         slots: ``(num_rows,)`` int64, strictly increasing; best on the CPU.
-        device: where the attention will run; default that of ``slots``.
-        geometry: positions of the slots, and contexts that every row sees, where a method has its own.
-        visible: ``(num_slots,)`` bool, keys that may be seen at all.
+        device: where the attention will run; default the device of ``slots``.
+        geometry: positions and contexts of a method that changes them; default slot = position.
+        visible: ``(num_slots,)`` bool, keys that any row may see; default all.
     """
     blocks = []
     for start in range(0, len(slots), _ROWS_PER_BLOCK):
@@ -195,7 +195,7 @@ def block_attention(
         key, value: ``(1, num_kv_heads, num_slots, head_dim)``; heads are shared in groups (GQA).
 
     Returns:
-        ``(1, num_rows, num_heads, head_dim)``, the layout transformers expects of an attention function.
+        ``(1, num_rows, num_heads, head_dim)``, the layout that transformers expects.
     """
     _, num_heads, num_rows, head_dim = query.shape
     num_kv_heads = key.shape[1]
@@ -204,14 +204,14 @@ def block_attention(
     for block in blocks:
         rows = query[0, :, block.rows].unflatten(0, (num_kv_heads, groups))  # (num_kv_heads, groups, rows, head_dim)
         if not block.is_plain(rule):
-            attended = _placed_attention(rows, key[0, :, block.keys], value[0, :, block.keys], block, rule)
+            attended = _positioned_attention(rows, key[0, :, block.keys], value[0, :, block.keys], block, rule)
             output[0, block.rows] = attended.flatten(0, 1).transpose(0, 1)
             continue
-        skipped = 0 if rule.window is None else max(0, block.first - rule.window + 1)  # out of every row's reach
-        reach = slice(block.keys.start + skipped, block.keys.stop)
-        # A key head is shared by its group through a stride of 0: no copy, unlike repeat_interleave.
-        keys = key[0, :, reach].unsqueeze(1).expand(-1, groups, -1, -1)
-        values = value[0, :, reach].unsqueeze(1).expand(-1, groups, -1, -1)
+        skipped = 0 if rule.window is None else max(0, block.first - rule.window + 1)  # before every row's window
+        visible = slice(block.keys.start + skipped, block.keys.stop)
+        # A group shares its key head through a stride of 0: no copy, unlike repeat_interleave.
+        keys = key[0, :, visible].unsqueeze(1).expand(-1, groups, -1, -1)
+        values = value[0, :, visible].unsqueeze(1).expand(-1, groups, -1, -1)
         mask = _additive_mask(block, skipped, rule, query)
         if rule.is_dense:
             with sdpa_backends(query.device):
@@ -228,12 +228,12 @@ def query_attention(
     """Attention weights (or logits) of one block's rows: ``(num_heads, num_rows, num_keys)`` float32.
 
     Args:
-        query: ``(num_heads, num_rows, head_dim)``, of the block's rows.
-        key: ``(num_kv_heads, num_keys, head_dim)``, of its keys.
+        query: ``(num_heads, num_rows, head_dim)``, queries of the block's rows.
+        key: ``(num_kv_heads, num_keys, head_dim)``, the block's keys.
     """
     rows = query.unflatten(0, (key.shape[0], -1)).float()  # (num_kv_heads, groups, rows, head_dim)
     keys = key.float().unsqueeze(1)  # (num_kv_heads, 1, num_keys, head_dim)
-    mask = _additive_mask(block, 0, rule, rows) if block.is_plain(rule) else _placed_mask(block, rule, rows)
+    mask = _additive_mask(block, 0, rule, rows) if block.is_plain(rule) else _positioned_mask(block, rule, rows)
     if logits:
         found = _logits(rows, keys, rule)
         return (found if mask is None else found + mask).flatten(0, 1)
@@ -241,10 +241,9 @@ def query_attention(
 
 
 def sdpa_backends(device: torch.device) -> AbstractContextManager[object]:
-    """The kernels of scaled dot-product attention to use on a device, in a ``with`` block.
+    """Context manager that chooses the kernels of scaled dot-product attention for a device.
 
-    On CUDA the cuDNN kernel is left out: it builds a plan for every new length, which prompts always have. All that
-    remain take the mask as it is.
+    On CUDA the cuDNN kernel is left out: it builds a plan for every new length, and most prompts have a new length.
     """
     if device.type != "cuda":
         return nullcontext()
@@ -255,9 +254,9 @@ def sdpa_backends(device: torch.device) -> AbstractContextManager[object]:
 
 
 def _weights(rows: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor | None, rule: AttentionRule) -> torch.Tensor:
-    """Attention weights ``(num_kv_heads, groups, num_rows, num_keys)`` float32, a sink's share left out.
+    """Attention weights ``(num_kv_heads, groups, num_rows, num_keys)`` float32, without the share of a sink.
 
-    Weights are materialised for rows that a probe looks at, and for layers and blocks that no kernel computes.
+    Weights are materialised only for the rows of a probe, and for layers and blocks that no kernel can compute.
     """
     logits = _logits(rows, keys, rule)
     if mask is not None:
@@ -277,12 +276,13 @@ def _sink_logits(rows: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
     return sinks.float().view(*rows.shape[:2], 1, 1).expand(*rows.shape[:3], 1)
 
 
-def _placed_attention(
+def _positioned_attention(
     rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, rule: AttentionRule
 ) -> torch.Tensor:
-    """Attention where slots are not positions, or contexts are merged by their log-sum-exp (APE, arXiv:2502.05431)."""
+    """Attention with a geometry: slots differ from positions, or contexts are merged by log-sum-exp (APE,
+    arXiv:2502.05431)."""
     keys, values = keys.unsqueeze(1), values.unsqueeze(1)
-    mask = _placed_mask(block, rule, rows)
+    mask = _positioned_mask(block, rule, rows)
     geometry = block.geometry
     if geometry is None or geometry.contexts is None:
         return _weights(rows, keys, mask, rule).to(values.dtype) @ values
@@ -299,14 +299,14 @@ def _placed_attention(
     )
     shares = torch.cat(masses, dim=-1).softmax(-1)
     weights = torch.zeros_like(logits)
-    # a window may hide every context from a row: then there is nothing to weigh
+    # a window may hide every context from a row: then the contexts have no weight
     weights[..., context] = (inside.softmax(-1) * shares[..., :1]).nan_to_num()
     weights[..., ~context] = outside.softmax(-1)[..., : int((~context).sum())] * shares[..., 1:]
     return weights.to(values.dtype) @ values
 
 
-def _placed_mask(block: Block, rule: AttentionRule, query: torch.Tensor) -> torch.Tensor:
-    """Additive ``(num_rows, num_keys)`` float32: by slots who comes before whom, by positions who is in the window."""
+def _positioned_mask(block: Block, rule: AttentionRule, query: torch.Tensor) -> torch.Tensor:
+    """Additive mask ``(num_rows, num_keys)`` float32: causal by slots, sliding window by positions."""
     slots = torch.arange(block.keys.stop - block.keys.start)
     row_slots = block.positions.cpu()
     hidden = slots[None, :] > row_slots[:, None]
@@ -324,12 +324,12 @@ def _placed_mask(block: Block, rule: AttentionRule, query: torch.Tensor) -> torc
 
 
 def _additive_mask(block: Block, skipped: int, rule: AttentionRule, query: torch.Tensor) -> torch.Tensor | None:
-    """``(num_rows, num_keys - skipped)``: 0 where a row sees a key, minus infinity elsewhere (additive: right
-    everywhere), dtype and device as ``query``. None when every row sees every key."""
+    """Additive mask ``(num_rows, num_keys - skipped)``: 0 if a row sees a key, else minus infinity. It has dtype and
+    device of ``query``. None if every row sees every key."""
     num_keys = block.keys.stop - block.keys.start
     if block.first >= num_keys - 1 and (rule.window is None or skipped + rule.window >= num_keys):
         return None
-    positions = block.positions.to(query.device)  # a layer may sit on another device than the first
+    positions = block.positions.to(query.device)  # layers may be on several devices
     slots = torch.arange(skipped, num_keys, device=query.device)
     hidden = slots[None, :] > positions[:, None]
     if rule.window is not None:

@@ -1,4 +1,4 @@
-"""The KV of a whole prompt, as a cache that transformers' models write to and read from."""
+"""The KV of a whole prompt, as a transformers ``Cache``."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["FusedCache", "FusedLayer"]
 
 
 class FusedLayer(DynamicLayer):  # type: ignore[misc]
-    """KV of one layer in a preallocated buffer: rows are scattered into it while prefilling, appended while decoding.
+    """KV of one layer in a preallocated buffer. A prefill scatters rows into the buffer; decoding appends rows.
 
-    Growing by concatenation would copy the whole prompt's KV at every generated token.
+    Growing the buffer by concatenation would copy the whole prompt's KV at every generated token.
     """
 
     is_croppable = False
@@ -27,11 +27,11 @@ class FusedLayer(DynamicLayer):  # type: ignore[misc]
         self._keys = torch.empty(1, num_kv_heads, capacity, head_dim, dtype=dtype, device=device)
         self._values = torch.empty_like(self._keys)
         self.slots: torch.Tensor | None = None
-        """``(num_rows,)`` int64 slots the next update writes; None appends behind the last."""
+        """``(num_rows,)`` int64, slots that the next update writes; None: the update appends."""
         self.last_slot = 0
-        """The last of ``slots``, as a number: asking the tensor would make an accelerator wait."""
+        """The last of ``slots`` as an int: reading it from the tensor would synchronise the accelerator."""
         self.before_scatter: Callable[[FusedLayer, torch.Tensor, torch.Tensor], None] | None = None
-        """Called with fresh keys and values before they replace those in ``slots``: may change what else is stored."""
+        """Called with fresh keys and values before they are written to ``slots``. It may change KV of other slots."""
         self._resize(0)
 
     def _resize(self, length: int) -> None:
@@ -39,7 +39,7 @@ class FusedLayer(DynamicLayer):  # type: ignore[misc]
         self.keys, self.values = self._keys[:, :, :length], self._values[:, :, :length]
 
     def write(self, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Put KV of shape ``(num_kv_heads, num_tokens, head_dim)`` at slots ``start`` and following."""
+        """Write KV ``(num_kv_heads, num_tokens, head_dim)`` from slot ``start`` on."""
         stop = start + keys.shape[-2]
         self._keys[0, :, start:stop] = keys
         self._values[0, :, start:stop] = values
@@ -63,7 +63,7 @@ class FusedLayer(DynamicLayer):  # type: ignore[misc]
         return self.keys, self.values
 
     def cut(self, length: int) -> None:
-        """Forget all tokens from ``length`` on."""
+        """Drop all tokens from slot ``length`` on."""
         self._resize(min(length, self.length))
 
     def _reserve(self, length: int) -> None:
@@ -84,22 +84,22 @@ class FusedLayer(DynamicLayer):  # type: ignore[misc]
 
 
 class FusedCache(Cache):  # type: ignore[misc]
-    """The KV of a whole prompt, one :class:`FusedLayer` a layer."""
+    """The KV of a whole prompt, with one :class:`FusedLayer` per layer."""
 
     geometry: Geometry | None = None
-    """Positions and attention of a method that has its own; None where slot = position."""
+    """Positions and contexts of a method that changes them; None: slot = position."""
 
     def position_of(self, slot: int) -> int:
-        """Position of a slot, one not yet filled included."""
+        """Position of a slot, filled or not."""
         return slot if self.geometry is None else int(self.geometry.positions_of(torch.tensor([slot])))
 
     def cut(self, length: int) -> None:
-        """Forget all tokens from ``length`` on."""
+        """Drop all tokens from slot ``length`` on."""
         for layer in self.layers:
             layer.cut(length)
 
     def scatter(self, slots: torch.Tensor | None) -> None:
-        """Direct the next forward's rows to these slots (strictly increasing); None goes back to appending."""
+        """Write the next pass's rows to these slots (strictly increasing); None: append them."""
         if slots is None:
             for layer in self.layers:
                 layer.slots = None

@@ -1,9 +1,8 @@
-"""Running a transformers model over partly filled caches. Touches of transformers' internals are here and beside, in
-``cache.py`` and ``text.py``.
+"""Runs a transformers model over partly filled caches.
 
-The models are used unmodified. Two supported extension points carry everything: a ``Cache`` whose layers scatter new
-rows into a fused KV, and an attention function (registered under ``cacheclip``) that follows an
-:class:`~cacheclip_rag.runtime.transformers.attention.AttentionPlan` handed through the forward's keyword arguments.
+Models are used unmodified, through two extension points of transformers. A ``Cache`` scatters new rows into the fused
+KV. An attention function, registered as ``cacheclip``, follows an
+:class:`~cacheclip_rag.runtime.transformers.attention.AttentionPlan` in the forward's keyword arguments.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from .attention import (
 from .cache import FusedCache, FusedLayer
 from .passes import Passes
 from .rotary import Tables, rotate, unrotate
+from .row_filter import RowFilter, install_row_filter_hooks
 from .text import TextModel
-from .walk import RowWalk, install_walk_hooks
 
 if TYPE_CHECKING:
     from ...chunks.prefix_cache import Match
@@ -50,7 +49,7 @@ ATTENTION_NAME = "cacheclip"
 
 
 def _attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
-    """The attention function given to transformers: follow the plan if there is one, else attend causally."""
+    """The registered attention function: follows the plan if there is one, else attends causally."""
     plan: AttentionPlan | None = kwargs.pop("cacheclip_plan", None)
     rule = AttentionRule(
         scaling=kwargs.get("scaling") or query.shape[-1] ** -0.5,
@@ -76,10 +75,10 @@ def _attention(module: Any, query: Any, key: Any, value: Any, attention_mask: An
 def _causal_attention(
     module: torch.nn.Module, query: Any, key: Any, value: Any, rule: AttentionRule, kwargs: dict[str, Any]
 ) -> Any:
-    """Ordinary prefill from an empty cache, or one decoded token: stock SDPA wherever that is exact without a mask."""
+    """Plain prefill from an empty cache, or one decoded token. Uses SDPA without a mask if that is exact."""
     num_rows, num_keys = query.shape[2], key.shape[2]
     assert num_rows in (1, num_keys), "several rows on a partly filled cache need a plan"
-    if rule.is_dense and rule.reaches(num_keys):
+    if rule.is_dense and rule.covers(num_keys):
         with sdpa_backends(query.device):
             return sdpa_attention_forward(module, query, key, value, None, **kwargs)[0]
     plan = causal_plan(torch.arange(num_keys - num_rows, num_keys), query.device)
@@ -87,7 +86,7 @@ def _causal_attention(
 
 
 def device_of(module: torch.nn.Module) -> torch.device:
-    """Where a module computes: that of its weights, or where accelerate's hooks on it or its parts move them."""
+    """Device on which a module computes: its weights' device, or the device to which accelerate's hooks move them."""
     for part in module.modules():
         device = getattr(getattr(part, "_hf_hook", None), "execution_device", None)
         if device is not None:
@@ -126,13 +125,13 @@ class ModelRuntime(TextModel):
         self.layer_devices = [device_of(layer) for layer in model.base_model.layers]
         self._architecture = SUPPORTED[config.model_type]
         self._layer_kinds = self._find_layer_kinds(config)
-        install_walk_hooks(model.base_model.layers)
+        install_row_filter_hooks(model.base_model.layers)
         self.pinned_rope: bool = has_pinned_rope(config)
-        # such a rotary module changes its frequencies in place with each pass's length
+        # this kind of rotary module changes its frequencies in place with the length of each pass
         self.passes = Passes(one_at_a_time=self.pinned_rope or _is_offloaded(model))
 
     def _find_layer_kinds(self, config: Any) -> list[str | None]:
-        """Per layer which rotary tables it uses: None for none, else a layer type (``""`` where all are alike)."""
+        """Per layer the kind of its rotary tables: None without RoPE, else a layer type (``""`` if all are equal)."""
         architecture = self._architecture
         kinds: list[str | None] = [""] * self.num_layers
         if architecture.rotary_per_layer_type:
@@ -145,7 +144,7 @@ class ModelRuntime(TextModel):
     # -- KV -----------------------------------------------------------------------------------------------------
 
     def new_cache(self, capacity: int) -> FusedCache:
-        """An empty cache with room for ``capacity`` tokens (it grows beyond if decoding needs more)."""
+        """An empty cache with room for ``capacity`` tokens. It grows if decoding needs more."""
         return FusedCache(
             layers=[
                 FusedLayer(self.num_kv_heads, self.head_dim, capacity, self.dtype, device)
@@ -154,8 +153,8 @@ class ModelRuntime(TextModel):
         )
 
     def rotary_tables(self, start: int, stop: int) -> list[Tables | None]:
-        """Per layer the model's own float32 cos and sin, each ``(stop - start, rotary_dim)``, for positions start to
-        stop - 1; None for layers that do not rotate. Layers that rotate alike share them."""
+        """Per layer the model's float32 cos and sin, each ``(stop - start, rotary_dim)``, for positions start to
+        stop - 1; None for layers without RoPE. Layers of the same kind share one pair of tensors."""
         with self.passes.shared():
             by_kind = {kind: self._tables(kind, start, stop) for kind in set(self._layer_kinds) if kind is not None}
         tables: list[Tables | None] = []
@@ -176,10 +175,13 @@ class ModelRuntime(TextModel):
     def fill(
         self, cache: FusedCache, kv: torch.Tensor, *, slot: int, position: int, num_layers: int | None = None
     ) -> None:
-        """Write stored ``kv`` into ``cache`` at ``slot``, its keys rotated to ``position`` and following; of the first
-        ``num_layers`` alone where no others will run."""
+        """Write stored ``kv`` into ``cache`` from ``slot`` on, with keys rotated to positions from ``position`` on.
+
+        Args:
+            num_layers: write the first layers only, if no others will run; default all.
+        """
         if not kv.shape[3]:
-            return  # a shared prefix of no tokens; some rotary modules ask for the largest position
+            return  # an empty shared prefix: some rotary modules fail without a largest position
         tables = self.rotary_tables(position, position + kv.shape[3])
         for layer, piece, of_layer in list(zip(cache.layers, kv, tables, strict=True))[:num_layers]:
             keys, values = piece.to(layer.device)
@@ -217,7 +219,7 @@ class ModelRuntime(TextModel):
             )
         return cache, output.logits[0, -1]
 
-    def prefill_behind(
+    def prefill_from(
         self, match: Match, ids: torch.Tensor, capacity: int, clock: PhaseClock
     ) -> tuple[FusedCache, torch.Tensor]:
         start = match.num_tokens
@@ -252,12 +254,12 @@ class ModelRuntime(TextModel):
 
         Args:
             ids, positions: ``(num_rows,)`` int64, best on the CPU.
-            slots: where each row's KV goes; default its position (``slot = position``).
+            slots: where each row's KV is written; default the row's position.
             head: False skips the language-model head and returns None.
-            logits_to_keep: last rows whose logits are returned.
+            logits_to_keep: number of last rows whose logits are returned.
 
         Returns:
-            Logits of the last row, ``(vocab_size,)``; of the last rows, ``(logits_to_keep, vocab_size)``, if several.
+            Logits of the last row, ``(vocab_size,)``, or ``(logits_to_keep, vocab_size)`` for several rows.
         """
         cache.scatter(positions if slots is None else slots)
         arguments = {
@@ -280,7 +282,7 @@ class ModelRuntime(TextModel):
     def extend(
         self, cache: FusedCache, ids: torch.Tensor, start: int, *, head: bool = True, logits_to_keep: int = 1
     ) -> torch.Tensor | None:
-        """Run ``ids`` right behind the first ``start`` tokens of ``cache``, each seeing all before it."""
+        """Run ``ids`` right after the first ``start`` tokens of ``cache``, with causal attention."""
         slots = torch.arange(start, start + len(ids))
         return self.run_slots(cache, ids, slots, head=head, logits_to_keep=logits_to_keep)
 
@@ -292,16 +294,24 @@ class ModelRuntime(TextModel):
         *,
         visible: torch.Tensor | None = None,
         probe: Probe | None = None,
-        walk: RowWalk | None = None,
+        row_filter: RowFilter | None = None,
         layer_starts: list[float] | None = None,
         head: bool = True,
         logits_to_keep: int = 1,
     ) -> torch.Tensor | None:
-        """:meth:`run_rows` at the positions of the cache's own geometry, each row seeing its slot and those before."""
+        """Run tokens ``ids`` at ``slots`` with causal attention, at the positions of the cache's geometry.
+
+        Args:
+            visible: ``(num_slots,)`` bool, keys that any row may see; default all.
+            row_filter: removes rows between layers.
+            layer_starts: gets ``time.perf_counter()`` at the beginning of each layer.
+
+        Other arguments and the result are as in :meth:`run_rows`.
+        """
         geometry = cache.geometry
         positions = slots if geometry is None else geometry.positions_of(slots)
         plan = causal_plan(slots, self.device, geometry, visible)
-        plan.probe, plan.walk, plan.layer_starts = probe, walk, layer_starts
+        plan.probe, plan.row_filter, plan.layer_starts = probe, row_filter, layer_starts
         return self.run_rows(cache, ids, positions, plan, slots=slots, head=head, logits_to_keep=logits_to_keep)
 
     @torch.inference_mode()
@@ -323,19 +333,19 @@ class ModelRuntime(TextModel):
         return following
 
     def _needs_plan(self, geometry: Geometry) -> bool:
-        """Whether one appended row cannot simply attend to all keys."""
+        """Whether one appended row needs a plan, because plain attention to all keys would be wrong."""
         return geometry.contexts is not None or getattr(self.model.config, "sliding_window", None) is not None
 
 
 def transformers_model(runtime: Runtime | None) -> ModelRuntime:
-    """The runtime itself, for code that looks into the model (evaluation, training).
+    """The runtime itself, for code that needs the transformers model (evaluation, training).
 
     Raises:
-        ConfigurationError: another runtime answers for this model, or its KV cannot be reused.
+        ConfigurationError: another kind of runtime runs this model, or its KV cannot be reused.
     """
     if isinstance(runtime, ModelRuntime):
         return runtime
     name = "none" if runtime is None else repr(runtime.name)
     raise ConfigurationError(
-        f"expected a model that transformers runs with reusable KV, got {name}. Name a supported folder or hub id."
+        f"expected a transformers model whose KV can be reused, got {name}. Name a supported folder or hub id."
     )

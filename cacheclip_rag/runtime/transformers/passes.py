@@ -1,4 +1,4 @@
-"""Who may run a model at the same time."""
+"""A lock for the forward passes of one model."""
 
 from __future__ import annotations
 
@@ -10,30 +10,31 @@ __all__ = ["Passes"]
 
 
 class Passes:
-    """Forward passes of one model: many at a time, except where a pass must have the model for itself.
+    """Lets forward passes of one model run in parallel, except passes that need the model exclusively.
 
-    Alone are passes that change the model (another attention function, rotary frequencies that follow the length) and
-    all passes of a model whose weights come and go with each pass (offloading). Not reentrant.
+    Passes that change the model are exclusive: they set another attention function, or rotary frequencies that depend
+    on the length. All passes of a model with offloaded weights are exclusive. The lock is not reentrant.
     """
 
     def __init__(self, *, one_at_a_time: bool) -> None:
         self._one_at_a_time = one_at_a_time
         self._changed = threading.Condition()
         self._running = 0
-        self._alone = False
-        """Whether the one that runs must stay alone."""
+        self._is_exclusive = False
+        """Whether the running pass is exclusive."""
         self._waiting = 0
-        """Threads that want to be alone: nobody may start before them, or they would wait forever on a busy server."""
+        """Threads that wait for an exclusive pass. No other pass may start before them: on a busy server they would
+        wait forever."""
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """An ordinary pass."""
+        """Hold the lock for a pass that may run beside others."""
         if self._one_at_a_time:
-            with self.alone():
+            with self.exclusive():
                 yield
             return
         with self._changed:
-            self._changed.wait_for(lambda: not self._waiting and not self._alone)
+            self._changed.wait_for(lambda: not self._waiting and not self._is_exclusive)
             self._running += 1
         try:
             yield
@@ -41,13 +42,13 @@ class Passes:
             self._end()
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """A pass during which no other runs."""
+    def exclusive(self) -> Iterator[None]:
+        """Hold the lock for a pass beside which no other pass runs."""
         with self._changed:
             self._waiting += 1
             try:
                 self._changed.wait_for(lambda: not self._running)
-                self._running, self._alone = 1, True
+                self._running, self._is_exclusive = 1, True
             finally:
                 self._waiting -= 1
                 self._changed.notify_all()
@@ -59,5 +60,5 @@ class Passes:
     def _end(self) -> None:
         with self._changed:
             self._running -= 1
-            self._alone = False
+            self._is_exclusive = False
             self._changed.notify_all()

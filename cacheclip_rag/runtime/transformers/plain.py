@@ -1,6 +1,6 @@
-"""A model without reuse: what ``fallback="full"`` answers with where chunk caches would not be exact.
+"""Models whose KV cannot be reused. With ``fallback="full"`` they answer by plain prefill.
 
-Everything is transformers' own: its attention, its cache or recurrent state, its positions.
+Attention, cache (or recurrent state) and positions are transformers' own.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ if TYPE_CHECKING:
 __all__ = ["PlainRuntime", "PlainState", "auto_classes"]
 
 _STATES = ("past_key_values", "cache_params", "state", "encoder_outputs")
-"""Names under which models return what the next step needs: attention caches, recurrent states."""
+"""Output fields that the next step needs: attention caches and recurrent states."""
 
 
 @dataclass(slots=True)
 class PlainState:
-    """Where a model stands in an answer."""
+    """State of a model between two tokens of an answer."""
 
     arguments: dict[str, Any]
-    """What the next pass is given beside its token."""
+    """Keyword arguments of the next pass, except its token."""
     num_tokens: int
 
     def get_seq_length(self) -> int:
         return self.num_tokens
 
     def position_of(self, slot: int) -> int:
-        """Position of a slot: the same."""
+        """Position of a slot: the same number."""
         return slot
 
 
 def auto_classes() -> Iterator[Any]:
-    """Transformers' automatic classes that can answer a text prompt, in the order to try them."""
+    """Transformers' auto classes that can answer a text prompt, in the order to try them."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
 
     yield from (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForImageTextToText)
 
 
 class PlainRuntime(TextModel):
-    """A running model that only prefills and decodes; ``unsupported`` says why."""
+    """A model that only prefills and decodes; ``unsupported`` says why its KV cannot be reused."""
 
     can_reuse = can_score = keeps_prefixes = False
 
@@ -65,9 +65,9 @@ class PlainRuntime(TextModel):
         self.pinned_rope = has_pinned_rope(config)
         self.reuse_tokens = reuse_tokens(config) if self.pinned_rope else 0
         parameters = inspect.signature(model.forward).parameters
-        # recurrent models of older transformers do not count their tokens themselves
+        # in older versions of transformers, recurrent models do not count their tokens
         self._wants_cache_position = "cache_position" in parameters
-        # logits of a whole prompt can be larger than the model
+        # logits of a whole prompt can take more memory than the model
         self._last_logits = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device

@@ -1,8 +1,8 @@
-"""Rotary position embedding as a reversible map on keys: position-free in the store, rotated when assembled.
+"""Rotary position embedding as a reversible map: stored keys have no position, assembled keys are rotated.
 
 Source: RoFormer (arXiv:2104.09864), in the half-split layout that transformers uses for every supported architecture.
-Everything is computed in float32 and cast once. Tables narrower than the head rotate its first dimensions and leave
-the rest (partial rotary); layers without positions have no tables at all.
+All computation is in float32, with one cast at the end. Tables narrower than the head rotate its first dimensions only
+(partial rotary). Layers without RoPE have no tables.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch
 __all__ = ["Tables", "rotate", "unrotate"]
 
 Tables = tuple[torch.Tensor, torch.Tensor]
-"""cos and sin, each ``(num_tokens, rotary_dim)`` float32, as the model's own rotary module gives them: they carry the
-attention scaling of YaRN and longrope already."""
+"""cos and sin, each ``(num_tokens, rotary_dim)`` float32, from the model's own rotary module. They include the
+attention scaling of YaRN and longrope."""
 
 
 def _rotate_half(keys: torch.Tensor) -> torch.Tensor:
@@ -36,7 +36,7 @@ def rotate(keys: torch.Tensor, tables: Tables | None) -> torch.Tensor:
         return keys
     cos, sin = tables
     width, half = cos.shape[-1], cos.shape[-1] // 2
-    # x cos + rotate_half(x) sin, to the bit, without a copy of x turned by halves
+    # bit-identical to x cos + rotate_half(x) sin, without the copy that rotate_half makes
     turned = keys[..., :width] * cos
     turned[..., :half] -= keys[..., half:width] * sin[..., :half]
     turned[..., half:] += keys[..., :half] * sin[..., half:]
@@ -50,5 +50,5 @@ def unrotate(keys: torch.Tensor, tables: Tables | None) -> torch.Tensor:
         return keys
     cos, sin = tables
     turned, rest = keys[..., : cos.shape[-1]], keys[..., cos.shape[-1] :]
-    scaling = cos.square() + sin.square()  # the attention scaling squared; 1 without
+    scaling = cos.square() + sin.square()  # the square of the attention scaling; 1 without scaling
     return torch.cat(((turned * cos - _rotate_half(turned) * sin) / scaling, rest), dim=-1)

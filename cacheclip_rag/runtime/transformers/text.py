@@ -1,4 +1,4 @@
-"""A model's text side: tokenizer, chat template, ends of turn. The same for models with and without reuse."""
+"""Tokenizer, chat template and end-of-turn tokens of a model, with or without reuse."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["TextModel", "TokenizedText", "check_encodable", "quiet_transformers"
 
 
 def check_encodable(text: str) -> None:
-    """Raise ConfigurationError for half characters (lone surrogates), which no tokenizer takes."""
+    """Raise ConfigurationError if the text holds lone surrogates (half characters): tokenizers fail on them."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -31,7 +31,7 @@ def check_encodable(text: str) -> None:
 
 
 class TextModel(Runtime):
-    """What all transformers runtimes share: tokenizer, chat template, ends of turn."""
+    """Base of the transformers runtimes: tokenizer, chat template, end-of-turn tokens."""
 
     def __init__(self, model: Any, tokenizer: Any, name: str) -> None:
         self.model = model.eval()
@@ -42,13 +42,13 @@ class TextModel(Runtime):
         self.eos_ids: frozenset[int] = self._find_eos_ids()
 
     def tokenize(self, text: str, *, control: bool = False) -> TokenizedText:
-        """Token ids of ``text`` on its own, no special tokens added.
+        """Token ids of ``text``, with no special tokens added.
 
-        With ``control`` False (anything a user or a document wrote) the text of a special token such as
-        ``<|im_end|>`` stays ordinary text, so a document cannot close its own turn.
+        ``control`` is False for anything that a user or a document wrote. The name of a special token such as
+        ``<|im_end|>`` then stays ordinary text, so that a document cannot close its turn.
         """
         check_encodable(text)
-        with self._tokenizer_lock:  # split_special_tokens is a setting of the shared tokenizer, made before each call
+        with self._tokenizer_lock:  # each call sets split_special_tokens on the shared tokenizer
             encoded = self.tokenizer(
                 text,
                 add_special_tokens=False,
@@ -60,7 +60,7 @@ class TextModel(Runtime):
 
     @cached_property
     def opening(self) -> str:  # type: ignore[override]
-        """Special tokens that the tokenizer puts before any text, as text: usually one BOS token, or nothing."""
+        """Special tokens that the tokenizer puts before any text, as a string: usually one BOS token, or nothing."""
         with self._tokenizer_lock:
             ids = self.tokenizer("a", add_special_tokens=True)["input_ids"]
             plain = self.tokenizer("a", add_special_tokens=False)["input_ids"]
@@ -69,7 +69,7 @@ class TextModel(Runtime):
 
     @cached_property
     def tokenizer_sha256(self) -> str:  # type: ignore[override]
-        """Digest of the tokenizer and its chat template: what turns text into ids."""
+        """SHA-256 of the tokenizer and its chat template."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         definition = backend.to_str() if backend is not None else repr(sorted(self.tokenizer.get_vocab().items()))
         template = getattr(self.tokenizer, "chat_template", None)
@@ -85,9 +85,9 @@ class TextModel(Runtime):
     def render_chat(
         self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool = True, date: str | None = None
     ) -> str:
-        """The chat template's text; ``date`` is what a template that states the date writes (default today's)."""
+        """Messages rendered by the chat template. ``date`` is used by templates that state the date (default today)."""
         template = self.tokenizer.get_chat_template()
-        if date is not None:  # transformers hands its templates this function; a macro of that name comes before it
+        if date is not None:  # transformers gives templates this function; a macro of the same name replaces it
             template = f"{{% macro strftime_now(format) %}}{date}{{% endmacro %}}{template}"
         try:
             return str(
@@ -98,7 +98,7 @@ class TextModel(Runtime):
                     chat_template=template,
                 )
             )
-        except TemplateError as error:  # templates raise on roles or orders that they do not know
+        except TemplateError as error:  # a template raises for unknown roles or orders
             roles = ", ".join(message["role"] for message in messages)
             raise ConfigurationError(
                 f"the chat template of model {self.name!r} refuses messages of roles {roles}: {error}. Change roles or "
@@ -106,7 +106,7 @@ class TextModel(Runtime):
             ) from error
 
     def _find_eos_ids(self) -> frozenset[int]:
-        """Ends of text and of turn: GGUF conversions often record only one of the two."""
+        """End-of-text and end-of-turn tokens. GGUF conversions often record only one of the two."""
         found: set[int] = set()
         for source in (self.model.generation_config.eos_token_id, self.model.config.eos_token_id):
             found.update([source] if isinstance(source, int) else source or [])
@@ -128,7 +128,7 @@ def quiet_transformers() -> Iterator[None]:
     if sys.stderr.isatty() or not transformers_logging.is_progress_bar_enabled():
         yield
         return
-    bar = gguf.tqdm  # the one bar that transformers' own switch does not reach
+    bar = gguf.tqdm  # transformers' own switch does not turn this bar off
     transformers_logging.disable_progress_bar()
     gguf.tqdm = functools.partial(bar, disable=True)
     try:

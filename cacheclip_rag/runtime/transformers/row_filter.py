@@ -1,8 +1,8 @@
-"""Rows that leave a forward pass between layers, in unmodified models.
+"""Row filters remove rows from a forward pass between layers, in unmodified models.
 
 A method such as CacheBlend looks at a layer's fresh KV before it decides which tokens the next layers compute. The
-models' own loop over layers is kept: a forward pre-hook on each layer takes the rows that have left out of the hidden
-states, and out of the arguments that go with them. The hooks act only on a pass whose plan holds a walk.
+model's own loop over layers stays in use: a forward pre-hook on each layer removes rows from the hidden states and from
+the layer's other arguments. The hooks act only if the pass's plan has a row filter.
 """
 
 from __future__ import annotations
@@ -17,32 +17,35 @@ import torch
 from .attention import AttentionPlan, causal_plan
 from .cache import FusedCache
 
-__all__ = ["RowWalk", "install_walk_hooks"]
+__all__ = ["RowFilter", "install_row_filter_hooks"]
 
 _OF_ROWS = {"position_embeddings": 1, "position_ids": 1, "cache_position": 0}
-"""Arguments of a decoder layer that have one entry a row, and the dimension of the rows."""
+"""Arguments of a decoder layer that have one entry per row, and the dimension of the rows."""
 
 
-class RowWalk(ABC):
-    """Decides, before each layer, which rows go on. One object for one pass."""
+class RowFilter(ABC):
+    """Decides before each layer which rows stay in the pass. One object serves one pass."""
+
+    charged: int = 0
+    """(Layer, chunk token) pairs that got fresh KV so far; the pass's cost in the statistics."""
 
     def __init__(self, cache: FusedCache, slots: torch.Tensor) -> None:
-        """``slots``: ``(num_rows,)`` of all rows at the start of the pass, strictly increasing."""
+        """``slots``: ``(num_rows,)`` int64, slots of all rows at the start of the pass, strictly increasing."""
         self.cache = cache
         self.slots = slots
         self.alive = torch.arange(len(slots))
-        """Rows still in the pass, as indices into ``slots``, increasing."""
+        """Rows that are still in the pass, as increasing indices into ``slots``."""
         self._plan: AttentionPlan | None = None
 
     @abstractmethod
     def before_layer(self, layer: int) -> torch.Tensor | None:
-        """Rows (a subset of ``alive``) that run from ``layer`` on; None for all of them.
+        """Rows (a subset of ``alive``) that run from ``layer`` on; None keeps all of them.
 
-        The KV of layers below is already in the cache; that of this layer is still the stored one.
+        The cache already holds fresh KV of the layers below, and still holds stored KV of this layer.
         """
 
     def enter(self, layer: int, hidden: torch.Tensor, kwargs: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Hidden states ``(1, num_alive, hidden_size)`` and arguments of a layer, for the rows that run in it."""
+        """Hidden states ``(1, num_alive, hidden_size)`` and arguments of a layer, cut to the rows that stay."""
         kept = self.before_layer(layer)
         if kept is not None and len(kept) < len(self.alive):
             stays = torch.isin(self.alive, kept)
@@ -52,7 +55,7 @@ class RowWalk(ABC):
             self.cache.scatter(slots)
             old: AttentionPlan = kwargs["cacheclip_plan"]
             self._plan = causal_plan(slots, old.blocks[0].positions.device, self.cache.geometry)
-            self._plan.walk, self._plan.layer_starts = self, old.layer_starts
+            self._plan.row_filter, self._plan.layer_starts = self, old.layer_starts
         if self._plan is None:
             return hidden, kwargs
         cut = {name: _rows_of(kwargs[name], self.alive, dim) for name, dim in _OF_ROWS.items() if name in kwargs}
@@ -65,18 +68,18 @@ def _rows_of(value: Any, rows: torch.Tensor, dim: int) -> Any:
     return value.index_select(dim, rows.to(value.device)) if isinstance(value, torch.Tensor) else value
 
 
-def install_walk_hooks(layers: Sequence[torch.nn.Module]) -> None:
-    """Let walks act on these decoder layers."""
+def install_row_filter_hooks(layers: Sequence[torch.nn.Module]) -> None:
+    """Let row filters act on these decoder layers."""
 
     def hook(number: int) -> Any:
         def enter(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             plan: AttentionPlan | None = kwargs.get("cacheclip_plan")
             if plan is not None and plan.layer_starts is not None:
                 plan.layer_starts.append(time.perf_counter())
-            walk: RowWalk | None = getattr(plan, "walk", None)
-            if walk is None:
+            row_filter: RowFilter | None = getattr(plan, "row_filter", None)
+            if row_filter is None:
                 return None
-            hidden, kwargs = walk.enter(number, args[0], kwargs)
+            hidden, kwargs = row_filter.enter(number, args[0], kwargs)
             return (hidden, *args[1:]), kwargs
 
         return enter
