@@ -50,9 +50,14 @@ class CacheClipEngine:
     """
 
     def __init__(self, config: EngineConfig | None = None, **options: Any) -> None:
-        """Settings as an :class:`EngineConfig`, as keyword options with its field names, or both (options win)."""
+        """Settings as an :class:`EngineConfig`, as keyword options with its field names, or both (options win).
+
+        ``store`` may also be a :class:`~cacheclip_rag.store.ChunkStore`, for backends of your own. Such an engine is
+        not the one that another process or :func:`get_engine` finds.
+        """
+        store = options.pop("store") if isinstance(options.get("store"), ChunkStore) else None
         self.config = EngineConfig.from_options(config, options)
-        self.parts = Parts(self.config)
+        self.parts = Parts(self.config, store)
         """Store, models and caches, each made at first use."""
         self.metrics = Metrics()
         """Counts over all answers: :meth:`~cacheclip_rag.guards.metrics.Metrics.to_prometheus` for a dashboard."""
@@ -175,7 +180,7 @@ class CacheClipEngine:
     # -- answers ----------------------------------------------------------------------------------------------------
 
     def make_method(self, method: str | Method | None = None, recompute_ratio: float | None = None) -> Method:
-        """What a call with these options computes by, see :func:`~cacheclip_rag.methods.choice.choose_method`."""
+        """What a call with these options computes by, see :func:`~cacheclip_rag.plan.choice.choose_method`."""
         asked = (method, recompute_ratio)
         if asked not in self._methods:
             self._methods[asked] = choose_method(self.config, *asked, lambda: self.parts.has_head_set)

@@ -36,7 +36,8 @@ PREFIX = CONTEXTS["prefix"]
 class Parts:
     """Safe to share between threads. Weights load when a model is first asked for."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, store: ChunkStore | None = None) -> None:
+        """``store``: takes the place of the one that the settings describe."""
         self.config = config
         self.captured = CapturedChunks()
         """Chunk caches captured from answered prompts, in memory, for methods that use them."""
@@ -44,7 +45,7 @@ class Parts:
         """Exact KV of the starts of earlier prompts, in memory."""
         self._lock = threading.RLock()
         self._caches: dict[tuple[str, ChunkContext], ChunkCaches] = {}
-        self._store: ChunkStore | None = None
+        self._store = store
         self._library: ChunkLibrary | None = None
         self._sources: dict[Method | None, Sources] = {}
         self._heads: tuple[HeadSet | None] | None = None

@@ -1,4 +1,4 @@
-"""Models: finding weights, checking that their KV can be reused, and running them.
+"""Models: finding and loading weights, and checking that their KV can be reused.
 
-``catalog`` and ``pull`` need no torch; ``runtime`` is the one module that touches transformers' internals.
+``packaged`` holds models whose weights come from the package index; ``load`` makes runtimes, once a process.
 """

@@ -15,7 +15,7 @@ from ..chunks.sources import Sources
 from ..clock import PhaseClock
 from ..prompt.layout import Layout, Span
 from ..types import FusionStats, Plan, Trace
-from .base import Fused, Runtime
+from .base import Fused, Runtime, State
 
 __all__ = ["Keeping", "Prefilled", "prefill"]
 
@@ -47,7 +47,7 @@ class Prefilled:
     """A prefilled prompt, ready to decode."""
 
     layout: Layout
-    cache: Any
+    cache: State
     """State of the runtime that prefilled it."""
     logits: torch.Tensor
     """Logits of the prompt's last token, ``(vocab_size,)``."""
@@ -58,7 +58,7 @@ class Prefilled:
     """None if the prefix cache may keep nothing of this prompt."""
     trace: Trace | None = None
 
-    def keep_prefix(self, cache: Any, answer: Sequence[int] = ()) -> None:
+    def keep_prefix(self, cache: State, answer: Sequence[int] = ()) -> None:
         """Insert the KV of prompt and answer into the prefix cache. The answer's last token has no KV in ``cache``."""
         if self.keeping is not None:
             self.keeping.keep([*self.layout.token_ids, *answer][: cache.get_seq_length()], cache)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.errors import ConfigurationError
-from cacheclip_rag.models.load import load_any, load_model, register_runtime
+from cacheclip_rag.models.load import load_any, register_runtime
 from cacheclip_rag.runtime.base import Runtime
 from cacheclip_rag.runtime.fake import FakeRuntime
 from cacheclip_rag.testing.runtimes import RuntimeConformance
@@ -20,6 +23,14 @@ class TestFake(RuntimeConformance):
     def make_runtime(self, folder: Path) -> Runtime:
         return FakeRuntime("conformance")
 
+    def reference_logits(self, runtime: Runtime, ids: torch.Tensor) -> torch.Tensor:
+        """The rule of the fake, written again: a word, or the end, by the digest of all ids."""
+        digest = hashlib.sha256(np.array(ids.tolist(), np.int64).tobytes()).digest()
+        words = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta")
+        logits = torch.zeros(4096)
+        logits[0 if digest[0] % 6 == 0 else runtime.tokenize(" " + words[digest[1] % 8]).ids[0]] = 100.0
+        return logits
+
     def test_foreign_kv_is_refused(self, engine: CacheClipEngine) -> None:
         """Twin of equal answers: the fake must notice KV that is not the chunk's, or equality would prove nothing."""
         text, other = "A chunk of seven words and more.", "Another chunk that is stored here."
@@ -28,13 +39,19 @@ class TestFake(RuntimeConformance):
         foreign = caches.read(other)
         assert foreign is not None
         engine.store.put(caches.key(text), foreign, "float32", namespace="default", text=text)
-        with pytest.raises(ConfigurationError, match="not that of the chunk"):
+        with pytest.raises(ConfigurationError, match="does not belong to the chunk"):
             engine.generate(f"{text}\n\nWhat?")
 
 
 class TestTransformers(RuntimeConformance):
     def make_runtime(self, folder: Path) -> Runtime:
-        return load_model(str(build_model(folder / "model", TINY_MODELS["qwen2"])))
+        return load_any(str(build_model(folder / "model", TINY_MODELS["qwen2"])))
+
+    def reference_logits(self, runtime: Runtime, ids: torch.Tensor) -> torch.Tensor:
+        model = AutoModelForCausalLM.from_pretrained(runtime.name, attn_implementation="eager")
+        with torch.inference_mode():
+            logits: torch.Tensor = model(ids[None]).logits[0, -1]
+        return logits
 
 
 class TestSchemes:
