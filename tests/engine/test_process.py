@@ -103,6 +103,11 @@ class TestProcess:
         subprocess.run([sys.executable, "-c", program], check=True)
 
     def test_public_names(self) -> None:
+        """A name that is added here is a promise to keep."""
+        assert sorted(cacheclip_rag.__all__) == [
+            *("Answer", "CacheClipEngine", "CacheClipError", "Chunk", "EngineConfig", "Event", "Fresh", "FusionStats"),
+            *("Plan", "SamplingParams", "__version__", "get_engine"),
+        ]
         for name in cacheclip_rag.__all__:
             assert getattr(cacheclip_rag, name) is not None
         assert dir(cacheclip_rag) == sorted(cacheclip_rag.__all__)
