@@ -1,1 +1,1 @@
-"""Selection: which chunk tokens to recompute. Scores, their mapping between tokenizers, and grouping."""
+"""Selection of the chunk tokens to recompute: scores, their mapping between tokenizers, budgets and groupings."""

@@ -1,9 +1,9 @@
 """The auxiliary model's attention from the question to each chunk: CacheClip's scores.
 
-Source: CacheClip (arXiv:2510.10129v1), section 3.2: each chunk, behind the shared prefix, is read by the question on
-its own; the last layer's attention on the chunk's tokens, averaged over the question's tokens, is the score.
-The paper does not name its head reduction; we take the mean. Ours: one softmax over all chunks, single heads with
-weights and low-rank updates of their own (:mod:`cacheclip_rag.selection.heads`), sinks and question tokens left out.
+Source: CacheClip (arXiv:2510.10129v1), section 3.2. The question reads each chunk separately, after the shared prefix.
+The score is the last layer's attention on the chunk's tokens, averaged over the question's tokens. The paper does not
+name its head reduction; we take the mean. Our additions: one softmax over all chunks, single heads with weights and
+low-rank updates (:mod:`cacheclip_rag.selection.heads`), and no score for sinks.
 """
 
 from __future__ import annotations
@@ -41,25 +41,23 @@ def score_chunks(
     pooled: bool = False,
     sinks: int = 0,
 ) -> list[torch.Tensor]:
-    """Attention mass of the question on every token of every chunk, by one packed forward.
+    """Attention mass of the question on every token of every chunk, in one packed forward pass.
 
-    The cache is laid out as ``prefix | chunk | question`` once per chunk, side by side; all copies of the question run
-    together, each seeing only its own stretch. Only the question's rows are computed: chunks and prefix come from the
-    store. Attention weights are formed for these rows alone.
+    The cache holds ``prefix | chunk | question`` once per chunk, side by side. All copies of the question run together,
+    and each sees only its own segment. Only the question's rows are computed; chunks and prefix come from the store.
 
     Args:
         prefix: KV of the auxiliary's shared prefix, ``(num_layers, 2, num_kv_heads, num_prefix_tokens, head_dim)``.
-        chunks: KV of each chunk behind that prefix, same layout; taken one at a time.
+        chunks: KV of each chunk after that prefix, same layout; taken one at a time.
         question_ids: token ids of the question, at least one.
         lengths: tokens of each chunk, needed only if ``chunks`` is an iterator.
-        layers: layers to look at, their scores averaged; default the last. A head set names its own.
-        heads: ``mean`` or ``max`` over the heads of a layer, or a head set: always ``pooled``.
+        layers: layers whose scores are averaged; default the last. Ignored for a head set, which names its layers.
+        heads: ``mean`` or ``max`` over the heads of a layer, or a head set (which is always ``pooled``).
         queries: ``mean`` or ``max`` over question tokens.
-        pooled: one softmax over the tokens of all chunks, so that scores compare between chunks; else each chunk has
-            its own, over all that the question sees there.
-        sinks: tokens at the start of each chunk that score 0, since every question attends to them; pooled scores
-            share the rest among the others. A head set may ask for more. Pooled, a chunk that has no other tokens is
-            scored as it is.
+        pooled: True: one softmax over the tokens of all chunks, so that scores are comparable between chunks. False:
+            one softmax per chunk, over everything that the question sees there.
+        sinks: tokens at the start of each chunk that score 0, because every question attends to them. A head set may
+            ask for more. With ``pooled``, a chunk without other tokens is scored without this rule.
 
     Returns:
         Per chunk ``(num_chunk_tokens,)`` float32, each between 0 and 1.
@@ -104,11 +102,11 @@ def score_chunks(
 
 @dataclass(frozen=True, slots=True)
 class PackedChunks:
-    """``prefix | chunk | question`` once per chunk, side by side in one cache; the questions are yet to be run."""
+    """A cache with ``prefix | chunk | question`` once per chunk, side by side. The questions have not run yet."""
 
     cache: FusedCache
     blocks: list[Block]
-    """Per chunk its copy of the question, and the stretch of the cache that it sees."""
+    """Per chunk the rows of its copy of the question, and the keys that they see."""
     ids: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
@@ -118,12 +116,12 @@ class PackedChunks:
     num_question: int
 
     def run(self, auxiliary: ModelRuntime, probe: Probe) -> None:
-        """Run the questions, as far as the probe wants it."""
+        """Run the questions up to the last layer that the probe needs."""
         plan = AttentionPlan(self.blocks, probe)
         auxiliary.run_rows(self.cache, self.ids, self.positions, plan, slots=self.slots, head=False)
 
     def tables(self, auxiliary: ModelRuntime, layer: int) -> Tables | None:
-        """Rotary tables of a layer for every position in use, from 0 on."""
+        """Rotary tables of a layer for all positions in use, from 0 on."""
         return auxiliary.rotary_tables(0, self.num_prefix + max(self.lengths) + self.num_question)[layer]
 
 
@@ -135,7 +133,7 @@ def pack_chunks(
     lengths: Sequence[int] | None = None,
     num_layers: int | None = None,
 ) -> PackedChunks:
-    """Lay out stored KV for one look at every chunk by the first ``num_layers`` (default all); other arguments as for
+    """Lay out stored KV in one cache, for the first ``num_layers`` layers (default all). Other arguments are as in
     :func:`score_chunks`."""
     assert question_ids, "scoring needs at least one question token"
     num_prefix, num_question = prefix.shape[3], len(question_ids)
@@ -168,8 +166,8 @@ def pack_chunks(
 
 
 def without_sinks(logits: torch.Tensor, sinks: int) -> torch.Tensor:
-    """Logits of one chunk's tokens, ``(..., num_tokens)``, its first ``sinks`` at minus infinity; as they are where it
-    has no others."""
+    """Logits of one chunk's tokens, ``(..., num_tokens)``, with the first ``sinks`` set to minus infinity. A chunk
+    without other tokens is returned unchanged."""
     num_tokens = logits.shape[-1]
     if num_tokens <= sinks:
         return logits
@@ -177,7 +175,8 @@ def without_sinks(logits: torch.Tensor, sinks: int) -> torch.Tensor:
 
 
 def _updating(heads: HeadSet, tables: Tables | None) -> Adjust:
-    """Gives queries and keys of the last layer in use what was learned for them. Slot = position in every block."""
+    """Function that applies the head set's low-rank updates to queries and keys of its last layer. Slot = position in
+    every block."""
     last = heads.layers[-1]
 
     def adjust(layer: int, number: int, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -190,8 +189,12 @@ def _updating(heads: HeadSet, tables: Tables | None) -> Adjust:
 
 
 def updated(heads: torch.Tensor, update: LowRank | None, tables: Tables | None, start: int) -> torch.Tensor:
-    """Queries or keys ``(num_heads, num_tokens, head_dim)`` after RoPE, at positions from ``start`` on, as a low-rank
-    update makes them; ``tables`` begin at position 0."""
+    """Queries or keys ``(num_heads, num_tokens, head_dim)`` after RoPE, with a low-rank update applied before RoPE.
+
+    Args:
+        tables: rotary tables from position 0 on.
+        start: position of the first token.
+    """
     if update is None:
         return heads
     if tables is not None:

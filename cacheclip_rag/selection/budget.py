@@ -17,20 +17,21 @@ from .views import PromptView
 __all__ = ["Budget", "FixedStarts", "TokenBudget"]
 
 _MOST_START_TOKENS = 16
-"""The share for chunk starts pays for no more first tokens of a chunk: beyond them a token's place says little."""
+"""Most first tokens of a chunk that the share for chunk starts pays for: later positions say little."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBudget(ABC):
-    """Base of the two kinds of budget: a share of the chunk tokens, and fixed numbers of them."""
+    """Base of the two kinds of budget: a share of the chunk tokens, or fixed numbers of tokens per chunk."""
 
     @abstractmethod
     def is_open(self, view: PromptView) -> bool:
-        """Whether scores decide anything here; if not, scoring is spared."""
+        """Whether scores have an influence on this prompt; if not, nothing is scored."""
 
     @abstractmethod
     def select(self, view: PromptView, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Per span a ``(num_tokens,)`` bool mask of the tokens to recompute; ``scores`` are ignored unless open."""
+        """Per span a ``(num_tokens,)`` bool mask of the tokens to recompute. Ignores ``scores`` unless
+        :meth:`is_open`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +41,15 @@ class Budget(TokenBudget):
     ratio: float = 0.2
     """Share of all reused chunk tokens to recompute."""
     grouping: Grouping = field(default_factory=Windows)
-    """How scores become spans: :mod:`cacheclip_rag.selection.grouping`."""
+    """How scores become spans; see :mod:`cacheclip_rag.selection.grouping`."""
     chunk_starts: float = 0.0
-    """Share of the budget that goes to the starts of chunks before all else: as many first tokens of each, 16 at
-    most."""
+    """Share of the budget that is spent first, on chunk starts: the same number of first tokens of each chunk, at most
+    16."""
     first_tokens: int = 0
-    """Tokens at the start of every chunk that come before all others, within the budget: each is a false attention
-    sink (EPIC, arXiv:2410.15332)."""
+    """First tokens of every chunk that the budget takes before all others, because each is a false attention sink
+    (EPIC, arXiv:2410.15332)."""
     skip_first_chunk: bool = False
-    """True spends nothing on the prompt's first chunk, whatever stands before it (except at ratio 1.0)."""
+    """True: nothing is spent on the prompt's first chunk, except at ratio 1.0."""
 
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
@@ -63,7 +64,7 @@ class Budget(TokenBudget):
         return round(self.ratio * view.num_chunk_tokens)
 
     def takes_all(self, view: PromptView) -> bool:
-        """Whether the budget is enough for every token that may be chosen, those of a skipped chunk included."""
+        """Whether the budget covers every token, including the tokens of a skipped chunk."""
         return self.num_tokens(view) >= sum(len(span.tokens) for span in view.spans)
 
     def is_open(self, view: PromptView) -> bool:
@@ -81,10 +82,10 @@ class Budget(TokenBudget):
         count: int,
         among: Sequence[torch.Tensor] | None = None,
     ) -> list[torch.Tensor]:
-        """The best ``count`` tokens of all spans, or as many as there are candidates.
+        """The best ``count`` tokens of all spans, or all candidates if there are fewer.
 
         Args:
-            among: candidates, masks per span; default every token. No token of a skipped chunk is a candidate.
+            among: per span a bool mask of candidates; default every token. Tokens of a skipped chunk never are.
         """
         skipped = self.num_skipped(view)
         if among is None:
@@ -100,8 +101,8 @@ class Budget(TokenBudget):
         )
 
     def num_skipped(self, view: PromptView) -> int:
-        """Leading spans on which nothing is spent: 1 where the prompt's first chunk is to be skipped and is among the
-        spans (an exact one is not), else 0."""
+        """Leading spans on which nothing is spent: 1 if the first chunk is skipped and is among the spans (an exact
+        chunk is not), else 0."""
         return _num_skipped(view) if self.skip_first_chunk else 0
 
     def _num_start_tokens(self, view: PromptView, num_chunks: int) -> int:
@@ -111,7 +112,7 @@ class Budget(TokenBudget):
 
 @dataclass(frozen=True, slots=True)
 class FixedStarts(TokenBudget):
-    """Fixed numbers of first and last tokens of every chunk, whatever they score: EPIC's own form (``k_init``,
+    """Fixed numbers of first and last tokens of every chunk, independent of scores: EPIC as published (``k_init``,
     ``k_final``). There is no ratio."""
 
     first: int = 16
@@ -119,7 +120,7 @@ class FixedStarts(TokenBudget):
     last: int = 0
     """Last tokens of every chunk."""
     skip_first_chunk: bool = False
-    """True spends nothing on the prompt's first chunk."""
+    """True: nothing is spent on the prompt's first chunk."""
 
     def __post_init__(self) -> None:
         check_whole_number("first", self.first, of="tokens")
@@ -144,5 +145,5 @@ def _num_skipped(view: PromptView) -> int:
 
 
 def _sentences(view: PromptView) -> list[torch.Tensor]:
-    """Per span ``(num_tokens,)``: number of each token's sentence."""
+    """Per span ``(num_tokens,)`` int64: number of each token's sentence."""
     return [sentence_numbers(span.segment.text, span.tokens.offsets) for span in view.spans]

@@ -1,9 +1,9 @@
 """Groupings: from token scores to the set of tokens to recompute.
 
-Source: CacheClip (arXiv:2510.10129v1), section on grouping: windows of 8 tokens, threshold 5. The paper leaves open
-what happens to the budget that dropped tokens free, and whether windows may straddle; the three groupings with windows
-are the three readings. Whole sentences are ours. All groupings are deterministic, ties go to the lower index, and none
-exceeds its budget.
+Source: CacheClip (arXiv:2510.10129v1), section on grouping: windows of 8 tokens, threshold 5. The paper does not say
+whether dropped tokens are replaced, nor whether windows may start anywhere; the three groupings with windows are three
+readings. Whole sentences are ours. All groupings are deterministic, ties go to the lower index, and no grouping exceeds
+its budget.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..errors import ConfigurationError
 __all__ = ["AlignedWindows", "Grouping", "Sentences", "Tokens", "Votes", "Windows"]
 
 Scores = Sequence[torch.Tensor]
-"""Per chunk ``(num_tokens,)`` float scores; higher is more worth recomputing."""
+"""Per chunk ``(num_tokens,)`` float scores; tokens with higher scores are recomputed first."""
 Masks = list[torch.Tensor]
 """Per chunk ``(num_tokens,)`` bool, True where the token is recomputed."""
 
@@ -31,7 +31,7 @@ class Grouping(ABC):
     """How scores become spans."""
 
     needs_sentences: ClassVar[bool] = False
-    """Whether :meth:`take` looks at ``sentences``."""
+    """Whether :meth:`take` uses ``sentences``."""
 
     def take(
         self,
@@ -45,9 +45,9 @@ class Grouping(ABC):
         """At most ``count`` tokens of all chunks.
 
         Args:
-            first: per chunk a bool mask of tokens that come before all others, within the count.
-            among: per chunk a bool mask of the tokens to choose from, default all. The others are taken out before
-                windows are formed, and the tokens on both sides of them are neighbours.
+            first: per chunk a bool mask of tokens that are taken before all others, within ``count``.
+            among: per chunk a bool mask of candidates, default all. Other tokens are removed before windows are formed,
+                so that the tokens on both sides of them become neighbours.
             sentences: per chunk ``(num_tokens,)`` int64, increasing: number of the token's sentence within the chunk.
         """
         if among is None:
@@ -66,7 +66,7 @@ class Grouping(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Tokens(Grouping):
-    """Single tokens by their own score, budget filled exactly."""
+    """Single tokens by their own score; the budget is spent exactly."""
 
     def _take(self, scores: Scores, count: int, first: Scores | None, sentences: Scores | None) -> Masks:
         return _top_tokens(scores, count, first)
@@ -74,11 +74,11 @@ class Tokens(Grouping):
 
 @dataclass(frozen=True, slots=True)
 class Windows(Grouping):
-    """Whole spans by their mean score, budget filled exactly (the default).
+    """Whole spans by their mean score; the budget is spent exactly. The default.
 
-    Every run of ``size`` tokens inside a chunk has the mean of its scores; tokens are ordered by the best window that
-    contains them, then by their own score. So spans stay together, and a larger budget never drops a token. Departure
-    from the paper: no token is dropped without another taking its place.
+    A window is a run of ``size`` tokens inside a chunk, scored by the mean of its tokens. Tokens are ordered by the
+    best window that contains them, then by their own score. So spans stay together, and a larger budget never drops a
+    token. Departure from the paper: dropped tokens are replaced.
     """
 
     size: int = 8
@@ -93,15 +93,15 @@ class Windows(Grouping):
 
 @dataclass(frozen=True, slots=True)
 class Votes(Grouping):
-    """Windows at any offset in which more than ``threshold`` of the top tokens lie, trimmed to the budget.
+    """Windows at any offset that contain more than ``threshold`` of the top tokens, cut to the budget.
 
-    Our reading of the sliding grouping of CacheClip's second version. At most the budget is spent.
+    Our reading of the sliding grouping in version 2 of the CacheClip paper. Spends at most the budget.
     """
 
     size: int = 8
     """Tokens of a window."""
     threshold: int = 5
-    """A window counts if more than this many of its tokens are among the top ones."""
+    """A window is taken if more than this many of its tokens are among the top tokens."""
 
     def __post_init__(self) -> None:
         _check_threshold(self.size, self.threshold)
@@ -116,16 +116,16 @@ class Votes(Grouping):
 
 @dataclass(frozen=True, slots=True)
 class AlignedWindows(Grouping):
-    """The paper to the letter: the top tokens, dropped in aligned windows that hold ``threshold`` or fewer of them.
+    """The paper's grouping as written: the top tokens, except in aligned windows with ``threshold`` or fewer of them.
 
-    Windows start anew at each chunk; nothing takes the place of dropped tokens, so far less than the budget may be
-    spent.
+    Windows are aligned to the start of each chunk. Dropped tokens are not replaced, so that much less than the budget
+    may be spent.
     """
 
     size: int = 8
     """Tokens of a window."""
     threshold: int = 5
-    """A window is kept if more than this many of its tokens are among the top ones."""
+    """A window is kept if more than this many of its tokens are among the top tokens."""
 
     def __post_init__(self) -> None:
         _check_threshold(self.size, self.threshold)
@@ -142,10 +142,11 @@ class AlignedWindows(Grouping):
 
 @dataclass(frozen=True, slots=True)
 class Sentences(Grouping):
-    """Whole sentences by the score of their best token, budget filled exactly.
+    """Whole sentences by the score of their best token; the budget is spent exactly.
 
-    A question looks at a word or two of the sentence that answers it; a mean over all of its tokens would hide them. Of
-    the sentence that the budget ends in, the tokens of highest score are taken. Without sentences every chunk is one.
+    The best token decides, because a question often attends to only one or two words of the answering sentence. In the
+    last sentence, which may exceed the budget, the tokens with the highest scores are taken. Without ``sentences`` each
+    chunk counts as one sentence.
     """
 
     needs_sentences: ClassVar[bool] = True
@@ -161,8 +162,8 @@ def _check_threshold(size: int, threshold: int) -> None:
     check_whole_number("threshold", threshold, of="tokens")
     if threshold >= size:
         raise ConfigurationError(
-            f"expected a threshold below the size of the window, got threshold={threshold} and size={size}. Lower it: "
-            "no window can hold more chosen tokens than it has."
+            f"threshold must be below the window's size, got threshold={threshold} and size={size}. Lower it: "
+            "a window cannot contain more chosen tokens than tokens."
         )
 
 
@@ -174,12 +175,13 @@ _NEVER = torch.iinfo(torch.int64).max
 
 
 def _windows(values: torch.Tensor, window: int) -> torch.Tensor:
-    """Every run of ``window`` consecutive values: ``(num_windows, window)``; one shorter run in a shorter chunk."""
+    """Every run of ``window`` consecutive values, ``(num_windows, window)``; a shorter chunk gives one shorter run."""
     return values.unfold(0, min(window, len(values)), 1)
 
 
 def _best_window_rank(scores: Scores, window: int, qualifying: Sequence[torch.Tensor] | None) -> list[torch.Tensor]:
-    """Per chunk ``(num_tokens,)`` int64: rank, over all chunks, of the best (qualifying) window holding the token."""
+    """Per chunk ``(num_tokens,)`` int64: rank over all chunks of the best (qualifying) window that contains the
+    token."""
     means = [_windows(s, window).mean(-1) if len(s) else s for s in scores]
     flat = torch.cat(means) if means else torch.empty(0)
     rank = torch.empty(len(flat), dtype=torch.int64)
@@ -195,7 +197,7 @@ def _best_window_rank(scores: Scores, window: int, qualifying: Sequence[torch.Te
 
 
 def _min_over_windows(values: torch.Tensor, num_tokens: int, window: int) -> torch.Tensor:
-    """Per token the smallest value among the windows that contain it."""
+    """``(num_tokens,)``: smallest value among the windows that contain the token."""
     if num_tokens == 0:
         return torch.empty(0, dtype=torch.int64)
     others = min(window, num_tokens) - 1
@@ -204,7 +206,7 @@ def _min_over_windows(values: torch.Tensor, num_tokens: int, window: int) -> tor
 
 
 def _sentence_rank(scores: Scores, sentences: Scores) -> list[torch.Tensor]:
-    """Per chunk ``(num_tokens,)`` int64: rank, over all chunks, of the token's sentence by its best score."""
+    """Per chunk ``(num_tokens,)`` int64: rank over all chunks of the token's sentence, by the sentence's best score."""
     if not scores:
         return []
     apart, start = [], 0

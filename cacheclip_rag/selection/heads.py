@@ -1,9 +1,9 @@
-"""Which heads of an auxiliary model find evidence, how much each counts, and what was learned for them.
+"""Head sets: the heads of an auxiliary model that find evidence, their weights, and trained low-rank updates.
 
-A head set is small (kilobytes), belongs to one auxiliary model, and says nothing about the primary's tokens. The
-low-rank updates act on queries and keys as they are before RoPE: on queries ``q + up @ down @ q`` over all heads of the
-layer, on keys the same. Without a norm between projection and RoPE that is an update of the projections by matrices of
-that rank. Keys are stored before RoPE, so that chunk caches stay as they are, whatever was learned.
+A head set takes a few kilobytes, belongs to one auxiliary model, and does not depend on the primary's tokenizer.
+Low-rank updates act on queries and keys before RoPE: ``q + up @ down @ q`` over all heads of the layer, and the same
+for keys. If the model has no norm between projection and RoPE, this equals a low-rank update of the projections. Keys
+are stored before RoPE, so that training changes no chunk cache.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 
 FORMAT_VERSION = 1
 HEADS_FILE = "cacheclip-heads.st"
-"""Name of a head set in the folder of the model that it belongs to. Not ``*.safetensors``: these are its weights."""
+"""File name of a head set in its model's folder. It does not end in ``.safetensors``, as the model's weights do."""
 _SHIPPED = Path(__file__).parent / "shipped"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _NAMES_SHOWN = 5
@@ -45,7 +45,7 @@ _NAMES_SHOWN = 5
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LowRank:
-    """``x + up @ down @ x``, for the vectors of all heads of a layer side by side."""
+    """``x + up @ down @ x``; x holds the vectors of all heads of a layer, concatenated."""
 
     down: torch.Tensor
     """``(rank, num_heads * head_dim)`` float32."""
@@ -53,7 +53,7 @@ class LowRank:
     """``(num_heads * head_dim, rank)`` float32."""
 
     def __call__(self, heads: torch.Tensor) -> torch.Tensor:
-        """``heads``: ``(num_heads, num_tokens, head_dim)``; the same shape, float32."""
+        """Update ``heads``, ``(num_heads, num_tokens, head_dim)``; returns the same shape in float32."""
         flat = heads.float().transpose(0, 1).flatten(1)
         changed = flat + flat @ self.down.to(flat.device).T @ self.up.to(flat.device).T
         by_head: torch.Tensor = changed.unflatten(1, (heads.shape[0], heads.shape[2]))
@@ -62,10 +62,10 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadSet:
-    """Heads whose attention, pooled over all chunks, is the score: ``sum_h weight_h * mean_q softmax(logits_h,q)``."""
+    """Scores tokens by ``sum_h weight_h * mean_q softmax(logits_h,q)``, with one softmax over all chunks."""
 
     auxiliary_sha256: str
-    """Digest of the auxiliary's weights, whatever it computes in."""
+    """SHA-256 of the auxiliary's weights, independent of the compute dtype."""
     heads: tuple[tuple[int, int], ...]
     """``(layer, head)``, in increasing order."""
     weights: torch.Tensor
@@ -73,19 +73,21 @@ class HeadSet:
     queries: LowRank | None = None
     """Update of the queries of the last layer in use; None for none."""
     keys: LowRank | None = None
-    """Update of its keys."""
+    """Update of the keys of that layer; None for none."""
     sinks: int = 0
-    """Tokens at the start of each chunk that were left out when the heads were chosen, and so are when they score."""
+    """First tokens of each chunk that score 0. They were also left out when the heads were chosen."""
     about: dict[str, Any] = field(default_factory=dict)
-    """Where it comes from: command, data, seed, figures. Not part of the digest."""
+    """How the head set was made: command, data, seed, figures. Not part of the digest."""
 
     def __post_init__(self) -> None:
-        assert self.heads and list(self.heads) == sorted(set(self.heads)), "heads in increasing order, each once"
-        assert self.weights.shape == (len(self.heads),), "one weight a head"
+        assert self.heads and list(self.heads) == sorted(set(self.heads)), (
+            "heads must be in increasing order, each once"
+        )
+        assert self.weights.shape == (len(self.heads),), "each head needs one weight"
 
     @classmethod
     def of_layers(cls, auxiliary_sha256: str, layers: str, num_layers: int, num_heads: int) -> HeadSet:
-        """Every head of the layers named, all counting the same: what an untuned model is asked."""
+        """Every head of the named layers with equal weights, for a model without a head set."""
         heads = tuple((layer, head) for layer in pick_layers(layers, num_layers) for head in range(num_heads))
         return cls(auxiliary_sha256, heads, torch.full((len(heads),), 1.0 / len(heads)))
 
@@ -99,7 +101,7 @@ class HeadSet:
         return self.queries is not None or self.keys is not None
 
     def weights_of(self, layer: int, num_heads: int) -> torch.Tensor:
-        """``(num_heads,)``: what each head of a layer counts, 0 for those not in use."""
+        """``(num_heads,)``: weight of each head of a layer, 0 for unused heads."""
         found = torch.zeros(num_heads)
         for (of, head), weight in zip(self.heads, self.weights, strict=True):
             if of == layer:
@@ -107,14 +109,18 @@ class HeadSet:
         return found
 
     def check(self, auxiliary: Any, name: str = "") -> None:
-        """Raise ModelError, which says the head set's ``name`` if it has one, unless it was made for this very model (a
-        ModelRuntime)."""
+        """Raise ModelError unless the head set was made for this model.
+
+        Args:
+            auxiliary: a ModelRuntime.
+            name: the head set's name for the message, if it has one.
+        """
         called = f"the head set {name!r}" if name else "the head set"
         if weights_digest(auxiliary.fingerprint) != self.auxiliary_sha256:
             raise ModelError(
-                f"{called} was made for an auxiliary model with digest {self.auxiliary_sha256[:12]}, and "
-                f"{auxiliary.name!r} has {weights_digest(auxiliary.fingerprint)[:12]}. Make one with 'cacheclip "
-                "calibrate', or set heads='none' to go without."
+                f"{called} was made for an auxiliary model with digest {self.auxiliary_sha256[:12]}, but "
+                f"{auxiliary.name!r} has {weights_digest(auxiliary.fingerprint)[:12]}. Make a head set with 'cacheclip "
+                "calibrate', or set heads='none' to use none."
             )
         num_heads = auxiliary.model.config.num_attention_heads
         numbers = [head for _, head in self.heads]
@@ -125,14 +131,14 @@ class HeadSet:
                 width, rank = update.up.shape
                 fits = fits and width == of * auxiliary.head_dim and tuple(update.down.shape) == (rank, width)
         if not fits:
-            raise ModelError(f"{called} names heads that model {auxiliary.name!r} does not have. Make it anew.")
+            raise ModelError(f"{called} names heads that model {auxiliary.name!r} does not have. Make it again.")
         if not all(bool(tensor.isfinite().all()) for tensor in self._tensors().values()) or bool(
             (self.weights < 0).any()
         ):
-            raise ModelError(f"{called} holds numbers that are no weights. Make it anew.")
+            raise ModelError(f"{called} holds invalid weights. Make it again.")
 
     def digest(self) -> str:
-        """Of all that decides scores."""
+        """SHA-256 of everything that affects scores."""
         found = hashlib.sha256(json.dumps([FORMAT_VERSION, self.auxiliary_sha256, self.heads, self.sinks]).encode())
         for name, tensor in sorted(self._tensors().items()):
             found.update(name.encode())
@@ -149,7 +155,7 @@ class HeadSet:
     # -- files --------------------------------------------------------------------------------------------------
 
     def save(self, path: Path) -> None:
-        """Write one safetensors file, all at once or not at all."""
+        """Write one safetensors file atomically."""
         header = {
             "format": str(FORMAT_VERSION),
             "auxiliary_sha256": self.auxiliary_sha256,
@@ -166,7 +172,7 @@ class HeadSet:
         """Read what :meth:`save` wrote.
 
         Raises:
-            ModelError: no such file, another file, another version, or a damaged one.
+            ModelError: the file is missing, damaged, of another version, or not a head set.
         """
         try:
             with safe_open(path, framework="pt") as file:
@@ -182,27 +188,27 @@ class HeadSet:
             sinks, about = int(header["sinks"]), json.loads(header["about"])
             found = cls(header["auxiliary_sha256"], heads, tensors["weights"], queries, keys, sinks, about)
             if found.digest() != header["sha256"]:
-                raise ValueError("it is damaged: its digest is another")
+                raise ValueError("it is damaged: its digest does not match")
             return found
         except FileNotFoundError:
             raise ModelError(f"no head set at {path}. Make one with 'cacheclip calibrate'.") from None
         except (OSError, SafetensorError, ValueError, KeyError, TypeError, AssertionError) as error:
             raise ModelError(
-                f"{path} is no head set that can be read: {error}. Make one with 'cacheclip calibrate'."
+                f"the head set {path} cannot be read: {error}. Make one with 'cacheclip calibrate'."
             ) from error
 
 
 def find_head_set(setting: str, auxiliary: Any, primary_fingerprint: str) -> HeadSet | None:
-    """The head set that an engine's setting asks for.
+    """The head set that an engine's setting ``heads`` names.
 
     Args:
-        setting: a file; ``none``; or ``auto``: the one that ``cacheclip calibrate`` or ``cacheclip finetune`` wrote for
-            this pair of models, else :data:`HEADS_FILE` in the auxiliary's own folder, else the one that comes with the
-            package for this auxiliary, else none.
-        auxiliary: its runtime.
+        setting: a file, ``none`` or ``auto``. ``auto`` takes the first of these that exists: the head set that
+            ``cacheclip calibrate`` or ``cacheclip finetune`` wrote for this pair of models; :data:`HEADS_FILE` in the
+            auxiliary's folder; the head set that this package ships for the auxiliary; none.
+        auxiliary: runtime of the auxiliary model.
 
     Raises:
-        ModelError: a file that cannot be read, or that was made for another auxiliary.
+        ModelError: the file cannot be read, or was made for another auxiliary model.
     """
     if setting == "none":
         return None
@@ -222,7 +228,7 @@ def find_head_set(setting: str, auxiliary: Any, primary_fingerprint: str) -> Hea
 
 
 def check_head_set_name(heads: str) -> None:
-    """Raise ConfigurationError unless ``heads`` can be the name of a head set, or a file with a slash in its path."""
+    """Raise ConfigurationError unless ``heads`` is a valid name of a head set, or a path with a slash."""
     if not isinstance(heads, str) or ("/" not in heads and not _NAME.fullmatch(heads)):
         raise ConfigurationError(
             "heads must be auto, none, a name of letters, digits, '-', '_' and '.' that does not begin with '-' or "
@@ -231,12 +237,12 @@ def check_head_set_name(heads: str) -> None:
 
 
 def load_named(heads: str) -> HeadSet:
-    """The head set that a method asks for: a file if there is a slash in it, else a name among those of
-    ``$CACHECLIP_HOME/heads``. Whoever uses it checks it against the auxiliary.
+    """The head set that a method names: a path if ``heads`` holds a slash, else a file in ``$CACHECLIP_HOME/heads``.
+    The caller checks it against the auxiliary model (:meth:`HeadSet.check`).
 
     Raises:
-        ConfigurationError: no name and no file.
-        ModelError: there is none, or it cannot be read.
+        ConfigurationError: ``heads`` is neither a valid name nor a path.
+        ModelError: the head set is missing or cannot be read.
     """
     check_head_set_name(heads)
     if "/" in heads:
@@ -256,15 +262,15 @@ def load_named(heads: str) -> HeadSet:
 
 
 def head_set_path(auxiliary_sha256: str, primary_sha256: str) -> Path:
-    """Where the head set of a pair of models lies."""
+    """Path of the head set of a pair of models."""
     return cache_home() / "heads" / f"{auxiliary_sha256[:16]}-{primary_sha256[:16]}.safetensors"
 
 
 def shipped_path(auxiliary_sha256: str) -> Path:
-    """Where the head set of a model that comes with the package lies, if one does."""
+    """Path of the head set that this package ships for an auxiliary model; the file may not exist."""
     return _SHIPPED / f"{auxiliary_sha256[:16]}.safetensors"
 
 
 def weights_digest(fingerprint: str) -> str:
-    """The part of a model's fingerprint that says which weights it has, not what it computes in."""
+    """The part of a model's fingerprint that identifies its weights, without the compute dtype."""
     return fingerprint.partition(":")[0]

@@ -1,4 +1,4 @@
-"""Scores of the auxiliary model's tokens carried over to the primary's, by the characters they share."""
+"""Maps scores of the auxiliary model's tokens to the primary's tokens, by the characters they share."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ Offsets = Sequence[tuple[int, int]]
 
 
 def map_scores(scores: torch.Tensor, source: Offsets, target: Offsets) -> torch.Tensor:
-    """Score of each target token: the largest among the source tokens that overlap it in characters.
+    """Score of each target token: the largest score among the source tokens that share a character with it.
 
-    The largest and not the mean: a seven-digit number must not lose the piece that one tokenizer splits off
-    (the paper does not state its rule). With identical tokenizers the mapping is the identity.
+    The largest, not the mean: a long number must not lose the piece that one tokenizer splits off. The paper does not
+    state its rule. With identical tokenizers the mapping is the identity.
 
     Args:
         scores: ``(num_source_tokens,)`` float, 0 or more.
         source, target: character offsets ``(start, end)`` per token of the same text, in order.
 
     Returns:
-        ``(num_target_tokens,)``; 0, the lowest possible attention, where a token covers no character or meets none.
+        ``(num_target_tokens,)``; 0, the lowest possible attention, for tokens that share no character.
     """
     assert len(scores) == len(source), f"{len(scores)} scores for {len(source)} tokens"
     values = scores.tolist()

@@ -1,8 +1,8 @@
-"""The primary model's own attention from the question to the reused tokens, over the stale cache.
+"""The primary model's attention from the question to the reused tokens, over the stale cache.
 
-Source: the family of query-aware selectors, ProphetKV (arXiv:2602.02579), QCFuse (arXiv:2606.05875), InfoFlow KV
-(arXiv:2603.05353), FusionRAG (arXiv:2601.12904): the question runs once over the cache as it is, its attention weights
-are reduced over heads, question tokens and layers, and what they attend to is recomputed.
+Source: query-aware selectors such as ProphetKV (arXiv:2602.02579), QCFuse (arXiv:2606.05875), InfoFlow KV
+(arXiv:2603.05353) and FusionRAG (arXiv:2601.12904). The question runs once over the stale cache. Its attention weights
+are reduced over heads, question tokens and layers, and the most attended tokens are recomputed.
 """
 
 from __future__ import annotations
@@ -23,12 +23,15 @@ __all__ = ["attention_to_tokens", "pick_layers"]
 
 
 def pick_layers(spec: str, num_layers: int) -> list[int]:
-    """Layers by name: ``all``, ``last``, ``upper`` (half), ``middle`` (third), a range of depth such as ``0.6-0.7``, a
-    depth and how many layers from there on, such as ``0.6+4`` (fewer where the model ends), or numbers joined by ``+``
-    (``14+13+17``). A depth is a share of the layers and has a point, a number of a layer has none.
+    """Layer numbers for a specification.
+
+    Args:
+        spec: ``all``, ``last``, ``upper`` (half), ``middle`` (third); a range of depth such as ``0.6-0.7``; a depth and
+            a count such as ``0.6+4`` (fewer at the model's end); or layer numbers joined by ``+`` (``14+13+17``). A
+            depth is a share of the layers, written with a decimal point.
 
     Raises:
-        ConfigurationError: none of these, or a layer that the model does not have.
+        ConfigurationError: an invalid specification, or a layer that the model does not have.
     """
     try:
         return _pick_layers(spec, num_layers)
@@ -76,17 +79,17 @@ def attention_to_tokens(
     visible: torch.Tensor | None = None,
     per_layer: bool = False,
 ) -> torch.Tensor:
-    """Run ``rows`` over ``cache`` and reduce the attention of the ``question`` rows to one score a token.
+    """Run ``rows`` over ``cache`` and reduce the attention of the ``question`` rows to one score per token.
 
-    The rows' own KV is left in the cache; the recompute that follows overwrites it.
+    The rows' KV stays in the cache until the recompute overwrites it.
 
     Args:
-        ids: ``(num_tokens,)`` of the whole prompt.
+        ids: ``(num_tokens,)`` token ids of the whole prompt.
         rows: ``(num_rows,)`` slots to run, strictly increasing.
         question: ``(num_question_tokens,)`` slots among ``rows`` whose attention counts.
         heads, queries: ``mean`` or ``max`` over them.
-        among: ``(num_tokens,)`` bool: the softmax goes over these keys alone; default over all that a row sees.
-        visible: ``(num_tokens,)`` bool: keys the rows may attend to on their way (all others stay unseen).
+        among: ``(num_tokens,)`` bool: keys of the softmax; default all keys that a row sees.
+        visible: ``(num_tokens,)`` bool: keys that the rows may see in the model's own attention; default all.
 
     Returns:
         ``(num_tokens,)`` float32, mean over layers; with ``per_layer`` ``(num_layers, num_tokens)``.
@@ -130,5 +133,5 @@ def attention_to_tokens(
 
 
 def _is_run(indices: Sequence[int] | torch.Tensor) -> bool:
-    """Whether indices follow each other without a gap."""
+    """Whether the indices are consecutive."""
     return int(indices[-1]) - int(indices[0]) + 1 == len(indices)

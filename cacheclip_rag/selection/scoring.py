@@ -1,4 +1,4 @@
-"""Scores of the auxiliary model for the chunks of one prompt: from its stored chunk caches to the primary's tokens."""
+"""Scores a prompt's chunks with the auxiliary model: from its stored chunk caches to scores of the primary's tokens."""
 
 from __future__ import annotations
 
@@ -28,34 +28,34 @@ __all__ = ["MAX_QUESTION_TOKENS", "AuxiliaryScorer", "Question"]
 logger = logging.getLogger(__name__)
 
 MAX_QUESTION_TOKENS = 96
-"""Of a longer question, the last tokens score the chunks: one row each in the auxiliary model."""
+"""If the question is longer, only its last tokens score the chunks. Each token is one row in the auxiliary model."""
 _MAX_SENTENCE_TOKENS = 64
-"""Of a longer sentence put before the question, the stretch that scores best. It takes no room from the question."""
+"""Most tokens of a sentence put before the question; of a longer sentence, the best-scoring part is taken."""
 _LEAST_QUESTION_TOKENS = 16
-"""A chunk that leaves the auxiliary model less room is not scored; the others are, by the whole question."""
+"""Least room for the question, in tokens. Chunks that leave the auxiliary model less room are not scored."""
 
 
 @dataclass(frozen=True, slots=True)
 class AuxiliaryScorer:
-    """An auxiliary model, its chunk caches, and what is known of its heads."""
+    """An auxiliary model with its chunk caches and head sets."""
 
     caches: ChunkCaches
     heads: HeadSet | None = None
-    """Heads to ask where a method names neither layers nor a head set of its own."""
+    """The engine's head set, for methods that name neither layers nor a head set."""
     named: Mapping[str, HeadSet] = field(default_factory=dict)
-    """Those that the method scorer for, by the names it has for them."""
+    """Head sets that the method's scorer names, by name."""
 
     @property
     def runtime(self) -> ModelRuntime:
-        """The model, whose attention can be looked at."""
-        assert self.caches.runtime.can_score, "an auxiliary model must show its attention"
+        """The auxiliary model."""
+        assert self.caches.runtime.can_score, "an auxiliary model must have can_score"
         return cast("ModelRuntime", self.caches.runtime)
 
     def score(
         self, spans: Sequence[Span], question: str, scorer: AuxiliaryAttention, clock: PhaseClock
     ) -> list[torch.Tensor]:
-        """Per span ``(num_tokens,)`` in the primary's tokens; reading is counted as such on the clock, which is within
-        its phase ``select``."""
+        """Per span ``(num_tokens,)`` scores of the primary's tokens. Called within the clock's phase ``select``; time
+        spent on reading counts for ``read``."""
         runtime, caches = self.runtime, self.caches
         asked = Question.of(runtime, question)
         least = min(len(asked.ids), _LEAST_QUESTION_TOKENS)
@@ -63,7 +63,7 @@ class AuxiliaryScorer:
         scorable = [span for span in spans if room[span] >= least]
         if len(scorable) < len(spans):
             logger.warning(
-                "%d of %d chunks leave the auxiliary model %r no room for the question: none of their tokens is chosen",
+                "%d of %d chunks leave the auxiliary model %r no room for the question and get no scores",
                 len(spans) - len(scorable),
                 len(spans),
                 runtime.name,
@@ -77,7 +77,7 @@ class AuxiliaryScorer:
             between = Question.of(runtime, "\n")
             longer = asked.after(between.after(self._best_sentence(texts, raw)))
             longer = longer.last(min(room[span] for span in scorable))
-            if len(longer.ids) > len(asked.ids):  # else there is no room for the sentence, and nothing new to ask
+            if len(longer.ids) > len(asked.ids):  # otherwise there is no room for the sentence
                 again = self._scores(texts, longer, scorer, clock)
                 raw = [torch.maximum(one, other) for one, other in zip(raw, again, strict=True)]
         scores = {
@@ -89,14 +89,14 @@ class AuxiliaryScorer:
     def _scores(
         self, texts: Sequence[str], asked: Question, scorer: AuxiliaryAttention, clock: PhaseClock
     ) -> list[torch.Tensor]:
-        """Per text ``(num_tokens,)`` in the auxiliary's tokens."""
+        """Per text ``(num_tokens,)`` scores of the auxiliary's tokens."""
         runtime, caches = self.runtime, self.caches
 
         def chunks() -> Iterator[torch.Tensor]:
             for text in texts:
                 with clock.phase_within("read", "select"):
                     kv = caches.read(text)
-                # Damaged or evicted since the look-up: the auxiliary is small, compute it here.
+                # damaged or evicted since the look-up: the auxiliary is small, so compute the chunk here
                 yield runtime.encode(caches.tokenize(text).ids, caches.prefix) if kv is None else kv
 
         layers = "last" if scorer.layers == "tuned" else scorer.layers
@@ -118,9 +118,9 @@ class AuxiliaryScorer:
         return self.heads if scorer.heads == "auto" else self.named[scorer.heads]
 
     def _best_sentence(self, texts: Sequence[str], scores: Sequence[torch.Tensor]) -> Question:
-        """The sentence of highest mean score, as the chunk's own tokens; of one too long the best stretch.
+        """The sentence with the highest mean score, as the chunk's own tokens; of a long sentence, the best part.
 
-        A mean: as the model comes, single tokens score high because every question attends to them."""
+        The mean decides, because in an untrained model single tokens score high for every question."""
         best, found = -1.0, Question(())
         for text, score in zip(texts, scores, strict=True):
             tokens = self.caches.tokenize(text)
@@ -138,18 +138,18 @@ class AuxiliaryScorer:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What the chunks are asked, as token ids of the auxiliary."""
+    """The question as token ids of the auxiliary model."""
 
     ids: tuple[int, ...]
 
     @classmethod
     def of(cls, auxiliary: Runtime, text: str) -> Question:
-        """A question as it is asked: of a long one its last :data:`MAX_QUESTION_TOKENS` tokens."""
+        """A question's last :data:`MAX_QUESTION_TOKENS` tokens."""
         return cls(auxiliary.tokenize(text).ids).last(MAX_QUESTION_TOKENS)
 
     def last(self, count: int) -> Question:
         return Question(self.ids[-count:])
 
     def after(self, other: Question) -> Question:
-        """Both, this one last; tokenised apart, so that this one scorer as it does by itself."""
+        """Token ids of ``other`` followed by this question. Both are tokenised separately."""
         return Question(other.ids + self.ids)

@@ -1,4 +1,4 @@
-"""Where sentences end, so that whole ones can be chosen."""
+"""Finds sentences, so that whole sentences can be chosen."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _END = re.compile(
 
 
 def sentence_numbers(text: str, offsets: Offsets) -> torch.Tensor:
-    """``(num_tokens,)`` int64: number of the sentence, from 0, that each token of ``text`` belongs to.
+    """``(num_tokens,)`` int64: number (from 0) of the sentence to which each token of ``text`` belongs.
 
-    A token that reaches over an end belongs to the sentence of its last character, so that a word's leading space goes
-    with the word. Plain rules: an abbreviation with a space behind it (``Dr. Hall``) ends a sentence too.
+    A token that crosses a border belongs to the sentence of its last character, so that a word keeps its leading space.
+    The rules are simple: an abbreviation followed by a space (``Dr. Hall``) also ends a sentence.
 
     Args:
         offsets: character offsets ``(start, end)`` per token, in order.
@@ -36,7 +36,7 @@ def sentence_numbers(text: str, offsets: Offsets) -> torch.Tensor:
 
 
 def sentence_spans(text: str) -> list[tuple[int, int]]:
-    """Where each sentence starts and ends (exclusive), in characters, white space around it left out."""
+    """Start and end (exclusive) of each sentence in characters, without surrounding white space."""
     ends = [0, *_ends(text), len(text)]
     spans = []
     for start, end in pairwise(ends):

@@ -1,4 +1,4 @@
-"""What a scorer, a budget or a method may look at, before and after the primary's KV is read."""
+"""Views of a prompt for scorers, budgets and methods, before and after the primary's KV is read."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ __all__ = ["CacheView", "PromptView", "split_by_span"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptView:
-    """A prompt whose stored chunks are known and not read yet."""
+    """A prompt whose stored chunks are known but not read yet."""
 
     layout: Layout
     spans: Sequence[Span]
-    """Reused chunks in prompt order; chunks that are exact already are left out."""
+    """Reused chunks in prompt order, without exact chunks."""
     num_chunk_tokens: int
-    """Tokens of all reused chunks, exact ones included: what a recompute ratio is a share of."""
+    """Tokens of all reused chunks, including exact chunks. A recompute ratio is a share of this number."""
     question: torch.Tensor
-    """``(num_question_tokens,)`` int64 slots of the tokens that ask."""
+    """``(num_question_tokens,)`` int64, slots of the question's tokens."""
     fresh: torch.Tensor
-    """``(num_rows,)`` int64 slots that are computed in any case: text between chunks, question, missing chunks."""
+    """``(num_rows,)`` int64, slots that are always computed: text between chunks, question, missing chunks."""
     auxiliary_scores: Callable[[AuxiliaryAttention], list[torch.Tensor]]
-    """Scores per span from the auxiliary model, ``(num_tokens,)`` in the primary's tokens. Costs a forward pass."""
+    """Asks the auxiliary model for scores: per span ``(num_tokens,)`` of the primary's tokens. Costs a forward pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheView(PromptView):
-    """The same prompt with its stored KV assembled at true positions, and nothing recomputed yet."""
+    """The same prompt with its stored KV assembled at true positions. Nothing is recomputed yet."""
 
     runtime: ModelRuntime
     """The primary model."""
     cache: FusedCache
     captured: Mapping[int, Variant]
-    """By start of span: chunk caches captured from answered prompts, for the method that uses them; else empty."""
+    """Captured chunk caches by the chunk's start, for a method with ``captures``; else empty."""
     full_prefill: Callable[[], FusedCache]
-    """Compute the prompt's KV by plain prefill, which is charged to the method: for ceilings to measure against."""
+    """Computes the prompt's KV by plain prefill, for upper bounds. The cost is charged to the method."""
     record_scores: Callable[[Sequence[torch.Tensor]], None] = lambda scores: None
-    """Told the final scores per span, by methods that have some: for an answer's trace."""
+    """Takes the final scores per span, for an answer's trace."""
 
 
 def split_by_span(values: torch.Tensor, spans: Sequence[Span]) -> list[torch.Tensor]:
-    """``(num_slots, ...)`` values of the whole prompt, cut into one tensor per span."""
+    """Cut values of the whole prompt, ``(num_slots, ...)``, into one tensor per span."""
     return [values[span.start : span.stop] for span in spans]

@@ -99,7 +99,7 @@ class TestCacheClip:
             ({"passes": True}, "passes"),
             ({"heads": "../x y"}, None),
             ({"heads": ".x"}, "heads must be auto, none, a name"),
-            ({"heads": "mine", "layers": "all"}, "heads=mine says which head set layers=tuned means"),
+            ({"heads": "mine", "layers": "all"}, "heads=mine names a head set, which only layers=tuned uses"),
         ],
     )
     def test_wrong_settings(self, settings: dict[str, Any], message: str | None) -> None:

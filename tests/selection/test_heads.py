@@ -180,7 +180,7 @@ class TestFiles:
         with pytest.raises(ModelError, match="no head set at .*cacheclip calibrate"):
             HeadSet.load(path)
         path.write_bytes(b"rubbish")
-        with pytest.raises(ModelError, match="is no head set that can be read"):
+        with pytest.raises(ModelError, match="cannot be read"):
             HeadSet.load(path)
         heads = HeadSet(SHA, ((0, 1),), torch.tensor([1.0]), update(8, 0))
         heads.save(path)
@@ -341,7 +341,7 @@ class TestEngine:
         with pytest.raises(ModelError, match="head set 'foreign' was made for an auxiliary model with digest aaaaaaa"):
             engine.generate("What is it?", method=clip(heads="foreign"))
         (tmp_path / "heads" / "broken.safetensors").write_bytes(b"nothing of the kind")
-        with pytest.raises(ModelError, match="broken.safetensors is no head set that can be read"):
+        with pytest.raises(ModelError, match="broken.safetensors cannot be read"):
             engine.generate("What is it?", method=clip(heads="broken"))
 
     def test_names_stay_in_their_folder(self) -> None:

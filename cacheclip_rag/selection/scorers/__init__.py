@@ -1,4 +1,4 @@
-"""Scorers: what gives every chunk token a score. To add one: a file here and a line below."""
+"""Scorers give every chunk token a score. To add a scorer: a file here and a line below."""
 
 from .auxiliary_attention import AuxiliaryAttention
 from .base import CacheScorer, PromptScorer, Scorer

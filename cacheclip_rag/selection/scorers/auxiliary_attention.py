@@ -1,10 +1,10 @@
 """The auxiliary model's attention from the question: CacheClip's scores.
 
-Source: CacheClip (arXiv:2510.10129v1), section 3.2. The paper fine-tunes the auxiliary and does not say how; here a
-head set says which heads score and what was learned for them (:mod:`cacheclip_rag.lab.training`); without one the model
-is used as it comes. Departures: scores are mapped to the primary's tokens before grouping, so that the ratio counts
-what costs time; the paper scores while the primary's KV is read, here scoring comes first; of a long question the last
-96 tokens score.
+Source: CacheClip (arXiv:2510.10129v1), section 3.2. The paper fine-tunes the auxiliary model and does not say how. Here
+a head set chooses heads and holds trained updates (:mod:`cacheclip_rag.lab.training`); without a head set the model is
+used unchanged. Departures: scores are mapped to the primary's tokens before grouping, so that the ratio counts the
+primary's tokens; the paper scores while the primary's KV is read, here scoring comes first; only the last 96 tokens of
+a long question score.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ class AuxiliaryAttention(PromptScorer):
     """Attention of the question's tokens, in the auxiliary model, on each chunk token."""
 
     layers: str = "tuned"
-    """Layers of the auxiliary whose attention scores: ``tuned`` (the heads of a head set; ``last`` where there is
-    none), ``last`` (the paper), ``all``, ``upper``, ``middle``, a range of depth (``0.3-0.6``), a depth and a
-    count (``0.3+4``) or numbers joined by ``+``."""
+    """Layers of the auxiliary whose attention scores: ``tuned`` (the heads of a head set; ``last`` without a head set),
+    ``last`` (the paper), ``all``, ``upper``, ``middle``, a range of depth (``0.3-0.6``), a depth and a count
+    (``0.3+4``), or layer numbers joined by ``+``."""
     pooled: bool = False
-    """True takes one softmax over the tokens of all chunks, so that chunks compare (a head set always does); False (the
-    paper) takes one per chunk."""
+    """True: one softmax over the tokens of all chunks, so that scores are comparable between chunks (head sets always
+    use this). False (the paper): one softmax per chunk."""
     sinks: int = 0
-    """Tokens at the start of each chunk that score 0: every question attends to them. A head set may ask for more."""
+    """First tokens of each chunk that score 0, because every question attends to them. A head set may ask for more."""
     passes: int = 1
-    """2: the sentence that scores best is put before the question, which then asks again; a token's score is the larger
-    of the two. It finds evidence that shares no word with the question, at the cost of a second look."""
+    """2: the best-scoring sentence is put before the question, and the chunks are scored a second time; each token gets
+    the larger of its two scores. This finds evidence that shares no word with the question, and costs a second pass."""
     heads: str = "auto"
-    """Which head set ``tuned`` means: ``auto``, the engine's; ``none``, the last layer as it is; the name of one, for
-    ``$CACHECLIP_HOME/heads/NAME.safetensors``; or a file, with a slash in its path."""
+    """Head set for ``tuned``: ``auto`` (the engine's head set), ``none`` (the last layer unchanged), a name (the file
+    ``$CACHECLIP_HOME/heads/NAME.safetensors``), or a path with a slash."""
 
     def __post_init__(self) -> None:
         if self.layers != "tuned":
@@ -49,8 +49,8 @@ class AuxiliaryAttention(PromptScorer):
         check_head_set_name(self.heads)
         if self.heads != "auto" and self.layers != "tuned":
             raise ConfigurationError(
-                f"heads={self.heads} says which head set layers=tuned means, and layers={self.layers} asks for none. "
-                "Leave one out."
+                f"heads={self.heads} names a head set, which only layers=tuned uses, but layers={self.layers} is set. "
+                "Leave one of the two out."
             )
         check_flag("pooled", self.pooled)
         check_whole_number("sinks", self.sinks, of="tokens")

@@ -1,7 +1,7 @@
-"""What a scorer is, and when it works.
+"""Base classes of scorers.
 
-A :class:`PromptScorer` works before the primary's KV is read, so that the KV of both models never lies side by side; a
-:class:`CacheScorer` looks at the assembled cache. Each has one method to write, ``score``.
+A :class:`PromptScorer` runs before the primary's KV is read, so that memory never holds the KV of both models. A
+:class:`CacheScorer` reads the assembled cache. Both have one abstract method, ``score``.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ __all__ = ["CacheScorer", "PromptScorer", "Scorer"]
 
 @dataclass(frozen=True, slots=True)
 class Scorer(ABC):
-    """Gives every token of every span a score; higher is more worth recomputing. Frozen, so that it can be compared,
-    hashed and written down."""
+    """Gives every token of every span a score; tokens with higher scores are recomputed first. Scorers are frozen, so
+    that they can be compared, hashed and serialised."""
 
     @property
     def needs_auxiliary(self) -> bool:
-        """True: chunks must be stored for the auxiliary model too."""
+        """Whether chunks must be stored for the auxiliary model too."""
         return False
 
     @property
     def head_sets(self) -> tuple[str, ...]:
-        """Head sets of the auxiliary that it asks for by name or file, beside the engine's own."""
+        """Names or files of auxiliary head sets that the scorer needs, besides the engine's own head set."""
         return ()
 
     @abstractmethod
     def early(self, view: PromptView) -> list[torch.Tensor]:
-        """What can be said before the primary's KV is read: one tensor per span, whose last dimension is its tokens."""
+        """Scores that need no KV of the primary: one tensor per span; the last dimension is the span's tokens."""
 
     @abstractmethod
     def late(self, view: CacheView, early: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Final scores, ``(num_tokens,)`` float per span; ``early`` is what :meth:`early` gave for these spans."""
+        """Final scores, ``(num_tokens,)`` float per span; ``early`` holds the results of :meth:`early`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class PromptScorer(Scorer):
 
 @dataclass(frozen=True, slots=True)
 class CacheScorer(Scorer):
-    """Base of scorers that look at the primary's assembled cache."""
+    """Base of scorers that read the primary's assembled cache."""
 
     @abstractmethod
     def score(self, view: CacheView) -> list[torch.Tensor]:

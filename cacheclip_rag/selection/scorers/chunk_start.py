@@ -1,7 +1,7 @@
-"""Nearness to the start of its chunk: what EPIC recomputes.
+"""Scores tokens by nearness to the start of their chunk, as EPIC does.
 
-Source: EPIC, LegoLink (arXiv:2410.15332): a chunk encoded apart begins with an attention sink of its own; recomputed in
-context, its first tokens lose it. Static, and hard to beat per token.
+Source: EPIC, LegoLink (arXiv:2410.15332). A chunk encoded separately begins with a false attention sink; its first
+tokens lose it when they are recomputed in context. The score depends on positions only.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class ChunkStart(PromptScorer):
     """First tokens of all chunks before second ones."""
 
     within: int = 0
-    """Tokens from the start of a chunk within which the place counts; tokens further on score alike. 0: to the end. It
-    is for :class:`~cacheclip_rag.selection.scorers.rank_mix.RankMix`, where another scorer tells those apart."""
+    """First tokens of a chunk whose scores differ; all later tokens get the same score. 0: all scores differ. Use it in
+    a :class:`~cacheclip_rag.selection.scorers.rank_mix.RankMix`, in which another scorer ranks the later tokens."""
 
     def __post_init__(self) -> None:
         check_whole_number("within", self.within, of="tokens")

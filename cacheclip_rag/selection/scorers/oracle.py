@@ -1,7 +1,7 @@
-"""Oracle: tokens that are both attended to and stale, known from a full prefill. A ceiling to measure against.
+"""Oracle: scores tokens that are both attended to and stale, from a full prefill. An upper bound for other scorers.
 
-Source: the first-order effect of a stale token on the output of a question row, attention times the change of its
-value. Costs a full prefill and more; it says how good a selection of single tokens can be.
+Source: the first-order effect of a stale token on the output of a question row is attention times the change of the
+token's value. The oracle costs more than a full prefill.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Oracle(CacheScorer):
 
 
 def _staleness(full: FusedCache, stale: FusedCache, num_tokens: int) -> torch.Tensor:
-    """``(num_layers, num_tokens)``: norm of the change of each value, as a share of the layer's mean norm."""
+    """``(num_layers, num_tokens)``: norm of each value's change, divided by the layer's mean norm."""
     found = []
     for fresh, old in zip(full.layers, stale.layers, strict=True):
         length = min(fresh.length, old.length)

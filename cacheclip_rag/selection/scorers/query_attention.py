@@ -1,7 +1,7 @@
 """Query attention: the primary's own attention from the question, over the stale cache.
 
-One scorer; the published methods are settings of it (:mod:`cacheclip_rag.methods.presets`). The question runs through
-the model once more than in other methods: its rows are few, and nothing of the chunks is computed for it.
+Published query-aware methods are settings of this scorer (:mod:`cacheclip_rag.methods.presets`). It runs the question's
+few rows through the model once more than other methods do, and computes no chunk tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["QueryAttention"]
 
 _CHOICES = {"heads": ("mean", "max"), "queries": ("mean", "max"), "softmax": ("row", "chunks")}
 _REPEAT = "\n\nRepeat the previous context exactly."
-"""The prompt of KVzip (arXiv:2505.23416), as QCFuse shortens it: what it attends to is what the chunk says."""
+"""KVzip's prompt (arXiv:2505.23416), as shortened by QCFuse: it attends to the tokens that carry a chunk's content."""
 _SINK_TOKENS = 4
 """First tokens of each chunk that the question always sees."""
 
@@ -31,19 +31,19 @@ class QueryAttention(CacheScorer):
     """Attention of the question's tokens, in the primary model, on each chunk token."""
 
     layers: str = "last"
-    """``all``, ``last``, ``upper``, ``middle``, a range of depth (``0.6-0.7``), a depth and how many layers from there
-    on (``0.6+4``) or numbers joined by ``+``."""
+    """Layers whose attention scores: ``all``, ``last``, ``upper``, ``middle``, a range of depth (``0.6-0.7``), a depth
+    and a count (``0.6+4``), or layer numbers joined by ``+``."""
     heads: str = "mean"
     """``mean`` or ``max`` over heads."""
     queries: str = "mean"
     """``mean`` (the same ranking as a sum) or ``max`` over question tokens."""
     softmax: str = "row"
-    """``row``: over all that a question token sees; ``chunks``: over the tokens of reused chunks alone."""
+    """``row``: softmax over all keys that a question token sees; ``chunks``: over tokens of reused chunks only."""
     visible_share: float = 1.0
-    """Share of each chunk that the question may attend to on its way through the layers, the tokens that say most of
-    the chunk first; 1.0 all of it, 0.0 nothing."""
+    """Share of each chunk that the question may see in the model's own attention, tokens that carry most of the chunk's
+    content first; 1.0: the whole chunk, 0.0: no token."""
     question_only: bool = False
-    """True: the question sees nothing before it on its way through the layers."""
+    """True: in the model's own attention, the question sees only itself."""
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
@@ -53,8 +53,8 @@ class QueryAttention(CacheScorer):
         check_flag("question_only", self.question_only)
         if self.question_only and self.visible_share < 1.0:
             raise ConfigurationError(
-                "a question that sees nothing before it sees no share of the chunks: got question_only=True and "
-                f"visible_share={self.visible_share}. Leave one out."
+                "with question_only=True the question sees no chunk, so visible_share must be left out; got "
+                f"visible_share={self.visible_share}. Leave one of the two out."
             )
 
     def score(self, view: CacheView) -> list[torch.Tensor]:
@@ -73,7 +73,7 @@ class QueryAttention(CacheScorer):
         return split_by_span(found, view.spans)
 
     def _visible(self, view: CacheView) -> torch.Tensor | None:
-        """``(num_tokens,)`` bool: what the question may see on its way; None for all of it."""
+        """``(num_tokens,)`` bool: tokens that the question may see; None: all."""
         if self.visible_share < 1.0:
             return self._visible_parts(view)
         if not self.question_only:
@@ -83,7 +83,7 @@ class QueryAttention(CacheScorer):
         return visible
 
     def _visible_parts(self, view: CacheView) -> torch.Tensor:
-        """``(num_tokens,)`` bool: everything but the chunks, and of each chunk its sinks and what says most."""
+        """``(num_tokens,)`` bool: all tokens outside the chunks, and each chunk's sinks and most important tokens."""
         visible = torch.ones(view.layout.num_tokens, dtype=torch.bool)
         for span, score in zip(view.spans, _repeat_scores(view), strict=True):
             keep = round(self.visible_share * len(span.tokens))
@@ -95,7 +95,7 @@ class QueryAttention(CacheScorer):
 
 
 def _chunk_slots(view: CacheView) -> torch.Tensor:
-    """``(num_tokens,)`` bool: reused chunks, those that are exact and will not be chosen from included."""
+    """``(num_tokens,)`` bool: tokens of all reused chunks, including exact chunks."""
     among = torch.zeros(view.layout.num_tokens, dtype=torch.bool)
     for span in view.layout.chunks:
         among[span.start : span.stop] = True
@@ -104,7 +104,7 @@ def _chunk_slots(view: CacheView) -> torch.Tensor:
 
 
 def _repeat_scores(view: CacheView) -> list[torch.Tensor]:
-    """What a request to repeat each chunk attends to. Computed when asked (a few rows per chunk), not stored."""
+    """Attention from a request to repeat each chunk. Computed for each prompt (a few rows per chunk), not stored."""
     cache, runtime = view.cache, view.runtime
     prefix = runtime.extract(cache, 0, view.layout.num_prefix)
     chunks = [runtime.extract(cache, span.start, span.stop) for span in view.spans]

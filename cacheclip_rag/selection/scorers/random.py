@@ -1,4 +1,4 @@
-"""Random scores: what a budget buys without knowing anything. The baseline of every scorer."""
+"""Random scores, the baseline for every scorer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Random"]
 
 @dataclass(frozen=True, slots=True)
 class Random(PromptScorer):
-    """Uniform random scores, the same for the same prompt and seed."""
+    """Uniform random scores; the same prompt and seed give the same scores."""
 
     seed: int = 0
 

@@ -1,4 +1,4 @@
-"""Two scorers mixed by rank: a token is good if both put it high, whatever their scores are worth. Ours."""
+"""Mixes two scorers by rank, so that the scales of their scores do not matter. Our own."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ __all__ = ["RankMix"]
 
 @dataclass(frozen=True, slots=True)
 class RankMix(Scorer):
-    """Weighted mean of two rankings. It costs what both scorers cost; each works when it would by itself."""
+    """Weighted mean of two rankings. It costs as much as both scorers together."""
 
     first: Scorer
     second: Scorer
     weight: float = 0.5
-    """Weight of the first ranking; the second has the rest."""
+    """Weight of the first ranking, 0 to 1; the second ranking has the remaining weight."""
 
     def __post_init__(self) -> None:
         for name in ("first", "second"):
             part = getattr(self, name)
             if not isinstance(part, Scorer) or isinstance(part, RankMix):
-                raise ConfigurationError(f"{name} must be a scorer that is no mix itself, got {part!r}.")
+                raise ConfigurationError(f"{name} must be a scorer other than RankMix, got {part!r}.")
         check_share("weight", self.weight, "the ranking")
 
     @property
@@ -53,7 +53,7 @@ class RankMix(Scorer):
 
 
 def _ranks(scores: torch.Tensor) -> torch.Tensor:
-    """``(num_tokens,)`` from 0, the lowest score, to 1; equal scores share the mean of their ranks."""
+    """``(num_tokens,)``, from 0 (lowest score) to 1; equal scores share the mean of their ranks."""
     _, number, counts = scores.unique(return_inverse=True, return_counts=True)
     ranks: torch.Tensor = counts.cumsum(0) - (counts + 1) / 2
     return ranks[number] / max(1, len(scores) - 1)
