@@ -21,7 +21,6 @@ from .clock import PhaseClock
 from .config import EngineConfig
 from .errors import ConfigurationError
 from .guards.base import Observer
-from .guards.certificate import Identity, identity_of
 from .guards.metrics import Metrics
 from .guards.standard import standard_observers
 from .methods.base import Method
@@ -79,7 +78,7 @@ class CacheClipEngine:
     @property
     def primary(self) -> Runtime:
         """The model that answers; loads it."""
-        return self.parts.primary().runtime
+        return self.parts.prefix_caches.runtime
 
     @property
     def auxiliary(self) -> Runtime | None:
@@ -190,10 +189,6 @@ class CacheClipEngine:
         """What chunks are computed behind for a method (default the engine's): what the method says itself, else what
         the settings say. Loads no model."""
         return context_of(self.config, method) or self.parts.default_context
-
-    def identity(self, method: Method) -> Identity:
-        """What a certificate must be about to cover this engine with this method."""
-        return identity_of(self.config, method, self.parts.primary(), self.parts.scorer_of(method))
 
     def segment(self, prompt: Prompt, documents: Documents = (), *, date: str | None = None) -> list[Segment]:
         """Cut a prompt into stored chunks and fresh text, see :class:`~cacheclip_rag.prompt.reader.PromptReader`."""

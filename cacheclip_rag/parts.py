@@ -16,6 +16,7 @@ from .chunks.prefix_cache import PrefixCache
 from .chunks.sources import Sources
 from .config import EngineConfig
 from .errors import ConfigurationError, ModelError
+from .guards.certificate import Identity, identity_of
 from .methods.base import Method
 from .models.load import load_any
 from .prompt.reader import PromptReader
@@ -82,9 +83,14 @@ class Parts:
 
     # -- models -------------------------------------------------------------------------------------------------
 
-    def primary(self, context: ChunkContext = PREFIX) -> ChunkCaches:
+    def primary(self, context: ChunkContext) -> ChunkCaches:
         """Chunk caches of the primary model, computed behind ``context``; loads the model."""
         return self._caches_of(self.config.primary, context)
+
+    @property
+    def prefix_caches(self) -> ChunkCaches:
+        """Chunk caches of the primary model right behind the shared prefix, and the KV of that prefix itself."""
+        return self.primary(PREFIX)
 
     @property
     def auxiliary(self) -> ChunkCaches | None:
@@ -116,7 +122,7 @@ class Parts:
 
     def reader(self) -> PromptReader:
         """Reads prompts for the primary model."""
-        return PromptReader(self.primary().runtime, self.config.system_prompt)
+        return PromptReader(self.prefix_caches.runtime, self.config.system_prompt)
 
     def _caches_of(self, name: str, context: ChunkContext) -> ChunkCaches:
         with self._lock:
@@ -155,7 +161,7 @@ class Parts:
             if self._heads is None:
                 setting, found = str(self.config.heads), None
                 if setting != "none" and (auxiliary := self.scoring_auxiliary) is not None:
-                    found = find_head_set(setting, auxiliary, self.primary().runtime.fingerprint)
+                    found = find_head_set(setting, auxiliary, self.prefix_caches.runtime.fingerprint)
                 self._heads = (found,)
             return self._heads[0]
 
@@ -196,7 +202,7 @@ class Parts:
         """False too where the auxiliary cannot be had, or the primary has no KV to be chosen from. A head set that
         cannot be read is an error."""
         config = self.config
-        if not config.auxiliary or config.heads == "none" or not self.primary().runtime.can_reuse:
+        if not config.auxiliary or config.heads == "none" or not self.prefix_caches.runtime.can_reuse:
             return False
         try:
             _ = self.auxiliary
@@ -228,13 +234,17 @@ class Parts:
         context = (method.context if method is not None else None) or self.default_context
         return Sources(
             primary=self.primary(context),
-            prefix=self.primary(),
+            prefix=self.prefix_caches,
             auxiliary=self.scorer_of(method),
             captured=self.captured if method is not None and method.captures else None,
             prefixes=self.prefixes,
         )
 
+    def identity(self, method: Method) -> Identity:
+        """What a certificate must be about to cover these models with this method."""
+        return identity_of(self.config, method, self.prefix_caches, self.scorer_of(method))
+
     def runtime(self, role: str = "primary") -> Runtime | None:
         """The running model of a role."""
-        caches = self.primary() if role == "primary" else self.auxiliary
+        caches = self.prefix_caches if role == "primary" else self.auxiliary
         return caches.runtime if caches is not None else None

@@ -59,7 +59,7 @@ def certificate_for(engine: CacheClipEngine, method: str = "cacheclip", **change
     made = Certificate(
         primary="p",
         auxiliary="a",
-        identity=engine.identity(preset(method)),
+        identity=engine.parts.identity(preset(method)),
         verdict="faithful",
         ratio=0.2,
         exactness={"passed": True, "checks": {"greedy": {"figure": 1.0}}},
@@ -114,11 +114,11 @@ class TestFile:
         self, make: Callable[..., CacheClipEngine], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         engine, direct = make(chunk_context="passages"), preset("direct")
-        before = engine.identity(direct)
-        assert engine.identity(replace(direct, chunk_context="passages")) == before, "however it is said"
-        assert make(chunk_context="prefix").identity(direct) != before
+        before = engine.parts.identity(direct)
+        assert engine.parts.identity(replace(direct, chunk_context="passages")) == before, "however it is said"
+        assert make(chunk_context="prefix").parts.identity(direct) != before
         monkeypatch.setitem(CONTEXTS, "passages", ChunkContext(text="Another passage.\n\n"))
-        assert engine.identity(direct) != before
+        assert engine.parts.identity(direct) != before
 
     @pytest.mark.parametrize(
         "changes",
@@ -136,11 +136,15 @@ class TestFile:
         self, make: Callable[..., CacheClipEngine], changes: dict[str, Any]
     ) -> None:
         engine, method = make(), preset("cacheclip")
-        assert engine.identity(vary(method, changes)) != engine.identity(method) == engine.identity(method.at(0.7))
+        assert (
+            engine.parts.identity(vary(method, changes))
+            != engine.parts.identity(method)
+            == engine.parts.identity(method.at(0.7))
+        )
 
     def test_covers_the_class_of_the_method(self, make: Callable[..., CacheClipEngine]) -> None:
         engine, settings = make(), {"scorer": AuxiliaryAttention(), "name": "mine"}
-        assert engine.identity(Recompute(**settings)) != engine.identity(Twin(**settings))  # type: ignore[arg-type]
+        assert engine.parts.identity(Recompute(**settings)) != engine.parts.identity(Twin(**settings))  # type: ignore[arg-type]
 
     def test_verdict_at_a_ratio(self, make: Callable[..., CacheClipEngine]) -> None:
         made = certificate_for(make())
@@ -338,5 +342,5 @@ class TestEngine:
             engine.generate(rag_prompt(chunks), ONE)
         command = str(error.value).partition("Measure it: cacheclip ")[2].partition("; or set")[0]
         CliRunner().invoke(app, shlex.split(command))
-        found, why = find_certificate(engine.identity(engine.make_method()))
+        found, why = find_certificate(engine.parts.identity(engine.make_method()))
         assert found is not None, why

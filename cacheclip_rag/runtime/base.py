@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..clock import PhaseClock
     from ..types import Message, Plan, Trace
 
-__all__ = ["DTYPES", "Fused", "Runtime", "State", "TokenizedText"]
+__all__ = ["DTYPES", "Fused", "Runtime", "State", "TokenizedText", "wait_for"]
 
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -151,3 +151,11 @@ class Runtime(ABC):
     @abstractmethod
     def decode_step(self, state: Any, token_id: int) -> torch.Tensor:
         """Append one token to the state and return the next logits, ``(vocab_size,)``."""
+
+
+def wait_for(logits: torch.Tensor) -> None:
+    """Until an accelerator has computed them: seconds are stated of work done, not of work queued."""
+    if logits.device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(logits.device)

@@ -174,7 +174,7 @@ class TestCertify:
             replace(config, recompute_ratio=1.0, require_certificate=True, store=str(tmp_path / "store"))
         )
         engine.generate(PROMPT.text, SamplingParams(max_tokens=1))
-        assert find_certificate(engine.identity(engine.make_method()))[0] is not None
+        assert find_certificate(engine.parts.identity(engine.make_method()))[0] is not None
 
     def test_failed_checks_make_it_not_faithful(self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
         def failing(*args: Any) -> dict[str, Any]:

@@ -101,7 +101,7 @@ def make_case(
     engine = make_engine(folder, auxiliary, **options)
     engine.precompute(texts)
     prompt = opening + "\n\n".join(texts) + "\n\nQuestion: What is the magic number?"
-    caches = engine.parts.primary()
+    caches = engine.parts.prefix_caches
     layout = lay_out(
         engine.segment(prompt),
         lambda s: caches.runtime.tokenize(s.text, control=isinstance(s, Fresh) and s.control),

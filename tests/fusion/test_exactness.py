@@ -259,7 +259,7 @@ class TestRotation:
 
     def test_encoding_behind_the_prefix_equals_plain_transformers(self, case: Case) -> None:
         """A chunk cache holds what the model computes when it reads prefix and chunk, and nothing else."""
-        caches = case.engine.parts.primary()
+        caches = case.engine.parts.prefix_caches
         span = case.layout.chunks[1]
         ids = torch.tensor([*caches.prefix_ids, *span.tokens.ids])
         with torch.inference_mode():

@@ -17,6 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ...errors import ConfigurationError
 from ...fusion.recompute import fuse
+from ..base import wait_for
 from .architectures import SUPPORTED, has_pinned_rope, reuse_tokens, rope_pin
 from .attention import (
     AttentionPlan,
@@ -229,8 +230,7 @@ class ModelRuntime(TextModel):
         with clock.phase("recompute"):
             logits = self.extend(cache, ids[start:], start)
             assert logits is not None
-            if logits.device.type == "cuda":
-                torch.cuda.synchronize(logits.device)
+            wait_for(logits)
         return cache, logits
 
     def fuse(
