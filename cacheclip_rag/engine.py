@@ -62,8 +62,6 @@ class CacheClipEngine:
         """Counts over all answers: :meth:`~cacheclip_rag.guards.metrics.Metrics.to_prometheus` for a dashboard."""
         self.observers: list[Observer] = standard_observers(self.config, self.metrics, lambda: self.primary)
         """They see every plan and every answer; append your own."""
-        self._methods: dict[tuple[str | Method | None, float | None], Method] = {}
-        """What calls with these options compute by."""
         self._writer = ChunkWriter(self.parts)
         self._answering = Answering(self.parts, self._writer, self.observers)
 
@@ -180,10 +178,7 @@ class CacheClipEngine:
 
     def make_method(self, method: str | Method | None = None, recompute_ratio: float | None = None) -> Method:
         """What a call with these options computes by, see :func:`~cacheclip_rag.plan.choice.choose_method`."""
-        asked = (method, recompute_ratio)
-        if asked not in self._methods:
-            self._methods[asked] = choose_method(self.config, *asked, lambda: self.parts.has_head_set)
-        return self._methods[asked]
+        return choose_method(self.config, method, recompute_ratio, lambda: self.parts.has_head_set)
 
     def context_of(self, method: str | Method | None = None) -> ChunkContext:
         """What chunks are computed behind for a method (default the engine's): what the method says itself, else what

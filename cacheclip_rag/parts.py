@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Hashable, Iterator
 from pathlib import Path
 from typing import cast
 
@@ -48,7 +48,7 @@ class Parts:
         self._caches: dict[tuple[str, ChunkContext], ChunkCaches] = {}
         self._store = store
         self._library: ChunkLibrary | None = None
-        self._sources: dict[Method | None, Sources] = {}
+        self._sources: dict[Hashable, Sources] = {}
         self._heads: tuple[HeadSet | None] | None = None
         self._named_heads: dict[str, HeadSet] = {}
 
@@ -225,10 +225,13 @@ class Parts:
 
     def sources(self, method: Method | None) -> Sources:
         """Where a method's KV comes from; loads the models it needs."""
+        wants: tuple[ChunkContext | None, bool, frozenset[str], bool] = (None, False, frozenset(), False)
+        if method is not None:
+            wants = (method.context, method.needs_auxiliary, frozenset(method.head_sets), method.captures)
         with self._lock:
-            if method not in self._sources:
-                self._sources[method] = self._make_sources(method)
-            return self._sources[method]
+            if wants not in self._sources:
+                self._sources[wants] = self._make_sources(method)
+            return self._sources[wants]
 
     def _make_sources(self, method: Method | None) -> Sources:
         context = (method.context if method is not None else None) or self.default_context

@@ -3,7 +3,7 @@
     class TestMine(RuntimeConformance):
         def make_runtime(self, folder):
             return MyRuntime(...)
-        def reference_logits(self, runtime, ids):
+        def reference_logits(self, runtime, ids, num_decoded):
             return logits_of_the_same_weights_elsewhere(ids)
 
 ``reference_logits`` bypasses the code under test: without it, a runtime that is wrong in the same way everywhere would
@@ -90,32 +90,35 @@ class RuntimeConformance:
 
     # -- prefill and decode -------------------------------------------------------------------------------------
 
-    def reference_logits(self, runtime: Runtime, ids: torch.Tensor) -> torch.Tensor:
-        """Logits of the last of ``ids`` ``(num_tokens,)``, computed without the code under test: ``(vocab_size,)``."""
+    def reference_logits(self, runtime: Runtime, ids: torch.Tensor, num_decoded: int) -> torch.Tensor:
+        """Logits of the last of ``ids`` ``(num_tokens,)``, computed without the code under test: ``(vocab_size,)``.
+
+        ``num_decoded``: the last tokens that were decoded one by one. To a model that makes no difference.
+        """
         raise NotImplementedError
 
     def test_prefill_equals_the_reference(self, runtime: Runtime) -> None:
         ids = torch.tensor(runtime.tokenize(_PROMPT).ids)
         state, logits = runtime.prefill(ids, len(ids) + 1)
         assert state.get_seq_length() == len(ids) and state.position_of(len(ids)) == len(ids)
-        assert float((logits - self.reference_logits(runtime, ids)).abs().max()) <= self.tolerance
+        assert float((logits - self.reference_logits(runtime, ids, 0)).abs().max()) <= self.tolerance
 
     def test_decoding_equals_the_reference(self, runtime: Runtime) -> None:
         """Each step, beyond the room that was asked for too."""
         ids = torch.tensor(runtime.tokenize(_PROMPT).ids)
         state, logits = runtime.prefill(ids, len(ids) + 1)
-        for _ in range(4):
+        for number in range(1, 5):
             ids = torch.cat((ids, logits.argmax()[None]))
             logits = runtime.decode_step(state, int(ids[-1]))
             assert state.get_seq_length() == len(ids)
-            assert float((logits - self.reference_logits(runtime, ids)).abs().max()) <= self.tolerance
+            assert float((logits - self.reference_logits(runtime, ids, number)).abs().max()) <= self.tolerance
 
     def test_the_reference_tells_prompts_apart(self, runtime: Runtime) -> None:
         """Twin of the two before: other tokens give other logits."""
         ids = torch.tensor(runtime.tokenize(_PROMPT).ids)
-        other = torch.cat((ids[1:2], ids[1:]))
-        _, logits = runtime.prefill(other, len(other))
-        assert float((logits - self.reference_logits(runtime, ids)).abs().max()) > self.tolerance
+        expected = self.reference_logits(runtime, ids, 0)
+        others = [runtime.prefill(torch.cat((ids[n : n + 1], ids[1:])), len(ids))[1] for n in range(1, 6)]
+        assert max(float((logits - expected).abs().max()) for logits in others) > self.tolerance
 
     def test_a_chunk_right_behind_its_prefix_equals_plain_prefill(self, engine: CacheClipEngine) -> None:
         engine.precompute(_CHUNKS[:1])

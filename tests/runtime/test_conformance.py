@@ -23,13 +23,16 @@ class TestFake(RuntimeConformance):
     def make_runtime(self, folder: Path) -> Runtime:
         return FakeRuntime("conformance")
 
-    def reference_logits(self, runtime: Runtime, ids: torch.Tensor) -> torch.Tensor:
-        """The rule of the fake, written again: a word, or the end, by the digest of all ids."""
-        digest = hashlib.sha256(np.array(ids.tolist(), np.int64).tobytes()).digest()
+    def reference_logits(self, runtime: Runtime, ids: torch.Tensor, num_decoded: int) -> torch.Tensor:
+        """The rule of the fake, written again: words by the digest of the prompt, then the end."""
+        prompt = ids[: len(ids) - num_decoded].numpy().astype(np.int64)
+        digest = hashlib.sha256(prompt.tobytes()).digest()
         words = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta")
-        logits = torch.zeros(4096)
-        logits[0 if digest[0] % 6 == 0 else runtime.tokenize(" " + words[digest[1] % 8]).ids[0]] = 100.0
-        return logits
+        answer = runtime.tokenize(" ".join(words[byte % 8] for byte in digest[1 : 5 + digest[0] % 7])).ids
+        state, logits = runtime.prefill(torch.tensor([1]), 1)
+        expected = torch.zeros_like(logits)
+        expected[answer[num_decoded] if num_decoded < len(answer) else 0] = 100.0
+        return expected
 
     def test_foreign_kv_is_refused(self, engine: CacheClipEngine) -> None:
         """Twin of equal answers: the fake must notice KV that is not the chunk's, or equality would prove nothing."""
@@ -47,7 +50,7 @@ class TestTransformers(RuntimeConformance):
     def make_runtime(self, folder: Path) -> Runtime:
         return load_any(str(build_model(folder / "model", TINY_MODELS["qwen2"])))
 
-    def reference_logits(self, runtime: Runtime, ids: torch.Tensor) -> torch.Tensor:
+    def reference_logits(self, runtime: Runtime, ids: torch.Tensor, num_decoded: int) -> torch.Tensor:
         model = AutoModelForCausalLM.from_pretrained(runtime.name, attn_implementation="eager")
         with torch.inference_mode():
             logits: torch.Tensor = model(ids[None]).logits[0, -1]
