@@ -108,7 +108,7 @@ class TestFile:
         if name == "primary_sha256":
             assert why == "it has not been certified"
         else:
-            assert why == f"its certificate is of other {name.replace('_sha256', '').replace('_', ' ')}"
+            assert why == f"its certificate is for other {name.replace('_sha256', '').replace('_', ' ')}"
 
     def test_covers_what_chunks_are_computed_behind(
         self, make: Callable[..., CacheClipEngine], monkeypatch: pytest.MonkeyPatch
@@ -299,7 +299,7 @@ class TestEngine:
         certificate_for(engine, quick=True, prompts=4).save()
         engine.generate(rag_prompt(chunks), ONE)
         assert "certificate" not in caplog.text
-        with pytest.raises(CertificateError, match="quick one"):
+        with pytest.raises(CertificateError, match="quick certificate"):
             strict.generate(rag_prompt(chunks), ONE)
         strict.generate(rag_prompt(chunks), ONE, recompute_ratio=0.5)  # exact there
 

@@ -57,7 +57,7 @@ class TestReasons:
             (lambda text: "  ".join(text.split()), "other blanks or line ends"),
             (str.upper, "other letter case"),
             (lambda text: text[:60], "first 60 of 109 characters and is cut off there"),
-            (lambda text: text[:60] + "and nothing else.", "goes on otherwise: expected .*, got 'and nothing else."),
+            (lambda text: text[:60] + "and nothing else.", "continues differently: expected .*, got 'and nothing else."),
             (lambda text: "Something else altogether.", "neither the text nor its beginning"),
         ],
     )
@@ -85,7 +85,7 @@ class TestReasons:
         for key in list(engine.store.keys()):
             engine.store.delete(key)
         found = why(engine, TEXT)
-        assert found.reason == "evicted" and "not there for" in found.explanation and not found.is_hit
+        assert found.reason == "evicted" and "not stored for" in found.explanation and not found.is_hit
 
     def test_inside_a_longer_one(self, engine: CacheClipEngine) -> None:
         whole = f"Log book. {TEXT} Signed."

@@ -1,1 +1,1 @@
-"""Chunks and their caches: what a chunk is computed behind, where its KV is kept, exact starts of prompts."""
+"""Chunks: chunk contexts, chunk caches of a model, the library of texts and sources, and the prefix cache."""

@@ -1,4 +1,4 @@
-"""Chunk caches of one model: from text to key to KV, computed where missing. The meeting point of runtime and store."""
+"""Chunk caches of one model: from text to store key to KV. Missing KV is computed by the runtime."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["ChunkCaches"]
 logger = logging.getLogger(__name__)
 
 _TOKENIZED_CHUNKS = 256
-"""Tokenised chunks remembered per model: each is needed several times an answer. About 80 kB for 512 tokens."""
+"""Tokenised chunks kept per model, because one answer needs each several times. About 80 kB for 512 tokens."""
 
 
 class ChunkCaches:
-    """Reads and writes the KV of chunks for one model behind one shared prefix."""
+    """Reads and writes the KV of chunks for one model, one shared prefix and one chunk context."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class ChunkCaches:
         self.tokenize = lru_cache(maxsize=_TOKENIZED_CHUNKS)(self._tokenize)
 
     def _tokenize(self, text: str) -> TokenizedText:
-        """Tokens of a chunk, those that wrap it covering none of its characters."""
+        """Tokens of a chunk, including the chunk context's special tokens, which cover no character of the text."""
         tokens = self.runtime.tokenize(text)
         if not self.context.before and not self.context.after:
             return tokens
@@ -60,34 +60,34 @@ class ChunkCaches:
 
     @property
     def can_reuse(self) -> bool:
-        """Whether this model's KV can be stored and reused; if not, nothing ever is in here."""
+        """Whether this model's KV can be reused; if not, nothing is stored."""
         return self.runtime.can_reuse
 
     @property
     def is_exact_after_prefix(self) -> bool:
-        """Whether a chunk right behind the shared prefix has the KV of plain prefill."""
+        """Whether the stored KV of a chunk right after the shared prefix equals plain prefill's."""
         return self.context.is_exact_after_prefix
 
     @property
     def is_lossy(self) -> bool:
-        """Whether what is stored is coarser than what the model computes."""
+        """Whether the codec is coarser than the model's compute dtype."""
         return not keeps(self.codec, str(self.runtime.dtype).removeprefix("torch."))
 
     def stored_bytes(self, num_tokens: int) -> int:
-        """What a chunk of so many tokens takes in the store."""
+        """Bytes that a chunk of ``num_tokens`` tokens takes in the store."""
         runtime = self.runtime
         shape = (runtime.num_layers, 2, runtime.num_kv_heads, num_tokens, runtime.head_dim)
         return frame_bytes(shape, self.codec, namespace=self._namespace)
 
     @property
     def prefix(self) -> torch.Tensor:
-        """KV of the shared prefix; computed or read once. ``num_tokens`` is 0 for an empty prefix."""
+        """KV of the shared prefix, computed or read once. Its ``num_tokens`` is 0 for an empty prefix."""
         if self._prefix is None:
             self._prefix = self._read_or_encode_prefix()
         return self._prefix
 
     def tokenize_segment(self, segment: Segment) -> TokenizedText:
-        """Tokens of a segment; only chunks are remembered, since other text seldom comes twice."""
+        """Tokens of a segment. Only chunks are cached, because other text is rarely repeated."""
         if isinstance(segment, Chunk):
             return self.tokenize(segment.text)
         return self.runtime.tokenize(segment.text, control=segment.control)
@@ -97,23 +97,23 @@ class ChunkCaches:
         return self._key(self.prefix_ids, self.tokenize(text).ids)
 
     def __contains__(self, text: str) -> bool:
-        """Whether the chunk is stored at least as finely as this engine's codec keeps it."""
+        """Whether the chunk is stored with at least the precision of this engine's codec."""
         if not self.can_reuse:
             return False
         codec = self._store.codec_of(self.key(text))
         return codec is not None and keeps(codec, self.codec)
 
     def read(self, text: str) -> torch.Tensor | None:
-        """Stored KV of a chunk, or None; its tensor is shared, do not write to it."""
+        """Stored KV of a chunk, or None. The tensor is shared: do not write to it."""
         return self._read(self.key(text))
 
     def _read(self, key: str) -> torch.Tensor | None:
         stored = self._store.get(key)
-        # Written more coarsely by an engine in which this model is the auxiliary: our answers need more.
+        # an engine with this model as auxiliary may have stored it with a coarser codec than ours
         return stored.kv if stored is not None and keeps(stored.codec, self.codec) else None
 
     def write(self, text: str) -> bool:
-        """Compute and store a chunk's KV unless it is there (or cannot be reused); True if it was computed."""
+        """Compute and store a chunk's KV unless it is stored already or cannot be reused; True if it was computed."""
         if not self.can_reuse or text in self:
             return False
         self.check_length(text)
@@ -123,18 +123,18 @@ class ChunkCaches:
         return True
 
     def check_length(self, text: str) -> None:
-        """Raise PromptTooLongError unless the chunk fits behind the prefix, ConfigurationError if it has no token."""
+        """Raise PromptTooLongError unless the chunk fits after the prefix, ConfigurationError if it has no tokens."""
         tokens = self.tokenize(text)
         if not len(tokens):
             raise ConfigurationError(
-                f"a chunk has no token for model {self.runtime.name!r}: its tokenizer drops all of {text[:40]!r}. "
-                "Leave it out."
+                f"a chunk has no tokens for model {self.runtime.name!r}: the tokenizer drops all of {text[:40]!r}. "
+                "Leave the chunk out."
             )
         room = self.runtime.reuse_tokens - len(self.prefix_ids)
         if self.can_reuse and len(tokens) > room:
             raise PromptTooLongError(
                 f"a chunk of {len(tokens)} tokens does not fit model {self.runtime.name!r}, which has room for {room} "
-                "behind the shared prefix. Split the document into smaller chunks."
+                "after the shared prefix. Split the document into smaller chunks."
             )
 
     def _key(self, prefix_ids: Sequence[int], ids: Sequence[int]) -> str:
@@ -153,10 +153,10 @@ class ChunkCaches:
         key = self._key((), self.prefix_ids)
         stored = self._read(key)
         if stored is not None:
-            return stored.clone()  # it may be a view of a mapped file
+            return stored.clone()  # the stored tensor may be a view of a mapped file
         kv = runtime.encode(self.prefix_ids)
         try:
             self._store.put(key, kv, self.codec, namespace=self._namespace)
-        except StoreError as error:  # a full disk must not keep us from answering
+        except StoreError as error:  # a full disk must not prevent the answer
             logger.warning("the shared prefix could not be stored: %s", error)
         return kv.to("cpu", CODECS[self.codec]).contiguous()

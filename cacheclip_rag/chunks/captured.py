@@ -1,9 +1,9 @@
-"""Chunk caches captured from answered prompts, with what each chunk owed to the chunks before it.
+"""Chunk caches captured from answered prompts, with statistics of each chunk's attention to earlier chunks.
 
-Source: Cache-Craft (arXiv:2502.15734), sections 3 and 4, equations as restated by its reimplementations: how much a
-chunk attended to earlier chunks (inter) against itself (intra) says how far its cache can travel, and the overlap of
-old and new predecessors how far it has to. Departure: caches are captured from plain prefills alone, so that a
-variant is never an approximation of an approximation.
+Source: Cache-Craft (arXiv:2502.15734), sections 3 and 4, with equations as restated by its reimplementations. A chunk's
+attention to earlier chunks (inter), relative to its attention to itself (intra), says how much its KV depends on them.
+The overlap of old and new predecessors says how many of them are missing. Departure: caches are captured from plain
+prefills only, so that a variant is never an approximation of an approximation.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ __all__ = ["CapturedChunks", "Variant", "capture", "context_overlap", "digest_be
 
 @dataclass(eq=False, slots=True)
 class Variant:
-    """One chunk as it was computed in one prompt."""
+    """The KV of one chunk, captured from one prompt."""
 
     kv: torch.Tensor
     """``(num_layers, 2, num_kv_heads, num_tokens, head_dim)``, keys before RoPE."""
     before: tuple[str, ...]
     """Texts of the chunks before it, in order."""
     start_digest: bytes
-    """Of all token ids before it, see :func:`digest_before`: behind the same ones it is exact."""
-    owed: dict[str, float]
-    """Attention that went to each of these, summed over the chunk's tokens, mean over heads and layers."""
-    token_owed: torch.Tensor
+    """:func:`digest_before` of the chunk at capture. After the same tokens, the variant is exact."""
+    attention_by_text: dict[str, float]
+    """Attention to each earlier chunk: sum over this chunk's tokens, mean over heads and layers."""
+    token_attention: torch.Tensor
     """``(num_tokens,)`` float32: attention of each token to all earlier chunks."""
     impact: float
-    """Cache context impact, from 0.5 (it read itself) to 1 (it read the others)."""
+    """Cache context impact, from 0.5 (the chunk attended to itself) to 1 (it attended to earlier chunks)."""
     hits: int = 0
     used: int = 0
-    """When it was last used, in look-ups."""
+    """Number of the look-up that used the variant last."""
 
     def overhead(self, before: Sequence[str], start_digest: bytes, alpha: float) -> float:
-        """Share of its tokens to recompute behind other chunks (CFO), 0 to 1; 0 behind the very same tokens."""
+        """Share of the tokens to recompute after other chunks (CFO), 0 to 1; 0 after the same tokens."""
         if start_digest == self.start_digest:
             return 0.0
-        overlap = context_overlap(self.owed, self.before, before)
+        overlap = context_overlap(self.attention_by_text, self.before, before)
         return min(1.0, max(0.0, alpha * self.impact * (1.0 - overlap)))
 
     @property
@@ -67,22 +67,22 @@ def digest_before(layout: Layout, span: Span) -> bytes:
 
 
 def order_distance(old: Sequence[str], new: Sequence[str]) -> float:
-    """Kendall's tau distance of what both hold, 0 (same order) to 1 (reversed)."""
+    """Kendall's tau distance of the texts in both lists, 0 (same order) to 1 (reversed)."""
     common = [text for text in old if text in new]
-    places = [list(new).index(text) for text in common]
-    pairs = [(a, b) for n, a in enumerate(places) for b in places[n + 1 :]]
+    ranks = [list(new).index(text) for text in common]
+    pairs = [(a, b) for n, a in enumerate(ranks) for b in ranks[n + 1 :]]
     return sum(a > b for a, b in pairs) / len(pairs) if pairs else 0.0
 
 
-def context_overlap(owed: dict[str, float], old: Sequence[str], new: Sequence[str]) -> float:
-    """How much of what a chunk attended to is there again, and in order: 0 (nothing) to 1 (all of it).
+def context_overlap(attention_by_text: dict[str, float], old: Sequence[str], new: Sequence[str]) -> float:
+    """Share of the attended chunks that are present again and in order, 0 (none) to 1 (all).
 
-    A chunk that had nothing before it overlaps with nothing else: 1 if again nothing is before it, else 0.
+    For a chunk that had no chunk before it, 1 if again no chunk is before it, else 0.
     """
     if not old:
         return 0.0 if new else 1.0
-    total = sum(owed.values())
-    kept = sum(owed[text] for text in set(old) & set(new))
+    total = sum(attention_by_text.values())
+    kept = sum(attention_by_text[text] for text in set(old) & set(new))
     share = kept / total if total > 0.0 else float(set(old) <= set(new))
     return share * (1.0 - order_distance(old, new))
 
@@ -91,8 +91,8 @@ def context_overlap(owed: dict[str, float], old: Sequence[str], new: Sequence[st
 def capture(
     runtime: ModelRuntime, layout: Layout, capacity: int
 ) -> tuple[FusedCache, torch.Tensor, list[tuple[str, Variant]]]:
-    """Plain prefill that looks at its own attention: the cache, the last logits, and a variant of every chunk, beside
-    its text."""
+    """Plain prefill that reads its own attention. Returns the cache, the last logits, and each chunk's text with its
+    variant."""
     chunks = layout.chunks
     slots = torch.arange(layout.num_tokens)
     plan = causal_plan(slots)
@@ -118,15 +118,15 @@ def capture(
         earlier = chunks[:number]
         inter = sum(totals[n] / (length * len(other.tokens)) for n, other in enumerate(earlier))
         intra = totals[number] / length**2
-        owed: dict[str, float] = {}
+        attention_by_text: dict[str, float] = {}
         for n, other in enumerate(earlier):
-            owed[other.segment.text] = owed.get(other.segment.text, 0.0) + totals[n]
+            attention_by_text[other.segment.text] = attention_by_text.get(other.segment.text, 0.0) + totals[n]
         variant = Variant(
             kv=runtime.extract(cache, span.start, span.stop),
             before=tuple(other.segment.text for other in earlier),
             start_digest=digest_before(layout, span),
-            owed=owed,
-            token_owed=mine[:, :number].sum(1),
+            attention_by_text=attention_by_text,
+            token_attention=mine[:, :number].sum(1),
             impact=1.0 / (1.0 + math.exp(-inter / intra)),
         )
         variants.append((span.segment.text, variant))
@@ -139,7 +139,7 @@ class CapturedChunks:
 
     max_bytes: int = 1 << 30
     max_variants: int = 5
-    """Of one chunk; the one with the fewest hits for its age goes first."""
+    """Most variants of one chunk. The variant with the fewest hits for its age is dropped first."""
     _variants: dict[str, list[Variant]] = field(default_factory=dict)
     _clock: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -155,8 +155,12 @@ class CapturedChunks:
             return text in self._variants
 
     def find(self, text: str, before: Sequence[str], start_digest: bytes) -> Variant | None:
-        """The variant that needs the least recomputing behind the chunks ``before`` (and, to be exact, behind the very
-        tokens of ``start_digest``); None if there is none."""
+        """The variant that needs the least recompute, or None.
+
+        Args:
+            before: texts of the chunks before it now.
+            start_digest: :func:`digest_before` of the chunk now.
+        """
         with self._lock:
             self._clock += 1
             known = self._variants.get(text)
@@ -167,7 +171,7 @@ class CapturedChunks:
             return best
 
     def add(self, variants: Iterable[tuple[str, Variant]]) -> None:
-        """Keep variants, letting go of what is used least; one behind the very same tokens is replaced."""
+        """Keep variants, and drop the least used. A variant captured after the same tokens is replaced."""
         with self._lock:
             self._clock += 1
             for text, variant in variants:
@@ -186,7 +190,7 @@ class CapturedChunks:
                     del self._variants[text]
 
     def remove(self, text: str) -> bool:
-        """Forget a chunk, and what others read of it; True if there was something to forget."""
+        """Drop a chunk's variants, and variants that attended to it; True if there were any."""
         with self._lock:
             found = self._variants.pop(text, None) is not None
             for other, known in list(self._variants.items()):

@@ -1,8 +1,7 @@
-"""Chunk contexts: what a chunk is precomputed behind.
+"""Chunk contexts: the text after which a chunk is precomputed.
 
-A chunk that is computed as the first thing a user says has keys and values that differ from those it has in the middle
-of a prompt, mostly by an offset that hardly depends on what stands before it. Any passages will do as a stand-in; these
-were made up, name nobody and answer nothing.
+The KV of a chunk at the start of a prompt differs from its KV in the middle of a prompt, mostly by an offset that
+hardly depends on the text before it. So any passages can stand for that text. The passages below are invented.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ __all__ = ["CONTEXTS", "ChunkContext", "check_chunk_context"]
 
 @dataclass(frozen=True, slots=True)
 class ChunkContext:
-    """What a chunk is computed behind and between. It is part of the chunk's key in the store."""
+    """Text and special tokens around a chunk while it is precomputed. It is part of the chunk's store key."""
 
     isolated: bool = False
-    """True: nothing stands before the chunk; False: the shared prefix does."""
+    """True: nothing comes before the chunk; False: the shared prefix does."""
     text: str = ""
-    """Text between the shared prefix and the chunk that no prompt holds: it stands for what may come before."""
+    """Text between the shared prefix and the chunk. It stands for the text that precedes the chunk in a prompt."""
     before: str = ""
     """Special tokens that open every chunk."""
     after: str = ""
@@ -31,12 +30,12 @@ class ChunkContext:
 
     @property
     def is_exact_after_prefix(self) -> bool:
-        """Whether a chunk right behind the shared prefix has the KV of plain prefill."""
+        """Whether the stored KV of a chunk right after the shared prefix equals plain prefill's."""
         return not self.isolated and not self.text
 
     @property
     def sha256(self) -> str:
-        """Digest of all fields, for identities."""
+        """SHA-256 of all fields, for certificate identities."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
 
@@ -51,10 +50,10 @@ CONTEXTS: dict[str, ChunkContext] = {
     "prefix": ChunkContext(),
     "passages": ChunkContext(text="\n\n".join(_PASSAGES) + "\n\n"),
 }
-"""By the value of the setting ``chunk_context``: the shared prefix alone, or the prefix and a few paragraphs."""
+"""Chunk contexts by the value of the setting ``chunk_context``: the shared prefix only, or the prefix and passages."""
 
 
 def check_chunk_context(name: object) -> None:
-    """Raise ConfigurationError unless this names a chunk context."""
+    """Raise ConfigurationError unless ``name`` is a chunk context's name."""
     if not isinstance(name, str) or name not in CONTEXTS:
         raise ConfigurationError(f"chunk_context must be one of {', '.join(CONTEXTS)}, got {name!r}.")

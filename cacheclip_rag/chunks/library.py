@@ -1,4 +1,4 @@
-"""The chunk library of a tenant: which texts are stored, what prompts hold of them, and where they come from."""
+"""The chunk library of a tenant: stored texts, their sources, and the search for texts in prompts."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ __all__ = ["ChunkLibrary"]
 
 
 class ChunkLibrary:
-    """Texts of one namespace of a store. It needs no model: the catalog knows which entries belong to a text.
+    """Texts of one namespace of a store. No model is needed: the catalog knows which entries belong to a text.
 
-    A source (a node, a record) may be a part of a document, and goes with it. A text may come from several sources; it
-    is orphaned when the last of them is gone.
+    A source (a node, a record) may be part of a document, and is removed with the document. A text may have several
+    sources; it is orphaned when the last source is removed.
     """
 
     def __init__(self, store: ChunkStore, namespace: str = "default") -> None:
         self._store, self._catalog, self._namespace = store, store.catalog, namespace
         self.index = TextIndex(store.catalog, namespace)
-        """Finds stored texts inside a prompt."""
+        """Finds stored texts in a prompt."""
 
     def add(self, text: str, source: str | None = None, document: str = "") -> None:
-        """Remember a text, so that it is found in prompts, and where it comes from if that is said."""
+        """Add a text, so that prompts are searched for it, and its source if one is given."""
         self.index.add([text])
         if source is not None:
             self.add_source(text, source, document)
 
     def find(self, prompt: str, documents: Iterable[str] = ()) -> list[TextMatch]:
-        """Stored texts and ``documents`` occurring in a prompt: leftmost, longest, not overlapping, in order."""
+        """Stored texts and ``documents`` that occur in a prompt: leftmost, longest, not overlapping, in order."""
         return self.index.find(prompt, documents)
 
     def known(self, text: str) -> bool:
-        """Whether a text was added, and not released since."""
+        """Whether a text was added and not released since."""
         return self._catalog.has_text(self._namespace, text_digest(text))
 
     def release(self, texts: Iterable[str]) -> int:
-        """Delete the KV of texts, of every model and chunk context; returns how many texts had any."""
+        """Delete the KV of texts for every model and chunk context. Returns how many texts had any KV."""
         texts = list(texts)
         released = self._store.release(self._namespace, texts)
         self.index.remove(texts)
@@ -46,28 +46,28 @@ class ChunkLibrary:
     # -- sources ------------------------------------------------------------------------------------------------
 
     def add_source(self, text: str, source: str, document: str = "") -> None:
-        """Remember that a text comes from ``source`` (too)."""
+        """Record that a text comes from ``source``; other sources of the text stay."""
         self._catalog.add_source(self._namespace, source, text, document)
 
     def texts(self, source: str | None = None) -> list[str]:
-        """Every text that has a source, once; those of one source alone, if it is given."""
+        """Texts that have a source, each once; with ``source``, only the texts of that source."""
         return self._catalog.source_texts(self._namespace, source)
 
     def orphans(self, gone: Collection[str], keep: Collection[str] = ()) -> list[str]:
-        """Texts that no source would hold any more without these sources and documents, except those to ``keep``."""
+        """Texts that would have no source without the sources and documents ``gone``, except the texts in ``keep``."""
         return self._catalog.orphans(self._namespace, gone, keep)
 
     def remove_sources(self, gone: Iterable[str], *, texts: Iterable[str] | None = None) -> None:
-        """Remove these sources and documents; of these texts alone, if any are given. No KV is deleted."""
+        """Remove sources and documents; with ``texts``, only from these texts. Deletes no KV."""
         self._catalog.remove_sources(self._namespace, gone, texts=texts)
 
     def release_sources(self, gone: Iterable[str], keep: Collection[str] = ()) -> int:
-        """Delete the KV of what came from these sources or documents and from no other; returns how many texts had any.
+        """Delete the KV of texts that come only from these sources or documents. Returns how many texts had any KV.
 
         Args:
-            keep: texts whose KV stays, though these sources are removed.
+            keep: texts whose KV stays, although the sources are removed.
         """
         gone = set(gone)
         released = self.release(self.orphans(gone, keep))
-        self.remove_sources(gone)  # last: a killed run does it again
+        self.remove_sources(gone)  # last, so that a killed run can be repeated
         return released

@@ -1,12 +1,12 @@
-"""Exact prefix caching: the KV of prompts' starts, kept in blocks and found again by their tokens.
+"""Exact prefix cache: KV of the first tokens of prompts, in blocks found by their token ids.
 
 Source: vLLM's "Automatic Prefix Caching" (docs.vllm.ai, v1 design) over blocks as in PagedAttention (arXiv:2309.06180):
-whole blocks only, each hash chained on its parent's, reference counts, least recently used eviction from a prompt's
-tail. Departures: blocks are copied into a contiguous cache, because transformers' attention takes contiguous KV; the
-whole SHA-256 is compared, then the tokens and the parent too, so that a collision is a miss; no block is stored twice.
+whole blocks only, each hash chained to the parent's hash, reference counts, least recently used eviction from the end
+of a prompt. Departures: blocks are copied into a contiguous cache, because transformers' attention needs contiguous KV;
+the whole SHA-256, the tokens and the parent are compared, so that a collision is a miss; no block is stored twice.
 
-Keys are kept after RoPE: the same tokens behind the same prefix always sit at the same positions. What is inserted must
-be what a plain prefill computes, so after an approximate method only the exact start may be.
+Keys are stored after RoPE, because the same tokens after the same prefix always have the same positions. Inserted KV
+must equal plain prefill's: after an approximate method, only the exact first tokens may be inserted.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ __all__ = ["Match", "PrefixCache", "PrefixStats"]
 
 @dataclass(frozen=True, slots=True)
 class PrefixStats:
-    """What a prefix cache holds and how it has served, since it was made."""
+    """Contents of a prefix cache, and counters since it was made."""
 
     blocks: int
-    """Blocks that a match can find, or soon can: those being copied count."""
+    """Blocks that a match can find, including blocks that are still being copied."""
     bytes: int
-    """Bytes they take, and those of cleared blocks that a match still holds."""
+    """Bytes of these blocks, and of cleared blocks that a match still holds."""
     max_bytes: int
     hit_tokens: int
-    """Tokens found, of the ``lookup_tokens`` asked for."""
+    """Tokens found among ``lookup_tokens``."""
     lookup_tokens: int
     evictions: int
-    """Blocks dropped to make room."""
+    """Blocks evicted to make room."""
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -49,14 +49,14 @@ class _Block:
     ids: bytes
     num_bytes: int
     refs: int = 1
-    """Matches and inserts that need it; those of a parent are never fewer than its child's."""
+    """References by matches and inserts. A parent never has fewer references than its child."""
     kv: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
-    """Per group of layers that are alike, keys and values by turns: ``(2 * num_layers, num_kv_heads, block_tokens,
-    head_dim)``, keys after RoPE. Empty while they are being copied."""
+    """One tensor per group of layers with equal shapes, keys and values alternating: ``(2 * num_layers, num_kv_heads,
+    block_tokens, head_dim)``, keys after RoPE. Empty while the block is being copied."""
 
 
 class Match:
-    """The longest stored start of a prompt. Its blocks are held, safe from eviction, until the ``with`` block ends."""
+    """The longest stored prefix of a prompt. Its blocks cannot be evicted until the ``with`` block ends."""
 
     def __init__(self, blocks: Sequence[_Block], num_tokens: int, release: Callable[[Sequence[_Block]], None]) -> None:
         self._blocks: Sequence[_Block] | None = blocks
@@ -67,17 +67,17 @@ class Match:
     def write_to(self, cache: FusedCache) -> None:
         """Copy the KV of all blocks into slots 0 to ``num_tokens - 1`` of ``cache``."""
         blocks = self._blocks
-        assert blocks is not None, "a released match holds nothing: its blocks may be gone"
+        assert blocks is not None, "a released match cannot be read: its blocks may be evicted"
         with torch.inference_mode():
             for group in blocks[0].kv if blocks else ():
                 pieces = zip(*(block.kv[group].unbind() for block in blocks), strict=True)
-                # joined one by one, so that no second copy of the whole start is held; keys and values by turns
+                # joined one by one, so that memory holds no second copy of the prefix; keys and values alternate
                 rows = (torch.cat(of_blocks, dim=1) for of_blocks in pieces)
                 for index, keys, values in zip(group, rows, rows, strict=True):
                     cache.layers[index].write(0, keys, values)  # (num_kv_heads, num_tokens, head_dim)
 
     def release(self) -> None:
-        """Let go of the blocks; again does nothing."""
+        """Release the blocks. A second call does nothing."""
         with self._lock:
             blocks, self._blocks = self._blocks, None
         if blocks:
@@ -91,15 +91,15 @@ class Match:
 
 
 class PrefixCache:
-    """Blocks of KV of one model, up to ``max_bytes`` of them; 0 keeps none. Safe to share between threads.
+    """Blocks of KV of one model, up to ``max_bytes`` in all; 0 stores no block. Safe to share between threads.
 
-    Two things keep eviction simple. Whoever holds a block holds those before it, and lets go of the last first: so the
-    order in which blocks became free has every child before its parent. And room for a new block is taken before its KV
-    is copied, outside the lock: so not even for a moment is the limit exceeded.
+    Two rules keep eviction simple. A reference to a block is also a reference to all blocks before it, and the last
+    block is released first; so every child becomes free before its parent. Room for a new block is reserved before its
+    KV is copied, and the copy needs no lock; so the limit is never exceeded.
 
     Args:
-        extra_keys: what else must be equal for KV to be (model, tenant); goes into every hash.
-        block_tokens: tokens of a block; a start shorter than one is never stored.
+        extra_keys: other inputs on which the KV depends (model, tenant); part of every hash.
+        block_tokens: tokens per block. A shorter prefix is never stored.
 
     Raises:
         ConfigurationError: ``max_bytes`` is negative or ``block_tokens`` less than 1.
@@ -114,15 +114,15 @@ class PrefixCache:
         self._extra = b"".join(_with_length(key.encode("utf-8", "surrogatepass")) for key in extra_keys)
         self._blocks: dict[bytes, _Block] = {}
         self._free: OrderedDict[bytes, _Block] = OrderedDict()
-        """Blocks that nobody holds, the next to evict first."""
+        """Blocks without references, the next to be evicted first."""
         self._bytes = self._hit_tokens = self._lookup_tokens = self._evictions = 0
         self._lock = threading.Lock()
 
     def match(self, ids: Sequence[int], *, at_most: int | None = None) -> Match:
-        """The longest stored start of ``ids`` in whole blocks; use it in a ``with`` block, or release it.
+        """The longest stored prefix of ``ids`` in whole blocks. Use it in a ``with`` block, or release it.
 
         Args:
-            at_most: never more tokens than this. A caller that needs logits leaves the last token to be computed.
+            at_most: most tokens to match. A caller that needs logits must leave the last token to be computed.
         """
         chain = self._chain(ids, len(ids) if at_most is None else min(at_most, len(ids)))
         with self._lock:
@@ -133,10 +133,10 @@ class PrefixCache:
         return Match(found, num_tokens, self._release)
 
     def insert(self, ids: Sequence[int], cache: FusedCache) -> int:
-        """Keep all whole blocks of ``ids`` that are new and fit; their KV is copied from slots 0 to ``len(ids) - 1``.
+        """Store all new whole blocks of ``ids`` that fit. Their KV is copied from slots 0 to ``len(ids) - 1``.
 
-        Evicts what nobody holds, but no block of ``ids`` itself. A block that another thread is just storing ends the
-        chain here: the next insert goes on from it.
+        Evicts blocks without references, but no block of ``ids``. The chain ends at a block that another thread is
+        storing; the next insert continues after it.
 
         Returns:
             Number of new blocks.
@@ -166,30 +166,30 @@ class PrefixCache:
             return PrefixStats(*sizes, self._hit_tokens, self._lookup_tokens, self._evictions)
 
     def clear(self) -> None:
-        """Forget all blocks. Matches in use stay whole; the memory of theirs is freed when they are released."""
+        """Drop all blocks. Matches in use stay valid; their memory is freed when they are released."""
         with self._lock:
             self._bytes -= sum(block.num_bytes for block in self._free.values())
             self._blocks.clear()
             self._free.clear()
 
     def _chain(self, ids: Sequence[int], num_tokens: int) -> list[tuple[bytes, bytes]]:
-        """Digest and ids, as bytes, of each whole block among the first ``num_tokens``."""
-        chain, digest, size = [], bytes(32), self._block_tokens  # zeros: the parent of a first block
+        """Hash and token ids, as bytes, of each whole block within the first ``num_tokens`` tokens."""
+        chain, digest, size = [], bytes(32), self._block_tokens  # zeros stand for the parent of a first block
         for start in range(0, num_tokens - size + 1, size):
             content = array("q", ids[start : start + size]).tobytes()
             digest = block_digest(digest, self._extra, content)
             chain.append((digest, content))
         return chain
 
-    # -- with the lock held, but for the last, which takes it ---------------------------------------------------------
+    # -- the caller holds the lock, except for _release, which takes it ----------------------------------------------
 
     def _hold(self, chain: Sequence[tuple[bytes, bytes]]) -> list[_Block]:
-        """The stored blocks that ``chain`` starts with, each held once more."""
+        """The stored blocks at the start of ``chain``, each with one more reference."""
         found: list[_Block] = []
         parent = None
         for digest, ids in chain:
             block = self._blocks.get(digest)
-            # The parent was compared likewise, so equality reaches back to the first token whatever the hash does.
+            # the parent was compared in the same way, so all tokens are equal even if hashes collide
             if block is None or not block.kv or block.ids != ids or block.parent is not parent:
                 break
             block.refs += 1
@@ -199,7 +199,7 @@ class PrefixCache:
         return found
 
     def _reserve(self, chain: Sequence[tuple[bytes, bytes]], parent: _Block | None, num_bytes: int) -> list[_Block]:
-        """New blocks behind ``parent``, held and without KV yet, as many as there can be room for."""
+        """New blocks after ``parent``, with one reference and no KV yet, as many as fit."""
         new: list[_Block] = []
         for digest, ids in chain:
             if digest in self._blocks or not self._make_room(num_bytes):
@@ -218,7 +218,7 @@ class PrefixCache:
         return self._bytes + num_bytes <= self._max_bytes
 
     def _release(self, blocks: Sequence[_Block]) -> None:
-        """Hold each block once less, the last first: a prompt's tail is the least likely to be asked for again."""
+        """Drop one reference to each block, the last block first: a prompt's end is the least likely to be reused."""
         with self._lock:
             for block in reversed(blocks):
                 block.refs -= 1
@@ -228,13 +228,13 @@ class PrefixCache:
                 if known and block.kv:
                     self._free[block.digest] = block
                     continue
-                if known:  # its copy failed; nobody could build on it
+                if known:  # its copy failed, so no other block refers to it
                     del self._blocks[block.digest]
                 self._bytes -= block.num_bytes  # of a failed or cleared block
 
 
 def block_digest(parent: bytes, extra: bytes, ids: bytes) -> bytes:
-    """Hash of a block; every field goes in with its length before it, as in :mod:`~cacheclip_rag.store.keys`."""
+    """Hash of a block. Every field is preceded by its length, as in :mod:`~cacheclip_rag.store.keys`."""
     return hashlib.sha256(b"".join(map(_with_length, (parent, extra, ids)))).digest()
 
 
@@ -243,8 +243,8 @@ def _with_length(content: bytes) -> bytes:
 
 
 def _cut(cache: FusedCache, first: int, count: int, size: int) -> Iterator[dict[tuple[int, ...], torch.Tensor]]:
-    """KV of ``count`` blocks of ``size`` tokens from block ``first`` on, copied: one tensor a group, not two a layer,
-    because the time goes into the number of copies."""
+    """Copies of the KV of ``count`` blocks of ``size`` tokens from block ``first`` on. One tensor per group of layers
+    is faster than two per layer, because the number of copies takes the time."""
     groups: dict[object, list[int]] = {}
     for index, layer in enumerate(cache.layers):
         groups.setdefault((layer.device, layer.dtype, layer.keys.shape[1], layer.keys.shape[3]), []).append(index)

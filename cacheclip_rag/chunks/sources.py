@@ -1,4 +1,4 @@
-"""Where the KV of a prompt comes from: stored or captured chunks, the auxiliary's scores, known starts of prompts."""
+"""Sources of a prompt's KV: stored or captured chunks, the auxiliary model, the prefix cache."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ class Sources:
     """The parts of an engine that one method needs."""
 
     primary: ChunkCaches
-    """Chunk caches of the primary, computed behind the method's chunk context."""
+    """Chunk caches of the primary model with the method's chunk context."""
     prefix: ChunkCaches
-    """The same for the shared prefix alone: whose KV every prompt begins with."""
+    """Chunk caches of the primary model with context ``prefix``; they hold the shared prefix's KV."""
     auxiliary: AuxiliaryScorer | None
     """None if the method needs no auxiliary model."""
     captured: CapturedChunks | None
-    """Caches from answered prompts, for the method that takes them in place of stored ones; else None."""
+    """Chunk caches captured from answered prompts, for a method with ``captures``; else None."""
     prefixes: PrefixCache
-    """Exact KV of the starts of earlier prompts."""
+    """Exact KV of the first tokens of earlier prompts."""
 
     def holds(self, text: str) -> bool:
-        """Whether the KV of a chunk is there for every model that the method needs."""
+        """Whether the KV of a chunk is stored for every model that the method needs."""
         if self.captured is not None:
             return text in self.captured
         return text in self.primary and (self.auxiliary is None or text in self.auxiliary.caches)
 
     def match(self, ids: Sequence[int], *, usable: bool = True) -> Match:
-        """The longest start of the prompt that the prefix cache holds, never its last token: its logits are needed."""
+        """The prompt's longest prefix in the prefix cache, without its last token, whose logits are needed."""
         return self.prefixes.match(list(ids[:-1]) if usable else [])

@@ -1,4 +1,4 @@
-"""Chunks come and go: computed and stored for every model, released with their texts or sources."""
+"""Computes and stores chunks for every model, and releases them by text or source."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class ChunkWriter:
                 raise ConfigurationError("a chunk must hold text, got an empty or blank string.")
             models = self._parts.chunk_caches(context)
             for caches in models:
-                caches.check_length(chunk)  # before anything is written for any of them
-            # every model must run: no short-circuit
+                caches.check_length(chunk)  # for every model, before any model's KV is written
+            # a list, not a generator: every model must run
             computed += any([caches.write(chunk) for caches in models])
             self._parts.library.add(chunk, source, document)
         return computed
@@ -48,7 +48,7 @@ class ChunkWriter:
             return 0  # the prefix cache keeps its blocks
         self._parts.prefixes.clear()
         library, captured = self._parts.library, self._parts.captured
-        # both must run: no short-circuit
+        # lists, not generators: both calls must run
         return sum([any([library.release([chunk]), captured.remove(chunk)]) for chunk in chunks])
 
     def release_sources(self, gone: Iterable[str], keep: Iterable[str] = ()) -> int:
@@ -60,11 +60,11 @@ class ChunkWriter:
             return 0
         library = self._parts.library
         released = self.release(library.orphans(names, set(chunk_texts(keep))))
-        library.remove_sources(names)  # last: a killed run does it again
+        library.remove_sources(names)  # last, so that a killed run can be repeated
         return released
 
     def store_missing(self, chunks: Sequence[str], documents: Documents, context: ChunkContext) -> None:
-        """What was missing in an answer, for the next. The answer is out: a full disk must not take it back."""
+        """Store chunks that were missing. The answer is complete already, so a store error is only logged."""
         if not chunks or self._parts.config.on_miss != "store":
             return
         origins = _origins(documents)
@@ -80,7 +80,7 @@ class ChunkWriter:
 
 
 def _origins(documents: Documents) -> dict[str, list[tuple[str, str]]]:
-    """Sources and documents of each chunk, as far as they were said."""
+    """Sources and documents of each chunk, as far as they are known."""
     found: dict[str, list[tuple[str, str]]] = {}
     for text, origins in documents.items() if isinstance(documents, Mapping) else ():
         found.setdefault(normalise_chunk(text), []).extend(origins)

@@ -1,1 +1,1 @@
-"""What watches answers: certificates, comparison with full prefill in the background, metrics."""
+"""Observers of answers: certificates, comparison with full prefill, metrics."""

@@ -1,4 +1,4 @@
-"""Observers: what looks at every plan and every answer without the engine knowing it one by one."""
+"""Observers: the engine shows them every plan and every answer."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ __all__ = ["Answered", "Observer"]
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """An answer, and what it takes to check it."""
+    """An answer, with the data that a check needs."""
 
     plan: Plan | None
     """None for an answer made of several prompts."""
     answer: Answer
     params: SamplingParams
     logits: torch.Tensor | None = None
-    """What the answer's first token was chosen from, ``(vocab_size,)``; None for an answer made of several prompts."""
+    """Logits of the answer's first token, ``(vocab_size,)``; None for an answer made of several prompts."""
 
 
 class Observer:
-    """Base of all observers; each method does nothing by default. Must be safe to share between threads."""
+    """Base of all observers. Each method does nothing by default. Observers must be safe to share between threads."""
 
     def on_plan(self, plan: Plan, sources: Sources) -> None:
-        """Called before a plan is carried out; may raise to refuse it."""
+        """Called before a plan is carried out. An observer may raise an error to refuse it."""
 
     def on_answer(self, answered: Answered) -> None:
-        """Called once an answer is complete, before the caller gets its last piece. What it raises, the caller sees."""
+        """Called when an answer is complete, before the caller gets the last event. Errors are raised to the caller."""
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for work in the background; False if it took longer."""
+        """Wait for background work; False after ``timeout_s`` seconds."""
         return True
 
     def close(self) -> None:
-        """Stop work in the background."""
+        """Stop background work."""

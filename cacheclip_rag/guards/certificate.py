@@ -1,8 +1,7 @@
-"""Certificates: what ``cacheclip certify`` found out about a pair of models, and whether it covers an engine.
+"""Certificates: results of ``cacheclip certify`` for a pair of models, and the check whether they cover an engine.
 
-A certificate holds for exactly one combination of weights, tokenizers, method, dtype, kind of device and versions of
-the libraries that compute. It lies in the cache folder, and is worth what that folder's permissions are worth: the
-digest inside finds damage, not forgery.
+A certificate is valid for one combination of weights, tokenizers, method, dtype, kind of device and library versions.
+It is a file in the cache folder. Its digest detects damage, not forgery, so protect the folder by permissions.
 """
 
 from __future__ import annotations
@@ -52,31 +51,31 @@ logger = logging.getLogger(__name__)
 FORMAT_VERSION = 1
 VERDICTS = ("exact", "faithful", "not faithful")
 THRESHOLDS = {"first_token_kl": 0.1, "answer_kl": 0.05, "agreement": 0.95, "needle_accuracy_of_full": 0.95}
-"""``faithful`` means, over all prompts: mean KL of at most 0.1 nats at the first token, where an answer takes its
-direction, and 0.05 along the answer; at least 95 % of full prefill's greedy tokens; 95 % as many needles, or more."""
+"""Limits for ``faithful``, over all prompts: mean KL at the first token at most 0.1 nats, mean KL along the answer at
+most 0.05 nats, at least 95 % of full prefill's greedy tokens, and at least 95 % of the needles that it finds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a certificate is about: it says nothing about anything else."""
+    """The combination for which a certificate is valid."""
 
     primary_sha256: str
-    """Digest of the primary's config and weights."""
+    """SHA-256 of the primary's config and weights."""
     primary_tokenizer_sha256: str
-    """Digest of its tokenizer and chat template."""
+    """SHA-256 of the primary's tokenizer and chat template."""
     auxiliary_sha256: str | None
-    """The same for the auxiliary; None for a method that needs none."""
+    """SHA-256 of the auxiliary's config and weights; None if the method needs no auxiliary model."""
     auxiliary_tokenizer_sha256: str | None
     method: str
     """Its name."""
     method_settings: str
-    """JSON of the method's type and settings, at any recompute ratio, and the digests of what its chunks are computed
-    behind and of the auxiliary's head sets, if any."""
+    """JSON of the method's type and settings without the recompute ratio, with the digests of its chunk context and of
+    the auxiliary's head sets, if any."""
     dtype: str
     device: str
     """Kind of device of both models, ``cpu`` or ``cuda+cpu``."""
     codec: str
-    """How the primary's and the auxiliary's chunk caches are stored."""
+    """Codecs of the primary's and the auxiliary's chunk caches."""
     transformers: str
     torch: str
     cacheclip_rag: str
@@ -96,11 +95,11 @@ class RatioFigures:
     first_token_kl: Mapping[str, float]
     """``mean``, ``median`` and ``max`` over prompts, nats."""
     answer_kl: Mapping[str, float]
-    """The same of the mean KL along full prefill's answer."""
+    """``mean``, ``median`` and ``max`` over prompts of the mean KL along full prefill's answer, nats."""
     agreement: float
-    """Mean share of full prefill's greedy tokens that are also chosen here."""
+    """Mean share of full prefill's greedy tokens that the method chooses too."""
     needle_accuracy: float
-    """Share of needle prompts whose answer holds the needle."""
+    """Share of needle prompts whose answer contains the needle."""
     verdict: str
     """One of :data:`VERDICTS`."""
     charged_ratio: float | None = None
@@ -109,17 +108,17 @@ class RatioFigures:
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """What was measured, and the verdict at the ratio it was asked for."""
+    """Measured figures, and the verdict at the requested recompute ratio."""
 
     primary: str
-    """Names as they were given: for people, not part of the identity."""
+    """The names as they were given, for people; they are not part of the identity."""
     auxiliary: str | None
     identity: Identity
     verdict: str
     ratio: float
     """Recompute ratio of the verdict."""
     exactness: Mapping[str, Any]
-    """Checks on this very model: each with its figure, its limit, and whether it passed."""
+    """Exactness checks on this model, each with its figure, its limit, and whether it passed."""
     needle_accuracy_of_full: float
     ratios: Sequence[RatioFigures]
     """Increasing ratios."""
@@ -151,10 +150,10 @@ class Certificate:
         return _folder() / f"{self.identity.digest()}.json"
 
     def save(self) -> Path:
-        """Write it where engines look.
+        """Write the certificate to the folder in which engines look.
 
-        It replaces an older one of the same identity, whose other ratios it takes over if as much was measured for
-        them. A quick one never replaces a thorough one: that is left as it is.
+        It replaces an older certificate of the same identity. Ratios that only the older one has are taken over if they
+        were measured on as many prompts. A quick certificate never replaces a thorough certificate.
 
         Raises:
             CertificateError: the folder cannot be written.
@@ -162,7 +161,7 @@ class Certificate:
         older = _read(self.path)
         if older is not None and older.thresholds == self.thresholds and older.exactness["passed"]:
             if self.quick and not older.quick:
-                logger.warning("the certificate %s is a thorough one and stays; this quick one is not saved", self.path)
+                logger.warning("%s holds a thorough certificate and stays; this quick one is not saved", self.path)
                 return self.path
             if self.quick == older.quick and self.exactness["passed"]:
                 return replace(self, ratios=_merged(older.ratios, self.ratios))._write()
@@ -181,7 +180,7 @@ class Certificate:
 
 
 def check_writable() -> None:
-    """Raise CertificateError unless a certificate could be saved: asked before an hour of work, not after it."""
+    """Raise CertificateError unless a certificate can be saved. Called before the long measurement, not after it."""
     try:
         with atomic_path(_folder() / "probe.txt") as temporary:
             temporary.write_text("")
@@ -193,7 +192,7 @@ def check_writable() -> None:
 def _not_writable(error: OSError) -> CertificateError:
     return CertificateError(
         f"the certificate cannot be written to {_folder()} ({error}). Make that folder writable, or set CACHECLIP_HOME "
-        "to one that is."
+        "to a writable folder."
     )
 
 
@@ -203,7 +202,8 @@ def _merged(older: Sequence[RatioFigures], newer: Sequence[RatioFigures]) -> lis
 
 
 def find_certificate(identity: Identity) -> tuple[Certificate | None, str]:
-    """The certificate of this identity, or None and why there is none: the nearest one's differences, if any."""
+    """The certificate of this identity and an empty string, or None and the reason. The reason names the differences to
+    the most similar certificate, if there is one."""
     path = _folder() / f"{identity.digest()}.json"
     found = _read(path)
     if found is not None and found.identity == identity:
@@ -217,14 +217,14 @@ def find_certificate(identity: Identity) -> tuple[Certificate | None, str]:
     if not same:
         return None, _NEVER_CERTIFIED
     differences = min((_differences(identity, other) for other in same), key=len)
-    return None, f"its certificate is of other {', '.join(differences)}"
+    return None, f"its certificate is for other {', '.join(differences)}"
 
 
 def verdict_at(certificate: Certificate, ratio: float) -> str:
-    """Verdict for a recompute ratio: that of the nearest certified ratio not above it.
+    """Verdict for a recompute ratio: the verdict of the nearest certified ratio that is not larger.
 
-    Ratio 1.0 was not measured on prompts unless asked for; the exactness checks then say that it is ``exact`` where
-    64 greedy tokens were equal, and (half precision) ``faithful`` where noise chose another one.
+    Ratio 1.0 is measured on prompts only on request. Otherwise the exactness checks decide: ``exact`` if 64 greedy
+    tokens were equal, ``faithful`` if (in half precision) noise changed a token.
     """
     if not certificate.exactness["passed"]:
         return "not faithful"
@@ -235,12 +235,12 @@ def verdict_at(certificate: Certificate, ratio: float) -> str:
 
 
 def identity_of(config: EngineConfig, method: Method, primary: ChunkCaches, scorer: AuxiliaryScorer | None) -> Identity:
-    """What a certificate must be about to cover an engine of these settings, models and method."""
+    """Identity that a certificate needs to cover an engine with these settings, models and method."""
     auxiliary = scorer.caches if scorer else None
     caches = [primary] if auxiliary is None else [primary, auxiliary]
     context = method.context or CONTEXTS[config.chunk_context]
     settings = {**describe(_without_ratio(method)), "chunk_context_sha256": context.sha256}
-    settings.pop("chunk_context")  # a name for what the digest says
+    settings.pop("chunk_context")  # the digest of the context identifies it
     if scorer and scorer.heads:
         settings["heads_sha256"] = scorer.heads.digest()
     if scorer and scorer.named:
@@ -262,12 +262,12 @@ def identity_of(config: EngineConfig, method: Method, primary: ChunkCaches, scor
 
 
 class CertificateGuard(Observer):
-    """Warns, or refuses where the settings require a certificate, before a plan that no certificate covers."""
+    """Warns before a plan that no certificate covers, or refuses it if the settings require a certificate."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._covered: dict[str, Sources] = {}
-        """Methods that were let through, as text, and the models that they were looked at with."""
+        """Checked methods, as text, each with the models of the check."""
 
     def on_plan(self, plan: Plan, sources: Sources) -> None:
         if not plan.reused or plan.method.composes:
@@ -286,15 +286,15 @@ def _as_text(settings: dict[str, Any]) -> str:
 
 
 def _without_ratio(method: Method) -> Method:
-    """The same for every recompute ratio."""
+    """The method at a fixed ratio, as a key for all ratios."""
     return method.at(0.0) if method.has_ratio else method
 
 
 def check_certificate(config: EngineConfig, method: Method, identity: Identity) -> None:
-    """Warn, once a process, unless a certificate covers this method at its ratio.
+    """Warn, once per process, unless a certificate covers this method at its ratio.
 
     Raises:
-        CertificateError: instead of the warning, where the settings require a certificate.
+        CertificateError: no certificate covers it, and the settings require a certificate.
     """
     certificate, why = find_certificate(identity)
     if certificate is not None:
@@ -303,19 +303,16 @@ def check_certificate(config: EngineConfig, method: Method, identity: Identity) 
             return
         why = f"its certificate says {verdict!r} at recompute ratio {method.nominal_ratio}"
         if verdict == "faithful":
-            why += ", but it is a quick one, and one is required"
+            why += ", but it is a quick certificate, and require_certificate needs a thorough one"
     advice = f"Measure it: {_command(config, method)}"
     if method.captures:
-        why = "none can cover chunk caches that differ from engine to engine"
-        advice = "Have a share of its answers compared with full prefill (shadow_rate)"
-    message = (
-        f"model {config.primary!r} with method {method.name!r} has no valid certificate that it answers as with full "
-        f"prefill: {why}. {advice}"
-    )
+        why = "certificates cannot cover chunk caches that differ from engine to engine"
+        advice = "Compare a share of the answers with full prefill (shadow_rate)"
+    message = f"model {config.primary!r} with method {method.name!r} has no valid certificate: {why}. {advice}"
     if config.require_certificate:
         raise CertificateError(f"{message}; or set require_certificate=False, or use method 'full'.")
     if why == _NEVER_CERTIFIED:
-        _warn_once(_NOT_CERTIFIED, "how close answers come to full prefill's was not measured here: cacheclip certify")
+        _warn_once(_NOT_CERTIFIED, "answers were not compared with full prefill on this machine: run cacheclip certify")
         logger.info(message)
     else:
         _warn_once((identity, why), message)
@@ -324,7 +321,7 @@ def check_certificate(config: EngineConfig, method: Method, identity: Identity) 
 _NEVER_CERTIFIED = "it has not been certified"
 _NOT_CERTIFIED = "not certified"
 _warned: set[object] = set()
-"""What was said already: once a process, however many engines use the models."""
+"""Warnings logged already: each is logged once per process, for all engines."""
 
 
 def _warn_once(what: object, message: str) -> None:
@@ -334,7 +331,7 @@ def _warn_once(what: object, message: str) -> None:
 
 
 def _command(config: EngineConfig, method: Method) -> str:
-    """What makes the certificate that is missing: a shell command, or Python for a method that is no preset."""
+    """Command that makes the missing certificate: a shell command, or Python if the method is not a preset."""
     own = preset(method.name) if method.name in PRESET_NAMES else None
     as_preset = own if own is None or own.chunk_context else replace(own, chunk_context=method.chunk_context)
     if as_preset is None or _without_ratio(method) != _without_ratio(as_preset):
@@ -367,7 +364,7 @@ def _differences(wanted: Identity, found: Identity) -> list[str]:
 
 
 def _read(path: Path) -> Certificate | None:
-    """None for a file that is not there, damaged, or of another format."""
+    """The certificate in a file; None if the file is missing, damaged or of another format."""
     try:
         content = json.loads(path.read_text())
         recorded = content.pop("sha256")

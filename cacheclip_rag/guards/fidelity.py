@@ -1,7 +1,7 @@
-"""How far one way of prefilling is from another, measured on logits: cheaper and sharper than judging answers.
+"""Compares two ways of prefilling by their logits: cheaper and more sensitive than comparing answers.
 
 ``KL`` is the Kullback-Leibler divergence from the reference, ``sum p_ref * (log p_ref - log p)``, in nats. Along an
-answer means teacher-forced: both ways read the reference's own answer, and are compared at each of its tokens.
+answer means teacher-forced: both ways read the reference's answer, and are compared at each of its tokens.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ __all__ = ["Fidelity", "compare", "greedy", "kl_divergence", "own_answer", "read
 
 @dataclass(frozen=True, slots=True)
 class Fidelity:
-    """One prompt's distance to the reference."""
+    """Distance to the reference for one prompt."""
 
     first_token_kl: float
     """KL at the first token of the answer, nats."""
     answer_kl: float
     """Mean KL over the tokens of the reference's answer, nats."""
     agreement: float
-    """Share of the reference's greedy tokens that are also the greedy choice here, 0 to 1."""
+    """Share of the reference's greedy tokens that are also the compared way's greedy choice, 0 to 1."""
     max_gap: float
     """Largest absolute difference of logits at the first token."""
 
@@ -37,13 +37,13 @@ class Fidelity:
 def kl_divergence(reference: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     """KL from ``reference`` to ``logits``, both ``(..., vocab_size)``: ``(...)`` float32, never below 0."""
     p, q = reference.float().log_softmax(-1), logits.float().log_softmax(-1)
-    # a token that both rule out (-inf on both sides) adds nothing; nan would
+    # a token with -inf on both sides adds nothing; without this it would add nan
     terms = torch.where(p == float("-inf"), 0.0, p.exp() * (p - q))
     return terms.sum(-1).clamp(min=0.0)
 
 
 def compare(reference: torch.Tensor, logits: torch.Tensor) -> Fidelity:
-    """Compare ``(num_answer_tokens, vocab_size)`` logits with the reference's at the same places."""
+    """Compare ``(num_answer_tokens, vocab_size)`` logits with the reference's logits at the same tokens."""
     kl = kl_divergence(reference, logits)
     equal = reference.argmax(-1) == logits.argmax(-1)
     gap = (reference[0].float() - logits[0].float()).abs().max()
@@ -53,9 +53,9 @@ def compare(reference: torch.Tensor, logits: torch.Tensor) -> Fidelity:
 def greedy(
     runtime: ModelRuntime, cache: FusedCache, logits: torch.Tensor, count: int, *, stop: bool = True
 ) -> tuple[list[int], torch.Tensor]:
-    """Decode up to ``count`` tokens greedily, the end of turn included; the tokens, and the logits each came from.
+    """Decode up to ``count`` tokens greedily, including the end of turn. Returns the tokens and each token's logits.
 
-    ``cache`` is used up. With ``stop`` False an end of turn is a token like any other.
+    ``cache`` is modified. With ``stop`` False, decoding continues after an end of turn.
     """
     ids, rows = [int(logits.argmax())], [logits]
     while len(ids) < count and not (stop and ids[-1] in runtime.eos_ids):
@@ -68,9 +68,9 @@ def greedy(
 def read_along(
     runtime: ModelRuntime, cache: FusedCache, logits: torch.Tensor, answer_ids: Sequence[int]
 ) -> torch.Tensor:
-    """Logits at each token of an answer written elsewhere, ``(num_answer_tokens, vocab_size)``, in one pass.
+    """Logits at each token of a given answer, ``(num_answer_tokens, vocab_size)``, in one pass.
 
-    ``logits`` are those of the prompt's last token; ``cache`` is used up.
+    ``logits`` are the logits of the prompt's last token. ``cache`` is modified.
     """
     follow = torch.tensor(answer_ids[:-1], dtype=torch.int64)
     if not len(follow):
@@ -88,10 +88,13 @@ def own_answer(
     reference_ids: Sequence[int],
     count: int,
 ) -> list[int]:
-    """The greedy answer here, up to ``count`` tokens: the reference's as long as both choose alike, decoded from there.
+    """The greedy answer, up to ``count`` tokens. Tokens that equal the reference's are not decoded again.
 
-    ``along`` are the logits of :func:`read_along` at the reference's tokens, ``end`` the prompt's length; ``cache`` is
-    used up.
+    Args:
+        end: length of the prompt.
+        along: logits of :func:`read_along` at the reference's tokens.
+
+    ``cache`` is modified.
     """
     chosen = along.argmax(-1).tolist()
     same = next((n for n, pair in enumerate(zip(chosen, reference_ids, strict=True)) if pair[0] != pair[1]), None)

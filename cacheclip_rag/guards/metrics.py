@@ -1,4 +1,4 @@
-"""Counts and sums over all answers of an engine, for dashboards and alarms."""
+"""Counters and sums over all answers of an engine, for dashboards and alarms."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from .base import Answered, Observer
 __all__ = ["Metrics"]
 
 _HELP = {
-    "answers_total": "Answers given, by the method that produced them.",
+    "answers_total": "Answers, by the method that produced them.",
     "fallbacks_total": "Answers by plain prefill although another method was asked for.",
     "chunk_hits_total": "Chunks of prompts found in the store.",
     "chunk_misses_total": "Chunks of prompts not found in the store.",
-    "prompt_tokens_total": "Tokens of prompts, by where their KV came from.",
+    "prompt_tokens_total": "Tokens of prompts, by the source of their KV.",
     "ttft_seconds_sum": "Seconds to the first token, summed over answers.",
     "shadow_checks_total": "Answers compared with full prefill afterwards.",
-    "shadow_skipped_total": "Answers drawn for comparison while too many were waiting, and those that failed.",
+    "shadow_skipped_total": "Comparisons skipped because too many were waiting, or failed.",
     "shadow_first_token_kl_sum": "KL to full prefill at the first token in nats, summed over comparisons.",
     "shadow_first_token_kl_max": "Largest KL to full prefill at the first token, nats.",
-    "shadow_greedy_checks_total": "Comparisons of greedy answers, the only ones with an agreement.",
-    "shadow_agreement_sum": "Share of their tokens that full prefill would have chosen too, summed.",
+    "shadow_greedy_checks_total": "Comparisons of greedy answers; only these have an agreement.",
+    "shadow_agreement_sum": "Share of a greedy answer's tokens that full prefill chooses too, summed.",
 }
 
 
 class Metrics(Observer):
-    """Safe to share between threads. Sums over counts give means, for instance
-    ``shadow_agreement_sum / shadow_greedy_checks_total``."""
+    """Counters and sums. A sum divided by its count is a mean, for instance ``shadow_agreement_sum /
+    shadow_greedy_checks_total``. Safe to share between threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -63,12 +63,12 @@ class Metrics(Observer):
             self._values["shadow_first_token_kl_max", ""] = max(highest, first_token_kl)
 
     def record_shadow_skipped(self) -> None:
-        """Count an answer that was drawn for comparison and not compared."""
+        """Count an answer that was chosen for comparison but not compared."""
         with self._lock:
             self._values["shadow_skipped_total", ""] += 1
 
     def snapshot(self) -> dict[str, float]:
-        """Every value so far, keys as in the Prometheus text without its prefix: ``answers_total{method="full"}``."""
+        """All values. Keys are as in the Prometheus text, without the prefix: ``answers_total{method="full"}``."""
         with self._lock:
             return {name + (f"{{{label}}}" if label else ""): value for (name, label), value in self._values.items()}
 

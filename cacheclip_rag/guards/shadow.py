@@ -1,7 +1,7 @@
-"""Self-check in production: a share of the answers is compared with full prefill, which costs a full prefill each.
+"""Self-check in production: compares a share of the answers with full prefill. Each comparison costs a full prefill.
 
-The comparison never changes an answer. In the background it runs after the answer, in one thread, and takes time from
-whatever else the device computes; inline it runs before the call returns (before the last event of a stream).
+The comparison never changes an answer. Mode ``background`` compares after the answer, in one thread, and shares the
+device with other work. Mode ``inline`` compares before the call returns (before the last event of a stream).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ __all__ = ["ShadowChecker", "ShadowRequest"]
 logger = logging.getLogger(__name__)
 
 _MAX_WAITING = 8
-"""Comparisons that wait at most; more are skipped and counted, or a busy server would fall ever further behind."""
+"""Most waiting comparisons. Further comparisons are skipped and counted, because a busy server could never catch up."""
 _ALARM_KL = 1.0
-"""First-token KL above which the log says so as a warning, nats: the answer may well begin otherwise."""
+"""First-token KL in nats above which a warning is logged: the answer may begin differently."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +43,18 @@ class ShadowRequest:
     ids: torch.Tensor
     """Prompt, ``(num_tokens,)`` int64."""
     logits: torch.Tensor
-    """What the answer's first token was chosen from, ``(vocab_size,)``."""
+    """Logits of the answer's first token, ``(vocab_size,)``."""
     answer_ids: Sequence[int]
     is_greedy: bool
-    """Whether each token was the likeliest: only then does agreement say anything."""
+    """Whether the answer was decoded greedily; only then is there an agreement."""
     stats: FusionStats
 
 
 class ShadowChecker(Observer):
-    """Draws answers at random and compares them."""
+    """Chooses answers at random and compares them with full prefill."""
 
     def __init__(self, find_runtime: Callable[[], Runtime], metrics: Metrics, *, rate: float, mode: str) -> None:
-        """``find_runtime``: gives the model that answers; called at the first answer, not before."""
+        """``find_runtime`` returns the primary model's runtime; first called after the first answer."""
         self._find_runtime = find_runtime
         self._metrics = metrics
         self._rate = rate
@@ -62,11 +62,11 @@ class ShadowChecker(Observer):
         self._random = random.Random()
         self._waiting: deque[ShadowRequest] = deque()
         self._worker: threading.Thread | None = None
-        """Lives while there is something to compare."""
+        """Runs while comparisons are waiting."""
         self._changed = threading.Condition()
 
     def on_answer(self, answered: Answered) -> None:
-        """Offer an answer that reused something."""
+        """Offer every answer that reused KV."""
         stats = answered.answer.stats
         if not self._rate or answered.plan is None or answered.logits is None or stats.method == "full":
             return
@@ -76,7 +76,7 @@ class ShadowChecker(Observer):
             self.offer(ShadowRequest(ids, answered.logits.clone(), answered.answer.token_ids, greedy, stats))
 
     def offer(self, request: ShadowRequest) -> None:
-        """Take an answer for comparison, or let it pass: the draw decides."""
+        """Compare an answer with probability ``rate``."""
         if self._random.random() >= self._rate:
             return
         if self._inline:
@@ -93,12 +93,12 @@ class ShadowChecker(Observer):
                 self._worker.start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until nothing is waiting or running any more; False if it took longer."""
+        """Wait for all comparisons; False after ``timeout_s`` seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: self._worker is None, timeout_s)
 
     def close(self) -> None:
-        """Drop what waits and return after the comparison under way."""
+        """Drop waiting comparisons, and return after the running comparison."""
         with self._changed:
             for _ in self._waiting:
                 self._metrics.record_shadow_skipped()
@@ -120,7 +120,7 @@ class ShadowChecker(Observer):
     def _check(self, request: ShadowRequest) -> None:
         try:
             kl, agreement = self._compare(request)
-        except Exception:  # out of memory, say: the answer is out and right as it is
+        except Exception:  # for instance out of memory: the answer itself is not affected
             self._metrics.record_shadow_skipped()
             logger.warning("shadow: comparison with full prefill failed", exc_info=True)
             return
@@ -136,14 +136,14 @@ class ShadowChecker(Observer):
 
     @torch.inference_mode()
     def _compare(self, request: ShadowRequest) -> tuple[float, float | None]:
-        """First-token KL, and for a greedy answer the share of its tokens that full prefill would have chosen too."""
+        """First-token KL, and for a greedy answer the share of its tokens that full prefill chooses too (else None)."""
         runtime, num_tokens = cast("ModelRuntime", self._find_runtime()), len(request.ids)
         cache, logits = runtime.prefill(request.ids, num_tokens + len(request.answer_ids))
         kl = float(kl_divergence(logits, request.logits.to(logits.device)))
         if not request.is_greedy:
             return kl, None
         answer_ids = request.answer_ids
-        if runtime.pinned_rope:  # the answer went on with other rotary frequencies there
+        if runtime.pinned_rope:  # above this length the answer used other rotary frequencies
             answer_ids = answer_ids[: max(1, runtime.reuse_tokens - num_tokens)]
         along = read_along(runtime, cache, logits, answer_ids)
         answer = torch.tensor(answer_ids, device=along.device)

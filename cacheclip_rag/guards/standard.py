@@ -1,4 +1,4 @@
-"""The observers that every engine begins with."""
+"""The default observers of an engine."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["standard_observers"]
 
 
 def standard_observers(config: EngineConfig, metrics: Metrics, find_runtime: Callable[[], Runtime]) -> list[Observer]:
-    """Certificates before, metrics and comparison with full prefill after.
+    """Certificate checks, metrics and comparison with full prefill.
 
     Args:
-        find_runtime: gives the model that answers, once there is an answer.
+        find_runtime: returns the primary model's runtime; first called after the first answer.
     """
     observers: list[Observer] = [CertificateGuard(config), metrics]
     if config.shadow_rate:

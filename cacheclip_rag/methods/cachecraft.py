@@ -50,6 +50,6 @@ class CacheCraft(Method):
             share = variant.overhead(before, digest_before(view.layout, span), self.alpha)
             mask = torch.zeros(len(span.tokens), dtype=torch.bool)
             count = math.ceil(share * len(span.tokens))
-            mask[variant.token_owed.argsort(descending=True, stable=True)[:count]] = True
+            mask[variant.token_attention.argsort(descending=True, stable=True)[:count]] = True
             masks.append(mask)
         return masks

@@ -1,1 +1,1 @@
-"""Decisions that need no tensor: what is reused, by which method, and why not."""
+"""Decisions that need no tensor: the method, the reused chunks, and reasons against reuse."""

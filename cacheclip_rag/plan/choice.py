@@ -1,4 +1,4 @@
-"""Which method a call computes by."""
+"""Chooses the method of a call."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ __all__ = ["choose_method", "context_of"]
 def choose_method(
     config: EngineConfig, method: str | Method | None, recompute_ratio: float | None, has_head_set: Callable[[], bool]
 ) -> Method:
-    """The method of that name, or that instance, at this ratio.
+    """The method for a call, at its recompute ratio.
 
     Args:
-        method: default the engine's. ``auto`` is ``cacheclip`` where the auxiliary model can be had and has a head set,
-            and else ``anchored``.
-        recompute_ratio: default the engine's for the engine's method and for names, else the instance's own. A preset
-            without a ratio ignores it.
-        has_head_set: asked for ``auto`` alone; to know it loads the models.
+        method: a preset's name or an instance; default the engine's method. ``auto`` means ``cacheclip`` if the
+            auxiliary model is available and has a head set, else ``anchored``.
+        recompute_ratio: default the engine's ratio for names and for the engine's method, and the instance's own ratio
+            for an instance. Presets without a ratio ignore it.
+        has_head_set: called for ``auto`` only, because it loads the models.
 
     Raises:
-        ConfigurationError: an unknown name, a ratio out of range or given beside an instance that has none, or no
-            auxiliary model where the method needs one.
+        ConfigurationError: an unknown name; a ratio out of range, or for an instance without a ratio; a method that
+            needs an auxiliary model and an engine without one.
     """
     given = config.method if method is None else method
     check_method(given)
@@ -46,9 +46,9 @@ def choose_method(
 
 
 def context_of(config: EngineConfig, method: str | Method | None) -> ChunkContext | None:
-    """What chunks are computed behind for a method (default the engine's); None: what the settings say."""
+    """The chunk context of a method (default the engine's method); None: the engine's setting decides."""
     given = config.method if method is None else method
     check_method(given)
     if given == DEFAULT_METHOD:
-        return None  # both methods that it may be leave it to the settings
+        return None  # both methods that auto can mean use the engine's setting
     return (preset(given) if isinstance(given, str) else given).context

@@ -1,4 +1,4 @@
-"""Why was this text not a hit? Each thing that must hold for a chunk to be reused, checked in turn."""
+"""Explains why a text was not a hit: checks every condition of reuse in turn."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 __all__ = ["MissReport", "explain_miss"]
 
 _SHOWN = 30
-"""Characters of a text that are shown around the place where it departs."""
+"""Characters of a text that are shown where prompt and text begin to differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class MissReport:
-    """What was found out about one text and one prompt."""
+    """Result of :func:`explain_miss` for one text and one prompt."""
 
     text: str
     """Its beginning."""
@@ -32,21 +32,21 @@ class MissReport:
     """One of ``hit``, ``too_short``, ``not_in_prompt``, ``not_precomputed``, ``evicted``,
     ``inside_another``, ``cannot_reuse``."""
     explanation: str
-    """For people: what was expected, what was found, what to do."""
+    """Message for people: expected, found, what to do."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def explain_miss(engine: CacheClipEngine, prompt: Prompt, text: str) -> MissReport:
-    """Say why ``text`` is, or is not, reused in ``prompt`` by this engine. Loads its models; answers nothing.
+    """Explain why this engine does, or does not, reuse ``text`` in ``prompt``. Loads the engine's models.
 
     Args:
-        prompt: as it reaches the engine: a string or chat messages.
-        text: the chunk as it was, or should have been, precomputed.
+        prompt: the prompt as it reaches the engine, a string or chat messages.
+        text: the chunk's text as it was precomputed, or should have been.
 
     Raises:
-        ConfigurationError: something that is no prompt or no text.
+        ConfigurationError: an invalid prompt or text.
     """
     chunk = normalise_chunk(text)
     written = prompt if isinstance(prompt, str) else "\n\n".join(message["content"] for message in prompt)
@@ -75,25 +75,25 @@ def explain_miss(engine: CacheClipEngine, prompt: Prompt, text: str) -> MissRepo
     if around:
         return report(
             "inside_another",
-            f"it stands inside a longer stored text, which is reused in its place: {around[0][:_SHOWN]!r}...",
+            f"the text is part of a longer stored text, which is reused instead: {around[0][:_SHOWN]!r}...",
         )
     if any(stored.values()):
         return report(
             "not_precomputed",
-            "its KV is in the store, and the index of texts does not list it (another program removed it there). "
-            "Precompute it again: it costs a look-up.",
+            "the text's KV is stored, but the text is missing from the index (another program removed it). "
+            "Precompute the text again: this costs a look-up only.",
         )
     return report(
         "not_precomputed",
-        "the text stands in the prompt as it is, and was never precomputed in namespace "
-        f"{engine.config.namespace!r} of store {engine.config.store or 'in memory'!r}: what was precomputed differs "
-        "from it, or went elsewhere. Compare the store, the namespace, and the text as it is when precomputed (the "
-        "metadata that a framework adds is part of it).",
+        "the text is in the prompt, but it was never precomputed in namespace "
+        f"{engine.config.namespace!r} of store {engine.config.store or 'in memory'!r}: the precomputed text is "
+        "different, or is in another store. Compare store and namespace, and compare the text with the one that was "
+        "precomputed (it includes metadata that a framework adds).",
     )
 
 
 def _stored(engine: CacheClipEngine, chunk: str) -> dict[str, bool]:
-    """By model, whether the KV is there as the engine's method wants it."""
+    """Per model, whether the KV is stored with the chunk context of the engine's method."""
     needs_auxiliary = bool(engine.config.auxiliary) and engine.make_method().needs_auxiliary
     caches = engine.chunk_caches(with_auxiliary=needs_auxiliary)
     return {each.runtime.name: chunk in each for each in caches}
@@ -108,20 +108,20 @@ def _missing(engine: CacheClipEngine, chunk: str, stored: dict[str, bool]) -> st
     ]
     if others:
         return (
-            f"it was precomputed with chunk_context={others[0]!r}, and this engine reads chunks of "
-            f"chunk_context={engine.config.chunk_context!r}. Use the same setting, or precompute it again."
+            f"the text was precomputed with chunk_context={others[0]!r}, but this engine reads chunks with "
+            f"chunk_context={engine.config.chunk_context!r}. Use the same setting, or precompute the text again."
         )
     limit = engine.config.max_bytes
     evicted = f", evicted to stay below max_bytes={limit}" if limit else ""
     return (
-        f"the text is known, and its KV is not there for {', '.join(map(repr, absent))}{evicted}: deleted, damaged, or "
-        "precomputed for other models, another system prompt or another dtype. The next answer with it stores it "
-        "again; or precompute it now."
+        f"the text is known, but its KV is not stored for {', '.join(map(repr, absent))}{evicted}: it was deleted, "
+        "damaged, or precomputed for other models, another system prompt or another dtype. The next answer with this "
+        "text stores it again; or precompute it now."
     )
 
 
 def _departure(chunk: str, written: str) -> str:
-    """Where the prompt stops being like the text, and what may have changed it."""
+    """Where prompt and text begin to differ, and a possible reason."""
     for change, what, advice in (
         (html.escape, "HTML-escaped", "Give the prompt the text as it is, or precompute it escaped."),
         (html.unescape, "with its HTML entities resolved", "Precompute the text as the prompt has it."),
@@ -130,28 +130,28 @@ def _departure(chunk: str, written: str) -> str:
             return f"the prompt has the text {what}. {advice}"
     if _words(chunk) in _words(written):
         return (
-            "the prompt has all its words, with other blanks or line ends between them. Precompute the text after the "
-            "step that changes them, or leave that step out."
+            "the prompt has all words of the text, with other blanks or line ends between them. Precompute the text "
+            "after the step that changes white space, or leave that step out."
         )
     if chunk.casefold() in written.casefold():
         return "the prompt has the text in other letter case. Precompute it as the prompt has it."
     length = _longest_start(chunk, written)
     if length >= WINDOW:
         end = written.index(chunk[:length]) + length
-        cut = "goes on otherwise" if written[end : end + 1].strip() else "is cut off there"
+        cut = "continues differently" if written[end : end + 1].strip() else "is cut off there"
         return (
-            f"the prompt has its first {length} of {len(chunk)} characters and {cut}: expected "
+            f"the prompt has the text's first {length} of {len(chunk)} characters and {cut}: expected "
             f"{chunk[length : length + _SHOWN]!r}, got {written[end : end + _SHOWN]!r}. A splitter that runs after "
             "precomputing, or a synthesizer whose prompts are full, cuts chunks: keep them whole."
         )
     return (
-        "neither the text nor its beginning is in the prompt: it was not retrieved, was summarised or rewritten, or "
-        "begins otherwise (a title or metadata before it, say). Precompute the text as the prompt has it."
+        "neither the text nor its beginning is in the prompt: it was not retrieved, it was summarised or rewritten, or "
+        "it begins differently (for instance with a title or metadata). Precompute the text as the prompt has it."
     )
 
 
 def _longest_start(chunk: str, written: str) -> int:
-    """Characters of the longest beginning of ``chunk`` that is somewhere in ``written``."""
+    """Length of the longest prefix of ``chunk`` that occurs in ``written``."""
     low, high = 0, len(chunk)
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,4 +1,4 @@
-"""From a request's segments to a plan: what is reused, what is exact, or why nothing is. It computes no tensor."""
+"""From a request's segments to a plan: reused chunks, exact chunks, or the reason for plain prefill. No tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def make_plan(
     """Decide how a prompt is answered.
 
     Args:
-        method: None for whichever of the exact ones costs least.
+        method: None for the cheapest exact method.
         question: text that scores the chunks; default the text after the last chunk.
 
     Raises:
@@ -44,7 +44,7 @@ def make_plan(
         return replace(plan, fallback=obstacle, obstructed=True)
     found = tuple(span for span in layout.chunks if sources.holds(span.segment.text))
     if sources.captured is not None and len(found) < len(layout.chunks):
-        why = f"not all of the prompt's {len(layout.chunks)} chunks were captured before; now they are"
+        why = f"not all of the prompt's {len(layout.chunks)} chunks were captured before; this answer captures them"
         return replace(plan, fallback=why, captures=True)
     if not found:
         return replace(plan, fallback=_nothing_found(layout))
@@ -62,7 +62,7 @@ def _nothing_found(layout: Layout) -> str:
 
 
 def _obstacle(sources: Sources, layout: Layout) -> str | None:
-    """Why nothing could be reused exactly, whatever is stored; None if it could."""
+    """Why reuse would not be exact for this model or prompt; None if it would."""
     for caches in (sources.primary, sources.auxiliary.caches if sources.auxiliary else None):
         if caches is not None and caches.runtime.unsupported:
             return caches.runtime.unsupported
@@ -80,7 +80,7 @@ def _obstacle(sources: Sources, layout: Layout) -> str | None:
 
 
 def _obstacle_of_positions(method: Method, layout: Layout, found: Sequence[Span], sources: Sources) -> str | None:
-    """Why the method's own positions do not fit; None if they do, or it has none."""
+    """Why the method's positions do not fit the model; None if they fit or the method does not change positions."""
     geometry = method.positions(layout, found)
     if geometry is None:
         return None

@@ -1,1 +1,1 @@
-"""A prompt as segments, and where every token of it stands."""
+"""Prompts as segments, and the layout of their tokens."""

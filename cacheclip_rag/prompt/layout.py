@@ -1,4 +1,4 @@
-"""Where every token of a prompt comes from: the shared prefix, a chunk cache, or this very forward pass."""
+"""The layout of a prompt: each token's position, and the source of its KV (shared prefix, chunk cache, fresh)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["Layout", "Span", "check_length", "lay_out", "question_slots"]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One segment at its place in the prompt."""
+    """One segment and its position in the prompt."""
 
     segment: Segment
     tokens: TokenizedText
     start: int
-    """Position of its first token."""
+    """Position of the segment's first token."""
 
     @property
     def stop(self) -> int:
@@ -37,27 +37,28 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A prompt as token ids with their origin."""
+    """A prompt's token ids and the source of each token's KV."""
 
     token_ids: tuple[int, ...]
     spans: tuple[Span, ...]
     num_prefix: int
-    """Leading tokens that are the engine's shared prefix (0 when the prompt opens otherwise): exact in the store."""
+    """Leading tokens that are the engine's shared prefix, exact as stored. 0 if the prompt begins differently."""
     opens_with_prefix: bool
-    """Whether the prompt opens with the shared prefix; trivially true of an empty one."""
+    """Whether the prompt begins with the shared prefix; always True for an empty prefix."""
     exact_after_prefix: bool = True
-    """Whether chunk caches were computed behind the shared prefix: one right behind it is then exact."""
+    """Whether chunk caches were computed right after the shared prefix. A chunk right after the prefix is then
+    exact."""
     num_cached: int = 0
-    """Leading tokens taken from the prefix cache, exact like the shared prefix and then more than it; 0 for none."""
+    """Leading tokens taken from the prefix cache, which are exact. If not 0, they exceed the shared prefix."""
 
     @property
     def num_exact(self) -> int:
-        """Leading tokens whose KV is there, and is that of plain prefill: nobody computes them again."""
+        """Leading tokens whose KV is available and equals plain prefill's. They are not computed again."""
         return max(self.num_prefix, self.num_cached)
 
     @property
     def ids(self) -> torch.Tensor:
-        """The token ids, made anew at each call: ``(num_tokens,)`` int64."""
+        """The token ids as a new tensor, ``(num_tokens,)`` int64."""
         return torch.tensor(self.token_ids, dtype=torch.int64)
 
     @property
@@ -69,18 +70,18 @@ class Layout:
         return tuple(span for span in self.spans if span.is_chunk)
 
     def is_exact(self, span: Span) -> bool:
-        """Whether a chunk's KV is the full prefill's: it sits right behind the very prefix it was encoded behind, or
-        within what the prefix cache gave."""
+        """Whether a chunk's KV equals full prefill's: it comes right after the prefix it was computed with, or from the
+        prefix cache."""
         after_prefix = self.exact_after_prefix and self.opens_with_prefix and span.start == self.num_prefix
         return span.is_chunk and (after_prefix or self.is_cached(span))
 
     def is_cached(self, span: Span) -> bool:
-        """Whether a segment lies wholly within what the prefix cache gave."""
+        """Whether all KV of a segment comes from the prefix cache."""
         return span.stop <= self.num_cached
 
     def cached_until(self, num_tokens: int, reused: Sequence[Span]) -> Layout:
-        """With that many leading tokens from the prefix cache, cut down to the start of a reused chunk that they end
-        within (its stored KV fits no other start); none if the shared prefix gives as many."""
+        """This layout with ``num_tokens`` leading tokens from the prefix cache. If they end inside a reused chunk, they
+        are cut to the chunk's start. If the shared prefix has as many tokens, the prefix cache is not used."""
         num_cached = min((span.start for span in reused if span.start < num_tokens < span.stop), default=num_tokens)
         return replace(self, num_cached=num_cached if num_cached > self.num_prefix else 0)
 
@@ -88,7 +89,7 @@ class Layout:
 def lay_out(
     segments: Sequence[Segment], tokenize: Callable[[Segment], TokenizedText], prefix_ids: Sequence[int]
 ) -> Layout:
-    """Tokenise segments apart and put them one after the other."""
+    """Tokenise each segment separately and concatenate the ids."""
     spans, position = [], 0
     for segment in segments:
         tokens = tokenize(segment)
@@ -99,14 +100,14 @@ def lay_out(
     ids = [token for span in spans for token in span.tokens.ids]
     first_chunk = next((span.start for span in spans if span.is_chunk), position)
     num_prefix = len(prefix_ids)
-    # At least one token must be left to compute, or there would be no logits to answer from.
+    # at least one token must be computed: its logits give the first new token
     opens_with_prefix = num_prefix <= min(first_chunk, position - 1) and ids[:num_prefix] == list(prefix_ids)
     return Layout(tuple(ids), tuple(spans), num_prefix if opens_with_prefix else 0, opens_with_prefix)
 
 
 def check_length(layout: Layout, context_tokens: int, model: str) -> None:
-    """Raise PromptTooLongError, with what to drop, unless the prompt and a first token fit the model's context."""
-    room = context_tokens - 1  # one token at least must be generated
+    """Raise PromptTooLongError unless the prompt and one new token fit the model's context."""
+    room = context_tokens - 1  # one token must be generated
     excess = layout.num_tokens - room
     if excess <= 0:
         return
@@ -127,10 +128,10 @@ def check_length(layout: Layout, context_tokens: int, model: str) -> None:
 
 
 def question_slots(layout: Layout, question: str | None = None) -> torch.Tensor:
-    """Slots of the tokens that ask, at least one: those of ``question`` where it stands behind the last chunk, else
-    all of the user's words there, else (no words there) the prompt's last token.
+    """Slots of the question's tokens, at least one.
 
-    Text of the chat template is left out: it comes after every question, and says nothing of this one.
+    The question is ``question`` if it occurs after the last chunk, else all of the user's text after the last chunk,
+    else the prompt's last token. Text of the chat template does not belong to the question.
     """
     chunks = layout.chunks
     behind = [s for s in layout.spans if not s.is_chunk and not s.segment.control and s.start >= chunks[-1].stop]

@@ -1,4 +1,4 @@
-"""From what a user wrote to segments: chat template, system prompt, stored chunks found inside."""
+"""From a user's prompt to segments: applies the chat template and system prompt, and finds stored chunks."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ if TYPE_CHECKING:
 __all__ = ["PromptReader"]
 
 _PREFIX_DATE = "01 Jan 2025"
-"""Date in the shared prefix of a chat template that states today's: else every night would make all chunks misses."""
+"""Date in the shared prefix, for chat templates that state the date. With today's date, all chunks would become misses
+every night."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptReader:
-    """Reads prompts for one model behind one system prompt."""
+    """Reads prompts for one model and one system prompt."""
 
     runtime: Runtime
     system_prompt: str | None = None
-    """None takes the chat template's default."""
+    """None: the chat template's default system prompt."""
 
     def segments(
         self, prompt: Prompt, texts: TextIndex, documents: Iterable[str] = (), *, date: str | None = None
@@ -34,10 +35,10 @@ class PromptReader:
 
         Args:
             prompt: a string (one user message if the model has a chat template) or a list of messages. The system
-                prompt comes before messages that hold none.
-            texts: stored texts to look for.
+                prompt is added to messages without one.
+            texts: stored texts to find.
             documents: chunk texts known to be in the prompt, stored or not.
-            date: what a chat template that states the date writes, default today's.
+            date: for chat templates that state the date; default today.
         """
         runtime, own = self.runtime, self.system_prompt
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else check_messages(prompt)
@@ -46,11 +47,11 @@ class PromptReader:
             return self._opening() + segment_text(text, texts, documents)
         if all(message["role"] != "system" for message in messages):
             messages = [*self._system_messages(), *messages]
-        # the system prompt is prefix, whatever of it the store may hold
+        # the system prompt belongs to the prefix: do not search it for chunks
         return segment_chat(messages, self._render(date), texts, documents, verbatim=(own,) if own else ())
 
     def prefix_ids(self) -> list[int]:
-        """Token ids of the shared prefix: the chat template's opening, up to the first word of the user."""
+        """Token ids of the shared prefix: the chat template's text up to the user's first word."""
         content = "\u2063"
         opening = self._opening()
         if self.runtime.has_chat_template:
@@ -66,6 +67,6 @@ class PromptReader:
         return [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
 
     def _opening(self) -> list[Segment]:
-        """How the prompt of a model without a chat template opens: its BOS, then the system prompt."""
+        """First segments of a prompt without a chat template: BOS, then the system prompt."""
         opening = [Fresh(self.runtime.opening, control=True), Fresh(self.system_prompt or "")]
         return [segment for segment in opening if segment.text]

@@ -1,8 +1,7 @@
 """A prompt as segments: text whose KV the store may hold, and text that must be computed now.
 
-Whatever brings the prompt (a LlamaIndex query, a LangChain message list, the command line, a benchmark), it ends up
-as a list of segments, and everything after that works on segments alone. Each segment is tokenised on its own and the
-ids are concatenated: nothing is tokenised again after joining, so a stored chunk's ids are always the stored ids.
+Every prompt, from any framework or command, becomes a list of segments. Each segment is tokenised separately, and the
+ids are concatenated. Joined text is never tokenised again, so a chunk in a prompt has the same ids as in the store.
 """
 
 from __future__ import annotations
@@ -34,16 +33,16 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Fresh:
-    """Text whose KV is computed for this prompt: template, glue, question, a text that is not stored."""
+    """Text whose KV is computed for this prompt: template, text between chunks, question."""
 
     text: str
     control: bool = False
-    """True for text of the chat template, in which special tokens mean what they say."""
+    """True for text of the chat template, in which names of special tokens become special tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A retrieved text exactly as the model reads it; its KV is in the store, or will be after this answer."""
+    """A retrieved text exactly as the model reads it. Its KV is in the store, or will be stored after this answer."""
 
     text: str
     control: ClassVar[bool] = False
@@ -53,7 +52,7 @@ Segment = Fresh | Chunk
 
 
 def normalise_chunk(text: str) -> str:
-    """The identity of a chunk's text: stripped, because frameworks strip chunks before they paste them."""
+    """A chunk's text without surrounding white space, because frameworks strip chunks before they paste them."""
     if not isinstance(text, str):
         raise ConfigurationError(f"a text must be a string, got {type(text).__name__}.")
     return text.strip()
@@ -63,7 +62,7 @@ def chunk_texts(texts: Iterable[str]) -> Iterator[str]:
     """Each text, normalised.
 
     Raises:
-        ConfigurationError: a single string (its characters would pass for texts), or something that is no string.
+        ConfigurationError: ``texts`` is a single string, or holds something other than strings.
     """
     if isinstance(texts, str) or not isinstance(texts, Iterable):
         found = "one string: put it in a list" if isinstance(texts, str) else type(texts).__name__
@@ -72,7 +71,7 @@ def chunk_texts(texts: Iterable[str]) -> Iterator[str]:
 
 
 def segment_text(text: str, index: TextIndex | None, documents: Iterable[str] = ()) -> list[Segment]:
-    """Cut ``text`` into stored (or candidate) chunks and the fresh text between them; joined again it is ``text``."""
+    """Cut ``text`` into chunks (stored texts and ``documents``) and fresh text. Joined again, they equal ``text``."""
     segments: list[Segment] = []
     position = 0
     for match in index.find(text, chunk_texts(documents)) if index is not None else ():
@@ -94,9 +93,9 @@ def segment_chat(
 ) -> list[Segment]:
     """Segments of a chat: the template's text as control segments, each content cut by :func:`segment_text`.
 
-    The template is rendered with a sentinel in place of each content and split there. So the contents never pass
-    through the template's string handling, and no content can speak in the template's voice. The blanks around a
-    content do pass, since some templates strip them. Contents in ``verbatim`` are not searched for chunks.
+    The template is rendered with a sentinel in place of each content, and split there. So the template cannot change
+    contents, and no content can imitate the template. White space around a content does pass through the template,
+    because some templates strip it. Contents in ``verbatim`` are not searched for chunks.
     """
     messages = check_messages(messages)
     documents = list(chunk_texts(documents))
@@ -133,7 +132,7 @@ def _sentinel(number: int) -> str:
 
 
 def check_messages(messages: Sequence[Message]) -> list[Message]:
-    """The messages, if they are a list of role and content strings; else ConfigurationError."""
+    """The messages as a list. Raises ConfigurationError unless each has a role and a content string."""
     if not messages:
         raise ConfigurationError("a chat prompt needs at least one message, got none.")
     for message in messages:
@@ -148,10 +147,10 @@ def check_messages(messages: Sequence[Message]) -> list[Message]:
 
 
 def check_segments(segments: Iterable[Segment]) -> list[Segment]:
-    """Check the segment types, drop empty ones and take blanks around a chunk's text for fresh text.
+    """Check segment types, drop empty segments, and turn white space around a chunk's text into fresh text.
 
     Raises:
-        ConfigurationError: something else than Fresh or Chunk was given.
+        ConfigurationError: a segment is neither Fresh nor Chunk.
     """
     checked: list[Segment] = []
     for segment in segments:
@@ -170,7 +169,8 @@ def check_segments(segments: Iterable[Segment]) -> list[Segment]:
 
 
 def as_segments(prompt: Prompt | Sequence[Segment]) -> list[Segment] | None:
-    """The prompt itself if it is a list of segments, else None. Raises on an empty prompt and on other types."""
+    """The prompt if it is a list of segments, else None. Raises ConfigurationError for empty prompts and other
+    types."""
     expected = "expected a string, a list of chat messages or a list of segments"
     if not isinstance(prompt, str | list | tuple):
         raise ConfigurationError(f"{expected}, got {type(prompt).__name__}.")

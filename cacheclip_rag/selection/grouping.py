@@ -162,7 +162,7 @@ def _check_threshold(size: int, threshold: int) -> None:
     check_whole_number("threshold", threshold, of="tokens")
     if threshold >= size:
         raise ConfigurationError(
-            f"threshold must be below the window's size, got threshold={threshold} and size={size}. Lower it: "
+            f"threshold must be below the window size, got threshold={threshold} and size={size}. Lower it: "
             "a window cannot contain more chosen tokens than tokens."
         )
 

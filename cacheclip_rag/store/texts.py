@@ -40,7 +40,7 @@ class TextMatch:
 
 
 @dataclass(frozen=True, slots=True)
-class _Anchor:
+class _Signature:
     """What is remembered of a text."""
 
     value: int
@@ -79,10 +79,10 @@ class TextIndex:
 
     def find(self, prompt: str, documents: Iterable[str] = ()) -> list[TextMatch]:
         """Stored texts and ``documents`` occurring in ``prompt``: leftmost, longest, not overlapping, in order."""
-        anchors = [anchor for text in documents if (anchor := _anchor_of(text)) is not None]
+        signatures = [signature for text in documents if (signature := _signature_of(text)) is not None]
         with self._lock:
             self._refresh()
-            tables = (_Rows.of([(anchor, False) for anchor in anchors]), self._recent, self._settled)
+            tables = (_Rows.of([(signature, False) for signature in signatures]), self._recent, self._settled)
         hashes = _window_hashes(prompt)
         candidates = sorted(
             (start, -length, number, row)
@@ -107,7 +107,7 @@ class TextIndex:
         """Take in what this or another process added or removed since the last look."""
         while rows := self._catalog.texts_after(self._namespace, self._last_serial, _BATCH):
             new = [
-                (_Anchor(value, start, length, ending, digest), removed)
+                (_Signature(value, start, length, ending, digest), removed)
                 for _, (digest, value, start, length, ending), removed in rows
             ]
             self._recent = _Rows.of(new).over(self._recent)
@@ -131,7 +131,7 @@ _Column = np.ndarray[Any, np.dtype[Any]]
 class _Rows:
     """Texts ordered by anchor and digest, each once; a column for each thing remembered."""
 
-    anchors: _Column
+    windows: _Column
     """``(num_texts,)`` int64."""
     starts: _Column
     """uint16."""
@@ -145,20 +145,20 @@ class _Rows:
     """bool."""
 
     @classmethod
-    def of(cls, texts: Sequence[tuple[_Anchor, bool]]) -> _Rows:
+    def of(cls, texts: Sequence[tuple[_Signature, bool]]) -> _Rows:
         """Texts, and whether they were removed; the last that is said of a text counts."""
-        digests = b"".join(anchor.digest for anchor, _ in texts)
+        digests = b"".join(signature.digest for signature, _ in texts)
         return cls(
-            np.array([anchor.value for anchor, _ in texts], np.int64),
-            np.array([anchor.start for anchor, _ in texts], np.uint16),
-            np.array([anchor.length for anchor, _ in texts], np.uint32),
-            np.array([anchor.ending for anchor, _ in texts], np.int64),
+            np.array([signature.value for signature, _ in texts], np.int64),
+            np.array([signature.start for signature, _ in texts], np.uint16),
+            np.array([signature.length for signature, _ in texts], np.uint32),
+            np.array([signature.ending for signature, _ in texts], np.int64),
             np.frombuffer(digests, np.uint64).reshape(-1, 2),
             np.array([removed for _, removed in texts], np.bool_),
         )._ordered()
 
     def __len__(self) -> int:
-        return len(self.anchors)
+        return len(self.windows)
 
     def _map(self, change: Callable[[str], _Column]) -> _Rows:
         return _Rows(*(change(each.name) for each in fields(self)))
@@ -167,8 +167,8 @@ class _Rows:
         return self._map(lambda name: getattr(self, name)[which])
 
     def _ordered(self) -> _Rows:
-        found = self._at(np.lexsort((self.digests[:, 1], self.digests[:, 0], self.anchors)))  # stable
-        same = (found.anchors[1:] == found.anchors[:-1]) & (found.digests[1:] == found.digests[:-1]).all(1)
+        found = self._at(np.lexsort((self.digests[:, 1], self.digests[:, 0], self.windows)))  # stable
+        same = (found.windows[1:] == found.windows[:-1]) & (found.digests[1:] == found.digests[:-1]).all(1)
         last = np.ones(len(found), np.bool_)
         last[:-1] = ~same
         return found._at(last)
@@ -184,8 +184,8 @@ class _Rows:
     def candidates(self, hashes: _Column) -> Iterator[tuple[int, int, int]]:
         """Where in a prompt, given by the hashes of its windows, something begins and ends like a text: start, length
         and row."""
-        first = np.searchsorted(self.anchors, hashes)
-        counts = np.searchsorted(self.anchors, hashes, side="right") - first
+        first = np.searchsorted(self.windows, hashes)
+        counts = np.searchsorted(self.windows, hashes, side="right") - first
         positions = np.flatnonzero(counts)
         # of all texts with such an anchor (thousands may share a head), those whose ending may be in the prompt
         groups, here, group_of = np.unique(first[positions], return_index=True, return_inverse=True)
@@ -238,17 +238,17 @@ def _window_hashes(text: str) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     return (hashes ^ (hashes >> np.uint64(32))).view(np.int64)
 
 
-def _anchor_of(text: str) -> _Anchor | None:
+def _signature_of(text: str) -> _Signature | None:
     if len(text) < WINDOW:
         return None
     hashes = _window_hashes(text[: REGION + WINDOW - 1])
     start = int(hashes.argmin())
     ending = int(_window_hashes(text[-WINDOW:])[0])
-    return _Anchor(int(hashes[start]), start, len(text), ending, text_digest(text))
+    return _Signature(int(hashes[start]), start, len(text), ending, text_digest(text))
 
 
 def _rows_of(texts: Iterable[str]) -> Iterator[TextRow]:
     """As the catalog keeps them; short texts are left out."""
     for text in texts:
-        if (anchor := _anchor_of(text)) is not None:
-            yield anchor.digest, anchor.value, anchor.start, anchor.length, anchor.ending
+        if (signature := _signature_of(text)) is not None:
+            yield signature.digest, signature.value, signature.start, signature.length, signature.ending

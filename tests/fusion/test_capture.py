@@ -63,10 +63,10 @@ class TestStatistics:
         of_chunk = dict(found)
         last = of_chunk[third.segment.text]
         assert last.before == (first.segment.text, second.segment.text)
-        assert last.owed[first.segment.text] == pytest.approx(mass(third, first), rel=1e-3)
+        assert last.attention_by_text[first.segment.text] == pytest.approx(mass(third, first), rel=1e-3)
         expected = mean[third.start : third.stop, first.start : first.stop].sum(1)
         expected = expected + mean[third.start : third.stop, second.start : second.stop].sum(1)
-        assert gap(last.token_owed, expected) < 1e-4
+        assert gap(last.token_attention, expected) < 1e-4
         size = len(third.tokens)
         inter = sum(mass(third, other) / (size * len(other.tokens)) for other in (first, second))
         assert last.impact == pytest.approx(1 / (1 + math.exp(-inter / (mass(third, third) / size**2))), rel=1e-3)

@@ -183,7 +183,7 @@ class TestCacheBlend:
     def test_a_check_layer_with_nothing_behind_it(self, case: Case, beyond: int) -> None:
         assert case.runtime.num_layers == 3
         for ratio in (0.0, 0.2, 1.0):
-            with pytest.raises(ConfigurationError, match=f"check_layer={beyond} .* has 3 layers, .* from 0 to 1"):
+            with pytest.raises(ConfigurationError, match=f"check_layer={beyond}: .* has 3 layers, .* from 0 to 1"):
                 run(case, "cacheblend", ratio, check_layer=beyond)
         assert run(case, "cacheblend", check_layer=1).stats.effective_ratio < 0.3
 

@@ -126,7 +126,10 @@ def test_anchored_is_a_mix(case: Case) -> None:
     [
         (lambda: RankMix(ChunkStart(), QueryAttention(), weight=3), "weight must be a share of the ranking, 0 to 1"),
         (lambda: RankMix(ChunkStart(), "epic"), "second must be a scorer"),
-        (lambda: RankMix(RankMix(ChunkStart(), ChunkStart()), ChunkStart()), "first must be a scorer that is no mix"),
+        (
+            lambda: RankMix(RankMix(ChunkStart(), ChunkStart()), ChunkStart()),
+            "first must be a scorer other than RankMix",
+        ),
         (lambda: ChunkStart(within=-1), "within must be a whole number of tokens, 0 or more"),
         (lambda: Recompute("epic"), "scorer must be a Scorer such as ChunkStart"),
         (lambda: Recompute(ChunkStart(), 0.2), "budget must be a Budget or FixedStarts"),
