@@ -225,7 +225,7 @@ class Parts:
 
     def sources(self, method: Method | None) -> Sources:
         """Where a method's KV comes from; loads the models it needs."""
-        wants: tuple[ChunkContext | None, bool, frozenset[str], bool] = (None, False, frozenset(), False)
+        wants: Hashable = None
         if method is not None:
             wants = (method.context, method.needs_auxiliary, frozenset(method.head_sets), method.captures)
         with self._lock:
