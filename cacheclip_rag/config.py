@@ -108,8 +108,8 @@ class EngineConfig:
                 raise ConfigurationError(f"store must be a folder, or None for memory only, got {self.store!r}.")
             if "://" in str(self.store):
                 raise ConfigurationError(
-                    f"store must be a folder, got {str(self.store)!r}. No store behind a URL ships yet: give the engine "
-                    "a ChunkStore with a backend of your own."
+                    f"store must be a folder, got {str(self.store)!r}. No store behind a URL ships yet: give the "
+                    "engine a ChunkStore with a backend of your own."
                 )
             # in full: however the folder was named, and wherever the process goes, it stays the same
             object.__setattr__(self, "store", os.path.abspath(os.path.expanduser(self.store)))
