@@ -25,7 +25,7 @@ from .guards.metrics import Metrics
 from .guards.standard import standard_observers
 from .methods.base import Method
 from .parts import Parts
-from .plan.choice import choose_method, context_of
+from .plan.planner import choose_method, context_of
 from .prompt.segments import Segment, normalise_chunk
 from .runtime.base import Runtime
 from .runtime.prefill import Prefilled
@@ -177,7 +177,7 @@ class CacheClipEngine:
     # -- answers ----------------------------------------------------------------------------------------------------
 
     def make_method(self, method: str | Method | None = None, recompute_ratio: float | None = None) -> Method:
-        """What a call with these options computes by, see :func:`~cacheclip_rag.plan.choice.choose_method`."""
+        """What a call with these options computes by, see :func:`~cacheclip_rag.plan.planner.choose_method`."""
         return choose_method(self.config, method, recompute_ratio, lambda: self.parts.has_head_set)
 
     def context_of(self, method: str | Method | None = None) -> ChunkContext:
@@ -186,7 +186,7 @@ class CacheClipEngine:
         return context_of(self.config, method) or self.parts.default_context
 
     def segment(self, prompt: Prompt, documents: Documents = (), *, date: str | None = None) -> list[Segment]:
-        """Cut a prompt into stored chunks and fresh text, see :class:`~cacheclip_rag.prompt.reader.PromptReader`."""
+        """Cut a prompt into stored chunks and fresh text, see :class:`~cacheclip_rag.prompt.segments.PromptReader`."""
         return self.parts.reader().segments(prompt, self.library.index, documents, date=date)
 
     def plan(

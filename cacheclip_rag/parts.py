@@ -19,7 +19,7 @@ from .errors import ConfigurationError, ModelError
 from .guards.certificate import Identity, identity_of
 from .methods.base import Method
 from .models.load import load_any
-from .prompt.reader import PromptReader
+from .prompt.segments import PromptReader
 from .runtime.base import Runtime
 from .runtime.transformers.model import ModelRuntime
 from .selection.heads import HeadSet, find_head_set, load_named

@@ -226,7 +226,7 @@ KILLED = """
 import os, signal, sys
 from langchain_core.documents import Document
 from cacheclip_rag.models.load import register_runtime
-from cacheclip_rag.runtime.fake import FakeRuntime
+from cacheclip_rag.testing.fake import FakeRuntime
 from tests.conftest import CHUNKS
 from tests.integrations.test_langchain_indexing import run_pipeline
 

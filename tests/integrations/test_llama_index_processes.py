@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 KILLED = """
 import os, signal, sys
 from cacheclip_rag.models.load import register_runtime
-from cacheclip_rag.runtime.fake import FakeRuntime
+from cacheclip_rag.testing.fake import FakeRuntime
 from tests.integrations.test_llama_index_processes import pipeline_of
 from llama_index.llms.cacheclip import CacheClipLLM
 

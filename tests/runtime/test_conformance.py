@@ -14,7 +14,7 @@ from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.models.load import load_any, register_runtime
 from cacheclip_rag.runtime.base import Runtime
-from cacheclip_rag.runtime.fake import FakeRuntime
+from cacheclip_rag.testing.fake import FakeRuntime
 from cacheclip_rag.testing.runtimes import RuntimeConformance
 from cacheclip_rag.testing.tiny import TINY_MODELS, build_model
 

@@ -22,7 +22,8 @@ from ...methods import preset
 from ...methods.base import CacheView, Method
 from ...runtime.prefill import Prefilled
 from ...runtime.transformers.cache import FusedCache
-from ...runtime.transformers.model import ModelRuntime, transformers_model
+from ...runtime.transformers.model import ModelRuntime
+from ..models import transformers_model
 from .prompts import EvaluationPrompt
 
 __all__ = ["DIRECT", "Check", "check_exactness", "check_reuse", "noise_floor", "reference_logits"]

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import ConfigurationError
-from .base import Fused, Runtime, TokenizedText
+from ..runtime.base import Fused, Runtime, TokenizedText
 
 if TYPE_CHECKING:
     from ..chunks.sources import Sources
