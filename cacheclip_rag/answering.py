@@ -1,8 +1,8 @@
-"""The way of one question, top to bottom::
+"""How a request is answered, from top to bottom::
 
-    request -> segments -> plan (no tensors) -> prefill (fused; plain where nothing is stored) -> first token -> decode
+    request -> segments -> plan (no tensors) -> prefill (fused, or plain if nothing is stored) -> first token -> decode
 
-and, once the answer is out, chunks that were missing are stored for the next.
+After the answer, missing chunks are stored.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["Answering"]
 
 @dataclass(frozen=True, slots=True)
 class Answering:
-    """Answers requests with the parts of one engine."""
+    """Answers the requests of one engine."""
 
     parts: Parts
     writer: ChunkWriter
@@ -38,7 +38,7 @@ class Answering:
 
     @torch.inference_mode()
     def stream(self, request: Request) -> Iterator[Event]:
-        """The answer piece by piece; the last event carries it whole."""
+        """Stream the answer; the last event carries the whole answer."""
         assert request.method is not None, "an engine chooses a method before it answers"
         if request.method.composes:
             yield from self._compose(request)
@@ -56,14 +56,14 @@ class Answering:
         self.writer.store_missing(prefilled.missing, request.documents, sources.primary.context)
 
     def plan(self, request: Request, sources: Sources, clock: PhaseClock) -> Plan:
-        """What will be done; no tensor is computed."""
+        """Decide how to answer. Computes no tensor."""
         with clock.phase("lookup"):
             segments = self._segments(request)
             return make_plan(segments, request.method, sources, question=request.question)
 
     @torch.inference_mode()
     def prefill(self, request: Request) -> Prefilled:
-        """Everything up to the first token's logits; no observer is asked and nothing is stored."""
+        """Prefill up to the first token's logits. Calls no observer and stores nothing."""
         sources = self.parts.sources(request.method)
         clock = PhaseClock()
         plan = self.plan(request, sources, clock)
@@ -76,7 +76,7 @@ class Answering:
         return self.parts.reader().segments(request.prompt, self.parts.library.index, request.documents)  # type: ignore[arg-type]
 
     def _compose(self, request: Request) -> Iterator[Event]:
-        """An answer made of several, each of them exact."""
+        """Answer by a composing method: several prompts, each answered exactly."""
         runtime = self.parts.prefix_caches.runtime  # weights are loaded before the clock starts
         missing: dict[str, None] = {}
 

@@ -1,4 +1,4 @@
-"""Checks of settings that many parts share; free of torch."""
+"""Checks of settings. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ __all__ = [
 
 
 def is_whole_number(value: Any) -> bool:
-    """Whether this is an int, and neither True nor False, which Python counts among them."""
+    """Whether ``value`` is an int and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def check_whole_number(name: str, value: Any, *, least: int = 0, most: int | None = None, of: str = "") -> None:
-    """Raise ConfigurationError unless ``value``, of the setting ``name``, is a whole number within its bounds.
+    """Raise ConfigurationError unless ``value`` of the setting ``name`` is a whole number within its bounds.
 
     Args:
-        of: what it counts (``tokens``).
+        of: the counted unit for the message (``tokens``).
     """
     if is_whole_number(value) and value >= least and (most is None or value <= most):
         return
@@ -40,8 +40,11 @@ def check_whole_number(name: str, value: Any, *, least: int = 0, most: int | Non
 def check_number(
     name: str, value: Any, says: str, *, above: float | None = None, least: float = 0.0, most: float
 ) -> None:
-    """Raise ConfigurationError, which ``says`` what is expected, unless ``value`` is a number from ``least`` (or above
-    ``above``) to ``most``."""
+    """Raise ConfigurationError unless ``value`` is a number from ``least`` (or above ``above``) to ``most``.
+
+    Args:
+        says: the expected value, for the message.
+    """
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if is_number and (value >= least if above is None else value > above) and value <= most:
         return

@@ -1,4 +1,4 @@
-"""Settings of an engine: checked when made, hashable, and free of torch so that making them costs nothing."""
+"""Settings of an engine. They are checked when they are made, hashable, and do not import torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHADOW_MODES = ("background", "inline")
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Everything an engine is made of. Unknown or senseless settings raise ConfigurationError."""
+    """All settings of an engine. Unknown or invalid settings raise ConfigurationError."""
 
     primary: str = DEFAULT_PRIMARY
     """Model that answers: local folder, packaged name or hub id."""
@@ -35,51 +35,53 @@ class EngineConfig:
     store: str | PathLike[str] | None = None
     """Folder of the chunk-cache store; None keeps chunk caches in memory only."""
     namespace: str = "default"
-    """Tenant: two namespaces never share an entry."""
+    """Tenant. Two namespaces never share an entry."""
     method: str | Method = DEFAULT_METHOD
-    """Default method of :meth:`~cacheclip_rag.engine.CacheClipEngine.generate`: a preset's name, a method of your own,
-    or ``auto``: ``cacheclip`` where the auxiliary model can be had and has a head set, ``anchored`` elsewhere."""
+    """Default method of :meth:`~cacheclip_rag.engine.CacheClipEngine.generate`: a preset's name, a Method instance, or
+    ``auto``, which means ``cacheclip`` if the auxiliary model is available and has a head set, else ``anchored``."""
     recompute_ratio: float | None = None
-    """Share of chunk tokens to recompute, 0 to 1, in place of the method's own (0.2 for all presets that have one)."""
+    """Share of chunk tokens to recompute, 0 to 1; None: the method's own ratio (0.2 for all presets with a ratio)."""
     heads: str | PathLike[str] = "auto"
-    """Head set of the auxiliary model, for methods that use one: a file; ``auto`` for the one that ``cacheclip
-    calibrate`` or ``finetune`` wrote for this pair of models, else the one in the package; ``none``."""
+    """Head set of the auxiliary model: a file, ``none`` or ``auto``. ``auto`` takes the head set that ``cacheclip
+    calibrate`` or ``cacheclip finetune`` wrote for this pair of models, else the head set in the package."""
     chunk_context: str = "passages"
-    """What chunks are precomputed behind, for methods that do not say it themselves: the shared ``prefix``, or
-    ``passages``, the prefix and a few paragraphs of no importance. Behind these, a chunk's KV is nearer to what it is
-    in the middle of a prompt; right behind the prefix, where it would have been exact, it is not. Chunks stored with
-    one are missing for the other."""
+    """Text after which chunks are precomputed: ``prefix`` (the shared prefix) or ``passages`` (the shared prefix and a
+    few neutral paragraphs). With ``passages``, a chunk's KV is closer to its KV in the middle of a prompt, but a chunk
+    right after the prefix is not exact. Some methods set their own chunk context. Chunks stored with one context are
+    not found with the other."""
     system_prompt: str | None = None
-    """Shared prefix's system prompt; None takes the chat template's default."""
+    """System prompt of the shared prefix; None: the chat template's default."""
     dtype: str = "float32"
     """Compute dtype of both models: ``float32``, ``bfloat16`` or ``float16``."""
     device: str = "cpu"
-    """Device of the models: ``cpu``, ``cuda``, ``cuda:1``; or ``auto`` (also ``balanced``, ``balanced_low_0``,
-    ``sequential``), with which accelerate spreads the layers over what there is."""
+    """Device of the models: ``cpu``, ``cuda``, ``cuda:1``. With ``auto`` (also ``balanced``, ``balanced_low_0``,
+    ``sequential``), accelerate spreads the layers over all devices."""
     auxiliary_device: str | None = None
-    """Device of the auxiliary model where it is another, such as ``cpu`` beside a primary on a GPU."""
+    """Device of the auxiliary model, such as ``cpu`` beside a primary on a GPU; None: ``device``."""
     fallback: str = "error"
-    """What happens with a model whose KV cannot be reused exactly: ``error`` refuses it, ``full`` lets it answer by
-    ordinary prefill and says so in every answer."""
+    """For models whose KV cannot be reused exactly: ``error`` refuses the model, ``full`` answers by plain prefill and
+    says so in every answer's statistics."""
     codec: str | None = None
-    """How the primary's chunk caches are stored; None keeps the compute dtype, so that storing loses nothing."""
+    """Codec of the primary's chunk caches; None: the compute dtype, which is lossless."""
     auxiliary_codec: str = "bfloat16"
-    """The same for the auxiliary's, which only rank tokens and never reach the answer: half the bytes."""
+    """Codec of the auxiliary's chunk caches. They only rank tokens, so that a coarser codec suffices."""
     memory_bytes: int = 0
-    """Size of the memory tier before a disk store (the page cache already serves repeated reads)."""
+    """Size of a memory tier before a disk store. The operating system's page cache already serves repeated reads."""
     max_bytes: int | None = None
-    """Limit of the store; the least recently used chunk caches are evicted above it. None: no limit."""
+    """Limit of the store, above which the least recently used chunk caches are evicted. None: no limit."""
     prefix_cache_bytes: int = 2**28
-    """Memory for the KV of prompts' starts, which other prompts that begin alike reuse exactly; 0 switches it off."""
+    """Size of the prefix cache: exact KV that prompts with the same first tokens share. 0 switches it off."""
     on_miss: str = "store"
-    """What happens, after the answer, to a chunk that was not stored: ``store`` it, or ``ignore``."""
+    """For chunks that were not stored: ``store`` them after the answer, or ``ignore`` them."""
     require_certificate: bool = False
-    """True refuses to reuse chunks without a certificate of ``cacheclip certify`` that covers these models, this
-    method and this ratio; False warns once."""
+    """True: refuse to reuse chunks without a certificate (``cacheclip certify``) for these models, method and ratio.
+    False: warn once."""
     shadow_rate: float = 0.0
-    """Share of the answers, 0 to 1, that are compared with full prefill (a full prefill each): into metrics and log."""
+    """Share of the answers, 0 to 1, that are compared with full prefill. Results go to metrics and log. Each comparison
+    costs a full prefill."""
     shadow_mode: str = "background"
-    """When: ``background``, after the answer in a thread of its own, or ``inline``, before the call returns."""
+    """When answers are compared: ``background`` (after the answer, in a thread) or ``inline`` (before the call
+    returns)."""
 
     def __post_init__(self) -> None:
         if self.recompute_ratio is not None:
@@ -111,7 +113,7 @@ class EngineConfig:
                     f"store must be a folder, got {str(self.store)!r}. No store behind a URL ships yet: give the "
                     "engine a ChunkStore with a backend of your own."
                 )
-            # in full: however the folder was named, and wherever the process goes, it stays the same
+            # absolute, so that a change of the working directory has no effect
             object.__setattr__(self, "store", os.path.abspath(os.path.expanduser(self.store)))
         if not isinstance(self.heads, str | PathLike) or not str(self.heads):
             raise ConfigurationError(f"heads must be auto, none or a file, got {self.heads!r}.")
@@ -132,7 +134,7 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, config: EngineConfig | None, options: dict[str, Any]) -> EngineConfig:
-        """``config`` (or the defaults) with ``options`` on top; an unknown option raises ConfigurationError."""
+        """``config`` (or the defaults) overridden by ``options``. An unknown option raises ConfigurationError."""
         known = [field.name for field in fields(cls)]
         unknown = sorted(set(options) - set(known))
         if unknown:

@@ -1,7 +1,7 @@
-"""The engine: what users call. Each call is a line or two; the work is done in the rooms beside.
+"""The engine, the main class of the public API.
 
-A question goes through :mod:`cacheclip_rag.answering`, a chunk through :mod:`cacheclip_rag.chunks.writer`; what an
-engine is made of is in :mod:`cacheclip_rag.parts`.
+:mod:`cacheclip_rag.answering` answers questions, :mod:`cacheclip_rag.chunks.writer` stores chunks, and
+:mod:`cacheclip_rag.parts` holds store, models and caches.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class CacheClipEngine:
     """
 
     def __init__(self, config: EngineConfig | None = None, **options: Any) -> None:
-        """Settings as an :class:`EngineConfig`, as keyword options with its field names, or both (options win).
+        """Settings are an :class:`EngineConfig`, keyword options with the same field names, or both (options win).
 
         ``store`` may also be a :class:`~cacheclip_rag.store.ChunkStore`, for backends of your own. Such an engine is
         not the one that another process or :func:`get_engine` finds.
@@ -59,17 +59,17 @@ class CacheClipEngine:
         self.parts = Parts(self.config, store)
         """Store, models and caches, each made at first use."""
         self.metrics = Metrics()
-        """Counts over all answers: :meth:`~cacheclip_rag.guards.metrics.Metrics.to_prometheus` for a dashboard."""
+        """Counters over all answers; :meth:`~cacheclip_rag.guards.metrics.Metrics.to_prometheus` exports them."""
         self.observers: list[Observer] = standard_observers(self.config, self.metrics, lambda: self.primary)
-        """They see every plan and every answer; append your own."""
+        """Observers of every plan and every answer. Append your own."""
         self._writer = ChunkWriter(self.parts)
         self._answering = Answering(self.parts, self._writer, self.observers)
 
     def __deepcopy__(self, memo: object) -> CacheClipEngine:
-        return self  # frameworks copy what holds an engine; the store and the weights stay one
+        return self  # frameworks copy objects that hold an engine; copies share store and weights
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return get_engine, (self.config,)  # in another process: the engine of these settings there
+        return get_engine, (self.config,)  # in another process: that process's engine with these settings
 
     # -- what it is made of ---------------------------------------------------------------------------------------
 
@@ -90,13 +90,13 @@ class CacheClipEngine:
 
     @property
     def library(self) -> ChunkLibrary:
-        """Which texts were precomputed in this namespace, and where they come from if that was said."""
+        """Precomputed texts of this namespace and their sources."""
         return self.parts.library
 
     @property
     def prefixes(self) -> PrefixCache:
-        """Exact KV of the starts of earlier prompts, in memory. As far as it reaches, approximate methods are exact:
-        whoever compares methods on one prompt clears it in between."""
+        """The prefix cache: exact KV of the first tokens of earlier prompts, in memory. Approximate methods use it too.
+        Clear it between methods if you compare them on one prompt."""
         return self.parts.prefixes
 
     @property
@@ -106,7 +106,7 @@ class CacheClipEngine:
 
     @property
     def head_set(self) -> HeadSet | None:
-        """Which heads of the auxiliary score, as the settings ask for it; read once."""
+        """The auxiliary's head set according to the settings; read once."""
         return self.parts.head_set
 
     # -- chunks -----------------------------------------------------------------------------------------------------
@@ -119,14 +119,14 @@ class CacheClipEngine:
         source: str | None = None,
         document: str | None = None,
     ) -> int:
-        """Compute and store the KV of chunk texts, for the primary and (if there is one) the auxiliary model.
+        """Compute and store the KV of chunk texts for the primary model, and for the auxiliary model if there is one.
 
-        Idempotent: what is stored already costs a look-up. A killed run loses at most the chunk it was at.
+        Idempotent: a stored chunk costs a look-up only. A killed run loses at most one chunk.
 
         Args:
-            method: compute chunks behind what this method needs (:meth:`context_of`); default the engine's.
-            source: what the texts come from (the id of a node or record), for :meth:`release`.
-            document: what the source is a part of.
+            method: method whose chunk context is used (:meth:`context_of`); default the engine's method.
+            source: source of the texts (the id of a node or record), for :meth:`release`.
+            document: document to which the source belongs.
 
         Returns:
             Number of texts for which something had to be computed.
@@ -138,13 +138,13 @@ class CacheClipEngine:
         return self._writer.precompute(texts, self.context_of(method), source, document or "")
 
     def release(self, texts: Iterable[str] = (), *, sources: Iterable[str] = (), keep: Iterable[str] = ()) -> int:
-        """Delete the KV of chunk texts, and of what came from these sources or documents and from no other.
+        """Delete the KV of chunk texts, and of texts that come only from these sources or documents.
 
-        Loads no model. Unknown names are passed over. The prefix cache is emptied, since any of its blocks may hold
-        such a text.
+        Loads no model. Unknown names are ignored. The prefix cache is cleared, because its blocks may contain such a
+        text.
 
         Args:
-            keep: texts whose KV stays, though their sources are forgotten: those that will come from them again.
+            keep: texts whose KV stays although their sources are removed, for texts that will be added again.
 
         Returns:
             Number of texts that had any KV.
@@ -152,37 +152,37 @@ class CacheClipEngine:
         return self._writer.release(texts) + self._writer.release_sources(sources, keep)
 
     def is_stored(self, text: str, *, needs_auxiliary: bool = True) -> bool:
-        """Whether the KV of this chunk text is there for every model a method needs."""
+        """Whether the KV of this chunk text is stored for every model that a method needs."""
         chunk = normalise_chunk(text)
         return all(chunk in caches for caches in self.chunk_caches(with_auxiliary=needs_auxiliary))
 
     def chunk_caches(self, context: ChunkContext | None = None, *, with_auxiliary: bool = True) -> list[ChunkCaches]:
-        """Where the KV of a chunk is kept, model by model, the primary's first; loads the models.
+        """Chunk caches of each model, the primary's first. Loads the models.
 
         Args:
-            context: what chunks are computed behind for the primary; default as the engine's method wants it.
+            context: chunk context of the primary's caches; default that of the engine's method.
         """
         return self.parts.chunk_caches(context or self.context_of(), with_auxiliary=with_auxiliary)
 
     def close(self) -> None:
-        """Release file handles; the engine may be used again afterwards. Weights stay with the process."""
+        """Close file handles; the engine may be used again afterwards. Weights stay loaded."""
         for observer in self.observers:
             observer.close()
         self.parts.close()
 
     def wait_for_observers(self, timeout_s: float = 60.0) -> bool:
-        """Wait until observers have done their work in the background; False if it took longer."""
+        """Wait for the observers' background work; False after ``timeout_s`` seconds."""
         return all([observer.wait(timeout_s) for observer in self.observers])
 
     # -- answers ----------------------------------------------------------------------------------------------------
 
     def make_method(self, method: str | Method | None = None, recompute_ratio: float | None = None) -> Method:
-        """What a call with these options computes by, see :func:`~cacheclip_rag.plan.planner.choose_method`."""
+        """The method of a call with these options; see :func:`~cacheclip_rag.plan.planner.choose_method`."""
         return choose_method(self.config, method, recompute_ratio, lambda: self.parts.has_head_set)
 
     def context_of(self, method: str | Method | None = None) -> ChunkContext:
-        """What chunks are computed behind for a method (default the engine's): what the method says itself, else what
-        the settings say. Loads no model."""
+        """The chunk context of a method (default the engine's method): its own, else the engine's setting. Loads no
+        model."""
         return context_of(self.config, method) or self.parts.default_context
 
     def segment(self, prompt: Prompt, documents: Documents = (), *, date: str | None = None) -> list[Segment]:
@@ -198,7 +198,7 @@ class CacheClipEngine:
         question: str | None = None,
         documents: Documents = (),
     ) -> Plan:
-        """What :meth:`generate` would do with this prompt: hits, exact chunks, budget, fallback. Computes nothing."""
+        """What :meth:`generate` would do with this prompt: hits, exact chunks, budget, fallback. Computes no tensor."""
         chosen = self.make_method(method, recompute_ratio)
         request = Request(prompt, SamplingParams(), chosen, question, documents)
         return self._answering.plan(request, self.parts.sources(chosen), PhaseClock())
@@ -214,7 +214,7 @@ class CacheClipEngine:
         documents: Documents = (),
         trace: bool = False,
     ) -> Answer:
-        """The whole answer to a prompt. Arguments as in :meth:`stream`."""
+        """Answer a prompt. Arguments are as in :meth:`stream`."""
         answer = None
         for event in self.stream(
             prompt,
@@ -240,24 +240,24 @@ class CacheClipEngine:
         documents: Documents = (),
         trace: bool = False,
     ) -> Iterator[Event]:
-        """Answer piece by piece; the last event carries the whole answer and its statistics.
+        """Answer a prompt as a stream of events; the last event carries the whole answer and its statistics.
 
-        Chunks found missing are computed as fresh text for this answer and stored after its last event.
+        Missing chunks are computed as fresh text for this answer, and stored after its last event.
 
         Args:
             prompt: a string, chat messages, or segments from :meth:`segment`.
             params: sampling settings; default greedy, 256 tokens.
-            method: name or instance; default the engine's.
-            recompute_ratio: default the engine's.
+            method: preset's name or instance; default the engine's method.
+            recompute_ratio: default the engine's ratio.
             question: text that scores the chunks; default the text after the last chunk.
-            documents: chunk texts known to be in the prompt, so that they are chunks even if nothing is stored of them
-                (not looked for when segments are given); a mapping also says where each comes from.
-            trace: also record scores, recomputed tokens and seconds per layer, as the answer's ``trace``.
+            documents: chunk texts known to be in the prompt. They become chunks even if they are not stored. A mapping
+                also names each text's sources. Ignored if ``prompt`` is a list of segments.
+            trace: record scores, recomputed tokens and seconds per layer in the answer's ``trace``.
 
         Raises:
-            ConfigurationError: settings out of range, or a method whose auxiliary model is not configured.
+            ConfigurationError: a setting is out of range, or the method needs an auxiliary model and none is set.
             PromptTooLongError: the prompt does not fit the model's context.
-            UnsupportedModelError: a model whose KV cannot be reused exactly, without ``fallback="full"``.
+            UnsupportedModelError: the model's KV cannot be reused exactly, and ``fallback`` is not ``"full"``.
             CertificateError: ``require_certificate`` is set, and no certificate covers models, method and ratio.
         """
         params = params or SamplingParams()
@@ -277,11 +277,12 @@ class CacheClipEngine:
         question: str | None = None,
         documents: Documents = (),
     ) -> Prefilled:
-        """Everything up to the first token's logits, for those who evaluate: no observer is asked, nothing is counted
-        or stored, not in the prefix cache either (it is read). Arguments as in :meth:`stream`."""
+        """Prefill up to the first token's logits, for evaluation. Arguments are as in :meth:`stream`.
+
+        Calls no observer, counts nothing and stores nothing. The prefix cache is read but not written."""
         if method.composes:
             raise ConfigurationError(
-                f"method {method.name!r} answers by several prompts, so that there is no single prefill to look at or "
+                f"method {method.name!r} answers by several prompts, so there is no single prefill to evaluate or "
                 "to certify. Use generate() or stream()."
             )
         return self._answering.prefill(Request(prompt, params or SamplingParams(), method, question, documents))
@@ -292,10 +293,10 @@ _engines_lock = threading.Lock()
 
 
 def get_engine(config: EngineConfig | None = None, **options: Any) -> CacheClipEngine:
-    """The process-wide engine for these settings. Equal settings give the same one: front ends need hold no engine.
+    """The process-wide engine for these settings. Equal settings give the same engine.
 
-    It stays for as long as the process does, with a prefix cache of up to ``prefix_cache_bytes`` of its own; the
-    weights are shared by all.
+    The engine lives as long as the process, and has its own prefix cache of up to ``prefix_cache_bytes``. All engines
+    share weights.
     """
     config = EngineConfig.from_options(config, options)
     with _engines_lock:

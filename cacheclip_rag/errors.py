@@ -1,14 +1,14 @@
-"""Every error that users of the library meet, in one tree.
+"""Errors of the library, in one tree.
 
     CacheClipError
     ├── ConfigurationError (ValueError)     a setting is unknown or out of range
     ├── MissingExtraError (ImportError)     an optional part is not installed; the message holds the pip line
     ├── ModelError
-    │   ├── UnknownModelError               no folder, packaged name or hub id answers to that name
+    │   ├── UnknownModelError               the name is no folder, packaged name or hub id
     │   ├── UnsupportedModelError           the architecture or its rotary embedding cannot be reused exactly
-    │   ├── CertificateError                a certificate is required and there is none that covers this engine
-    │   ├── DownloadError                   no network, interrupted transfer, no space: nothing half-done is kept
-    │   └── DigestMismatchError             bytes arrived that are not the expected ones
+    │   ├── CertificateError                a certificate is required, and none covers this engine
+    │   ├── DownloadError                   no network, interrupted transfer, no space; no partial file is kept
+    │   └── DigestMismatchError             downloaded bytes have another digest than expected
     ├── PromptTooLongError (ValueError)     the prompt does not fit the model's context
     ├── StoreError                          the chunk-cache store cannot be opened or written
     └── DocumentError (ValueError)          a document cannot be ingested (empty, binary, wrong encoding)
@@ -35,7 +35,7 @@ __all__ = [
 
 
 class CacheClipError(Exception):
-    """Root of the tree: catch this to catch everything the library raises on purpose."""
+    """Base of all errors of this library."""
 
 
 class ConfigurationError(CacheClipError, ValueError):
@@ -54,23 +54,23 @@ class ModelError(CacheClipError):
 
 
 class UnknownModelError(ModelError):
-    """No local folder, packaged name or hub id answers to the given name."""
+    """The given name is no local folder, packaged name or hub id."""
 
 
 class UnsupportedModelError(ModelError):
-    """The model's architecture or rotary embedding is not one whose KV can be reused exactly."""
+    """The model's architecture or rotary embedding does not allow exact reuse of KV."""
 
 
 class CertificateError(ModelError):
-    """``require_certificate`` is set and no certificate covers these models, or theirs says "not faithful"."""
+    """``require_certificate`` is set, and no certificate covers these models or its verdict is "not faithful"."""
 
 
 class DownloadError(ModelError):
-    """Weights could not be fetched; what was complete is kept and the next try goes on from there."""
+    """Weights could not be fetched. Complete parts are kept for the next attempt."""
 
 
 class DigestMismatchError(ModelError):
-    """Downloaded bytes are not the expected ones; they have been deleted."""
+    """Downloaded bytes have another digest than expected. They were deleted."""
 
 
 class PromptTooLongError(CacheClipError, ValueError):

@@ -1,4 +1,4 @@
-"""What an engine is made of, each part made at first use: store, models, chunk caches, head sets."""
+"""Parts of an engine, each made at first use: store, models, chunk caches, head sets."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ __all__ = ["Parts"]
 logger = logging.getLogger(__name__)
 
 PREFIX = CONTEXTS["prefix"]
-"""The chunk context that is the shared prefix alone."""
+"""The chunk context ``prefix``: the shared prefix only."""
 
 
 class Parts:
-    """Safe to share between threads. Weights load when a model is first asked for."""
+    """Parts of one engine. Weights load when a model is first used. Safe to share between threads."""
 
     def __init__(self, config: EngineConfig, store: ChunkStore | None = None) -> None:
         """``store``: takes the place of the one that the settings describe."""
@@ -43,7 +43,7 @@ class Parts:
         self.captured = CapturedChunks()
         """Chunk caches captured from answered prompts, in memory, for methods that use them."""
         self.prefixes = PrefixCache(config.prefix_cache_bytes, extra_keys=(config.namespace,))
-        """Exact KV of the starts of earlier prompts, in memory."""
+        """Exact KV of the first tokens of earlier prompts, in memory."""
         self._lock = threading.RLock()
         self._caches: dict[tuple[str, ChunkContext], ChunkCaches] = {}
         self._store = store
@@ -69,14 +69,14 @@ class Parts:
 
     @property
     def library(self) -> ChunkLibrary:
-        """Which texts were precomputed in this namespace, and where they come from if that was said."""
+        """Precomputed texts of this namespace and their sources."""
         with self._lock:
             if self._library is None:
                 self._library = ChunkLibrary(self.store, self.config.namespace)
             return self._library
 
     def close(self) -> None:
-        """Release file handles and memory; the parts may be used again afterwards."""
+        """Close file handles and free memory; the parts may be used again afterwards."""
         self.store.close()
         self.prefixes.clear()
         self.captured.clear()
@@ -84,7 +84,7 @@ class Parts:
     # -- models -------------------------------------------------------------------------------------------------
 
     def primary(self, context: ChunkContext) -> ChunkCaches:
-        """Chunk caches of the primary model, computed behind ``context``; loads the model."""
+        """Chunk caches of the primary model with chunk context ``context``. Loads the model."""
         return self._caches_of(self.config.primary, context)
 
     @property
@@ -94,28 +94,29 @@ class Parts:
 
     @property
     def auxiliary(self) -> ChunkCaches | None:
-        """Chunk caches of the auxiliary model; loads the model. None if there is none."""
+        """Chunk caches of the auxiliary model; None if no auxiliary is set. Loads the model."""
         return self._caches_of(self.config.auxiliary, PREFIX) if self.config.auxiliary else None
 
     @property
     def auxiliary_caches(self) -> ChunkCaches:
-        """Chunk caches of the auxiliary model, of an engine that has one."""
+        """Chunk caches of the auxiliary model, which must be set."""
         caches = self.auxiliary
-        assert caches is not None, "asked for the caches of an auxiliary model that there is not"
+        assert caches is not None, "auxiliary_caches needs an engine with an auxiliary model"
         return caches
 
     def chunk_caches(self, context: ChunkContext, *, with_auxiliary: bool = True) -> list[ChunkCaches]:
-        """Where the KV of a chunk is kept, model by model, the primary's first; loads the models."""
+        """Chunk caches of each model, the primary's first. Loads the models."""
         auxiliary = self.auxiliary if with_auxiliary else None
         return [self.primary(context), *([auxiliary] if auxiliary is not None else [])]
 
     def usable(self, context: ChunkContext) -> Iterator[ChunkCaches]:
-        """The primary's caches, then the auxiliary's unless that model cannot be had: other methods work without."""
+        """The primary's caches, then the auxiliary's. If the auxiliary cannot be loaded, its caches are left out with a
+        warning, because other methods work without them."""
         yield self.primary(context)
         try:
             auxiliary = self.auxiliary
         except ModelError as error:
-            logger.warning("going on without the auxiliary model: %s", error)
+            logger.warning("continuing without the auxiliary model: %s", error)
             return
         if auxiliary is not None:
             yield auxiliary
@@ -156,7 +157,7 @@ class Parts:
 
     @property
     def head_set(self) -> HeadSet | None:
-        """Which heads of the auxiliary score, as the settings ask for it; read once."""
+        """The auxiliary's head set according to the settings; read once."""
         with self._lock:
             if self._heads is None:
                 setting, found = str(self.config.heads), None
@@ -166,25 +167,25 @@ class Parts:
             return self._heads[0]
 
     def use_heads(self, heads: HeadSet | None) -> None:
-        """Have the auxiliary score by these heads from now on, whatever the settings say; None: by its last layer.
+        """Use these heads from now on, instead of the settings' head set; None: the auxiliary's last layer.
 
         Raises:
-            ConfigurationError: there is no auxiliary model.
-            ModelError: they were made for another model.
+            ConfigurationError: no auxiliary model is set.
+            ModelError: the heads were made for another model.
         """
         if heads is not None:
             if self.auxiliary is None:
-                raise ConfigurationError("a head set is for an auxiliary model, and there is none. Set auxiliary.")
+                raise ConfigurationError("a head set needs an auxiliary model, and none is set. Set auxiliary.")
             heads.check(self.auxiliary.runtime)
         with self._lock:
             self._heads = (heads,)
             self._sources.clear()
 
     def named_heads(self, names: Collection[str]) -> dict[str, HeadSet]:
-        """The head sets that a method asks for by name or file, each read once; empty where nothing can be scored.
+        """The head sets that a method names, each read once; empty if no auxiliary model can score.
 
         Raises:
-            ModelError: there is none of that name, or it cannot be read, or was made for another model.
+            ModelError: a head set is missing, cannot be read, or was made for another model.
         """
         auxiliary = self.scoring_auxiliary
         if auxiliary is None:
@@ -199,8 +200,8 @@ class Parts:
 
     @property
     def has_head_set(self) -> bool:
-        """False too where the auxiliary cannot be had, or the primary has no KV to be chosen from. A head set that
-        cannot be read is an error."""
+        """Whether a head set can be used. False if the auxiliary cannot be loaded, or the primary cannot reuse KV. A
+        head set that cannot be read raises an error."""
         config = self.config
         if not config.auxiliary or config.heads == "none" or not self.prefix_caches.runtime.can_reuse:
             return False
@@ -214,17 +215,17 @@ class Parts:
 
     @property
     def default_context(self) -> ChunkContext:
-        """What chunks are computed behind unless a method says otherwise."""
+        """The chunk context of methods without their own."""
         return CONTEXTS[self.config.chunk_context]
 
     def scorer_of(self, method: Method | None) -> AuxiliaryScorer | None:
-        """The auxiliary model as the method needs it; None if it needs none."""
+        """The auxiliary model with the method's head sets; None if the method needs no auxiliary model."""
         if method is None or not method.needs_auxiliary or (auxiliary := self.auxiliary) is None:
             return None
         return AuxiliaryScorer(auxiliary, self.head_set, self.named_heads(method.head_sets))
 
     def sources(self, method: Method | None) -> Sources:
-        """Where a method's KV comes from; loads the models it needs."""
+        """The sources of a method's KV. Loads the models that the method needs."""
         wants: Hashable = None
         if method is not None:
             wants = (method.context, method.needs_auxiliary, frozenset(method.head_sets), method.captures)
@@ -248,6 +249,6 @@ class Parts:
         return identity_of(self.config, method, self.prefix_caches, self.scorer_of(method))
 
     def runtime(self, role: str = "primary") -> Runtime | None:
-        """The running model of a role."""
+        """The runtime of ``primary`` or ``auxiliary``."""
         caches = self.prefix_caches if role == "primary" else self.auxiliary
         return caches.runtime if caches is not None else None

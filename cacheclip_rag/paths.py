@@ -1,4 +1,4 @@
-"""Where things live on disk, and how files appear there all at once or not at all."""
+"""Folders on disk, and atomic writing of files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["atomic_path", "cache_home", "fsync_folder"]
 
 
 def cache_home() -> Path:
-    """Folder of downloaded models: ``$CACHECLIP_HOME``, or ``cacheclip`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    """Cache folder of this package: ``$CACHECLIP_HOME``, or ``cacheclip`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
     if explicit := os.environ.get("CACHECLIP_HOME"):
         return Path(explicit).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
@@ -20,7 +20,7 @@ def cache_home() -> Path:
 
 
 def fsync_folder(folder: Path) -> None:
-    """Make a rename inside ``folder`` survive a power cut (no-op where folders cannot be opened)."""
+    """Make a rename inside ``folder`` durable (no-op if the system cannot open folders)."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError:
@@ -35,8 +35,8 @@ def fsync_folder(folder: Path) -> None:
 def atomic_path(target: Path) -> Iterator[Path]:
     """Yield a temporary path beside ``target``; rename it onto ``target`` if the block succeeds, else delete it.
 
-    The temporary name starts with ``.tmp-`` so that leftovers of a killed process are recognisable. The file gets the
-    permissions of any new file (the umask decides), whoever wrote it: some libraries make theirs private.
+    The temporary name starts with ``.tmp-``, so that leftovers of a killed process can be recognised. The file gets the
+    permissions of a new file (umask), because some libraries write private files.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.parent / f".tmp-{secrets.token_hex(8)}{target.suffix}"

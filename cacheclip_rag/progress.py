@@ -10,11 +10,11 @@ from contextlib import contextmanager
 __all__ = ["Advance", "progress_bar"]
 
 Advance = Callable[[float], None]
-"""Call with the absolute amount done so far, in the bar's unit."""
+"""Called with the total amount done so far, in the bar's unit."""
 _SPEED_OVER_S = 86400.0
-"""Seconds whose speed tells the time left. rich's own 30 forget the step before a slow one, and with it any speed."""
+"""Seconds over which the speed is measured. With rich's default of 30, slow steps leave no measured speed."""
 _LINE_EVERY_S = 10.0
-"""Seconds between two lines where there is no terminal: work of a moment prints none."""
+"""Seconds between two lines without a terminal. Shorter work prints no line."""
 
 
 @contextmanager
@@ -29,10 +29,10 @@ def progress_bar(
     """Show a bar with time left, or lines (``precomputing: 120 of 345 chunks``) where stderr is not a terminal.
 
     Args:
-        total: amount in all; None if nobody knows.
+        total: total amount; None if unknown.
         unit: ``bytes`` (sizes and speed) or any noun (``chunks``).
-        done: amount done before, by an earlier run: no measure of this one's speed.
-        get_time: seconds on a clock that never goes back; None for the system's.
+        done: amount done by an earlier run, which does not count for the speed.
+        get_time: monotonic clock in seconds; None: the system's.
     """
     from rich.console import Console
     from rich.progress import (

@@ -1,4 +1,4 @@
-"""Settings of one call: how to decode, with which method. Free of torch, so that front ends check them at once."""
+"""Settings of one call. This module does not import torch, so that front ends can check settings quickly."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ CALL_OPTIONS = (
     "recompute_ratio",
     "question",
 )
-"""What a front end may set per call; ``max_new_tokens`` is another name of ``max_tokens``."""
+"""Options that a front end may set per call. ``max_new_tokens`` is another name for ``max_tokens``."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to decode.
+    """Sampling settings.
 
     Raises:
         ConfigurationError: a value out of range.
@@ -36,7 +36,7 @@ class SamplingParams:
     max_tokens: int = 256
     """Most new tokens; fewer if the model's context ends first."""
     temperature: float = 0.0
-    """0 is greedy; otherwise logits are divided by it."""
+    """0 is greedy; otherwise the logits are divided by this number."""
     top_p: float = 1.0
     """Sample from the smallest set of tokens whose probability reaches this."""
     stop: tuple[str, ...] = ()
@@ -57,11 +57,11 @@ class SamplingParams:
 
 
 def merge_call_options(own: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """A front end's own settings with a call's options on top, as keyword arguments of ``engine.generate``.
+    """A front end's settings overridden by a call's options, as keyword arguments of ``engine.generate``.
 
     Args:
-        own: values of all :data:`CALL_OPTIONS` but ``max_new_tokens`` and ``question``.
-        options: the call's; None means not given.
+        own: values of all :data:`CALL_OPTIONS` except ``max_new_tokens`` and ``question``.
+        options: options of the call; None means not given.
 
     Returns:
         ``params``, ``method``, ``recompute_ratio`` and ``question``.

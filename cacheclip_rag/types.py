@@ -1,7 +1,7 @@
-"""What goes into an engine and what comes out: requests, plans, answers, statistics. It imports nothing of ours.
+"""Inputs and outputs of an engine: requests, plans, answers, statistics. Imports no other module of this package.
 
-A :class:`Request` becomes a :class:`Plan` (decisions, no tensors), and the plan becomes an :class:`Answer`, piece by
-piece as :class:`Event` objects. :class:`FusionStats` says what happened, :class:`Trace` shows it token by token.
+A :class:`Request` becomes a :class:`Plan` (decisions without tensors). The plan becomes an :class:`Answer`, streamed as
+:class:`Event` objects. :class:`FusionStats` reports what happened; :class:`Trace` reports it per token.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ Message = dict[str, str]
 """A chat message: ``{"role": "user", "content": "…"}``."""
 Prompt = str | Sequence[Message]
 Documents = Iterable[str] | Mapping[str, Iterable[tuple[str, str]]]
-"""Chunk texts known to be in a prompt. A mapping also says where each comes from, as ``(source, document)`` pairs (see
-:meth:`CacheClipEngine.precompute`; the document may be empty): what is stored after an answer goes with its sources."""
+"""Chunk texts known to be in a prompt. A mapping also gives each text's ``(source, document)`` pairs, as in
+:meth:`CacheClipEngine.precompute` (the document may be empty). Texts stored after an answer get these sources."""
 
 PHASES = ("lookup", "read", "select", "assemble", "recompute")
-"""Parts of the time to the first token, in order: find and tokenise the chunks, read their KV, score and choose tokens
-with the auxiliary model, write KV at true positions, run the primary (for plain prefill all of it)."""
+"""Phases of the time to the first token, in order: find and tokenise the chunks, read their KV, score and choose
+tokens, write KV at true positions, run the primary (plain prefill counts here completely)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One question to an engine. Fields as the arguments of :meth:`CacheClipEngine.generate`."""
+    """One question to an engine. The fields are arguments of :meth:`CacheClipEngine.generate`."""
 
     prompt: Prompt | Sequence[Segment]
     params: SamplingParams
     method: Method | None
-    """None: whichever exact method costs least, for the parts of a composed answer."""
+    """None: the cheapest exact method, for intermediate prompts of composing methods."""
     question: str | None = None
     """Text that scores the chunks; None: the text after the last chunk."""
     documents: Documents = ()
@@ -46,20 +46,20 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What will be done for one request. It holds no tensors; :meth:`to_dict` is ready for JSON."""
+    """The decisions for one request. A plan holds no tensors; :meth:`to_dict` is ready for JSON."""
 
     layout: Layout
-    """The prompt as token ids, and where each comes from."""
+    """The prompt's token ids and the source of each token's KV."""
     method: Method
-    """What was asked for."""
+    """The requested method."""
     reused: tuple[Span, ...] = ()
     """Chunks whose stored KV will be used, in prompt order; empty for plain prefill."""
     fallback: str | None = None
     """Why nothing is reused although the method reuses chunks; None otherwise."""
     captures: bool = False
-    """True: plain prefill whose chunks are kept for later prompts (Cache-Craft)."""
+    """True: plain prefill that captures the prompt's chunk caches for later prompts (Cache-Craft)."""
     obstructed: bool = False
-    """True: nothing could be reused exactly, whatever the store holds; ``fallback`` says why."""
+    """True: the model or the prompt does not allow exact reuse; ``fallback`` says why."""
     question: str | None = None
     keys: tuple[str, ...] = ()
     """Store keys of the ``reused`` chunks."""
@@ -71,7 +71,7 @@ class Plan:
 
     @property
     def exact(self) -> tuple[Span, ...]:
-        """Reused chunks whose KV is that of full prefill, so that none of their tokens is recomputed."""
+        """Reused chunks whose KV equals full prefill's, so that none of their tokens is recomputed."""
         return tuple(span for span in self.reused if self.layout.is_exact(span))
 
     @property
@@ -81,11 +81,11 @@ class Plan:
 
     @property
     def budget_tokens(self) -> int:
-        """Chunk tokens that the method's ratio allows to recompute."""
+        """Number of chunk tokens that the method's ratio allows to recompute."""
         return round(self.method.nominal_ratio * self.chunk_tokens) if self.reused else 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Decisions in plain values: method, ratio, token ids, and one piece per segment with its place and origin."""
+        """The decisions as plain values: method, ratio, token ids, and each segment's position and source."""
         keys = dict(zip(self.reused, self.keys, strict=False))
         return {
             "method": self.method.name,
@@ -112,64 +112,64 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class FusionStats:
-    """What happened while answering: tokens, ratios and seconds. On every answer, in each framework's response object
-    and in the DEBUG log."""
+    """Tokens, ratios and seconds of one answer. Every answer has these statistics, also in each framework's response
+    object and in the DEBUG log."""
 
     method: str
-    """Method that produced the answer. Where chunks could not be reused: ``prefix`` if the prefix cache had a start of
-    the prompt, else ``full``."""
+    """Method that produced the answer. If no chunk was reused: ``prefix`` if the prefix cache held first tokens of the
+    prompt, else ``full``."""
     fallback: str | None
-    """Why the answer came by plain prefill although another method was asked for; None otherwise."""
+    """Why plain prefill was used although another method was requested; None otherwise."""
     prompt_tokens: int
-    """Tokens of the whole prompt = prefix + fresh + chunk tokens."""
+    """Tokens of the whole prompt: the sum of prefix, fresh and chunk tokens."""
     prefix_tokens: int
-    """Leading tokens reused exactly: the shared prefix, or what the prefix cache had, but for stored chunks in it."""
+    """Leading tokens reused exactly, from the shared prefix or the prefix cache, without tokens of stored chunks."""
     fresh_tokens: int
-    """Tokens of glue, question and chunks that were not stored: computed."""
+    """Computed tokens: text between chunks, question, and chunks that were not stored."""
     chunk_tokens: int
     """Tokens of the chunks found in the store."""
     exact_tokens: int
-    """Chunk tokens among these right behind the very prefix they were computed behind, or taken from the prefix cache:
-    exact, never computed again."""
+    """Chunk tokens whose KV is exact and never recomputed: the chunk comes right after the prefix it was computed with,
+    or from the prefix cache."""
     recomputed_tokens: int
-    """Chunk tokens among these that were computed again."""
+    """Chunk tokens that were recomputed."""
     nominal_ratio: float
-    """Recompute ratio that was asked for."""
+    """The requested recompute ratio."""
     hits: int
     """Chunks found in the store."""
     misses: int
-    """Chunks not found: computed as fresh text for this answer and (``on_miss="store"``) stored after it."""
+    """Chunks not found in the store: computed as fresh text, and stored after the answer with ``on_miss="store"``."""
     phases_s: dict[str, float]
     """Seconds per phase of the time to the first token, keys as in :data:`PHASES`."""
     ttft_s: float
     """Seconds from the call to the first new token, everything included."""
     charged_ratio: float = 0.0
-    """Share of (layer, chunk token) pairs given fresh KV: what a method costs. Above the effective ratio where layers
-    run in full only to choose; 1.0 for plain prefill."""
+    """Share of (layer, chunk token) pairs that got fresh KV, a method's cost. It exceeds the effective ratio if layers
+    compute all tokens to choose some; 1.0 for plain prefill."""
     cached_prefix_tokens: int = 0
-    """Prompt tokens taken from the prefix cache. They count among ``prefix_tokens`` and ``chunk_tokens`` too."""
+    """Prompt tokens taken from the prefix cache. ``prefix_tokens`` and ``chunk_tokens`` include them."""
     missed_tokens: int = 0
-    """Tokens of the chunks that were not found."""
+    """Tokens of the chunks that were not found in the store."""
     generated_tokens: int = 0
     decode_s: float = 0.0
     """Seconds from the first to the last new token."""
 
     @property
     def reused_tokens(self) -> int:
-        """Prompt tokens whose KV came from the store or the prefix cache and was kept as it is."""
+        """Prompt tokens whose KV came from the store or the prefix cache and was not recomputed."""
         return self.prefix_tokens + self.chunk_tokens - self.recomputed_tokens
 
     @property
     def effective_ratio(self) -> float:
-        """Recomputed over chunk tokens. Where no chunk was reused, the share of the prompt that was computed: 1.0 for
-        plain prefill, less if the prefix cache had its start."""
+        """Recomputed tokens divided by chunk tokens. If no chunk was reused, the computed share of the prompt: 1.0 for
+        plain prefill, less if the prefix cache held its first tokens."""
         if not self.chunk_tokens:
             return self.fresh_tokens / self.prompt_tokens
         return self.recomputed_tokens / self.chunk_tokens
 
     @property
     def effective_ratio_of_stale(self) -> float:
-        """Recomputed over the chunk tokens that are not exact anyway: 1.0 means that nothing stale is left."""
+        """Recomputed tokens divided by chunk tokens that are not exact: 1.0 means that no stale token is left."""
         stale = self.chunk_tokens - self.exact_tokens
         return self.recomputed_tokens / stale if stale else 1.0
 
@@ -182,16 +182,16 @@ class FusionStats:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """An answer's prefill token by token; only where the request asked for it."""
+    """Details of an answer's prefill, for requests with ``trace``."""
 
     token_ids: tuple[int, ...]
-    """The whole prompt."""
+    """Token ids of the whole prompt."""
     chunks: tuple[tuple[int, int], ...]
     """``(start, stop)`` of each reused chunk, in tokens."""
     scores: tuple[tuple[float, ...], ...]
-    """Per reused chunk one score a token, those of exact chunks empty; empty where the method scores nothing."""
+    """Scores per reused chunk, one per token; empty for exact chunks. An empty tuple if the method scores nothing."""
     recomputed: tuple[int, ...]
-    """Positions of the chunk tokens that were computed again."""
+    """Positions of the recomputed chunk tokens."""
     layer_s: tuple[float, ...]
     """Seconds of each layer of the recompute; empty after plain prefill."""
 
@@ -202,12 +202,12 @@ class Answer:
 
     text: str
     token_ids: tuple[int, ...]
-    """New tokens, the ending one included."""
+    """New token ids, including the token that ended the answer."""
     finish_reason: str
     """``stop`` (end of turn or a stop string) or ``length``."""
     stats: FusionStats
     trace: Trace | None = None
-    """Set where the request asked for it and chunks were reused."""
+    """Set if the request has ``trace`` and chunks were reused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +215,6 @@ class Event:
     """One step of a streamed answer."""
 
     text: str
-    """New text since the last event; joined over all events it is the answer."""
+    """New text since the last event. All texts joined are the answer."""
     answer: Answer | None = None
     """Set on the last event only."""

@@ -163,7 +163,7 @@ def _check_threshold(size: int, threshold: int) -> None:
     if threshold >= size:
         raise ConfigurationError(
             f"threshold must be below the window size, got threshold={threshold} and size={size}. Lower it: "
-            "a window cannot contain more chosen tokens than tokens."
+            f"a window cannot contain more than {size} chosen tokens."
         )
 
 

@@ -1,8 +1,8 @@
 """The chunk-cache store: content-addressed KV of chunks. Nothing here knows a model.
 
-:class:`ChunkStore` is what the rest of the package uses. Under it a :class:`Backend` moves bytes (memory, disk), and
-:class:`Tiers` puts backends in a row; ``codecs`` turns KV into bytes and back; :class:`Catalog` knows entries, texts
-and sources; :class:`TextIndex` finds stored texts inside a prompt.
+The rest of the package uses :class:`ChunkStore`. It is built from these parts: a :class:`Backend` stores bytes (memory,
+disk); :class:`Tiers` chains backends; ``codecs`` turns KV into bytes and back; :class:`Catalog` lists entries, texts
+and sources; :class:`TextIndex` finds stored texts in a prompt.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The interface of a place that keeps payloads: bytes by key. A backend knows neither tensors nor limits of the store.
+"""The interface of storage backends: bytes by key. A backend knows neither tensors nor the store's limits.
 
-To add one (a server, an object store): a class with these five methods, and a test class that inherits
+To add a backend (a server, an object store): a class with these five methods, and a test class that inherits
 :class:`cacheclip_rag.testing.backends.BackendConformance`.
 """
 
@@ -19,31 +19,31 @@ __all__ = ["Backend"]
 class Backend(ABC):
     """Payloads by key. Safe to share between threads.
 
-    A key is 64 hexadecimal digits (see :func:`~cacheclip_rag.store.keys.chunk_key`); a payload is written whole or not
-    at all. All methods raise OSError if the medium is in trouble: that says nothing about what it holds.
+    A key is 64 hexadecimal digits (see :func:`~cacheclip_rag.store.keys.chunk_key`). Writes are atomic. All methods
+    raise OSError if the medium fails; payloads may still be intact then.
     """
 
     in_memory: ClassVar[bool] = False
-    """True: payloads stay in this process as they were put, so that their checksums need not be verified again."""
+    """True: payloads stay in this process, so that their checksums need no second check."""
 
     @abstractmethod
     def get_many(self, keys: Iterable[str]) -> dict[str, Buffer]:
-        """The payloads that are there; a missing key is left out.
+        """The payloads of the keys that exist; missing keys are left out.
 
-        A payload stays as it is when its key is deleted or overwritten meanwhile. Its reader must not write to it.
+        A returned payload stays valid if its key is deleted or overwritten. Readers must not write to it.
         """
 
     @abstractmethod
     def put(self, key: str, data: Buffer) -> None:
-        """Keep a copy of ``data`` in place of what the key had. A backend with a limit of its own may not keep it."""
+        """Store a copy of ``data`` in place of the key's payload. A backend with its own limit may drop it."""
 
     @abstractmethod
     def delete(self, keys: Iterable[str]) -> int:
-        """Remove payloads; returns how many were there."""
+        """Remove payloads; returns how many existed."""
 
     @abstractmethod
     def list(self) -> Iterator[str]:
-        """Every key once, in any order. Changes during the iteration may or may not be seen."""
+        """Every key once, in any order. Changes during the iteration may or may not be included."""
 
     @abstractmethod
     def close(self) -> None:

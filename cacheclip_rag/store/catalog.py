@@ -1,7 +1,7 @@
-"""What the store knows about its payloads: one SQLite file with entries, texts and sources.
+"""The store's catalog: one SQLite file with entries, texts and sources.
 
-Entries say what a payload takes, when it was used and which text it belongs to, so that deleting a text needs no model.
-Texts are what prompts are searched for (see :mod:`.texts`). Sources say where texts come from.
+An entry records a payload's size, last use and text, so that deleting a text needs no model. Prompts are searched for
+the texts (see :mod:`.texts`). Sources record where texts come from.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ CREATE TABLE IF NOT EXISTS sources (
 CREATE INDEX IF NOT EXISTS sources_by_document ON sources (namespace, document);
 CREATE INDEX IF NOT EXISTS sources_by_text ON sources (namespace, digest);
 """
-# A text has one row, replaced under a new serial number when it is removed or added again: reading the rows after the
-# last serial seen, by one query, brings an index up to date whatever others did meanwhile.
+# A text has one row. Removing or adding the text replaces the row under a new serial number. So one query for the rows
+# after the last known serial number brings an index up to date with other processes.
 _TEXT_COLUMNS = "digest, anchor, start, length, ending, removed"
 _WRITE_TEXT = f"INSERT OR REPLACE INTO texts (namespace, {_TEXT_COLUMNS}) SELECT ?, ?, ?, ?, ?, ?, ?"
 _UNLESS_THERE = " WHERE NOT EXISTS (SELECT 1 FROM texts WHERE namespace = ? AND digest = ? AND removed = 0)"
-# Uses are numbered, not timed: a clock that is set back must not make the newest entries look old.
+# Uses are numbered, because timestamps would be wrong after a clock is set back.
 _NEXT_USE = "(SELECT ifnull(max(last_use), 0) + 1 FROM entries)"
 _WRITE_ENTRY = f"INSERT OR REPLACE INTO entries VALUES (?, ?, ?, ?, ?, ?, {_NEXT_USE})"
 _USE_ENTRY = f"UPDATE entries SET last_use = {_NEXT_USE} WHERE key = ? AND bytes = ? AND codec = ?"
 
 TextRow = tuple[bytes, int, int, int, int]
-"""Digest of a text, hash of the window that it is found by, where that starts, length of the text, hash of its end."""
+"""Digest of a text, hash and start of its signature window, length of the text, hash of its last window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +58,14 @@ class Entry:
     key: str
     namespace: str
     text: bytes | None
-    """Digest of its text; None if it belongs to none (the shared prefix)."""
+    """Digest of the entry's text; None if it has no text (the shared prefix)."""
     num_bytes: int
     num_tokens: int
     codec: str
 
 
 class Catalog:
-    """Entries, texts and sources of a store folder, shared by processes (None: in this process only).
+    """Entries, texts and sources of a store folder, shared by processes. Without a folder: of this process only.
 
     All methods raise StoreError if the file cannot be used.
     """
@@ -74,27 +74,27 @@ class Catalog:
         self._database = Database(folder / FILE_NAME if folder else None, _SCHEMA)
 
     def close(self) -> None:
-        """Release the file; the catalog may be used again afterwards."""
+        """Close the file; the catalog may be used again afterwards."""
         self._database.close()
 
     # -- entries ------------------------------------------------------------------------------------------------
 
     def record(self, entry: Entry) -> None:
-        """Write down an entry that was put; it is the last to be evicted now."""
+        """Record an entry after its payload was written, as the most recently used."""
         self._database.execute(_WRITE_ENTRY, astuple(entry))
 
     def use(self, entry: Entry) -> None:
-        """Note that an entry was read; it is the last to be evicted now. One that is missing, or says otherwise, is
-        written anew. Raises StoreError, and does not wait, while another process is writing."""
+        """Mark an entry as the most recently used. A missing or different entry is written again. Raises StoreError
+        without waiting if another process is writing."""
         if not self._database.execute_at_once(_USE_ENTRY, (entry.key, entry.num_bytes, entry.codec)):
             self._database.execute_at_once(_WRITE_ENTRY, astuple(entry))
 
     def remove(self, keys: Iterable[str]) -> int:
-        """Remove entries; returns how many were there."""
+        """Remove entries; returns how many existed."""
         return self._database.execute_many(("DELETE FROM entries WHERE key = ?", (key,)) for key in keys)
 
     def holds(self, key: str) -> bool:
-        """Whether there is an entry."""
+        """Whether ``key`` has an entry."""
         return bool(self._database.query("SELECT 1 FROM entries WHERE key = ?", (key,)))
 
     def keys(self) -> list[str]:
@@ -102,24 +102,24 @@ class Catalog:
         return [key for (key,) in self._database.query("SELECT key FROM entries ORDER BY last_use, key")]
 
     def keys_of(self, namespace: str, digest: bytes) -> list[str]:
-        """Keys of all entries of one text, whatever model and context they were computed for."""
+        """Keys of all entries of one text, for every model and chunk context."""
         sql = "SELECT key FROM entries WHERE namespace = ? AND digest = ?"
         return [key for (key,) in self._database.query(sql, (namespace, digest))]
 
     def least_recently_used(self, count: int, *, keep: str) -> list[tuple[str, int]]:
-        """Keys and bytes of the next entries to evict, ``keep`` not among them."""
+        """Keys and bytes of the next ``count`` entries to evict, without ``keep``."""
         sql = "SELECT key, bytes FROM entries WHERE key != ? ORDER BY last_use, key LIMIT ?"
         return self._database.query(sql, (keep, count))
 
     def totals(self) -> tuple[int, int]:
-        """Number of entries, and their bytes."""
+        """Number of entries, and the sum of their bytes."""
         ((count, size),) = self._database.query("SELECT COUNT(*), ifnull(SUM(bytes), 0) FROM entries")
         return count, size
 
     # -- texts --------------------------------------------------------------------------------------------------
 
     def add_texts(self, namespace: str, rows: Iterable[TextRow]) -> None:
-        """Remember texts; known ones are kept as they are."""
+        """Add texts; known texts are not changed."""
         self._database.execute_many(
             (_WRITE_TEXT + _UNLESS_THERE, (namespace, *row, 0, namespace, row[0])) for row in rows
         )
@@ -129,12 +129,12 @@ class Catalog:
         self._database.execute_many((_WRITE_TEXT, (namespace, *row, 1)) for row in rows)
 
     def has_text(self, namespace: str, digest: bytes) -> bool:
-        """Whether a text was added, and not removed since."""
+        """Whether a text was added and not removed since."""
         sql = "SELECT 1 FROM texts WHERE namespace = ? AND digest = ? AND removed = 0"
         return bool(self._database.query(sql, (namespace, digest)))
 
     def texts_after(self, namespace: str, serial: int, count: int) -> list[tuple[int, TextRow, bool]]:
-        """The next changes after a serial number: their own, the text, and whether it was removed."""
+        """The next ``count`` changes after a serial number: serial number, text row, and whether it was removed."""
         rows = self._database.query(
             f"SELECT serial, {_TEXT_COLUMNS} FROM texts WHERE namespace = ? AND serial > ? ORDER BY serial LIMIT ?",
             (namespace, serial, count),
@@ -144,14 +144,14 @@ class Catalog:
     # -- sources ------------------------------------------------------------------------------------------------
 
     def add_source(self, namespace: str, source: str, text: str, document: str = "") -> None:
-        """Remember that a text comes from ``source`` (too), which is a part of ``document``."""
+        """Record that a text comes from ``source``, which is part of ``document``. Other sources of the text stay."""
         self._database.execute(
             "INSERT OR REPLACE INTO sources VALUES (?, ?, ?, ?, ?)",
             (namespace, source, document, text_digest(text), text),
         )
 
     def source_texts(self, namespace: str, source: str | None = None) -> list[str]:
-        """Every text that has a source, once; those of one source alone, if it is given."""
+        """Texts that have a source, each once; with ``source``, only the texts of that source."""
         rows = self._database.query(
             "SELECT text FROM sources WHERE namespace = ? AND source = ifnull(?, source) "
             "GROUP BY digest ORDER BY min(rowid)",
@@ -160,7 +160,7 @@ class Catalog:
         return [text for (text,) in rows]
 
     def orphans(self, namespace: str, gone: Collection[str], keep: Collection[str] = ()) -> list[str]:
-        """Texts that no source would hold any more without these sources and documents, except those to ``keep``."""
+        """Texts that would have no source without the sources and documents ``gone``, except the texts in ``keep``."""
         gone = set(gone)
         found: dict[bytes, str] = {}
         for name in sorted(gone):
@@ -173,7 +173,7 @@ class Catalog:
         return list(found.values())
 
     def remove_sources(self, namespace: str, gone: Iterable[str], *, texts: Iterable[str] | None = None) -> None:
-        """Remove these sources and documents; of these texts alone, if any are given."""
+        """Remove sources and documents; with ``texts``, only from these texts."""
         digests: list[Sequence[bytes]] = [()] if texts is None else [(text_digest(text),) for text in texts]
         of_text = "" if texts is None else " AND digest = ?"
         self._database.execute_many(

@@ -1,13 +1,13 @@
-"""The chunk-cache store: KV by key, in tiers of backends, with a catalog beside them.
+"""The chunk-cache store: KV by key, in tiers of backends, with a catalog.
 
 A store folder::
 
     kv/ab/abcd….kv      payloads (see ``codecs``)
     catalog.sqlite3     entries, texts and sources (see ``catalog``)
 
-A payload is written first, its entry second; deletion removes the entry last. Killed anywhere in between, the store is
-left with a whole payload and no entry (which it gets back when it is next read), or with an entry and no payload (a
-miss). A lock file was rejected: readers would wait for writers that only ever add.
+Writing stores the payload first and the entry second; deleting removes the entry last. If a process is killed in
+between, a payload has no entry (it gets one when it is read), or an entry has no payload (a miss). A lock file was
+rejected: readers would wait for writers, which only add.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ __all__ = ["ChunkStore", "StoreStats", "is_store"]
 logger = logging.getLogger(__name__)
 
 _VICTIMS = 64
-"""Entries that are looked up at once for eviction."""
+"""Entries per query for eviction."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """What a store holds, and how it has served since it was opened."""
+    """Contents of a store, and counters since it was opened."""
 
     entries: int
     """Stored chunk caches."""
     bytes: int
     """Bytes of their payloads."""
     max_bytes: int | None
-    """Limit above which the least recently used are evicted; None is no limit."""
+    """Limit above which the least recently used entries are evicted; None: no limit."""
     hits: int
     misses: int
     evictions: int
@@ -61,13 +61,13 @@ class ChunkStore:
     """Maps keys (see :func:`~cacheclip_rag.store.keys.chunk_key`) to KV. Safe to share between threads; a folder may be
     shared by processes.
 
-    A missing key is None. A damaged or foreign payload is a miss and one warning, never wrong KV, and is removed. A
-    payload that cannot be read now (an OSError of its backend) is a miss and a warning, and stays.
+    A missing key gives None. A damaged or foreign payload is removed: it counts as a miss, with one warning. A payload
+    that cannot be read now (OSError of its backend) counts as a miss, with a warning, and stays.
 
     Args:
-        catalog: what the store knows about its payloads.
-        tiers: where the payloads are, fastest first.
-        max_bytes: limit of the last tier, above which the least recently used are evicted; None is no limit.
+        catalog: entries, texts and sources.
+        tiers: backends of the payloads, fastest first.
+        max_bytes: limit of the last tier, above which the least recently used entries are evicted; None: no limit.
 
     Raises:
         ConfigurationError: a limit below 0.
@@ -81,10 +81,10 @@ class ChunkStore:
 
     @classmethod
     def open(cls, folder: str | Path | None, max_bytes: int | None = None, memory_bytes: int = 0) -> ChunkStore:
-        """A store in a folder, or (None) in the memory of this process. The folder is made when it is first written.
+        """A store in a folder, or in memory if ``folder`` is None. The folder is made at the first write.
 
         Args:
-            memory_bytes: size of a memory tier before the disk.
+            memory_bytes: size of a memory tier before the disk; 0: no memory tier.
 
         Raises:
             StoreError: the folder holds a store of an older format.
@@ -97,7 +97,7 @@ class ChunkStore:
         return cls(Catalog(folder), Tiers([*memory, DiskBackend(folder / "kv")]), max_bytes)
 
     def get(self, key: str) -> StoredKV | None:
-        """The stored KV, or None; counts as a use for eviction. Its tensor must not be written to."""
+        """The stored KV, or None. Counts as a use for eviction. Do not write to the tensor."""
         found = self._find(key)
         if found is None:
             self._misses += 1
@@ -119,50 +119,50 @@ class ChunkStore:
     def put(
         self, key: str, kv: torch.Tensor, codec: str, *, namespace: str = "default", text: str | None = None
     ) -> None:
-        """Keep KV; whole or not at all. May evict others to stay within the limit.
+        """Store KV atomically. May evict other entries to stay within the limit.
 
         Args:
             kv: ``(num_layers, 2, num_kv_heads, num_tokens, head_dim)``, keys before RoPE.
             codec: name in :data:`~cacheclip_rag.store.codecs.CODECS`.
-            text: what the chunk says, for :meth:`release`; None for KV that belongs to no text (the shared prefix).
+            text: the chunk's text, for :meth:`release`; None for KV without a text (the shared prefix).
 
         Raises:
             ConfigurationError: an unknown codec.
-            StoreError: it could not be written; everything stored before is as it was.
+            StoreError: the KV could not be written; nothing stored before was changed.
         """
         data = encode(kv, codec, key, namespace=namespace, text=text)
         if self._max_bytes is not None and len(data) > self._max_bytes:
             logger.warning(
-                "a chunk cache of %d bytes exceeds the store's limit of %d and is not kept", len(data), self._max_bytes
+                "a chunk cache of %d bytes exceeds the store's limit of %d and is not stored",
+                len(data),
+                self._max_bytes,
             )
-            self.delete(key)  # an older version must not go on being served
+            self.delete(key)  # an older version must not be read any more
             return
         try:
             self.tiers.put(key, data)
         except OSError as error:
             raise StoreError(
                 f"could not write a chunk cache of {len(data) / 1e6:.1f} MB: {error}. Free some space, set a smaller "
-                "limit, or choose another folder; nothing stored before was touched."
+                "limit, or choose another folder; nothing stored before was changed."
             ) from error
         self.catalog.record(_entry_of(Frame.parse(data, key)))
         self._evict(keep=key)
 
     def delete(self, key: str) -> bool:
-        """Remove an entry; True if it was there."""
+        """Remove an entry; True if it existed."""
         return self._delete([key])
 
     def release(self, namespace: str, texts: Iterable[str]) -> int:
-        """Remove every entry of these texts, whatever model and context it was computed for; returns how many texts
-        had any."""
+        """Remove every entry of these texts, for every model and chunk context. Returns how many texts had an entry."""
         return sum([self._delete(self.catalog.keys_of(namespace, text_digest(text))) for text in texts])
 
     def codec_of(self, key: str) -> str | None:
-        """Codec of the entry that :meth:`get` is expected to find, None if there is none. Reads the header only, and is
-        no use for eviction."""
+        """Codec of a key's entry, or None. Reads the header only, and does not count as a use for eviction."""
         try:
             found = self.tiers.find(key)
             return Frame.parse(found[0], key).codec if found else None
-        except (OSError, FrameError):  # get says which
+        except (OSError, FrameError):  # get logs the reason
             return None
 
     def __contains__(self, key: object) -> bool:
@@ -177,14 +177,14 @@ class ChunkStore:
         return StoreStats(*self.catalog.totals(), self._max_bytes, self._hits, self._misses, self._evictions)
 
     def close(self) -> None:
-        """Release handles; the store may be used again afterwards."""
+        """Close handles; the store may be used again afterwards."""
         self.tiers.close()
         self.catalog.close()
 
     def _find(self, key: str) -> tuple[Buffer, int] | None:
         try:
             found = self.tiers.find(key)
-        except OSError as error:  # the medium or the process is in trouble: no verdict on the payload
+        except OSError as error:  # the medium failed; the payload may be intact
             logger.warning("chunk cache %s… cannot be read now (%s); it is computed for this answer", key[:12], error)
             return None
         if found is None and self.catalog.holds(key):
@@ -192,8 +192,8 @@ class ChunkStore:
         return found
 
     def _record_use(self, frame: Frame) -> None:
-        """Note a use; this also gives an entry to a payload whose writer was killed before it could. With a full disk
-        reading goes on without, and it waits for no writer."""
+        """Record a use. A payload without an entry (its writer was killed) gets one. A full disk or a busy catalog does
+        not stop the read: the use is then not recorded."""
         try:
             self.catalog.use(_entry_of(frame))
         except StoreError as error:
@@ -209,7 +209,7 @@ class ChunkStore:
     def _remove_damaged(self, key: str) -> None:
         try:
             self.delete(key)
-        except StoreError as error:  # a store that may not be written still serves the rest
+        except StoreError as error:  # a read-only store can still be read
             logger.warning("the damaged chunk cache %s… could not be removed: %s", key[:12], error)
 
     def _evict(self, keep: str) -> None:

@@ -1,4 +1,4 @@
-"""How a chunk's KV is written down: one frame of bytes, in which every layer has its own checksum.
+"""The byte format of a chunk's KV: one frame, in which every layer has its own checksum.
 
 A frame::
 
@@ -6,8 +6,8 @@ A frame::
     header: JSON, padded with blanks to a multiple of 64 bytes  key, namespace, text, codec, shape, checksums
     layer 0, layer 1, ...                                       (2, num_kv_heads, num_tokens, head_dim) each
 
-The header says whose payload this is, so that a catalog that lost its row for it gets it back. To add a codec: an entry
-in ``CODECS`` and a row in the round-trip test.
+The header identifies the payload, so that a missing catalog entry can be restored from it. To add a codec: an entry in
+``CODECS`` and a row in the round-trip test.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ CODECS: dict[str, torch.dtype] = {
 """Float codecs: lossless when the codec is at least as wide as the compute dtype."""
 
 FRAME_VERSION = 1
-"""Raise when the frame changes; frames of other versions are misses."""
-_MAGIC = b"\x89CCKV\r\n\x1a"  # as in PNG: a transfer that changes line ends or drops the eighth bit breaks it
+"""Increase this number when the frame format changes; frames of other versions are misses."""
+_MAGIC = b"\x89CCKV\r\n\x1a"  # as in PNG: transfers that change line ends or drop the eighth bit damage it
 _PREAMBLE = struct.Struct("<8sIIQ")
 _ALIGNMENT = 64
 
 
 class FrameError(ValueError):
-    """A payload that is damaged, or is not the one that was asked for."""
+    """A payload is damaged, or belongs to another key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,39 +53,39 @@ class StoredKV:
     """One chunk cache as it was stored."""
 
     kv: torch.Tensor
-    """``(num_layers, 2, num_kv_heads, num_tokens, head_dim)`` in the codec's dtype, keys before RoPE. It may share its
-    memory with the store: do not write to it. (It is cast to the compute dtype where it is copied.)"""
+    """``(num_layers, 2, num_kv_heads, num_tokens, head_dim)`` in the codec's dtype, keys before RoPE. The tensor may
+    share memory with the store: do not write to it. The reader casts it to the compute dtype."""
     codec: str
     """Name in :data:`CODECS`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A payload whose header has been read and checked. Its layers are checked as they are read."""
+    """A payload with a checked header. Layers are checked when they are read."""
 
     data: memoryview
     """The whole frame."""
     key: str
     namespace: str
     text: bytes | None
-    """Digest of the text (see :func:`~cacheclip_rag.store.keys.text_digest`); None if it is no text's."""
+    """Digest of the chunk's text (see :func:`~cacheclip_rag.store.keys.text_digest`); None if there is no text."""
     codec: str
     shape: tuple[int, ...]
-    """Of the KV: ``(num_layers, 2, num_kv_heads, num_tokens, head_dim)``."""
+    """Shape of the KV: ``(num_layers, 2, num_kv_heads, num_tokens, head_dim)``."""
     checksums: tuple[str, ...]
-    """xxh3 of each layer: they guard against damage, not against forgery."""
+    """xxh3 of each layer. They detect damage, not forgery."""
     start: int
     """Offset of layer 0 in bytes."""
 
     @classmethod
     def parse(cls, data: Buffer, key: str) -> Frame:
-        """Read the header of ``data``, which should be the payload of ``key``; looks at no layer.
+        """Read the header of ``data``, the payload of ``key``. Layers are not read.
 
         Raises:
-            FrameError: it is damaged, of another version, or of another key.
+            FrameError: the payload is damaged, of another version, or of another key.
         """
         view = memoryview(data)
-        if view.readonly:  # tensors over memory that must not be written to make torch warn
+        if view.readonly:  # torch warns about tensors over read-only memory
             view = memoryview(bytearray(view))
         header, start = _read_header(view)
         try:
@@ -121,10 +121,10 @@ class Frame:
         return self._tensor(number, number + 1)[0]
 
     def kv(self, *, verify: bool = True) -> torch.Tensor:
-        """KV of all layers, over the memory of the frame. Raises FrameError if one is damaged.
+        """KV of all layers, as a view of the frame's memory. Raises FrameError if a layer is damaged.
 
         Args:
-            verify: False for a frame that was made or verified in this process.
+            verify: False skips the checksums, for frames made or verified in this process.
         """
         for number in range(self.shape[0] if verify else 0):
             self._verify(number)
@@ -151,14 +151,16 @@ def encode(kv: torch.Tensor, codec: str, key: str, *, namespace: str = "default"
     """The frame of a KV tensor ``(num_layers, 2, num_kv_heads, num_tokens, head_dim)``, keys before RoPE.
 
     Args:
-        text: what the chunk says; only its digest is kept. None for KV that belongs to no text (the shared prefix).
+        text: the chunk's text, of which only the digest is stored; None for KV without a text (the shared prefix).
 
     Raises:
         ConfigurationError: an unknown codec.
     """
     if codec not in CODECS:
         raise ConfigurationError(f"codec must be one of {', '.join(CODECS)}, got {codec!r}.")
-    assert kv.ndim == 5 and kv.numel(), f"KV has five dimensions and one token at least, got shape {tuple(kv.shape)}"
+    assert kv.ndim == 5 and kv.numel(), (
+        f"KV must have five dimensions and at least one token, got shape {tuple(kv.shape)}"
+    )
     layers = kv.to("cpu", CODECS[codec]).contiguous().flatten(1).view(torch.uint8).numpy()  # (num_layers, num_bytes)
     checksums = [xxhash.xxh3_128_hexdigest(layer) for layer in layers]
     digest = text_digest(text).hex() if text is not None else ""
@@ -166,26 +168,26 @@ def encode(kv: torch.Tensor, codec: str, key: str, *, namespace: str = "default"
 
 
 def frame_bytes(shape: Sequence[int], codec: str, *, namespace: str = "default") -> int:
-    """Bytes that :func:`encode` makes of a chunk's KV of this shape."""
+    """Size in bytes of the frame that :func:`encode` makes of KV of this shape."""
     header = _write_header("0" * 64, namespace, text_digest("").hex(), codec, shape, ["0" * 32] * shape[0])
     return len(header) + math.prod(shape) * CODECS[codec].itemsize
 
 
 def decode(data: Buffer, key: str) -> StoredKV:
-    """The KV in a frame, all layers verified. Raises FrameError if it is damaged or of another key."""
+    """The KV in a frame, with all checksums verified. Raises FrameError if it is damaged or of another key."""
     frame = Frame.parse(data, key)
     return StoredKV(frame.kv(), frame.codec)
 
 
 def keeps(codec: str, wanted: str) -> bool:
-    """Whether an entry written with ``codec`` holds everything that ``wanted`` would have kept."""
+    """Whether ``codec`` is at least as precise as ``wanted``."""
     return codec in (wanted, "float32")
 
 
 def _write_header(
     key: str, namespace: str, digest: str, codec: str, shape: Sequence[int], checksums: Sequence[str]
 ) -> bytearray:
-    """Preamble and header. ``digest`` is the text's in hexadecimal digits, empty if there is no text."""
+    """Preamble and header. ``digest`` is the text's digest in hexadecimal digits; empty if there is no text."""
     header = {
         "key": key,
         "namespace": namespace,
@@ -200,7 +202,7 @@ def _write_header(
 
 
 def _read_header(view: memoryview) -> tuple[dict[str, Any], int]:
-    """The header as it was written, and where it ends."""
+    """The header, and the offset of its end."""
     if view.nbytes < _PREAMBLE.size:
         raise FrameError("it is cut off")
     magic, version, length, checksum = _PREAMBLE.unpack_from(view)

@@ -1,4 +1,4 @@
-"""A small SQLite file shared by threads and processes: short statements, WAL, errors in our own words."""
+"""A small SQLite file shared by threads and processes: short statements, WAL, errors of this package."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["Database"]
 
 _BUSY_TIMEOUT_S = 30.0
 _SCHEMA_VERSION = 2
-"""Raise when a table changes: a file of another version is refused, not misread."""
+"""Increase this number when a table changes. Files of other versions are refused."""
 
 
 class Database:
-    """One connection a process, opened at first use (a forked worker opens its own), statements under a lock."""
+    """One connection per process, opened at first use (also in a forked worker). A lock protects statements."""
 
     def __init__(self, path: Path | None, schema: str) -> None:
         """``path`` None keeps the tables in memory."""
@@ -84,7 +84,7 @@ class Database:
                 ) from error
         connection = sqlite3.connect(self._path or ":memory:", timeout=_BUSY_TIMEOUT_S, check_same_thread=False)
         connection.execute("PRAGMA journal_mode=WAL")
-        connection.execute("PRAGMA synchronous=NORMAL")  # payloads are re-checked on reading: no fsync per row
+        connection.execute("PRAGMA synchronous=NORMAL")  # no fsync per row: payloads are checked when they are read
         self._check_version(connection)
         connection.executescript(self._schema)
         self._connection, self._owner_pid = connection, os.getpid()
@@ -93,7 +93,7 @@ class Database:
     def _check_version(self, connection: sqlite3.Connection) -> None:
         if _version(connection) == _SCHEMA_VERSION:
             return
-        connection.execute("BEGIN IMMEDIATE")  # another process may be making the tables at this moment
+        connection.execute("BEGIN IMMEDIATE")  # another process may be creating the tables now
         with connection:
             found = _version(connection)
             if found == _SCHEMA_VERSION:
@@ -103,14 +103,14 @@ class Database:
                 return
         connection.close()
         raise StoreError(
-            f"the index {self._path} has format {found}, this version of cacheclip-rag reads {_SCHEMA_VERSION}. "
-            "Ingest the documents into another folder, or use the version that wrote it."
+            f"the index {self._path} has format {found}, but this version of cacheclip-rag reads {_SCHEMA_VERSION}. "
+            "Ingest the documents into another folder, or use the version that wrote the index."
         )
 
     def _explain(self, error: sqlite3.Error) -> StoreError:
         return StoreError(
             f"the index {self._path} cannot be used: {error}. If the disk is full, free some space; if the file is "
-            "damaged, move it away: chunk caches are found again by name, documents by running ingest again."
+            "damaged, move it away: stored chunk caches stay usable, and running ingest again restores the documents."
         )
 
 

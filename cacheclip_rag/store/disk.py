@@ -1,7 +1,7 @@
-"""Payloads as files of a folder, shared by any number of processes.
+"""Payloads as files in a folder, shared by any number of processes.
 
-A payload is written under a temporary name and renamed, so that a reader sees a whole file or none. Reading maps the
-file: the pages that the operating system has cached are not copied, and one layer costs only its own pages.
+A payload is written under a temporary name and then renamed, so that readers never see a partial file. Reading maps the
+file into memory: cached pages are not copied, and reading one layer reads only that layer's pages.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _SUFFIX = ".kv"
 
 
 class DiskBackend(Backend):
-    """One file a payload: ``FOLDER/ab/abcd….kv``. The folder is made when the first payload is written."""
+    """One file per payload: ``FOLDER/ab/abcd….kv``. The folder is made at the first write."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
 
     def path_of(self, key: str) -> Path:
-        """Where the payload of ``key`` is kept."""
+        """Path of the payload of ``key``."""
         assert key.isalnum(), f"a key must be made of letters and digits to be a file name, got {key!r}"
         return self.folder / key[:2] / f"{key}{_SUFFIX}"
 
@@ -61,7 +61,7 @@ def _map(path: Path) -> Buffer:
     with path.open("rb") as file:
         if not file.seek(0, 2):
             return b""  # an empty file cannot be mapped
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # what a reader writes never gets to the file
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # copy on write: a reader cannot change the file
 
 
 def _unlink(path: Path) -> bool:

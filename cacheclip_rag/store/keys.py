@@ -1,4 +1,4 @@
-"""Content addresses: same text, same model, same prefix, same tenant give the same key, and nothing else does."""
+"""Store keys. A key identifies chunk ids, model, context ids, rotary embedding and tenant."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 __all__ = ["FORMAT_VERSION", "chunk_key", "text_digest"]
 
 FORMAT_VERSION = 1
-"""Raise when stored tensors change meaning; entries of other versions are then never found."""
+"""Increase this number when stored tensors change meaning. Entries of other versions are then never found."""
 
 
 def chunk_key(
@@ -21,7 +21,7 @@ def chunk_key(
 ) -> str:
     """Key of a chunk cache: 64 hexadecimal digits, safe as a file name.
 
-    Every field goes in with its length before it, so that no two different inputs make the same byte string.
+    Every field is preceded by its length, so that two different inputs never give the same byte string.
     """
     digest = hashlib.sha256()
     fields = (
@@ -39,5 +39,5 @@ def chunk_key(
 
 
 def text_digest(text: str) -> bytes:
-    """What the catalog knows a text by: 16 bytes."""
+    """Digest by which the catalog identifies a text: 16 bytes."""
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()

@@ -1,4 +1,4 @@
-"""Payloads in the memory of this process, least recently used evicted first."""
+"""Payloads in the memory of this process; the least recently used are evicted first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["MemoryBackend", "check_limit"]
 
 
 class MemoryBackend(Backend):
-    """Payloads up to ``max_bytes`` in all (None: no limit). A payload larger than the limit is not kept.
+    """Holds up to ``max_bytes`` bytes (None: no limit). A payload larger than the limit is not stored.
 
     Raises:
         ConfigurationError: a limit below 0.
@@ -43,9 +43,9 @@ class MemoryBackend(Backend):
     def put(self, key: str, data: Buffer) -> None:
         size = memoryview(data).nbytes
         if self._max_bytes is not None and size > self._max_bytes:
-            self.delete([key])  # an older version must not go on being served
+            self.delete([key])  # an older version must not be read any more
             return
-        own = bytearray(data)  # the caller's may be a view of a mapped file, or change later
+        own = bytearray(data)  # the caller's buffer may be a mapped file, or change later
         with self._lock:
             self._remove(key)
             self._payloads[key] = own
@@ -71,7 +71,7 @@ class MemoryBackend(Backend):
 
 
 def check_limit(max_bytes: int | None) -> int | None:
-    """The limit itself; raises ConfigurationError if it is negative."""
+    """Return the limit; raise ConfigurationError if it is negative."""
     if max_bytes is not None and max_bytes < 0:
         raise ConfigurationError(f"max_bytes must be 0 or more, or None for no limit, got {max_bytes}.")
     return max_bytes

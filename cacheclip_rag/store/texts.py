@@ -1,12 +1,12 @@
-"""Which texts were stored, and how to find them again inside a prompt.
+"""An index of stored texts, which finds them in a prompt.
 
-A framework hands its language model one string; the chunks are somewhere in it. Each stored text is remembered by an
-anchor: the window of ``WINDOW`` characters, among those that start in its first ``REGION`` characters, whose hash is
-smallest. Texts that share a head (a metadata header, a licence preamble) still differ in their anchors, or at least in
-their endings. To search, every window of the prompt is hashed once; where an anchor turns up, and the text's last
-window where that should be, the slice is compared by digest. So a match is never wrong, and the texts themselves need
-not be kept. (Content-defined anchors: Manber, "Finding similar files in a large file system", 1994. An automaton over
-all texts was rejected: 60 kB a chunk and a rebuild at each insert.)
+A framework passes one string to its language model, and the chunks are somewhere in it. The index stores a signature of
+each text: the window of ``WINDOW`` characters with the smallest hash, among the windows that start in the text's first
+``REGION`` characters, and the text's last window. So texts with the same beginning (a metadata header, a licence
+preamble) usually have different signatures. A search hashes every window of the prompt once. Where both windows of a
+signature occur at the right distance, the slice between them is compared by digest. So a match is never wrong, and the
+texts themselves need not be stored. (Source: content-defined anchors, Manber, "Finding similar files in a large file
+system", 1994. An automaton over all texts was rejected: 60 kB per chunk, and a rebuild at each insert.)
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from .keys import text_digest
 __all__ = ["WINDOW", "TextIndex", "TextMatch"]
 
 WINDOW = 16
-"""Characters in an anchor; texts shorter than this are not matched (reusing them would save nothing)."""
+"""Characters per window. Shorter texts are not matched, because reusing them would save nothing."""
 REGION = 256
-"""Anchors are chosen among the windows starting in this many first characters."""
+"""The signature window starts within this many first characters of the text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,23 +41,22 @@ class TextMatch:
 
 @dataclass(frozen=True, slots=True)
 class _Signature:
-    """What is remembered of a text."""
+    """What the index stores of a text."""
 
     value: int
-    """Hash of the window that it is found by."""
+    """Hash of the signature window."""
     start: int
-    """Where in the text that window starts."""
+    """Start of that window in the text."""
     length: int
     ending: int
-    """Hash of its last window."""
+    """Hash of the text's last window."""
     digest: bytes
 
 
 class TextIndex:
     """Texts of one namespace, shared by processes through the store's catalog (default: in this process only).
 
-    In memory a text takes about 60 bytes. A search looks once at every window of the prompt, and reads what begins and
-    ends like a stored text.
+    A text takes about 60 bytes of memory.
     """
 
     def __init__(self, catalog: Catalog | None = None, namespace: str = "default") -> None:
@@ -65,12 +64,12 @@ class TextIndex:
         self._namespace = namespace
         self._settled = _Rows.of([])
         self._recent = _Rows.of([])
-        """What changed since the rows were last put together; it overrules them."""
+        """Changes that are not yet merged into ``_settled``; they take precedence."""
         self._last_serial = 0
         self._lock = threading.Lock()
 
     def add(self, texts: Iterable[str]) -> None:
-        """Remember texts; those shorter than ``WINDOW`` are left out, known ones are kept as they are."""
+        """Add texts. Texts shorter than ``WINDOW`` are left out; known texts are not changed."""
         self._catalog.add_texts(self._namespace, _rows_of(texts))
 
     def remove(self, texts: Iterable[str]) -> None:
@@ -78,7 +77,7 @@ class TextIndex:
         self._catalog.remove_texts(self._namespace, _rows_of(texts))
 
     def find(self, prompt: str, documents: Iterable[str] = ()) -> list[TextMatch]:
-        """Stored texts and ``documents`` occurring in ``prompt``: leftmost, longest, not overlapping, in order."""
+        """Stored texts and ``documents`` that occur in ``prompt``: leftmost, longest, not overlapping, in order."""
         signatures = [signature for text in documents if (signature := _signature_of(text)) is not None]
         with self._lock:
             self._refresh()
@@ -96,7 +95,7 @@ class TextIndex:
                 continue
             stop = start - length
             digest = text_digest(prompt[start:stop])
-            # the first table that knows the text says whether it is there
+            # the first table that knows the text decides
             said = (tables[number].is_removed(row, digest) for _, _, number, row in same)
             if next((each for each in said if each is not None), True) is False:
                 found.append(TextMatch(start, stop))
@@ -104,7 +103,7 @@ class TextIndex:
         return found
 
     def _refresh(self) -> None:
-        """Take in what this or another process added or removed since the last look."""
+        """Read what this or another process added or removed since the last refresh."""
         while rows := self._catalog.texts_after(self._namespace, self._last_serial, _BATCH):
             new = [
                 (_Signature(value, start, length, ending, digest), removed)
@@ -117,19 +116,19 @@ class TextIndex:
 
 
 _BATCH = 4096
-"""Rows read at once, and rows that may be recent before they are put in order with all others."""
+"""Rows per query, and most rows in ``_recent`` before they are merged into ``_settled``."""
 _PAIRS = 200_000
-"""Windows and texts compared at once."""
+"""Pairs of windows and texts per batch."""
 
 _ENDINGS = 1 << 18
-"""Classes of hashes by which endings are told apart at first."""
+"""Number of hash classes for a first test of endings."""
 
 _Column = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Rows:
-    """Texts ordered by anchor and digest, each once; a column for each thing remembered."""
+    """Signatures of texts in columns, ordered by window hash and digest, each text once."""
 
     windows: _Column
     """``(num_texts,)`` int64."""
@@ -146,7 +145,7 @@ class _Rows:
 
     @classmethod
     def of(cls, texts: Sequence[tuple[_Signature, bool]]) -> _Rows:
-        """Texts, and whether they were removed; the last that is said of a text counts."""
+        """Rows of texts and their removal flags. The last pair of a text counts."""
         digests = b"".join(signature.digest for signature, _ in texts)
         return cls(
             np.array([signature.value for signature, _ in texts], np.int64),
@@ -174,20 +173,23 @@ class _Rows:
         return found._at(last)
 
     def over(self, older: _Rows) -> _Rows:
-        """Both; what this one says of a text overrules what the older one does."""
+        """Both tables merged; rows of this table replace rows of the older table."""
         return self._map(lambda name: np.concatenate((getattr(older, name), getattr(self, name))))._ordered()
 
     def present(self) -> _Rows:
-        """Without what was removed."""
+        """The rows of texts that are not removed."""
         return self._at(~self.removed)
 
     def candidates(self, hashes: _Column) -> Iterator[tuple[int, int, int]]:
-        """Where in a prompt, given by the hashes of its windows, something begins and ends like a text: start, length
-        and row."""
+        """Possible matches in a prompt as (start, length, row): both windows of a signature occur there.
+
+        Args:
+            hashes: hashes of the prompt's windows.
+        """
         first = np.searchsorted(self.windows, hashes)
         counts = np.searchsorted(self.windows, hashes, side="right") - first
         positions = np.flatnonzero(counts)
-        # of all texts with such an anchor (thousands may share a head), those whose ending may be in the prompt
+        # thousands of texts may share a beginning: keep the rows whose ending may be in the prompt
         groups, here, group_of = np.unique(first[positions], return_index=True, return_inverse=True)
         sizes = counts[positions[here]]
         rows = _ranges(groups, sizes)
@@ -206,7 +208,7 @@ class _Rows:
     def _candidates(
         self, hashes: _Column, positions: _Column, counts: _Column, rows: _Column
     ) -> Iterator[tuple[int, int, int]]:
-        """Of the windows at ``positions``, each with ``counts`` of the ``rows``."""
+        """Possible matches for the windows at ``positions``; each has ``counts`` consecutive ``rows``."""
         starts = np.repeat(positions, counts) - self.starts[rows]
         lengths = self.lengths[rows].astype(np.int64)
         last = starts + lengths - WINDOW
@@ -215,12 +217,12 @@ class _Rows:
         yield from zip(starts[fits].tolist(), lengths[fits].tolist(), rows[fits].tolist(), strict=True)
 
     def is_removed(self, row: int, digest: bytes) -> bool | None:
-        """Whether a row's text was removed; None if the row is of another text."""
+        """Whether a row's text was removed; None if the row belongs to another text."""
         return bool(self.removed[row]) if self.digests[row].tobytes() == digest else None
 
 
 def _ranges(first: _Column, counts: _Column) -> _Column:
-    """Whole numbers from each ``first`` on, as many as its count."""
+    """Concatenated ranges: ``count`` whole numbers from each ``first`` on."""
     before = np.cumsum(counts) - counts
     return np.repeat(first - before, counts) + np.arange(counts.sum())
 
@@ -232,7 +234,7 @@ def _window_hashes(text: str) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     if count <= 0:
         return np.empty(0, dtype=np.int64)
     hashes = np.zeros(count, dtype=np.uint64)
-    for offset in range(WINDOW):  # a polynomial modulo 2**64, then a finaliser so that "smallest" is not "earliest"
+    for offset in range(WINDOW):  # a polynomial modulo 2**64; the finaliser below spreads the hashes
         hashes = hashes * np.uint64(0x100000001B3) + codes[offset : offset + count]
     hashes = (hashes ^ (hashes >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
     return (hashes ^ (hashes >> np.uint64(32))).view(np.int64)
@@ -248,7 +250,7 @@ def _signature_of(text: str) -> _Signature | None:
 
 
 def _rows_of(texts: Iterable[str]) -> Iterator[TextRow]:
-    """As the catalog keeps them; short texts are left out."""
+    """Rows for the catalog; short texts are left out."""
     for text in texts:
         if (signature := _signature_of(text)) is not None:
             yield signature.digest, signature.value, signature.start, signature.length, signature.ending

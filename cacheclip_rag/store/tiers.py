@@ -1,4 +1,4 @@
-"""Backends in a row, fastest first: read from the first that has a payload, write to all."""
+"""A chain of backends, fastest first: reads use the first backend that has the payload, writes go to all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Tiers"]
 
 
 class Tiers(Backend):
-    """A backend made of backends. The last one holds everything; those before it hold copies, up to their own limits.
+    """A backend made of backends. The last backend holds everything; earlier ones hold copies, up to their limits.
 
     Raises:
         ConfigurationError: no backend is given.
@@ -27,8 +27,8 @@ class Tiers(Backend):
         self.backends = tuple(backends)
 
     def find(self, key: str) -> tuple[Buffer, int] | None:
-        """A payload and the number of the tier that has it, or None. Nothing is copied to faster tiers yet: what comes
-        from a slow one may be damaged."""
+        """A payload and the number of its tier, or None. Faster tiers get no copy yet, because the payload may be
+        damaged; see :meth:`promote`."""
         for number, backend in enumerate(self.backends):
             found = backend.get_many([key])
             if key in found:
@@ -51,7 +51,7 @@ class Tiers(Backend):
         return found
 
     def put(self, key: str, data: Buffer) -> None:
-        for backend in reversed(self.backends):  # the last first: what a faster tier serves is already durable
+        for backend in reversed(self.backends):  # the last tier first: faster tiers serve only durable payloads
             backend.put(key, data)
 
     def delete(self, keys: Iterable[str]) -> int:

@@ -1,4 +1,4 @@
-"""From a blocking iterator to an asynchronous one, so that a model never runs in the event loop's thread."""
+"""Turns a blocking iterator into an asynchronous iterator, so that a model never runs in the event loop's thread."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ T = TypeVar("T")
 
 
 async def iterate_in_thread(make_iterator: Callable[[], Iterator[T]]) -> AsyncGenerator[T, None]:
-    """Yield what ``make_iterator()`` yields; the iterator is made, advanced and closed in one thread of its own.
+    """Yield the items of ``make_iterator()``. A separate thread makes, advances and closes the iterator.
 
-    Not one of the loop's pool: a few long answers would keep everything else that waits for a thread there. It starts
-    at the first item asked for and runs ahead of a slow consumer: what it produces is small, and a consumer that stands
-    still must not hold a thread. It sees the caller's context variables. Closing this generator early (or cancelling
-    its consumer) stops the worker before its next item and closes the iterator, without waiting.
+    The thread is not from the loop's pool, because a few long answers would block the pool. It starts when the first
+    item is requested, and does not wait for a slow consumer, because items are small. It has the caller's context
+    variables. Closing this generator early (or cancelling its consumer) stops the thread before its next item and
+    closes the iterator, without waiting.
 
     Raises:
         Whatever making or advancing the iterator raises, after the items that came before.
@@ -30,7 +30,7 @@ async def iterate_in_thread(make_iterator: Callable[[], Iterator[T]]) -> AsyncGe
     abandoned = threading.Event()
 
     def send(kind: str, value: T | BaseException | None = None) -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with suppress(RuntimeError):  # the loop is closed, so the consumer is gone
             loop.call_soon_threadsafe(items.put_nowait, (kind, value))
 
     def work() -> None:
@@ -42,7 +42,7 @@ async def iterate_in_thread(make_iterator: Callable[[], Iterator[T]]) -> AsyncGe
         else:
             send("end")
 
-    # not joined: it may be in the middle of a long step when the consumer leaves; errors arrive through the queue
+    # the thread is not joined: it may be in a long step when the consumer leaves; errors arrive through the queue
     threading.Thread(target=contextvars.copy_context().run, args=(work,), name="cacheclip-stream").start()
     try:
         while True:

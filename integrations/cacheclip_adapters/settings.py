@@ -32,12 +32,12 @@ ALIASES = {
     "max_new_tokens": "max_tokens",
     "stop_sequences": "stop",
 }
-"""Names that LlamaIndex or LangChain use for a field; both adapters accept all of them."""
+"""Names that LlamaIndex or LangChain use for a field. Both adapters accept all of them."""
 
 _ENGINE = EngineConfig()
 _SAMPLING = SamplingParams()
 _PER_CALL = ("method", "recompute_ratio")
-"""Settings of the engine that go with each call: models that differ in nothing else share one engine and its store."""
+"""Engine settings that are passed with each call. Models that differ only in these share one engine and its store."""
 
 
 def _path_as_text(value: Any) -> Any:
@@ -49,10 +49,10 @@ def _as_list(value: Any) -> Any:
 
 
 class EngineFields(BaseModel):
-    """Which engine a component works with. It holds configuration only: weights load when the engine is first used.
+    """Settings of a component's engine. Weights load when the engine is first used.
 
-    Components with equal fields share one engine in a process, and with it a store that is in memory only. A field has
-    the name and the default that it has in :class:`~cacheclip_rag.config.EngineConfig`; :data:`ALIASES` are accepted.
+    Components with equal fields share one engine per process, including a store in memory. Names and defaults of fields
+    are those of :class:`~cacheclip_rag.config.EngineConfig`; :data:`ALIASES` are accepted too.
 
     Raises:
         ConfigurationError: a field or one of ``engine_kwargs`` is unknown, given twice, or out of range.
@@ -67,13 +67,13 @@ class EngineFields(BaseModel):
     store: Annotated[str | None, BeforeValidator(_path_as_text)] = _ENGINE.store  # type: ignore[assignment]
     """Folder of the chunk-cache store; None keeps chunk caches in memory only."""
     namespace: str = _ENGINE.namespace
-    """Tenant: two namespaces never share an entry."""
+    """Tenant. Two namespaces never share an entry."""
     method: Any = _ENGINE.method
-    """How chunks are reused: the name of a method, ``auto``, or an instance of
-    :class:`~cacheclip_rag.methods.base.Method`, which has its own ratio. Only a name survives ``to_dict``."""
+    """How chunks are reused: a preset's name, ``auto``, or an instance of
+    :class:`~cacheclip_rag.methods.base.Method` (with its own ratio). ``to_dict`` can only write names."""
     system_prompt: str | None = _ENGINE.system_prompt
-    """System prompt that chunks are precomputed behind; it also opens conversations that bring none. None: the chat
-    template's own."""
+    """System prompt of the shared prefix. It is also used for conversations without a system message. None: the chat
+    template's default."""
     dtype: str = _ENGINE.dtype
     """Compute dtype of both models: ``float32``, ``bfloat16`` or ``float16``."""
     device: str = _ENGINE.device
@@ -88,7 +88,7 @@ class EngineFields(BaseModel):
         self._check()
 
     def model_post_init(self, context: Any, /) -> None:
-        super().model_post_init(context)  # a framework's own: pydantic's, for private fields, would hide it
+        super().model_post_init(context)  # a framework's base class may define it; pydantic's own would hide it
 
     @classmethod
     def _named(cls, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,10 +108,10 @@ class EngineFields(BaseModel):
 
     @classmethod
     def from_engine(cls, engine: CacheClipEngine, **fields: Any) -> Self:
-        """A component on this very engine; ``fields`` go on top of the engine's settings.
+        """A component that uses ``engine``; ``fields`` override the engine's settings.
 
-        Copies (``model_copy``) keep the engine. A component made anew from the fields, as LangChain's configurable
-        fields do, works with the process's engine of equal settings instead.
+        Copies (``model_copy``) keep the engine. A component made again from its fields, as by LangChain's configurable
+        fields, uses the process-wide engine with equal settings instead.
         """
         component = cls(**{**cls._fields_from(engine.config), **cls._named(fields)})
         component._engine = engine
@@ -126,13 +126,13 @@ class EngineFields(BaseModel):
 
     @property
     def model_name(self) -> str:
-        """The primary's name, where frameworks look for it."""
+        """The primary's name, under the name that frameworks use."""
         return self.primary
 
     @property
     def engine(self) -> CacheClipEngine:
-        """The engine in use: the one given to :meth:`from_engine` while it fits the fields, else the process's. Use it
-        to ``precompute`` and to ``release``."""
+        """The engine in use: the engine given to :meth:`from_engine` if it still fits the fields, else the process-wide
+        engine. Use it to ``precompute`` and to ``release``."""
         from cacheclip_rag.engine import get_engine
 
         config = self._engine_config()
@@ -143,11 +143,11 @@ class EngineFields(BaseModel):
         self._full_config()
 
     def _shared_system_prompt(self) -> str | None:
-        """System prompt that belongs to the engine's shared prefix."""
+        """System prompt of the engine's shared prefix."""
         return self.system_prompt
 
     def _engine_config(self) -> EngineConfig:
-        """What identifies the engine: everything but the settings of a call."""
+        """Settings that identify the engine, without the settings of a call."""
         own = {*EngineFields.model_fields, *_PER_CALL} - {"engine_kwargs"}
         doubled = sorted(own.intersection(self.engine_kwargs))
         if doubled:
@@ -157,8 +157,8 @@ class EngineFields(BaseModel):
         return EngineConfig.from_options(None, {**options, **self.engine_kwargs})
 
     def _full_config(self) -> EngineConfig:
-        """The engine's settings with this component's own method and ratio, checked. A method that is an instance is
-        checked too, but leaves the config's name as it is."""
+        """The engine's settings with this component's method and ratio, checked. A method instance is checked too, but
+        does not change the config's ``method``."""
         named = {name: getattr(self, name) for name in _PER_CALL if name in type(self).model_fields}
         if not isinstance(self.method, str):
             _check_instance(named.pop("method"))
@@ -166,11 +166,11 @@ class EngineFields(BaseModel):
 
 
 class ModelFields(EngineFields):
-    """A language model's settings: its engine, and how it answers. Defaults of sampling are those of
+    """Settings of a language model: its engine and its sampling. Sampling defaults are those of
     :class:`~cacheclip_rag.sampling.SamplingParams`."""
 
     recompute_ratio: float | None = _ENGINE.recompute_ratio
-    """Share of chunk tokens to recompute, 0 to 1; None takes the method's own."""
+    """Share of chunk tokens to recompute, 0 to 1; None: the method's own ratio."""
     max_tokens: int = _SAMPLING.max_tokens
     """Most new tokens of an answer. Also ``max_new_tokens``."""
     temperature: float = _SAMPLING.temperature
@@ -178,7 +178,7 @@ class ModelFields(EngineFields):
     top_p: float = _SAMPLING.top_p
     """Sample from the smallest set of tokens whose probability reaches this."""
     stop: Annotated[list[str], BeforeValidator(_as_list)] = Field(default_factory=lambda: list(_SAMPLING.stop))
-    """The answer ends before the first of these strings; one string will do. Also ``stop_sequences``."""
+    """The answer ends before the first of these strings. A single string is accepted. Also ``stop_sequences``."""
     seed: int | None = _SAMPLING.seed
     """Makes sampling repeatable."""
 
@@ -187,14 +187,14 @@ class ModelFields(EngineFields):
         self._call_arguments({})
 
     def _call_arguments(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments of ``engine.stream`` for a call with these options on top of the fields.
+        """Arguments of ``engine.stream`` for a call whose options override the fields.
 
         Raises:
             ConfigurationError: an unknown option, or a value out of range.
         """
         own = {name: getattr(self, name) for name in (*self._sampling_names(), *_PER_CALL)}
         if not isinstance(options.get("method") or self.method, str):
-            own["recompute_ratio"] = None  # the instance has its own
+            own["recompute_ratio"] = None  # an instance has its own ratio
         return merge_call_options(own, options)
 
     @staticmethod
@@ -207,7 +207,7 @@ def _without_per_call(config: EngineConfig) -> EngineConfig:
 
 
 def _check_instance(method: Any) -> None:
-    from cacheclip_rag.methods.base import Method  # an instance exists, so that its module is loaded already
+    from cacheclip_rag.methods.base import Method  # a Method instance means that torch is loaded already
 
     if not isinstance(method, Method):
         raise ConfigurationError(f"method must be a name or a Method, got {type(method).__name__}.")

@@ -221,7 +221,7 @@ class TestCrashes:
 
         with monkeypatch.context() as patch:
             patch.setattr(Path, "write_bytes", full)
-            with pytest.raises(StoreError, match="No space left.*nothing stored before was touched"):
+            with pytest.raises(StoreError, match="No space left.*nothing stored before was changed"):
                 put(store, 3)
             with pytest.raises(StoreError):
                 store.put(key(1), kv(9), "float32")
