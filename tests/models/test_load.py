@@ -20,6 +20,7 @@ from cacheclip_rag.models.packaged.catalogue import PACKAGED_MODELS
 from cacheclip_rag.runtime.transformers import architectures
 from cacheclip_rag.runtime.transformers.architectures import SUPPORTED, check_supported, rope_pin
 from cacheclip_rag.selection.heads import weights_digest
+from cacheclip_rag.testing.tiny import TINY_MODELS
 
 
 @pytest.fixture
