@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import cacheclip_rag.guards.certificate as certificates
-from cacheclip_rag import CacheClipEngine, SamplingParams
+from cacheclip_rag import CacheClipEngine, EngineConfig, SamplingParams
 from cacheclip_rag.chunks.context import CONTEXTS, ChunkContext
 from cacheclip_rag.errors import CertificateError, ModelError
 from cacheclip_rag.guards.certificate import (
@@ -26,6 +26,7 @@ from cacheclip_rag.guards.certificate import (
     verdict_at,
 )
 from cacheclip_rag.methods import preset
+from cacheclip_rag.methods.base import Method
 from cacheclip_rag.methods.recompute import Recompute
 from cacheclip_rag.methods.settings import vary
 from cacheclip_rag.selection.budget import Budget
@@ -329,13 +330,17 @@ class TestEngine:
     def test_the_command_makes_what_is_missing(
         self, make: Callable[..., CacheClipEngine], chunks: list[str], monkeypatch: pytest.MonkeyPatch, options: Any
     ) -> None:
+        """What the command measures is tested elsewhere; here, that it is of this engine and method."""
         from typer.testing import CliRunner
 
-        import cacheclip_rag.lab.evaluation.certify as certify
         from cacheclip_rag.cli import app
 
-        monkeypatch.setattr(certify, "_PROMPTS", 2)
-        monkeypatch.setattr(certify, "_ANSWER_TOKENS", 2)
+        def certify(config: EngineConfig, *, method: Method | None = None, quick: bool = False) -> Certificate:
+            measured = CacheClipEngine(config)
+            identity = measured.identity(measured.make_method(method))
+            return replace(certificate_for(make()), identity=identity, quick=quick)
+
+        monkeypatch.setattr("cacheclip_rag.lab.evaluation.certify.certify", certify)
         engine = make(require_certificate=True, **options)
         engine.precompute(chunks)
         with pytest.raises(CertificateError) as error:

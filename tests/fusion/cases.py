@@ -20,6 +20,8 @@ from cacheclip_rag.runtime.transformers.attention import AttentionPlan, Block
 from cacheclip_rag.runtime.transformers.cache import FusedCache
 from tests.conftest import CACHECLIP
 
+KINDS = ("llama", "qwen2-sliding", "gemma3", "gpt-oss", "mixtral")
+"""One of each kind: plain, with windows, with layers of two kinds and caps, with sinks, with experts."""
 EXACT = 1e-4
 BROKEN = 1e-2
 
