@@ -25,7 +25,7 @@ from cacheclip_rag.lab.training.targets import chosen_by
 from cacheclip_rag.lab.variants import read_variants
 from cacheclip_rag.methods import preset
 from cacheclip_rag.progress import progress_bar
-from cacheclip_rag.selection.mapping import Offsets
+from cacheclip_rag.selection.scoring import Offsets
 
 RULER = ("niah_multivalue", "niah_multiquery")
 FAMILIES = ("multiquery", "two_hop")

@@ -3,9 +3,12 @@
     python benchmarks/pin_logits.py write FILE [--models llama,gemma3]
     python benchmarks/pin_logits.py check FILE [--models smollm2-135m]
 
-Tiny models of six architectures and, if named, two real ones; nine presets; four recompute ratios; beside the logits
-the answer's first tokens and what the statistics say. The numbers hold for one machine, one version of torch and two
-threads. Exit code 1 if anything differs.
+Tiny models of six architectures and two real ones; nine presets; four recompute ratios; beside the logits the answer's
+first tokens and what the statistics say. Exit code 1 if anything differs. The numbers hold for one kind of processor,
+one version of torch and two threads, which the file names: write it with the old code where they are others.
+
+``pins.json`` beside this script was written with the code before the second edition (0.1.0 of the first): the second
+edition computes the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import hashlib
 import json
 import logging
 import random
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -22,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.methods import preset
@@ -127,6 +132,21 @@ def differences(expected: dict[str, Any], found: dict[str, Any], models: tuple[s
     ]
 
 
+def about() -> dict[str, Any]:
+    """What pins depend on beside the code."""
+    names = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    versions = {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "threads": torch.get_num_threads(),
+    }
+    return {
+        "processor": names[1] if names else "unknown",
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        **versions,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=("write", "check"))
@@ -140,10 +160,14 @@ def main() -> None:
     logging.getLogger("cacheclip_rag").setLevel(logging.ERROR)  # nothing here is certified
     found = pin(models)
     if given.action == "write":
-        given.file.write_text(json.dumps(found, indent=1) + "\n")
+        lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(pin)}" for name, pin in found.items())
+        given.file.write_text(f'{{"about": {json.dumps(about())}, "pins": {{\n{lines}\n}}}}\n')
         print(f"{len(found)} pins written")
         return
-    wrong = differences(json.loads(given.file.read_text()), found, models)
+    pinned = json.loads(given.file.read_text())
+    wrong = differences(pinned["pins"], found, models)
+    if wrong and pinned["about"] != about():
+        print(f"The pins are of {pinned['about']}, and this is {about()}.")
     print("\n".join([*wrong, f"{len(found)} pins compared, {len(wrong)} differ"]))
     raise SystemExit(bool(wrong))
 

@@ -77,7 +77,7 @@ class Answering:
 
     def _compose(self, request: Request) -> Iterator[Event]:
         """Answer by a composing method: several prompts, each answered exactly."""
-        runtime = self.parts.primary().runtime  # weights are loaded before the clock starts
+        runtime = self.parts.prefix_caches.runtime  # weights are loaded before the clock starts
         missing: dict[str, None] = {}
 
         def ask(

@@ -108,6 +108,11 @@ class EngineConfig:
         if self.store is not None:
             if not isinstance(self.store, str | PathLike) or not str(self.store):
                 raise ConfigurationError(f"store must be a folder, or None for memory only, got {self.store!r}.")
+            if "://" in str(self.store):
+                raise ConfigurationError(
+                    f"store must be a folder, got {str(self.store)!r}. No store behind a URL ships yet: give the "
+                    "engine a ChunkStore with a backend of your own."
+                )
             # absolute, so that a change of the working directory has no effect
             object.__setattr__(self, "store", os.path.abspath(os.path.expanduser(self.store)))
         if not isinstance(self.heads, str | PathLike) or not str(self.heads):

@@ -21,12 +21,11 @@ from .clock import PhaseClock
 from .config import EngineConfig
 from .errors import ConfigurationError
 from .guards.base import Observer
-from .guards.certificate import Identity, identity_of
 from .guards.metrics import Metrics
 from .guards.standard import standard_observers
 from .methods.base import Method
 from .parts import Parts
-from .plan.choice import choose_method, context_of
+from .plan.planner import choose_method, context_of
 from .prompt.segments import Segment, normalise_chunk
 from .runtime.base import Runtime
 from .runtime.prefill import Prefilled
@@ -50,16 +49,19 @@ class CacheClipEngine:
     """
 
     def __init__(self, config: EngineConfig | None = None, **options: Any) -> None:
-        """Settings are an :class:`EngineConfig`, keyword options with the same field names, or both (options win)."""
+        """Settings are an :class:`EngineConfig`, keyword options with the same field names, or both (options win).
+
+        ``store`` may also be a :class:`~cacheclip_rag.store.ChunkStore`, for backends of your own. Such an engine is
+        not the one that another process or :func:`get_engine` finds.
+        """
+        store = options.pop("store") if isinstance(options.get("store"), ChunkStore) else None
         self.config = EngineConfig.from_options(config, options)
-        self.parts = Parts(self.config)
+        self.parts = Parts(self.config, store)
         """Store, models and caches, each made at first use."""
         self.metrics = Metrics()
         """Counters over all answers; :meth:`~cacheclip_rag.guards.metrics.Metrics.to_prometheus` exports them."""
         self.observers: list[Observer] = standard_observers(self.config, self.metrics, lambda: self.primary)
         """Observers of every plan and every answer. Append your own."""
-        self._methods: dict[tuple[str | Method | None, float | None], Method] = {}
-        """Resolved methods by call options."""
         self._writer = ChunkWriter(self.parts)
         self._answering = Answering(self.parts, self._writer, self.observers)
 
@@ -74,7 +76,7 @@ class CacheClipEngine:
     @property
     def primary(self) -> Runtime:
         """The model that answers; loads it."""
-        return self.parts.primary().runtime
+        return self.parts.prefix_caches.runtime
 
     @property
     def auxiliary(self) -> Runtime | None:
@@ -175,23 +177,16 @@ class CacheClipEngine:
     # -- answers ----------------------------------------------------------------------------------------------------
 
     def make_method(self, method: str | Method | None = None, recompute_ratio: float | None = None) -> Method:
-        """The method of a call with these options; see :func:`~cacheclip_rag.plan.choice.choose_method`."""
-        asked = (method, recompute_ratio)
-        if asked not in self._methods:
-            self._methods[asked] = choose_method(self.config, *asked, lambda: self.parts.has_head_set)
-        return self._methods[asked]
+        """The method of a call with these options; see :func:`~cacheclip_rag.plan.planner.choose_method`."""
+        return choose_method(self.config, method, recompute_ratio, lambda: self.parts.has_head_set)
 
     def context_of(self, method: str | Method | None = None) -> ChunkContext:
         """The chunk context of a method (default the engine's method): its own, else the engine's setting. Loads no
         model."""
         return context_of(self.config, method) or self.parts.default_context
 
-    def identity(self, method: Method) -> Identity:
-        """Identity that a certificate needs to cover this engine with this method."""
-        return identity_of(self.config, method, self.parts.primary(), self.parts.scorer_of(method))
-
     def segment(self, prompt: Prompt, documents: Documents = (), *, date: str | None = None) -> list[Segment]:
-        """Cut a prompt into stored chunks and fresh text, see :class:`~cacheclip_rag.prompt.reader.PromptReader`."""
+        """Cut a prompt into stored chunks and fresh text, see :class:`~cacheclip_rag.prompt.segments.PromptReader`."""
         return self.parts.reader().segments(prompt, self.library.index, documents, date=date)
 
     def plan(

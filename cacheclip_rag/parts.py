@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Hashable, Iterator
 from pathlib import Path
 from typing import cast
 
@@ -16,9 +16,10 @@ from .chunks.prefix_cache import PrefixCache
 from .chunks.sources import Sources
 from .config import EngineConfig
 from .errors import ConfigurationError, ModelError
+from .guards.certificate import Identity, identity_of
 from .methods.base import Method
 from .models.load import load_any
-from .prompt.reader import PromptReader
+from .prompt.segments import PromptReader
 from .runtime.base import Runtime
 from .runtime.transformers.model import ModelRuntime
 from .selection.heads import HeadSet, find_head_set, load_named
@@ -36,7 +37,8 @@ PREFIX = CONTEXTS["prefix"]
 class Parts:
     """Parts of one engine. Weights load when a model is first used. Safe to share between threads."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, store: ChunkStore | None = None) -> None:
+        """``store``: takes the place of the one that the settings describe."""
         self.config = config
         self.captured = CapturedChunks()
         """Chunk caches captured from answered prompts, in memory, for methods that use them."""
@@ -44,9 +46,9 @@ class Parts:
         """Exact KV of the first tokens of earlier prompts, in memory."""
         self._lock = threading.RLock()
         self._caches: dict[tuple[str, ChunkContext], ChunkCaches] = {}
-        self._store: ChunkStore | None = None
+        self._store = store
         self._library: ChunkLibrary | None = None
-        self._sources: dict[Method | None, Sources] = {}
+        self._sources: dict[Hashable, Sources] = {}
         self._heads: tuple[HeadSet | None] | None = None
         self._named_heads: dict[str, HeadSet] = {}
 
@@ -81,9 +83,14 @@ class Parts:
 
     # -- models -------------------------------------------------------------------------------------------------
 
-    def primary(self, context: ChunkContext = PREFIX) -> ChunkCaches:
+    def primary(self, context: ChunkContext) -> ChunkCaches:
         """Chunk caches of the primary model with chunk context ``context``. Loads the model."""
         return self._caches_of(self.config.primary, context)
+
+    @property
+    def prefix_caches(self) -> ChunkCaches:
+        """Chunk caches of the primary model right behind the shared prefix, and the KV of that prefix itself."""
+        return self.primary(PREFIX)
 
     @property
     def auxiliary(self) -> ChunkCaches | None:
@@ -116,7 +123,7 @@ class Parts:
 
     def reader(self) -> PromptReader:
         """Reads prompts for the primary model."""
-        return PromptReader(self.primary().runtime, self.config.system_prompt)
+        return PromptReader(self.prefix_caches.runtime, self.config.system_prompt)
 
     def _caches_of(self, name: str, context: ChunkContext) -> ChunkCaches:
         with self._lock:
@@ -155,7 +162,7 @@ class Parts:
             if self._heads is None:
                 setting, found = str(self.config.heads), None
                 if setting != "none" and (auxiliary := self.scoring_auxiliary) is not None:
-                    found = find_head_set(setting, auxiliary, self.primary().runtime.fingerprint)
+                    found = find_head_set(setting, auxiliary, self.prefix_caches.runtime.fingerprint)
                 self._heads = (found,)
             return self._heads[0]
 
@@ -196,7 +203,7 @@ class Parts:
         """Whether a head set can be used. False if the auxiliary cannot be loaded, or the primary cannot reuse KV. A
         head set that cannot be read raises an error."""
         config = self.config
-        if not config.auxiliary or config.heads == "none" or not self.primary().runtime.can_reuse:
+        if not config.auxiliary or config.heads == "none" or not self.prefix_caches.runtime.can_reuse:
             return False
         try:
             _ = self.auxiliary
@@ -219,22 +226,29 @@ class Parts:
 
     def sources(self, method: Method | None) -> Sources:
         """The sources of a method's KV. Loads the models that the method needs."""
+        wants: Hashable = None
+        if method is not None:
+            wants = (method.context, method.needs_auxiliary, frozenset(method.head_sets), method.captures)
         with self._lock:
-            if method not in self._sources:
-                self._sources[method] = self._make_sources(method)
-            return self._sources[method]
+            if wants not in self._sources:
+                self._sources[wants] = self._make_sources(method)
+            return self._sources[wants]
 
     def _make_sources(self, method: Method | None) -> Sources:
         context = (method.context if method is not None else None) or self.default_context
         return Sources(
             primary=self.primary(context),
-            prefix=self.primary(),
+            prefix=self.prefix_caches,
             auxiliary=self.scorer_of(method),
             captured=self.captured if method is not None and method.captures else None,
             prefixes=self.prefixes,
         )
 
+    def identity(self, method: Method) -> Identity:
+        """What a certificate must be about to cover these models with this method."""
+        return identity_of(self.config, method, self.prefix_caches, self.scorer_of(method))
+
     def runtime(self, role: str = "primary") -> Runtime | None:
         """The runtime of ``primary`` or ``auxiliary``."""
-        caches = self.primary() if role == "primary" else self.auxiliary
+        caches = self.prefix_caches if role == "primary" else self.auxiliary
         return caches.runtime if caches is not None else None

@@ -18,7 +18,7 @@ CHUNKS = [
 
 def main() -> None:
     certificate = certify(config, quick=True)  # without quick: 20 prompts instead of 4
-    print(f"verdict at ratio {config.recompute_ratio}: {certificate.verdict}; kept in {certificate.save()}")
+    print(f"verdict at ratio {certificate.ratio}: {certificate.verdict}; kept in {certificate.save()}")
     ratio = next((row.ratio for row in certificate.ratios if row.verdict in ("exact", "faithful")), 1.0)
     engine = CacheClipEngine(config, recompute_ratio=ratio, require_certificate=True, shadow_rate=1.0)
     engine.precompute(CHUNKS)

@@ -1,6 +1,7 @@
 """What the examples share: which models, where the store lies, and MiniLM in both frameworks' terms.
 
-``PRIMARY``, ``AUXILIARY``, ``STORE`` and ``CORPUS`` in the environment choose others. One chunk-cache store serves all
+``PRIMARY``, ``AUXILIARY`` (hub ids or folders), ``STORE`` and ``CORPUS`` in the environment choose others; the packaged
+models are the default because they need no model hub. One chunk-cache store serves all
 examples.
 """
 

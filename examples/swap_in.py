@@ -4,7 +4,7 @@
     +from llama_index.llms.cacheclip import CacheClipLLM
      ...
     -Settings.llm = HuggingFaceLLM(model_name="Qwen/Qwen2.5-Coder-0.5B-Instruct")
-    +Settings.llm = CacheClipLLM(model_name="qwen2.5-coder-0.5b", store="my-store")
+    +Settings.llm = CacheClipLLM(model_name="Qwen/Qwen2.5-Coder-0.5B-Instruct", store="my-store")
 
 The rest stays as it is. Nodes that were indexed before are not precomputed yet, and prompts are plain prefill until one
 call has done it, once.

@@ -66,13 +66,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group("weights"))
 
 
+class Folders(dict[str, str]):
+    """Folders of models by name, each built when it is first asked for."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def __missing__(self, name: str) -> str:
+        folder = self._root / name
+        self[name] = str(build_auxiliary(folder) if name == "auxiliary" else build_model(folder, TINY_MODELS[name]))
+        return self[name]
+
+
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Folder of every model in the matrix, plus ``auxiliary`` with a tokenizer of its own."""
-    root = tmp_path_factory.mktemp("models")
-    folders = {name: str(build_model(root / name, spec)) for name, spec in TINY_MODELS.items()}
-    folders["auxiliary"] = str(build_auxiliary(root / "auxiliary"))
-    return folders
+    return Folders(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(params=list(TINY_MODELS))

@@ -11,8 +11,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-
-from cacheclip_rag.aio import iterate_in_thread
+from cacheclip_adapters.aio import iterate_in_thread
 
 
 class Counter:
@@ -155,5 +154,5 @@ async def test_context_variables_are_the_callers() -> None:
 
 
 def test_needs_no_torch() -> None:
-    code = "import sys, cacheclip_rag.aio; sys.exit('torch' in sys.modules)"
+    code = "import sys, cacheclip_adapters.aio; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import cacheclip_rag.guards.certificate as certificates
-from cacheclip_rag import CacheClipEngine, SamplingParams
+from cacheclip_rag import CacheClipEngine, EngineConfig, SamplingParams
 from cacheclip_rag.chunks.context import CONTEXTS, ChunkContext
 from cacheclip_rag.errors import CertificateError, ModelError
 from cacheclip_rag.guards.certificate import (
@@ -26,6 +26,7 @@ from cacheclip_rag.guards.certificate import (
     verdict_at,
 )
 from cacheclip_rag.methods import preset
+from cacheclip_rag.methods.base import Method
 from cacheclip_rag.methods.recompute import Recompute
 from cacheclip_rag.methods.settings import vary
 from cacheclip_rag.selection.budget import Budget
@@ -59,7 +60,7 @@ def certificate_for(engine: CacheClipEngine, method: str = "cacheclip", **change
     made = Certificate(
         primary="p",
         auxiliary="a",
-        identity=engine.identity(preset(method)),
+        identity=engine.parts.identity(preset(method)),
         verdict="faithful",
         ratio=0.2,
         exactness={"passed": True, "checks": {"greedy": {"figure": 1.0}}},
@@ -114,11 +115,11 @@ class TestFile:
         self, make: Callable[..., CacheClipEngine], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         engine, direct = make(chunk_context="passages"), preset("direct")
-        before = engine.identity(direct)
-        assert engine.identity(replace(direct, chunk_context="passages")) == before, "however it is said"
-        assert make(chunk_context="prefix").identity(direct) != before
+        before = engine.parts.identity(direct)
+        assert engine.parts.identity(replace(direct, chunk_context="passages")) == before, "however it is said"
+        assert make(chunk_context="prefix").parts.identity(direct) != before
         monkeypatch.setitem(CONTEXTS, "passages", ChunkContext(text="Another passage.\n\n"))
-        assert engine.identity(direct) != before
+        assert engine.parts.identity(direct) != before
 
     @pytest.mark.parametrize(
         "changes",
@@ -136,11 +137,15 @@ class TestFile:
         self, make: Callable[..., CacheClipEngine], changes: dict[str, Any]
     ) -> None:
         engine, method = make(), preset("cacheclip")
-        assert engine.identity(vary(method, changes)) != engine.identity(method) == engine.identity(method.at(0.7))
+        assert (
+            engine.parts.identity(vary(method, changes))
+            != engine.parts.identity(method)
+            == engine.parts.identity(method.at(0.7))
+        )
 
     def test_covers_the_class_of_the_method(self, make: Callable[..., CacheClipEngine]) -> None:
         engine, settings = make(), {"scorer": AuxiliaryAttention(), "name": "mine"}
-        assert engine.identity(Recompute(**settings)) != engine.identity(Twin(**settings))  # type: ignore[arg-type]
+        assert engine.parts.identity(Recompute(**settings)) != engine.parts.identity(Twin(**settings))  # type: ignore[arg-type]
 
     def test_verdict_at_a_ratio(self, make: Callable[..., CacheClipEngine]) -> None:
         made = certificate_for(make())
@@ -216,27 +221,27 @@ class Mine(Recompute):
 
 
 class TestEngine:
-    def test_without_it_warns_once_and_names_the_command(
+    def test_without_it_warns_once_in_one_line_and_tells_the_command(
         self,
         make: Callable[..., CacheClipEngine],
         chunks: list[str],
         caplog: pytest.LogCaptureFixture,
         tiny_models: dict[str, str],
     ) -> None:
-        caplog.set_level(logging.WARNING)
+        """A line for whoever runs a demo; the whole command is in the log, one level below."""
+        caplog.set_level(logging.INFO, "cacheclip_rag.guards.certificate")
         for engine in (make(), make()):
             engine.precompute(chunks)
             for _ in range(2):
                 engine.generate(rag_prompt(chunks), ONE)
-        warnings = [record.getMessage() for record in caplog.records if "certificate" in record.getMessage()]
-        assert len(warnings) == 1
-        assert "has not been certified" in warnings[0]
+        said = [record for record in caplog.records if record.name == "cacheclip_rag.guards.certificate"]
+        [warning] = [record.getMessage() for record in said if record.levelno == logging.WARNING]
+        assert "not measured" in warning and warning.endswith("cacheclip certify") and len(warning) < 100
+        information = [record.getMessage() for record in said if record.levelno == logging.INFO]
+        assert "has not been certified" in information[0]
         command = f"cacheclip certify --primary {tiny_models['llama']} --auxiliary {tiny_models['auxiliary']}"
-        assert (
-            f"{command} --method cacheclip --ratio 0.2 --chunk-context prefix --dtype float32 --device cpu"
-            in warnings[0]
-        )
-        assert warnings[0].endswith("--device cpu")
+        options = "--method cacheclip --ratio 0.2 --chunk-context prefix --dtype float32 --device cpu"
+        assert information[0].endswith(f"{command} {options}")
 
     def test_with_it_is_silent(
         self, make: Callable[..., CacheClipEngine], chunks: list[str], caplog: pytest.LogCaptureFixture
@@ -325,18 +330,22 @@ class TestEngine:
     def test_the_command_makes_what_is_missing(
         self, make: Callable[..., CacheClipEngine], chunks: list[str], monkeypatch: pytest.MonkeyPatch, options: Any
     ) -> None:
+        """What the command measures is tested elsewhere; here, that it is of this engine and method."""
         from typer.testing import CliRunner
 
-        import cacheclip_rag.lab.evaluation.certify as certify
         from cacheclip_rag.cli import app
 
-        monkeypatch.setattr(certify, "_PROMPTS", 2)
-        monkeypatch.setattr(certify, "_ANSWER_TOKENS", 2)
+        def certify(config: EngineConfig, *, method: Method | None = None, quick: bool = False) -> Certificate:
+            measured = CacheClipEngine(config)
+            identity = measured.identity(measured.make_method(method))
+            return replace(certificate_for(make()), identity=identity, quick=quick)
+
+        monkeypatch.setattr("cacheclip_rag.lab.evaluation.certify.certify", certify)
         engine = make(require_certificate=True, **options)
         engine.precompute(chunks)
         with pytest.raises(CertificateError) as error:
             engine.generate(rag_prompt(chunks), ONE)
         command = str(error.value).partition("Measure it: cacheclip ")[2].partition("; or set")[0]
         CliRunner().invoke(app, shlex.split(command))
-        found, why = find_certificate(engine.identity(engine.make_method()))
+        found, why = find_certificate(engine.parts.identity(engine.make_method()))
         assert found is not None, why

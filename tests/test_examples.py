@@ -23,7 +23,7 @@ SAID = {
     "async_batch": r"(hits [1-3],(.|\n)*){4}",
     "chat_with_memory": r"(\[hits [1-9], reused [1-9](.|\n)*){3}",
     "ingestion_job": r"to do: [1-9]\d* chunks, (.|\n)*done: 2 added, 0 changed, 0 unchanged",
-    "certify_then_serve": r"verdict at ratio 0.2: (.|\n)*(by \w+, [12] hits|refused: )",
+    "certify_then_serve": r"verdict at ratio 0\.2: (.|\n)*(by \w+, [12] hits|refused: )",
     "tenants": r"north: hits 1(.|\n)*south: hits 0(.|\n)*released: 1",
     "langgraph_rag": r"hits [0-3], misses [0-3](.|\n)*hits 3, misses 0",
 }

@@ -57,10 +57,7 @@ class TestReasons:
             (lambda text: "  ".join(text.split()), "other blanks or line ends"),
             (str.upper, "other letter case"),
             (lambda text: text[:60], "first 60 of 109 characters and is cut off there"),
-            (
-                lambda text: text[:60] + "and nothing else.",
-                "continues differently: expected .*, got 'and nothing else.",
-            ),
+            (lambda text: text[:60] + "and nothing else.", "continues differently: .*, got 'and nothing else."),
             (lambda text: "Something else altogether.", "neither the text nor its beginning"),
         ],
     )

@@ -19,7 +19,7 @@ ROOT = Path(cacheclip_rag.__file__).parent
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     # the package itself (its version), and leaves
-    ("", "errors", "checks", "paths", "progress", "aio", "types", "clock", "sampling"),
+    ("", "errors", "checks", "paths", "progress", "types", "clock", "sampling"),
     ("store",),
     # the protocol of a running model; attention, caches and rotary embedding of transformers models
     ("runtime", "models.packaged"),
@@ -29,13 +29,13 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("methods",),
     ("config",),
     ("fusion",),
-    ("runtime.transformers.model", "runtime.fake", "runtime.prefill"),
+    ("runtime.transformers.model", "runtime.prefill"),
     ("models", "runtime.transformers.plain"),
     ("plan", "guards"),
     ("parts",),
     ("answering",),
     ("engine",),
-    ("plan.explain", "ingest", "testing", "adapter"),
+    ("plan.explain", "ingest", "testing"),
     ("lab",),
     ("cli",),
 )

@@ -12,7 +12,7 @@ from ..errors import ConfigurationError, PromptTooLongError, StoreError
 from ..prompt.segments import Chunk, Segment
 from ..runtime.base import Runtime, TokenizedText
 from ..store import CODECS, ChunkStore, chunk_key, frame_bytes, keeps
-from .context import CONTEXTS, ChunkContext
+from .context import ChunkContext
 
 __all__ = ["ChunkCaches"]
 
@@ -33,7 +33,7 @@ class ChunkCaches:
         prefix_ids: Sequence[int],
         namespace: str,
         codec: str,
-        context: ChunkContext = CONTEXTS["prefix"],
+        context: ChunkContext,
     ) -> None:
         self.runtime = runtime
         context_ids = runtime.tokenize(context.text).ids if context.text else ()

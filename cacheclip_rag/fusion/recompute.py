@@ -22,7 +22,7 @@ from ..clock import PhaseClock
 from ..methods.base import CacheView, PromptView
 from ..prompt.layout import Layout, Span, question_slots
 from ..prompt.segments import Fresh
-from ..runtime.base import Fused
+from ..runtime.base import Fused, wait_for
 from ..runtime.transformers.attention import Geometry
 from ..runtime.transformers.cache import FusedCache
 from ..runtime.transformers.row_filter import RowFilter
@@ -118,8 +118,7 @@ class _Pass:
         with clock.phase("recompute"):
             method.prepare(view, masks)
             logits = recompute(runtime, cache, layout, rows, row_filter, starts)
-            if logits.device.type == "cuda":
-                torch.cuda.synchronize(logits.device)
+            wait_for(logits)
         if row_filter is not None:
             rows, charged = rows[row_filter.alive], charged + row_filter.charged
         else:

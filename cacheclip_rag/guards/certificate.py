@@ -251,7 +251,7 @@ def identity_of(config: EngineConfig, method: Method, primary: ChunkCaches, scor
         auxiliary_sha256=auxiliary.runtime.fingerprint if auxiliary else None,
         auxiliary_tokenizer_sha256=auxiliary.runtime.tokenizer_sha256 if auxiliary else None,
         method=method.name,
-        method_settings=json.dumps(settings, sort_keys=True, default=repr),
+        method_settings=_as_text(settings),
         dtype=config.dtype,
         device="+".join(dict.fromkeys(each.runtime.device.type for each in caches)),
         codec="+".join(each.codec for each in caches),
@@ -266,15 +266,23 @@ class CertificateGuard(Observer):
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._covered: dict[Method, Sources] = {}
-        """Checked methods, each with the models of the check."""
+        self._covered: dict[str, Sources] = {}
+        """Checked methods, as text, each with the models of the check."""
 
     def on_plan(self, plan: Plan, sources: Sources) -> None:
-        if not plan.reused or plan.method.composes or self._covered.get(plan.method) is sources:
+        if not plan.reused or plan.method.composes:
+            return
+        method = _as_text(describe(plan.method))
+        if self._covered.get(method) is sources:
             return
         identity = identity_of(self._config, plan.method, sources.prefix, sources.auxiliary)
         check_certificate(self._config, plan.method, identity)
-        self._covered[plan.method] = sources
+        self._covered[method] = sources
+
+
+def _as_text(settings: dict[str, Any]) -> str:
+    """Equal for equal settings, also for those of a method that cannot be hashed or written as JSON."""
+    return json.dumps(settings, sort_keys=True, default=repr)
 
 
 def _without_ratio(method: Method) -> Method:

@@ -1,4 +1,4 @@
 """Models: finding, fetching and loading weights.
 
-``packaged.catalogue`` and ``packaged.pull`` do not import torch.
+``packaged`` fetches models from the package index; ``load`` makes runtimes, one per model and process.
 """

@@ -7,7 +7,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..clock import PhaseClock
     from ..types import Message, Plan, Trace
 
-__all__ = ["DTYPES", "Fused", "Runtime", "TokenizedText"]
+__all__ = ["DTYPES", "Fused", "Runtime", "State", "TokenizedText", "wait_for"]
 
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -36,11 +36,21 @@ class TokenizedText:
         return len(self.ids)
 
 
+class State(Protocol):
+    """Where a model stands in an answer. What else it holds is the runtime's own."""
+
+    def get_seq_length(self) -> int:
+        """Tokens so far, those of the answer included."""
+
+    def position_of(self, slot: int) -> int:
+        """Position of the token with this number, from 0, one to come included."""
+
+
 @dataclass(frozen=True, slots=True)
 class Fused:
     """Result of :meth:`Runtime.fuse`."""
 
-    state: Any
+    state: State
     """The prompt's KV, for :meth:`Runtime.decode_step`."""
     logits: torch.Tensor
     """Logits of the prompt's last token, ``(vocab_size,)``."""
@@ -122,13 +132,13 @@ class Runtime(ABC):
         ``context`` (stored KV of the same layout; None if nothing comes before)."""
 
     @abstractmethod
-    def prefill(self, ids: torch.Tensor, capacity: int) -> tuple[Any, torch.Tensor]:
+    def prefill(self, ids: torch.Tensor, capacity: int) -> tuple[State, torch.Tensor]:
         """Plain prefill of ``ids``, ``(num_tokens,)``. Returns a state with room for ``capacity`` tokens, and the
         last token's logits, ``(vocab_size,)``."""
 
     def prefill_from(
         self, match: Match, ids: torch.Tensor, capacity: int, clock: PhaseClock
-    ) -> tuple[Any, torch.Tensor]:
+    ) -> tuple[State, torch.Tensor]:
         """Plain prefill of ``ids`` that takes the KV of their first tokens from ``match``. Called only if
         ``keeps_prefixes``."""
         raise AssertionError("prefill_from was called on a runtime whose keeps_prefixes is False")
@@ -141,3 +151,11 @@ class Runtime(ABC):
     @abstractmethod
     def decode_step(self, state: Any, token_id: int) -> torch.Tensor:
         """Append one token to the state and return the next logits, ``(vocab_size,)``."""
+
+
+def wait_for(logits: torch.Tensor) -> None:
+    """Until an accelerator has computed them: seconds are stated of work done, not of work queued."""
+    if logits.device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(logits.device)

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from ..chunks.captured import capture
-from ..chunks.prefix_cache import Match, PrefixCache
+from ..chunks.prefix_cache import PrefixCache
 from ..chunks.sources import Sources
 from ..clock import PhaseClock
 from ..prompt.layout import Layout, Span
 from ..types import FusionStats, Plan, Trace
-from .base import Fused, Runtime
+from .base import Fused, Runtime, State, wait_for
 
 __all__ = ["Keeping", "Prefilled", "prefill"]
 
@@ -47,7 +47,7 @@ class Prefilled:
     """A prefilled prompt, ready to decode."""
 
     layout: Layout
-    cache: Any
+    cache: State
     """State of the runtime that prefilled it."""
     logits: torch.Tensor
     """Logits of the prompt's last token, ``(vocab_size,)``."""
@@ -58,7 +58,7 @@ class Prefilled:
     """None if the prefix cache may keep nothing of this prompt."""
     trace: Trace | None = None
 
-    def keep_prefix(self, cache: Any, answer: Sequence[int] = ()) -> None:
+    def keep_prefix(self, cache: State, answer: Sequence[int] = ()) -> None:
         """Insert the KV of prompt and answer into the prefix cache. The answer's last token has no KV in ``cache``."""
         if self.keeping is not None:
             self.keeping.keep([*self.layout.token_ids, *answer][: cache.get_seq_length()], cache)
@@ -111,17 +111,12 @@ def _uses_prefixes(plan: Plan, runtime: Runtime) -> bool:
     return is_same and plan.method.reuses_prefixes
 
 
-def match_start(plan: Plan, sources: Sources, clock: PhaseClock, *, usable: bool = True) -> Match:
-    """The prompt's longest prefix that the prefix cache holds."""
-    with clock.phase("lookup"):
-        usable = usable and _uses_prefixes(plan, sources.primary.runtime)
-        return sources.match(plan.layout.token_ids, usable=usable)
-
-
 def _plain(plan: Plan, sources: Sources, capacity: int, clock: PhaseClock) -> Prefilled:
     """Plain prefill of the same token ids: the method asks for it, or nothing can be reused."""
     runtime, layout, method = sources.primary.runtime, plan.layout, plan.method
-    with match_start(plan, sources, clock) as match:
+    with clock.phase("lookup"):
+        match = sources.match(layout.token_ids, usable=_uses_prefixes(plan, runtime))
+    with match:
         # the stored shared prefix is not read: a coarser codec would make its KV unfit for the prefix cache
         used = replace(plan, layout=replace(layout, num_prefix=0, num_cached=match.num_tokens))
         if match.num_tokens:
@@ -185,9 +180,3 @@ def _stats(plan: Plan, clock: PhaseClock, recomputed: int = 0, charged: float = 
 
 def _chunk_tokens(spans: Sequence[Span]) -> int:
     return sum(len(span.tokens) for span in spans)
-
-
-def wait_for(logits: torch.Tensor) -> None:
-    """Wait until the accelerator has computed ``logits``, so that measured seconds include the queued work."""
-    if logits.device.type == "cuda":
-        torch.cuda.synchronize(logits.device)

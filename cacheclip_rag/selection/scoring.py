@@ -15,10 +15,9 @@ from ..prompt.layout import Span
 from ..runtime.base import Runtime
 from .auxiliary import score_chunks
 from .heads import HeadSet
-from .mapping import map_scores
 from .question import pick_layers
 from .scorers.auxiliary_attention import AuxiliaryAttention
-from .sentences import sentence_numbers
+from .sentences import Offsets, sentence_numbers
 
 if TYPE_CHECKING:
     from ..runtime.transformers.model import ModelRuntime
@@ -153,3 +152,32 @@ class Question:
     def after(self, other: Question) -> Question:
         """Token ids of ``other`` followed by this question. Both are tokenised separately."""
         return Question(other.ids + self.ids)
+
+
+def map_scores(scores: torch.Tensor, source: Offsets, target: Offsets) -> torch.Tensor:
+    """Score of each target token: the largest score among the source tokens that share a character with it.
+
+    The largest, not the mean: a long number must not lose the piece that one tokenizer splits off. The paper does not
+    state its rule. With identical tokenizers the mapping is the identity.
+
+    Args:
+        scores: ``(num_source_tokens,)`` float, 0 or more.
+        source, target: character offsets ``(start, end)`` per token of the same text, in order.
+
+    Returns:
+        ``(num_target_tokens,)``; 0, the lowest possible attention, for tokens that share no character.
+    """
+    assert len(scores) == len(source), f"{len(scores)} scores for {len(source)} tokens"
+    values = scores.tolist()
+    result = []
+    first = 0
+    for start, end in target:
+        while first < len(source) and source[first][1] <= start:
+            first += 1
+        best, position = 0.0, first
+        while position < len(source) and source[position][0] < end:
+            if source[position][1] > start and source[position][1] > source[position][0]:
+                best = max(best, values[position])
+            position += 1
+        result.append(best if end > start else 0.0)
+    return torch.tensor(result, dtype=scores.dtype)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
 
-from .mapping import Offsets
+__all__ = ["Offsets", "sentence_numbers", "sentence_spans"]
 
-__all__ = ["sentence_numbers", "sentence_spans"]
+Offsets = Sequence[tuple[int, int]]
+"""Per token of a text the characters that it covers, ``(start, end)``."""
 
 _END = re.compile(
     r"""

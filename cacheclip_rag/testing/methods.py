@@ -185,5 +185,5 @@ def _direct(method: Method) -> Method:
 
 
 def _layers(prefilled: Prefilled) -> list[Any]:
-    layers: list[Any] = prefilled.cache.layers
+    layers: list[Any] = prefilled.cache.layers  # type: ignore[attr-defined]  # of a transformers runtime
     return layers

@@ -3,9 +3,11 @@
     class TestMine(RuntimeConformance):
         def make_runtime(self, folder):
             return MyRuntime(...)
+        def reference_logits(self, runtime, ids, num_decoded):
+            return logits_of_the_same_weights_elsewhere(ids)
 
-The suite uses the protocol only. Logits are compared with :attr:`tolerance`, because two correct computations differ by
-rounding.
+``reference_logits`` bypasses the code under test: without it, a runtime that makes the same error everywhere would
+pass. Logits are compared with :attr:`tolerance`, because two correct computations differ by rounding.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ _SHORT = SamplingParams(max_tokens=8)
 
 
 class RuntimeConformance:
-    """Inherit it, and implement :meth:`make_runtime`."""
+    """Inherit it in a class whose name begins with ``Test``, and implement the first two methods."""
 
     tolerance: float = 1e-4
     """Largest difference of logits between two correct ways of computing them."""
@@ -87,13 +89,35 @@ class RuntimeConformance:
 
     # -- prefill and decode -------------------------------------------------------------------------------------
 
-    def test_decoding_goes_on_as_one_prefill_would(self, runtime: Runtime) -> None:
+    def reference_logits(self, runtime: Runtime, ids: torch.Tensor, num_decoded: int) -> torch.Tensor:
+        """Logits of the last of ``ids`` ``(num_tokens,)``, computed without the code under test: ``(vocab_size,)``.
+
+        ``num_decoded``: the last tokens that were decoded one by one. To a model that makes no difference.
+        """
+        raise NotImplementedError
+
+    def test_prefill_equals_the_reference(self, runtime: Runtime) -> None:
         ids = torch.tensor(runtime.tokenize(_PROMPT).ids)
-        state, logits = runtime.prefill(ids, len(ids) + 2)
-        assert logits.ndim == 1 and state.get_seq_length() == len(ids)
-        assert state.position_of(len(ids)) == len(ids)
-        runtime.decode_step(state, int(logits.argmax()))
-        assert state.get_seq_length() == len(ids) + 1
+        state, logits = runtime.prefill(ids, len(ids) + 1)
+        assert state.get_seq_length() == len(ids) and state.position_of(len(ids)) == len(ids)
+        assert float((logits - self.reference_logits(runtime, ids, 0)).abs().max()) <= self.tolerance
+
+    def test_decoding_equals_the_reference(self, runtime: Runtime) -> None:
+        """Each step, beyond the room that was asked for too."""
+        ids = torch.tensor(runtime.tokenize(_PROMPT).ids)
+        state, logits = runtime.prefill(ids, len(ids) + 1)
+        for number in range(1, 5):
+            ids = torch.cat((ids, logits.argmax()[None]))
+            logits = runtime.decode_step(state, int(ids[-1]))
+            assert state.get_seq_length() == len(ids)
+            assert float((logits - self.reference_logits(runtime, ids, number)).abs().max()) <= self.tolerance
+
+    def test_the_reference_tells_prompts_apart(self, runtime: Runtime) -> None:
+        """Twin of the two before: other tokens give other logits."""
+        ids = torch.tensor(runtime.tokenize(_PROMPT).ids)
+        expected = self.reference_logits(runtime, ids, 0)
+        others = [runtime.prefill(torch.cat((ids[n : n + 1], ids[1:])), len(ids))[1] for n in range(1, 6)]
+        assert max(float((logits - expected).abs().max()) for logits in others) > self.tolerance
 
     def test_a_chunk_right_behind_its_prefix_equals_plain_prefill(self, engine: CacheClipEngine) -> None:
         engine.precompute(_CHUNKS[:1])

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from cacheclip_adapters import ModelFields
+from cacheclip_adapters.aio import iterate_in_thread
 from langchain_core.documents import Document
 from langchain_core.exceptions import ContextOverflowError
 from pydantic import model_validator
 
 from cacheclip_rag import __version__
-from cacheclip_rag.adapter import ModelFields
-from cacheclip_rag.aio import iterate_in_thread
 from cacheclip_rag.errors import ConfigurationError, PromptTooLongError
 
 if TYPE_CHECKING:

@@ -6,6 +6,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from cacheclip_adapters.aio import iterate_in_thread
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.documents import Document
 from langchain_core.language_models import ModelProfile
@@ -15,7 +16,6 @@ from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from pydantic import Field, SecretStr
 
-from cacheclip_rag.aio import iterate_in_thread
 from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.models.context import known_context
 

@@ -81,7 +81,7 @@ class TestSystemPrompt:
         first = make(**options)
         first.precompute(chunks)
         again = make(**options)  # as after a restart: the store holds the text by now
-        assert again.parts.primary().prefix_ids == first.parts.primary().prefix_ids
+        assert again.parts.prefix_caches.prefix_ids == first.parts.prefix_caches.prefix_ids
         stats = again.generate(rag(chunks[:2]), SHORT).stats
         assert (stats.hits, stats.misses) == (2, 0) and stats.prefix_tokens > 0
 
@@ -108,7 +108,7 @@ class TestTemplateWithADate:
         (folder / "chat_template.jinja").write_text(dated.replace("DATE", "strftime_now('%d %b %Y')"))
         engine = make(primary=str(folder))
         engine.precompute(chunks)
-        caches = engine.parts.primary()
+        caches = engine.parts.prefix_caches
         assert "01 Jan 2025" in engine.primary.decode_ids(caches.prefix_ids)
         fused = logits(engine, rag(chunks), preset("cacheclip").at(1.0))
         assert time.strftime("%Y") in engine.primary.decode_ids(fused.layout.ids.tolist())

@@ -13,6 +13,7 @@ import pytest
 
 import cacheclip_rag
 from cacheclip_rag import CacheClipEngine, EngineConfig, get_engine
+from cacheclip_rag.errors import ConfigurationError
 from tests.engine.asking import SHORT, rag
 
 
@@ -102,9 +103,30 @@ class TestProcess:
         subprocess.run([sys.executable, "-c", program], check=True)
 
     def test_public_names(self) -> None:
+        """A name that is added here is a promise to keep."""
+        assert sorted(cacheclip_rag.__all__) == [
+            *("Answer", "CacheClipEngine", "CacheClipError", "Chunk", "EngineConfig", "Event", "Fresh", "FusionStats"),
+            *("Plan", "SamplingParams", "__version__", "get_engine"),
+        ]
         for name in cacheclip_rag.__all__:
             assert getattr(cacheclip_rag, name) is not None
         assert dir(cacheclip_rag) == sorted(cacheclip_rag.__all__)
         assert set(cacheclip_rag._HOMES) == set(cacheclip_rag.__all__) - {"__version__"}
         with pytest.raises(AttributeError, match="nonsense"):
             cacheclip_rag.nonsense  # noqa: B018
+
+
+def test_a_store_of_ones_own(tiny_models: dict[str, str], chunks: list[str]) -> None:
+    """Backends reach an engine through a store that is handed over."""
+    from cacheclip_rag.store import Catalog, ChunkStore, MemoryBackend, Tiers
+
+    backend = MemoryBackend()
+    store = ChunkStore(Catalog(), Tiers([backend]))
+    engine = CacheClipEngine(primary=tiny_models["llama"], auxiliary=None, store=store)
+    engine.precompute(chunks[:1])
+    assert engine.store is store and len(list(backend.list())) == store.stats().entries > 0
+
+
+def test_a_url_is_no_folder() -> None:
+    with pytest.raises(ConfigurationError, match="ChunkStore with a backend of your own"):
+        CacheClipEngine(store="s3://bucket/store")

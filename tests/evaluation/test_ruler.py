@@ -289,7 +289,7 @@ class TestDraws:
     def test_without_wonderwords(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "wonderwords", None)
         ruler._word_lists.cache_clear()
-        with pytest.raises(MissingExtraError, match=r"wonderwords.*pip install 'cacheclip-rag\[eval\]'"):
+        with pytest.raises(MissingExtraError, match=r"wonderwords.*pip install 'cacheclip-rag\[lab\]'"):
             make("niah_single_1")
         assert make("niah_multikey_3")  # uuids need no words
 

@@ -20,6 +20,8 @@ from cacheclip_rag.runtime.transformers.attention import AttentionPlan, Block
 from cacheclip_rag.runtime.transformers.cache import FusedCache
 from tests.conftest import CACHECLIP
 
+KINDS = ("llama", "qwen2-sliding", "gemma3", "gpt-oss", "mixtral")
+"""One of each kind: plain, with windows, with layers of two kinds and caps, with sinks, with experts."""
 EXACT = 1e-4
 BROKEN = 1e-2
 
@@ -101,7 +103,7 @@ def make_case(
     engine = make_engine(folder, auxiliary, **options)
     engine.precompute(texts)
     prompt = opening + "\n\n".join(texts) + "\n\nQuestion: What is the magic number?"
-    caches = engine.parts.primary()
+    caches = engine.parts.prefix_caches
     layout = lay_out(
         engine.segment(prompt),
         lambda s: caches.runtime.tokenize(s.text, control=isinstance(s, Fresh) and s.control),

@@ -24,9 +24,11 @@ from cacheclip_rag.runtime.transformers.attention import (
     causal_plan,
 )
 from cacheclip_rag.runtime.transformers.rotary import rotate
+from tests.conftest import TINY_MODELS
 from tests.fusion.cases import (
     BROKEN,
     EXACT,
+    KINDS,
     Case,
     bottom_right_plan,
     gap,
@@ -39,7 +41,11 @@ from tests.fusion.cases import (
     scatter_reference,
 )
 
-RATIOS = (0.1, 0.3, 0.7)
+RATIOS = pytest.mark.parametrize(
+    ("primary", "ratio"),
+    [*((name, 0.3) for name in TINY_MODELS), ("llama", 0.1), ("llama", 0.7)],
+    indirect=["primary"],
+)
 
 
 class TestRatioOne:
@@ -105,7 +111,7 @@ class TestRatioOne:
 
 
 class TestPartialRecompute:
-    @pytest.mark.parametrize("ratio", RATIOS)
+    @RATIOS
     def test_equals_unmodified_transformers_with_explicit_mask(self, case: Case, ratio: float) -> None:
         rows = case.rows(ratio)
         ours = case.assembled()
@@ -116,7 +122,7 @@ class TestPartialRecompute:
             assert gap(left.keys, right.keys) < EXACT
             assert gap(left.values, right.values) < EXACT
 
-    @pytest.mark.parametrize("ratio", RATIOS)
+    @RATIOS
     def test_engine_runs_exactly_the_selected_rows(self, case: Case, ratio: float) -> None:
         """The engine's logits are those of the reference on some selection of the right size: its own."""
         chosen: list[torch.Tensor] = []
@@ -162,6 +168,7 @@ class TestPartialRecompute:
 
 
 class TestRatioZero:
+    @pytest.mark.parametrize("primary", ["llama"], indirect=True)
     def test_equals_direct_reuse(self, case: Case) -> None:
         segments = [span.segment for span in case.layout.spans]
         zero, direct = prefilled(case.engine, segments, "cacheclip", 0.0), prefilled(case.engine, segments, "direct")
@@ -175,7 +182,11 @@ class TestRatioZero:
 
 
 class TestFirstChunk:
-    @pytest.mark.parametrize("ratio", [0.0, 0.2, 1.0])
+    @pytest.mark.parametrize(
+        ("primary", "ratio"),
+        [*((name, 0.2) for name in TINY_MODELS), ("llama", 0.0), ("llama", 1.0)],
+        indirect=["primary"],
+    )
     def test_right_behind_the_prefix_it_is_exact_and_costs_nothing(
         self, primary: str, tiny_models: dict[str, str], chunks: list[str], ratio: float
     ) -> None:
@@ -250,16 +261,16 @@ class TestRotation:
             wrong = runtime.rotary_tables(position + 5, position + 5 + len(span.tokens))[0]
             assert gap(rotate(stored[0, 0], wrong), expected) > BROKEN
 
-    @pytest.mark.parametrize("position", [0, 13, 777])
-    def test_extract_is_the_inverse_of_fill(self, case: Case, position: int) -> None:
+    def test_extract_is_the_inverse_of_fill(self, case: Case) -> None:
         kv = case.kv[case.layout.chunks[0].start]
-        cache = case.runtime.new_cache(position + kv.shape[3])
-        case.runtime.fill(cache, kv, slot=position, position=position)
-        assert gap(case.runtime.extract(cache, position, position + kv.shape[3]), kv) < 1e-5
+        for position in (0, 13, 777):
+            cache = case.runtime.new_cache(position + kv.shape[3])
+            case.runtime.fill(cache, kv, slot=position, position=position)
+            assert gap(case.runtime.extract(cache, position, position + kv.shape[3]), kv) < 1e-5, position
 
     def test_encoding_behind_the_prefix_equals_plain_transformers(self, case: Case) -> None:
         """A chunk cache holds what the model computes when it reads prefix and chunk, and nothing else."""
-        caches = case.engine.parts.primary()
+        caches = case.engine.parts.prefix_caches
         span = case.layout.chunks[1]
         ids = torch.tensor([*caches.prefix_ids, *span.tokens.ids])
         with torch.inference_mode():
@@ -337,6 +348,7 @@ class TestBlockAttention:
         assert covered == list(range(len(rows)))
 
 
+@pytest.mark.parametrize("primary", KINDS, indirect=True)
 class TestPrompts:
     def test_segments_from_hand_equal_segments_found(self, case: Case) -> None:
         """Fresh and Chunk given by hand lay out to the same ids as the prompt they make."""

@@ -16,8 +16,8 @@ from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime.transformers.attention import causal_plan
 from cacheclip_rag.runtime.transformers.cache import FusedLayer
 from cacheclip_rag.selection.auxiliary import score_chunks
-from tests.conftest import CACHECLIP, CHUNKS, QUESTION, rag_prompt
-from tests.fusion.cases import BROKEN, EXACT, Case, gap, make_engine, prefilled, reference_logits, scatter
+from tests.conftest import CHUNKS, QUESTION, rag_prompt
+from tests.fusion.cases import BROKEN, EXACT, KINDS, Case, gap, make_engine, prefilled, reference_logits, scatter
 
 K_NORM = ("qwen3", "qwen3-moe", "gemma3", "olmo2")
 SLIDING = ("qwen2-sliding", "mistral-sliding", "phi3-sliding", "gemma2", "gemma3", "gpt-oss")
@@ -100,6 +100,7 @@ class TestTwins:
 class TestIndependence:
     """The same bits, whatever happened around them."""
 
+    @pytest.mark.parametrize("primary", KINDS, indirect=True)
     def test_of_the_order_of_precomputing(self, primary: str, tiny_models: dict[str, str]) -> None:
         logits = []
         for order in itertools.islice(itertools.permutations(CHUNKS[:3]), 0, 6, 2):
@@ -109,13 +110,14 @@ class TestIndependence:
             logits.append(prefilled(engine, rag_prompt(CHUNKS[:3]), "cacheclip", 0.3).logits)
         assert all(torch.equal(logits[0], other) for other in logits[1:])
 
+    @pytest.mark.parametrize("primary", KINDS, indirect=True)
     def test_of_being_precomputed_together(self, primary: str, tiny_models: dict[str, str]) -> None:
         together, apart = (make_engine(primary, tiny_models["auxiliary"]) for _ in range(2))
         together.precompute(CHUNKS)
         for text in CHUNKS:
             apart.precompute([text])
         for text in CHUNKS:
-            left, right = (engine.parts.primary().read(text) for engine in (together, apart))
+            left, right = (engine.parts.prefix_caches.read(text) for engine in (together, apart))
             assert left is not None and right is not None and torch.equal(left, right)
 
     def test_scores_of_the_other_chunks_in_the_pass(self, primary: str, tiny_models: dict[str, str]) -> None:
@@ -131,6 +133,7 @@ class TestIndependence:
         assert all(gap(left, right) < 1e-5 for left, right in zip(together, turned, strict=True))
         assert all(float(score.sum()) > 0 for score in together)
 
+    @pytest.mark.parametrize("primary", KINDS, indirect=True)
     def test_of_another_answer_under_way(self, primary: str, tiny_models: dict[str, str]) -> None:
         engine = make_engine(primary, tiny_models["auxiliary"])
         engine.precompute(CHUNKS)
@@ -144,6 +147,7 @@ class TestIndependence:
                 answers[number] = getattr(event, "answer", None) or answers[number]
         assert [answer.token_ids for answer in answers] == alone
 
+    @pytest.mark.parametrize("primary", KINDS, indirect=True)
     def test_of_the_tier_that_served(self, primary: str, tiny_models: dict[str, str], tmp_path: Path) -> None:
         memory = make_engine(primary, tiny_models["auxiliary"])
         disk = make_engine(primary, tiny_models["auxiliary"], str(tmp_path / "disk"))
@@ -223,10 +227,10 @@ class TestManyChunks:
         folder = Path(tiny_models["llama"]).parent / "llama-long"
         if not folder.exists():
             build_model(folder, LLAMA, context=16384)
-        engine = CacheClipEngine(primary=str(folder), auxiliary=tiny_models["auxiliary"], **CACHECLIP)
+        engine = CacheClipEngine(primary=str(folder), auxiliary=None, method="epic", chunk_context="prefix")
         engine.precompute(texts)
-        fused = prefilled(engine, rag_prompt(texts), "cacheclip", 1.0)
+        fused = prefilled(engine, rag_prompt(texts), "epic", 1.0)
         assert fused.stats.hits == 300 and fused.stats.fallback is None
         assert gap(fused.logits, reference_logits(str(folder), fused.layout.ids)) < EXACT
-        partial = prefilled(engine, rag_prompt(texts), "cacheclip", 0.2).stats
+        partial = prefilled(engine, rag_prompt(texts), "epic", 0.2).stats
         assert partial.recomputed_tokens == round(0.2 * partial.chunk_tokens)

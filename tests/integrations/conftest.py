@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from cacheclip_rag import CacheClipEngine
+from cacheclip_rag.guards.base import Observer
+
+
+class Seen(Observer):
+    """The plans of an engine, and the threads that they were made in."""
+
+    def __init__(self) -> None:
+        self.questions: list[str | None] = []
+        self.threads: list[threading.Thread] = []
+
+    def on_plan(self, plan: Any, sources: Any) -> None:
+        self.questions.append(plan.question)
+        self.threads.append(threading.current_thread())
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
-    """The ``question`` of every call of an engine, in order."""
-    found: list[str | None] = []
-    stream = CacheClipEngine.stream
+def observed() -> Callable[[CacheClipEngine], Seen]:
+    """Watch an engine from now on."""
 
-    def spying(*arguments: Any, **options: Any) -> Any:
-        found.append(options["question"])
-        return stream(*arguments, **options)
+    def observe(engine: CacheClipEngine) -> Seen:
+        seen = Seen()
+        engine.observers.append(seen)
+        return seen
 
-    monkeypatch.setattr(CacheClipEngine, "stream", spying)
-    return found
+    return observe

@@ -6,7 +6,7 @@ import asyncio
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,10 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import ConfigurableField, Runnable
 
-from cacheclip_rag import CacheClipEngine, __version__
+from cacheclip_rag import __version__
 from cacheclip_rag.errors import ConfigurationError, PromptTooLongError
+from cacheclip_rag.types import Message
+from tests.integrations.fakes import Gate, fake_models, join_workers, turns, watched
 from tests.models.test_architectures import build
 
 PROMPT = "Where did the keeper live?"
@@ -68,7 +70,14 @@ class Recorder(BaseCallbackHandler):
 
 
 @pytest.fixture
-def llm(tiny_models: dict[str, str], tmp_path: Path) -> ChatCacheClip:
+def llm(tmp_path: Path) -> ChatCacheClip:
+    """On a fake model: what the frameworks do does not depend on attention."""
+    return ChatCacheClip(**fake_models(), store=str(tmp_path / "store"), max_tokens=12)
+
+
+@pytest.fixture
+def tiny(tiny_models: dict[str, str], tmp_path: Path) -> ChatCacheClip:
+    """On a transformer."""
     return ChatCacheClip(
         primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"], store=str(tmp_path / "store"), max_tokens=12
     )
@@ -79,8 +88,7 @@ def documents(chunks: list[str]) -> list[Document]:
     return [Document(chunk, metadata={"page": n}) for n, chunk in enumerate(chunks)]
 
 
-@pytest.fixture
-def chain(llm: ChatCacheClip, documents: list[Document]) -> Runnable[Any, Any]:
+def chain_of(llm: ChatCacheClip, documents: list[Document]) -> Runnable[Any, Any]:
     llm.engine.precompute(document.page_content for document in documents)
     return create_retrieval_chain(WordRetriever(documents=documents), create_stuff_documents_chain(llm, RAG_PROMPT))
 
@@ -88,7 +96,11 @@ def chain(llm: ChatCacheClip, documents: list[Document]) -> Runnable[Any, Any]:
 # -- stock chains ---------------------------------------------------------------------------------------------------
 
 
-async def test_stock_retrieval_chain_four_ways(chain: Runnable[Any, Any], question: str) -> None:
+@pytest.mark.parametrize("model", ["fake", "tiny"])
+async def test_stock_retrieval_chain_four_ways(
+    request: pytest.FixtureRequest, model: str, documents: list[Document], question: str
+) -> None:
+    chain = chain_of(request.getfixturevalue("llm" if model == "fake" else model), documents)
     recorder = Recorder()
     query, config = {"input": question}, {"callbacks": [recorder]}
     texts = [
@@ -195,69 +207,57 @@ def test_run_manager_is_told(llm: ChatCacheClip) -> None:
     assert "".join(seen) == "".join(chunk.text for chunk in chunks) != ""
 
 
-async def test_async_calls_keep_the_model_off_the_loop(llm: ChatCacheClip, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: list[threading.Thread] = []
-    original = CacheClipEngine._prefill
-
-    def recorded(self: CacheClipEngine, *args: Any, **kwargs: Any) -> Any:
-        threads.append(threading.current_thread())
-        return original(self, *args, **kwargs)
-
-    monkeypatch.setattr(CacheClipEngine, "_prefill", recorded)
+async def test_async_calls_keep_the_model_off_the_loop(llm: ChatCacheClip) -> None:
     await llm.ainvoke(PROMPT)
     [chunk async for chunk in llm.astream(PROMPT)]
+    threads = watched(llm.engine).answering_threads
     assert len(threads) == 2
     assert threading.main_thread() not in threads
 
 
-def test_tokens_are_counted_with_the_models_own_tokenizer(llm: ChatCacheClip, chunks: list[str]) -> None:
-    ids = llm.get_token_ids(chunks[0])
-    assert llm.engine.primary.decode_ids(ids) == chunks[0]
-    assert llm.get_num_tokens(chunks[0]) == len(ids)
+def test_tokens_are_counted_with_the_models_own_tokenizer(tiny: ChatCacheClip, chunks: list[str]) -> None:
+    ids = tiny.get_token_ids(chunks[0])
+    assert tiny.engine.primary.decode_ids(ids) == chunks[0]
+    assert tiny.get_num_tokens(chunks[0]) == len(ids)
+
+
+Read = Callable[[], list[Message]]
 
 
 @pytest.fixture
-def read(llm: ChatCacheClip, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
-    """The messages that reach the engine."""
-    seen: list[dict[str, str]] = []
-    original = CacheClipEngine.segment
-
-    def segment(self: CacheClipEngine, prompt: Any, *args: Any, **kwargs: Any) -> Any:
-        seen.extend(prompt)
-        return original(self, prompt, *args, **kwargs)
-
-    monkeypatch.setattr(CacheClipEngine, "segment", segment)
-    return seen
+def read(llm: ChatCacheClip) -> Read:
+    """The messages of the last prompt, out of the text that reached the model."""
+    return lambda: turns(watched(llm.engine).prompts[-1])
 
 
-def test_messages_become_roles(llm: ChatCacheClip, read: list[dict[str, str]]) -> None:
+def test_messages_become_roles(llm: ChatCacheClip, read: Read) -> None:
     turns = [SystemMessage("s"), HumanMessage([{"type": "text", "text": "a"}, "b"]), AIMessage("x")]
     llm.invoke([*turns, AIMessageChunk(content="y"), ChatMessage("z", role="user")])
-    assert [m["role"] for m in read] == ["system", "user", "assistant", "assistant", "user"]
-    assert [m["content"] for m in read] == ["s", "ab", "x", "y", "z"]
+    assert [m["role"] for m in read()] == ["system", "user", "assistant", "assistant", "user"]
+    assert [m["content"] for m in read()] == ["s", "ab", "x", "y", "z"]
 
 
-def test_blocks_are_read_in_order(llm: ChatCacheClip, read: list[dict[str, str]]) -> None:
+def test_blocks_are_read_in_order(llm: ChatCacheClip, read: Read) -> None:
     plain = [{"type": "text-plain", "text": text} for text in ("First.", "Second.")]
     llm.invoke([HumanMessage([{"type": "text", "text": "Compare"}, " this:", plain[0], "with:", plain[1], "Well?"])])
-    assert read[0]["content"] == "Compare this:\n\nFirst.\n\nwith:\n\nSecond.\n\nWell?"
+    assert read()[0]["content"] == "Compare this:\n\nFirst.\n\nwith:\n\nSecond.\n\nWell?"
 
 
-def test_tools_are_read_and_not_called(llm: ChatCacheClip, read: list[dict[str, str]]) -> None:
+def test_tools_are_read_and_not_called(llm: ChatCacheClip, read: Read) -> None:
     call = {"name": "find", "args": {"word": "fenêtre"}, "id": "1"}
     messages = [HumanMessage(PROMPT), AIMessage(content="", tool_calls=[call]), ToolMessage("42", tool_call_id="1")]
     assert llm.invoke(messages).content
-    assert [message["role"] for message in read] == ["user", "assistant", "tool"]
-    assert read[1]["content"] == '<tool_call>\n{"name": "find", "arguments": {"word": "fenêtre"}}\n</tool_call>'
+    assert [message["role"] for message in read()] == ["user", "assistant", "tool"]
+    assert read()[1]["content"] == '<tool_call>\n{"name": "find", "arguments": {"word": "fenêtre"}}\n</tool_call>'
     with pytest.raises(NotImplementedError):
         llm.bind_tools([])
 
 
-def test_what_a_message_says_of_itself_is_passed_over(llm: ChatCacheClip, read: list[dict[str, str]]) -> None:
+def test_what_a_message_says_of_itself_is_passed_over(llm: ChatCacheClip, read: Read) -> None:
     call = {"type": "tool_call", "name": "find", "args": {}, "id": "1"}
     thought = {"type": "reasoning", "reasoning": "Let me see."}
     llm.invoke([HumanMessage(PROMPT), AIMessage(content=[thought, {"type": "text", "text": "Wait."}, call])])
-    assert read[1]["content"].startswith("Wait.") and "see" not in read[1]["content"]
+    assert read()[1]["content"].startswith("Wait.") and "see" not in read()[1]["content"]
 
 
 def test_messages_that_cannot_be_read_are_refused(llm: ChatCacheClip) -> None:
@@ -284,7 +284,10 @@ def test_call_options(llm: ChatCacheClip) -> None:
     assert llm.bind(max_new_tokens=2).invoke(PROMPT).usage_metadata["output_tokens"] <= 2
     assert llm.invoke(PROMPT, method="full").response_metadata["cacheclip"]["method"] == "full"
     assert llm.invoke(PROMPT, recompute_ratio=0.5).response_metadata["cacheclip"]["nominal_ratio"] == 0.5
-    hot = [llm.invoke(PROMPT, temperature=5.0, seed=seed).content for seed in (1, 1, 2)]
+
+
+def test_seeds(tiny: ChatCacheClip) -> None:
+    hot = [tiny.invoke(PROMPT, temperature=5.0, seed=seed).content for seed in (1, 1, 2)]
     assert hot[0] == hot[1] != hot[2]
 
 
@@ -350,7 +353,7 @@ async def test_a_prompt_too_long_is_langchains_error_too(
     llm: ChatCacheClip, kind: type[ChatCacheClip | CacheClipLLM]
 ) -> None:
     model = kind(primary=llm.primary, auxiliary=llm.auxiliary, store=llm.store)
-    long = "word " * 4000
+    long = "word " * 5000
     with pytest.raises(ContextOverflowError, match="fit model") as error:
         model.invoke(long)
     assert isinstance(error.value, PromptTooLongError)
@@ -376,34 +379,21 @@ async def test_eight_at_once_answer_as_one_by_one(llm: ChatCacheClip, chunks: li
 
 
 @pytest.mark.parametrize("kind", [ChatCacheClip, CacheClipLLM])
-async def test_a_cancelled_task_stops_the_model(
-    llm: ChatCacheClip, kind: type[ChatCacheClip | CacheClipLLM], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_cancelled_task_stops_the_model(llm: ChatCacheClip, kind: type[ChatCacheClip | CacheClipLLM]) -> None:
     model = kind(primary=llm.primary, auxiliary=llm.auxiliary, store=llm.store, max_tokens=200)
-    assert len(list(model.stream(PROMPT))) > 5
-    steps: list[Any] = []
-    started, cancelled, finished = threading.Event(), threading.Event(), threading.Event()
-    original = CacheClipEngine.stream
-
-    def watched(self: CacheClipEngine, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        try:
-            for event in original(self, *args, **kwargs):
-                steps.append(event)
-                started.set()
-                assert cancelled.wait(10)
-                yield event
-        finally:
-            finished.set()
-
-    monkeypatch.setattr(CacheClipEngine, "stream", watched)
+    runtime = watched(model.engine)
+    runtime.says = ["word " * 20] * 2
+    assert len(list(model.stream(PROMPT))) > 15 and runtime.steps > 15
+    runtime.steps, runtime.decoding = 0, Gate()
+    before = set(threading.enumerate())
     task = asyncio.create_task(model.ainvoke(PROMPT))
-    assert await asyncio.to_thread(started.wait, 10)
+    assert await asyncio.to_thread(runtime.decoding.reached.wait, 10)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    cancelled.set()
-    assert await asyncio.to_thread(finished.wait, 30)
-    assert len(steps) == 1
+    runtime.decoding.open()
+    await asyncio.to_thread(join_workers, before)
+    assert runtime.steps == 1
 
 
 def test_a_model_whose_kv_cannot_be_reused_answers_too(tmp_path: Path, chunks: list[str]) -> None:
@@ -431,7 +421,8 @@ def test_mro_and_identity() -> None:
     assert llm._get_ls_params()["ls_provider"] == "cacheclip"
 
 
-def test_profile_and_version(llm: ChatCacheClip) -> None:
+def test_profile_and_version(tiny: ChatCacheClip) -> None:
+    llm = tiny
     assert llm.profile["max_input_tokens"] == llm.engine.primary.context_tokens == 2048
     assert not llm.profile["image_inputs"] and not llm.profile["tool_calling"]
     assert ChatCacheClip().profile["max_input_tokens"] == 32768
@@ -456,7 +447,7 @@ def test_profile_and_version(llm: ChatCacheClip) -> None:
         ("stop", ["x"]),
         ("seed", 1),
         ("dtype", "bfloat16"),
-        ("engine_kwargs", {"window": 9}),
+        ("engine_kwargs", {"codec": "bfloat16"}),
     ],
 )
 def test_what_changes_the_output_is_in_the_cache_key(name: str, value: Any) -> None:

@@ -26,18 +26,22 @@ from langchain_core.indexing import IndexingResult, InMemoryRecordManager, index
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.vectorstores import InMemoryVectorStore
 
-from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.errors import ConfigurationError, PromptTooLongError
+from cacheclip_rag.methods import preset
+from cacheclip_rag.methods.settings import vary
+from cacheclip_rag.models.load import register_runtime
 from tests.conftest import CHUNKS
+from tests.integrations.fakes import Gate, Watched, fake_models, join_workers, watched
 from tests.integrations.test_langchain import RAG_PROMPT
 
-TOO_LONG = "word " * 4000
+TOO_LONG = "word " * 5000
 OPTIONS: Any = {"cleanup": "incremental", "source_id_key": "source", "key_encoder": "blake2b"}
 
 
 @pytest.fixture
-def make(tiny_models: dict[str, str], tmp_path: Path) -> Callable[..., ChatCacheClip]:
-    models: Any = {"primary": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"]}
+def make(tmp_path: Path) -> Callable[..., ChatCacheClip]:
+    """On fake models: what the framework does does not depend on attention."""
+    models = fake_models()
     return lambda **fields: ChatCacheClip(**models, store=str(tmp_path / "store"), max_tokens=4, **fields)
 
 
@@ -73,13 +77,21 @@ class TestMethods:
     """Chunks are computed as the model's own method reads them."""
 
     @pytest.mark.parametrize(
-        "method", ["anchored", "cacheclip", "epic:behind=prefix", "block", "link:n_link=0:start_id=-1:end_id=-1"]
+        "method",
+        [
+            "anchored",
+            "block",
+            vary(preset("epic"), {"chunk_context": "prefix"}),
+            vary(preset("link"), {"n_link": 0, "start_id": -1, "end_id": -1}),
+        ],
+        ids=str,
     )
     @pytest.mark.parametrize("way", ["store", "transformer"])
     async def test_all_are_hit(
-        self, method: str, way: str, make: Callable[..., ChatCacheClip], documents: list[Document]
+        self, method: Any, way: str, tiny_models: dict[str, str], tmp_path: Path, documents: list[Document]
     ) -> None:
-        llm = make(method=method)
+        models: Any = {"primary": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"]}
+        llm = ChatCacheClip(**models, store=str(tmp_path / "store"), max_tokens=2, method=method)
         if way == "store":
             over_memory(llm).add_documents(documents[:1])
             await over_memory(llm).aadd_documents(documents[1:3])
@@ -146,35 +158,25 @@ class TestOrder:
         store: CacheClipVectorStore,
         llm: ChatCacheClip,
         documents: list[Document],
-        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        started, cancelled = threading.Event(), threading.Event()
-        original = CacheClipEngine.precompute
-
-        def watched(self: CacheClipEngine, *args: Any, **kwargs: Any) -> int:
-            started.set()
-            assert cancelled.wait(10)
-            return original(self, *args, **kwargs)
-
-        monkeypatch.setattr(CacheClipEngine, "precompute", watched)
+        runtime = watched(llm.engine)
         for adding in (store.aadd_documents, CacheClipDocumentTransformer(llm).atransform_documents):
+            llm.engine.release([document.page_content for document in documents])
+            runtime.encoding, before = Gate(), set(threading.enumerate())
             task = asyncio.create_task(adding(documents))
-            assert await asyncio.to_thread(started.wait, 10)
+            assert await asyncio.to_thread(runtime.encoding.reached.wait, 10)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            workers = [thread for thread in threading.enumerate() if thread.name == "cacheclip-stream"]
-            cancelled.set()
-            for worker in workers:
-                await asyncio.to_thread(worker.join, 10)
+            runtime.encoding.open()
+            await asyncio.to_thread(join_workers, before)
             assert stored(llm, documents) == [True, False, False, False]
             assert store.get_by_ids([documents[0].id]) == []
-            started.clear()
-            cancelled.clear()
 
-    def test_killed_and_repeated(self, tiny_models: dict[str, str], tmp_path: Path) -> None:
+    def test_killed_and_repeated(self, tmp_path: Path) -> None:
         """kill -9 while the KV of a chunk is computed, in the second batch."""
-        settings = (str(tmp_path), tiny_models["llama"], tiny_models["auxiliary"])
+        register_runtime("fake", Watched)
+        settings = (str(tmp_path), "fake:killed", "fake:killed-auxiliary")
         root = Path(__file__).resolve().parents[2]
         killed = subprocess.run([sys.executable, "-c", KILLED, *settings], cwd=root, capture_output=True, check=False)
         assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
@@ -223,20 +225,22 @@ def run_pipeline(
 KILLED = """
 import os, signal, sys
 from langchain_core.documents import Document
-from cacheclip_rag.runtime.transformers.model import ModelRuntime
+from cacheclip_rag.models.load import register_runtime
+from cacheclip_rag.testing.fake import FakeRuntime
 from tests.conftest import CHUNKS
 from tests.integrations.test_langchain_indexing import run_pipeline
 
-chunks, encode = 0, ModelRuntime.encode
+chunks = 0
 
-def counted(self, ids, prefix=None):
-    global chunks
-    chunks += prefix is not None  # the shared prefix has none
-    if chunks == 2 * 2 + 2:  # two chunks and one, for two models
-        os.kill(os.getpid(), signal.SIGKILL)
-    return encode(self, ids, prefix)
+class Killed(FakeRuntime):
+    def encode(self, ids, context=None):
+        global chunks
+        chunks += context is not None  # the shared prefix has none
+        if chunks == 2 * 2 + 2:  # two chunks and one, for two models
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().encode(ids, context)
 
-ModelRuntime.encode = counted
+register_runtime("fake", Killed)
 run_pipeline(*sys.argv[1:], [Document(text, metadata={"source": str(n)}) for n, text in enumerate(CHUNKS)])
 """
 

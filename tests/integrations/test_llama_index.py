@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import pickle
+import shutil
 import subprocess
 import sys
 import threading
@@ -29,7 +31,10 @@ from llama_index.core.schema import MetadataMode, TextNode, TransformComponent
 from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform
 
 from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.errors import CacheClipError, ConfigurationError
+from cacheclip_rag.errors import CacheClipError, ConfigurationError, ModelError
+from cacheclip_rag.methods import preset
+from cacheclip_rag.methods.settings import vary
+from tests.integrations.fakes import Gate, fake_models, join_workers, watched
 
 PROMPT = "Where did the keeper live?"
 MESSAGES = [
@@ -74,7 +79,14 @@ def answers() -> Iterator[Answers]:
 
 
 @pytest.fixture
-def llm(tiny_models: dict[str, str], tmp_path: Path) -> CacheClipLLM:
+def llm(tmp_path: Path) -> CacheClipLLM:
+    """On a fake model: what the framework does does not depend on attention."""
+    return CacheClipLLM(**fake_models(), store=str(tmp_path / "store"), max_tokens=12)
+
+
+@pytest.fixture
+def tiny(tiny_models: dict[str, str], tmp_path: Path) -> CacheClipLLM:
+    """On a transformer."""
     return CacheClipLLM(
         primary=tiny_models["llama"],
         auxiliary=tiny_models["auxiliary"],
@@ -85,6 +97,10 @@ def llm(tiny_models: dict[str, str], tmp_path: Path) -> CacheClipLLM:
 
 @pytest.fixture
 def index(llm: CacheClipLLM, chunks: list[str]) -> VectorStoreIndex:
+    return index_of(llm, chunks)
+
+
+def index_of(llm: CacheClipLLM, chunks: list[str]) -> VectorStoreIndex:
     nodes = [TextNode(text=chunk, metadata={"page": n}) for n, chunk in enumerate(chunks)]
     CacheClipTransform.from_llm(llm)(nodes)
     return VectorStoreIndex(nodes, embed_model=WordEmbedding())
@@ -106,9 +122,12 @@ async def adrain(engine: RetrieverQueryEngine, question: str) -> str:
 # -- stock query engines --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("model", ["fake", "tiny"])
 async def test_stock_query_engine_four_ways(
-    index: VectorStoreIndex, llm: CacheClipLLM, question: str, answers: Answers
+    request: pytest.FixtureRequest, model: str, chunks: list[str], question: str, answers: Answers
 ) -> None:
+    llm: CacheClipLLM = request.getfixturevalue("llm" if model == "fake" else model)
+    index = index_of(llm, chunks)
     whole = index.as_query_engine(llm=llm, similarity_top_k=2)
     streamed = index.as_query_engine(llm=llm, similarity_top_k=2, streaming=True)
     assert type(whole) is RetrieverQueryEngine
@@ -148,7 +167,7 @@ def test_custom_template_and_settings(
 
 def test_system_prompt_is_the_shared_prefix(tiny_models: dict[str, str], chunks: list[str], answers: Answers) -> None:
     options = {"primary": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"]}
-    options |= {"engine_kwargs": {"behind": "prefix"}, "namespace": "prefix", "max_tokens": 4}
+    options |= {"engine_kwargs": {"chunk_context": "prefix"}, "namespace": "prefix", "max_tokens": 4}
     llm = CacheClipLLM(**options, system_prompt="You know the lighthouse.")
     CacheClipTransform.from_llm(llm)([TextNode(text=chunks[0])])
     llm.predict(PromptTemplate("{context}\n\nWhen was it built?"), context=chunks[0])
@@ -177,12 +196,10 @@ def test_pipeline_then_query(llm: CacheClipLLM, chunks: list[str], question: str
     assert answers.stats[0]["misses"] == 0
 
 
-async def test_async_pipeline_runs_off_the_loop(
-    llm: CacheClipLLM, chunks: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    threads = record_threads(monkeypatch, "precompute")
+async def test_async_pipeline_runs_off_the_loop(llm: CacheClipLLM, chunks: list[str]) -> None:
     nodes = await pipeline_for(llm).arun(documents=[Document(text=chunks[0])])
     assert llm.engine.is_stored(nodes[0].get_content(MetadataMode.LLM))
+    threads = watched(llm.engine).encoding_threads
     assert threads
     assert threading.main_thread() not in threads
 
@@ -196,14 +213,25 @@ def test_transform_returns_the_nodes_and_passes_over_blank_ones(llm: CacheClipLL
     assert llm.engine.is_stored(chunks[0])
 
 
-LINK = "link:tuned=true:n_link=1:first_id=0:start_id=-1:end_id=-1:max_chunks=2"
+LINK = {"tuned": True, "n_link": 1, "first_id": 0, "start_id": -1, "end_id": -1, "max_chunks": 2}
 
 
-@pytest.mark.parametrize("method", ["anchored", "cacheclip", "ape", "epic:behind=prefix", "block", LINK])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "anchored",
+        "cacheclip",
+        "ape",
+        "block",
+        vary(preset("epic"), {"chunk_context": "prefix"}),
+        vary(preset("link"), LINK),
+    ],
+    ids=str,
+)
 def test_what_was_precomputed_hits_with_the_method_of_the_llm(
-    llm: CacheClipLLM, chunks: list[str], answers: Answers, method: str
+    tiny: CacheClipLLM, chunks: list[str], answers: Answers, method: Any
 ) -> None:
-    llm = llm.model_copy(update={"method": method})
+    llm = tiny.model_copy(update={"method": method})
     CacheClipTransform.from_llm(llm)([TextNode(text=chunk) for chunk in chunks[:2]])
     llm.complete("\n\n".join([*chunks[:2], PROMPT]))
     assert [(stats["hits"], stats["misses"]) for stats in answers.stats] == [(2, 0)]
@@ -307,93 +335,61 @@ def test_llama_index_token_counter_reads_it(llm: CacheClipLLM) -> None:
     assert counter.completion_llm_token_count == usage["completion_tokens"]
 
 
-async def test_async_calls_keep_the_model_off_the_loop(llm: CacheClipLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads = record_threads(monkeypatch, "_prefill")
+async def test_async_calls_keep_the_model_off_the_loop(llm: CacheClipLLM) -> None:
     await llm.acomplete(PROMPT)
     await llm.achat(MESSAGES)
     [r async for r in await llm.astream_complete(PROMPT)]
     [r async for r in await llm.astream_chat(MESSAGES)]
+    threads = watched(llm.engine).answering_threads
     assert len(threads) == 4
     assert threading.main_thread() not in threads
 
 
-async def test_closing_an_async_stream_stops_the_model(llm: CacheClipLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    closed = threading.Event()
-    original = CacheClipEngine.stream
-
-    def watched(self: CacheClipEngine, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        try:
-            yield from original(self, *args, **kwargs)
-        finally:
-            closed.set()
-
-    monkeypatch.setattr(CacheClipEngine, "stream", watched)
+async def test_closing_an_async_stream_stops_the_model(llm: CacheClipLLM) -> None:
+    runtime = watched(llm.engine)
+    runtime.says, runtime.decoding = ["word " * 1500], Gate()
+    before = set(threading.enumerate())
     stream = await llm.astream_chat(MESSAGES, max_tokens=1500)
     await anext(stream)
     await stream.aclose()
     del stream
-    for _ in range(200):
-        if closed.is_set():
-            break
-        await asyncio.sleep(0.01)
-    assert closed.is_set()
+    gc.collect()  # LlamaIndex wraps the generator, and closes it with its wrapper
+    for _ in range(3):
+        await asyncio.sleep(0)
+    runtime.decoding.open()
+    await asyncio.to_thread(join_workers, before)
+    assert runtime.steps == 1
 
 
-async def cancelled(call: Coroutine[Any, Any, Any], began: threading.Event) -> None:
-    """Run until it has begun, then cancel it."""
+async def cancelled(call: Coroutine[Any, Any, Any], gate: Gate) -> None:
+    """Run until it waits at a gate, cancel it, then open the gate and wait for its threads."""
+    before = set(threading.enumerate())
     task = asyncio.create_task(call)
-    while not began.is_set():
+    while not gate.reached.is_set():
         await asyncio.sleep(0.001)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+    gate.open()
+    await asyncio.to_thread(join_workers, before)
 
 
 @pytest.mark.parametrize("call", ["acomplete", "achat"])
-async def test_cancelling_a_call_stops_the_model(llm: CacheClipLLM, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+async def test_cancelling_a_call_stops_the_model(llm: CacheClipLLM, call: str) -> None:
     """Before its next token."""
-    began, goes_on, closed = threading.Event(), threading.Event(), threading.Event()
-    pieces = 0
-    original = CacheClipEngine.stream
-
-    def watched(self: CacheClipEngine, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        nonlocal pieces
-        try:
-            for event in original(self, *args, **kwargs):
-                pieces += 1
-                began.set()
-                assert goes_on.wait(10.0)
-                yield event
-        finally:
-            closed.set()
-
+    runtime = watched(llm.engine)
     question: Any = MESSAGES if call == "achat" else PROMPT
     whole = list(llm.stream_chat(question) if call == "achat" else llm.stream_complete(question))
-    monkeypatch.setattr(CacheClipEngine, "stream", watched)
-    await cancelled(getattr(llm, call)(question), began)
-    goes_on.set()
-    assert await asyncio.to_thread(closed.wait, 10.0)
-    assert pieces == 1 < len(whole)
+    runtime.steps, runtime.decoding = 0, Gate()
+    await cancelled(getattr(llm, call)(question), runtime.decoding)
+    assert runtime.steps == 1 < len(whole)
 
 
-async def test_cancelling_a_transform_stops_it_before_the_next_node(
-    llm: CacheClipLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    began, goes_on = threading.Event(), threading.Event()
-    original = CacheClipEngine.precompute
-
-    def watched(self: CacheClipEngine, *args: Any, **kwargs: Any) -> int:
-        began.set()
-        assert goes_on.wait(10.0)
-        return original(self, *args, **kwargs)
-
-    monkeypatch.setattr(CacheClipEngine, "precompute", watched)
+async def test_cancelling_a_transform_stops_it_before_the_next_node(llm: CacheClipLLM) -> None:
+    runtime = watched(llm.engine)
+    runtime.encoding = Gate()
     nodes = [TextNode(text=f"Lamp {n} was lit.") for n in range(3)]
-    before = set(threading.enumerate())
-    await cancelled(CacheClipTransform.from_llm(llm).acall(nodes), began)
-    goes_on.set()
-    for thread in set(threading.enumerate()) - before:
-        await asyncio.to_thread(thread.join, 10.0)
+    await cancelled(CacheClipTransform.from_llm(llm).acall(nodes), runtime.encoding)
     assert [llm.engine.is_stored(node.text) for node in nodes] == [True, False, False]
 
 
@@ -405,7 +401,10 @@ def test_call_options(llm: CacheClipLLM) -> None:
     assert llm.complete(PROMPT, max_new_tokens=2).raw["usage"]["completion_tokens"] <= 2
     assert llm.chat(MESSAGES, method="full").additional_kwargs["cacheclip"]["method"] == "full"
     assert llm.chat(MESSAGES, recompute_ratio=0.5).additional_kwargs["cacheclip"]["nominal_ratio"] == 0.5
-    hot = [llm.complete(PROMPT, temperature=5.0, seed=seed).text for seed in (1, 1, 2)]
+
+
+def test_seeds(tiny: CacheClipLLM) -> None:
+    hot = [tiny.complete(PROMPT, temperature=5.0, seed=seed).text for seed in (1, 1, 2)]
     assert hot[0] == hot[1] != hot[2]
 
 
@@ -484,7 +483,7 @@ def test_what_is_thought_or_called_is_passed_over(llm: CacheClipLLM) -> None:
 
 def test_errors_of_the_engine_pass_through(llm: CacheClipLLM) -> None:
     with pytest.raises(CacheClipError, match="fit model"):
-        llm.complete("word " * 4000)
+        llm.complete("word " * 5000)
 
 
 # -- construction ---------------------------------------------------------------------------------------------------
@@ -510,20 +509,23 @@ assert "torch" not in sys.modules and "transformers" not in sys.modules
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_metadata_reads_the_context_without_loading(llm: CacheClipLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cacheclip_rag.engine.load_any", None)
+def test_metadata_reads_the_context_without_loading(tiny_models: dict[str, str], tmp_path: Path) -> None:
+    """A folder without weights: whoever loads it fails."""
+    shutil.copy(Path(tiny_models["llama"]) / "config.json", tmp_path)
+    llm = CacheClipLLM(primary=str(tmp_path), auxiliary=None, max_tokens=12)
     assert llm.metadata.context_window == 2048
     assert llm.metadata.num_output == 12
     assert llm.metadata.is_chat_model
     assert CacheClipLLM(primary="smollm2-135m").metadata.context_window == 8192
     assert CacheClipLLM(context_window=777).metadata.context_window == 777
     assert CacheClipLLM(primary="nobody/unheard-of").metadata.context_window > 0
+    with pytest.raises(ModelError):
+        llm.complete(PROMPT)
 
 
-def test_from_engine_uses_that_engine(tiny_models: dict[str, str], chunks: list[str]) -> None:
-    engine = CacheClipEngine(
-        primary=tiny_models["llama"], auxiliary=None, method="direct", recompute_ratio=0.3, memory_bytes=5
-    )
+def test_from_engine_uses_that_engine(chunks: list[str]) -> None:
+    primary = fake_models()["primary"]
+    engine = CacheClipEngine(primary=primary, auxiliary=None, method="direct", recompute_ratio=0.3, memory_bytes=5)
     llm = CacheClipLLM.from_engine(engine, max_tokens=3, stop=["##"])
     assert llm.engine is engine
     assert (llm.method, llm.recompute_ratio, llm.auxiliary) == ("direct", 0.3, None)
@@ -549,16 +551,3 @@ def test_serialisation_round_trip(llm: CacheClipLLM) -> None:
     fields = ("primary", "store", "method", "max_tokens", "stop")
     again = CacheClipLLM.from_dict({name: data[name] for name in (*fields, "class_name")})
     assert [getattr(again, name) for name in fields] == [getattr(llm, name) for name in fields]
-
-
-def record_threads(monkeypatch: pytest.MonkeyPatch, name: str) -> list[threading.Thread]:
-    """The threads in which an engine's method runs from now on."""
-    threads: list[threading.Thread] = []
-    original = getattr(CacheClipEngine, name)
-
-    def recorded(self: CacheClipEngine, *args: Any, **kwargs: Any) -> Any:
-        threads.append(threading.current_thread())
-        return original(self, *args, **kwargs)
-
-    monkeypatch.setattr(CacheClipEngine, name, recorded)
-    return threads

@@ -32,6 +32,7 @@ from llama_index.core.workflow import Event, StartEvent, StopEvent, Workflow, st
 from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform
 from llama_index.response_synthesizers.cacheclip import CacheClipSynthesizer
 
+from tests.integrations.fakes import watched
 from tests.integrations.test_llama_index import WordEmbedding
 from tests.integrations.test_llama_index_nodes import Seen, llm, scripted, seen
 
@@ -53,9 +54,6 @@ class TestEngines:
         seen: Seen,
         mode: str,
     ) -> None:
-        """What so small a model says in a conversation with itself may be nothing: what it read is looked at. (Where it
-        condenses a question to nothing LlamaIndex fails: this method has it say something.)"""
-        llm.method = "anchored:correction=0"
         engine = index.as_chat_engine(chat_mode=mode, llm=llm, similarity_top_k=2)
         assert str(engine.chat(question)) == engine.chat_history[-1].content
         assert str(await engine.achat(question)) == engine.chat_history[-1].content
@@ -81,11 +79,9 @@ class TestEngines:
         assert len(engine.query(question).source_nodes) == 3
         assert [(event.hits, len(event.node_ids)) for event in seen.fusions] == [(3, 3)]
 
-    def test_sub_questions(
-        self, index: VectorStoreIndex, llm: CacheClipLLM, question: str, seen: Seen, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_sub_questions(self, index: VectorStoreIndex, llm: CacheClipLLM, question: str, seen: Seen) -> None:
         items = [{"sub_question": text, "tool_name": "island"} for text in (question, "Who kept the lamp?")]
-        asked = scripted(monkeypatch, f"```json\n{json.dumps({'items': items})}\n```", "7316042", "Tom Garrow", "Both.")
+        asked = scripted(llm, f"```json\n{json.dumps({'items': items})}\n```", "7316042", "Tom Garrow", "Both.")
         tool = QueryEngineTool(
             index.as_query_engine(llm=llm, similarity_top_k=2), ToolMetadata(name="island", description="All of it.")
         )
@@ -98,18 +94,16 @@ class TestEngines:
         )
         assert str(engine.query("Tell me all.")) == "Both."
         assert [event.hits for event in seen.fusions] == [0, 2, 2, 0]
-        assert "7316042" in str(asked[3]) and "Tom Garrow" in str(asked[3])
+        assert "7316042" in asked[3] and "Tom Garrow" in asked[3]
 
-    def test_a_router(
-        self, index: VectorStoreIndex, llm: CacheClipLLM, question: str, seen: Seen, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_router(self, index: VectorStoreIndex, llm: CacheClipLLM, question: str, seen: Seen) -> None:
         tools = [
             QueryEngineTool(
                 index.as_query_engine(llm=llm, similarity_top_k=n), ToolMetadata(f"for {n}", name=f"top{n}")
             )
             for n in (2, 3)
         ]
-        scripted(monkeypatch, '[{"choice": 2, "reason": "it reads more"}]', "7316042")
+        scripted(llm, '[{"choice": 2, "reason": "it reads more"}]', "7316042")
         selector = LLMSingleSelector.from_defaults(llm=llm)
         engine = RouterQueryEngine(selector=selector, query_engine_tools=tools, llm=llm)
         assert str(engine.query(question)) == "7316042"
@@ -145,7 +139,6 @@ class TestEngines:
         llm: CacheClipLLM,
         chunks: list[str],
         seen: Seen,
-        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         """What its tool found is in the next prompt, and reused."""
         llm.engine.precompute([chunks[0]])
@@ -155,13 +148,13 @@ class TestEngines:
             return chunks[0]
 
         asked = scripted(
-            monkeypatch,
+            llm,
             'Thought: I need to look.\nAction: search\nAction Input: {"query": "lamp"}',
             "Thought: I can answer without using any more tools. I'll use the user's language to answer\nAnswer: 1871",
         )
         agent = ReActAgent(tools=[FunctionTool.from_defaults(search)], llm=llm, streaming=False)
         assert "1871" in str(await agent.run("When was the lamp changed?"))
-        assert len(asked) == 2 and any(chunks[0] in message["content"] for message in asked[1])
+        assert len(asked) == 2 and chunks[0] in asked[1]
         assert [event.hits for event in seen.fusions] == [0, 1]
 
 
@@ -224,9 +217,8 @@ class TestWhatTheModelReads:
         llm: CacheClipLLM,
         question: str,
         seen: Seen,
-        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        asked = scripted(monkeypatch, "Doc: 3, Relevance: 9\nDoc: 1, Relevance: 7", "An answer.")
+        asked = scripted(llm, "Doc: 3, Relevance: 9\nDoc: 1, Relevance: 7", "An answer.")
         engine = index.as_query_engine(llm=llm, similarity_top_k=3, node_postprocessors=[LLMRerank(llm=llm, top_n=2)])
         nodes = engine.query(question).source_nodes
         assert len(nodes) == 2 and len(asked) == 2
@@ -289,19 +281,14 @@ class TestAtOnce:
         self, index: VectorStoreIndex, llm: CacheClipLLM, chunks: list[str], question: str
     ) -> None:
         """The model works in another thread, from the first prompt on; so does what counts its tokens."""
-        here: list[str] = []
-        original = type(llm.engine.primary).tokenize
-
-        def tokenize(self: Any, text: str, *args: Any, **kwargs: Any) -> Any:
-            if threading.current_thread() is threading.main_thread():
-                here.append(text)
-            return original(self, text, *args, **kwargs)
-
         synthesizer = CacheClipSynthesizer(llm=llm, streaming=True)
         engine = index.as_query_engine(llm=llm, similarity_top_k=3, streaming=True, response_synthesizer=synthesizer)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(type(llm.engine.primary), "tokenize", tokenize)
-            response = await engine.aquery(question)
-            assert [token async for token in response.async_response_gen()]
+        tokenized = watched(llm.engine).tokenized
+        tokenized.clear()
+        response = await engine.aquery(question)
+        assert [token async for token in response.async_response_gen()]
+        main = threading.main_thread()
+        assert any(thread is not main and chunk in text for thread, text in tokenized for chunk in chunks)
+        here = [text for thread, text in tokenized if thread is main]
         assert max(map(len, here), default=0) < 1000, "templates at most"
         assert not any(chunk in text for text in here for chunk in chunks)

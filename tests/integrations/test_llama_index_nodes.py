@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+import sys
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +31,15 @@ from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.llms.cacheclip import CacheClipFusionEvent, CacheClipLLM, CacheClipTransform
 from llama_index.response_synthesizers.cacheclip import CacheClipSynthesizer
+from llama_index.response_synthesizers.cacheclip.packing import WholeChunks
 from llama_index.storage.docstore.cacheclip import CacheClipDocumentStore
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.models.load import register_runtime
 from tests.conftest import SENTENCES
+from tests.integrations.conftest import Seen as SeenPlans
+from tests.integrations.fakes import Watched, fake_models, turns, watched
 from tests.integrations.test_llama_index import WordEmbedding
 
 MODES = ("compact", "refine", "tree_summarize", "simple_summarize", "accumulate", "compact_accumulate")
@@ -61,13 +67,9 @@ def seen() -> Iterator[Seen]:
 
 
 @pytest.fixture
-def llm(tiny_models: dict[str, str], tmp_path: Path) -> CacheClipLLM:
-    return CacheClipLLM(
-        primary=tiny_models["llama"],
-        auxiliary=tiny_models["auxiliary"],
-        store=str(tmp_path / "store"),
-        max_tokens=8,
-    )
+def llm(tmp_path: Path) -> CacheClipLLM:
+    """On a fake model: what the framework does does not depend on attention."""
+    return CacheClipLLM(**fake_models(), store=str(tmp_path / "store"), max_tokens=8)
 
 
 @pytest.fixture
@@ -75,25 +77,13 @@ def nodes(chunks: list[str]) -> list[NodeWithScore]:
     return [NodeWithScore(node=TextNode(text=chunk, id_=f"node-{n}"), score=1.0) for n, chunk in enumerate(chunks[:3])]
 
 
-def scripted(monkeypatch: pytest.MonkeyPatch, *texts: str) -> list[Any]:
-    """Puts words into the model's mouth, which writes none that make sense; prompts and statistics are real."""
-    asked: list[Any] = []
-    left = list(texts)
-    original = CacheClipLLM._events
-
-    def events(self: CacheClipLLM, prompt: Any, options: dict[str, Any]) -> Any:
-        asked.append(prompt)
-        made, text = original(self, prompt, options), left.pop(0)
-
-        def told() -> Iterator[Any]:
-            for event in made():
-                if event.answer is not None:
-                    yield replace(event, text=text, answer=replace(event.answer, text=text))
-
-        return told
-
-    monkeypatch.setattr(CacheClipLLM, "_events", events)
-    return asked
+def scripted(llm: CacheClipLLM, *texts: str) -> list[str]:
+    """Puts words into the model's mouth; returns the list that its prompts, as text, will be in."""
+    llm.max_tokens = 100
+    runtime = watched(llm.engine)
+    runtime.prompts.clear()
+    runtime.says = list(texts)
+    return runtime.prompts
 
 
 class TestSynthesizer:
@@ -129,13 +119,19 @@ class TestSynthesizer:
 
     @pytest.mark.parametrize("mode", MODES)
     def test_the_users_words_choose_what_is_recomputed(
-        self, llm: CacheClipLLM, nodes: list[NodeWithScore], question: str, mode: str, asked: list[str | None]
+        self,
+        llm: CacheClipLLM,
+        nodes: list[NodeWithScore],
+        question: str,
+        mode: str,
+        observed: Callable[[CacheClipEngine], SeenPlans],
     ) -> None:
+        seen = observed(llm.engine)
         CacheClipSynthesizer(llm=llm, response_mode=mode).synthesize(question, nodes)
-        assert set(asked) == {question}
+        assert set(seen.questions) == {question}
         llm.complete("Who lit the lamp?", question="the lamp")
         llm.complete("Who lit the lamp?")
-        assert asked[-2:] == ["the lamp", None]
+        assert seen.questions[-2:] == ["the lamp", None]
 
     @pytest.mark.parametrize("mode", ["compact", "tree_summarize", "simple_summarize"])
     async def test_four_ways(self, llm: CacheClipLLM, nodes: list[NodeWithScore], question: str, mode: str) -> None:
@@ -152,7 +148,7 @@ class TestSynthesizer:
         assert texts[0] and texts == [texts[0]] * 4
 
     def test_in_a_query_engine_with_updated_prompts(
-        self, llm: CacheClipLLM, nodes: list[NodeWithScore], question: str, monkeypatch: pytest.MonkeyPatch
+        self, llm: CacheClipLLM, nodes: list[NodeWithScore], question: str
     ) -> None:
         index = VectorStoreIndex([each.node for each in nodes], embed_model=WordEmbedding())
         engine = index.as_query_engine(llm=llm, response_synthesizer=CacheClipSynthesizer(llm=llm), similarity_top_k=2)
@@ -160,17 +156,10 @@ class TestSynthesizer:
         engine.update_prompts(
             {"response_synthesizer:text_qa_template": PromptTemplate("Facts:\n{context_str}\nAsk: {query_str}")}
         )
-        asked: list[Any] = []
-        original = CacheClipLLM._events
-
-        def recorded(self: CacheClipLLM, prompt: Any, options: dict[str, Any]) -> Any:
-            asked.append(prompt)
-            return original(self, prompt, options)
-
-        monkeypatch.setattr(CacheClipLLM, "_events", recorded)
         engine.query(question)
-        (prompt,) = asked
-        assert prompt[0]["content"].startswith("Facts:\n") and prompt[0]["content"].endswith(f"Ask: {question}")
+        [prompt] = watched(llm.engine).prompts
+        [message] = turns(prompt)
+        assert message["content"].startswith("Facts:\n") and message["content"].endswith(f"Ask: {question}")
 
     def test_prompts_hold_whole_chunks(
         self, llm: CacheClipLLM, nodes: list[NodeWithScore], question: str, seen: Seen
@@ -195,8 +184,10 @@ class TestSynthesizer:
         assert sum(event.hits for event in seen.fusions) == 3 and sum(event.misses for event in seen.fusions) == 0
 
     @pytest.mark.parametrize("put", ["repack", "truncate"])
-    def test_the_glue_between_chunks_counts(self, llm: CacheClipLLM, put: str) -> None:
-        """Three chunks need as many tokens of context as one text that holds them and the glue."""
+    def test_the_glue_between_chunks_counts(self, tiny_models: dict[str, str], put: str) -> None:
+        """Three chunks need as many tokens of context as one text that holds them and the glue: with a tokenizer that
+        makes tokens of the glue alone."""
+        llm = CacheClipLLM(primary=tiny_models["llama"], auxiliary=None, max_tokens=8)
         template, texts = PromptTemplate("{context_str}"), [SENTENCES[0], SENTENCES[3], SENTENCES[6]]
         whole = "\n\n".join(texts)
 
@@ -205,7 +196,8 @@ class TestSynthesizer:
             packs = getattr(CacheClipSynthesizer(llm=narrow)._prompt_helper, put)(template, texts, llm=narrow)
             return str(packs[0] if put == "repack" else "\n\n".join(packs))
 
-        needed = next(size for size in range(100, 400) if first([whole], size) == whole)
+        sizes = range(100, 400)
+        needed = sizes[bisect_left(sizes, True, key=lambda size: first([whole], size) == whole)]
         assert first(texts, needed) == whole
         assert first(texts, needed - 1) == "\n\n".join(texts[:2])
 
@@ -239,17 +231,15 @@ class TestSynthesizer:
         assert all(each.node.get_content() in context for each in nodes)
         assert str(CacheClipSynthesizer(llm=llm, response_mode="generation").synthesize(question, nodes))
 
-    def test_structured_output_goes_by_text(
-        self, llm: CacheClipLLM, nodes: list[NodeWithScore], question: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_structured_output_goes_by_text(self, llm: CacheClipLLM, nodes: list[NodeWithScore], question: str) -> None:
         class Fact(BaseModel):
             name: str
 
-        asked = scripted(monkeypatch, '{"name": "Brindle"}')
+        asked = scripted(llm, '{"name": "Brindle"}')
         structured = llm.as_structured_llm(Fact)
         answer = CacheClipSynthesizer(llm=structured).synthesize(question, nodes)
         assert isinstance(answer, PydanticResponse) and answer.response == Fact(name="Brindle")
-        assert nodes[0].node.get_content() in str(asked[0])
+        assert nodes[0].node.get_content() in asked[0]
 
     def test_output_class(self, llm: CacheClipLLM, nodes: list[NodeWithScore], question: str, seen: Seen) -> None:
         """The nodes are known on this way, too."""
@@ -257,11 +247,10 @@ class TestSynthesizer:
         class Fact(BaseModel):
             name: str
 
-        synthesizer = CacheClipSynthesizer(llm=llm, output_cls=Fact)
         for _ in range(2):
-            with pytest.MonkeyPatch.context() as patch:
-                scripted(patch, '{"name": "Brindle"}')
-                answer = synthesizer.synthesize(question, nodes)
+            scripted(llm, '{"name": "Brindle"}')
+            synthesizer = CacheClipSynthesizer(llm=llm, output_cls=Fact)
+            answer = synthesizer.synthesize(question, nodes)
             assert isinstance(answer, PydanticResponse) and answer.response == Fact(name="Brindle")
         ids = ["node-0", "node-1", "node-2"]
         assert [(event.hits, event.misses, event.node_ids) for event in seen.fusions] == [(0, 3, ids), (3, 0, ids)]
@@ -298,9 +287,14 @@ class TestSynthesizer:
             CacheClipSynthesizer(llm=llm, response_mode="nonsense")
         assert BaseSynthesizer.__name__ in [cls.__name__ for cls in CacheClipSynthesizer.__mro__]
 
-    def test_construction_loads_no_weights(self, llm: CacheClipLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(CacheClipLLM, "engine", property(lambda self: pytest.fail("touched")))
-        CacheClipSynthesizer(llm=llm)
+    def test_construction_loads_no_weights(self, question: str, nodes: list[NodeWithScore]) -> None:
+        def load(name: str, **options: Any) -> Watched:
+            raise LookupError("loaded")
+
+        register_runtime("heavy", load)
+        synthesizer = CacheClipSynthesizer(llm=CacheClipLLM(primary="heavy:model", auxiliary=None))
+        with pytest.raises(LookupError, match="loaded"):
+            synthesizer.synthesize(question, nodes)
 
     def test_what_an_answer_stored_is_released_with_its_node(
         self, llm: CacheClipLLM, chunks: list[str], question: str
@@ -323,19 +317,21 @@ class TestSynthesizer:
         store.delete_ref_doc("doc-3")
         assert stored(llm, texts) == [False, False, False]
 
-    def test_counting_while_others_count(
-        self, llm: CacheClipLLM, question: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """What is remembered is thrown away by whoever finds it full, at any time."""
-        helper = CacheClipSynthesizer(llm=llm)._prompt_helper
+    def test_counting_while_others_count(self, llm: CacheClipLLM) -> None:
+        """What is remembered is thrown away by whoever finds it full, while others count."""
+        helper, before = WholeChunks.of(llm), sys.getswitchinterval()
 
-        class Forgetful(dict[str, int]):
-            def __setitem__(self, text: str, count: int) -> None:
-                super().__setitem__(text, count)
-                self.clear()
+        def count(worker: int) -> None:
+            helper.count([f"Text {number} of {worker}." for number in range(1500)])
 
-        monkeypatch.setattr(helper, "_counts", Forgetful())
-        assert helper._tokens(question) == len(llm.engine.primary.tokenize(question).ids)
+        sys.setswitchinterval(1e-6)
+        try:
+            with ThreadPoolExecutor(4) as pool:
+                list(pool.map(count, range(4)))
+        finally:
+            sys.setswitchinterval(before)
+        template = PromptTemplate("{context_str}")
+        assert helper.repack(template, ["One.", "Two."], llm=llm) == ["One.\n\nTwo."]
 
 
 class TestEvents:
@@ -387,19 +383,6 @@ def held(llm: CacheClipLLM, texts: list[str]) -> tuple[CacheClipDocumentStore, l
     CacheClipTransform.from_llm(llm)(nodes)
     docstore.add_documents(nodes)
     return docstore, nodes
-
-
-def count_computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Texts that had to be computed, call by call from now on."""
-    computed: list[int] = []
-    original = CacheClipEngine.precompute
-
-    def counted(self: CacheClipEngine, *args: Any, **kwargs: Any) -> int:
-        computed.append(original(self, *args, **kwargs))
-        return computed[-1]
-
-    monkeypatch.setattr(CacheClipEngine, "precompute", counted)
-    return computed
 
 
 class TestDeletion:
@@ -457,9 +440,7 @@ class TestDeletion:
         assert stored(llm, chunks[:3]) == [False, False, True]
 
     @pytest.mark.parametrize("how", ["pipeline", "async pipeline", "index"])
-    async def test_a_document_that_changed_in_one_place(
-        self, llm: CacheClipLLM, monkeypatch: pytest.MonkeyPatch, how: str
-    ) -> None:
+    async def test_a_document_that_changed_in_one_place(self, llm: CacheClipLLM, how: str) -> None:
         """Within an update only what is new is computed, and only what is gone released."""
         docstore = CacheClipDocumentStore.of(llm)
         splitter = SentenceSplitter(chunk_size=24, chunk_overlap=0)
@@ -487,12 +468,14 @@ class TestDeletion:
             else:
                 index.refresh_ref_docs(documents)
 
-        computed = count_computed(monkeypatch)
+        computed = watched(llm.engine).encoded
+        llm.engine.precompute(["What chunks are computed behind is computed with the first of them."])
+        computed.clear()
         lines = SENTENCES[:6]
         old = Document(text="\n\n\n".join(lines), id_="a")
         await ingest([old, Document(text=SENTENCES[6], id_="b")])
         before = [node.text for node in splitter([old])]
-        assert len(before) == 6 and sum(computed) == 7 and all(stored(llm, before))
+        assert len(before) == 6 and len(computed) == 7 and all(stored(llm, before))
         computed.clear()
         lines[2] = "A keeper and three assistants lived on the rock for six weeks at a time."
         new = Document(text="\n\n\n".join(lines), id_="a")
@@ -500,7 +483,7 @@ class TestDeletion:
         with docstore.updating():
             await ingest([new, Document(text=SENTENCES[7], id_="b")])
             assert all(stored(llm, [*before, *after, SENTENCES[6]])), "what is gone goes at the end"
-        assert sum(computed) == 2
+        assert len(computed) == 2
         assert stored(llm, before) == [text in after for text in before] and all(stored(llm, after))
         assert stored(llm, SENTENCES[6:8]) == [False, True]
         docstore.delete_ref_doc("a", raise_error=False)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import llama_index.core
 import pytest
@@ -22,20 +23,18 @@ from tests.integrations.test_llama_index_nodes import llm
 ROOT = Path(__file__).resolve().parents[2]
 KILLED = """
 import os, signal, sys
-from cacheclip_rag import CacheClipEngine
+from cacheclip_rag.models.load import register_runtime
+from cacheclip_rag.testing.fake import FakeRuntime
 from tests.integrations.test_llama_index_processes import pipeline_of
 from llama_index.llms.cacheclip import CacheClipLLM
 
-original, left = CacheClipEngine.precompute, 3
+class Killed(FakeRuntime):
+    def encode(self, ids, context=None):
+        if len(self.encoded) == 3:  # what chunks are computed behind, and two of them
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().encode(ids, context)
 
-def precompute(self, *args, **kwargs):
-    global left
-    left -= 1
-    if not left:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return original(self, *args, **kwargs)
-
-CacheClipEngine.precompute = precompute
+register_runtime("fake", Killed)
 primary, auxiliary, store = sys.argv[1:]
 pipeline, documents = pipeline_of(CacheClipLLM(primary=primary, auxiliary=auxiliary, store=store))
 pipeline.run(documents=documents)
@@ -54,7 +53,11 @@ def hits(llm: CacheClipLLM) -> int:
     return int(llm.complete(prompt, max_tokens=1).additional_kwargs["cacheclip"]["hits"])
 
 
-def test_two_workers_fill_one_store(llm: CacheClipLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_workers_fill_one_store(
+    tiny_models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models: dict[str, Any] = {"primary": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"]}
+    llm = CacheClipLLM(**models, store=str(tmp_path / "store"))
     # a splitter's tokenizer looks here for its vocabulary when a worker unpickles it; without it, in the network
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(Path(llama_index.core.__file__).parent / "_static/tiktoken_cache"))
     pipeline, documents = pipeline_of(llm)

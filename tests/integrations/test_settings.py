@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cacheclip_adapters import ALIASES, EngineFields, ModelFields
 from langchain_cacheclip import CacheClipLLM as LangChainLLM
 from langchain_cacheclip import ChatCacheClip
 from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform
 
 from cacheclip_rag import CacheClipEngine, EngineConfig, SamplingParams
-from cacheclip_rag.adapter import ALIASES, EngineFields, ModelFields
 from cacheclip_rag.errors import ConfigurationError
-from cacheclip_rag.methods import create
+from cacheclip_rag.methods import preset
 
 MODELS: list[Any] = [CacheClipLLM, ChatCacheClip, LangChainLLM]
 PROMPT = "Where did the keeper live?"
@@ -106,7 +106,7 @@ def test_from_engine(kind: Any, tiny_models: dict[str, str]) -> None:
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_method_may_be_an_instance(kind: Any, tiny_models: dict[str, str], chunks: list[str]) -> None:
     """It has its own ratio, which the field's default must not contradict."""
-    method = create("random", {"recompute_ratio": 0.3})
+    method = preset("random").at(0.3)
     settings: Any = {"primary": tiny_models["llama"], "auxiliary": None, "max_tokens": 1, "namespace": kind.__module__}
     prompt = f"{chunks[0]}\n\n{chunks[1]}\n\n{PROMPT}"
     for llm, options in ((kind(**settings, method=method), {}), (kind(**settings, method="full"), {"method": method})):

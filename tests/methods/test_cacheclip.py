@@ -12,9 +12,9 @@ from cacheclip_rag import Chunk, Fresh
 from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.selection.auxiliary import score_chunks
 from cacheclip_rag.selection.grouping import Windows
-from cacheclip_rag.selection.mapping import map_scores
 from cacheclip_rag.selection.question import pick_layers
 from cacheclip_rag.selection.scorers import QueryAttention
+from cacheclip_rag.selection.scoring import map_scores
 from cacheclip_rag.testing.methods import Observed
 from tests.conftest import CHUNKS
 from tests.fusion.cases import Case, gap, make_engine
@@ -31,7 +31,7 @@ class TestCacheClip:
         opening, *_, closing = engine.segment(question)
         spy = Observed(made("query_attention"))
         layout = engine.prefill([opening, Chunk(CHUNKS[0]), Fresh(question), closing], method=spy).layout
-        caches = engine.parts.primary()
+        caches = engine.parts.prefix_caches
         runtime, [span] = caches.runtime, layout.chunks
         stored = caches.read(CHUNKS[0])
         assert stored is not None

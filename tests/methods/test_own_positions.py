@@ -110,7 +110,7 @@ class TestOwnPositions:
 
     def test_a_damaged_chunk_is_placed_as_text(self, case_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         case = case_of("llama")
-        caches = case.engine.parts.primary()
+        caches = case.engine.parts.prefix_caches
         lost = case.layout.chunks[1].segment.text
         read = type(caches).read
         monkeypatch.setattr(type(caches), "read", lambda self, text: None if text == lost else read(self, text))

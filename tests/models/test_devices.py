@@ -19,8 +19,8 @@ from cacheclip_rag.models.load import load_model, unload_models
 from cacheclip_rag.runtime.prefill import Prefilled
 from cacheclip_rag.runtime.transformers.attention import AttentionRule, block_attention, causal_plan
 from cacheclip_rag.runtime.transformers.model import ModelRuntime, device_of
-from tests.conftest import CHUNKS, rag_prompt
-from tests.fusion.cases import EXACT, gap, reference_logits
+from tests.conftest import CHUNKS, TINY_MODELS, rag_prompt
+from tests.fusion.cases import EXACT, KINDS, gap, reference_logits
 
 PARAMS = SamplingParams(max_tokens=16)
 
@@ -182,7 +182,11 @@ class TestAccelerator:
         assert found.logits.device.type == torch.device(DEVICE if engine.config.device != "cpu" else "cpu").type
         return found
 
-    @pytest.mark.parametrize("device", [DEVICE, "auto"])
+    @pytest.mark.parametrize(
+        ("primary", "device"),
+        [*((name, DEVICE) for name in (TINY_MODELS if DEVICE == "cuda" else KINDS)), ("llama", "auto")],
+        indirect=["primary"],
+    )
     def test_exact(self, primary: str, make: Callable[..., CacheClipEngine], device: str) -> None:
         engine = make(primary=primary, device=device, auxiliary_device="cpu")
         fused = self.prefilled(engine, "cacheclip", 1.0)

@@ -20,6 +20,7 @@ from cacheclip_rag.models.packaged.catalogue import PACKAGED_MODELS
 from cacheclip_rag.runtime.transformers import architectures
 from cacheclip_rag.runtime.transformers.architectures import SUPPORTED, check_supported, rope_pin
 from cacheclip_rag.selection.heads import weights_digest
+from cacheclip_rag.testing.tiny import TINY_MODELS
 
 
 @pytest.fixture
@@ -122,7 +123,7 @@ class TestRefused:
     def test_supported_table(self, tiny_models: dict[str, str]) -> None:
         from transformers import AutoConfig
 
-        seen = {AutoConfig.from_pretrained(path).model_type for path in tiny_models.values()}
+        seen = {AutoConfig.from_pretrained(path).model_type for path in map(tiny_models.__getitem__, TINY_MODELS)}
         assert seen == set(SUPPORTED)  # a new architecture needs a row in the exactness matrix
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.runtime.transformers.passes import Passes
+from cacheclip_rag.runtime.transformers.model import Passes
 
 
 def run(*jobs: Callable[[], None]) -> None:

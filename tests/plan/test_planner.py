@@ -13,7 +13,7 @@ from cacheclip_rag import CacheClipEngine, Plan
 from cacheclip_rag.errors import ConfigurationError, PromptTooLongError
 from cacheclip_rag.guards.base import Answered, Observer
 from cacheclip_rag.models.load import register_runtime
-from cacheclip_rag.runtime.fake import FakeRuntime
+from cacheclip_rag.testing.fake import FakeRuntime
 
 CHUNKS = [
     "The lighthouse of Brindle Point was built in 1847 by the engineer Ada Thornbury.",

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.errors import ConfigurationError
-from cacheclip_rag.models.load import load_any, load_model, register_runtime
+from cacheclip_rag.models.load import load_any, register_runtime
 from cacheclip_rag.runtime.base import Runtime
-from cacheclip_rag.runtime.fake import FakeRuntime
+from cacheclip_rag.testing.fake import FakeRuntime
 from cacheclip_rag.testing.runtimes import RuntimeConformance
 from cacheclip_rag.testing.tiny import TINY_MODELS, build_model
 
@@ -19,6 +22,17 @@ from cacheclip_rag.testing.tiny import TINY_MODELS, build_model
 class TestFake(RuntimeConformance):
     def make_runtime(self, folder: Path) -> Runtime:
         return FakeRuntime("conformance")
+
+    def reference_logits(self, runtime: Runtime, ids: torch.Tensor, num_decoded: int) -> torch.Tensor:
+        """The rule of the fake, written again: words by the digest of the prompt, then the end."""
+        prompt = ids[: len(ids) - num_decoded].numpy().astype(np.int64)
+        digest = hashlib.sha256(prompt.tobytes()).digest()
+        words = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta")
+        answer = runtime.tokenize(" ".join(words[byte % 8] for byte in digest[1 : 5 + digest[0] % 7])).ids
+        state, logits = runtime.prefill(torch.tensor([1]), 1)
+        expected = torch.zeros_like(logits)
+        expected[answer[num_decoded] if num_decoded < len(answer) else 0] = 100.0
+        return expected
 
     def test_foreign_kv_is_refused(self, engine: CacheClipEngine) -> None:
         """Twin of equal answers: the fake must notice KV that is not the chunk's, or equality would prove nothing."""
@@ -34,7 +48,13 @@ class TestFake(RuntimeConformance):
 
 class TestTransformers(RuntimeConformance):
     def make_runtime(self, folder: Path) -> Runtime:
-        return load_model(str(build_model(folder / "model", TINY_MODELS["qwen2"])))
+        return load_any(str(build_model(folder / "model", TINY_MODELS["qwen2"])))
+
+    def reference_logits(self, runtime: Runtime, ids: torch.Tensor, num_decoded: int) -> torch.Tensor:
+        model = AutoModelForCausalLM.from_pretrained(runtime.name, attn_implementation="eager")
+        with torch.inference_mode():
+            logits: torch.Tensor = model(ids[None]).logits[0, -1]
+        return logits
 
 
 class TestSchemes:

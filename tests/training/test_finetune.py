@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,12 +40,12 @@ SMALL: dict[str, Any] = {"num_samples": 12, "num_targets": 3, "num_tests": 7, "n
 SETTINGS = TuningSettings(rank=2, epochs=4, patience=4, learning_rate=1e-2, sinks=4)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def config(tiny_models: dict[str, str]) -> EngineConfig:
     return EngineConfig(primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"])
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def heads(config: EngineConfig) -> HeadSet:
     runtime: Any = CacheClipEngine(config).auxiliary
     return HeadSet(weights_digest(runtime.fingerprint), ((0, 1), (1, 0), (1, 1)), torch.full((3,), 1 / 3), sinks=4)
@@ -54,9 +55,27 @@ def tune(config: EngineConfig, heads: HeadSet, folder: Path, **changes: Any) -> 
     return finetune(config, SETTINGS, heads=heads, folder=folder, **{**SMALL, **changes})
 
 
+@pytest.fixture(scope="module")
+def whole(config: EngineConfig, heads: HeadSet, tmp_path_factory: pytest.TempPathFactory) -> FineTuning:
+    """A run from end to end, for all tests that read it or go on from a copy of its folder."""
+    return tune(config, heads, tmp_path_factory.mktemp("whole") / "work")
+
+
+@pytest.fixture(scope="module")
+def unasked(config: EngineConfig, heads: HeadSet, tmp_path_factory: pytest.TempPathFactory) -> FineTuning:
+    """The same without the primary being asked, which takes most of the time."""
+    return tune(config, heads, tmp_path_factory.mktemp("unasked") / "work", num_prompts=0)
+
+
+def copied(run: FineTuning, folder: Path) -> Path:
+    """What a run kept, to go on from."""
+    return Path(shutil.copytree(run.folder, folder))
+
+
+@pytest.mark.xdist_group("finetuning")  # runs are shared
 class TestJob:
-    def test_what_it_finds(self, config: EngineConfig, heads: HeadSet, tmp_path: Path) -> None:
-        found = tune(config, heads, tmp_path / "work")
+    def test_what_it_finds(self, config: EngineConfig, whole: FineTuning) -> None:
+        found = whole
         assert [each["epoch"] for each in found.history] == [0, 1, 2, 3, 4]
         by_name = {each.name: each for each in found.figures}
         scored = ["last layer as it comes", "before", "after", "words alone", "the primary's own attention"]
@@ -76,22 +95,31 @@ class TestJob:
         assert set(by_name["before"].recall_of_asked) == set(by_name["after"].recall_of_asked) == {"0.1", "0.2"}
 
     def test_it_is_held_against_what_comes_with_the_package(
-        self, config: EngineConfig, heads: HeadSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self,
+        config: EngineConfig,
+        heads: HeadSet,
+        whole: FineTuning,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         monkeypatch.setattr(heads_module, "_SHIPPED", tmp_path)
         other = replace(heads, heads=((0, 0), (0, 2), (1, 3)))
         other.save(tmp_path / f"{heads.auxiliary_sha256[:16]}.safetensors")
-        found = tune(config, heads, tmp_path / "work")
+        found = tune(config, heads, copied(whole, tmp_path / "work"))
         by_name = {each.name: each for each in found.figures}
         assert list(by_name)[:3] == ["last layer as it comes", "comes with the package", "before"]
         shipped = by_name["comes with the package"]
         assert shipped.recall and len(shipped.answer_kl) == 2 and shipped.answer_kl != by_name["before"].answer_kl
 
     def test_an_interrupted_run_goes_on_where_it_was(
-        self, config: EngineConfig, heads: HeadSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self,
+        config: EngineConfig,
+        heads: HeadSet,
+        unasked: FineTuning,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         """Killed while reading, then in the middle of training: nothing is done twice, and the end is the same."""
-        whole = tune(config, heads, tmp_path / "whole")
         looks: list[str] = []
         original = module.look
 
@@ -103,7 +131,7 @@ class TestJob:
 
         monkeypatch.setattr(module, "look", look)
         with pytest.raises(KeyboardInterrupt):
-            tune(config, heads, tmp_path / "parts")
+            tune(config, heads, tmp_path / "parts", num_prompts=0)
         save = folder_module.save_state
 
         def save_twice(state: Any, *args: Any) -> None:
@@ -113,18 +141,22 @@ class TestJob:
 
         monkeypatch.setattr(folder_module, "save_state", save_twice)
         with pytest.raises(KeyboardInterrupt):
-            tune(config, heads, tmp_path / "parts")
+            tune(config, heads, tmp_path / "parts", num_prompts=0)
         monkeypatch.setattr(folder_module, "save_state", save)
         assert len(looks) == 13 and len(set(looks)) == 12  # only the one that was interrupted
-        resumed = tune(config, heads, tmp_path / "parts")
-        assert resumed.history == whole.history and resumed.heads.digest() == whole.heads.digest()
-        assert resumed.figures == whole.figures
+        resumed = tune(config, heads, tmp_path / "parts", num_prompts=0)
+        assert resumed.history == unasked.history and resumed.heads.digest() == unasked.heads.digest()
+        assert resumed.figures == unasked.figures
 
     def test_interrupted_while_it_is_measured_it_goes_on_there(
-        self, config: EngineConfig, heads: HeadSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self,
+        config: EngineConfig,
+        heads: HeadSet,
+        whole: FineTuning,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         """Stopped in the looks at the tests, in what the primary is asked of them, and in the last comparison."""
-        whole = tune(config, heads, tmp_path / "whole")
         stop, counts = stopper(monkeypatch)
         stop(folder_module, "look", 4)
         stop(figures_module, "attended_when_stale", 2)
@@ -162,42 +194,48 @@ class TestJob:
         self,
         config: EngineConfig,
         heads: HeadSet,
+        unasked: FineTuning,
         tmp_path: Path,
         change: dict[str, str],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        tune(config, heads, tmp_path, num_prompts=0)
-        looks: list[str] = []
-        original = module.look
-
-        def look(caches: Any, sample: Any, *args: Any, **options: Any) -> Any:
-            looks.append(sample.question)
-            return original(caches, sample, *args, **options)
-
-        monkeypatch.setattr(module, "look", look)
-        monkeypatch.setattr(folder_module, "look", look)
-        tune(replace(config, **change), heads, tmp_path, num_prompts=0)
-        assert len(looks) == SMALL["num_samples"] + SMALL["num_tests"]
+        """It looks at its first sample anew; the engine that the folder is of looks at none."""
+        folder = copied(unasked, tmp_path / "work")
+        stop, counts = stopper(monkeypatch)
+        stop(module, "look", 1)
+        with pytest.raises(Interrupted):
+            tune(replace(config, **change), heads, folder, num_prompts=0)
+        assert tune(config, heads, copied(unasked, tmp_path / "same"), num_prompts=0).history == unasked.history
+        assert counts == {"look": 1}
 
     def test_another_rate_looks_at_nothing_again(
-        self, config: EngineConfig, heads: HeadSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self,
+        config: EngineConfig,
+        heads: HeadSet,
+        unasked: FineTuning,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        one = tune(config, heads, tmp_path, num_prompts=0)
+        folder = copied(unasked, tmp_path / "work")
         monkeypatch.setattr(targets_module, "attended_and_stale", None)
         other = replace(SETTINGS, learning_rate=2e-2)
-        found = finetune(config, other, heads=heads, folder=tmp_path, **{**SMALL, "num_prompts": 0})
-        assert found.history[0] == one.history[0] and found.history[1:] != one.history[1:]
+        found = finetune(config, other, heads=heads, folder=folder, **{**SMALL, "num_prompts": 0})
+        assert found.history[0] == unasked.history[0] and found.history[1:] != unasked.history[1:]
 
-    def test_other_settings_do_not_go_on_from_these(self, config: EngineConfig, heads: HeadSet, tmp_path: Path) -> None:
-        one = tune(config, heads, tmp_path, num_prompts=0)
-        other = finetune(config, replace(SETTINGS, seed=1), heads=heads, folder=tmp_path, **{**SMALL, "num_prompts": 0})
-        assert one.history != other.history
+    def test_other_settings_do_not_go_on_from_these(
+        self, config: EngineConfig, heads: HeadSet, unasked: FineTuning, tmp_path: Path
+    ) -> None:
+        folder, other = copied(unasked, tmp_path / "work"), replace(SETTINGS, seed=1)
+        found = finetune(config, other, heads=heads, folder=folder, **{**SMALL, "num_prompts": 0})
+        assert unasked.history != found.history
 
-    def test_damaged_files_are_made_again(self, config: EngineConfig, heads: HeadSet, tmp_path: Path) -> None:
-        one = tune(config, heads, tmp_path, num_prompts=0)
-        for path in tmp_path.glob("*.safetensors"):
+    def test_damaged_files_are_made_again(
+        self, config: EngineConfig, heads: HeadSet, unasked: FineTuning, tmp_path: Path
+    ) -> None:
+        folder = copied(unasked, tmp_path / "work")
+        for path in folder.glob("*.safetensors"):
             path.write_bytes(path.read_bytes()[:-50])
-        assert tune(config, heads, tmp_path, num_prompts=0).history == one.history
+        assert tune(config, heads, folder, num_prompts=0).history == unasked.history
 
     def test_bad_wishes_are_refused(self, config: EngineConfig, heads: HeadSet, tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match="at least 10 samples to train on, .* got 5, 7 and 2"):
@@ -208,8 +246,8 @@ class TestJob:
             tune(config, replace(heads, auxiliary_sha256="b" * 64), tmp_path)
         assert not list(tmp_path.iterdir())
 
-    def test_the_report_is_a_page_of_its_own(self, config: EngineConfig, heads: HeadSet, tmp_path: Path) -> None:
-        found = tune(config, heads, tmp_path / "work")
+    def test_the_report_is_a_page_of_its_own(self, whole: FineTuning, tmp_path: Path) -> None:
+        found = whole
         markdown, html = (path.read_text() for path in write_report(found, tmp_path / "report"))
         for name in ("last layer as it comes", "before", "after", "words alone", "direct", "epic"):
             assert f"| {name} |" in markdown and f"<td>{name}</td>" in html

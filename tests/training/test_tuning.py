@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +69,31 @@ class Setting:
         return torch.cat(score_chunks(self.runtime, caches.prefix, kv, question, heads=heads))
 
 
-@pytest.fixture(params=["auxiliary", "qwen2"])
+pytestmark = pytest.mark.xdist_group("tuning")  # what is trained is shared
+
+
+@pytest.fixture(scope="module", params=["auxiliary", "qwen2"])
 def setting(request: pytest.FixtureRequest, tiny_models: dict[str, str]) -> Setting:
+    """One for all tests: leave it as it is."""
     return Setting(tiny_models["llama"], tiny_models[request.param])
+
+
+@dataclass(frozen=True)
+class Training:
+    """50 epochs of four samples, all four in each step."""
+
+    tuned: Tuned
+    history: list[dict[str, float]]
+    weights_before: dict[str, torch.Tensor]
+    keys_before: torch.Tensor
+
+
+@pytest.fixture(scope="module")
+def trained(setting: Setting) -> Training:
+    tuned = setting.tuned()
+    weights = copy.deepcopy(setting.runtime.model.state_dict())
+    keys = copy.deepcopy(setting.trainees[0].last.keys)
+    return Training(tuned, train(tuned, setting.trainees, setting.trainees).history, weights, keys)
 
 
 class TestFitted:
@@ -118,10 +140,9 @@ class TestTuned:
             expected = setting.engine_scores(sample, setting.heads)
             torch.testing.assert_close(tuned(trainee).detach(), expected, atol=1e-6, rtol=1e-4)
 
-    def test_trained_the_engine_scores_as_it_was_trained(self, setting: Setting) -> None:
+    def test_trained_the_engine_scores_as_it_was_trained(self, setting: Setting, trained: Training) -> None:
         """The module here and the auxiliary's own pass are two ways to the same numbers."""
-        tuned = setting.tuned()
-        train(tuned, setting.trainees, setting.trainees)
+        tuned = trained.tuned
         learned = tuned.head_set()
         assert learned.is_updated
         for sample, trainee in zip(setting.samples, setting.trainees, strict=True):
@@ -129,25 +150,22 @@ class TestTuned:
             torch.testing.assert_close(tuned(trainee).detach(), expected, atol=1e-5, rtol=1e-3)
             assert float((expected - setting.engine_scores(sample, setting.heads)).abs().max()) > 1e-4
 
-    def test_gradient_reaches_what_should_learn_and_nothing_else(self, setting: Setting) -> None:
-        tuned = setting.tuned()
-        before = copy.deepcopy(setting.runtime.model.state_dict())
-        seen = copy.deepcopy(setting.trainees[0].last.keys)
-        train(tuned, setting.trainees, setting.trainees)
+    def test_gradient_reaches_what_should_learn_and_nothing_else(self, setting: Setting, trained: Training) -> None:
+        tuned = trained.tuned
         names = {name for name, parameter in tuned.named_parameters() if parameter.requires_grad}
         assert names == {"mix", "queries_down", "queries_up", "keys_down", "keys_up"}
         for trainee in setting.trainees:
             tuned.zero_grad()
             tuned.loss(trainee).backward()
             assert all(parameter.grad is not None and bool(parameter.grad.any()) for parameter in tuned.parameters())
-        after = setting.runtime.model.state_dict()
+        tuned.zero_grad()
+        before, after = trained.weights_before, setting.runtime.model.state_dict()
         assert all(torch.equal(before[name], after[name]) for name in before)
         assert not any(parameter.grad is not None for parameter in setting.runtime.model.parameters())
-        assert torch.equal(seen, setting.trainees[0].last.keys)
+        assert torch.equal(trained.keys_before, setting.trainees[0].last.keys)
 
-    def test_four_samples_are_learned_by_heart(self, setting: Setting) -> None:
-        """In 50 steps, all four in each."""
-        history = train(setting.tuned(), setting.trainees, setting.trainees).history
+    def test_four_samples_are_learned_by_heart(self, trained: Training) -> None:
+        history = trained.history
         assert history[-1]["loss"] < 0.5 * history[0]["loss"]
         assert max(each["held_out_found"] for each in history) > history[0]["held_out_found"] + 0.2
 
@@ -175,10 +193,8 @@ class TestTuned:
         assert tuned.head_set().digest() == setting.tuned().head_set().digest()
         assert not tuned.head_set().is_updated, "an update of nothing is left out"
 
-    def test_saved_and_loaded_it_scores_the_same(self, setting: Setting, tmp_path: Path) -> None:
-        tuned = setting.tuned()
-        train(tuned, setting.trainees, setting.trainees)
-        learned = tuned.head_set({"seed": 0})
+    def test_saved_and_loaded_it_scores_the_same(self, setting: Setting, trained: Training, tmp_path: Path) -> None:
+        learned = trained.tuned.head_set({"seed": 0})
         learned.save(tmp_path / "heads.safetensors")
         loaded = HeadSet.load(tmp_path / "heads.safetensors")
         for sample in setting.samples:
@@ -259,11 +275,9 @@ class TestWhatCanBeTrained:
         with pytest.raises(ModelError, match=f"{reason}.*which fine-tuning does not compute. Calibrate it"):
             check_trainable(runtime, heads)
 
-    def test_a_set_that_was_tuned_already_is_refused(self, setting: Setting) -> None:
-        tuned = setting.tuned()
-        train(tuned, setting.trainees, setting.trainees)
+    def test_a_set_that_was_tuned_already_is_refused(self, setting: Setting, trained: Training) -> None:
         with pytest.raises(ModelError, match="fine-tuned already"):
-            check_trainable(setting.runtime, tuned.head_set())
+            check_trainable(setting.runtime, trained.tuned.head_set())
 
     @pytest.mark.parametrize(
         "wrong",

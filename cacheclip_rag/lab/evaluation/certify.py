@@ -93,7 +93,7 @@ def certify(config: EngineConfig, *, method: Method | None = None, quick: bool =
     certificate = Certificate(
         primary=config.primary,
         auxiliary=config.auxiliary,
-        identity=engine.identity(methods[max(methods)]),
+        identity=engine.parts.identity(methods[max(methods)]),
         verdict="",
         ratio=given.nominal_ratio,
         exactness=exactness,

@@ -22,7 +22,8 @@ from ...methods import preset
 from ...methods.base import CacheView, Method
 from ...runtime.prefill import Prefilled
 from ...runtime.transformers.cache import FusedCache
-from ...runtime.transformers.model import ModelRuntime, transformers_model
+from ...runtime.transformers.model import ModelRuntime
+from ..models import transformers_model
 from .prompts import EvaluationPrompt
 
 __all__ = ["DIRECT", "Check", "check_exactness", "check_reuse", "noise_floor", "reference_logits"]
@@ -191,7 +192,7 @@ def _gap(left: torch.Tensor, right: torch.Tensor, limit: float, says: str) -> Ch
 def _no_future(engine: CacheClipEngine, prompt: EvaluationPrompt) -> Check:
     """Recompute a third of each chunk twice, the second time with the last chunk and the question replaced."""
     runtime = transformers_model(engine.primary)
-    caches = engine.parts.primary()
+    caches = engine.parts.prefix_caches
     layout = engine.prefill(prompt.text, method=DIRECT).layout
     border = layout.chunks[-1].start
     pieces = {0: caches.prefix} if layout.num_prefix else {}

@@ -12,7 +12,8 @@ from ...engine import CacheClipEngine
 from ...guards.fidelity import Fidelity, compare, greedy, own_answer, read_along
 from ...runtime.prefill import Prefilled
 from ...runtime.transformers.cache import FusedCache
-from ...runtime.transformers.model import ModelRuntime, transformers_model
+from ...runtime.transformers.model import ModelRuntime
+from ..models import transformers_model
 
 __all__ = ["Followed", "Reference"]
 

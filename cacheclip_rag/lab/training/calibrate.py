@@ -23,8 +23,9 @@ from ...engine import CacheClipEngine
 from ...errors import ConfigurationError, ModelError
 from ...paths import cache_home
 from ...progress import progress_bar
-from ...runtime.transformers.model import ModelRuntime, transformers_model
+from ...runtime.transformers.model import ModelRuntime
 from ...selection.heads import HeadSet, shipped_path, weights_digest
+from ..models import transformers_model
 from .families import Sample, synthetic_samples
 from .features import Seen, check_offsets
 from .folder import Kept, digest_of, engine_inputs, resumable

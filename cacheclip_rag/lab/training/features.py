@@ -11,11 +11,12 @@ from ...chunks.caches import ChunkCaches
 from ...errors import ModelError
 from ...runtime.base import TokenizedText
 from ...runtime.transformers.attention import Probe
-from ...runtime.transformers.model import ModelRuntime, transformers_model
+from ...runtime.transformers.model import ModelRuntime
 from ...runtime.transformers.rotary import Tables, unrotate
 from ...selection.auxiliary import pack_chunks, without_sinks
-from ...selection.mapping import Offsets
 from ...selection.scoring import Question
+from ...selection.sentences import Offsets
+from ..models import transformers_model
 from .families import Sample, Span
 
 __all__ = ["LastLayer", "Seen", "check_offsets", "look", "marked", "spread_over"]

@@ -20,8 +20,8 @@ from ...engine import CacheClipEngine
 from ...errors import ConfigurationError, ModelError
 from ...paths import cache_home
 from ...progress import progress_bar
-from ...runtime.transformers.model import transformers_model
 from ...selection.heads import HeadSet, weights_digest
+from ..models import transformers_model
 from .calibrate import SHIPPED, SINKS, TRIES, in_turn, open_engine
 from .families import Sample, synthetic_samples
 from .features import look

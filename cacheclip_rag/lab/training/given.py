@@ -19,12 +19,12 @@ from ...errors import ConfigurationError
 from ...ingest.documents import MARKDOWN_SUFFIXES, find_files, read_document
 from ...ingest.splitting import Splitter
 from ...progress import progress_bar
-from ...runtime.transformers.model import transformers_model
 from ...sampling import SamplingParams
 from ...selection.scoring import Question
 from ...selection.sentences import sentence_spans
 from ...types import Message
 from ..evaluation.records import Record, read_records
+from ..models import transformers_model
 from .families import FAMILIES, Sample, Span
 from .folder import Kept, engine_inputs, resumable
 

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...selection.mapping import Offsets
-from ...selection.sentences import sentence_numbers
+from ...selection.sentences import Offsets, sentence_numbers
 
 __all__ = ["lexical_scores"]
 

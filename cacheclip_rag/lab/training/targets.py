@@ -16,7 +16,7 @@ from ...methods import preset
 from ...methods.base import CacheView, Method, PromptView
 from ...methods.recompute import Recompute
 from ...progress import progress_bar
-from ...selection.mapping import Offsets
+from ...selection.sentences import Offsets
 from .families import Sample
 from .features import spread_over
 from .folder import Kept

@@ -97,7 +97,8 @@ class KVLink(Method):
         Raises:
             ConfigurationError: they are not special tokens of the model's tokenizer.
         """
-        if all(token in runtime.tokenizer.added_tokens_decoder for token in ids):
+        known = getattr(runtime.tokenizer, "added_tokens_decoder", {})
+        if all(token in known for token in ids):
             text = "".join(runtime.tokenizer.convert_ids_to_tokens(list(ids)))
             if runtime.tokenize(text, control=True).ids == tuple(ids):
                 return Fresh(text, control=True)

@@ -8,15 +8,17 @@ KV. An attention function, registered as ``cacheclip``, follows an
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from ...errors import ConfigurationError
 from ...fusion.recompute import fuse
+from ..base import wait_for
 from .architectures import SUPPORTED, has_pinned_rope, reuse_tokens, rope_pin
 from .attention import (
     AttentionPlan,
@@ -29,7 +31,6 @@ from .attention import (
     sdpa_backends,
 )
 from .cache import FusedCache, FusedLayer
-from .passes import Passes
 from .rotary import Tables, rotate, unrotate
 from .row_filter import RowFilter, install_row_filter_hooks
 from .text import TextModel
@@ -39,9 +40,9 @@ if TYPE_CHECKING:
     from ...chunks.sources import Sources
     from ...clock import PhaseClock
     from ...types import Plan
-    from ..base import Fused, Runtime
+    from ..base import Fused
 
-__all__ = ["ModelRuntime", "device_of", "transformers_model"]
+__all__ = ["ModelRuntime", "Passes", "device_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +100,61 @@ def _is_offloaded(model: torch.nn.Module) -> bool:
     hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
     each = (single for hook in hooks for single in getattr(hook, "hooks", [hook]))
     return any(getattr(hook, "offload", False) for hook in each)
+
+
+class Passes:
+    """Lets forward passes of one model run in parallel, except passes that need the model exclusively.
+
+    Passes that change the model are exclusive: they set another attention function, or rotary frequencies that depend
+    on the length. All passes of a model with offloaded weights are exclusive. The lock is not reentrant.
+    """
+
+    def __init__(self, *, one_at_a_time: bool) -> None:
+        self._one_at_a_time = one_at_a_time
+        self._changed = threading.Condition()
+        self._running = 0
+        self._is_exclusive = False
+        """Whether the running pass is exclusive."""
+        self._waiting = 0
+        """Threads that wait for an exclusive pass. No other pass may start before them: on a busy server they would
+        wait forever."""
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Hold the lock for a pass that may run beside others."""
+        if self._one_at_a_time:
+            with self.exclusive():
+                yield
+            return
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting and not self._is_exclusive)
+            self._running += 1
+        try:
+            yield
+        finally:
+            self._end()
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Hold the lock for a pass beside which no other pass runs."""
+        with self._changed:
+            self._waiting += 1
+            try:
+                self._changed.wait_for(lambda: not self._running)
+                self._running, self._is_exclusive = 1, True
+            finally:
+                self._waiting -= 1
+                self._changed.notify_all()
+        try:
+            yield
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        with self._changed:
+            self._running -= 1
+            self._is_exclusive = False
+            self._changed.notify_all()
 
 
 class ModelRuntime(TextModel):
@@ -229,8 +285,7 @@ class ModelRuntime(TextModel):
         with clock.phase("recompute"):
             logits = self.extend(cache, ids[start:], start)
             assert logits is not None
-            if logits.device.type == "cuda":
-                torch.cuda.synchronize(logits.device)
+            wait_for(logits)
         return cache, logits
 
     def fuse(
@@ -335,17 +390,3 @@ class ModelRuntime(TextModel):
     def _needs_plan(self, geometry: Geometry) -> bool:
         """Whether one appended row needs a plan, because plain attention to all keys would be wrong."""
         return geometry.contexts is not None or getattr(self.model.config, "sliding_window", None) is not None
-
-
-def transformers_model(runtime: Runtime | None) -> ModelRuntime:
-    """The runtime itself, for code that needs the transformers model (evaluation, training).
-
-    Raises:
-        ConfigurationError: another kind of runtime runs this model, or its KV cannot be reused.
-    """
-    if isinstance(runtime, ModelRuntime):
-        return runtime
-    name = "none" if runtime is None else repr(runtime.name)
-    raise ConfigurationError(
-        f"expected a transformers model whose KV can be reused, got {name}. Name a supported folder or hub id."
-    )

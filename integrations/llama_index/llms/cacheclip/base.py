@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
+from cacheclip_adapters import ModelFields
+from cacheclip_adapters.aio import iterate_in_thread
 from llama_index.core.base.llms.types import (
     ChatMessage,
     ChatResponse,
@@ -24,8 +26,6 @@ from llama_index.core.instrumentation import get_dispatcher  # type: ignore[attr
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.custom import CustomLLM
 
-from cacheclip_rag.adapter import ModelFields
-from cacheclip_rag.aio import iterate_in_thread
 from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.models.context import known_context
 

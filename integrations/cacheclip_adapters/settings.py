@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
-from .config import EngineConfig
-from .errors import ConfigurationError
-from .sampling import SamplingParams, merge_call_options
+from cacheclip_rag.config import EngineConfig
+from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.sampling import SamplingParams, merge_call_options
 
 if TYPE_CHECKING:
     from typing import Self
 
-    from .engine import CacheClipEngine
+    from cacheclip_rag.engine import CacheClipEngine
 
 __all__ = ["ALIASES", "EngineFields", "ModelFields"]
 
@@ -133,7 +133,7 @@ class EngineFields(BaseModel):
     def engine(self) -> CacheClipEngine:
         """The engine in use: the engine given to :meth:`from_engine` if it still fits the fields, else the process-wide
         engine. Use it to ``precompute`` and to ``release``."""
-        from .engine import get_engine
+        from cacheclip_rag.engine import get_engine
 
         config = self._engine_config()
         given: CacheClipEngine | None = self._engine
@@ -207,7 +207,7 @@ def _without_per_call(config: EngineConfig) -> EngineConfig:
 
 
 def _check_instance(method: Any) -> None:
-    from .methods.base import Method  # a Method instance means that torch is loaded already
+    from cacheclip_rag.methods.base import Method  # a Method instance means that torch is loaded already
 
     if not isinstance(method, Method):
         raise ConfigurationError(f"method must be a name or a Method, got {type(method).__name__}.")

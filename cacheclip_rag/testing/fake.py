@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import ConfigurationError
-from .base import Fused, Runtime, TokenizedText
+from ..runtime.base import Fused, Runtime, TokenizedText
 
 if TYPE_CHECKING:
     from ..chunks.sources import Sources
@@ -32,11 +32,14 @@ if TYPE_CHECKING:
 __all__ = ["FakeRuntime", "FakeState"]
 
 _TOKEN = re.compile(r"\s*\w+|\s*[^\w\s]|\s+")
-_VOCABULARY = 4096
+_VOCABULARY = 2**16
+"""Large enough that two words hardly ever want the same id: which of them gets it depends on which came first."""
 _END = 0
 """Token id of the end of an answer."""
 _ANSWER = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta")
-"""Words that answers are made of."""
+"""Words of answers."""
+_BASE = 256
+"""A token id is spelled with two digits, each exact in every dtype."""
 
 
 @dataclass(slots=True)
@@ -45,6 +48,8 @@ class FakeState:
 
     ids: list[int]
     prompt_tokens: int
+    answer: tuple[int, ...]
+    """Token ids of the answer, without its end."""
 
     def get_seq_length(self) -> int:
         return len(self.ids)
@@ -99,7 +104,8 @@ class FakeRuntime(Runtime):
 
     def _id_of(self, word: str) -> int:
         token = 1 + int.from_bytes(hashlib.sha256(word.encode()).digest()[:4], "little") % (_VOCABULARY - 1)
-        self._words.setdefault(token, word)
+        while self._words.setdefault(token, word) != word:  # another word's: the next free one
+            token = 1 + token % (_VOCABULARY - 1)
         return token
 
     # -- KV -----------------------------------------------------------------------------------------------------
@@ -109,12 +115,17 @@ class FakeRuntime(Runtime):
         return self._kv(ids)
 
     def _kv(self, ids: Sequence[int]) -> torch.Tensor:
-        spelled = torch.tensor([[token // 64, token % 64] for token in ids], dtype=self.dtype)
+        spelled = torch.tensor([[token // _BASE, token % _BASE] for token in ids], dtype=self.dtype)
         return spelled.view(len(ids), 2).expand(self.num_layers, 2, 1, len(ids), 2).contiguous()
 
     def prefill(self, ids: torch.Tensor, capacity: int) -> tuple[FakeState, torch.Tensor]:
-        state = FakeState(ids.tolist(), len(ids))
+        state = FakeState(ids.tolist(), len(ids), self.tokenize(self.answer_to(ids.tolist())).ids)
         return state, self._logits(state)
+
+    def answer_to(self, ids: Sequence[int]) -> str:
+        """The answer to a prompt: four to ten words that follow from all its ids. Override it to say something else."""
+        digest = hashlib.sha256(array("q", ids).tobytes()).digest()
+        return " ".join(_ANSWER[byte % len(_ANSWER)] for byte in digest[1 : 5 + digest[0] % 7])
 
     def fuse(
         self, plan: Plan, sources: Sources, *, capacity: int, clock: PhaseClock, trace: bool = False
@@ -148,10 +159,8 @@ class FakeRuntime(Runtime):
         return self._logits(state)
 
     def _logits(self, state: FakeState) -> torch.Tensor:
-        """One-hot logits: up to seven words that a hash of the prompt's ids chooses, then the end."""
-        digest = hashlib.sha256(array("q", state.ids[: state.prompt_tokens]).tobytes()).digest()
+        """One-hot: the answer's next token, then the end."""
         number = len(state.ids) - state.prompt_tokens
         logits = torch.zeros(_VOCABULARY)
-        ends = number >= 1 + digest[0] % 7
-        logits[_END if ends else self._id_of(" " + _ANSWER[digest[1 + number] % len(_ANSWER)])] = 100.0
+        logits[state.answer[number] if number < len(state.answer) else _END] = 100.0
         return logits

@@ -1,0 +1,65 @@
+"""How much of the package one question runs through: files and functions called by one ``generate``.
+
+    python benchmarks/opened_by_generate.py [--verbose]
+
+Tiny models with random weights, three chunks on disk, method ``cacheclip``; the question is asked once before, so that
+what happens once (loading, decisions about a method) is not counted. Comprehensions and lambdas are not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from types import FrameType
+
+import cacheclip_rag
+from cacheclip_rag import CacheClipEngine, SamplingParams
+from cacheclip_rag.testing.tiny import SENTENCES, TINY_MODELS, build_auxiliary, build_model
+
+ROOT = str(Path(cacheclip_rag.__file__).parent)
+CHUNKS = [" ".join(SENTENCES[0:3]), " ".join(SENTENCES[3:5]), " ".join(SENTENCES[5:8])]
+PROMPT = "\n\n".join(CHUNKS) + "\n\nQuestion: what is the magic number of the harbour master?"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--verbose", action="store_true", help="name files and functions")
+    verbose = parser.parse_args().verbose
+    with tempfile.TemporaryDirectory() as folder:
+        primary, auxiliary = Path(folder) / "primary", Path(folder) / "auxiliary"
+        build_model(primary, TINY_MODELS["llama"])
+        build_auxiliary(auxiliary)
+        engine = CacheClipEngine(
+            primary=str(primary), auxiliary=str(auxiliary), store=Path(folder) / "store", method="cacheclip"
+        )
+        engine.precompute(CHUNKS)
+        engine.generate(PROMPT, SamplingParams(max_tokens=8))
+        found = called_by(engine)
+    print(f"{len(found)} files, {sum(map(len, found.values()))} functions")
+    for file in sorted(found) if verbose else ():
+        print(f"  {file}: {', '.join(sorted(found[file]))}")
+
+
+def called_by(engine: CacheClipEngine) -> dict[str, set[str]]:
+    """Names of the package's functions that one answer calls, by file."""
+    found: defaultdict[str, set[str]] = defaultdict(set)
+
+    def profile(frame: FrameType, event: str, argument: object) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(ROOT) and not code.co_name.startswith("<"):
+            found[code.co_filename[len(ROOT) + 1 :]].add(code.co_qualname)
+
+    params = SamplingParams(max_tokens=8)
+    sys.setprofile(profile)
+    try:
+        engine.generate(PROMPT, params)
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+if __name__ == "__main__":
+    main()
