@@ -1,8 +1,8 @@
 """The ``cacheclip`` command. Options and output formats are stable: scripts rely on them.
 
-Every command takes ``--json`` and then prints one JSON object, nothing else, on stdout; after an error stdout is empty
-and one line on stderr says why. Exit codes: 0 done, 1 found wanting (an error of ours, or documents that could not be
-read), 2 bad usage.
+With ``--json``, every command prints one JSON object and nothing else on stdout. After an error, stdout is empty and
+one line on stderr gives the reason. Exit codes: 0 success, 1 failure (an error of this library, or documents that could
+not be read), 2 bad usage.
 """
 
 from __future__ import annotations
@@ -34,5 +34,5 @@ app.command("finetune")(training.finetune)
 
 
 def main() -> None:
-    """Entry point: runs the command; our own errors become one line on stderr."""
+    """Entry point: runs the command. Errors of this library become one line on stderr."""
     guarded(app)

@@ -33,7 +33,7 @@ INSTRUCTION = "Answer the question in a few words, using only the text above."
 
 
 def rag_prompt(passages: list[str], question: str) -> str:
-    """Passages, then the question: the first passage sits right behind the shared prefix, where its KV is exact."""
+    """The prompt: passages, then the question. The first passage comes right after the shared prefix."""
     body = "\n\n".join(passages)
     return f"{body}\n\n{INSTRUCTION}\nQuestion: {question}" if passages else question
 
@@ -44,7 +44,7 @@ def ask(
     method: Annotated[
         str,
         typer.Option(
-            help="A variant or a preset: cacheclip, anchored, full, direct, ...; auto chooses between the first two."
+            help="Preset or variant: cacheclip, anchored, full, direct, ...; auto chooses cacheclip or anchored."
         ),
     ] = DEFAULT_METHOD,
     variants: VariantsOption = None,
@@ -81,7 +81,7 @@ def ask(
         check_ratio(ratio)
     chosen = method_named(method, read_variants(variants))
     library = Library.open(store)
-    without_auxiliary = auxiliary == "none"  # this once: the store stays what it was made with
+    without_auxiliary = auxiliary == "none"  # for this question only: the store's settings stay unchanged
     settings = merge_settings(
         library,
         primary=primary,
@@ -105,7 +105,7 @@ def ask(
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
     engine = CacheClipEngine(config)
     passages = library.search(Embedder(settings.embedding, device).embed([question]), top_k)
-    gc.collect()  # the embedding model has done its work: give its memory back before the large models load
+    gc.collect()  # free the embedding model's memory before the large models load
     texts = [passage.text for passage in passages]
     answer = None
     for event in engine.stream(rag_prompt(texts, question), params, question=question, documents=texts):

@@ -1,4 +1,4 @@
-"""``cacheclip bench``: time to the first token, side by side in one run."""
+"""``cacheclip bench``: compares methods' time to the first token in one run."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def bench(
     device: DeviceOption = "cpu",
     as_json: JsonOption = False,
 ) -> None:
-    """Measure methods on a prompt of generated text; the speed does not depend on what the text says.
+    """Measure methods on a prompt of generated text; the content of the text does not affect the speed.
 
-    Nothing is retrieved, so --embedding is taken, as everywhere, and not used.
+    Nothing is retrieved, so --embedding is accepted but not used.
     """
     from ..config import EngineConfig
     from ..lab.evaluation.bench import bench as run

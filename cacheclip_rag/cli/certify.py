@@ -1,4 +1,4 @@
-"""``cacheclip certify``: exactness and fidelity of a pair of models, and the certificate that engines look for."""
+"""``cacheclip certify``: measures exactness and fidelity of a pair of models, and saves a certificate."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def certify(
     device: DeviceOption = "cpu",
     auxiliary_device: AuxiliaryDeviceOption = None,
     chunk_context: ChunkContextOption = None,
-    codec: Annotated[str | None, typer.Option(help="How the primary's chunk caches are stored.")] = None,
-    auxiliary_codec: Annotated[str, typer.Option(help="How the auxiliary's are.")] = "bfloat16",
+    codec: Annotated[str | None, typer.Option(help="Codec of the primary's chunk caches.")] = None,
+    auxiliary_codec: Annotated[str, typer.Option(help="Codec of the auxiliary's chunk caches.")] = "bfloat16",
     as_json: JsonOption = False,
 ) -> None:
-    """Check that reuse is exact on these models, measure how close answers stay to full prefill, save the certificate.
+    """Check that reuse is exact on these models, measure how close answers are to full prefill, save a certificate.
 
     Exit code 1 if the verdict is "not faithful".
     """

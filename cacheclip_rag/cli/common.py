@@ -1,4 +1,4 @@
-"""What the commands share: options, output, errors."""
+"""Shared parts of the commands: options, output, errors."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ PrimaryOption = Annotated[
 AuxiliaryOption = Annotated[
     str | None, typer.Option("--auxiliary", help="Small model that scores tokens; 'none' for none.")
 ]
-AuxiliaryDeviceOption = Annotated[str | None, typer.Option(help="Device of the auxiliary model, if another.")]
+AuxiliaryDeviceOption = Annotated[str | None, typer.Option(help="Device of the auxiliary model. [default: --device]")]
 HeadsOption = Annotated[
     str,
     typer.Option(
@@ -63,7 +63,7 @@ ChunkContextOption = Annotated[
     str | None,
     typer.Option(
         "--chunk-context",
-        help="Chunks are computed behind the shared 'prefix', or behind it and a few 'passages'. [default: passages]",
+        help="Text before each chunk while it is precomputed: 'prefix' or 'passages'. [default: passages]",
     ),
 ]
 RatioOption = Annotated[
@@ -71,7 +71,7 @@ RatioOption = Annotated[
 ]
 VariantsOption = Annotated[
     Path | None,
-    typer.Option("--variants", help="TOML file of methods by name: a preset each, and what differs from it."),
+    typer.Option("--variants", help="TOML file of methods by name: each a preset with changed settings."),
 ]
 NamespaceOption = Annotated[str | None, typer.Option("--namespace", help="Tenant; tenants never share chunk caches.")]
 
@@ -79,14 +79,14 @@ _USAGE_ERRORS = (ConfigurationError, UnknownModelError, DocumentError)
 
 
 def output() -> Console:
-    """Where tables go; wide where that is no terminal, so that a file loses no figures."""
+    """Console for tables. It is wide if stdout is not a terminal, so that no figure is cut off in a file."""
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 200)
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """One object on one line; numbers that JSON does not know (infinity, not a number) become null."""
+    """Print one JSON object on one line. Infinity and NaN become null."""
     sys.stdout.write(json.dumps(_finite(value), ensure_ascii=False, allow_nan=False) + "\n")
 
 
@@ -99,7 +99,7 @@ def _finite(value: Any) -> Any:
 
 
 def format_bytes(count: float) -> str:
-    """A size for people: ``12.3 MB``."""
+    """A size as text, such as ``12.3 MB``."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -108,7 +108,8 @@ def format_bytes(count: float) -> str:
 
 
 def guarded(run: Callable[[], None]) -> None:
-    """Run a command; print our errors as one line on stderr: exit 2 for bad usage, 1 for the rest."""
+    """Run a command. Errors of this library become one line on stderr, with exit code 2 for bad usage and 1 for
+    others."""
     try:
         run()
     except CacheClipError as error:

@@ -1,4 +1,4 @@
-"""``cacheclip eval``: methods side by side on questions with known answers, quality beside speed."""
+"""``cacheclip eval``: compares methods' quality and speed on questions with known answers."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def evaluate(
     dataset: Annotated[
         list[str] | None,
         typer.Option(
-            help="Records as JSON lines, plain or gzip: question, answers, chunks. Several files, comma-separated or "
-            "by repeating the option, are one comparison."
+            help="Records as JSON lines, plain or gzip: question, answers, chunks. Give several files comma-separated "
+            "or by repeating the option."
         ),
     ] = None,
     ruler: Annotated[
-        str | None, typer.Option(help="Instead of a file: RULER needle tasks, comma-separated, or 'all'.")
+        str | None, typer.Option(help="RULER needle tasks instead of a file, comma-separated, or 'all'.")
     ] = None,
     length: Annotated[int, typer.Option(help="Tokens of a RULER prompt.")] = 4096,
     haystack: Annotated[Path | None, typer.Option(help="Text file that RULER hides its needles in.")] = None,
@@ -50,32 +50,34 @@ def evaluate(
     methods: Annotated[
         str,
         typer.Option(
-            help="Comma-separated names of presets and variants; 'all' for every preset but those "
-            "for checkpoints trained to read chunks apart (block, turborag, link) and, without an auxiliary model, "
-            "those that need one."
+            help="Comma-separated names of presets and variants; 'all' for every preset except "
+            "block, turborag and link (for specially trained checkpoints) and, without an auxiliary model, presets "
+            "that need one."
         ),
     ] = "full,direct,anchored,cacheclip",
     variants: VariantsOption = None,
     ratios: Annotated[str, typer.Option(help="Comma-separated recompute ratios.")] = "0.2",
     limit: Annotated[
-        int | None, typer.Option(help="Questions of each file, or of each RULER task: 20 unless told.")
+        int | None,
+        typer.Option(help="Most questions of each file; questions of each RULER task. [default: all; RULER: 20]"),
     ] = None,
     against: Annotated[
-        str, typer.Option(help="Label of a method (direct, epic@0.2) that every method's mean KL is a multiple of.")
+        str,
+        typer.Option(help="Label of a method (direct, epic@0.2); every method's mean KL is divided by this method's."),
     ] = "full",
     metrics: Annotated[
-        str | None, typer.Option(help="Comma-separated, instead of what the records name: f1, f1_zh, em, ...")
+        str | None, typer.Option(help="Comma-separated metrics instead of the records' own: f1, f1_zh, em, ...")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of generated needles.")] = 42,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for answers and report; an interrupted run goes on from it.")
+        Path | None, typer.Option(help="Folder for answers and report; an interrupted run continues from it.")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the report in that folder.")] = False,
     dtype: DtypeOption = None,
     device: DeviceOption = "cpu",
     auxiliary_device: AuxiliaryDeviceOption = None,
-    codec: Annotated[str | None, typer.Option(help="How the primary's chunk caches are stored.")] = None,
-    auxiliary_codec: Annotated[str, typer.Option(help="How the auxiliary's are.")] = "bfloat16",
+    codec: Annotated[str | None, typer.Option(help="Codec of the primary's chunk caches.")] = None,
+    auxiliary_codec: Annotated[str, typer.Option(help="Codec of the auxiliary's chunk caches.")] = "bfloat16",
     as_json: JsonOption = False,
 ) -> None:
     """Compare methods with full prefill on the same questions: scores, fidelity, time to the first token."""
@@ -96,7 +98,7 @@ def evaluate(
         raise ConfigurationError(
             f"--limit must be 1 or more questions, got {limit}. Leave it out for the usual number."
         )
-    # what can be told at once is told before weights are loaded
+    # check options before weights are loaded
     if out is not None:
         if not overwrite and (out / FILES["summary"]).exists():
             raise ConfigurationError(f"{out} holds a report already. Name another folder, or add --overwrite.")
@@ -113,7 +115,7 @@ def evaluate(
     )
     names = _split(methods)
     if "all" in names and (without := every_method(config)[1]):
-        typer.echo(f"left out of all, since they need an auxiliary model: {', '.join(without)}", err=True)
+        typer.echo(f"'all' leaves out methods that need an auxiliary model: {', '.join(without)}", err=True)
     runs = planned_runs(names, [_ratio(value) for value in _split(ratios)], config, read_variants(variants))
     labels = [planned.run.label for planned in runs]
     if against not in labels:
@@ -154,7 +156,7 @@ def evaluate(
 
 
 def _tell_skipped(summary: dict[str, Any]) -> None:
-    """On stderr: how many records were left out, and the first of them with their reasons."""
+    """Print on stderr how many records were skipped, and the reasons for the first of them."""
     from ..lab.evaluation.tables import first_skipped
 
     if not summary["skipped"]:
@@ -206,7 +208,7 @@ def _read_haystack(path: Path | None) -> str | None:
 
 
 def _files(given: list[str]) -> list[str]:
-    """Paths; one with a comma in it must be there."""
+    """Paths, split at commas. A path that itself contains a comma must exist."""
     return [path for text in given for path in ([text] if Path(text).is_file() else _split(text))]
 
 

@@ -20,14 +20,14 @@ from .common import (
 )
 
 _BEGINNING = 40
-"""Characters by which a known text is taken for one that was meant."""
+"""A known text is checked if so many of its first characters are in the prompt."""
 
 
 def explain_miss(
     prompt: Annotated[Path, typer.Argument(help="File with the prompt as the model got it.")],
     store: StoreOption,
     text: Annotated[
-        list[Path] | None, typer.Option(help="File with the text that was expected to be reused; may come again.")
+        list[Path] | None, typer.Option(help="File with a text that should be reused; may be repeated.")
     ] = None,
     primary: PrimaryOption = None,
     auxiliary: AuxiliaryOption = None,
@@ -37,8 +37,8 @@ def explain_miss(
     system_prompt: Annotated[str | None, typer.Option(help="The engine's system prompt, if it has one.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say why texts were, or were not, reused in a prompt. Without --text: the texts of the store whose beginning is in
-    it. Exit code 1 if one is not reused."""
+    """Explain why texts were, or were not, reused in a prompt. Without --text, checks stored texts whose beginning is
+    in the prompt. Exit code 1 if a text is not reused."""
     from ..engine import CacheClipEngine
     from ..ingest.library import Library
     from ..plan.explain import explain_miss as explain
@@ -47,7 +47,7 @@ def explain_miss(
 
     folder = Path(store).expanduser()
     if not is_store(folder):
-        raise StoreError(f"there is no store at {store}. Name the folder that was given to ingest or to the engine.")
+        raise StoreError(f"there is no store at {store}. Give the folder that ingest or the engine used.")
     library = Library(folder) if (folder / "library.sqlite3").is_file() else None
     settings = merge_settings(
         library, primary=primary, auxiliary=auxiliary, dtype=dtype, namespace=namespace, chunk_context=chunk_context
@@ -63,7 +63,7 @@ def explain_miss(
         for report in reports:
             typer.echo(f"{'hit ' if report.is_hit else 'miss'}  {report.text!r}\n      {report.explanation}")
         if not reports:
-            typer.echo("no text that this store knows begins in the prompt. Name the one you expected by --text FILE.")
+            typer.echo("the prompt contains the beginning of no stored text. Name the expected text with --text FILE.")
     if not reports or not all(report.is_hit for report in reports):
         raise typer.Exit(1)
 

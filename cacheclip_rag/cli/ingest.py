@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 def ingest(
     context: typer.Context,
-    paths: Annotated[list[str], typer.Argument(help="Text and Markdown files, or folders with some.")],
+    paths: Annotated[list[str], typer.Argument(help="Text and Markdown files, or folders that contain them.")],
     store: StoreOption,
     primary: PrimaryOption = None,
     auxiliary: AuxiliaryOption = None,
@@ -42,14 +42,18 @@ def ingest(
     overlap: Annotated[int | None, typer.Option(help="Tokens shared by neighbouring chunks. [default: 0]")] = None,
     chunk_context: ChunkContextOption = None,
     max_bytes: Annotated[
-        int | None, typer.Option(help="Limit of the store, kept for later; 0: none. [default: as before]")
+        int | None,
+        typer.Option(help="Limit of the store in bytes, also for later runs; 0: no limit. [default: unchanged]"),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what it would do and take (chunks, bytes, minutes); change nothing.")
+        bool,
+        typer.Option(
+            "--dry-run", help="Print what would be done, and its cost (chunks, bytes, minutes); change nothing."
+        ),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Precompute the chunk caches of documents and index them for retrieval. Run again: only what changed is done."""
+    """Precompute the chunk caches of documents and index them for retrieval. A second run processes only changes."""
     from ..engine import CacheClipEngine
     from ..ingest.embedding import Embedder
     from ..ingest.job import ingest as run
@@ -59,7 +63,7 @@ def ingest(
     from .settings import engine_config, merge_settings
 
     folder = Path(store).expanduser()
-    if dry_run and not folder.is_dir():  # where nothing is, nothing is made
+    if dry_run and not folder.is_dir():  # a dry run must not create the folder
         folder = Path(context.with_resource(TemporaryDirectory()))
     library = Library(folder)
     settings = merge_settings(

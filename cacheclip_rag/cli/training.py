@@ -1,4 +1,4 @@
-"""``cacheclip calibrate`` and ``cacheclip finetune``: a head set for a pair of models."""
+"""``cacheclip calibrate`` and ``cacheclip finetune``: make a head set for a pair of models."""
 
 from __future__ import annotations
 
@@ -28,19 +28,17 @@ if TYPE_CHECKING:
 
 DataOption = Annotated[
     list[str] | None,
-    typer.Option(help="Files to learn from beside the synthetic questions: records as JSON lines, or documents."),
+    typer.Option(help="Training files besides the synthetic questions: records as JSON lines, or documents."),
 ]
 DataLimitOption = Annotated[int, typer.Option(help="Most questions to take from --data.")]
 OutOption = Annotated[
-    Path | None, typer.Option(help="File of the head set; default where engines of this pair of models look.")
+    Path | None, typer.Option(help="File of the head set. [default: where engines with these models look]")
 ]
-OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace a head set that is there.")]
+OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace an existing head set.")]
 SeedOption = Annotated[int, typer.Option(help="Seed of the synthetic questions and of training.")]
-WorkOption = Annotated[Path | None, typer.Option(help="Folder that an interrupted run goes on from.")]
-SamplesOption = Annotated[int, typer.Option("--samples", help="Synthetic questions to learn from.")]
-PromptsOption = Annotated[
-    int, typer.Option("--prompts", help="Of those to measure by, how many are asked of the primary.")
-]
+WorkOption = Annotated[Path | None, typer.Option(help="Folder from which an interrupted run continues.")]
+SamplesOption = Annotated[int, typer.Option("--samples", help="Synthetic questions for training.")]
+PromptsOption = Annotated[int, typer.Option("--prompts", help="Test questions that the primary answers.")]
 
 
 def calibrate(
@@ -59,8 +57,8 @@ def calibrate(
     auxiliary_device: AuxiliaryDeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Find the heads of the auxiliary model that look at evidence; engines of this pair use them from then on. An
-    interrupted run goes on where it was."""
+    """Find the heads of the auxiliary model that attend to evidence. Engines with these models then use them. An
+    interrupted run continues where it stopped."""
     from ..lab.training.calibrate import calibrate as run
     from ..lab.training.report import calibration_json, calibration_note, calibration_table, ranking_tables
 
@@ -91,15 +89,15 @@ def finetune(
     data: DataOption = None,
     data_limit: DataLimitOption = 40,
     heads: Annotated[
-        Path | None, typer.Option(help="Head set to begin with; default those nearest to what is wanted as they come.")
+        Path | None, typer.Option(help="Head set to start from. [default: the heads nearest to the training targets]")
     ] = None,
     samples: SamplesOption = 96,
-    targets: Annotated[int, typer.Option(help="Of those, how many the primary is asked about.")] = 36,
-    tests: Annotated[int, typer.Option(help="Synthetic questions to measure by.")] = 36,
+    targets: Annotated[int, typer.Option(help="Training questions for which the primary computes targets.")] = 36,
+    tests: Annotated[int, typer.Option(help="Synthetic test questions.")] = 36,
     prompts: PromptsOption = 12,
-    epochs: Annotated[int, typer.Option(help="At most.")] = 60,
+    epochs: Annotated[int, typer.Option(help="Most epochs.")] = 60,
     rank: Annotated[int, typer.Option(help="Rank of the updates.")] = 8,
-    learning_rate: Annotated[float, typer.Option(help="Of AdamW, above 0.")] = 1e-3,
+    learning_rate: Annotated[float, typer.Option(help="Learning rate of AdamW, above 0.")] = 1e-3,
     seed: SeedOption = 0,
     out: OutOption = None,
     report: Annotated[Path | None, typer.Option(help="Folder for report.md and report.html.")] = None,
@@ -110,7 +108,8 @@ def finetune(
     auxiliary_device: AuxiliaryDeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Train the auxiliary model to find what the primary attends to and holds stale; an interrupted run goes on."""
+    """Train the auxiliary model to find tokens that the primary attends to and that are stale. An interrupted run
+    continues where it stopped."""
     from ..lab.training.calibrate import SINKS
     from ..lab.training.finetune import finetune as run
     from ..lab.training.report import (
@@ -146,10 +145,10 @@ def finetune(
     in_use = path.exists() or (out is None and shipped_path(found.heads.auxiliary_sha256).is_file())
     kept = in_use and not overwrite and not found.is_accepted
     if kept:
-        current = f"the one in {path}" if path.exists() else "the one that comes with the package"
+        current = f"the head set in {path}" if path.exists() else "the head set that comes with the package"
         typer.echo(
-            f"The new head set was not accepted, so that engines go on with {current}. Write it with --overwrite "
-            "(nothing is computed twice), or elsewhere with --out.",
+            f"The new head set was not accepted; engines keep using {current}. Write the new one with --overwrite "
+            "(nothing is computed twice), or to another file with --out.",
             err=True,
         )
     else:
@@ -165,15 +164,15 @@ def finetune(
 
 @contextmanager
 def _stoppable() -> Iterator[None]:
-    """Ctrl-C ends the command with a line that says what is kept, and exit code 130."""
+    """On Ctrl-C, print one line about kept work, and exit with code 130."""
     try:
         yield
     except KeyboardInterrupt as stop:
         folder = getattr(stop, "folder", None)  # of an Interrupted
         kept = (
-            "Nothing is kept of it."
+            "No work was saved."
             if folder is None
-            else f"What was made so far is kept in {folder}; the same command goes on from there."
+            else f"The work so far is saved in {folder}; the same command continues from there."
         )
         typer.echo(f"cacheclip: stopped. {kept}", err=True)
         raise typer.Exit(130) from None
@@ -202,8 +201,8 @@ def _config(
 
 
 def _given(config: EngineConfig, data: Sequence[str] | None, limit: int, seed: int, work: Path | None) -> Given | None:
-    """What is taken of the user's own data, told on stderr; None without any. Questions that the primary makes of
-    documents are kept in ``work``, by default in a folder that all jobs share."""
+    """Samples from the user's data, with a summary on stderr; None without data. Questions that the primary writes for
+    documents are saved in ``work``, by default in a folder that all jobs share."""
     from ..lab.training.calibrate import open_engine
     from ..lab.training.given import given_samples
     from ..paths import cache_home
@@ -219,8 +218,8 @@ def _given(config: EngineConfig, data: Sequence[str] | None, limit: int, seed: i
 
 
 def _target(config: EngineConfig, out: Path | None, overwrite: bool, *, instead_of: str = "") -> Path:
-    """Where the head set goes: where it was asked for, or where engines of this pair of models look. One by the command
-    ``instead_of`` may be there."""
+    """Path of the new head set: ``out``, or the path where engines with these models look. A head set made by the
+    command ``instead_of`` may be replaced."""
     from ..lab.training.calibrate import open_engine
     from ..selection.heads import HeadSet, head_set_path, weights_digest
 
@@ -230,12 +229,12 @@ def _target(config: EngineConfig, out: Path | None, overwrite: bool, *, instead_
     )
     path = out or head_set_path(auxiliary, primary)
     if path.is_dir():
-        raise ConfigurationError(f"a head set is a file, and {path} is a folder. Name a file with --out.")
+        raise ConfigurationError(f"a head set is a file, but {path} is a folder. Name a file with --out.")
     if path.exists() and not overwrite:
         try:
             command = HeadSet.load(path).about.get("command", "an unknown command")
         except ModelError:
-            command = "no command that is known: the file cannot be read"
+            command = "an unknown command: the file cannot be read"
         if not instead_of or command != instead_of:
             raise ConfigurationError(
                 f"{path} holds a head set already (of {command}). Replace it with --overwrite, or name another file "

@@ -126,12 +126,12 @@ _ROWS: dict[str, tuple[Method, str, str]] = {
     ),
     "block": (
         BlockAttention(),
-        "For checkpoints trained to read chunks apart.",
+        "For checkpoints trained to read chunks separately.",
         "Block-Attention, arXiv:2409.15355",
     ),
     "turborag": (
         BlockAttention(before="<|doc_start|>", after="<|doc_end|>"),
-        "For checkpoints trained to read chunks apart, each between two special tokens.",
+        "For checkpoints trained to read chunks separately, each between two special tokens.",
         "TurboRAG, arXiv:2410.07590",
     ),
     "link": (

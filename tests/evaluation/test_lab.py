@@ -668,7 +668,7 @@ class TestPlan:
     def test_all_is_every_method(self, config: EngineConfig) -> None:
         found = {planned.method.name for planned in planned_runs(["all"], [0.2], config)}
         assert found == set(PRESET_NAMES) - {"block", "turborag", "link"}, (
-            "those are for checkpoints trained to read chunks apart"
+            "those are for checkpoints trained to read chunks separately"
         )
 
     def test_what_learns_says_so(self) -> None:
@@ -806,7 +806,7 @@ class TestCommand:
         methods = json.loads(result.stdout)["methods"]
         assert "anchored@0.2" in methods and "cacheclip@0.2" not in methods
         told = result.stderr.splitlines()[0]
-        assert told == "left out of all, since they need an auxiliary model: cacheclip, cacheclip-paper"
+        assert told == "'all' leaves out methods that need an auxiliary model: cacheclip, cacheclip-paper"
 
     @pytest.mark.parametrize(
         ("tasks", "message"),

@@ -450,7 +450,7 @@ class TestCommands:
         [line] = stopped.stderr.strip().splitlines()
         [kept] = (tmp_path / "home" / "training").iterdir()
         assert line == (
-            f"cacheclip: stopped. What was made so far is kept in {kept}; the same command goes on from there."
+            f"cacheclip: stopped. The work so far is saved in {kept}; the same command continues from there."
         )
         assert self.run(command, *options)["folder"] == str(kept) and len(looks) == 11
 
@@ -463,7 +463,7 @@ class TestCommands:
         monkeypatch.setattr("cacheclip_rag.lab.training.given.given_samples", stopping)
         models = ["--primary", config.primary, "--auxiliary", str(config.auxiliary), "--out", str(tmp_path / "own")]
         stopped = CliRunner().invoke(app, ["calibrate", *models, "--data", "x.jsonl"], catch_exceptions=False)
-        assert stopped.exit_code == 130 and stopped.stderr == "cacheclip: stopped. Nothing is kept of it.\n"
+        assert stopped.exit_code == 130 and stopped.stderr == "cacheclip: stopped. No work was saved.\n"
 
     def test_a_learning_rate_of_nothing_is_refused(self, config: EngineConfig, tmp_path: Path) -> None:
         options = ["--primary", config.primary, "--auxiliary", str(config.auxiliary), "--out", str(tmp_path / "out")]
