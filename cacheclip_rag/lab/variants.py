@@ -13,7 +13,7 @@
     preset = "cacheclip"
     scorer = {type = "QueryAttention", layers = "upper"}
 
-Every table is a preset and what differs from it; fields are those of the classes in :mod:`cacheclip_rag.methods` and
+Every table names a preset and changed settings. Fields are those of the classes in :mod:`cacheclip_rag.methods` and
 :mod:`cacheclip_rag.selection` (:func:`cacheclip_rag.methods.settings.vary`).
 """
 
@@ -38,10 +38,10 @@ _TAKEN = (*PRESET_NAMES, DEFAULT_METHOD, "all")
 
 
 def read_variants(path: Path | str | None) -> dict[str, Method]:
-    """The methods of a file by name; none for None.
+    """The methods of a file by name; empty for None.
 
     Raises:
-        ConfigurationError: the file cannot be read, or a table is no variant; the message names the table.
+        ConfigurationError: the file cannot be read, or a table is not a valid variant.
     """
     if path is None:
         return {}
@@ -53,7 +53,7 @@ def read_variants(path: Path | str | None) -> dict[str, Method]:
 
 
 def method_named(name: str, variants: Mapping[str, Method]) -> Method | str:
-    """The variant of that name, else the name itself, which is then a preset's or nobody's."""
+    """The variant called ``name``, else the name itself (a preset's, or unknown)."""
     return variants.get(name, name)
 
 

@@ -1,1 +1,1 @@
-"""Evaluation: measuring what the methods cost, and what they are worth."""
+"""Evaluation: measures cost and quality of methods."""

@@ -1,4 +1,4 @@
-"""One method's answer to one question: given, held against full prefill's, scored, and refused with a reason."""
+"""One method's answer to one question: answered, compared with full prefill, scored, or refused with a reason."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ __all__ = [
 ]
 
 FULL = "full"
-"""The method that the others are held against."""
+"""The method with which the others are compared."""
 NOT_THE_QUESTIONS = (MissingExtraError, ModelError, StoreError, AssertionError)
-"""Errors that no single question is to blame for."""
+"""Errors that do not depend on a single question."""
 
 
 class LeftOut(Exception):
-    """Why a question is left out for every method."""
+    """A question is left out for every method; the message gives the reason."""
 
 
 def gold_ids_of(engine: CacheClipEngine, asked: AskedQuestion) -> list[list[int]]:
-    """Right answers as the model would write them, each right behind the prompt: the first one, or every one where all
-    of them must be named."""
+    """Token ids of right answers right after the prompt: of the first answer, or of every answer if all are
+    required."""
     last = asked.segments[-1]
     space = "" if last.control or last.text[-1].isspace() else " "
     wants_all = ALL_WANTED & {asked.metrics[0], asked.record.meta.get("metric")}
@@ -71,7 +71,8 @@ def gold_ids_of(engine: CacheClipEngine, asked: AskedQuestion) -> list[list[int]
 
 @contextmanager
 def answering(label: str, asked: AskedQuestion) -> Iterator[None]:
-    """Say which method stopped the run, and at what. Only a prompt that is too long is the question's own matter."""
+    """Add the method and the question to errors. A prompt that is too long leaves the question out; other errors stop
+    the run."""
     where = f"method {label!r} at question {asked.record.id!r}"
     try:
         yield
@@ -89,14 +90,14 @@ def answering(label: str, asked: AskedQuestion) -> Iterator[None]:
 
 
 def reason_of(error: Exception) -> str:
-    """Why a question is left out, in one line."""
+    """An error's message in one line."""
     kind = "" if isinstance(error, CacheClipError) else f"{type(error).__name__}: "
     return " ".join(f"{kind}{error}".split())
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A method's answer, and how far it is from full prefill's."""
+    """A method's answer and its distance from full prefill's."""
 
     text: str
     fidelity: dict[str, float]
@@ -136,7 +137,7 @@ def _scores(asked: AskedQuestion, answer: str) -> dict[str, float]:
             value = METRICS[name](judged, asked.record.answers)
         except NOT_THE_QUESTIONS:
             raise
-        except Exception as error:  # what a metric does with an answer may be anything
+        except Exception as error:  # a metric may raise any error
             raise LeftOut(f"metric {name!r} fails on an answer ({reason_of(error)}).") from error
         if not math.isfinite(value):
             raise LeftOut(f"metric {name!r} must give a finite number, got {value}.")
@@ -145,7 +146,7 @@ def _scores(asked: AskedQuestion, answer: str) -> dict[str, float]:
 
 
 def measured_on(engine: CacheClipEngine) -> str:
-    """What times depend on beside the settings, in a few words."""
+    """Processor, threads and library version on which times depend."""
     device = engine.primary.device
     unit = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
     return f"{unit}, {torch.get_num_threads()} threads, transformers {transformers.__version__}"
@@ -153,7 +154,7 @@ def measured_on(engine: CacheClipEngine) -> str:
 
 @cache
 def _processor() -> str:
-    """The processor's name, or whatever the system tells in place of it."""
+    """The processor's name, or another description from the system."""
     with suppress(OSError):
         found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
         if found:

@@ -1,8 +1,7 @@
-"""Time to the first token of several methods, side by side in one run.
+"""Compares the time to the first token of several methods in one run.
 
-Runs are interleaved (each round runs every method once), so that a machine that slows down slows all of them; figures
-are medians. Chunk caches are read from disk in every run, by default with the operating system's page cache dropped
-for them first.
+Each round runs every method once, so that a change of the machine's speed affects all methods. Figures are medians.
+Chunk caches are read from disk in every run, by default after the operating system's page cache was dropped for them.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ def bench(
     made = _made(config, methods, variants or {})
     if not any(method.needs_auxiliary for method in made.values()):
         config = replace(config, auxiliary=None)
-    config = replace(config, prefix_cache_bytes=0)  # one method's prompt would make the next one's free
+    config = replace(config, prefix_cache_bytes=0)  # otherwise methods would reuse each other's prefix
     with ExitStack() as stack:
         if config.store is None:
             config = replace(config, store=stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheclip-bench-")))
@@ -103,7 +102,7 @@ def bench(
 
 
 def _made(config: EngineConfig, names: Sequence[str], variants: Mapping[str, Method]) -> dict[str, Method]:
-    """By the name of each method: ``auto`` goes by that of the method it means."""
+    """Methods by name; ``auto`` gets the name of the method that it means."""
     choosing = CacheClipEngine(replace(config, store=None))
     found = {}
     for given in names:
@@ -130,7 +129,9 @@ def _measure(
     prompt = "\n\n".join(texts) + f"\n\nQuestion: {_QUESTION}"
     one_token = SamplingParams(max_tokens=1)
     results: dict[str, list[tuple[FusionStats, int]]] = {name: [] for name in methods}
-    engine.generate(texts[0] + f"\n\n{_QUESTION}", one_token, method="direct")  # thread pools, allocator, code paths
+    engine.generate(
+        texts[0] + f"\n\n{_QUESTION}", one_token, method="direct"
+    )  # warm up thread pools, allocator and code paths
     done = 0
     with progress_bar("measuring", runs * len(methods), "runs") as advance:
         for _ in range(runs):
@@ -165,7 +166,7 @@ def _summary(samples: Sequence[tuple[FusionStats, int]], reference_s: float | No
 
 
 def _drop_page_cache(engine: CacheClipEngine) -> None:
-    """Ask the operating system to forget the payloads, so that the next read comes from the disk (Linux)."""
+    """Drop the payloads from the operating system's page cache, so that the next read comes from disk (Linux)."""
     if not _CAN_DROP_PAGE_CACHE:
         return
     for backend in engine.store.tiers.backends:
@@ -183,7 +184,7 @@ def _drop_file(path: Path) -> None:
 
 
 def _reset_peak_rss() -> None:
-    """Start the kernel's high-water mark anew (Linux); elsewhere the peak stays that of the whole process."""
+    """Reset the kernel's peak RSS (Linux). On other systems the peak is that of the whole process."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:

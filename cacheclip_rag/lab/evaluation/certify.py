@@ -1,8 +1,8 @@
-"""Certify a pair of models: is reuse exact on them, and how close to full prefill does it stay at which ratio?
+"""Certifies a pair of models: checks that reuse is exact, and measures how close to full prefill each ratio is.
 
-The verdict at a ratio is ``exact`` if nothing tells the answers from full prefill's, ``faithful`` if the means over
-the bundled prompts stay within :data:`~cacheclip_rag.guards.certificate.THRESHOLDS`, and else ``not faithful``. Failed
-exactness checks make every verdict ``not faithful``.
+The verdict at a ratio is ``exact`` if the answers equal full prefill's, ``faithful`` if the means over the bundled
+prompts stay within :data:`~cacheclip_rag.guards.certificate.THRESHOLDS`, and otherwise ``not faithful``. If an
+exactness check fails, every verdict is ``not faithful``.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ __all__ = ["RATIOS", "certify"]
 
 RATIOS = (0.05, 0.1, 0.2, 0.3, 0.5)
 _EXACT_KL = 1e-4
-"""Nats, at most on any prompt, for ``exact`` (or twice the noise floor, in half precision); float32's own is 1e-7."""
+"""Largest KL on any prompt for ``exact``, nats; in half precision, twice the noise floor if larger. Float32: 1e-7."""
 _PROMPTS, _QUICK_PROMPTS = 20, 4
 _ANSWER_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """One prompt at one ratio."""
+    """Result for one prompt at one ratio."""
 
     fidelity: Fidelity
     effective_ratio: float
@@ -109,19 +109,19 @@ def certify(config: EngineConfig, *, method: Method | None = None, quick: bool =
 
 
 def _check_method(method: Method) -> None:
-    """Raise ConfigurationError unless there is something to certify."""
+    """Raise ConfigurationError for methods that cannot be certified."""
     if not method.reuses_chunks or method.composes:
         raise ConfigurationError(f"method {method.name!r} reuses nothing inexactly, so there is nothing to certify.")
     if method.captures:
         raise ConfigurationError(
-            f"method {method.name!r} reuses what an engine kept of the prompts it has answered, which differs from "
-            "engine to engine: no certificate can cover it. Certify another method, or have a share of the answers "
-            "compared with full prefill as they come (shadow_rate)."
+            f"method {method.name!r} reuses chunk caches of earlier answers, which differ from engine to engine: no "
+            "certificate can cover it. Certify another method, or compare a share of the answers with full prefill "
+            "(shadow_rate)."
         )
 
 
 def _at_ratios(given: Method) -> dict[float, Method]:
-    """The method at each ratio, ratio 0 (direct reuse) included; one entry for a method without a ratio."""
+    """The method at each ratio, including 0 (direct reuse); one entry for a method without a ratio."""
     if not given.has_ratio:
         return {given.nominal_ratio: given}
     ratios = sorted({0.0, *RATIOS, given.nominal_ratio})
@@ -136,7 +136,7 @@ def _measure(engine: CacheClipEngine, prompt: EvaluationPrompt, method: Method, 
 
 
 def _finds(prompt: EvaluationPrompt, answer: str) -> bool | None:
-    """Whether an answer holds the needle, however its digits are grouped."""
+    """Whether an answer contains the needle, with any grouping of its digits."""
     return None if prompt.needle is None else prompt.needle in answer.replace(",", "").replace(" ", "")
 
 

@@ -1,7 +1,7 @@
-"""Checks that reuse is exact on a loaded model, against the same weights run by unmodified transformers.
+"""Checks that reuse is exact on a loaded model, by comparison with the same weights in unmodified transformers.
 
-Each check has a figure and a limit. In float32 the limit is absolute. In half precision two correct ways of computing
-the same thing differ already; the limit is twice that difference, measured on the same model and prompt.
+Each check has a figure and a limit. In float32 the limit is absolute. In half precision, two correct computations
+differ; the limit is twice their difference, measured on the same model and prompt.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ __all__ = ["DIRECT", "Check", "check_exactness", "check_reuse", "noise_floor", "
 
 _GREEDY_TOKENS = 64
 _LIMIT, _LIMIT_DEEP, _DEEP = 1e-4, 1e-3, 24
-"""float32: largest difference of logits, for models below and from ``_DEEP`` layers on."""
+"""Largest difference of float32 logits, for models with fewer than ``_DEEP`` layers and for deeper models."""
 _SHIFTS = (0, 3, 17)
-"""Positions of the first token in the noise floor."""
+"""Positions of the first token for the noise floor."""
 DIRECT = replace(preset("direct"), chunk_context="prefix")
-"""Direct reuse of chunks that are exact right behind the shared prefix."""
+"""Direct reuse with chunk context ``prefix``: a chunk right after the shared prefix is exact."""
 _UNCHANGED = 1e-5
-"""Largest change of KV before a token that was changed: rounding of differently shaped products, no more."""
+"""Largest allowed change of KV before a changed token: rounding of differently shaped matrix products."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +47,12 @@ class Check:
     limit: float
     passed: bool
     says: str
-    """What the figure is, for people."""
+    """Description of the figure, for people."""
 
 
 @dataclass(frozen=True, slots=True)
 class _RecomputeAll(Method):
-    """What every method with a ratio does at ratio 1.0."""
+    """Recomputes all tokens, like every method at ratio 1.0."""
 
     name: str = field(default="recompute_all", kw_only=True)
 
@@ -101,10 +101,10 @@ def check_exactness(engine: CacheClipEngine, prompt: EvaluationPrompt) -> dict[s
 
 
 def check_reuse(prefilled: Prefilled) -> Prefilled:
-    """What was prefilled, if it reused all its chunks; a plain prefill would pass every check and say nothing.
+    """Return ``prefilled`` if it reused all chunks; a plain prefill would pass every check without testing anything.
 
     Raises:
-        ConfigurationError: something was not reused; the message says why.
+        ConfigurationError: a chunk was not reused; the message gives the reason.
     """
     stats = prefilled.stats
     if stats.fallback is not None or stats.misses:
@@ -115,7 +115,7 @@ def check_reuse(prefilled: Prefilled) -> Prefilled:
 
 @contextmanager
 def _stock_attention(runtime: ModelRuntime, implementation: str = "eager") -> Iterator[Any]:
-    """The model with one of transformers' own attention functions; all other passes wait meanwhile."""
+    """The model with one of transformers' own attention functions, under the exclusive lock."""
     model = runtime.model
     with runtime.passes.exclusive():
         ours = model.config._attn_implementation
@@ -130,11 +130,11 @@ def _stock_attention(runtime: ModelRuntime, implementation: str = "eager") -> It
 def reference_logits(
     runtime: ModelRuntime, ids: torch.Tensor, *, implementation: str = "eager", shift: int = 0
 ) -> torch.Tensor:
-    """Logits of the last of ``ids`` by the unmodified model: its own attention, its own masks, no cache of ours.
+    """Logits of the last of ``ids`` by the unmodified model, with its own attention and masks and without our cache.
 
     Args:
         implementation: one of transformers' own attention functions.
-        shift: position of the first token. Rotary embedding is relative, so the result is the same but for rounding.
+        shift: position of the first token. Rotary embedding is relative, so only rounding changes.
     """
     positions = torch.arange(shift, shift + len(ids), device=runtime.device)[None]
     with _stock_attention(runtime, implementation) as model:
@@ -145,11 +145,11 @@ def reference_logits(
 
 
 def noise_floor(runtime: ModelRuntime, ids: torch.Tensor) -> dict[str, float]:
-    """How far correct ways of computing the same logits are apart, all of them by plain transformers: with two
-    attention functions (where the model has both), and with all positions shifted.
+    """Differences between correct computations of the same logits by plain transformers: with two attention functions
+    (if the model has both), and with all positions shifted.
 
     Returns:
-        ``logits``: largest absolute difference between any two ways; ``kl``: largest KL from the first, nats.
+        ``logits``: largest absolute difference between two computations; ``kl``: largest KL from the first, nats.
     """
     room = max(0, runtime.reuse_tokens - len(ids))
     found = [reference_logits(runtime, ids, shift=min(shift, room)) for shift in _SHIFTS]
@@ -162,8 +162,8 @@ def noise_floor(runtime: ModelRuntime, ids: torch.Tensor) -> dict[str, float]:
 
 @torch.inference_mode()
 def _reference_direct(engine: CacheClipEngine, prompt: EvaluationPrompt) -> torch.Tensor:
-    """Direct reuse by the unmodified model: the assembled KV in transformers' own cache, then the question by its own
-    attention and masks, one token after the other. (Text between the chunks is in that cache as we computed it.)"""
+    """Direct reuse by the unmodified model: the assembled KV in transformers' own cache, then the question token by
+    token with the model's own attention and masks. The KV of text between chunks is ours."""
     runtime = transformers_model(engine.primary)
     prefilled = engine.prefill(prompt.text, method=DIRECT)
     assert isinstance(prefilled.cache, FusedCache)
@@ -190,7 +190,7 @@ def _gap(left: torch.Tensor, right: torch.Tensor, limit: float, says: str) -> Ch
 
 @torch.inference_mode()
 def _no_future(engine: CacheClipEngine, prompt: EvaluationPrompt) -> Check:
-    """Recompute a third of each chunk twice, the second time with the last chunk and the question replaced."""
+    """Recompute a third of each chunk twice; the second time, last chunk and question are replaced."""
     runtime = transformers_model(engine.primary)
     caches = engine.parts.prefix_caches
     layout = engine.prefill(prompt.text, method=DIRECT).layout
@@ -217,14 +217,14 @@ def _no_future(engine: CacheClipEngine, prompt: EvaluationPrompt) -> Check:
         for before, after in ((left.keys, right.keys), (left.values, right.values)):
             figure = max(figure, float((before[:, :, :border] - after[:, :, :border]).abs().max()))
     return Check(
-        figure, _UNCHANGED, figure <= _UNCHANGED, "largest change of KV before a place where all tokens change"
+        figure, _UNCHANGED, figure <= _UNCHANGED, "largest change of KV before a position after which all tokens change"
     )
 
 
 def _same_text(runtime: ModelRuntime, full: Prefilled, everything: Prefilled, *, required: bool) -> Check:
     """Greedy decoding after full prefill and after ratio 1.0, 64 tokens, ends of turn ignored.
 
-    Where reading full prefill's tokens gives the same greedy choice at each of them, decoding would have given them.
+    If reading full prefill's tokens gives the same greedy choice at each token, decoding would give the same tokens.
     """
     assert isinstance(full.cache, FusedCache) and isinstance(everything.cache, FusedCache)
     ids, _ = greedy(runtime, full.cache, full.logits, _GREEDY_TOKENS, stop=False)

@@ -1,4 +1,4 @@
-"""The folder of a comparison: its settings, and every answer as it comes, so that a killed run goes on where it was."""
+"""The folder of a comparison: settings, and every answer as soon as it is made, so that a killed run can continue."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _CHANGED_SHOWN = 3
 
 @dataclass(slots=True)
 class Journal:
-    """Answers to the records of a comparison, those of earlier runs included."""
+    """Answers to the records of a comparison, including answers of earlier runs."""
 
     settings: dict[str, Any]
-    """Those of the folder, and what this run is the first to need."""
+    """Settings of the folder, and settings that this run needs first."""
     items: dict[tuple[str, str], ItemResult] = field(default_factory=dict)
-    """By id of the record and label of the run."""
+    """Answers by record id and run label."""
     _digests: Mapping[str, str] = field(default_factory=dict)
     _file: TextIO | None = None
 
     def add(self, item: ItemResult) -> None:
-        """Keep an answer; in a folder, it is on the disk when this returns."""
+        """Keep an answer. With a folder, it is on disk when this returns."""
         self.items[item.id, item.label] = item
         if self._file is not None:
             line = {_DIGEST: self._digests[item.id], **asdict(item)}
@@ -46,8 +46,7 @@ class Journal:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise ConfigurationError unless a comparison can be begun in ``folder``, or one was: it is not there, empty, or
-    holds one already."""
+    """Raise ConfigurationError unless ``folder`` is missing, empty, or holds a comparison."""
     if any(each.exists() and not each.is_dir() for each in (folder, *folder.parents)):
         raise ConfigurationError(f"expected a folder for the comparison, got a file at {folder}. Name another.")
     if folder.exists() and not (folder / _SETTINGS).exists() and any(folder.iterdir()):
@@ -56,15 +55,15 @@ def check_folder(folder: Path) -> None:
 
 @contextmanager
 def open_journal(folder: Path | None, settings: Mapping[str, Any], records: Sequence[Record]) -> Iterator[Journal]:
-    """The journal of ``folder`` (None: in memory), with its answers to ``records``; more or fewer of these than before
-    are welcome.
+    """The journal of ``folder`` (None: in memory), with its answers to ``records``. There may be more or fewer records
+    than in earlier runs.
 
-    ``date`` is that of the first run. Settings of the auxiliary model are None as long as no method needs it. One that
-    is a mapping may be given more entries; those of earlier runs are kept.
+    ``date`` is the date of the first run. Settings of the auxiliary model are None until a method needs it. A setting
+    that is a mapping may get more entries; entries of earlier runs are kept.
 
     Raises:
         ConfigurationError: the folder holds something else, a comparison with other settings, or answers to a record
-            that has changed; or it is a file, or what it holds is damaged.
+            that has changed; or it is a file, or its files are damaged.
     """
     if folder is None:
         yield Journal(dict(settings))
@@ -85,7 +84,7 @@ def _digest(record: Record) -> str:
 
 
 def _agreed(folder: Path, mine: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings to go on with."""
+    """The settings with which to continue."""
     path = folder / _SETTINGS
     if not path.exists():
         return dict(mine)
@@ -107,8 +106,8 @@ def _agreed(folder: Path, mine: Mapping[str, Any]) -> dict[str, Any]:
             other.append(f"{key} is {theirs[key]!r} there and {value!r} now")
     if other:
         raise ConfigurationError(
-            f"expected the settings that the comparison in {folder} was begun with, got others: {'; '.join(other)}. "
-            "Give the first ones to go on with it, or name another folder."
+            f"the comparison in {folder} was begun with other settings: {'; '.join(other)}. "
+            "Use the first settings to continue it, or name another folder."
         )
     return agreed
 
@@ -119,13 +118,13 @@ def _write_settings(folder: Path, settings: Mapping[str, Any]) -> None:
 
 
 def _answers(folder: Path, digests: Mapping[str, str]) -> Iterator[tuple[tuple[str, str], ItemResult]]:
-    """Answers written so far to the records of these digests."""
+    """Answers so far to the records with these digests."""
     changed: dict[str, None] = {}
     for number, line in enumerate(_lines(folder / _ITEMS), 1):
         digest, item = _answer(line, f"line {number} of {folder / _ITEMS}")
         if digests.get(item.id, digest) != digest:
             changed[item.id] = None
-        elif item.id in digests and all(map(math.isfinite, item.fidelity.values())):  # else: ask again, and say why
+        elif item.id in digests and all(map(math.isfinite, item.fidelity.values())):  # otherwise ask again
             yield (item.id, item.label), item
     if changed:
         shown = ", ".join(list(changed)[:_CHANGED_SHOWN])
@@ -165,7 +164,8 @@ def _parsed(content: bytes, where: str) -> dict[str, Any]:
 
 
 def _lines(path: Path) -> list[bytes]:
-    """Whole lines. One that a kill cut short is cut off, and its question asked again."""
+    """Complete lines of a file. An incomplete last line (of a killed run) is cut off, and its question is asked
+    again."""
     if not path.exists():
         return []
     content = path.read_bytes()

@@ -1,9 +1,9 @@
-"""The laboratory: methods side by side on the same questions, quality and time to the first token in one run.
+"""The laboratory: compares methods on the same questions, with quality and time to the first token in one run.
 
-Every question's chunks are precomputed once and shared by all methods. Full prefill answers first; each method is held
-against it along full prefill's own answer, and then gives its own. No method finds what another's prompt left behind,
-but one that learns from earlier prompts is measured after one: the same question with its chunks in reverse order.
-Every answer is written at once, so that a killed run goes on where it was.
+Every question's chunks are precomputed once and shared by all methods. Full prefill answers first. Each method is
+compared with it along full prefill's answer, and then gives its own answer. The prefix cache and captured chunks are
+cleared between methods. Methods that learn from earlier prompts are measured after one earlier prompt, the same
+question with its chunks in reverse order. Every answer is written at once, so that a killed run can continue.
 """
 
 from __future__ import annotations
@@ -60,20 +60,20 @@ _REHEARSAL: list[Segment] = [
     Fresh("\n\nWhere does the book go every spring?"),
 ]
 _REHEARSAL_RATIO = 0.5
-"""There must be something to choose, or no method looks at its settings."""
+"""A prompt to test methods' settings. It has several chunks, because without a choice methods ignore their settings."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
-    """A method as it will be run."""
+    """A method of the comparison, and its label."""
 
     run: Run
     method: Method
 
 
 def every_method(config: EngineConfig) -> tuple[list[str], list[str]]:
-    """Names that ``all`` stands for, which is every preset that is not made for special checkpoints; and those of them
-    that are left out, because they need an auxiliary model and there is none."""
+    """Names that ``all`` means (every preset except those for specially trained checkpoints), and names that are left
+    out because they need an auxiliary model and none is set."""
     made = {name: preset(name) for name in PRESET_NAMES}
     every = [name for name, method in made.items() if method.context is None or method.chunk_context is not None]
     without = [name for name in every if made[name].needs_auxiliary and not config.auxiliary]
@@ -86,16 +86,16 @@ def planned_runs(
     config: EngineConfig,
     variants: Mapping[str, Method] | None = None,
 ) -> list[PlannedRun]:
-    """Every method at every ratio (once, if it has none); ``full`` comes first, asked for or not.
+    """Every method at every ratio (once, if it has no ratio). ``full`` always comes first.
 
     Args:
-        methods: names of presets and variants, ``all`` for those of :func:`every_method`.
+        methods: names of presets and variants; ``all`` means the names of :func:`every_method`.
         ratios: recompute ratios, 0 to 1.
-        variants: methods of your own by name (:func:`cacheclip_rag.lab.variants.read_variants`).
+        variants: other methods by name (:func:`cacheclip_rag.lab.variants.read_variants`).
 
     Raises:
         ConfigurationError: an unknown method, a ratio out of range, a missing auxiliary model.
-        ModelError: a head set that a method names is not there, or cannot be read.
+        ModelError: a head set that a method names is missing or cannot be read.
     """
     every, _ = every_method(config)
     names = [name for given in methods for name in (every if given == "all" else [given])]
@@ -104,7 +104,7 @@ def planned_runs(
         named = (variants or {}).get(name) or preset(name)
         check_auxiliary(named, config.auxiliary)
         for heads in named.head_sets:
-            load_named(heads)  # can be told before weights are loaded
+            load_named(heads)  # report errors before weights are loaded
         if named.has_ratio and not ratios:
             raise ConfigurationError(f"method {name!r} needs a recompute ratio from 0 to 1; none was given.")
         for ratio in ratios if named.has_ratio else [None]:
@@ -118,35 +118,34 @@ def planned_runs(
 class Lab:
     """One comparison on one set of questions.
 
-    A question that cannot be asked or scored, that does not fit the context, or at which a method's figures are no
-    finite numbers, is left out for every method, with the reason. What else goes wrong while a method runs stops the
-    run: leaving the question out would hide it.
+    A question is left out for every method, with the reason, if it cannot be asked or scored, does not fit the context,
+    or gives figures that are not finite. Other errors stop the run, because leaving the question out would hide them.
 
     Raises ConfigurationError: an unknown metric among ``metrics``; from :meth:`run`, a folder of another comparison, a
-    method that does not fit the models, or not one question that could be asked.
+    method that does not fit the models, or no question that could be asked.
     """
 
     name: str
-    """Of the dataset."""
+    """Name of the dataset."""
     records: Sequence[Record]
     config: EngineConfig
-    """Its store is not used; its ratio and method neither."""
+    """Settings of the engine. Store, ratio and method are not used."""
     runs: Sequence[PlannedRun]
     folder: Path | None = None
-    """Where answers are kept as they come (``items.jsonl``), to go on from; None keeps them in memory."""
+    """Folder for answers (``items.jsonl``), from which a killed run continues; None: in memory."""
     metrics: Sequence[str] = ()
-    """Instead of each record's own."""
+    """Metrics to use instead of each record's own."""
     date: str = field(default_factory=lambda: time.strftime("%d %b %Y"))
-    """What chat templates that state the date write; a resumed run keeps that of the first."""
+    """Date for chat templates that state the date. A resumed run keeps the date of the first run."""
     skipped: dict[str, str] = field(default_factory=dict)
-    """Filled by :meth:`run`: ids of questions that were left out, and why."""
+    """Filled by :meth:`run`: ids of questions that were left out, with reasons."""
 
     def __post_init__(self) -> None:
         for name in self.metrics:
             check_metric(name)
 
     def run(self) -> Comparison:
-        """Ask what has not been asked yet; the whole comparison, earlier answers included."""
+        """Ask all questions without an answer; returns the whole comparison, including earlier answers."""
         needs_auxiliary = any(planned.method.needs_auxiliary for planned in self.runs)
         config = replace(self.config, store=None, shadow_rate=0.0, require_certificate=False, fallback="error")
         engine = CacheClipEngine(config if needs_auxiliary else replace(config, auxiliary=None))
@@ -162,7 +161,7 @@ class Lab:
                         journal.add(item)
                         advance(done + number)
                     done += len(missing)
-                    advance(done)  # those of a question that is left out, too
+                    advance(done)  # also for questions that are left out
         if len(self.skipped) == len(self.records):
             reasons = first_few(self._skipped()) or "there is none"
             raise ConfigurationError(f"no question of {self.name!r} could be asked. {reasons}")
@@ -172,8 +171,8 @@ class Lab:
 
     @torch.inference_mode()
     def _rehearse(self, engine: CacheClipEngine, journal: Journal) -> None:
-        """Have every method that has something to answer run on a few sentences: one that does not fit these models is
-        told before an hour of work, not in the middle of it."""
+        """Run every needed method on a few sentences, so that a method that does not fit these models fails before a
+        long run, not during it."""
         texts = [segment.text for segment in _REHEARSAL if isinstance(segment, Chunk)]
         new = {
             planned.run.method: planned.method
@@ -206,7 +205,7 @@ class Lab:
             return asked, gold_ids_of(engine, asked)
         except NOT_THE_QUESTIONS:
             raise
-        except Exception as error:  # what a record holds may be anything
+        except Exception as error:  # records may hold anything
             raise LeftOut(reason_of(error)) from error
 
     def _answers(
@@ -236,7 +235,7 @@ class Lab:
     # -- what is kept -------------------------------------------------------------------------------------------
 
     def _settings(self, engine: CacheClipEngine) -> dict[str, Any]:
-        """What must be the same for answers to be compared; questions and methods may be added."""
+        """Settings that must be equal in all runs of a comparison. Questions and methods may be added."""
         config, auxiliary = engine.config, engine.auxiliary
         heads = engine.head_set if auxiliary else None
         named = engine.parts.named_heads({name for planned in self.runs for name in planned.method.head_sets})
@@ -295,10 +294,10 @@ def _rehearse(engine: CacheClipEngine, name: str, method: Method, texts: Sequenc
         else:
             engine.prefill(_REHEARSAL, method=method)
     except PromptTooLongError:
-        pass  # the questions may fit: the method is heard when it answers them
+        pass  # the questions may still fit
     except ConfigurationError as error:
         raise ConfigurationError(
-            f"method {name!r} cannot run here: {reason_of(error)} Mend its settings, or leave it out."
+            f"method {name!r} cannot run here: {reason_of(error)} Correct its settings, or leave it out."
         ) from error
     except Exception as error:
         error.add_note(f"while trying method {name!r}, before the first question")
@@ -306,15 +305,15 @@ def _rehearse(engine: CacheClipEngine, name: str, method: Method, texts: Sequenc
 
 
 def _clear_kept(engine: CacheClipEngine) -> None:
-    """What earlier prompts left behind: it would make the next one exact, or spare it work."""
+    """Clear KV of earlier prompts, which would make the next prompt faster or exact."""
     engine.prefixes.clear()
     engine.captured.clear()
 
 
 def _answer_first(engine: CacheClipEngine, asked: AskedQuestion, method: Method) -> None:
-    """Let a method that learns have an earlier prompt: the question with its chunks in reverse order.
+    """Answer an earlier prompt with a method that learns: the question with its chunks in reverse order.
 
-    Where that is the question itself there is no earlier prompt: nothing would be left to compute.
+    If this is the same prompt, it is skipped, because nothing would be left to compute.
     """
     chunks = [segment for segment in asked.segments if isinstance(segment, Chunk)]
     backwards = reversed(chunks)

@@ -1,7 +1,6 @@
-"""A comparison as one HTML page that needs nothing else: no network, no script or font from elsewhere.
+"""A comparison as one self-contained HTML page: no network, no external scripts or fonts.
 
-Everything that comes from models and datasets is escaped, and the page's own policy lets no script run but the one
-that is written here.
+Text from models and datasets is escaped. The page's content security policy allows only the script below.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ filter();
 
 
 def to_html(comparison: Comparison, summary: dict[str, Any], picture: bytes | None = None) -> str:
-    """The whole page: table, picture, and every answer beside the others to its question.
+    """The whole page: table, picture, and all answers to each question.
 
     ``summary`` is what :func:`~cacheclip_rag.lab.evaluation.report.summarise` makes of ``comparison``,
     ``picture`` a PNG file of its plots.

@@ -1,4 +1,4 @@
-"""Quality against the time to the first token: one picture, drawn by matplotlib as PNG."""
+"""Plots quality against the time to the first token, with matplotlib, as one PNG."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _COLOURS = (
     "#00616f",
     "#84502a",
 )
-"""Of the methods in turn: after Okabe and Ito, darkened for contrast."""
+"""Colours of the methods: after Okabe and Ito, darkened for contrast."""
 _MARKERS = ("o", "s", "D", "^")
 _LINES = ("-", "--", ":", "-.")
 _KL_FLOOR = 1e-7
-"""Nats below which float32 logits resolve nothing: such values stand at the bottom as 0, not to stretch the axis."""
+"""KL below this is rounding of float32 logits. It is drawn as 0 at the bottom, so that it does not stretch the axis."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Point:
     """Median time to the first token, seconds."""
     y: float
     label: str
-    """Recompute ratio; the run's name where the ratio does not tell runs of a method apart."""
+    """Recompute ratio; the run's name if several runs of a method have the same ratio."""
     run: str
 
 
@@ -49,7 +49,7 @@ class Series:
     method: str
     points: list[Point]
     joined: bool
-    """False where ratios repeat: those runs differ in something else, and no line leads from one to the next."""
+    """Whether a line connects the runs. False if ratios repeat, because the runs then differ in other settings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +57,19 @@ class Plot:
     title: str
     y_label: str
     series: list[Series]
-    """Without full prefill."""
+    """Series of all methods except full prefill."""
     full: Point | None
-    """Full prefill, the dashed line: horizontal, or on a logarithmic axis, where its 0 has no place, upright."""
+    """Full prefill, a dashed line: horizontal, or vertical on a logarithmic axis, which cannot show its 0."""
     log: bool
     x_ticks: list[float]
-    """The axis goes from the first to the last."""
+    """Ticks of the y axis; the axis ends at the first and the last."""
     y_ticks: list[float]
     zero: float | None
     """Where 0 is drawn on a logarithmic axis, the first of ``y_ticks``; None if no point needs it."""
 
 
 def plots(summary: dict[str, Any]) -> list[Plot]:
-    """KL to full prefill and every own score of the questions against TTFT: those that there are figures for."""
+    """Plots of KL to full prefill and of the questions' scores against TTFT, if there are figures."""
     made = [_plot(summary, "kl_to_full", "KL to full prefill", "KL (nats a token, log)", log=True)]
     for score in summary["own_scores"]:
         made.append(_plot(summary, score, score_title(score), score_title(score), log=False))
@@ -118,8 +118,8 @@ def _point(label: str, row: dict[str, Any], key: str, log: bool) -> Point | None
 
 
 def look(number: int) -> tuple[int, int, int]:
-    """Indices of colour, marker and line style of a series: when the colours are used up they come again with the next
-    marker and style, so that the first 160 methods differ."""
+    """Indices of colour, marker and line style of a series. Colours repeat with other markers and styles, so that the
+    first 160 methods differ."""
     again = number // len(_COLOURS)
     return number % len(_COLOURS), again % len(_MARKERS), (again + again // len(_MARKERS)) % len(_LINES)
 
@@ -145,7 +145,7 @@ def _decade(value: float) -> float:
 
 
 def tick_text(plot: Plot, tick: float) -> str:
-    """What stands beside a tick of the upright axis."""
+    """Label of a tick of the y axis."""
     return "0" if tick == plot.zero else f"{tick:g}"
 
 
@@ -214,5 +214,5 @@ def _draw(axes: Any, plot: Plot) -> None:
 
 
 def _verbatim(text: str) -> str:
-    """Names are no formulas."""
+    """Escape dollar signs, which matplotlib would read as formulas."""
     return text.replace("$", r"\$")

@@ -1,6 +1,6 @@
-"""The prompts that ``cacheclip certify`` measures on: written for it, shipped with it, the same for every model.
+"""The prompts of ``cacheclip certify``, the same for every model.
 
-Half of them ask about the passages, some across two of them. Half hide a number in one passage, and ask for it among
+Half of them ask about the passages, some of them about two passages. The other half hide a number in one passage, among
 numbers for other places. Passages and questions are original texts about invented places.
 """
 
@@ -28,16 +28,16 @@ class EvaluationPrompt:
     chunks: tuple[str, ...]
     question: str
     needle: str | None
-    """What a right answer holds; None for questions without one right wording."""
+    """Text that a right answer contains; None for questions without a single right wording."""
 
     @property
     def text(self) -> str:
-        """The prompt as an application would write it, chunks first."""
+        """The prompt's text, chunks first."""
         return "\n\n".join(self.chunks) + f"\n\nQuestion: {self.question}"
 
 
 def bundled_prompts(count: int) -> list[EvaluationPrompt]:
-    """The first ``count`` (at most 24) prompts, questions and needles in turn."""
+    """The first ``count`` (at most 24) prompts, alternating questions and needles."""
     data = _data()
     made = []
     for number, asked in enumerate(data["questions"]):
@@ -51,7 +51,7 @@ def _question(number: int, asked: dict[str, Any], data: dict[str, Any]) -> Evalu
     others = [index for index in range(len(data["passages"])) if index not in needed]
     order = generator.sample(others, _PASSAGES_PER_PROMPT - len(needed))
     for index in needed:
-        # never first: the first chunk of a prompt is exact by itself, and would make the question too easy
+        # not in the first chunk, which may be exact and would make the question too easy
         order.insert(generator.randrange(1, len(order) + 1), index)
     return EvaluationPrompt(tuple(_passage(data, index) for index in order), asked["question"], None)
 

@@ -1,10 +1,10 @@
-"""From a record of a dataset to the prompt that every method is given, and to the metrics that judge its answers.
+"""From a dataset record to the prompt for all methods, and to the metrics of its answers.
 
-Source: LongBench's prompt for question answering on passages (its instruction as system prompt, the passages, the
-question), its few-shot tasks (no chat template, and only the first line of an answer counts), and RULER's for needles
-(its strings to the letter). Departures: passages carry no numbers, since a number before each would be text that no
-cache holds; the answer's beginning of RULER opens the assistant's turn; Chinese questions (``multifieldqa_zh``) are
-asked in the same English words, where LongBench has Chinese ones.
+Source: LongBench's prompt for question answering on passages (instruction as system prompt, passages, question) and its
+few-shot tasks (no chat template; only the first line of an answer counts); RULER's strings for needles. Departures:
+passages have no numbers, because a number before each passage would be text without stored KV; RULER's answer prefix
+opens the assistant's turn; Chinese questions (``multifieldqa_zh``) use the English instruction, where LongBench has a
+Chinese one.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ _ANSWER_TOKENS = {"f1_zh": 64, "rouge_l": 128}
 _DEFAULT_ANSWER_TOKENS = 32
 _ALWAYS = ("em", "contains")
 _LONGBENCH_METRICS = {"qa_f1": "f1", "qa_f1_zh": "f1_zh", "rouge": "rouge_l"}
-"""Names that are others here."""
+"""Names of metrics that differ here."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskForm:
-    """How the records of a task are asked and scored, where their ``meta`` does not say otherwise under these names."""
+    """How records of a task are asked and scored. A record's ``meta`` overrides fields by the same names."""
 
     opening: str = ""
     """Text before the passages."""
     closing: str = "\n\nQuestion: {question}\nAnswer:"
-    """Text after them."""
+    """Text after the passages."""
     metric: str = ""
     """Empty: F1, for Chinese questions over Chinese words."""
     max_tokens: int | None = None
-    """Longest answer; None: the metric's usual one."""
+    """Most tokens of an answer; None: the metric's default."""
     chat_template: bool = True
-    """False: the prompt is text that the model goes on with. It opens otherwise than the chunks' shared prefix, so that
-    not even its first chunk is exact."""
+    """False: the prompt is plain text that the model continues. It does not begin with the shared prefix, so that no
+    chunk is exact."""
     first_line: bool = False
-    """True: only the first line of an answer counts, since models go on with an example of their own."""
+    """True: only the first line of an answer counts, because models continue with invented examples."""
 
 
 _QUESTION = TaskForm()
@@ -76,7 +76,7 @@ FORMS: dict[str, TaskForm] = {
     "lcc": TaskForm(chat_template=False, max_tokens=64),
     "repobench-p": TaskForm(chat_template=False, max_tokens=64),
 }
-"""Tasks of LongBench that are not asked and scored as questions are."""
+"""Tasks of LongBench that need their own form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class AskedQuestion:
     """Whether only the first line of an answer counts."""
 
     def judged(self, answer: str) -> str:
-        """The part of an answer that counts."""
+        """The part of an answer that is scored."""
         return answer.lstrip("\n").partition("\n")[0] if self.first_line else answer
 
 
@@ -105,11 +105,11 @@ def ask(
     """The prompt of a record for an engine's model.
 
     Args:
-        metrics: instead of those that the record or its task name.
-        date: what a chat template that states the date writes, default today's.
+        metrics: metrics to use instead of the record's or the task's.
+        date: for chat templates that state the date; default today.
 
     Raises:
-        ConfigurationError: the record's ``meta`` asks for what there is not.
+        ConfigurationError: the record's ``meta`` holds an unknown or invalid setting.
     """
     meta, form = record.meta, FORMS.get(record.task, _QUESTION)
     metric = _setting(meta, "metric", form.metric) or ("f1_zh" if _is_chinese(record.question) else "f1")
@@ -148,7 +148,7 @@ def _segments(
 
 
 def _setting(meta: Mapping[str, Any], key: str, default: Any) -> Any:
-    """What a record's ``meta`` says, true or false or text as the default is."""
+    """A setting of a record's ``meta``, of the default's type."""
     value = meta.get(key)
     if value is None:
         return default

@@ -1,8 +1,8 @@
-"""Evaluation data in one schema: JSON lines, one record a line, plain or gzip.
+"""Evaluation data in one schema: JSON lines, one record per line, plain or gzip.
 
     {"id", "task", "question", "answers": [...], "chunks": [{"title", "text"}], "meta": {...}}
 
-A line that cannot be used is skipped and counted, with the reason: scored as zero it would look like a wrong answer.
+An unusable line is skipped and counted, with the reason. A score of zero would look like a wrong answer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Passage:
 
     @property
     def as_read(self) -> str:
-        """What the model reads: the title on a line of its own, then the text."""
+        """The text that the model reads: the title on its own line, then the text."""
         return f"{self.title}\n{self.text}" if self.title else self.text
 
 
@@ -48,11 +48,11 @@ class Record:
     task: str
     question: str
     answers: tuple[str, ...]
-    """At least one; what they mean (any of them, all of them) is the metric's business."""
+    """At least one. The metric decides whether any or all of them are required."""
     chunks: tuple[Passage, ...]
     """At least one."""
     meta: Mapping[str, Any]
-    """Whatever else the record says, as it is: sources, gold chunks, or prompt parts (see ``ruler``)."""
+    """Other fields of the record, unchanged: sources, gold chunks, or prompt parts (see ``ruler``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class RecordFile:
-    """What a file holds."""
+    """The records of a file, and skipped lines."""
 
     name: str
     """File name without ``.gz`` and ``.jsonl``."""
@@ -82,12 +82,10 @@ class _Unusable(Exception):
 
 
 def read_records(path: str | Path, *, limit: int | None = None) -> RecordFile:
-    """Records of a file in order, at most ``limit``; reading ends with the last one wanted.
-
-    Gzip is told by its first two bytes, not by the name.
+    """Records of a file in order, at most ``limit``. Gzip is recognised by its first two bytes.
 
     Raises:
-        ConfigurationError: no such file, unreadable, damaged gzip, or not one usable record.
+        ConfigurationError: the file is missing, unreadable or damaged, or has no usable record.
     """
     if limit is not None and limit < 1:
         raise ConfigurationError(f"expected a limit of at least 1 record, got {limit}. Leave it out to read all.")
@@ -120,10 +118,10 @@ def read_records(path: str | Path, *, limit: int | None = None) -> RecordFile:
 
 
 def read_together(paths: Sequence[str | Path], *, limit: int | None = None) -> RecordFile:
-    """Several files as one, at most ``limit`` records of each; their names stand before ids and lines.
+    """Records of several files, at most ``limit`` of each. File names are put before ids and lines.
 
     Raises:
-        ConfigurationError: two files of one name, or as :func:`read_records`.
+        ConfigurationError: two files have the same name, or an error of :func:`read_records`.
     """
     if len(paths) == 1:
         return read_records(paths[0], limit=limit)
@@ -148,13 +146,13 @@ def _nothing_usable(path: str | Path, skipped: list[Skipped]) -> str:
 
 
 def first_few(skipped: Sequence[Skipped]) -> str:
-    """The first ones with their reasons, and how many more there are."""
+    """The first skipped records with their reasons, and the number of others."""
     more = f"; and {len(skipped) - _REASONS_SHOWN} more" if len(skipped) > _REASONS_SHOWN else ""
     return "; ".join(map(str, skipped[:_REASONS_SHOWN])) + more
 
 
 def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """Lines that are not blank, with their numbers. Bytes: text mode would not say which line is not UTF-8."""
+    """Lines that are not blank, with their numbers, as bytes: text mode would not report which line is not UTF-8."""
     with file.open("rb") as plain:
         magic = plain.read(len(_GZIP_MAGIC))
         plain.seek(0)

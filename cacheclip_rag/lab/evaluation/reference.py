@@ -1,4 +1,4 @@
-"""Full prefill's answer to a prompt, and how far another way of prefilling that prompt is from it."""
+"""Full prefill's answer to a prompt, and the distance of another prefill of this prompt from it."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ __all__ = ["Followed", "Reference"]
 
 @dataclass(frozen=True, slots=True)
 class Followed:
-    """A prefilled prompt, held against the reference."""
+    """A prefilled prompt compared with the reference."""
 
     fidelity: Fidelity
     answer: str | None
-    """Its own greedy answer, if that was asked for."""
+    """Its own greedy answer, if requested."""
     gold_logprob: float | None
-    """Mean log-probability of the tokens of a right answer, nats; of several, the mean over them. None without any."""
+    """Mean log-probability of a right answer's tokens, nats; the mean over several right answers. None without one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What full prefill answers."""
+    """Full prefill's answer."""
 
     runtime: ModelRuntime
     ids: list[int]
-    """Its greedy answer, the end of turn included."""
+    """Greedy answer, including the end of turn."""
     logits: torch.Tensor
     """``(num_answer_tokens, vocab_size)``."""
     max_tokens: int
-    """Longest answer, here and of all that is held against it."""
+    """Most tokens of an answer, for the reference and for compared prefills."""
 
     @classmethod
     def of(cls, engine: CacheClipEngine, prefilled: Prefilled, max_tokens: int) -> Reference:

@@ -1,6 +1,6 @@
-"""From the answers of several methods to the same questions, to files that people read.
+"""From the answers of several methods to a report.
 
-Every figure against full prefill is paired: it is taken question by question, over the questions that both answered.
+Every comparison with full prefill is paired: it is made per question, over the questions that both answered.
 """
 
 from __future__ import annotations
@@ -40,33 +40,33 @@ logger = logging.getLogger(__name__)
 
 _SKIPPED_SHOWN = 5
 FILES = {"summary": "summary.json", "markdown": "report.md", "html": "report.html", "png": "quality_ttft.png"}
-"""What :func:`write_report` writes into its folder."""
+"""Files that :func:`write_report` writes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One way of answering: a method at a recompute ratio."""
+    """A method at a recompute ratio."""
 
     label: str
-    """Name in tables; no two runs have the same."""
+    """Name in tables, different for each run."""
     method: str
-    """Runs of one method are joined by a line in plots. ``full`` is what the others are held against."""
+    """Method of the run. Plots connect runs of one method by a line. The others are compared with ``full``."""
     ratio: float | None
     """Nominal recompute ratio; None for a method without one."""
     learns: bool = False
-    """Whether it was measured after an earlier prompt, that of the same question with its chunks in reverse order."""
+    """Whether it was measured after an earlier prompt (the same question with its chunks in reverse order)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What every run was asked."""
+    """A question that every run was asked."""
 
     id: str
     question: str
     answers: list[str]
-    """Right ones, any of which will do (all of which, for ``string_match_all``)."""
+    """Right answers. Any of them counts (for ``string_match_all``, all are required)."""
     task: str = ""
-    """What kind of question it is; figures are broken down by it where there are several."""
+    """Kind of question. If there are several kinds, figures are also given per kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +79,9 @@ class ItemResult:
     """Of the run."""
     answer: str
     scores: dict[str, float]
-    """Name of a metric to 0..1; the dataset's own metric first: the one that is plotted."""
+    """Scores (0 to 1) by metric. The dataset's own metric comes first and is plotted."""
     fidelity: dict[str, float]
-    """``first_token_kl``, ``answer_kl`` (nats), ``agreement`` (0..1), ``gold_logprob`` (nats): as many as are known."""
+    """``first_token_kl``, ``answer_kl`` (nats), ``agreement`` (0 to 1), ``gold_logprob`` (nats), as far as known."""
     nominal_ratio: float
     effective_ratio: float
     charged_ratio: float
@@ -89,15 +89,15 @@ class ItemResult:
     ttft_s: float
     phases_s: dict[str, float]
     fallback: str | None = None
-    """Why the answer came by plain prefill instead; None if it did not."""
+    """Why plain prefill was used instead; None if it was not."""
     measured_on: str = ""
-    """Machine, threads and library that the times are of; empty: not recorded."""
+    """Machine, threads and library version of the times; empty: not recorded."""
     effective_ratio_of_stale: float | None = None
-    """Recomputed over the chunk tokens that are not exact anyway; None: not recorded."""
+    """Recomputed tokens divided by chunk tokens that are not exact; None: not recorded."""
 
     @property
     def own(self) -> str | None:
-        """Name of the dataset's own metric; None where nothing was scored."""
+        """Name of the dataset's own metric; None if nothing was scored."""
         return next(iter(self.scores), None)
 
 
@@ -111,23 +111,23 @@ class Comparison:
     runs: list[Run]
     questions: list[Question]
     items: list[ItemResult]
-    """Not every run need have answered every question."""
+    """Answers. A run may lack answers to some questions."""
     settings: dict[str, Any]
     """For the reader, JSON values only."""
     skipped: list[Skipped]
-    """Records of the dataset that no run is judged by."""
+    """Records of the dataset that were left out for all runs."""
 
 
 def summarise(comparison: Comparison, *, against: str = "full") -> dict[str, Any]:
-    """Figures per run, ready for JSON; None where there is nothing to take one from.
+    """Figures per run, ready for JSON; None for figures without data.
 
-    Means are over the run's own items; ``difference_to_full``, ``share_of_full`` (mean score over full's) and
-    ``speedup_vs_full`` are over the ``n_paired`` items that full prefill has too, and ``answerable`` over those of them
-    that it gets right: by the question's own metric, or, where any right answer will do, because its own is or holds
-    one. A score is over those of the items that have it: ``n_of_scores`` of all, ``answerable_n_of_scores`` of the
-    answerable. ``kl_ratio`` is the mean KL over that of the run labelled ``against``, over the questions that both
-    have; for full, whose KL is rounding, there is none. Intervals are those of
-    :mod:`~cacheclip_rag.lab.evaluation.statistics`. ``tasks`` holds the same by task, where there are several.
+    Means are over the run's own items. ``difference_to_full``, ``share_of_full`` (mean score divided by full's) and
+    ``speedup_vs_full`` are over the ``n_paired`` items that full prefill also answered. ``answerable`` figures are over
+    the items that full prefill answers rightly: by the question's own metric, or, if any right answer counts, because
+    the answer equals or contains one. A score is over the items that have it (``n_of_scores``,
+    ``answerable_n_of_scores``). ``kl_ratio`` is the mean KL divided by the mean KL of the run labelled ``against``,
+    over the questions that both answered; full has none, because its KL is rounding. Intervals are from
+    :mod:`~cacheclip_rag.lab.evaluation.statistics`. ``tasks`` holds the figures per task, if there are several tasks.
 
     Raises:
         ConfigurationError: the comparison contradicts itself, a figure is not a finite number, or no run is labelled
@@ -159,7 +159,7 @@ def summarise(comparison: Comparison, *, against: str = "full") -> dict[str, Any
 
 
 def _figures(comparison: Comparison, against: str, ids: set[str]) -> dict[str, Any]:
-    """Those of every run over the questions of these ids."""
+    """Figures of every run over the questions with these ids."""
     by_run: dict[str, dict[str, ItemResult]] = {run.label: {} for run in comparison.runs}
     items = [item for item in comparison.items if item.id in ids]
     for item in items:
@@ -177,7 +177,7 @@ def _figures(comparison: Comparison, against: str, ids: set[str]) -> dict[str, A
 
 
 def _measured_on(comparison: Comparison) -> dict[str, list[str]]:
-    """Labels of the runs by what their times were taken on, in order of appearance."""
+    """Labels of the runs by machine, in order of appearance."""
     found: dict[str, dict[str, None]] = {}
     for item in comparison.items:
         found.setdefault(item.measured_on, {})[item.label] = None
@@ -185,7 +185,7 @@ def _measured_on(comparison: Comparison) -> dict[str, list[str]]:
 
 
 def _by_reason(skipped: Sequence[Skipped]) -> dict[str, int]:
-    """How many for each reason, the most frequent first; reasons that differ in numbers only count as one."""
+    """Number of skipped records per reason, the most frequent first. Reasons that differ only in numbers are merged."""
     alike: dict[str, list[str]] = {}
     for one in skipped:
         alike.setdefault(re.sub(r"\d+", "N", one.reason), []).append(one.reason)
@@ -249,7 +249,7 @@ def _fidelity(items: Iterable[ItemResult], name: str) -> list[float]:
 
 
 def _faithful(items: Sequence[ItemResult], figure: Callable[[list[float]], Any]) -> dict[str, Any]:
-    """A figure of what is given of fidelity where full prefill is right."""
+    """A figure of each fidelity value, over items that full prefill answers rightly."""
     return {
         "kl_to_full": figure(_fidelity(items, "answer_kl")),
         "agreement_with_full": figure(_fidelity(items, "agreement")),
@@ -257,7 +257,7 @@ def _faithful(items: Sequence[ItemResult], figure: Callable[[list[float]], Any])
 
 
 def _spread(name: str, interval: str, values: list[float]) -> dict[str, Any]:
-    """A divergence's mean with its interval, and what its outliers do not rule."""
+    """A divergence's mean with its interval, and its median and trimmed mean, which outliers do not dominate."""
     return {
         name: _mean(values),
         interval: _interval(values),
@@ -311,8 +311,8 @@ def _shares(pairs: Sequence[tuple[ItemResult, ItemResult]], scores: Sequence[str
 
 
 def _is_right(item: ItemResult) -> bool:
-    """Whether full prefill's answer is right: where it is wrong, a method's says little about what reuse costs."""
-    if item.own in ALL_WANTED:  # one of several values is no right answer, though the answer contains it
+    """Whether full prefill's answer is right. If it is wrong, a method's answer says little about the cost of reuse."""
+    if item.own in ALL_WANTED:  # one of several values is not a right answer, although the answer contains it
         return item.scores[item.own] >= 1.0
     return any(item.scores.get(name, 0.0) >= 1.0 for name in (item.own, "contains", "string_match_all", "em") if name)
 
@@ -362,10 +362,11 @@ def _check(comparison: Comparison) -> None:
 def write_report(
     comparison: Comparison, folder: Path, *, overwrite: bool = False, summary: dict[str, Any] | None = None
 ) -> dict[str, Path]:
-    """Write :data:`FILES` into ``folder``, each at once or not at all; returns their paths by kind. ``summary`` is what
-    :func:`summarise` made of the comparison, where that was done before.
+    """Write :data:`FILES` into ``folder``, each atomically; returns their paths by kind. Without matplotlib the picture
+    is left out, also of the page, with a warning.
 
-    Without matplotlib the picture is left out with a warning, of the page too.
+    Args:
+        summary: result of :func:`summarise` for the comparison; default: computed here.
 
     Raises:
         ConfigurationError: the folder holds a report and ``overwrite`` is False, or :func:`summarise` refuses.
@@ -384,7 +385,7 @@ def write_report(
         "html": to_html(comparison, summary, picture).encode(),
         **({"png": picture} if picture else {}),
     }
-    (folder / FILES["png"]).unlink(missing_ok=True)  # an older one would be of other figures
+    (folder / FILES["png"]).unlink(missing_ok=True)  # an older picture would show other figures
     written = {kind: folder / FILES[kind] for kind in contents}
     for kind, content in contents.items():
         with atomic_path(written[kind]) as temporary:

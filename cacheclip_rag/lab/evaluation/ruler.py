@@ -3,9 +3,9 @@
 Source: NVIDIA/RULER (arXiv:2404.06654; Apache-2.0), ``scripts/data/synthetic/niah.py`` and ``constants.py``: strings,
 draws, insertion and fitting follow it; the code is ours. Where we depart from it:
 
-- every sample draws from a generator of its own, so that sample 7 is the same whatever the count. Like those of every
-  other seed, the samples are not the ones of RULER's own files;
-- essays that end too soon are refused, where RULER begins them again;
+- every sample has its own random generator, so that sample 7 does not depend on the count. The samples are not those of
+  RULER's own files;
+- essays that are too short are refused; RULER repeats them;
 - the size of the haystack is interpolated, to within a twentieth of a step (see ``_fit``);
 - the context is cut into chunks, as in the CacheClip paper (1000 tokens with an overlap of 50).
 """
@@ -27,7 +27,7 @@ from .records import Passage, Record
 __all__ = ["MAX_TOKENS", "TASKS", "NeedleTask", "Offsets", "chosen_tasks", "generate", "sentences"]
 
 Offsets = Callable[[str], Sequence[tuple[int, int]]]
-"""Gives ``(start, end)`` in characters of every token of a text, no special tokens added."""
+"""Returns ``(start, end)`` in characters of every token of a text, without special tokens."""
 
 MAX_TOKENS = 128
 """Room for the answer, part of every length."""
@@ -52,18 +52,18 @@ class NeedleTask:
     """One row of RULER's table."""
 
     haystack: Literal["noise", "essay", "needle"]
-    """What the needles lie in: one sentence repeated, essays, or needles for other keys."""
+    """Text around the needles: one repeated sentence, essays, or needles for other keys."""
     key_type: Literal["words", "uuids"]
     value_type: Literal["numbers", "uuids"]
     num_needle_k: int = 1
-    """Keys with a needle in the text; at least as many as are asked for."""
+    """Keys with a needle in the text, at least as many as in the question."""
     num_needle_v: int = 1
-    """Values, each in a needle of its own, of every key."""
+    """Values per key, each in its own needle."""
     num_needle_q: int = 1
     """Keys asked for."""
 
     def parts(self, query: str) -> tuple[str, str, str]:
-        """Text before the context, text after it, and the answer prefix; for one answer in the singular."""
+        """Text before the context, text after the context, and the answer prefix; singular for one answer."""
         parts, kind = list(_TEMPLATE), str(self.value_type)
         if self.num_needle_q * self.num_needle_v == 1:
             kind = kind[:-1]
@@ -73,7 +73,7 @@ class NeedleTask:
         return opening, closing, prefix
 
     def needle(self, key: str, value: str) -> str:
-        """Its line in the context; always in the plural, in RULER too."""
+        """The needle's line in the context, always plural as in RULER."""
         return _NEEDLE.format(type=self.value_type, key=key, value=value)
 
 
@@ -113,17 +113,17 @@ def generate(
     chunk_tokens: int = 1000,
     overlap_tokens: int = 50,
 ) -> list[Record]:
-    """``count`` records of ``task``, each of at most ``num_tokens`` tokens and about as many.
+    """``count`` records of ``task``, each of nearly ``num_tokens`` tokens and not more.
 
-    That counts prompt, answer prefix and the 128 tokens of the answer. A chat template comes on top, and so do the
-    overlaps of the chunks (5 % at 1000 / 50). ``haystack`` is the text of the essays, for the tasks that need one.
+    The tokens include prompt, answer prefix and 128 tokens for the answer. They do not include a chat template and the
+    overlaps of the chunks (5 % at 1000 / 50). ``haystack`` is the text of the essays, for tasks that need one.
 
     ``meta`` holds ``opening`` and ``closing``, each with the line break beside the context: opening + context + closing
     is RULER's prompt; ``answer_prefix``, which begins with a space and goes right after it, or opens the assistant's
     turn; ``length``, the tokens counted; and ``num_tokens``, ``metric``, ``max_tokens``.
 
     Raises:
-        ConfigurationError: unknown task, no or too short essays, too few tokens, senseless chunk sizes.
+        ConfigurationError: an unknown task, missing or too short essays, too few tokens, invalid chunk sizes.
         MissingExtraError: wonderwords is not installed.
     """
     row = _check(task, count, offsets, chunk_tokens, overlap_tokens)
@@ -140,7 +140,7 @@ def generate(
     for index in range(count):
         sample, spans = make(index, size := fitted)
         while len(spans) + MAX_TOKENS > num_tokens:
-            # RULER takes a whole step always, and never ends where there is none left
+            # RULER always removes a whole step, and does not end if no step is left
             sample, spans = make(index, size := max(size - step, size // 2))
         meta = {
             "opening": sample.opening,
@@ -158,10 +158,10 @@ def generate(
 
 
 def chosen_tasks(names: Sequence[str], *, has_haystack: bool) -> list[str]:
-    """Names of tasks, ``all`` for every one; checked before anything is loaded or generated.
+    """Names of tasks (``all`` means every task), checked before anything is loaded or generated.
 
     Raises:
-        ConfigurationError: an unknown task, one named twice, or one that needs a haystack and there is none.
+        ConfigurationError: an unknown or repeated task, or a task that needs a haystack without one.
     """
     chosen = [name for given in names for name in (TASKS if given == "all" else [given])]
     if not chosen:
@@ -179,9 +179,9 @@ def chosen_tasks(names: Sequence[str], *, has_haystack: bool) -> list[str]:
 
 
 def sentences(text: str) -> list[str]:
-    """Sentences of a text whose words are one space apart; joined by a space they are the text again.
+    """Sentences of a text with single spaces between words. Joined by a space, they equal the text.
 
-    RULER uses NLTK's punkt, a download of its own. Another splitter only moves needles by a fraction of a sentence.
+    RULER uses NLTK's punkt, which needs a download. Another splitter moves needles by at most a part of a sentence.
     """
     found, start = [], 0
     for end in _SENTENCE_END.finditer(text):
@@ -242,7 +242,7 @@ def _in_lines(row: NeedleTask, size: int, needles: Sequence[str], draw: random.R
 
 
 def _draw(kind: str, draw: random.Random) -> str:
-    """One key or value. RULER does not look for duplicates: nor do we."""
+    """One key or value. Like RULER, this does not avoid duplicates."""
     if kind == "numbers":
         return str(draw.randint(10**6, 10**7 - 1))
     if kind == "uuids":
@@ -268,17 +268,17 @@ def _chunks(sample: _Sample, spans: Sequence[tuple[int, int]], size: int, overla
     begin = len(sample.opening)
     end = begin + len(sample.context)
     inside = [(start, stop) for start, stop in spans if start < end and stop > begin]
-    inside[0] = (begin, inside[0][1])  # a token may reach over the border, as full stop and line break in one
+    inside[0] = (begin, inside[0][1])  # a token may cross the border, such as full stop and line break in one token
     inside[-1] = (inside[-1][0], end)
-    for first in range(0, max(1, len(inside) - overlap), size - overlap):  # never one of overlap only
+    for first in range(0, max(1, len(inside) - overlap), size - overlap):  # no chunk that is only overlap
         yield sample.prompt[inside[first][0] : inside[min(first + size, len(inside)) - 1][1]]
 
 
 def _fit(task: str, length: Callable[[int], int], limit: int, step: int, most: int) -> int:
     """The largest haystack (words of essays, or lines) whose prompt fits, to within a twentieth of a step.
 
-    RULER bisects, some eighteen tokenizations of up to three times the length. Length is nearly linear in size, so a
-    handful will do. The slack also keeps the other samples, which differ by a few tokens, from losing a whole step.
+    RULER bisects, with about 18 tokenizations of up to three times the length. Length is nearly linear in size, so a
+    few tokenizations suffice. The tolerance also keeps other samples, which differ by a few tokens, from losing a step.
     """
     short = length(step) if most >= step else 0
     if short > limit:

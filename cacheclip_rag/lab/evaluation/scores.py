@@ -1,8 +1,8 @@
-"""How good an answer is: the metrics of the benchmarks, so that figures can be held against published ones.
+"""Metrics of the benchmarks, so that figures can be compared with published figures.
 
 Sources are LongBench (arXiv:2308.14508, ``metrics.py`` of its repository), SQuAD (arXiv:1606.05250) and RULER
-(arXiv:2404.06654). All return 0 to 1 where the papers print percent. Whether only the first line of an output counts is
-the dataset's business: cut it before.
+(arXiv:2404.06654). All metrics return 0 to 1; the papers print percent. If only the first line of an output counts, cut
+it before.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _CONTROL = re.compile(r"[\x00-\x1f]")
 _UNSPACED = re.compile("[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]")
 """Kana and Chinese characters: scripts without spaces between words."""
 _EAST_ASIAN = re.compile("[\u3000-\u303f\uff01-\uff65]|" + _UNSPACED.pattern)
-"""These, and the punctuation and wide letters that stand among them."""
+"""Kana, Chinese characters, and the punctuation and wide letters among them."""
 _ASCII_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _CHINESE_PUNCTUATION = (
     "\uff01\uff1f\uff61\u3002\uff02\uff03\uff04\uff05\uff06\uff07\uff08\uff09\uff0a\uff0b\uff0c\uff0d\uff0f\uff1a\uff1b"
@@ -44,7 +44,7 @@ _CHINESE_PUNCTUATION = (
     "\u3001\u3003\u300b\u300c\u300d\u300e\u300f\u3010\u3011\u3014\u3015\u3016\u3017\u3018\u3019\u301a\u301b\u301c"
     "\u301d\u301e\u301f\u3030\u303e\u303f\u2013\u2014\u2018\u2019\u201b\u201c\u201d\u201e\u201f\u2026\u2027\ufe4f."
 )
-"""LongBench's list, without the left one of the marks around titles (U+300A), which it forgets."""
+"""LongBench's list of punctuation. Like LongBench's, it lacks the left title mark (U+300A)."""
 _LONGBENCH_PUNCTUATION = str.maketrans("", "", string.punctuation + _CHINESE_PUNCTUATION)
 _ALL_PUNCTUATION = str.maketrans("", "", string.punctuation + _CHINESE_PUNCTUATION + "\u3008\u3009\u300a")
 
@@ -66,7 +66,7 @@ def token_f1(prediction: str, answers: Sequence[str]) -> float:
 
 
 def token_f1_zh(prediction: str, answers: Sequence[str]) -> float:
-    """The same on the words that jieba cuts, without ASCII and Chinese punctuation: LongBench's ``qa_f1_zh``.
+    """F1 over words found by jieba, without ASCII and Chinese punctuation: LongBench's ``qa_f1_zh``.
 
     Raises:
         MissingExtraError: jieba is not installed.
@@ -75,10 +75,10 @@ def token_f1_zh(prediction: str, answers: Sequence[str]) -> float:
 
 
 def contains(prediction: str, answers: Sequence[str]) -> float:
-    """1 if an answer stands in the prediction as whole words, both normalised as for :func:`token_f1`, else 0.
+    """1 if the prediction contains an answer as whole words, both normalised as for :func:`token_f1`, else 0.
 
-    Forgives the sentence around a right answer, which F1 does not. Chinese and Japanese have no spaces: there any
-    place counts, and white space and Chinese punctuation do not.
+    Text around a right answer has no effect, unlike in F1. In Chinese and Japanese, which have no spaces, an answer
+    counts anywhere, and white space and Chinese punctuation are ignored.
     """
     return _best(_contains, prediction, answers)
 
@@ -112,7 +112,7 @@ METRICS: dict[str, Callable[[str, Sequence[str]], float]] = {
 }
 """Function by its name in results and reports."""
 ALL_WANTED = frozenset({"string_match_all"})
-"""Those for which all right answers must be named; for the others any of them will do."""
+"""Metrics that require all right answers; for the others, any right answer counts."""
 
 
 def check_metric(name: str) -> None:
@@ -172,7 +172,7 @@ def _jieba() -> Any:
             jieba = import_module("jieba")
     except ImportError as error:
         raise MissingExtraError("jieba (for Chinese F1)", "lab") from error
-    jieba.setLogLevel(logging.WARNING)  # else it says on stderr how long its dictionary took
+    jieba.setLogLevel(logging.WARNING)  # otherwise it logs the loading time of its dictionary
     return jieba
 
 

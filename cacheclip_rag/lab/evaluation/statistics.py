@@ -1,4 +1,4 @@
-"""What a handful of questions can say: means with their uncertainty, and figures that one outlier does not make."""
+"""Statistics for few questions: means with confidence intervals, and figures that outliers do not dominate."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...errors import ConfigurationError
 __all__ = ["paired_bootstrap", "paired_ratio", "trimmed_mean"]
 
 _SLAB = 1 << 20
-"""Draws held at once: 8 MiB of indices."""
+"""Draws in memory at a time: 8 MiB of indices."""
 
 
 def paired_bootstrap(differences: Sequence[float], *, samples: int = 10000, seed: int = 0) -> tuple[float, float]:
@@ -32,10 +32,10 @@ def paired_bootstrap(differences: Sequence[float], *, samples: int = 10000, seed
 def paired_ratio(
     values: Sequence[float], others: Sequence[float], *, samples: int = 10000, seed: int = 0
 ) -> tuple[float, float | None, float | None] | None:
-    """Mean of ``values`` over the mean of ``others``, and the 95 % interval of that ratio: percentile bootstrap over
-    the pairs, as in :func:`paired_bootstrap`.
+    """Mean of ``values`` divided by the mean of ``others``, and the 95 % interval of this ratio: percentile bootstrap
+    over the pairs, as in :func:`paired_bootstrap`.
 
-    None if there is nothing to divide by; no interval if that is so in some draw (few of the others are not 0).
+    None if the mean of ``others`` is 0; no interval if it is 0 in a draw.
 
     Raises:
         ConfigurationError: sequences of unlike lengths, no values, one that is not a finite number or is below 0, or

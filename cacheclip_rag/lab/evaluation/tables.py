@@ -1,4 +1,4 @@
-"""The table of a comparison: which columns there are, what they mean, and which value of a column is the best."""
+"""The table of a comparison: its columns, their meanings, and the best value of each column."""
 
 from __future__ import annotations
 
@@ -41,27 +41,26 @@ class Column:
     title: str
     meaning: str
     value: Callable[[dict[str, Any]], float | None]
-    """Takes it from a run's row of the summary."""
+    """Reads the figure from a run's row of the summary."""
     show: Callable[[float], str]
     better: Better | None = None
     interval: Callable[[dict[str, Any]], Sequence[float] | None] | None = None
     count: Callable[[dict[str, Any]], int] | None = None
-    """How many questions it is over, where that may be fewer than the row's."""
+    """Number of questions of the figure, if it may be smaller than the row's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
     text: str
-    """``-`` where there is no figure."""
+    """The figure, or ``-``."""
     note: str = ""
-    """A 95 % interval in brackets; the number of questions, if it is not the row's."""
+    """A 95 % interval in brackets, and the number of questions if it differs from the row's."""
     best: bool = False
-    """As good as any other than full prefill, to the digits shown."""
+    """Whether no run except full prefill has a better figure, to the digits shown."""
 
 
 def table(summary: dict[str, Any], task: str | None = None) -> tuple[list[Column], dict[str, list[Cell]]]:
-    """Columns that have at least one figure, and each run's cells in their order; of one task, what tells tasks
-    apart."""
+    """Columns with at least one figure, and each run's cells. For one task, fewer columns."""
     if task is not None:
         summary = {**summary, **summary["tasks"][task]}
     rows: dict[str, dict[str, Any]] = summary["methods"]
@@ -86,7 +85,7 @@ def table(summary: dict[str, Any], task: str | None = None) -> tuple[list[Column
 
 
 def to_markdown(summary: dict[str, Any]) -> str:
-    """A heading, one table with the best of each column in bold, and what the columns mean."""
+    """A heading, one table with the best figure of each column in bold, and the columns' meanings."""
     columns, cells = table(summary)
     lines = [f"# {_plain(summary['dataset'])}", "", _plain(headline(summary)), "", *_markdown_table(columns, cells)]
     lines += ["", *(f"- **{_plain(column.title)}**: {_plain(column.meaning)}." for column in columns)]
@@ -125,7 +124,7 @@ def headline(summary: dict[str, Any]) -> str:
 
 
 def notes(summary: dict[str, Any]) -> list[str]:
-    """What a reader must know of how the runs were measured."""
+    """Notes on how the runs were measured."""
     found = []
     learning = [label for label, row in summary["methods"].items() if row["learns"]]
     if learning:
@@ -138,31 +137,31 @@ def notes(summary: dict[str, Any]) -> list[str]:
         (first, _), *others = machines.items()
         later = "; ".join(f"{', '.join(labels)} (also) on {where}" for where, labels in others)
         found.append(
-            f"Times were not all taken alike: the first ones on {first}, those of {later}. TTFT and speed-up of such "
-            "methods cannot be held against the others'."
+            f"Times were measured on different machines: the first ones on {first}, those of {later}. TTFT and "
+            "speed-up of these methods cannot be compared with the others'."
         )
     elif any(summary["measured_on"]):
         found.append(f"Measured on {next(iter(machines))}. Chunk caches are read from memory.")
     if _num_right(summary) == 0:
         found.append(
-            "Full prefill answers no question rightly (own metric at 1.0, or, where any right answer will do, one "
-            "equal to or within its own), so that no figures can be given for those that it does."
+            "Full prefill answers no question rightly (own metric at 1.0, or, where any right answer counts, an answer "
+            "that equals or contains one), so there are no figures for rightly answered questions."
         )
     if _has_gaps(summary) or len({row["n"] for row in summary["methods"].values()}) > 1:
         found.append(
-            "Not every method answered the same questions. Means are over the n of each row, and cannot be held "
-            "against each other; differences to full and speed-ups are over the questions that both answered."
+            "Not every method answered the same questions. Means are over the n of each row and cannot be compared; "
+            "differences to full and speed-ups are over the questions that both answered."
         )
     return found
 
 
 def first_skipped(summary: dict[str, Any]) -> list[str]:
-    """The first records that were left out, each with the reason in one line."""
+    """The first skipped records, each with its reason in one line."""
     return [f"{one['where']}: {one['reason']}" for one in summary["skipped_first"]]
 
 
 def number_text(value: float) -> str:
-    """A number as short as it can be told apart from all others: ``0.2``, ``1``."""
+    """The shortest exact text of a number: ``0.2``, ``1``."""
     short = f"{value:g}"
     return short if float(short) == value else repr(value)
 
@@ -173,7 +172,7 @@ def score_title(name: str) -> str:
 
 
 def _num_right(summary: dict[str, Any]) -> int | None:
-    """Questions that full answers rightly; None if it answered none."""
+    """Number of questions that full answers rightly; None without answers of full."""
     full = [row for row in summary["methods"].values() if row["method"] == "full" and row["n"]]
     return full[0]["answerable"]["n"] if full and summary["scores"] else None
 
@@ -287,7 +286,7 @@ def _estimate(
     shown: str,
     better: Better,
 ) -> Column:
-    """Of a figure that lies beside the bounds of its interval."""
+    """Column of a figure with its interval."""
     return Column(
         title,
         meaning,
@@ -320,15 +319,15 @@ def _against_full(score: str, summary: dict[str, Any]) -> list[Column]:
 
 
 def _where_right(summary: dict[str, Any], *figures: tuple[str, str, str, Better]) -> list[Column]:
-    """Key, title, format and direction of figures, over the questions that full prefill answers rightly."""
+    """Columns of figures (key, title, format, direction) over the questions that full prefill answers rightly."""
 
     def column(key: str, title: str, shown: str, better: Better) -> Column:
         rows = [row for row in summary["methods"].values() if row["answerable"]]
         count = max((row["answerable_n_of_scores"].get(key, row["answerable"]["n"]) for row in rows), default=0)
         return Column(
             f"{title} where full is right",
-            f"over the {count} questions where full's own score is 1.0, or, where any right answer will do, its answer "
-            "is or holds one",
+            f"over the {count} questions where full's own score is 1.0, or, where any right answer counts, its answer "
+            "equals or contains one",
             lambda row: row["answerable"].get(key) if row["answerable"] else None,
             shown.format,
             better,
@@ -339,7 +338,7 @@ def _where_right(summary: dict[str, Any], *figures: tuple[str, str, str, Better]
 
 
 def _best(column: Column, rows: dict[str, dict[str, Any]]) -> str | None:
-    """The best figure as shown, among the runs other than full; None where nothing competes."""
+    """The best figure as shown, among the runs other than full; None without a competitor."""
     values = [column.value(row) for row in rows.values() if row["method"] != "full"]
     found = [value for value in values if value is not None]
     if column.better is None or len(found) < 2:
@@ -353,5 +352,5 @@ def _markdown_cell(cell: Cell) -> str:
 
 
 def _plain(text: str) -> str:
-    """Names are the user's: none of them may end a table cell, or begin markup."""
+    """Escape a user's text, so that it cannot end a table cell or begin markup."""
     return re.sub(r"([\\|*`<\[\]])", r"\\\1", " ".join(text.split()))
