@@ -228,7 +228,7 @@ class TestVectorStore:
         texts = [document.page_content for document in documents[:2]]
         store = CacheClipVectorStore.from_texts(texts, DeterministicFakeEmbedding(size=8), llm=llm)
         assert stored(llm, documents[:3]) == [True, True, False] and len(store.similarity_search("x")) == 2
-        with pytest.raises(ConfigurationError, match="name it by llm"):
+        with pytest.raises(ConfigurationError, match="pass llm="):
             CacheClipVectorStore.from_texts(texts, DeterministicFakeEmbedding(size=8))
 
 

@@ -216,7 +216,7 @@ class TestCalibrate:
     ) -> None:
         auxiliary = CacheClipEngine(config).auxiliary
         monkeypatch.setattr(auxiliary, "has_offsets", False)
-        with pytest.raises(ModelError, match="gives no character offsets"):
+        with pytest.raises(ModelError, match="has no character offsets"):
             calibrate(config, num_samples=9)
 
 

@@ -238,7 +238,7 @@ class TestJob:
         assert tune(config, heads, folder, num_prompts=0).history == unasked.history
 
     def test_bad_wishes_are_refused(self, config: EngineConfig, heads: HeadSet, tmp_path: Path) -> None:
-        with pytest.raises(ConfigurationError, match="at least 10 samples to train on, .* got 5, 7 and 2"):
+        with pytest.raises(ConfigurationError, match="at least 10 training samples, .* got 5, 7 and 2"):
             tune(config, heads, tmp_path, num_samples=5)
         with pytest.raises(ConfigurationError, match="no auxiliary model"):
             tune(replace(config, auxiliary=None), heads, tmp_path)
@@ -267,10 +267,10 @@ class TestJob:
             ("families, train", ", ".join(FAMILIES["train"])),
             ("families, test", ", ".join(FAMILIES["test"])),
             ("files given", "own.jsonl, notes.txt"),
-            ("questions written to learn from", "12"),
-            ("questions given to learn from", "2"),
-            ("of all these, asked of the primary", "3"),
-            ("questions to test by", "7"),
+            ("synthetic training questions", "12"),
+            ("given training questions", "2"),
+            ("training questions with a target from the primary", "3"),
+            ("test questions", "7"),
             ("seed", "0"),
             ("rank", "2"),
             ("learning_rate", "0.01"),
@@ -507,7 +507,7 @@ class TestCommands:
         }
         (tmp_path / "data.jsonl").write_text(json.dumps(record))
         models = ["--primary", config.primary, "--auxiliary", str(config.auxiliary)]
-        with pytest.raises(CacheClipError, match="no evidence in .*data.jsonl: a record's answer must stand in one"):
+        with pytest.raises(CacheClipError, match="no evidence in .*data.jsonl: a record's answer must be in one"):
             CliRunner().invoke(
                 app, ["calibrate", *models, "--data", str(tmp_path / "data.jsonl")], catch_exceptions=False
             )

@@ -272,7 +272,7 @@ class TestWhatCanBeTrained:
         if reason is None:
             check_trainable(runtime, heads)
             return
-        with pytest.raises(ModelError, match=f"{reason}.*which fine-tuning does not compute. Calibrate it"):
+        with pytest.raises(ModelError, match=f"{reason}.*which fine-tuning does not support. Calibrate it"):
             check_trainable(runtime, heads)
 
     def test_a_set_that_was_tuned_already_is_refused(self, setting: Setting, trained: Training) -> None:

@@ -49,17 +49,17 @@ def certify(config: EngineConfig, *, method: Method | None = None, quick: bool =
     """Measure the pair of models of ``config`` with its method, and return the certificate (not saved yet).
 
     Args:
-        config: its ``recompute_ratio`` (None: its method's own) is the one that the verdict is about, measured beside
-            :data:`RATIOS`; its store is not used.
-        method: an instance, in place of the one that ``config`` names.
-        quick: 4 of the 20 prompts: a first look, with a verdict that can still change. Where engines require a
-            certificate, only its ``exact`` counts.
+        config: the verdict is for its ``recompute_ratio`` (None: the method's own), which is measured besides
+            :data:`RATIOS`. Its store is not used.
+        method: an instance, instead of the method that ``config`` names.
+        quick: use 4 of the 20 prompts. The verdict may change with more prompts. If engines require a certificate, only
+            the verdict ``exact`` of a quick certificate counts.
 
     Raises:
-        ConfigurationError: the method reuses nothing or what an engine happens to have answered before, needs an
-            auxiliary model and there is none, or the models' contexts are too short for the prompts.
-        UnsupportedModelError: a model whose KV cannot be reused: there is nothing to certify.
-        CertificateError: the certificate could not be saved afterwards.
+        ConfigurationError: the method reuses nothing, or reuses KV of earlier answers; it needs an auxiliary model and
+            none is set; or the models' contexts are too short for the prompts.
+        UnsupportedModelError: a model's KV cannot be reused.
+        CertificateError: the certificate could not be saved later.
     """
     started = time.perf_counter()
     check_writable()

@@ -1,9 +1,9 @@
-"""Calibration: which of the auxiliary's heads and layers look at evidence. No gradients.
+"""Calibration: finds heads and layers of the auxiliary model that attend to evidence, without gradients.
 
-Ours; that few heads of a model retrieve is known since Retrieval Head (arXiv:2404.15574). Every head scores synthetic
-questions (and given ones) by itself; heads are ranked by the evidence among the tokens that the default grouping would
-take; sets of the best are then tried on the primary itself, where what counts is how far the answer is from full
-prefill's. Looks and answers are kept in a working folder as they come: an interrupted run goes on where it was.
+Our own method; Retrieval Head (arXiv:2404.15574) showed that few heads of a model retrieve. Each head scores synthetic
+and given questions. Heads are ranked by the share of evidence among the tokens that the default grouping would take.
+Sets of the best heads are then tested on the primary, by the distance of its answers from full prefill's. Attention and
+answers are saved in a working folder at once, so that an interrupted run can continue.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 SHIPPED = "comes with the package"
-"""Name of the set that engines take where nothing was calibrated or tuned."""
+"""Name of the head set that engines use without calibration or tuning."""
 SINKS = 4
-"""Tokens at the start of each chunk that nobody scores here."""
+"""First tokens of each chunk that get no score."""
 _SIZES = (4, 8, 16, 32)
 TRIES = 3
-"""Samples tried, at most, for each that the primary should answer rightly."""
+"""Most samples tried per sample that the primary should answer rightly."""
 _ABOUT = 1.1
-"""A few prompts tell KLs apart no better than this."""
+"""KLs that differ by less than this factor count as equal, because there are few prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class HeadRank:
     layer: int
     head: int
     recall: float
-    """Mean share of the evidence among the tokens it would choose."""
+    """Mean share of the evidence tokens that the head would choose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,35 +79,35 @@ class LayerRank:
 
     layer: int
     recall: float
-    """As of a head, by the mean of the attention of all its heads."""
+    """Like a head's recall, with the mean attention of all heads of the layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A set of heads, and what it is worth on samples it was not chosen by."""
+    """A set of heads, and its figures on samples that were not used to choose it."""
 
     name: str
     heads: HeadSet
     recall: float
-    """Of evidence tokens."""
+    """Recall of evidence tokens."""
     span_recall: float
-    """Of whole values: a number that lacks a digit does not count."""
+    """Recall of whole values: a number with a missing digit does not count."""
     first_token_kl: tuple[float, ...]
     """Per prompt, nats."""
     answer_kl: tuple[float, ...]
 
     @property
     def kl(self) -> float:
-        """:func:`capped_mean` of the KL along the answer; 0 where the primary was not asked."""
+        """:func:`capped_mean` of the KL along the answer; 0 if the primary was not asked."""
         return capped_mean(self.answer_kl) if self.answer_kl else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What calibration found."""
+    """Result of a calibration."""
 
     heads: HeadSet
-    """Of the best candidate."""
+    """Head set of the best candidate."""
     ranking: tuple[HeadRank, ...]
     """Every head, the best first."""
     layers: tuple[LayerRank, ...]
@@ -118,22 +118,23 @@ class Calibration:
     """Name of the best candidate."""
     seconds: float
     folder: Path
-    """Where an interrupted run would have gone on from; may be deleted."""
+    """Working folder, from which an interrupted run continues; may be deleted."""
 
 
 def best_of(candidates: Sequence[Candidate]) -> Candidate:
-    """Of those that bring answers about as near to full prefill as the best does, the one that finds most."""
+    """The candidate with the highest recall, among those whose answers are about as close to full prefill as the
+    best."""
     nearest = min(candidate.kl for candidate in candidates)
     near = [candidate for candidate in candidates if candidate.kl <= _ABOUT * nearest]
     return max(near, key=lambda candidate: candidate.recall)
 
 
 def open_engine(config: EngineConfig) -> CacheClipEngine:
-    """An engine to calibrate with: in memory, with models whose KV can be reused.
+    """An engine for calibration: in memory, with models whose KV can be reused.
 
     Raises:
-        ConfigurationError: no auxiliary model, or one of the models cannot reuse.
-        ModelError: an auxiliary without character offsets.
+        ConfigurationError: no auxiliary model is set, or a model's KV cannot be reused.
+        ModelError: the auxiliary's tokenizer has no character offsets.
     """
     if config.auxiliary is None:
         raise ConfigurationError("there is no auxiliary model to calibrate. Name one with --auxiliary.")
@@ -152,19 +153,18 @@ def calibrate(
     seed: int = 0,
     folder: Path | None = None,
 ) -> Calibration:
-    """Rank the heads and layers of ``config.auxiliary``, and try the best on ``config.primary``.
+    """Rank the heads and layers of ``config.auxiliary``, and test the best on ``config.primary``.
 
     Args:
-        num_samples: synthetic ones; two thirds of each family rank, the others check. Given ones come on top, and are
-            shared out alike.
-        num_prompts: of those that check, for the primary, as far as it answers so many rightly by itself
-            (:func:`answered_rightly`); 0 asks it nothing, and evidence alone decides.
-        folder: where looks at samples and answers are kept; default one by these settings in
-            ``$CACHECLIP_HOME/training``.
+        num_samples: number of synthetic samples. Two thirds of each family rank heads, the others test them.
+        num_prompts: test samples for the primary, preferably samples that full prefill answers rightly
+            (:func:`answered_rightly`). With 0, only the recall of evidence decides.
+        given: further samples, divided in the same way.
+        folder: working folder; default a folder for these settings in ``$CACHECLIP_HOME/training``.
 
     Raises:
-        ConfigurationError: no auxiliary model, or too few samples.
-        Interrupted: the user stopped it; it goes on from the folder.
+        ConfigurationError: no auxiliary model is set, or there are too few samples.
+        Interrupted: the user stopped the run; it can continue from the folder.
     """
     if num_samples + len(given) < 6 or num_prompts < 0:
         raise ConfigurationError(
@@ -231,8 +231,8 @@ def calibrate(
 
 
 def ranking_and_checking(samples: Sequence[Sample]) -> tuple[list[int], list[int]]:
-    """Numbers of the samples that rank, and of a third of each family, which check: of each another third, so that few
-    samples are shared out evenly too."""
+    """Numbers of the ranking samples, and of the test samples, a third of each family. Each family takes another third,
+    so that few samples are divided evenly too."""
     seen: dict[str, int] = {}
     order: dict[str, int] = {}
     rank: list[int] = []
@@ -245,15 +245,15 @@ def ranking_and_checking(samples: Sequence[Sample]) -> tuple[list[int], list[int
 
 
 def in_turn(numbers: Sequence[int], num_synthetic: int, count: int) -> list[int]:
-    """``count`` of the samples, evenly spread, in the order to try them in: given ones, which are those from
-    ``num_synthetic`` on, evenly among the others, so that the first few are some of both."""
+    """``count`` of the samples, evenly spread, in the order in which to try them. Given samples (numbers from
+    ``num_synthetic`` on) are mixed evenly with synthetic ones."""
     picked = spaced(numbers, count)
     kinds = [n for n in picked if n < num_synthetic], [n for n in picked if n >= num_synthetic]
     return [n for _, n in sorted(((rank + 0.5) / len(kind), n) for kind in kinds for rank, n in enumerate(kind))]
 
 
 def shipped_set(auxiliary: ModelRuntime) -> HeadSet | None:
-    """The head set that comes with the package for this auxiliary; None where there is none that fits."""
+    """The head set that comes with the package for this auxiliary model; None if there is none that fits."""
     path = shipped_path(weights_digest(auxiliary.fingerprint))
     if not path.is_file():
         return None
@@ -267,13 +267,12 @@ def shipped_set(auxiliary: ModelRuntime) -> HeadSet | None:
 
 
 def is_combined(heads: HeadSet, sinks: int) -> bool:
-    """Whether looks with so many sinks show what these heads score (:func:`combined`)."""
+    """Whether :func:`combined` can compute the scores of these heads from attention recorded with ``sinks`` sinks."""
     return not heads.is_updated and heads.sinks == sinks
 
 
 def _sets(auxiliary: ModelRuntime, ranking: Sequence[HeadRank]) -> dict[str, HeadSet]:
-    """What may be chosen: the last layer, some layers of the model as they come, the best heads, and what comes with
-    the package."""
+    """Candidates: the last layer, some other layers, the best heads, and the head set of the package."""
     sha256, num_heads = weights_digest(auxiliary.fingerprint), auxiliary.model.config.num_attention_heads
     sets = {}
     for name, layers in (("last layer", "last"), ("middle third", "middle"), ("upper half", "upper")):
@@ -288,7 +287,7 @@ def _sets(auxiliary: ModelRuntime, ranking: Sequence[HeadRank]) -> dict[str, Hea
 
 
 def _ranked(seen: Sequence[Seen]) -> tuple[list[HeadRank], list[LayerRank]]:
-    """Every head and every layer by its mean recall of evidence, ties by number."""
+    """Heads and layers ordered by mean recall of evidence; ties by number."""
     scores = [torch.cat((each.scores, each.scores.mean(1, keepdim=True)), dim=1) for each in seen]  # the mean last
     recalls = [
         token_recall(chosen(found, each.lengths, RATIO), each.evidence)
@@ -308,12 +307,12 @@ def _ranked(seen: Sequence[Seen]) -> tuple[list[HeadRank], list[LayerRank]]:
 
 
 def combined(seen: Seen, heads: HeadSet) -> torch.Tensor:
-    """``(num_tokens,)`` scores of a head set without updates, from a look at its layers at least."""
+    """``(num_tokens,)`` scores of a head set without updates, from recorded attention of its layers."""
     picked = torch.stack([seen.scores[seen.layers.index(layer), head] for layer, head in heads.heads])
     return heads.weights @ picked
 
 
 def recall_of(scores: torch.Tensor, seen: Seen, ratio: float = RATIO) -> tuple[float, float]:
-    """Share of evidence tokens, and of whole values, among the tokens that the default grouping takes."""
+    """Shares of the evidence tokens, and of the whole values, that the default grouping takes."""
     mask = chosen(scores, seen.lengths, ratio)
     return float(token_recall(mask, seen.evidence)), float(span_recall(mask, seen.values))

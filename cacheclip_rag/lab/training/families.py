@@ -1,9 +1,9 @@
-"""Questions with known evidence, written by rules: what the auxiliary model is calibrated and fine-tuned on.
+"""Synthetic questions with known evidence, for calibration and fine-tuning of the auxiliary model.
 
-Six families to train on: a needle; a needle among needles for other keys; several values of one key; a fact of one
-life among several; two lives compared; the mayor of the town where somebody lives. Three to test by: the values of two
-keys; a value two hops away; a film and the life of its director. No family is in both, nor any word, name or sentence
-template (``families.json``, all of it ours): what is learned must be looking for evidence, not knowing the questions.
+Six families are for training: a needle; a needle among needles for other keys; several values of one key; a fact of one
+of several lives; a comparison of two lives; the mayor of a person's town. Three are for tests: the values of two keys;
+a value two hops away; a film and the life of its director. Training and test families share no word, name or sentence
+template (``families.json``, our own texts), so that a model must learn to find evidence, not to know the questions.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["FAMILIES", "Sample", "Span", "Split", "synthetic_samples"]
 
 Split = Literal["train", "test"]
 Span = tuple[int, int, int]
-"""Number of a chunk, and where a stretch of its text starts and ends (exclusive), in characters."""
+"""Number of a chunk, and start and end (exclusive) of a part of its text, in characters."""
 
 _YEARS = (1780, 1990)
 _TRIES = 1000
@@ -33,21 +33,21 @@ _CHUNK_WORDS = 90
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A question over chunks of text, and where its answer comes from."""
+    """A question about chunks of text, with its evidence."""
 
     family: str
     chunks: tuple[str, ...]
     question: str
     answer: str
     evidence: tuple[Span, ...]
-    """Whole sentences that the answer follows from."""
+    """Whole sentences from which the answer follows."""
     values: tuple[Span, ...]
-    """Within them, the words of the answer."""
+    """The words of the answer within these sentences."""
     parts: tuple[tuple[str, ...], ...] = ()
-    """What a right answer holds: of each part one of its wordings. Nothing where there is no short right answer."""
+    """Parts of a right answer, each with its possible wordings. Empty if there is no short right answer."""
 
     def as_read(self) -> dict[str, Any]:
-        """All that models make something of, for digests: not what they are held to."""
+        """Everything that models read, for digests; without answers and evidence."""
         return {name: value for name, value in asdict(self).items() if name != "parts"}
 
 
@@ -60,7 +60,7 @@ class _Sentence:
 
 
 _Documents = list[list[_Sentence]]
-"""Sentences that a chunk must hold, chunk by chunk; the rest of it is filler."""
+"""Required sentences per chunk; the rest of a chunk is filler."""
 _Written = tuple[str, list[str], _Documents]
 """Question, parts of the answer and documents."""
 
@@ -74,16 +74,16 @@ def synthetic_samples(
     num_chunks: int = 4,
     chunk_words: int = _CHUNK_WORDS,
 ) -> list[Sample]:
-    """``count`` samples, the families in turn. Sample 7 is the same whatever the count.
+    """``count`` samples, families in turn. A sample does not depend on the count.
 
     Args:
         split: ``train`` or ``test``; no family, template, word or name is in both.
-        families: names out of :data:`FAMILIES` of that split; default all.
-        num_chunks: chunks a sample, at least 2.
+        families: names from :data:`FAMILIES` of that split; default all.
+        num_chunks: chunks per sample, at least 2.
         chunk_words: least words of a chunk.
 
     Raises:
-        ConfigurationError: an unknown split or family, fewer than two chunks, more of them than there are words for.
+        ConfigurationError: an unknown split or family, fewer than two chunks, or too many chunks for the word lists.
     """
     if split not in FAMILIES:
         raise ConfigurationError(f"samples are of split {' or '.join(FAMILIES)}, got {split!r}.")
@@ -121,7 +121,7 @@ def _sample(split: Split, family: str, seed: str, num_chunks: int, chunk_words: 
 
 
 class _World:
-    """Names, values and sentences of one sample; no name is given twice."""
+    """Names, values and sentences of one sample. No name is used twice."""
 
     def __init__(self, split: Split, rng: random.Random) -> None:
         self.texts: dict[str, Any] = _texts()[split]
@@ -132,7 +132,7 @@ class _World:
         return self.rng.choice(options)
 
     def new(self, make: Callable[[], str]) -> str:
-        """Something that this sample does not hold yet."""
+        """A text that this sample does not contain yet."""
         for _ in range(_TRIES):
             if (made := make()) not in self._given:
                 self._given.add(made)
@@ -172,7 +172,7 @@ class _World:
         return _Sentence(text[0].upper() + text[1:], value if is_evidence else None, is_evidence)
 
     def life(self, person: str, *asked: str, birth_year: str | None = None) -> tuple[list[_Sentence], dict[str, str]]:
-        """Every fact of a life in random order, those asked for marked; and what each is."""
+        """Facts of a life in random order, with those in ``asked`` marked as evidence; and the values of the facts."""
         known = {
             "birth year": birth_year or self.year(),
             "birthplace": self.town(),
@@ -195,7 +195,7 @@ class _World:
         return [self.life(person)[0] for person in people]
 
     def padded(self, sentences: Sequence[_Sentence], words: int) -> Iterator[_Sentence]:
-        """The sentences in their order, filler anywhere between and around them."""
+        """The sentences in order, with filler at random positions."""
         filler, missing = [], words - sum(len(sentence.text.split()) for sentence in sentences)
         options = self.texts["filler"]
         for text in self.rng.sample(options, len(options)):
@@ -212,7 +212,7 @@ class _World:
                 yield sentences[number]
 
     def scattered(self, sentences: Sequence[_Sentence], num_chunks: int) -> _Documents:
-        """Each sentence in a chunk of its own, as far as there are chunks."""
+        """The sentences spread over the chunks, one per chunk if there are enough chunks."""
         documents: _Documents = [[] for _ in range(num_chunks)]
         order = self.rng.sample(range(num_chunks), num_chunks)
         for number, sentence in enumerate(sentences):

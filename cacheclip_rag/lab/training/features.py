@@ -1,4 +1,4 @@
-"""What calibration and fine-tuning see of a sample: the auxiliary's attention, and which of its tokens are evidence."""
+"""Features of a sample for calibration and fine-tuning: the auxiliary's attention, and the evidence tokens."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ __all__ = ["LastLayer", "Seen", "check_offsets", "look", "marked", "spread_over"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LastLayer:
-    """Queries and keys of one layer before RoPE, to be updated and multiplied again."""
+    """Queries and keys of one layer before RoPE, for training of updates."""
 
     queries: torch.Tensor
-    """``(num_chunks, num_heads, num_question_tokens, head_dim)`` float32: each chunk was read on its own."""
+    """``(num_chunks, num_heads, num_question_tokens, head_dim)`` float32; each chunk was read separately."""
     keys: torch.Tensor
-    """``(num_kv_heads, num_tokens, head_dim)`` float32, of all chunks' tokens side by side."""
+    """``(num_kv_heads, num_tokens, head_dim)`` float32, tokens of all chunks concatenated."""
     tables: Tables | None
-    """Rotary tables from position 0 on; None for a layer that does not rotate."""
+    """Rotary tables from position 0 on; None for a layer without RoPE."""
     num_prefix: int
     """Position of every chunk's first token."""
     scaling: float
@@ -39,28 +39,28 @@ class LastLayer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Seen:
-    """One sample as the auxiliary model sees it, over the tokens of all its chunks side by side."""
+    """The auxiliary's attention on one sample, over the concatenated tokens of all chunks."""
 
     lengths: tuple[int, ...]
     """Tokens of each chunk."""
     scores: torch.Tensor
-    """``(num_layers_looked_at, num_heads, num_tokens)`` float32: per head the mean over question tokens of its softmax
-    over all chunks, sinks left out."""
+    """``(num_recorded_layers, num_heads, num_tokens)`` float32: per head a softmax over all chunks without sinks, mean
+    over question tokens."""
     evidence: torch.Tensor
     """``(num_tokens,)`` bool."""
     values: torch.Tensor
     """``(num_tokens,)`` bool: the words of the answer."""
     layers: tuple[int, ...] = ()
-    """Those looked at."""
+    """The recorded layers."""
     last: LastLayer | None = None
 
 
 def check_offsets(runtime: ModelRuntime) -> None:
-    """Raise ModelError if the tokenizer does not say which characters its tokens come from."""
+    """Raise ModelError if the tokenizer has no character offsets."""
     if not runtime.has_offsets:
         raise ModelError(
-            f"the tokenizer of {runtime.name!r} gives no character offsets, so that evidence in a text cannot be found "
-            "among its tokens. Use an auxiliary model with a fast tokenizer (tokenizer.json)."
+            f"the tokenizer of {runtime.name!r} has no character offsets, so evidence in a text cannot be mapped to "
+            "tokens. Use an auxiliary model with a fast tokenizer (tokenizer.json)."
         )
 
 
@@ -68,13 +68,13 @@ def check_offsets(runtime: ModelRuntime) -> None:
 def look(
     caches: ChunkCaches, sample: Sample, layers: Sequence[int], *, sinks: int = 0, keep: int | None = None
 ) -> Seen:
-    """Have the auxiliary model read a sample's question on each of its chunks, as much of it as an engine asks with;
-    nothing is taken from or put into a store.
+    """Run a sample's question on each of its chunks in the auxiliary model, and record the attention. A long question
+    is cut as in an engine. No store is used.
 
     Args:
-        layers: whose heads are looked at, increasing.
-        sinks: tokens at the start of each chunk that nobody scores.
-        keep: one of these layers, whose queries and keys are kept too.
+        layers: layers whose heads are recorded, increasing.
+        sinks: first tokens of each chunk that get no score.
+        keep: one of these layers, whose queries and keys are recorded too.
     """
     runtime = transformers_model(caches.runtime)
     tokens = [caches.tokenize(chunk) for chunk in sample.chunks]
@@ -125,8 +125,8 @@ def marked(tokens: Sequence[TokenizedText], spans: Sequence[Span]) -> torch.Tens
 
 
 def spread_over(values: torch.Tensor, source: Offsets, target: Offsets) -> torch.Tensor:
-    """``values`` of one tokenizer's tokens, handed to another's character by character: the sum stays the same but for
-    what no target token covers.
+    """Distribute ``values`` of one tokenizer's tokens to another tokenizer's tokens, by characters. The sum stays
+    equal, except for characters that no target token covers.
 
     Args:
         values: ``(num_source_tokens,)``.

@@ -1,4 +1,4 @@
-"""What a head set is worth on families and words that it was never trained on, beside other ways to choose tokens."""
+"""Figures of a head set on test families, compared with other ways to choose tokens."""
 
 from __future__ import annotations
 
@@ -42,28 +42,28 @@ class Figures:
 
     name: str
     recall: dict[str, float] = field(default_factory=dict)
-    """Of evidence tokens, by ratio."""
+    """Recall of evidence tokens, by ratio."""
     sentence_recall: dict[str, float] = field(default_factory=dict)
-    """The same where whole sentences are taken, by their best token."""
+    """Recall of evidence tokens if whole sentences are taken by their best token, by ratio."""
     recall_of_asked: dict[str, float] = field(default_factory=dict)
-    """The same over the samples that the primary was asked about; of the set before and after."""
+    """The same over the samples for which the primary was asked; for the head sets before and after training."""
     span_recall: dict[str, float] = field(default_factory=dict)
-    """Of whole values, by ratio."""
+    """Recall of whole values, by ratio."""
     overlap: float | None = None
-    """Jaccard index of what is chosen with what the target would choose, at 0.2."""
+    """Jaccard index of the chosen tokens and the target's choice, at ratio 0.2."""
     correlation: float | None = None
-    """Spearman's with the target."""
+    """Spearman's rank correlation with the target."""
     first_token_kl: tuple[float, ...] = ()
     answer_kl: tuple[float, ...] = ()
 
     @property
     def kl(self) -> float | None:
-        """Mean KL along the answer, no prompt counting more than a nat; None where the primary was not asked."""
+        """Mean KL along the answer, at most one nat per prompt; None if the primary was not asked."""
         return capped_mean(self.answer_kl) if self.answer_kl else None
 
 
 def last_layer(runtime: ModelRuntime, sinks: int) -> HeadSet:
-    """The last layer as it comes."""
+    """The heads of the last layer with equal weights."""
     sha256, num_heads = weights_digest(runtime.fingerprint), runtime.model.config.num_attention_heads
     return replace(HeadSet.of_layers(sha256, "last", runtime.num_layers, num_heads), sinks=sinks)
 
@@ -77,8 +77,9 @@ def figures_of(
     num_prompts: int,
     kept: Kept,
 ) -> tuple[list[Figures], Asked]:
-    """On the test split: the last layer as it comes, what comes with the package, the set before and after, words
-    alone; on the primary also methods that ask no auxiliary. And what the primary was asked."""
+    """Figures on the test split of the last layer, the package's head set, the head sets before and after training, and
+    words alone; on the primary, also of methods without an auxiliary model. And the samples that the primary was asked.
+    """
     caches, sinks = engine.parts.auxiliary_caches, tuned.settings.sinks
     runtime = transformers_model(caches.runtime)
     samples = synthetic_samples("test", num_tests, seed=tuned.settings.seed)
@@ -115,7 +116,7 @@ def figures_of(
                 measured[name].append(_measured(score(sample, seen), seen, target, sentences))
             advance(number + 1)
     figures = {name: _mean(name, rows) for name, rows in measured.items()}
-    if prompts:  # what is held against the primary's own attention: the same questions
+    if prompts:  # the comparison with the primary's own attention needs the same questions
         for name in ("before", "after"):
             rows = [row for row, sample in zip(measured[name], samples, strict=True) if sample in prompts]
             figures[name] = replace(figures[name], recall_of_asked=_mean(name, rows).recall)
@@ -135,7 +136,7 @@ def _combined_of(heads: HeadSet, _: Sample, seen: Seen) -> torch.Tensor:
 
 
 def _asked(engine: CacheClipEngine, sample: Sample, kept: Kept) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """What the primary attends to and holds stale, and what it attends to over the stale cache."""
+    """Tokens that are attended and stale in the primary, and the primary's attention over the stale cache."""
 
     def ask() -> dict[str, torch.Tensor]:
         target, own = attended_and_stale(engine, sample), attended_when_stale(engine, sample, _BY_OWN_ATTENTION)

@@ -1,7 +1,7 @@
-"""Fine-tuning as a job: look at samples, ask the primary what matters, train, and measure what it was worth.
+"""Fine-tuning as a job: record attention on samples, compute targets with the primary, train, and test.
 
-The heads to begin with, looks at samples, what the primary said, every epoch and every outcome of the tests are kept in
-a working folder as they come, so that an interrupted run goes on where it was.
+The initial heads, recorded attention, targets, every epoch and every test result are saved in a working folder at once,
+so that an interrupted run can continue.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ __all__ = ["FineTuning", "finetune"]
 logger = logging.getLogger(__name__)
 
 _FITTED = 24
-"""Samples that heads are fitted to where none has a target."""
+"""Samples to which heads are fitted if no sample has a target."""
 
 
 @dataclass(frozen=True, slots=True)
 class FineTuning:
-    """What fine-tuning found."""
+    """Result of a fine-tuning."""
 
     heads: HeadSet
-    """What to use: the tuned set if it is worth more on the primary, else the one it began with."""
+    """Head set to use: the tuned set if its answers on the primary are better, else the initial set."""
     is_tuned: bool
     is_accepted: bool | None
-    """Whether the set to use is nearer to full prefill, on the test split, than the untuned last layer and EPIC, no
-    farther than what comes with the package for this auxiliary, finds more than words alone (by sentences), and its
-    recall is within 0.02 of what the primary's own attention would find; None where the primary was not asked."""
+    """Whether the head set to use passes all tests on the test split: it is closer to full prefill than the untuned
+    last layer and EPIC, and not farther than the package's head set; it finds more than words alone (by sentences); and
+    its recall is at most 0.02 below the primary's own attention. None if the primary was not asked."""
     history: tuple[dict[str, float], ...]
     """Per epoch loss and held-out figures; epoch 0 is before training."""
     figures: tuple[Figures, ...]
-    """On families and words never trained on: the last layer as it comes first."""
+    """Figures on test families; the untuned last layer comes first."""
     seconds: float
     about: dict[str, Any]
     folder: Path
-    """Where an interrupted run would have gone on from; may be deleted."""
+    """Working folder, from which an interrupted run continues; may be deleted."""
 
 
 def finetune(
@@ -77,25 +77,25 @@ def finetune(
     """Train a head set of ``config.auxiliary`` for ``config.primary``.
 
     Args:
-        heads: to begin with; default those whose attention, as it comes, is nearest to what is wanted.
-        num_samples: synthetic ones to train on; given ones come on top. A fifth is held out.
-        num_targets: for how many of all these the primary is asked what it attends to and holds stale.
-        num_tests: synthetic ones of the other split, to measure by; ``num_prompts`` of them on the primary, and as many
-            of the held-out ones to decide whether the tuned set is kept; both as far as the primary answers so many
-            rightly by itself.
-        given_from: names of the files that the given ones come from, for the report.
-        folder: where the heads to begin with, looks, targets, the state of training and outcomes are kept; default one
-            by these settings in ``$CACHECLIP_HOME/training``.
+        heads: initial head set; default the heads whose untrained attention is nearest to the targets.
+        num_samples: number of synthetic training samples. A fifth of all training samples is held out.
+        num_targets: number of training samples for which the primary computes a target.
+        num_tests: number of synthetic test samples.
+        num_prompts: number of test samples that are also measured on the primary. As many held-out samples decide
+            whether the tuned set is kept. Samples that full prefill answers rightly are preferred.
+        given: further training samples.
+        given_from: names of the files of the given samples, for the report.
+        folder: working folder; default a folder for these settings in ``$CACHECLIP_HOME/training``.
 
     Raises:
-        ConfigurationError: no auxiliary model, too few samples.
-        ModelError: models that cannot be used so.
-        Interrupted: the user stopped it; it goes on from the folder.
+        ConfigurationError: no auxiliary model is set, or there are too few samples.
+        ModelError: a model cannot be used for training.
+        Interrupted: the user stopped the run; it can continue from the folder.
     """
     settings = settings or TuningSettings(sinks=SINKS)
     if num_samples + len(given) < 10 or num_tests < 1 or not 0 <= num_prompts <= num_tests:
         raise ConfigurationError(
-            f"fine-tuning needs at least 10 samples to train on, 1 to test by and no more prompts than tests, got "
+            f"fine-tuning needs at least 10 training samples, 1 test sample, and no more prompts than tests, got "
             f"{num_samples + len(given)}, {num_tests} and {num_prompts}."
         )
     started = time.perf_counter()
@@ -139,7 +139,7 @@ def finetune(
             )
             is_tuned = after <= before
         if not is_tuned:
-            logger.warning("the tuned heads are worth no more than those they began with: these are kept")
+            logger.warning("the tuned heads are not better than the initial heads, which are kept")
         figures, asked_of_tests = figures_of(engine, heads, tuned, found, num_tests, num_prompts, kept)
         if num_prompts:
             about["right"] = asked_of_tests.summary
@@ -156,13 +156,13 @@ def finetune(
 
 
 def _is_accepted(figures: Mapping[str, Figures], is_tuned: bool) -> bool | None:
-    """Of the set that is kept: the tuned one, or the one it began with."""
+    """Whether the kept head set passes all tests; see :attr:`FineTuning.is_accepted`."""
     kept, own, shipped = figures["after" if is_tuned else "before"], figures.get(OWN_ATTENTION), figures.get(SHIPPED)
     if kept.kl is None or own is None:
         return None
     nearer = all((figures[name].kl or 0.0) > kept.kl for name in (UNTUNED, "epic"))
     nearer = nearer and (shipped is None or shipped.kl is None or kept.kl <= shipped.kl)
-    # words score whole sentences: so are both held against each other
+    # words score whole sentences, so both are compared by sentences
     finds = kept.sentence_recall["0.2"] > figures[WORDS].sentence_recall["0.2"]
     return nearer and finds and kept.recall_of_asked["0.2"] >= own.recall["0.2"] - 0.02
 
@@ -179,7 +179,7 @@ def _inputs(
     samples: Sequence[Sample],
     num_given: int,
 ) -> dict[str, Any]:
-    """Everything that decides what is seen of the samples, names and folders of models left out."""
+    """Everything on which recorded attention depends, without names and folders of models."""
     return {
         **engine_inputs(engine),
         "heads_sha256": heads.digest() if heads else None,
@@ -199,7 +199,7 @@ def _begun(
     kept: Kept,
     digest: str,
 ) -> HeadSet:
-    """The heads to begin with, as they were found before the run was interrupted, or fitted now."""
+    """The initial heads, from an interrupted run or fitted now."""
     path = kept.folder / "begun.safetensors"
     made_by = [digest, settings.target_weight, list(targets)]
     if path.is_file():
@@ -236,7 +236,7 @@ def _trainees(
     digest: str,
     sinks: int,
 ) -> list[Trainee]:
-    """What there is to learn from each sample, from the folder where it is there."""
+    """Training data of each sample, from the folder if it is there."""
     caches = engine.parts.auxiliary_caches
     found, made = [], 0
     with progress_bar("reading", len(samples), "samples") as advance:
@@ -250,5 +250,5 @@ def _trainees(
                 save_trainee(trainee, path, digest)
             found.append(replace(trainee, target=after_sinks(targets.get(number), trainee.lengths, sinks)))
             advance(number + 1)
-    logger.info("%d of %d samples were there already, in %s", len(samples) - made, len(samples), folder)
+    logger.info("%d of %d samples were already in %s", len(samples) - made, len(samples), folder)
     return found

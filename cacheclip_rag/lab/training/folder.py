@@ -1,6 +1,6 @@
-"""The working folder of a calibration or fine-tuning: what was made so far, each file with the digest of what it is of.
+"""The working folder of a calibration or fine-tuning. Each file holds a result and the digest of its inputs.
 
-A file of other settings, or one that cannot be read, is as good as none: what it held is made again.
+A file with other inputs, or an unreadable file, is ignored, and its result is computed again.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ __all__ = [
 ]
 
 _FORMAT = 3
-"""Of the files; part of every digest."""
+"""Version of the files; part of every digest."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """The user stopped a job that goes on from a folder."""
+    """The user stopped a job that can continue from a folder."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(f"what was made so far is kept in {folder}")
+        super().__init__(f"the work so far is saved in {folder}")
         self.folder = folder
 
 
 @contextmanager
 def resumable(folder: Path) -> Iterator[None]:
-    """A job whose parts are kept in ``folder``; stopped by the user, it says so."""
+    """Turn KeyboardInterrupt into :class:`Interrupted`, for a job that saves its results in ``folder``."""
     try:
         yield
     except Interrupted:
@@ -65,12 +65,12 @@ def resumable(folder: Path) -> Iterator[None]:
 
 
 def digest_of(about: Any) -> str:
-    """Of anything that JSON can write."""
+    """SHA-256 of a JSON value."""
     return hashlib.sha256(json.dumps([_FORMAT, about], sort_keys=True).encode()).hexdigest()
 
 
 def engine_inputs(engine: CacheClipEngine) -> dict[str, Any]:
-    """Everything of an engine that decides what its models say, names and folders of models left out."""
+    """Everything of an engine on which its models' outputs depend, without names and folders of models."""
     config, auxiliary = engine.config, engine.parts.auxiliary_caches
     return {
         "primary_sha256": engine.primary.fingerprint,
@@ -88,15 +88,15 @@ def engine_inputs(engine: CacheClipEngine) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What the models of one engine said, in a folder: each file is named after the digest of all that it depends on,
-    so that any run in this folder may ask."""
+    """Saved results of one engine's models. Each file is named after the digest of its inputs, so that all runs with
+    this folder can use it."""
 
     folder: Path
     inputs: dict[str, Any]
     """:func:`engine_inputs`."""
 
     def outcome(self, about: Any) -> tuple[float, ...] | None:
-        """The figures that were kept of something; None where none were."""
+        """Saved figures for ``about``; None if there are none."""
         path, digest = self._path_of("outcome", about)
         loaded = load(path, digest)
         return None if loaded is None else tuple(loaded[0]["figures"].tolist())
@@ -106,7 +106,7 @@ class Kept:
         save({"figures": torch.tensor(figures, dtype=torch.float64)}, {"digest": digest}, path)
 
     def tensors(self, kind: str, about: Any, make: Callable[[], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Those that were kept of something, or made now."""
+        """Saved tensors for ``about``, or new ones from ``make``."""
         path, digest = self._path_of(kind, about)
         loaded = load(path, digest)
         if loaded is not None:
@@ -116,7 +116,7 @@ class Kept:
         return made
 
     def text(self, kind: str, about: Any, make: Callable[[], str]) -> str:
-        """A text that was kept of something, or made now."""
+        """A saved text for ``about``, or a new one from ``make``."""
         path, digest = self._path_of(kind, about)
         loaded = load(path, digest)
         if loaded is not None:
@@ -128,7 +128,7 @@ class Kept:
     def look(
         self, caches: ChunkCaches, sample: Sample, layers: Sequence[int], *, sinks: int = 0, keep: int | None = None
     ) -> Seen:
-        """:func:`~cacheclip_rag.lab.training.features.look`, or what it saw before."""
+        """The saved result of :func:`~cacheclip_rag.lab.training.features.look`, or a new one."""
         path, digest = self._path_of("look", {"sample": sample.as_read(), "look": [list(layers), sinks, keep]})
         loaded = load(path, digest)
         if loaded is not None:
@@ -169,13 +169,13 @@ def _last_of(tensors: dict[str, torch.Tensor], numbers: dict[str, Any]) -> LastL
 
 
 def save(tensors: dict[str, torch.Tensor], header: dict[str, str], path: Path) -> None:
-    """One safetensors file, all at once or not at all."""
+    """Write one safetensors file atomically."""
     with atomic_path(path) as temporary:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, metadata=header)
 
 
 def load(path: Path, digest: str) -> tuple[dict[str, torch.Tensor], dict[str, str]] | None:
-    """None unless the file is there and belongs to these settings; what cannot be read is made again."""
+    """Tensors and header of a file; None if it is missing, unreadable, or has another digest."""
     try:
         with safe_open(path, framework="pt") as file:
             header = dict(file.metadata() or {})
@@ -203,7 +203,7 @@ def load_trainee(path: Path, digest: str) -> Trainee | None:
 
 def save_state(state: TrainingState, folder: Path, digest: str) -> None:
     tensors = {f"parameters.{name}": tensor for name, tensor in state.parameters.items()}
-    if state.best_epoch != state.epoch:  # else the parameters are the best
+    if state.best_epoch != state.epoch:  # otherwise the current parameters are the best
         tensors |= {f"best.{name}": tensor for name, tensor in state.best.items()}
     for number, moments in state.optimizer["state"].items():
         tensors |= {f"optimizer.{number}.{name}": torch.as_tensor(value) for name, value in moments.items()}
@@ -218,7 +218,7 @@ def save_state(state: TrainingState, folder: Path, digest: str) -> None:
             }
         ),
     }
-    # copies: parts that share memory are not written, and an accelerator has no room for them
+    # copies on the CPU: safetensors refuses tensors that share memory, and an accelerator may have no room
     on_cpu = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
     save(on_cpu, header, _state_path(folder, digest))
 
@@ -243,8 +243,8 @@ def load_state(folder: Path, digest: str, learner: Learner) -> TrainingState | N
 
 
 def train_kept(learner: Learner, samples: Sequence[Any], folder: Path, digest: str, *, title: str) -> TrainingState:
-    """:func:`~cacheclip_rag.lab.training.tuning.train` with a fifth of the samples held out, from where it stood in the
-    folder, where every epoch is kept as it comes."""
+    """:func:`~cacheclip_rag.lab.training.tuning.train` with a fifth of the samples held out. It continues from the
+    folder's state, and saves every epoch."""
     learning, held_out = learning_and_held_out(len(samples))
     epochs = learner.settings.epochs
     with progress_bar(title, epochs, "epochs") as advance:
@@ -263,5 +263,5 @@ def train_kept(learner: Learner, samples: Sequence[Any], folder: Path, digest: s
 
 
 def _state_path(folder: Path, digest: str) -> Path:
-    """One a training: others may share the folder."""
+    """One file per training, because several may share the folder."""
     return folder / f"state-{digest[:20]}.safetensors"

@@ -1,4 +1,4 @@
-"""Samples from data of one's own: datasets with answers, or documents that the primary is asked to question."""
+"""Samples from a user's data: datasets with answers, or documents about which the primary writes questions."""
 
 from __future__ import annotations
 
@@ -39,30 +39,30 @@ _ASKING = "You write questions about texts."
 _ASK = "Read this sentence:\n\n{sentence}\n\nWrite one short question that this sentence answers, and nothing else."
 _LATIN = re.compile(r"[A-Za-z0-9]")
 _ROOM = 256
-"""Tokens for what the prompt says beside the chunks, and for the answer."""
+"""Tokens reserved for the prompt's other text and for the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """Samples from data of one's own, and how much of it they are."""
+    """Samples from a user's data, with counts for the summary."""
 
     samples: tuple[Sample, ...]
     files: tuple[str, ...]
-    """Names of the files and folders named, without those they lie in."""
+    """Names of the given files and folders, without their parent folders."""
     num_records: int = 0
-    """In the files."""
+    """Records in the files."""
     num_usable: int = 0
-    """Those with evidence that both models have room for."""
+    """Records with evidence that fit both models."""
     num_taken: int = 0
-    """Those among the samples."""
+    """Records among the samples."""
     num_sentences: int = 0
-    """Of documents, that can be asked about."""
+    """Sentences of documents that can be asked about."""
     num_asked: int = 0
-    """Those that the primary was asked to question."""
+    """Sentences for which the primary was asked to write a question."""
 
     @property
     def summary(self) -> str:
-        """How many were taken of how many."""
+        """Numbers of used and available records and sentences."""
         said = []
         if self.num_records:
             said.append(
@@ -75,7 +75,7 @@ class Given:
 
 
 def data_of(num_given: int, files: Sequence[str]) -> dict[str, Any]:
-    """What a job learned from and was measured by, for its report."""
+    """Description of a job's data, for its report."""
     data = "questions written by cacheclip_rag.lab.training.families (Apache-2.0)"
     if num_given:
         data += ", and questions that were given (under the licence of their files)"
@@ -92,16 +92,16 @@ def given_samples(
     seed: int = 0,
     folder: Path | None = None,
 ) -> Given:
-    """At most ``limit`` samples from files: records (``.jsonl``, ``.jsonl.gz``) whose answers stand in their chunks,
-    and, as far as these leave room, text, from which the primary makes questions.
+    """At most ``limit`` samples from files: first records (``.jsonl``, ``.jsonl.gz``) whose answers are in their
+    chunks, then questions that the primary writes about documents.
 
     Args:
-        folder: where these questions are kept as they come; None keeps none.
+        folder: where written questions are saved; None: not saved.
 
     Raises:
-        ConfigurationError: nothing in the files says where an answer comes from, or a limit below 1.
-        DocumentError: a file that cannot be read.
-        Interrupted: the user stopped it; it goes on from the folder.
+        ConfigurationError: no evidence can be found in the files, or ``limit`` is below 1.
+        DocumentError: a file cannot be read.
+        Interrupted: the user stopped the run; it can continue from the folder.
     """
     check_whole_number("limit", limit, least=1, of="samples")
     datasets = [Path(path) for path in paths if str(path).endswith((".jsonl", ".jsonl.gz"))]
@@ -132,7 +132,7 @@ def given_samples(
         found += samples_of_documents(engine, candidates, limit=left, num_chunks=num_chunks, seed=seed, kept=kept)
     if not found:
         raise ConfigurationError(
-            f"no evidence in {', '.join(map(str, paths))}: a record's answer must stand in one of its chunks word for "
+            f"no evidence in {', '.join(map(str, paths))}: a record's answer must be in one of its chunks word for "
             "word, and a document must have at least two passages with whole sentences. Give other data, or none."
         )
     files = tuple(Path(path).name for path in paths)
@@ -141,7 +141,7 @@ def given_samples(
 
 
 def _fits(engine: CacheClipEngine, sample: Sample) -> bool:
-    """Whether both models have room for it, an answer included."""
+    """Whether the sample and an answer fit both models."""
     auxiliary = transformers_model(engine.auxiliary)
     primary = engine.primary
     rows = [len(auxiliary.tokenize(chunk)) for chunk in sample.chunks]
@@ -152,9 +152,9 @@ def _fits(engine: CacheClipEngine, sample: Sample) -> bool:
 
 
 def sample_of_record(record: Record) -> Sample | None:
-    """A record whose evidence is every sentence that holds one of its answers; None where none does.
+    """A sample whose evidence is every sentence that contains an answer of the record; None if no sentence does.
 
-    ``yes`` and ``no`` are in no text what they are as answers, and a single letter is in all.
+    Answers ``yes`` and ``no`` and single letters are not used, because texts contain them with other meanings.
     """
     chunks = tuple(passage.as_read.strip() for passage in record.chunks)
     answers = [answer for answer in record.answers if len(answer) > 1 and answer.lower() not in ("yes", "no")]
@@ -176,7 +176,7 @@ def sample_of_record(record: Record) -> Sample | None:
 
 
 def _as_words(answer: str) -> str:
-    """A pattern that does not match within a word, in scripts that put space between words."""
+    """A pattern that matches whole words only, in scripts with spaces between words."""
     before, after = (
         ("(?<![A-Za-z0-9])" if _LATIN.match(answer) else ""),
         ("(?![A-Za-z0-9])" if _LATIN.match(answer[-1]) else ""),
@@ -185,11 +185,11 @@ def _as_words(answer: str) -> str:
 
 
 class Candidates(NamedTuple):
-    """What documents can be asked about."""
+    """Sentences of documents about which questions can be written."""
 
     passages: list[str]
     sentences: list[Span]
-    """Number of the passage, start and end; none where there is one passage only."""
+    """Number of the passage, start and end. Empty if there is only one passage."""
 
     @classmethod
     def of(cls, engine: CacheClipEngine, documents: Sequence[tuple[Path, str]]) -> Candidates:
@@ -218,13 +218,12 @@ def samples_of_documents(
     seed: int = 0,
     kept: Kept | None = None,
 ) -> list[Sample]:
-    """Questions about sentences of documents, made by the engine's primary; the other chunks are passages from
-    anywhere.
+    """Questions about sentences of documents, written by the engine's primary. The other chunks are other passages.
 
-    The answer is the whole sentence, which nobody gives word for word: the samples have no ``parts``.
+    The answer is the whole sentence. No model repeats it word for word, so the samples have no ``parts``.
 
     Args:
-        kept: where what the primary wrote is looked up first, and written as it comes.
+        kept: folder of saved questions.
     """
     passages, sentences = candidates
     rng = random.Random(seed)
@@ -254,7 +253,9 @@ def samples_of_documents(
             found.append(Sample("document", chunks, question, sentence, (span,), (span,)))
     logger.info("%d questions were made from %d sentences", len(found), len(picked))
     if refused > len(found):
-        logger.warning("of %d sentences %d gave no question: the primary may be too small to ask", len(picked), refused)
+        logger.warning(
+            "the primary wrote no question for %d of %d sentences; it may be too small", refused, len(picked)
+        )
     return found
 
 

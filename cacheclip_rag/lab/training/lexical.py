@@ -1,4 +1,4 @@
-"""The selector that needs no model: words of the question, found in the text. What any learned one must beat."""
+"""A selector without a model: finds the question's words in the text. Every trained selector must be better."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How well scores find evidence, and how like a target they are. All over the tokens of a sample's chunks."""
+"""Measures of scores over a sample's chunk tokens: recall of evidence, and similarity to a target."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ _WINDOW = 8
 
 
 def chosen(scores: torch.Tensor, lengths: Sequence[int], ratio: float) -> torch.Tensor:
-    """What the default grouping takes (``Windows(8)``), for many scores at once.
+    """The choice of the default grouping (``Windows(8)``), for many scores at once.
 
-    Every token counts as much as the best run of 8 tokens, within its chunk, that contains it; ties go to the lower
-    index.
+    Tokens are ordered by the best run of 8 tokens in their chunk that contains them; ties go to the lower index.
 
     Args:
         scores: ``(..., num_tokens)``.
@@ -47,7 +46,7 @@ def chosen(scores: torch.Tensor, lengths: Sequence[int], ratio: float) -> torch.
 def chosen_sentences(
     scores: torch.Tensor, lengths: Sequence[int], sentences: Sequence[torch.Tensor], ratio: float
 ) -> torch.Tensor:
-    """What the grouping ``Sentences`` takes: whole sentences by their best token.
+    """The choice of the grouping ``Sentences``: whole sentences by their best token.
 
     Args:
         scores: ``(num_tokens,)``.
@@ -66,7 +65,7 @@ def token_recall(mask: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 
 def span_recall(mask: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Share of the runs of wanted tokens that are chosen to the last token."""
+    """Share of the runs of wanted tokens that are chosen completely."""
     edges = torch.diff(
         wanted.int(), prepend=torch.zeros(1, dtype=torch.int32), append=torch.zeros(1, dtype=torch.int32)
     )
@@ -76,7 +75,8 @@ def span_recall(mask: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 
 def rank_correlation(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Spearman's, of two ``(num_tokens,)``; equal values share the mean of their ranks. 0 where one is constant."""
+    """Spearman's rank correlation of two ``(num_tokens,)`` tensors; equal values share the mean of their ranks. 0 if
+    one is constant."""
     ranks = []
     for values in (one, other):
         _, number, counts = values.unique(return_inverse=True, return_counts=True)

@@ -1,6 +1,6 @@
-"""What the primary makes of a sample: whether full prefill answers it rightly, how far a method's answer is from it.
+"""Results of the primary on samples: whether full prefill answers rightly, and a method's distance from full prefill.
 
-Outcomes are kept in the working folder as they come, so that an interrupted run goes on where it was.
+Results are saved in the working folder at once, so that an interrupted run can continue.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from .prompts import segments_of
 __all__ = ["RATIO", "SELECTOR", "Asked", "answered_rightly", "capped_mean", "downstream"]
 
 RATIO = 0.2
-"""Recompute ratio of the methods, and share of the tokens that heads are ranked at."""
+"""Recompute ratio of the methods, and share of chosen tokens when heads are ranked."""
 SELECTOR = "cacheclip"
 """The method that uses a head set."""
 _ANSWER_TOKENS = 16
 _WHOLE_ANSWER_TOKENS = 40
-"""Room for the longest right answer of the package's own questions: a UUID."""
+"""Enough tokens for the longest right answer of the synthetic questions, a UUID."""
 _MOST_KL = 1.0
-"""No prompt counts more than this, nats: none may decide alone."""
+"""Largest KL that a prompt counts with, nats, so that no single prompt decides."""
 
 
 def capped_mean(kl: Sequence[float]) -> float:
-    """Mean KL, no prompt counting more than a nat."""
+    """Mean KL, with at most one nat per prompt."""
     return statistics.fmean(min(each, _MOST_KL) for each in kl)
 
 
 class Asked(NamedTuple):
-    """Samples that the primary is asked, to measure by."""
+    """Samples that the primary answers for measurements."""
 
     samples: list[Sample]
     num_right: int
-    """Those that full prefill answers rightly."""
+    """Number of samples that full prefill answers rightly."""
     num_open: int
-    """Those that have no short right answer to hold it to."""
+    """Number of samples without a short right answer."""
 
     @property
     def summary(self) -> str:
-        """How many of how many are answered rightly."""
+        """Numbers of rightly answered and of all samples."""
         said = f"{self.num_right} of {len(self.samples)}"
         return f"{said}, and {self.num_open} have no short right answer" if self.num_open else said
 
@@ -60,12 +60,11 @@ class Asked(NamedTuple):
 def answered_rightly(
     engine: CacheClipEngine, samples: Sequence[Sample], count: int, *, kept: Kept | None = None
 ) -> Asked:
-    """The first ``count`` samples to which full prefill's answer holds every part of the right one, each in one of its
-    wordings; where there are fewer, others fill up. How near a method comes to a wrong answer says little: there it
-    hangs by a hair.
+    """The first ``count`` samples that full prefill answers rightly (with every part, in one of its wordings). If there
+    are fewer, other samples fill up. The distance from a wrong answer says little, because small changes alter it.
 
-    Samples without parts, which are questions made from documents, count among the first without being asked: their
-    answer is a whole sentence, which no primary says word for word.
+    Samples without parts (questions about documents) are included without being asked, because no model repeats their
+    answer, a whole sentence, word for word.
     """
     if not count:
         return Asked([], 0, 0)
@@ -105,11 +104,11 @@ def downstream(
     """First-token KL and mean KL along full prefill's answer, for each set of heads and each sample.
 
     Args:
-        engine: keeps its chunk caches in memory; those of the samples are released.
+        engine: must keep chunk caches in memory; the samples' chunks are released.
         sets: head sets that score for :data:`SELECTOR`, or methods; those with a ratio are measured at ``ratio``.
-        kept: where each is looked up first, and written as it comes.
+        kept: folder of saved results.
     """
-    assert engine.config.store is None, "an engine to train with, not a user's own"
+    assert engine.config.store is None, "training needs an engine in memory, not a user's store"
     found: list[list[tuple[float, float]]] = [[] for _ in sets]
     if not samples:
         return found
@@ -122,7 +121,7 @@ def downstream(
                 measure = _measure(engine, sample, ratio) if None in known else None
                 for outcomes, heads, about, outcome in zip(found, sets, abouts, known, strict=True):
                     if outcome is None:
-                        assert measure is not None, "made where one is missing"
+                        assert measure is not None, "measure is set if a result is missing"
                         outcome = measure(heads)
                         if kept:
                             kept.keep_outcome(about, outcome)
@@ -137,7 +136,7 @@ def downstream(
 
 
 def _about(engine: CacheClipEngine, sample: Sample, heads: HeadSet | Method, ratio: float) -> dict[str, Any]:
-    """All that an outcome depends on, beside the engine's models."""
+    """Everything on which a result depends, except the engine's models."""
     return {
         "sample": sample.as_read(),
         "method": describe(_method(heads, ratio)),
@@ -153,7 +152,7 @@ def _method(heads: HeadSet | Method, ratio: float) -> Method:
 
 
 def _measure(engine: CacheClipEngine, sample: Sample, ratio: float) -> Callable[[HeadSet | Method], tuple[float, ...]]:
-    """Answers the sample by full prefill, and says of a set how far from that its answer is."""
+    """Answer the sample by full prefill; returns a function that measures the distance of a method's answer."""
     segments = segments_of(engine, sample)
     engine.prefixes.clear()
     full = engine.prefill(segments, method=preset("full"))

@@ -12,11 +12,11 @@ __all__ = ["record_of", "segments_of"]
 
 
 def record_of(sample: Sample, number: int = 0) -> Record:
-    """The sample as the laboratory asks it."""
+    """The sample as a record for the laboratory."""
     chunks = tuple(Passage("", chunk) for chunk in sample.chunks)
     return Record(f"{sample.family}/{number}", sample.family, sample.question, (sample.answer,), chunks, {})
 
 
 def segments_of(engine: CacheClipEngine, sample: Sample) -> list[Segment]:
-    """The sample's prompt; its chunks are known by what the engine holds."""
+    """The segments of the sample's prompt."""
     return ask(engine, record_of(sample)).segments

@@ -1,4 +1,4 @@
-"""What calibration and fine-tuning were worth, for people: Markdown, and one HTML page that needs nothing else."""
+"""Reports of calibration and fine-tuning: Markdown, and one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -30,10 +30,8 @@ Table = tuple[list[str], list[list[str]]]
 """Titles of columns, and rows."""
 
 _AS_USED = f"of head sets: {SELECTOR}"
-"""On the primary a head set is used as this method does, which spends half of its budget on the starts of chunks."""
-_SCORES_ALONE = (
-    f"What is found is by scores alone, without the starts of chunks that {SELECTOR} spends half of its budget on."
-)
+"""Method that uses the head sets on the primary. It spends half of its budget on chunk starts."""
+_SCORES_ALONE = f"Recall counts scores only, without the chunk starts on which {SELECTOR} spends half of its budget."
 
 _SHOWN_HEADS, _SHOWN_LAYERS = 8, 5
 _STYLE = """
@@ -47,7 +45,7 @@ th:first-child, td:first-child, .plain td { text-align: left; overflow-wrap: any
 
 
 def calibration_table(found: Calibration) -> Table:
-    """Candidates, the best marked."""
+    """Candidates, with the best candidate marked."""
     rows = []
     for each in found.candidates:
         rows.append(
@@ -69,12 +67,12 @@ def calibration_table(found: Calibration) -> Table:
 
 
 def calibration_note(found: Calibration) -> str:
-    """What stands under the table of candidates."""
+    """Note under the table of candidates."""
     return _note(found.heads.about.get("right"))
 
 
 def finetuning_note(found: FineTuning) -> str:
-    """What stands under the table of selectors."""
+    """Note under the table of selectors."""
     return _note(found.about.get("right"))
 
 
@@ -88,12 +86,12 @@ def _note(right: str | None) -> str:
 
 
 def ranking_tables(found: Calibration) -> dict[str, Table]:
-    """The best heads and the best layers, by title."""
+    """Tables of the best heads and the best layers, by title."""
     heads = [[f"{each.layer}.{each.head}", f"{each.recall:.3f}"] for each in found.ranking[:_SHOWN_HEADS]]
     layers = [[f"{each.layer}", f"{each.recall:.3f}"] for each in found.layers[:_SHOWN_LAYERS]]
     return {
-        "Best heads, each alone": (["layer.head", "evidence recall"], heads),
-        "Best layers, each by the mean of its heads": (["layer", "evidence recall"], layers),
+        "Best single heads": (["layer.head", "evidence recall"], heads),
+        "Best layers (mean of all heads)": (["layer", "evidence recall"], layers),
     }
 
 
@@ -135,7 +133,7 @@ def finetuning_table(found: FineTuning) -> Table:
 
 
 def calibration_json(found: Calibration) -> dict[str, Any]:
-    """One object for machines."""
+    """The result as a JSON object."""
     return {
         "chosen": found.chosen,
         "about": found.heads.about,
@@ -158,7 +156,7 @@ def calibration_json(found: Calibration) -> dict[str, Any]:
 
 
 def finetuning_json(found: FineTuning) -> dict[str, Any]:
-    """One object for machines."""
+    """The result as a JSON object."""
     return {
         "is_tuned": found.is_tuned,
         "is_accepted": found.is_accepted,
@@ -184,10 +182,10 @@ def finetuning_json(found: FineTuning) -> dict[str, Any]:
 
 
 def finetuning_verdict(found: FineTuning) -> str:
-    """What became of the tuned heads, and what the test questions say of them."""
+    """Verdict: which heads are kept, and their result on the test questions."""
     kept = "The tuned heads are kept."
     if not found.is_tuned:
-        kept = "The tuned heads were worth no more: those they began with are kept."
+        kept = "The tuned heads were not better: the initial heads are kept."
     shipped = any(each.name == SHIPPED for each in found.figures)
     no_worse, or_worse = (
         (", no worse than what comes with the package", ", worse than what comes with the package")
@@ -195,9 +193,9 @@ def finetuning_verdict(found: FineTuning) -> str:
         else ("", "")
     )
     said = {
-        True: " On the test questions the heads that are kept are better than the last layer as it comes, words alone "
+        True: " On the test questions, the kept heads are better than the untuned last layer, words alone "
         f"and EPIC{no_worse}, and find as much as the primary's own attention.",
-        False: " On the test questions the heads that are kept are not better than all of the last layer as it comes, "
+        False: " On the test questions, the kept heads are not better than all of the untuned last layer, "
         f"words alone and EPIC{or_worse}, or find less than the primary's own attention.",
         None: "",
     }
@@ -206,7 +204,7 @@ def finetuning_verdict(found: FineTuning) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Page:
-    """What a report says, in whatever format."""
+    """Content of a report, for any format."""
 
     title: str
     verdict: str
@@ -216,7 +214,7 @@ class _Page:
 
 
 def write_report(found: FineTuning, folder: Path) -> list[Path]:
-    """``report.md`` and ``report.html`` in ``folder``; their paths."""
+    """Write ``report.md`` and ``report.html`` into ``folder``; returns their paths."""
     models = f"{found.about['auxiliary']} for {found.about['primary']}"
     page = _Page(
         title=f"Fine-tuning of {models}",
@@ -241,17 +239,17 @@ def _epochs(history: Sequence[dict[str, float]]) -> Table:
 
 
 def _sections(about: dict[str, Any]) -> dict[str, Table]:
-    """Where it all comes from: data, settings, and whatever else decided the outcome."""
+    """Tables of data, settings, and other inputs of the result."""
     about = dict(about)
     families, files = about.pop("families"), about.pop("given_from")
     numbers = {
-        "samples": "questions written to learn from",
-        "given": "questions given to learn from",
-        "targets": "of all these, asked of the primary",
-        "tests": "questions to test by",
-        "prompts": "of those to measure by, asked of the primary",
-        "right": "of these, answered rightly by full prefill",
-        "held_out_right": "of those held out and asked, answered rightly",
+        "samples": "synthetic training questions",
+        "given": "given training questions",
+        "targets": "training questions with a target from the primary",
+        "tests": "test questions",
+        "prompts": "test questions asked of the primary",
+        "right": "test questions answered rightly by full prefill",
+        "held_out_right": "held-out questions answered rightly by full prefill",
         "seed": "seed",
     }
     data = [["questions and licence", about.pop("data")]]
@@ -259,7 +257,7 @@ def _sections(about: dict[str, Any]) -> dict[str, Table]:
     data += [["files given", ", ".join(files) or "none"]]
     data += [[title, str(about.pop(name))] for name, title in numbers.items() if name in about]
     settings = [[name, str(value)] for name, value in about.pop("settings").items()]
-    about.pop("prefix_ids", None)  # the system prompt in numbers
+    about.pop("prefix_ids", None)  # token ids of the system prompt
     rest = [[name, str(value)] for name, value in about.items()]
     return {
         "Data": (["data", ""], data),

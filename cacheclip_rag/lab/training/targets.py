@@ -1,5 +1,5 @@
-"""What an auxiliary model should find: the tokens of a prompt that the primary both attends to and holds stale; and
-what a method chooses of a sample."""
+"""Training targets of an auxiliary model: tokens that are attended to and stale in the primary. And the tokens that a
+method chooses."""
 
 from __future__ import annotations
 
@@ -25,16 +25,15 @@ from .prompts import segments_of
 __all__ = ["attended_and_stale", "attended_when_stale", "after_sinks", "chosen_by", "targets_of"]
 
 _RATIO = 0.5
-"""At any but 0 and 1 the method scores."""
+"""Any ratio except 0 and 1, at which methods score nothing."""
 
 
 def attended_and_stale(engine: CacheClipEngine, sample: Sample) -> torch.Tensor | None:
-    """Per token of the auxiliary, over all chunks side by side: the share of the primary's attention to stale values
-    that falls on it. ``(num_tokens,)`` float32, sum 1; None where nothing is stale.
+    """The target over the auxiliary's tokens of all chunks: ``(num_tokens,)`` float32, sum 1; None if nothing is stale.
 
-    ``u(t)`` is the mean over layers of ``A(t) * |dV(t)| / mean |V|`` (:mod:`cacheclip_rag.selection.scorers.oracle`),
-    carried over to the auxiliary's tokens by the characters they share. Costs two prefills of the primary and more.
-    ``engine`` keeps its chunk caches in memory: those of the sample are released.
+    It is the oracle's score, the mean over layers of ``A(t) * |dV(t)| / mean |V|``
+    (:mod:`cacheclip_rag.selection.scorers.oracle`), mapped to the auxiliary's tokens by characters. It costs more than
+    two prefills of the primary. ``engine`` must keep chunk caches in memory; the sample's chunks are released.
     """
     found = _rated(engine, sample, preset("oracle"))
     return found / found.sum() if found is not None and bool(found.any()) else None
@@ -43,8 +42,7 @@ def attended_and_stale(engine: CacheClipEngine, sample: Sample) -> torch.Tensor 
 def targets_of(
     engine: CacheClipEngine, samples: Sequence[Sample], asked: Sequence[int], kept: Kept
 ) -> dict[int, torch.Tensor | None]:
-    """:func:`attended_and_stale` of those ``samples`` whose numbers are ``asked``, by number; from the folder where it
-    is there."""
+    """:func:`attended_and_stale` of the ``samples`` with numbers ``asked``, by number; saved results are used."""
     found: dict[int, torch.Tensor | None] = {}
     if not asked:
         return found
@@ -62,7 +60,7 @@ def targets_of(
 
 
 def after_sinks(target: torch.Tensor | None, lengths: Sequence[int], sinks: int) -> torch.Tensor | None:
-    """The target without the first ``sinks`` tokens of every chunk, which nobody scores; None where nothing is left."""
+    """The target without the first ``sinks`` tokens of every chunk, which get no score; None if nothing is left."""
     if target is None:
         return None
     scored = torch.cat([torch.arange(length) >= sinks for length in lengths])
@@ -71,8 +69,8 @@ def after_sinks(target: torch.Tensor | None, lengths: Sequence[int], sinks: int)
 
 
 def attended_when_stale(engine: CacheClipEngine, sample: Sample, method: Method) -> torch.Tensor:
-    """The scores of a method that looks at the primary's cache as it is, handed over likewise; 0 throughout where
-    there is nothing to choose."""
+    """The scores of a method that reads the primary's stale cache, mapped to the auxiliary's tokens; all 0 if there is
+    nothing to choose."""
     found = _rated(engine, sample, method)
     if found is None:
         return torch.zeros(sum(len(engine.parts.auxiliary_caches.tokenize(chunk)) for chunk in sample.chunks))
@@ -80,8 +78,8 @@ def attended_when_stale(engine: CacheClipEngine, sample: Sample, method: Method)
 
 
 def _rated(engine: CacheClipEngine, sample: Sample, method: Method) -> torch.Tensor | None:
-    """``(num_tokens,)`` in the auxiliary's tokens: what a method scores; None where it scores nothing."""
-    assert engine.config.store is None, "an engine to train with, not a user's own"
+    """``(num_tokens,)``: a method's scores, mapped to the auxiliary's tokens; None if it scores nothing."""
+    assert engine.config.store is None, "training needs an engine in memory, not a user's store"
     by_text = _recorded(engine, sample, method, _RATIO, scores=True)
     if not by_text:
         return None
@@ -91,7 +89,7 @@ def _rated(engine: CacheClipEngine, sample: Sample, method: Method) -> torch.Ten
         if chunk in by_text:
             score, source = by_text[chunk]
             parts.append(spread_over(score.float(), source, offsets))
-        else:  # exact already, or so short that it is computed with the prompt
+        else:  # the chunk is exact, or so short that it is computed with the prompt
             parts.append(torch.zeros(len(offsets)))
     return torch.cat(parts)
 
@@ -99,8 +97,8 @@ def _rated(engine: CacheClipEngine, sample: Sample, method: Method) -> torch.Ten
 def chosen_by(
     engine: CacheClipEngine, sample: Sample, method: Method, ratio: float
 ) -> list[tuple[torch.Tensor, Offsets]]:
-    """Per chunk what a method recomputes: ``(num_tokens,)`` bool in the primary's tokens, and where these stand in the
-    text. What is exact already, or computed with the prompt, counts as recomputed."""
+    """Per chunk the tokens that a method recomputes, ``(num_tokens,)`` bool of the primary's tokens, and the tokens'
+    character offsets. Exact chunks, and chunks computed with the prompt, count as recomputed."""
     by_text = _recorded(engine, sample, method, ratio, scores=False)
     found = []
     for chunk in sample.chunks:
@@ -112,9 +110,9 @@ def chosen_by(
 def _recorded(
     engine: CacheClipEngine, sample: Sample, method: Method, ratio: float, *, scores: bool
 ) -> dict[str, tuple[torch.Tensor, Offsets]]:
-    """By text of the chunk the scores of a method or what it selects, and the offsets of the chunk's tokens; empty
-    where there is nothing to choose. What comes after it is not computed; chunks that were not there are released."""
-    assert isinstance(method, Recompute), "a method that scores tokens"
+    """By chunk text, a method's scores or masks, and the offsets of the chunk's tokens; empty if there is nothing to
+    choose. The recompute itself is skipped. Chunks that were not stored before are released."""
+    assert isinstance(method, Recompute), "the method must score tokens"
     recording = _Recording(method.at(ratio), scores, name=method.name)
     missing = [chunk for chunk in sample.chunks if not engine.is_stored(chunk)]
     engine.precompute(sample.chunks, method=recording)
@@ -129,16 +127,16 @@ def _recorded(
 
 
 class _Recorded(Exception):
-    """Nothing went wrong: what was to be seen was seen."""
+    """Ends a prefill after the scores or masks are recorded; not an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Recording(Method):
-    """Keeps what another method scores or selects, and ends there."""
+    """Records the scores or masks of another method, and ends the prefill."""
 
     inner: Recompute
     scores: bool
-    """True keeps scores, False masks."""
+    """True: record scores; False: record masks."""
     found: dict[str, tuple[torch.Tensor, Offsets]] = field(default_factory=dict, compare=False)
 
     @property

@@ -1,9 +1,9 @@
 """Fine-tuning of a head set: weights of its heads, and low-rank updates of the last layer in use. Plain torch.
 
-The paper (arXiv:2510.10129v1, section 3.5) only says that the auxiliary is fine-tuned. The loss is for a quarter the
-marginal likelihood of the evidence, ``-log sum_E p(t)``, and else ``KL(target || p)`` where the primary told what it
-attends to and holds stale, as DeepSeek-V3.2 (arXiv:2512.02556) trains its indexer on the attention it stands in for.
-Everything below the last layer in use is frozen: only what is looked for may change.
+The paper (arXiv:2510.10129v1, section 3.5) only says that the auxiliary is fine-tuned. A quarter of our loss is the
+marginal likelihood of the evidence, ``-log sum_E p(t)``. The rest is ``KL(target || p)``; the target is the primary's
+attention to stale tokens. DeepSeek-V3.2 (arXiv:2512.02556) trains its indexer on attention in the same way. All layers
+below the last layer in use are frozen.
 """
 
 from __future__ import annotations
@@ -44,34 +44,34 @@ _HELD_OUT = 5
 _FIT_STEPS = 300
 _MOST_HEADS = 16
 _MOST_GRADIENT = 1.0
-"""Norm that gradients are clipped to."""
+"""Largest norm of gradients; larger ones are clipped."""
 _SAME = 1e-3
-"""Shares found that differ by less are the same."""
+"""Shares that differ by less than this count as equal."""
 
 
 @dataclass(frozen=True, slots=True)
 class TuningSettings:
-    """How to train. Senseless ones raise ConfigurationError."""
+    """Settings of training. Invalid values raise ConfigurationError."""
 
     rank: int = 8
-    """Of the low-rank updates."""
+    """Rank of the low-rank updates."""
     learning_rate: float = 1e-3
-    """Of AdamW, above 0."""
+    """Learning rate of AdamW, above 0."""
     weight_decay: float = 0.01
-    """Pulls the updates towards nothing."""
+    """Weight decay of the updates."""
     batch: int = 8
-    """Samples a step."""
+    """Samples per step."""
     epochs: int = 60
     """At most."""
     patience: int = 10
-    """Epochs after which training ends if none of them found more of what is wanted in held-out samples (or, of as
-    much, had a lower loss)."""
+    """Training ends after so many epochs without improvement: a higher share found in held-out samples, or an equal
+    share and a lower loss."""
     target_weight: float = 0.75
-    """Share of the loss that is the KL to the target, on average over samples, however few have one."""
+    """Mean share of the KL to the target in the loss, independent of the number of samples with a target."""
     ratio: float = 0.2
-    """Share of the tokens that what is found in held-out samples is measured at."""
+    """Share of chosen tokens when held-out samples are measured."""
     sinks: int = 4
-    """Tokens at the start of each chunk that nobody scores."""
+    """First tokens of each chunk that get no score."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -90,36 +90,36 @@ class TuningSettings:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trainee:
-    """A sample to train on: what the head set's heads see, and what they should."""
+    """A training sample: attention of the head set's heads, evidence and target."""
 
     lengths: tuple[int, ...]
     fixed: torch.Tensor
-    """``(num_lower_heads, num_tokens)``: scores of the heads below the last layer in use, which do not change."""
+    """``(num_lower_heads, num_tokens)``: fixed scores of the heads below the last layer in use."""
     last: LastLayer
     evidence: torch.Tensor
     """``(num_tokens,)`` bool."""
     target: torch.Tensor | None = None
-    """``(num_tokens,)``, sum 1: attended and stale in the primary; None where it was not asked."""
+    """``(num_tokens,)``, sum 1: attended and stale in the primary; None if the primary was not asked."""
 
     @classmethod
     def of(cls, seen: Seen, heads: HeadSet, target: torch.Tensor | None = None) -> Trainee:
-        """From a look at the layers of a head set that kept the last of them."""
+        """Make a training sample from recorded attention of a head set's layers, with queries and keys of the last."""
         assert seen.last is not None, "training needs queries and keys of the last layer in use"
         lower = [seen.scores[seen.layers.index(of), head] for of, head in heads.heads if of != heads.layers[-1]]
         fixed = torch.stack(lower) if lower else torch.zeros(0, seen.scores.shape[-1])
         last = seen.last
         tables = None if last.tables is None else (last.tables[0].clone(), last.tables[1].clone())
-        # clones: autograd refuses what was made in inference mode
+        # clones, because autograd refuses tensors made in inference mode
         last = replace(last, queries=last.queries.clone(), keys=last.keys.clone(), tables=tables)
         return cls(seen.lengths, fixed.clone(), last, seen.evidence.clone(), None if target is None else target.clone())
 
 
 def check_trainable(runtime: ModelRuntime, heads: HeadSet) -> None:
-    """Raise ModelError for what training does not compute as the model does, or a set that was trained already."""
+    """Raise ModelError if training cannot compute the model's attention, or the head set was trained already."""
     config = runtime.model.config
     heads.check(runtime)
     if heads.is_updated:
-        raise ModelError("the head set was fine-tuned already. Begin with one of 'cacheclip calibrate'.")
+        raise ModelError("the head set was fine-tuned already. Start from a head set of 'cacheclip calibrate'.")
     layers = getattr(config, "layer_types", None) or []
     slides = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
     special = {
@@ -130,7 +130,7 @@ def check_trainable(runtime: ModelRuntime, heads: HeadSet) -> None:
     found = [name for name, value in special.items() if value]
     if found:
         raise ModelError(
-            f"model {runtime.name!r} has {' and '.join(found)}, which fine-tuning does not compute. Calibrate it "
+            f"model {runtime.name!r} has {' and '.join(found)}, which fine-tuning does not support. Calibrate it "
             "('cacheclip calibrate'), or fine-tune another auxiliary model."
         )
 
@@ -138,11 +138,13 @@ def check_trainable(runtime: ModelRuntime, heads: HeadSet) -> None:
 def loss_of(
     scores: torch.Tensor, evidence: torch.Tensor, target: torch.Tensor | None, target_weight: float, scale: float = 1.0
 ) -> torch.Tensor:
-    """``(1 - w) * -log sum_E p(t) + w * scale * KL(target || p)``, the first part alone without a target; ``scale`` 0
-    says that no sample has one, and that the first part is all.
+    """``(1 - w) * -log sum_E p(t) + w * scale * KL(target || p)``. Without a target, only the first term is used. With
+    ``scale`` 0 (no sample has a target), the first term has weight 1.
 
     Args:
-        scores: ``(num_tokens,)``, sum 1; ``evidence`` likewise, bool; ``target`` likewise, sum 1 or 0.
+        scores: ``(num_tokens,)``, sum 1.
+        evidence: ``(num_tokens,)`` bool.
+        target: ``(num_tokens,)``, sum 1 or 0.
     """
     found = scores.clamp(min=1e-9)
     likelihood = -found[evidence].sum().log()
@@ -155,7 +157,7 @@ def loss_of(
 
 
 def target_scale(targets: Sequence[torch.Tensor | None]) -> float:
-    """What makes up for samples without a target; 0 where none has one."""
+    """Factor that compensates for samples without a target; 0 if no sample has a target."""
     asked = sum(target is not None and bool(target.any()) for target in targets)
     return len(targets) / asked if asked else 0.0
 
@@ -163,11 +165,11 @@ def target_scale(targets: Sequence[torch.Tensor | None]) -> float:
 def fitted(
     seen: Sequence[Seen], targets: Sequence[torch.Tensor | None], auxiliary_sha256: str, settings: TuningSettings
 ) -> HeadSet:
-    """The heads that together come nearest to what is wanted, and how much each counts: what training begins with.
+    """The heads whose weighted sum is nearest to the targets: the initial head set of training.
 
     Args:
-        seen: looks at all layers that may be used.
-        targets: as in :attr:`Trainee.target`, one for each.
+        seen: recorded attention of all layers that may be used.
+        targets: as in :attr:`Trainee.target`, one per sample.
     """
     layers, (_, num_heads, _) = seen[0].layers, seen[0].scores.shape
     scale = target_scale(targets)
@@ -188,13 +190,13 @@ def fitted(
 
 
 class Tuned(torch.nn.Module):
-    """A head set with parameters. Untrained it scores like the set it comes from."""
+    """A head set with trainable parameters. Before training, it scores like the initial head set."""
 
     def __init__(
         self, heads: HeadSet, num_heads: int, num_kv_heads: int, head_dim: int, settings: TuningSettings
     ) -> None:
         super().__init__()
-        assert not heads.is_updated, "training begins with heads as they come"
+        assert not heads.is_updated, "training needs an initial head set without updates"
         self.heads, self.settings = heads, settings
         self.target_scale = 1.0
         self.groups = num_heads // num_kv_heads
@@ -207,7 +209,7 @@ class Tuned(torch.nn.Module):
 
     @property
     def last_heads(self) -> list[int]:
-        """Heads in use of the last layer in use; they come last in the set."""
+        """Used heads of the last layer in use; they come last in the set."""
         return [head for layer, head in self.heads.heads if layer == self.heads.layers[-1]]
 
     def forward(self, sample: Trainee) -> torch.Tensor:
@@ -220,7 +222,7 @@ class Tuned(torch.nn.Module):
         return LowRank(self.get_parameter(f"{name}_down"), self.get_parameter(f"{name}_up"))
 
     def _last_layer(self, sample: Trainee) -> torch.Tensor:
-        """``(num_last_heads, num_tokens)``: means over question tokens of a softmax over all chunks."""
+        """``(num_last_heads, num_tokens)``: a softmax over all chunks, mean over question tokens."""
         last = sample.last
         queries, keys = self._update("queries"), self._update("keys")(last.keys)
         logits, start = [], 0
@@ -243,7 +245,7 @@ class Tuned(torch.nn.Module):
         return loss_of(self(sample), sample.evidence, sample.target, self.settings.target_weight, self.target_scale)
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """Parameters for the optimizer: the mix is not pulled towards nothing."""
+        """Parameters for the optimizer, without weight decay for the heads' weights."""
         updates = [parameter for name, parameter in self.named_parameters() if name != "mix"]
         return [
             {"params": [self.mix], "weight_decay": 0.0},
@@ -251,7 +253,7 @@ class Tuned(torch.nn.Module):
         ]
 
     def head_set(self, about: dict[str, Any] | None = None) -> HeadSet:
-        """What was learned, to be saved; an update of nothing is left out."""
+        """The trained head set; zero updates are left out."""
         updates = [
             LowRank(update.down.detach().clone(), update.up.detach().clone()) if bool(update.up.any()) else None
             for update in map(self._update, ("queries", "keys"))
@@ -269,7 +271,7 @@ class Tuned(torch.nn.Module):
 
 @dataclass(slots=True)
 class TrainingState:
-    """Where training stands after an epoch; enough to go on from."""
+    """State of training after an epoch, from which training can continue."""
 
     epoch: int
     parameters: dict[str, torch.Tensor]
@@ -280,8 +282,8 @@ class TrainingState:
 
 
 class Learner(Protocol):
-    """What :func:`train` trains: a module that scores the tokens of a sample (which has ``lengths``, ``evidence`` and
-    ``target``), and has a loss for it."""
+    """A module that :func:`train` can train: it scores the tokens of a sample (with ``lengths``, ``evidence`` and
+    ``target``) and computes its loss."""
 
     target_scale: float
 
@@ -302,16 +304,16 @@ def train(
     state: TrainingState | None = None,
     after_epoch: Callable[[TrainingState], None] = lambda _: None,
 ) -> TrainingState:
-    """Train until no more is found in held-out samples for a while; the learner ends as it was at its best.
+    """Train until held-out samples do not improve any more. The learner ends with its best parameters.
 
     Args:
-        state: to go on from.
-        after_epoch: called after each epoch, to keep where training stands.
+        state: state from which to continue.
+        after_epoch: called with the state after each epoch.
 
     Returns:
         The last state. Its ``history`` has for each epoch ``epoch``, ``loss`` (mean over samples), ``held_out_found``
-        (share of what is wanted: of the evidence, and where there is a target, by its weight, of as much of the target
-        as so many tokens can have) and ``held_out_loss``; epoch 0 is before training.
+        and ``held_out_loss``; epoch 0 is before training. ``held_out_found`` is the found share of the evidence, mixed
+        by the target's weight with the found share of the target (relative to the most that as many tokens can have).
     """
     settings = learner.settings
     learner.target_scale = target_scale([each.target for each in samples])
@@ -331,7 +333,7 @@ def train(
         for start in range(0, len(order), settings.batch):
             batch = order[start : start + settings.batch]
             optimizer.zero_grad()
-            for number in batch:  # one at a time: memory for one
+            for number in batch:  # one sample at a time saves memory
                 loss = learner.loss(samples[number]) / len(batch)
                 loss.backward()  # type: ignore[no-untyped-call,unused-ignore]
                 total += float(loss.detach()) * len(batch)
@@ -358,8 +360,8 @@ def _held_out(learner: Learner, samples: Sequence[Any]) -> dict[str, float]:
 
 @torch.no_grad()
 def _found(learner: Learner, samples: Sequence[Any]) -> float:
-    """Mean share of what is wanted among the tokens that the default grouping would take: of the evidence, and of as
-    much of the target as so many tokens can have."""
+    """Mean share of evidence and target that the default grouping would take; see ``held_out_found`` in
+    :func:`train`."""
     settings, total = learner.settings, 0.0
     for each in samples:
         mask = chosen(learner(each).cpu(), each.lengths, settings.ratio)
@@ -373,8 +375,9 @@ def _found(learner: Learner, samples: Sequence[Any]) -> float:
 
 
 def _is_better(history: Sequence[dict[str, float]], best_epoch: int) -> bool:
-    """Whether the last epoch finds more than the best before it. What is within a thousandth of the most that any epoch
-    found is the same, and the loss decides: of the most, not of the best, or many small losses would add up."""
+    """Whether the last epoch is better than the best epoch before. Shares within a thousandth of the highest share so
+    far count as equal, and then the loss decides. The highest share is used, not the best epoch's, because many small
+    decreases would add up."""
     last, best = history[-1], history[best_epoch]
     most = max(each["held_out_found"] for each in history)
     if last["held_out_found"] > best["held_out_found"] + _SAME:
@@ -383,11 +386,11 @@ def _is_better(history: Sequence[dict[str, float]], best_epoch: int) -> bool:
 
 
 def learning_and_held_out(count: int) -> tuple[list[int], list[int]]:
-    """Numbers of the samples to learn from, and of every fifth, which says when to stop."""
+    """Numbers of the training samples, and of every fifth sample, which is held out."""
     return [n for n in range(count) if n % _HELD_OUT], list(range(0, count, _HELD_OUT))
 
 
 def spaced(numbers: Sequence[int], count: int) -> list[int]:
-    """``count`` of them, or as many as there are, evenly spread."""
+    """``count`` of the numbers, evenly spread; all of them if there are fewer."""
     count = min(count, len(numbers))
     return [numbers[round(n * (len(numbers) - 1) / max(1, count - 1))] for n in range(count)]
