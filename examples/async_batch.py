@@ -1,4 +1,5 @@
-"""Many questions at once, asynchronously, with every answer's statistics. Answers are those of asking one by one."""
+"""Many questions at once with async calls, and the statistics of each answer. The answers equal those of single
+calls."""
 
 from __future__ import annotations
 

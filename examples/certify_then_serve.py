@@ -1,5 +1,5 @@
-"""First proof, then service: certify models and method on these very weights, then serve with an engine that refuses to
-reuse anything without that certificate, and compares a share of its answers with full prefill."""
+"""Certify models and method, then serve with an engine that requires the certificate and compares a share of its
+answers with full prefill."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def main() -> None:
     try:
         answer = engine.generate(prompt, SamplingParams(max_tokens=20))
         print(f"at ratio {ratio}: {answer.text!r} by {answer.stats.method}, {answer.stats.hits} hits")
-    except CertificateError as error:  # a quick certificate is enough only where it says 'exact'
+    except CertificateError as error:  # a quick certificate suffices only for the verdict 'exact'
         print(f"refused: {error}")
     engine.wait_for_observers()
     print({name: value for name, value in engine.metrics.snapshot().items() if "shadow" in name})

@@ -1,5 +1,5 @@
-"""A chat with memory over documents: LlamaIndex's own chat engine. Retrieved chunks come from the store, and what two
-turns begin with alike (the conversation so far) from the exact prefix cache."""
+"""A chat with memory over documents, with LlamaIndex's chat engine. KV of retrieved chunks comes from the store; KV of
+the conversation so far comes from the exact prefix cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the examples share: which models, where the store lies, and MiniLM in both frameworks' terms.
+"""Shared parts of the examples: models, store folder, and the embedding model for both frameworks.
 
 ``PRIMARY``, ``AUXILIARY`` (hub ids or folders), ``STORE`` and ``CORPUS`` in the environment choose others; the packaged
 models are the default because they need no model hub. One chunk-cache store serves all
@@ -21,14 +21,14 @@ PRIMARY = os.environ.get("PRIMARY", "qwen2.5-coder-0.5b")
 AUXILIARY = os.environ.get("AUXILIARY", "smollm2-135m")
 STORE = os.environ.get("STORE", str(HERE.parent / ".demo" / "examples"))
 FILES = ("apache-2.0.txt", "mpl-2.0.txt")
-"""Of the corpus: two licences are enough to show the way."""
+"""Two licences of the corpus, enough for the examples."""
 DIMENSIONS = 384
 
 _embedder = Embedder()  # all-MiniLM-L6-v2 by sentence-transformers, its weights from the package index
 
 
 class LlamaIndexMiniLM(BaseEmbedding):
-    """The embedding model in LlamaIndex's terms."""
+    """The embedding model for LlamaIndex."""
 
     def _get_text_embedding(self, text: str) -> list[float]:
         return [float(x) for x in _embedder.embed([text])[0]]
@@ -44,7 +44,7 @@ class LlamaIndexMiniLM(BaseEmbedding):
 
 
 class LangChainMiniLM(Embeddings):
-    """The same in LangChain's."""
+    """The embedding model for LangChain."""
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
         return [[float(x) for x in row] for row in _embedder.embed(texts)]

@@ -1,7 +1,8 @@
 """From documents to a faster first token: ingest a folder, then ask through LlamaIndex and through LangChain.
 
-Both chains are stock; all that is ours in them is the language model. Each answer is shown beside the one that ordinary
-prefill gives to the same prompt: where both are wrong, the small model is, not the reuse. Run it with ``make demo``.
+Both chains are the frameworks' own; only the language model is CacheClip's. Each answer is printed with the answer of
+plain prefill to the same prompt: if both are wrong, the small model is the cause, not the reuse. Run it with
+``make demo``.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def main() -> None:
 
 
 def show(pieces: Iterator[str | Outcome]) -> Outcome:
-    """Print an answer as it streams, then what it took and its sources."""
+    """Print an answer while it streams, then its time to the first token and its sources."""
     for piece in pieces:
         if isinstance(piece, str):
             print(piece, end="", flush=True)
@@ -81,7 +82,7 @@ def show(pieces: Iterator[str | Outcome]) -> Outcome:
 
 
 def show_full(engine: CacheClipEngine, outcome: Outcome) -> None:
-    """Answer the same prompt once more by ordinary prefill, of all its tokens."""
+    """Answer the same prompt by plain prefill of all tokens."""
     print("  full  ", end="", flush=True)
     for event in engine.stream(outcome[0], SamplingParams(max_tokens=MAX_TOKENS), method="full"):
         print(event.text, end="", flush=True)
@@ -93,7 +94,7 @@ def show_full(engine: CacheClipEngine, outcome: Outcome) -> None:
 
 
 class LibraryEmbedding(BaseEmbedding):
-    """The library's sentence-transformers model, in LlamaIndex's terms."""
+    """The library's sentence-transformers model for LlamaIndex."""
 
     def _get_text_embedding(self, text: str) -> list[float]:
         return [float(x) for x in embedder.embed([text])[0]]
@@ -109,7 +110,7 @@ class LibraryEmbedding(BaseEmbedding):
 
 
 class LastChat(BaseEventHandler):
-    """Keeps the last chat that reached the language model: LlamaIndex's own instrumentation carries our statistics."""
+    """Keeps the last chat of the language model. LlamaIndex's instrumentation carries our statistics."""
 
     messages: Messages = []
     stats: dict[str, Any] = {}
@@ -147,7 +148,7 @@ def ask_llama_index(question: str) -> Iterator[str | Outcome]:
 
 
 class LibraryRetriever(BaseRetriever):
-    """The library's FAISS index, in LangChain's terms."""
+    """The library's FAISS index for LangChain."""
 
     def _get_relevant_documents(self, query: str, **_: Any) -> list[Document]:
         found = library.search(embedder.embed([query]), TOP_K)
@@ -155,7 +156,7 @@ class LibraryRetriever(BaseRetriever):
 
 
 class LastMessage(BaseCallbackHandler):
-    """Keeps the last chat that reached the language model: LangChain's own callbacks carry our statistics."""
+    """Keeps the last chat of the language model. LangChain's callbacks carry our statistics."""
 
     def __init__(self) -> None:
         self.messages: Messages = []
@@ -189,7 +190,7 @@ def label(path: str, ordinal: int) -> str:
 
 
 def print_table(engine: CacheClipEngine, outcomes: list[Outcome]) -> None:
-    """Every other prompt that was answered above, once more by each method, side by side: medians."""
+    """Measure every other prompt from above with each method, and print medians."""
     outcomes = outcomes[::2]
     print(f"Measuring {len(outcomes)} of these prompts with each method, ordinary prefill among them ...", flush=True)
     one_token = SamplingParams(max_tokens=1)
@@ -197,7 +198,7 @@ def print_table(engine: CacheClipEngine, outcomes: list[Outcome]) -> None:
     for number, (messages, _, _) in enumerate(outcomes, 1):
         print(f"  prompt {number} of {len(outcomes)}", flush=True)
         for method, stats in rows.items():
-            engine.prefixes.clear()  # or what one method computed would be there for the next
+            engine.prefixes.clear()  # otherwise the next method would find this method's KV
             stats.append(engine.generate(messages, one_token, method=method).stats.to_dict())
     table = Table(title=f"{engine.config.primary} + {engine.config.auxiliary}, {len(outcomes)} prompts, medians")
     for column in ("method", "TTFT", "against full", "effective ratio", "tokens reused", "tokens recomputed"):

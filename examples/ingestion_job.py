@@ -1,5 +1,5 @@
-"""An ingestion job, as cron would run it: what will it take, do what changed, say what was done. Kill it and run it
-again: it goes on where it was. The same from the shell: ``cacheclip ingest examples/corpus --store … [--dry-run]``."""
+"""An ingestion job for cron: estimates the cost, ingests changed documents, prints a report. A killed job can be run
+again and continues. In the shell: ``cacheclip ingest examples/corpus --store … [--dry-run]``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LangChain's quickstart, with chunk caches: split, index incrementally, ask through a retrieval chain."""
+"""LangChain's quickstart with chunk caches: split, index incrementally, ask with a retrieval chain."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def main() -> None:
     documents = [Document((CORPUS / name).read_text(), metadata={"source": name}) for name in FILES]
     chunks = RecursiveCharacterTextSplitter(chunk_size=1000, chunk_overlap=0).split_documents(documents)
     inner = InMemoryVectorStore(LangChainMiniLM())  # any vector store will do
-    store = CacheClipVectorStore(inner, llm)  # documents that are added are precomputed, deleted ones are released
+    store = CacheClipVectorStore(inner, llm)  # precomputes added documents and releases deleted documents
     records = InMemoryRecordManager("licences")
     records.create_schema()
     options = {"cleanup": "incremental", "source_id_key": "source", "key_encoder": "blake2b"}

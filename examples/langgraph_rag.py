@@ -1,5 +1,5 @@
-"""Retrieve, then answer: a LangGraph of two steps. The documents travel in the graph's state, and to the model beside
-the prompt: those that were never precomputed are stored after their first answer."""
+"""A LangGraph of two steps: retrieve, answer. The graph's state holds the documents, and the model gets them beside the
+prompt. Documents that were never precomputed are stored after their first answer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def main() -> None:
     builder.add_edge("retrieve", "respond")
     builder.add_edge("respond", END)
     graph = builder.compile()
-    for _ in range(2):  # the second time the chunks are there
+    for _ in range(2):  # the second time, the chunks are stored
         message = graph.invoke({"question": "What must be done with modified files?"})["answer"]
         stats = message.response_metadata["cacheclip"]
         print(f"{message.content}\n  hits {stats['hits']}, misses {stats['misses']}")

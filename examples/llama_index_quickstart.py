@@ -1,5 +1,5 @@
-"""LlamaIndex's quickstart, with chunk caches: read, split, precompute, index in FAISS, ask. Run it twice: the second
-time nothing is computed, and the first token of the first answer is already fast."""
+"""LlamaIndex's quickstart with chunk caches: read, split, precompute, index in FAISS, ask. Run it twice: the second run
+computes no chunk, and its first answer is fast."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ llm = CacheClipLLM(primary=PRIMARY, auxiliary=AUXILIARY, store=STORE, max_tokens
 
 def main() -> None:
     documents = SimpleDirectoryReader(input_files=[CORPUS / name for name in FILES]).load_data()
-    for document in documents:  # paths and dates would be part of what the model reads, and of the chunk's identity
+    for document in documents:  # the model would read paths and dates as part of the chunk
         document.excluded_llm_metadata_keys = list(document.metadata)
     index = VectorStoreIndex.from_documents(
         documents,

@@ -6,8 +6,8 @@
     -Settings.llm = HuggingFaceLLM(model_name="Qwen/Qwen2.5-Coder-0.5B-Instruct")
     +Settings.llm = CacheClipLLM(model_name="Qwen/Qwen2.5-Coder-0.5B-Instruct", store="my-store")
 
-The rest stays as it is. Nodes that were indexed before are not precomputed yet, and prompts are plain prefill until one
-call has done it, once.
+Nothing else changes. Nodes that were indexed before are not precomputed yet: one call precomputes them. Until then,
+their prompts are answered by plain prefill.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main() -> None:
     index = VectorStoreIndex.from_documents(documents)
     engine = index.as_query_engine(similarity_top_k=3)
     print(engine.query("What is a Larger Work?"))
-    # -- once, for what was indexed before --------------------------------------------------------------------
+    # -- once, for nodes that were indexed before -------------------------------------------------------------
     CacheClipTransform.from_llm(Settings.llm)(list(index.docstore.docs.values()))
     print(engine.query("What is Covered Software?"))
 

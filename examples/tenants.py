@@ -1,5 +1,5 @@
-"""Several tenants on one machine, one store and one copy of the weights: none sees, times or evicts by name what is
-another's. A text that two of them have is stored twice."""
+"""Several tenants share one machine, one store and one copy of the weights. No tenant can see or release another
+tenant's chunks, or detect them by timing. A text of two tenants is stored twice."""
 
 from __future__ import annotations
 

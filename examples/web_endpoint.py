@@ -1,6 +1,6 @@
 """A streaming web endpoint (FastAPI). Serve it: ``uvicorn web_endpoint:app``, then
-``curl -N 'localhost:8000/ask?question=What+is+a+Larger+Work'``. The model works in a thread of its own: the event loop
-goes on serving while tokens are computed."""
+``curl -N 'localhost:8000/ask?question=What+is+a+Larger+Work'``. The model runs in a separate thread, so that the event
+loop stays responsive."""
 
 from __future__ import annotations
 

@@ -312,7 +312,7 @@ def check_certificate(config: EngineConfig, method: Method, identity: Identity) 
     if config.require_certificate:
         raise CertificateError(f"{message}; or set require_certificate=False, or use method 'full'.")
     if why == _NEVER_CERTIFIED:
-        _warn_once(_NOT_CERTIFIED, "answers were not compared with full prefill on this machine: run cacheclip certify")
+        _warn_once(_NOT_CERTIFIED, "how close answers are to full prefill was not measured here: run cacheclip certify")
         logger.info(message)
     else:
         _warn_once((identity, why), message)

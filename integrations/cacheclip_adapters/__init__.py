@@ -1,4 +1,4 @@
-"""What the adapters for LlamaIndex and LangChain share."""
+"""Shared parts of the adapters for LlamaIndex and LangChain."""
 
 from __future__ import annotations
 

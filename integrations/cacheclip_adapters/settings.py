@@ -1,7 +1,5 @@
 """Settings of the framework adapters: one list of fields for LlamaIndex and LangChain, with the engine's names and
-defaults.
-
-Only adapters import this module. It needs pydantic, which both frameworks bring along.
+defaults. It needs pydantic, which both frameworks install.
 """
 
 from __future__ import annotations

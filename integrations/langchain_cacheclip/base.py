@@ -1,4 +1,4 @@
-"""What both LangChain models share: their settings, and how they call the engine."""
+"""Shared parts of both LangChain models: settings, and calls of the engine."""
 
 from __future__ import annotations
 
@@ -34,36 +34,36 @@ __all__ = [
 
 
 class ContextTooLongError(PromptTooLongError, ContextOverflowError):
-    """A prompt or a document with more tokens than the model's context, as LangChain's own code catches it."""
+    """A prompt or document is longer than the model's context. LangChain's code catches this as its own error."""
 
 
 class LangChainFields(ModelFields):
-    """The shared settings, and what LangChain asks of any model made from them."""
+    """The adapters' shared settings, and methods that LangChain expects of every model."""
 
     @model_validator(mode="after")
     def _set_cacheclip_version(self) -> Self:
-        """Traces say which version answered, from the LangChain on that keeps versions."""
+        """Record this package's version for traces, if this version of LangChain supports it."""
         if hasattr(self, "_add_version"):
             self._add_version("cacheclip-rag", __version__)
         return self
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        """Everything that changes the output: LangChain's response cache is keyed by it."""
+        """Everything that changes the output. LangChain's response cache uses it as a key."""
         config = {**asdict(self._full_config()), "method": str(self.method)}
         sampling = {name: getattr(self, name) for name in self._sampling_names()}
-        # LangChain writes the call's own stop strings over a key named "stop"
+        # LangChain overwrites a key named "stop" with the call's stop strings
         stop = {"stop_sequences": sampling.pop("stop")}
         return {"model_name": config.pop("primary"), **config, **sampling, **stop}
 
     def get_token_ids(self, text: str) -> list[int]:
-        """Token ids of ``text`` in the primary's own tokenizer; loads the model."""
+        """Token ids of ``text`` in the primary's tokenizer. Loads the model."""
         return list(self.engine.primary.tokenize(text).ids)
 
     def _bind(
         self, prompt: Any, stop: list[str] | None, options: dict[str, Any], carried: Sequence[Document | str] = ()
     ) -> Callable[[], Iterator[Event]]:
-        """The engine's stream, ready to run: everything is checked now, the engine is touched where it is run."""
+        """A function that starts the engine's stream. Options are checked now; the engine is used when it is called."""
         options = {name: value for name, value in options.items() if name != "stream"}
         given = _texts([*_listed(options.pop("documents", None) or ()), *carried])
         if stop is not None:
@@ -80,12 +80,12 @@ class LangChainFields(ModelFields):
         deque(self._precomputing(documents), maxlen=0)
 
     async def _aprecompute(self, documents: Iterable[Document]) -> None:
-        """The same in a thread of its own; cancelled, it stops at the next document."""
+        """Like :meth:`_precompute`, in a separate thread. A cancelled call stops at the next document."""
         async for _ in iterate_in_thread(lambda: self._precomputing(documents)):
             pass
 
     def _precomputing(self, documents: Iterable[Document]) -> Iterator[None]:
-        """Store the KV of those that hold text, and of those with an id where it comes from."""
+        """Store the KV of documents that are not blank, and the sources of documents with an id."""
         engine = self.engine
         with langchain_errors():
             for document in documents:
@@ -97,13 +97,13 @@ class LangChainFields(ModelFields):
                 yield
 
     def _stored_tokens(self, answer: Answer) -> int:
-        """Tokens of chunks that were missing, and are stored after the answer."""
+        """Tokens of missing chunks that are stored after the answer."""
         stores = self._engine_config().on_miss == "store" and not self.engine.primary.unsupported
         return answer.stats.missed_tokens if stores else 0
 
 
 def ending(answer: Answer) -> dict[str, Any]:
-    """What metadata says of a finished answer."""
+    """Response metadata of a finished answer."""
     return {"finish_reason": answer.finish_reason, "cacheclip": answer.stats.to_dict()}
 
 
@@ -115,13 +115,12 @@ def last_answer(events: Iterable[Event]) -> Answer:
 
 
 async def last_answer_async(events: Callable[[], Iterator[Event]]) -> Answer:
-    """The same in a thread of its own; cancelled, it stops before the next token."""
+    """Like :func:`last_answer`, in a separate thread. A cancelled call stops before the next token."""
     return last_answer([event async for event in iterate_in_thread(events)])
 
 
 def origin(document: Document) -> tuple[str, str]:
-    """Where its chunk cache comes from: the document's id, and the ``source`` in its metadata, which it is a part of;
-    each may be empty."""
+    """Source and document of a chunk: the document's id, and the ``source`` in its metadata. Each may be empty."""
     return document.id or "", str(document.metadata.get("source") or "")
 
 
@@ -130,8 +129,8 @@ def _listed(documents: Iterable[Document | str] | Document | str) -> list[Docume
 
 
 def _texts(documents: Iterable[Document | str]) -> dict[str, list[tuple[str, str]]]:
-    """The texts of ``documents``, blank ones left out, each with the origins of those that have an id. Raises
-    ConfigurationError for anything else."""
+    """The texts of ``documents`` without blank texts, each with the sources of documents that have an id. Raises
+    ConfigurationError for other types."""
     found: dict[str, list[tuple[str, str]]] = {}
     for document in documents:
         if not isinstance(document, Document | str):
@@ -146,7 +145,7 @@ def _texts(documents: Iterable[Document | str]) -> dict[str, list[tuple[str, str
 
 @contextmanager
 def langchain_errors() -> Iterator[None]:
-    """What LangChain has an error of its own for is that too."""
+    """Turn PromptTooLongError into :class:`ContextTooLongError`."""
     try:
         yield
     except PromptTooLongError as error:

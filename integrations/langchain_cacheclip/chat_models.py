@@ -1,4 +1,4 @@
-"""The chat model: LangChain's four ways to ask, over one engine."""
+"""The chat model: LangChain's four calls (sync, async, streaming and not) on one engine."""
 
 from __future__ import annotations
 
@@ -32,47 +32,48 @@ _PASSED_OVER = {
     *("reasoning", "thinking", "redacted_thinking", "tool_call", "tool_call_chunk", "invalid_tool_call", "tool_use"),
     *("input_json_delta", "function_call", "server_tool_call", "server_tool_call_chunk", "server_tool_result"),
 }
-"""Content blocks that say how a message came about: a message's calls stand in its ``tool_calls`` as well."""
+"""Content blocks without text for the prompt: reasoning, and tool calls, which are also in ``tool_calls``."""
 
 
 class ChatCacheClip(LangChainFields, BaseChatModel):
-    """A local chat model whose prompts reuse the precomputed KV of the documents found in them.
+    """A local chat model that reuses the precomputed KV of documents found in its prompts.
 
-    Stock chains need nothing but this model: texts that were precomputed once (by :class:`CacheClipVectorStore`,
-    :class:`CacheClipDocumentTransformer`, or ``llm.engine.precompute(texts, method=llm.method)``) are recognised in
-    whatever prompt arrives. Reused tokens are in ``usage_metadata["input_token_details"]["cache_read"]``, the fusion
-    statistics in ``response_metadata["cacheclip"]``; streams carry both on the last chunk.
+    Existing chains only need this model. Precompute documents once with :class:`CacheClipVectorStore`,
+    :class:`CacheClipDocumentTransformer` or ``llm.engine.precompute(texts, method=llm.method)``; the model then finds
+    them in every prompt. ``usage_metadata["input_token_details"]["cache_read"]`` counts reused tokens, and
+    ``response_metadata["cacheclip"]`` holds the fusion statistics. In streams, the last chunk has both.
 
     Each call accepts ``max_tokens`` (or ``max_new_tokens``), ``temperature``, ``top_p``, ``stop``, ``method``,
-    ``recompute_ratio``, ``seed``, ``question`` (the words that choose what is recomputed; default all text behind the
-    last chunk, the template's among it), and ``documents``: Documents or strings known to be in the prompt, so that
-    they are stored even if they were never precomputed. Messages may carry them too: ``text-plain`` blocks, a tool
-    message's ``artifact``, ``additional_kwargs["documents"]``, and text blocks with an ``id`` of your own (of system,
-    human and tool messages; what the last human message ends with is the question). What is stored of a document with
-    an id is released with it (:class:`CacheClipVectorStore`). The async calls run the model in a thread of its own;
-    cancelled, it stops before the next token.
+    ``recompute_ratio``, ``seed``, ``question`` (text that scores the chunks; default all text after the last chunk),
+    and ``documents`` (Documents or strings known to be in the prompt; they are stored even if they were never
+    precomputed). Messages may also carry documents: in ``text-plain`` blocks, in a tool message's ``artifact``, in
+    ``additional_kwargs["documents"]``, and in text blocks with your own ``id`` in system, human and tool messages. The
+    last block of the last human message is the question, not a document. A stored document with an id is released
+    together with this id (:class:`CacheClipVectorStore`). Async calls run the model in a separate thread; a cancelled
+    call stops before the next token.
 
-    The constructor only checks settings; weights load at the first call, and models with equal settings share them.
-    A message's text is read, its reasoning is not, and other content is refused. The model calls no tools
-    (``bind_tools`` is not there). Tool messages are read as the chat template writes them, the calls they answer as
-    JSON between ``<tool_call>`` and ``</tool_call>``: the way of Hermes and Qwen models, whatever the model.
+    The constructor only checks settings. Weights load at the first call, and models with equal settings share them.
+    The model reads the text of messages, ignores reasoning, and refuses other content. It cannot call tools, so there
+    is no ``bind_tools``. Tool messages are rendered by the chat template. Earlier tool calls are written as JSON
+    between ``<tool_call>`` and ``</tool_call>``, the format of Hermes and Qwen models, for all models.
 
     Raises:
         ConfigurationError: an unknown field or call option, a value out of range, or a message that is not text.
-        PromptTooLongError: the prompt does not fit the model's context; LangChain's ``ContextOverflowError`` too.
+        PromptTooLongError: the prompt does not fit the model's context. The error is also LangChain's
+            ``ContextOverflowError``.
 
     >>> llm = ChatCacheClip(primary="qwen2.5-coder-0.5b", store="my-store")
     >>> llm.invoke("How tall is the Eiffel Tower?").content
     """
 
     streaming: bool = False
-    """Whether ``invoke`` streams inside, so that callbacks see tokens."""
+    """Whether ``invoke`` streams internally, so that callbacks get tokens."""
     timeout: float | None = None
-    """Accepted because chains pass it; a local model has no request to time out."""
+    """Ignored; accepted because chains pass it."""
     max_retries: int | None = None
-    """Accepted because chains pass it; a local model has no request to repeat."""
+    """Ignored; accepted because chains pass it."""
     api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
-    """Accepted because chains pass it; a local model needs none."""
+    """Ignored; accepted because chains pass it."""
 
     @property
     def _llm_type(self) -> str:
@@ -83,11 +84,11 @@ class ChatCacheClip(LangChainFields, BaseChatModel):
         return False
 
     def _resolve_model_profile(self) -> ModelProfile | None:
-        """What agents and trimmers ask. The context where it is known without loading the model."""
+        """Profile for agents and trimmers. It has the context length if this is known without loading the model."""
         profile = ModelProfile(text_inputs=True, text_outputs=True, image_inputs=False, tool_calling=False)
         try:
             tokens = known_context(self.primary)
-        except (OSError, ValueError):  # said where the model is loaded
+        except (OSError, ValueError):  # loading the model reports the reason
             tokens = None
         return {**profile, "max_input_tokens": tokens} if tokens else profile
 
@@ -141,7 +142,7 @@ class ChatCacheClip(LangChainFields, BaseChatModel):
     ) -> Callable[[], Iterator[Event]]:
         return self._bind(_messages(messages), stop, options, _carried(messages))
 
-    # -- answers as LangChain has them --------------------------------------------------------------------------
+    # -- LangChain's result types -------------------------------------------------------------------------------
 
     def _result(self, answer: Answer) -> ChatResult:
         metadata = {"model_name": self.primary, **ending(answer)}
@@ -151,7 +152,8 @@ class ChatCacheClip(LangChainFields, BaseChatModel):
         return ChatResult(generations=[ChatGeneration(message=message)])
 
     def _chunks(self, events: Callable[[], Iterator[Event]]) -> Iterator[ChatGenerationChunk]:
-        """Chunks add up: what must not be added twice is on the first (name) or on the last (counts) only."""
+        """LangChain adds chunks up, so the model's name is on the first chunk only, and counts on the last chunk
+        only."""
         metadata: dict[str, Any] = {"model_name": self.primary}
         for event in events():
             message = AIMessageChunk(content=event.text, response_metadata=metadata)
@@ -174,7 +176,7 @@ def _usage(answer: Answer, stored: int) -> UsageMetadata:
 
 
 def _messages(messages: Sequence[BaseMessage]) -> list[dict[str, str]]:
-    """Messages as the engine takes them. Raises ConfigurationError for unknown roles and for content without text."""
+    """Messages in the engine's format. Raises ConfigurationError for unknown roles and for content without text."""
     return [{"role": _role(message), "content": _content(message)} for message in messages]
 
 
@@ -191,7 +193,7 @@ def _role(message: BaseMessage) -> str:
 
 
 def _content(message: BaseMessage) -> str:
-    """The text of a message, block by block; documents and calls stand in paragraphs of their own."""
+    """The text of a message, block by block. Documents and tool calls are separate paragraphs."""
     paragraphs = [""]
     for block in _blocks(message):
         kind = block.get("type")
@@ -202,14 +204,14 @@ def _content(message: BaseMessage) -> str:
         elif kind not in _PASSED_OVER:
             raise ConfigurationError(
                 f"ChatCacheClip reads text only, got a block of type {kind!r} in a message of type {message.type!r}. "
-                "Leave it out, or put its text in a text block."
+                "Leave the block out, or put its text in a text block."
             )
     for call in getattr(message, "tool_calls", None) or ():
         written = json.dumps({"name": call["name"], "arguments": call["args"]}, ensure_ascii=False)
         paragraphs.append(f"<tool_call>\n{written}\n</tool_call>")
     text = "\n\n".join(filter(None, paragraphs))
     if message.content and not text:
-        raise ConfigurationError(f"ChatCacheClip reads text only, got a message of type {message.type!r} without any.")
+        raise ConfigurationError(f"ChatCacheClip reads text only, got a message of type {message.type!r} without text.")
     return text
 
 
@@ -219,7 +221,7 @@ def _blocks(message: BaseMessage) -> list[dict[str, Any]]:
 
 
 def _carried(messages: Sequence[BaseMessage]) -> list[Document | str]:
-    """Retrieved documents that messages carry beside their content, or as it."""
+    """Retrieved documents that messages carry in or beside their content."""
     asking = next((message for message in reversed(messages) if _role(message) == "user"), None)
     found: list[Document | str] = []
     for message in messages:
@@ -234,17 +236,17 @@ def _carried(messages: Sequence[BaseMessage]) -> list[Document | str]:
 
 
 def _document_of(block: dict[str, Any], *, is_text_one: bool) -> list[Document | str]:
-    """The document that a block holds, if any. ``is_text_one``: whether one of text with an id does."""
+    """The document in a block, if any. ``is_text_one``: whether a text block with an id is a document."""
     identity = str(block.get("id") or "")
     if identity.startswith(LC_AUTO_PREFIX):
-        identity = ""  # LangChain's own, of a block made without one
+        identity = ""  # LangChain gives blocks without an id its own
     if block.get("type") == "text-plain" or (block.get("type") == "text" and identity and is_text_one):
         return [Document(block.get("text") or "", id=identity or None)]
     return []
 
 
 def _documents_in(carrier: Any) -> list[Document | str]:
-    """Documents and strings out of whatever a tool or a chain attached; all else is not for us."""
+    """Documents and strings that a tool or a chain attached; other objects are ignored."""
     if isinstance(carrier, dict):
         carrier = carrier.get("documents")
     several = carrier if isinstance(carrier, list | tuple) else [carrier]

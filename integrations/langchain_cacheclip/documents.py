@@ -1,4 +1,4 @@
-"""Documents on their way to the model: a transformer that precomputes them, and a chain that says which they are."""
+"""A document transformer that precomputes documents, and a chain that passes documents to the model."""
 
 from __future__ import annotations
 
@@ -31,36 +31,36 @@ _CONTENT = PromptTemplate.from_template("{page_content}")
 class CacheClipDocumentTransformer(BaseDocumentTransformer):
     """Precomputes documents on their way into a store, and returns them unchanged.
 
-    Put it behind the splitter: what is stored is each document's ``page_content`` as it is then, for the method of the
-    model. Deletions do not pass a transformer: call ``llm.engine.release(sources=names)``. A name is the ``source`` in
-    the documents' metadata, for all that came of it, or a document's id where it has one (splitters give none). Where
-    the vector store is a :class:`CacheClipVectorStore`, which precomputes and releases by itself, leave this out.
+    Put it after the splitter: it stores each document's ``page_content``, with the chunk context of the model's method.
+    A transformer does not see deletions: call ``llm.engine.release(sources=names)``. A name is the ``source`` in the
+    documents' metadata, or the id of a single document (splitters give no ids). A :class:`CacheClipVectorStore`
+    precomputes and releases documents itself and does not need this transformer.
 
     Args:
-        llm: the model that will read them.
+        llm: the model that will read the documents.
     """
 
     def __init__(self, llm: LangChainFields) -> None:
         self.llm = llm
 
     def transform_documents(self, documents: Sequence[Document], **kwargs: Any) -> Sequence[Document]:
-        """Precompute those that hold text.
+        """Precompute documents that are not blank.
 
         Raises:
-            PromptTooLongError: a document longer than the model's context; it is LangChain's ``ContextOverflowError``
-                too.
+            PromptTooLongError: a document is longer than the model's context. The error is also LangChain's
+                ``ContextOverflowError``.
         """
         self.llm._precompute(map(_named, documents))
         return documents
 
     async def atransform_documents(self, documents: Sequence[Document], **kwargs: Any) -> Sequence[Document]:
-        """The same in a thread of its own; cancelled, it stops at the next document."""
+        """Like :meth:`transform_documents`, in a separate thread. A cancelled call stops at the next document."""
         await self.llm._aprecompute(map(_named, documents))
         return documents
 
 
 def _named(document: Document) -> Document:
-    """What has no id goes by what it came of."""
+    """A document with an id: its own, else the ``source`` in its metadata."""
     source, whole = origin(document)
     return document if source or not whole else document.model_copy(update={"id": whole})
 
@@ -75,26 +75,26 @@ def create_cacheclip_documents_chain(
     document_variable_name: str = "context",
     question_variable_name: str = "input",
 ) -> Runnable[dict[str, Any], Any]:
-    """As ``create_stuff_documents_chain``, with the documents handed to the model beside the prompt: those that were
-    never precomputed are stored after their first answer.
+    """Like ``create_stuff_documents_chain``, but also passes the documents to the model. Documents that were never
+    precomputed are stored after their first answer.
 
     Args:
-        llm: a :class:`ChatCacheClip` or :class:`CacheClipLLM`, bound, configured or with fallbacks as you like: models
-            of other makers among these get the prompt alone.
-        prompt: with the variable ``document_variable_name``.
-        output_parser: default a string.
-        document_prompt: how a document is written; default its ``page_content``. What else it writes (a title, a
+        llm: a :class:`ChatCacheClip` or :class:`CacheClipLLM`, also bound, configured or with fallbacks. Fallback
+            models of other kinds get the prompt only.
+        prompt: must have the variable ``document_variable_name``.
+        output_parser: default: parse to a string.
+        document_prompt: template of one document; default its ``page_content``. Other text in the template (a title, a
             page) is ordinary text around the chunk.
-        question_variable_name: the user's words among the inputs, which choose what is recomputed; where there is none
-            such, all text behind the documents does.
+        question_variable_name: input with the user's question, which scores the chunks. If it is missing, all text
+            after the documents scores them.
 
     Raises:
-        ConfigurationError: a prompt without the variable of the documents.
+        ConfigurationError: the prompt lacks the variable ``document_variable_name``.
     """
     if document_variable_name not in prompt.input_variables:
         raise ConfigurationError(
             f"the prompt needs the variable {document_variable_name!r} for the documents, got "
-            f"{prompt.input_variables}. Add it, or name another by document_variable_name."
+            f"{prompt.input_variables}. Add it, or name another variable with document_variable_name."
         )
     writing = document_prompt or _CONTENT
     parser: BaseOutputParser[Any] = output_parser or StrOutputParser()
@@ -114,7 +114,7 @@ def create_cacheclip_documents_chain(
 
 
 def _told(llm: Runnable[Any, Any], about: dict[str, Any]) -> Runnable[Any, Any]:
-    """``llm`` with what is known of the prompt for what of it is ours: another model would not know these words."""
+    """``llm`` with the arguments ``about`` bound to our models only: other models would refuse them."""
 
     def with_parts(**parts: Any) -> Runnable[Any, Any]:
         copied: Runnable[Any, Any] = llm.model_copy(update=parts)  # type: ignore[attr-defined]

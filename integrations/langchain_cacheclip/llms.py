@@ -1,4 +1,4 @@
-"""The text model: a prompt in, its continuation out; for base models, and for chains that want a string."""
+"""The text model, for base models and for chains that need a string."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ __all__ = ["CacheClipLLM"]
 
 
 class CacheClipLLM(LangChainFields, BaseLLM):
-    """A local model as a text model: stored documents are found in its prompts as in :class:`ChatCacheClip`'s.
+    """A local text model that reuses the precomputed KV of documents found in its prompts, like :class:`ChatCacheClip`.
 
-    A model with a chat template is asked by one user message. Fusion statistics are in
-    ``generation_info["cacheclip"]``. Calls accept what those of the chat model do.
+    For a model with a chat template, the prompt is one user message. Fusion statistics are in
+    ``generation_info["cacheclip"]``. Calls accept the same options as the chat model's calls.
 
     Raises:
         ConfigurationError: an unknown field or call option, or a value out of range.
-        PromptTooLongError: the prompt does not fit the model's context; LangChain's ``ContextOverflowError`` too.
+        PromptTooLongError: the prompt does not fit the model's context. The error is also LangChain's
+            ``ContextOverflowError``.
 
     >>> CacheClipLLM(primary="smollm2-135m", store="my-store").invoke("The Eiffel Tower is 330 metres tall.")
     """

@@ -1,4 +1,4 @@
-"""Any vector store, with chunk caches that come and go with its documents."""
+"""A wrapper around any vector store that precomputes added documents and releases deleted documents."""
 
 from __future__ import annotations
 
@@ -25,20 +25,22 @@ __all__ = ["CacheClipVectorStore"]
 
 
 class CacheClipVectorStore(VectorStore):
-    """Wraps a vector store: documents added are precomputed for a model, documents deleted are released, unless another
-    document holds the same text. Searches are the wrapped store's.
+    """Wraps a vector store. Added documents are precomputed for a model. Deleted documents are released, unless another
+    document has the same text. The wrapped store does the searches.
 
-    With ``langchain_core.indexing.index`` and a record manager, ingestion is incremental: unchanged documents are not
-    touched, changed ones replace their caches. Documents are precomputed, then added, then older texts under their ids
-    are released. So nothing is added of a batch in which a document is too long, and a run killed in the middle goes on
-    where it was when it is repeated: what is precomputed is found by its content.
+    With ``langchain_core.indexing.index`` and a record manager, ingestion is incremental: only new and changed
+    documents are processed. Documents are precomputed, then added; then older texts under their ids are released. So a
+    batch with a document that is too long adds nothing, and a killed run can be repeated: precomputed documents are
+    found by their content.
 
     Args:
         store: any vector store.
-        llm: the :class:`ChatCacheClip` or :class:`CacheClipLLM` that will read the documents, by its ``method``.
+        llm: the :class:`ChatCacheClip` or :class:`CacheClipLLM` that will read the documents; its ``method`` decides
+            the chunk context.
 
     Raises:
-        PromptTooLongError: a document longer than the model's context; it is LangChain's ``ContextOverflowError`` too.
+        PromptTooLongError: a document is longer than the model's context. The error is also LangChain's
+            ``ContextOverflowError``.
 
     >>> store = CacheClipVectorStore(InMemoryVectorStore(embeddings), llm)
     >>> index(documents, record_manager, store, cleanup="incremental", source_id_key="source", key_encoder="blake2b")
@@ -48,7 +50,7 @@ class CacheClipVectorStore(VectorStore):
         self.store, self.llm = store, llm
 
     def __getattr__(self, name: str) -> Any:
-        """Whatever else the wrapped store has (``save_local``)."""
+        """Other attributes of the wrapped store, such as ``save_local``."""
         if name.startswith("__") or "store" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self.store, name)
@@ -96,12 +98,12 @@ class CacheClipVectorStore(VectorStore):
         return await asyncio.to_thread(self._settled, added, documents)
 
     def plan(self, documents: Iterable[Document]) -> IngestPlan:
-        """What adding these would take: ``chunks`` (documents with text), ``computed`` (those not stored yet),
-        ``tokens``, ``bytes`` of their KV and ``seconds``, by the speed of a few that it computes; embeddings come on
-        top. Nothing is stored or added.
+        """Estimate the cost of adding documents: ``chunks`` (documents that are not blank), ``computed`` (documents
+        that are not stored), ``tokens``, ``bytes`` of their KV, and ``seconds``. Embeddings are not included. A few
+        documents are computed for timing; nothing is stored or added.
 
         Raises:
-            PromptTooLongError: a document longer than the model's context.
+            PromptTooLongError: a document is longer than the model's context.
         """
         from cacheclip_rag.ingest.plan import IngestPlan, price
 
@@ -112,8 +114,8 @@ class CacheClipVectorStore(VectorStore):
         return plan
 
     def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
-        """Delete documents, and release their chunk caches. Without ``ids`` the wrapped store says what that means, and
-        nothing is released."""
+        """Delete documents and release their chunk caches. Without ``ids``, the wrapped store decides what to delete,
+        and nothing is released."""
         done = self.store.delete(ids, **kwargs)
         self._release(ids)
         return done
@@ -124,8 +126,8 @@ class CacheClipVectorStore(VectorStore):
         return done
 
     def _settled(self, ids: list[str], documents: Sequence[Document]) -> list[str]:
-        """Release older texts under the same ids, which nobody finds any more, and remember the new ones alone."""
-        from cacheclip_rag.prompt.segments import normalise_chunk  # its package loads torch
+        """Release older texts under the same ids, which the store no longer holds."""
+        from cacheclip_rag.prompt.segments import normalise_chunk  # imported late, because its package loads torch
 
         engine, texts = self.llm.engine, [document.page_content for document in documents]
         engine.release(sources=ids, keep=texts)
@@ -206,14 +208,14 @@ class CacheClipVectorStore(VectorStore):
         store: VectorStore | None = None,
         **kwargs: Any,
     ) -> Self:
-        """A store of these texts.
+        """Make a store and add texts.
 
         Args:
-            llm: required.
-            store: to wrap; default ``InMemoryVectorStore(embedding)``.
+            llm: the model that will read the texts; required.
+            store: the store to wrap; default ``InMemoryVectorStore(embedding)``.
         """
         if llm is None:
-            raise ConfigurationError("CacheClipVectorStore precomputes for a model: name it by llm=ChatCacheClip(...).")
+            raise ConfigurationError("CacheClipVectorStore needs a model: pass llm=ChatCacheClip(...).")
         made = cls(store if store is not None else InMemoryVectorStore(embedding), llm)
         made.add_texts(texts, metadatas, ids=ids, **kwargs)
         return made
@@ -221,7 +223,7 @@ class CacheClipVectorStore(VectorStore):
 
 def _documents(texts: list[str], metadatas: list[dict[str, Any]] | None, ids: list[str] | None) -> list[Document]:
     if metadatas is not None and len(metadatas) != len(texts):
-        raise ConfigurationError(f"metadatas must be one a text, got {len(metadatas)} for {len(texts)} texts.")
+        raise ConfigurationError(f"expected one metadata per text, got {len(metadatas)} for {len(texts)} texts.")
     found = [
         Document(text, metadata=each or {}) for text, each in zip(texts, metadatas or [{}] * len(texts), strict=True)
     ]
@@ -232,5 +234,5 @@ def _with_ids(documents: Sequence[Document], ids: Sequence[str | None] | None) -
     if not ids:
         return list(documents)
     if len(ids) != len(documents):
-        raise ConfigurationError(f"ids must be one a text, got {len(ids)} for {len(documents)} texts.")
+        raise ConfigurationError(f"expected one id per text, got {len(ids)} for {len(documents)} texts.")
     return [document.model_copy(update={"id": each}) for document, each in zip(documents, ids, strict=True)]

@@ -272,7 +272,7 @@ def test_messages_that_cannot_be_read_are_refused(llm: ChatCacheClip) -> None:
     ):
         with pytest.raises(ConfigurationError, match=f"reads text only, got a block of type '{block['type']}'"):
             llm.invoke([HumanMessage([text, block])])
-    with pytest.raises(ConfigurationError, match="'ai' without any"):
+    with pytest.raises(ConfigurationError, match="'ai' without text"):
         llm.invoke([HumanMessage(PROMPT), AIMessage([{"type": "reasoning", "reasoning": "Hm."}])])
 
 

@@ -145,7 +145,7 @@ class TestOrder:
     def test_one_id_and_one_metadata_a_text(self, store: CacheClipVectorStore, documents: list[Document]) -> None:
         with pytest.raises(ConfigurationError, match="got 1 for 2 texts"):
             store.add_documents(documents[:2], ids=["a"])
-        with pytest.raises(ConfigurationError, match="metadatas must be one a text, got 1 for 2"):
+        with pytest.raises(ConfigurationError, match="expected one metadata per text, got 1 for 2"):
             store.add_texts(["a", "b"], [{}])
 
     def test_by_the_file_too(self, store: CacheClipVectorStore, llm: ChatCacheClip, documents: list[Document]) -> None:

@@ -528,5 +528,5 @@ class TestDeletion:
         ours.delete_document("missing", raise_error=False)
 
     def test_wrong_stores_are_refused(self, llm: CacheClipLLM) -> None:
-        with pytest.raises(ConfigurationError, match="goes over a KVDocumentStore .* got dict"):
+        with pytest.raises(ConfigurationError, match="wraps a KVDocumentStore .* got dict"):
             CacheClipDocumentStore({}, llm)  # type: ignore[arg-type]

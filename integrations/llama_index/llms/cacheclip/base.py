@@ -1,4 +1,4 @@
-"""The language model: LlamaIndex's eight ways to ask, over one engine."""
+"""The language model: LlamaIndex's eight calls on one engine."""
 
 from __future__ import annotations
 
@@ -37,14 +37,15 @@ if TYPE_CHECKING:
     from cacheclip_rag import Answer, Event, FusionStats
 
 Origins = Mapping[str, Sequence[tuple[str, str]]]
-"""Texts, and what each comes from: ``(node id, ref_doc_id)`` pairs, ``""`` where there is no document."""
+"""Texts with their ``(node id, ref_doc_id)`` pairs; ``""`` if a node has no document."""
 
 __all__ = ["CacheClipLLM"]
 
 dispatcher = get_dispatcher(__name__)
 
 _PASSED_OVER = {"ThinkingBlock", "ToolCallBlock", "CachePoint"}
-"""Blocks by name, since older versions of LlamaIndex lack some: what another model thought or called, and marks."""
+"""Names of blocks without text for the prompt: reasoning, tool calls, marks. By name, because older versions of
+LlamaIndex lack some of these classes."""
 _ROLES = {
     MessageRole.SYSTEM: "system",
     MessageRole.DEVELOPER: "system",
@@ -56,20 +57,18 @@ _ROLES = {
 
 
 class CacheClipLLM(ModelFields, CustomLLM):
-    """A local model whose prompts reuse the precomputed KV of the chunks found in them.
+    """A local model that reuses the precomputed KV of chunks found in its prompts.
 
-    Stock query engines and synthesizers need nothing but this LLM: texts that were precomputed once, with
-    :class:`CacheClipTransform` or ``llm.engine.precompute``, are recognised in whatever prompt arrives.
-    Responses carry token counts in ``raw["usage"]`` and the fusion statistics in ``additional_kwargs["cacheclip"]``;
-    streams carry both on the last chunk.
+    Existing query engines and synthesizers only need this LLM. Precompute texts once with :class:`CacheClipTransform`
+    or ``llm.engine.precompute``; the LLM then finds them in every prompt. Responses have token counts in
+    ``raw["usage"]`` and fusion statistics in ``additional_kwargs["cacheclip"]``. In streams, the last chunk has both.
 
     Each call accepts ``max_tokens`` (or ``max_new_tokens``), ``temperature``, ``top_p``, ``stop``, ``method``,
-    ``recompute_ratio``, ``seed``, ``question`` (the words that choose what is recomputed; default all text behind the
-    last chunk, the template's among it), and ``documents``: texts known to be in the prompt, so that they are stored
-    even if they were never precomputed; as a mapping to ``(node id, ref_doc_id)`` pairs, so that they are released with
-    these. Every answer emits a :class:`CacheClipFusionEvent`. The async calls run the model in a thread of its own,
-    which stops before the next token when the task is cancelled. Messages are rendered with the model's own chat
-    template; ``messages_to_prompt`` is not used.
+    ``recompute_ratio``, ``seed``, ``question`` (text that scores the chunks; default all text after the last chunk),
+    and ``documents`` (texts known to be in the prompt; they are stored even if they were never precomputed). If
+    ``documents`` maps texts to ``(node id, ref_doc_id)`` pairs, the texts are released with these nodes. Every answer
+    emits a :class:`CacheClipFusionEvent`. Async calls run the model in a separate thread, which stops before the next
+    token if the task is cancelled. The model's chat template renders messages; ``messages_to_prompt`` is not used.
 
     Raises:
         ConfigurationError: an unknown field or call option, a value out of range, or a message that is not text.
@@ -80,37 +79,38 @@ class CacheClipLLM(ModelFields, CustomLLM):
     """
 
     context_window: int | None = None
-    """Tokens of prompt and answer; None takes the model's own."""
+    """Tokens of prompt and answer; None: the model's context."""
     is_chat_model: bool = True
-    """Whether LlamaIndex sends messages rather than one text."""
+    """Whether LlamaIndex sends messages instead of one text."""
 
     _nodes: Origins = PrivateAttr(default_factory=dict)
-    """Texts known to be in the prompts, and the nodes they come from."""
+    """Texts known to be in the prompts, and their nodes."""
     _question: str | None = PrivateAttr(default=None)
-    """What the prompts ask, where it is known."""
+    """The question of the prompts, if it is known."""
 
     @classmethod
     def class_name(cls) -> str:
         return "CacheClipLLM"
 
     def with_nodes(self, nodes: Origins, *, question: str | None = None) -> Self:
-        """This LLM, knowing that its prompts hold these texts, each mapped to the ``(node id, ref_doc_id)`` pairs that
-        it comes from. Those never precomputed are stored after their first answer, and released with these nodes.
+        """A copy of this LLM for prompts that contain the texts of these nodes. Texts that were never precomputed are
+        stored after their first answer, and released with these nodes.
 
         Args:
-            question: the user's words, which choose what is recomputed.
+            nodes: texts, each with its ``(node id, ref_doc_id)`` pairs.
+            question: the user's question, which scores the chunks.
         """
         llm = self.model_copy()
         llm._nodes, llm._question = dict(nodes), question
         return llm
 
     def _shared_system_prompt(self) -> str | None:
-        # LlamaIndex sends it as a system message to chat models; to others it is pasted before the text
+        # LlamaIndex sends it to chat models as a system message, and pastes it before the text for other models
         return self.system_prompt if self.is_chat_model else None
 
     @property
     def metadata(self) -> LLMMetadata:
-        """Context window, answer length and name; loads no weights and opens no connection."""
+        """Context window, answer length and name. Loads no weights and opens no connection."""
         return LLMMetadata(
             context_window=self.context_window or known_context(self.primary) or DEFAULT_CONTEXT_WINDOW,
             num_output=self.max_tokens,
@@ -178,7 +178,7 @@ class CacheClipLLM(ModelFields, CustomLLM):
         return answer
 
     def _events(self, prompt: Any, options: dict[str, Any]) -> Callable[[], Iterator[Event]]:
-        """The stream's maker: options are checked now, the engine is touched where the maker is called."""
+        """A function that starts the stream. Options are checked now; the engine is used when it is called."""
         documents = options.pop("documents", None) or ()
         arguments = self._call_arguments(options)
         if arguments["question"] is None:
@@ -200,7 +200,7 @@ class CacheClipLLM(ModelFields, CustomLLM):
 
 
 def _messages(messages: Sequence[ChatMessage]) -> list[dict[str, str]]:
-    """Messages as the engine takes them. Raises ConfigurationError for tool messages and for content without text."""
+    """Messages in the engine's format. Raises ConfigurationError for tool messages and for content without text."""
     return [{"role": _role(message), "content": _content(message)} for message in messages]
 
 
@@ -218,14 +218,14 @@ def _content(message: ChatMessage) -> str:
     kinds = {type(block).__name__ for block in message.blocks if not isinstance(block, TextBlock)} - _PASSED_OVER
     if kinds:
         raise ConfigurationError(
-            f"CacheClipLLM reads text only, got a message with {', '.join(sorted(kinds))}. Leave that out, or describe "
+            f"CacheClipLLM reads text only, got a message with {', '.join(sorted(kinds))}. Leave it out, or describe "
             "it in words."
         )
     return message.content or ""
 
 
 def _merged(nodes: Origins, documents: str | Iterable[str] | Origins) -> Origins:
-    """What is known of the prompts and of this one: texts, and all that each comes from."""
+    """Texts known for all prompts and for this prompt, each with all of its nodes."""
     from cacheclip_rag.prompt.segments import chunk_texts
 
     if not isinstance(documents, Mapping):
@@ -234,7 +234,7 @@ def _merged(nodes: Origins, documents: str | Iterable[str] | Origins) -> Origins
 
 
 def _nodes_of(prompt: str | Sequence[Mapping[str, str]], given: Origins) -> list[str]:
-    """Ids of the nodes whose text, whole, is in this prompt."""
+    """Ids of the nodes whose whole text is in this prompt."""
     from cacheclip_rag.prompt.segments import normalise_chunk
 
     texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
@@ -243,7 +243,7 @@ def _nodes_of(prompt: str | Sequence[Mapping[str, str]], given: Origins) -> list
 
 
 def _details(answer: Answer) -> dict[str, Any]:
-    """Token counts and fusion statistics, where LlamaIndex's token counter and users look for them."""
+    """Token counts (for LlamaIndex's token counter) and fusion statistics."""
     prompt, completion = answer.stats.prompt_tokens, len(answer.token_ids)
     usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
     extra = {"cacheclip": answer.stats.to_dict(), "finish_reason": answer.finish_reason}

@@ -1,4 +1,4 @@
-"""What LlamaIndex's instrumentation is told of each answer."""
+"""The event of each answer for LlamaIndex's instrumentation."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ __all__ = ["CacheClipFusionEvent"]
 
 
 class CacheClipFusionEvent(BaseEvent):
-    """An answer's chunk caches: emitted once an answer is complete, within the span of the call that asked."""
+    """Statistics of an answer, emitted when the answer is complete, within the span of its call."""
 
     model_name: str
     """The primary model."""
     method: str
-    """What produced the answer: ``prefix`` or ``full`` where nothing could be reused."""
+    """Method that produced the answer; ``prefix`` or ``full`` if no chunk was reused."""
     node_ids: list[str] = Field(default_factory=list)
-    """Nodes whose text, whole, is in this prompt: those that a :class:`CacheClipSynthesizer`, ``llm.with_nodes`` or the
-    call named. Of several prompts for one answer each names its own."""
+    """Ids of nodes whose whole text is in this prompt, among the nodes given by a :class:`CacheClipSynthesizer`,
+    ``llm.with_nodes`` or the call. If one answer needs several prompts, each event has its own nodes."""
     hits: int
     """Chunks whose KV was in the store."""
     misses: int
-    """Chunks that were known to be in the prompt, and were not."""
+    """Chunks known to be in the prompt whose KV was not in the store."""
     prompt_tokens: int
     """Tokens of the whole prompt."""
     reused_tokens: int
-    """Tokens whose KV came from the store or the prefix cache and was kept as it is."""
+    """Tokens whose KV came from the store or the prefix cache and was not recomputed."""
     recomputed_tokens: int
-    """Chunk tokens computed anew."""
+    """Chunk tokens that were recomputed."""
     nominal_ratio: float
-    """Share of the chunk tokens that was asked for."""
+    """The requested recompute ratio."""
     effective_ratio: float
-    """Share of the chunk tokens that was recomputed; where no chunk was reused, of the prompt."""
+    """Recomputed share of the chunk tokens. If no chunk was reused, the computed share of the prompt."""
     charged_ratio: float
-    """Share of (layer, chunk token) pairs that was given fresh KV."""
+    """Share of (layer, chunk token) pairs that got fresh KV."""
     ttft_s: float
     """Seconds to the first new token."""
     phases_s: dict[str, float]
-    """Seconds of each phase before it."""
+    """Seconds per phase of the time to the first token."""
     stats: dict[str, Any]
-    """All of FusionStats."""
+    """All fields of FusionStats."""
 
     @classmethod
     def class_name(cls) -> str:

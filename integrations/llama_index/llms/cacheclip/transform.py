@@ -1,4 +1,4 @@
-"""The ingestion step: precompute the KV of nodes, so that the first question about them is already fast."""
+"""The ingestion step: precomputes the KV of nodes, so that the first question about them is fast."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ __all__ = ["CacheClipTransform"]
 
 
 class CacheClipTransform(EngineFields, TransformComponent):
-    """Precomputes each node's text as an LLM will read it (metadata included) and returns the nodes unchanged.
+    """Precomputes each node's text as the LLM will read it (including metadata) and returns the nodes unchanged.
 
-    Put it last in an ingestion pipeline: a later change of text or metadata makes another chunk. All its fields are
-    public, since the pipeline's cache tells transforms apart by them. That cache skips nodes it has seen: after
+    Put it last in an ingestion pipeline, because a later change of text or metadata makes a different chunk. All fields
+    are public, because the pipeline's cache compares transforms by their fields. This cache skips known nodes: after
     deleting a store, clear the cache too, or call the transform on the nodes. With ``num_workers`` each worker process
-    loads the weights for itself; give a ``store`` folder, since a memory-only store stays in the worker.
+    loads the weights; give a ``store`` folder then, because a store in memory stays in its process.
 
-    A killed run loses the chunk it was at: run again, and what is stored costs a look-up.
+    A killed run loses at most one chunk. In the next run, stored chunks cost a look-up only.
 
     Raises:
-        PromptTooLongError: a node longer than the model's context.
+        PromptTooLongError: a node is longer than the model's context.
     """
 
     @classmethod
@@ -41,24 +41,24 @@ class CacheClipTransform(EngineFields, TransformComponent):
 
     @classmethod
     def from_llm(cls, llm: CacheClipLLM) -> Self:
-        """A transform that fills the store this LLM reads, as its method reads it."""
+        """A transform for the store and the chunk context of this LLM."""
         fields = {name: getattr(llm, name) for name in EngineFields.model_fields}
         transform = cls(**{**fields, "system_prompt": llm._shared_system_prompt()})
         transform._engine = llm._engine
         return transform
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
-        """Precompute the nodes; blank ones are passed over.
+        """Precompute the nodes, except blank nodes.
 
         Args:
-            kwargs: ``show_progress=True`` shows LlamaIndex's bar; the pipeline's others are not used.
+            kwargs: ``show_progress=True`` shows LlamaIndex's bar; other arguments of the pipeline are ignored.
         """
         for _ in self._precompute(nodes, **kwargs):
             pass
         return nodes
 
     async def acall(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
-        """The same in a thread of its own; a cancelled task stops it before the next node."""
+        """Like a direct call, in a separate thread. A cancelled task stops before the next node."""
         async with aclosing(iterate_in_thread(lambda: self._precompute(nodes, **kwargs))) as done:
             async for _ in done:
                 pass
@@ -70,9 +70,9 @@ class CacheClipTransform(EngineFields, TransformComponent):
             yield
 
     def plan(self, nodes: Sequence[BaseNode]) -> IngestPlan:
-        """What precomputing these nodes would take: ``chunks``, of these ``computed`` anew, their ``tokens``, ``bytes``
-        in the store and ``seconds`` on this machine. Computes a few of them to tell the speed, and stores nothing.
-        Raises what precomputing them would.
+        """Estimate the cost of precomputing nodes: ``chunks``, ``computed`` (chunks that are not stored), their
+        ``tokens``, ``bytes`` in the store, and ``seconds`` on this machine. Computes a few nodes for timing and stores
+        nothing. Raises the same errors as precomputing.
 
         >>> CacheClipTransform.from_llm(llm).plan(SentenceSplitter()(documents)).seconds
         """
@@ -85,7 +85,7 @@ class CacheClipTransform(EngineFields, TransformComponent):
 
 
 def _read(nodes: Iterable[BaseNode]) -> Iterator[tuple[BaseNode, str]]:
-    """Nodes that are not blank, and what an LLM reads of them."""
+    """Nodes that are not blank, each with the text that the LLM reads."""
     for node in nodes:
         text = node.get_content(metadata_mode=MetadataMode.LLM)
         if text.strip():

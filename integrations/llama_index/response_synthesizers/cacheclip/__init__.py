@@ -1,4 +1,4 @@
-"""CacheClip in LlamaIndex: a response synthesizer that fills prompts with whole chunks, and knows which.
+"""CacheClip in LlamaIndex: a response synthesizer that fills prompts with whole chunks.
 
 >>> engine = index.as_query_engine(llm=llm, response_synthesizer=CacheClipSynthesizer(llm=llm))
 """

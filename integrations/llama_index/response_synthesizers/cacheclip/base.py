@@ -1,4 +1,4 @@
-"""The synthesizer: LlamaIndex's own, for each of its modes, with the nodes carried through and chunks kept whole."""
+"""The synthesizer: wraps LlamaIndex's synthesizers, passes nodes to the model, and keeps chunks whole."""
 
 from __future__ import annotations
 
@@ -31,31 +31,30 @@ __all__ = ["CacheClipSynthesizer"]
 dispatcher = get_dispatcher(__name__)
 
 _NODES = "cacheclip_nodes"
-"""Keyword that carries the nodes past the base class; not ``nodes``, which its span takes for its own."""
+"""Keyword that passes nodes through the base class. The name ``nodes`` is used by the base class's span."""
 _WITHOUT_LLM = {ResponseMode.NO_TEXT: NoText, ResponseMode.CONTEXT_ONLY: ContextOnly}
 
 
 class CacheClipSynthesizer(BaseSynthesizer):
-    """Any of LlamaIndex's response modes, on chunk caches.
+    """LlamaIndex's response modes with chunk caches.
 
-    What it adds to a stock synthesizer over a :class:`CacheClipLLM`: nodes that were never precomputed are stored after
-    their first answer, and released when they are deleted; prompts are filled with whole chunks, counted by the model's
-    own tokenizer, so that none is cut where the context ends; ``simple_summarize`` joins chunks as the other modes do
-    (LlamaIndex pastes a Python list); and :class:`CacheClipFusionEvent` names the nodes of each prompt. Templates,
-    ``update_prompts``, streaming, async, ``output_cls`` and events are LlamaIndex's own. A structured LLM
-    (``llm.as_structured_llm(...)``) and ``output_cls`` answer by the text path: stored chunks are found in their
-    prompts.
+    It adds to LlamaIndex's synthesizers: Nodes that were never precomputed are stored after their first answer, and
+    released when they are deleted. Prompts are filled with whole chunks, counted by the model's tokenizer, so that no
+    chunk is cut at the end of the context. ``simple_summarize`` joins chunks as the other modes do (LlamaIndex pastes a
+    Python list). :class:`CacheClipFusionEvent` names the nodes of each prompt. Templates, ``update_prompts``,
+    streaming, async, ``output_cls`` and events work as in LlamaIndex. With a structured LLM
+    (``llm.as_structured_llm(...)``) or ``output_cls``, stored chunks are found in the prompt's text.
 
     Args:
         llm: a :class:`CacheClipLLM`, or a structured LLM over one; default ``Settings.llm``.
         response_mode: ``compact`` (default), ``refine``, ``tree_summarize``, ``simple_summarize``, ``accumulate``,
             ``compact_accumulate``, ``generation``, ``no_text`` or ``context_only``.
-        prompt_helper: how chunks are put into prompts; default whole, by the LLM's context and tokenizer.
-        templates: ``text_qa_template``, ``refine_template``, ``summary_template``, ``simple_template``, and whatever
-            else ``get_response_synthesizer`` takes.
+        prompt_helper: fills prompts with chunks; default: whole chunks, by the LLM's context and tokenizer.
+        templates: ``text_qa_template``, ``refine_template``, ``summary_template``, ``simple_template``, and other
+            arguments of ``get_response_synthesizer``.
 
     Raises:
-        ConfigurationError: an LLM that is no :class:`CacheClipLLM`.
+        ConfigurationError: the LLM is not a :class:`CacheClipLLM`.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class CacheClipSynthesizer(BaseSynthesizer):
         llm = llm or Settings.llm
         if not isinstance(_own(llm), CacheClipLLM):
             raise ConfigurationError(
-                f"CacheClipSynthesizer needs a CacheClipLLM, got {type(llm).__name__}. Give one as llm, or set "
+                f"CacheClipSynthesizer needs a CacheClipLLM, got {type(llm).__name__}. Pass one as llm, or set "
                 "Settings.llm; for other models use LlamaIndex's own synthesizers."
             )
         super().__init__(
@@ -146,7 +145,7 @@ class CacheClipSynthesizer(BaseSynthesizer):
         return await self._stock(llm).aget_response(query_str=query_str, text_chunks=text_chunks, **response_kwargs)
 
     def _prepare(self, text_chunks: Sequence[str]) -> None:
-        """What takes long, for a thread that is not the event loop's: weights, and tokens of the chunks."""
+        """Load weights and count tokens of the chunks, in a thread other than the event loop's."""
         assert _own(self._llm).engine.primary
         if isinstance(self._prompt_helper, WholeChunks):
             self._prompt_helper.count(text_chunks)
@@ -154,7 +153,7 @@ class CacheClipSynthesizer(BaseSynthesizer):
     # -- stock parts --------------------------------------------------------------------------------------------
 
     def _knowing(self, question: str, text_chunks: Sequence[str], nodes: Sequence[NodeWithScore] | None) -> LLM:
-        """The LLM, told what its prompts will ask and hold; as it is if it is not ours to tell."""
+        """The LLM with the question and the nodes of its prompts; unchanged if it is not a CacheClipLLM."""
         if not isinstance(self._llm, CacheClipLLM):
             return self._llm
         known: dict[str, list[tuple[str, str]]] = {text: [] for text in text_chunks if text.strip()}
@@ -165,8 +164,8 @@ class CacheClipSynthesizer(BaseSynthesizer):
         return self._llm.with_nodes(known, question=question)
 
     def _stock(self, llm: LLM) -> BaseSynthesizer:
-        """LlamaIndex's synthesizer of this mode, with the templates as they are now."""
-        if self._mode in _WITHOUT_LLM:  # given no LLM by LlamaIndex, they would ask for the one of its settings
+        """LlamaIndex's synthesizer of this mode, with the current templates."""
+        if self._mode in _WITHOUT_LLM:  # LlamaIndex would pass no LLM, and then use Settings.llm
             return _WITHOUT_LLM[self._mode](llm=llm, callback_manager=self._callback_manager, streaming=self._streaming)
         prompts = self._prompts_from._get_prompts() if hasattr(self, "_prompts_from") else {}
         return get_response_synthesizer(
@@ -180,12 +179,12 @@ class CacheClipSynthesizer(BaseSynthesizer):
         )
 
     def _summary(self, query_str: str, text_chunks: Sequence[str], llm: LLM) -> dict[str, Any]:
-        """What ``simple_summarize`` asks: LlamaIndex's own would paste a Python list."""
+        """Arguments of ``simple_summarize`` with joined chunks; LlamaIndex would paste a Python list."""
         template: BasePromptTemplate = self._get_prompts()["text_qa_template"].partial_format(query_str=query_str)
         texts = self._prompt_helper.truncate(template, text_chunks, llm=llm)
         return {"prompt": template, "context_str": "\n\n".join(texts)}
 
 
 def _own(llm: LLM) -> Any:
-    """The LLM that answers: what a structured one asks."""
+    """The LLM that answers; for a structured LLM, the LLM inside it."""
     return llm.llm if isinstance(llm, StructuredLLM) else llm

@@ -1,4 +1,4 @@
-"""Chunks into prompts, whole: one that is cut is one whose KV is not found."""
+"""Fills prompts with whole chunks: the stored KV of a cut chunk would not be found."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _EMPTY_CHAT = ({"role": "system", "content": ""}, {"role": "user", "content": ""
 
 
 class WholeChunks(PromptHelper):
-    """A prompt helper that counts with the model's own tokenizer, and puts as many whole chunks into a prompt as fit.
+    """A prompt helper that puts as many whole chunks into a prompt as fit, counted by the model's tokenizer.
 
-    A chunk that does not fit alone is split as LlamaIndex does.
+    A single chunk that is too long for a prompt is split by LlamaIndex.
     """
 
     _llm: Any = PrivateAttr(default=None)
     _counts: dict[str, int] = PrivateAttr(default_factory=dict)
-    """Tokens of texts that were counted lately: a pack is asked for again, and an event loop should not wait."""
+    """Token counts of recent texts, because the same texts are counted again in an event loop."""
 
     @classmethod
     def class_name(cls) -> str:
@@ -41,7 +41,7 @@ class WholeChunks(PromptHelper):
 
     @classmethod
     def of(cls, llm: CacheClipLLM) -> Self:
-        """For an LLM's context; its tokenizer is asked for when the first prompt is made."""
+        """A helper for an LLM's context. The tokenizer is loaded when the first prompt is made."""
         helper = cls.from_llm_metadata(llm.metadata, tokenizer=lambda text: list(llm.engine.primary.tokenize(text).ids))
         assert isinstance(helper, cls)
         helper._llm = llm
@@ -55,7 +55,7 @@ class WholeChunks(PromptHelper):
         llm: LLM | None = None,
         tools: list[Any] | None = None,
     ) -> list[str]:
-        """Texts of one prompt each, in order."""
+        """Chunks joined to one text per prompt, in order."""
         padding += self._template_tokens()
         room = self._get_available_chunk_size(prompt, padding=padding, llm=llm, tools=tools)
         packs: list[str] = []
@@ -82,7 +82,7 @@ class WholeChunks(PromptHelper):
         llm: LLM | None = None,
         tools: list[Any] | None = None,
     ) -> list[str]:
-        """What fits into one prompt: the first chunks, whole; where not even the first fits, its beginning."""
+        """The first chunks that fit into one prompt. If the first chunk does not fit, its beginning."""
         texts = _stripped(text_chunks)
         padding += self._template_tokens()
         room = self._get_available_chunk_size(prompt, padding=padding, llm=llm, tools=tools)
@@ -107,7 +107,7 @@ class WholeChunks(PromptHelper):
         return self._tokens(self._llm.engine.primary.render_chat(_EMPTY_CHAT))
 
     def count(self, texts: Sequence[str]) -> None:
-        """Count now what will be asked for."""
+        """Count the tokens of ``texts`` in advance."""
         for text in (*_stripped(texts), _GLUE):
             self._tokens(text)
 
@@ -116,7 +116,7 @@ class WholeChunks(PromptHelper):
         if count is None:
             count = int(self._token_counter.get_string_tokens(text))
             if len(self._counts) >= _REMEMBERED:
-                self._counts.clear()  # another thread's may be among them: nobody reads back what it wrote
+                self._counts.clear()  # counts of other threads may be lost; they are then counted again
             self._counts[text] = count
         return count
 

@@ -1,4 +1,4 @@
-"""CacheClip in LlamaIndex: a document store whose deletions release chunk caches.
+"""CacheClip in LlamaIndex: a document store that releases the chunk caches of deleted documents.
 
 >>> storage = StorageContext.from_defaults(docstore=CacheClipDocumentStore.of(llm))
 """

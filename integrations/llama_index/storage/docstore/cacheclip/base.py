@@ -1,4 +1,4 @@
-"""A document store that releases the chunk caches of what is deleted from it."""
+"""A document store that releases the chunk caches of deleted documents."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ if TYPE_CHECKING:
 __all__ = ["CacheClipDocumentStore"]
 
 _DELETED = "cacheclip:deleted"
-"""Source that holds what was deleted while an update is under way. It lies in the chunk-cache store: what a crash left
-there, the next deletion or update releases."""
-_lock = threading.Lock()  # of the module: a document store can be copied
+"""Source of texts deleted during an update. It is recorded in the chunk-cache store, so that after a crash the next
+deletion or update releases them."""
+_lock = threading.Lock()  # one lock per module, because document stores can be copied
 
 
 class CacheClipDocumentStore(KVDocumentStore):
-    """Another document store's documents, in the same place; what is deleted here is released from the chunk-cache
-    store, unless another node holds the same text.
+    """Wraps a document store. Deleted nodes are released from the chunk-cache store, unless another node has the same
+    text.
 
-    It is the document store of an index (``index.refresh_ref_docs``, ``delete_ref_doc(…, delete_from_docstore=True)``,
-    ``delete_nodes``) or of an ``IngestionPipeline`` (``upserts``). What it releases is what :class:`CacheClipTransform`
-    precomputed or :class:`CacheClipSynthesizer` stored, here or in another process with the same store. LlamaIndex
-    updates a document by deleting it first: within :meth:`updating`, chunks that its new version holds too are not
-    computed again. A node that is overwritten under its id keeps the caches of its older text until it is deleted.
+    Use it as the document store of an index (``index.refresh_ref_docs``, ``delete_ref_doc(…,
+    delete_from_docstore=True)``, ``delete_nodes``) or of an ``IngestionPipeline`` (``upserts``). It releases texts that
+    :class:`CacheClipTransform` precomputed or :class:`CacheClipSynthesizer` stored, here or in another process with the
+    same store. LlamaIndex updates a document by deleting it first; within :meth:`updating`, chunks that the new version
+    also has are not computed again. If a node is overwritten under its id, the caches of its older text stay until the
+    node is deleted.
 
     >>> with docstore.updating():
     ...     pipeline.run(documents=documents)  # or index.refresh_ref_docs(documents)
@@ -43,16 +44,16 @@ class CacheClipDocumentStore(KVDocumentStore):
     def __init__(self, docstore: KVDocumentStore, llm: CacheClipLLM | CacheClipTransform) -> None:
         """
         Args:
-            docstore: where documents are kept: ``SimpleDocumentStore()``, or LlamaIndex's for Redis, MongoDB, ...
-            llm: whose engine has the chunk caches; a transform will do.
+            docstore: the wrapped store: ``SimpleDocumentStore()``, or LlamaIndex's stores for Redis, MongoDB, ...
+            llm: an LLM or transform whose engine has the chunk caches.
 
         Raises:
-            ConfigurationError: a document store that is not made of keys and values.
+            ConfigurationError: ``docstore`` is not a KVDocumentStore.
         """
         if not isinstance(docstore, KVDocumentStore):
             raise ConfigurationError(
-                f"CacheClipDocumentStore goes over a KVDocumentStore (SimpleDocumentStore, RedisDocumentStore, ...), "
-                f"got {type(docstore).__name__}. For others call llm.engine.release(sources=ids) after deleting."
+                f"CacheClipDocumentStore wraps a KVDocumentStore (SimpleDocumentStore, RedisDocumentStore, ...), "
+                f"got {type(docstore).__name__}. For other stores call llm.engine.release(sources=ids) after deleting."
             )
         self._docstore, self._llm = docstore, llm
         self._updates = 0
@@ -68,11 +69,11 @@ class CacheClipDocumentStore(KVDocumentStore):
 
     @classmethod
     def of(cls, llm: CacheClipLLM | CacheClipTransform) -> Self:
-        """Over documents in memory."""
+        """A store with documents in memory."""
         return cls(SimpleDocumentStore(), llm)
 
     def __getattr__(self, name: str) -> Any:
-        """Whatever else the other document store has (``persist``)."""
+        """Other attributes of the wrapped store, such as ``persist``."""
         if name.startswith("__") or "_docstore" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self._docstore, name)
@@ -82,8 +83,8 @@ class CacheClipDocumentStore(KVDocumentStore):
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """What is deleted in this block is released at its end (an exception is an end, too), as far as nothing stored
-        meanwhile holds the same text."""
+        """Texts deleted in this block are released at its end (also after an exception), unless a node stored meanwhile
+        has the same text."""
         with _lock:
             self._updates += 1
         try:
@@ -101,20 +102,22 @@ class CacheClipDocumentStore(KVDocumentStore):
             if self._updates:
                 for text in engine.library.orphans([name]):
                     engine.library.add_source(text, _DELETED)
-                engine.library.remove_sources([name])  # last: a killed run does it again
+                engine.library.remove_sources([name])  # last, so that a killed run can be repeated
             else:
                 engine.release(sources=[name])
                 self._release_deleted()
 
     def _release_deleted(self) -> None:
-        """Release what updates left, unless another source holds it by now."""
+        """Release texts deleted during updates, unless another source has them now."""
         engine = self._llm.engine
         deleted = engine.library.texts(_DELETED)
         engine.release(set(engine.library.orphans([_DELETED])).intersection(deleted))
-        engine.library.remove_sources([_DELETED], texts=deleted)  # not what another process deletes just now
+        engine.library.remove_sources(
+            [_DELETED], texts=deleted
+        )  # only these texts: another process may be deleting others
 
     def delete_document(self, doc_id: str, raise_error: bool = True) -> None:
-        """Delete a node or document, and release what was precomputed of it."""
+        """Delete a node or document and release its chunk caches."""
         super().delete_document(doc_id, raise_error=raise_error)
         self._release(doc_id)
 
@@ -123,7 +126,7 @@ class CacheClipDocumentStore(KVDocumentStore):
         await asyncio.to_thread(self._release, doc_id)
 
     def delete_ref_doc(self, ref_doc_id: str, raise_error: bool = True) -> None:
-        """Delete all nodes of a document, and release what was precomputed of them."""
+        """Delete all nodes of a document and release their chunk caches."""
         super().delete_ref_doc(ref_doc_id, raise_error=raise_error)
         self._release(ref_doc_id)
 
