@@ -337,7 +337,7 @@ class TestEngine:
 
         def certify(config: EngineConfig, *, method: Method | None = None, quick: bool = False) -> Certificate:
             measured = CacheClipEngine(config)
-            identity = measured.identity(measured.make_method(method))
+            identity = measured.parts.identity(measured.make_method(method))
             return replace(certificate_for(make()), identity=identity, quick=quick)
 
         monkeypatch.setattr("cacheclip_rag.lab.evaluation.certify.certify", certify)

@@ -52,7 +52,7 @@ class TestChunksOfNoToken:
 
     def test_is_refused_and_nothing_is_written(self, make: Callable[..., CacheClipEngine], folder: str) -> None:
         engine = make(primary=folder)
-        with pytest.raises(ConfigurationError, match=r"no token.*Leave it out"):
+        with pytest.raises(ConfigurationError, match=r"no tokens.*Leave the chunk out"):
             engine.precompute([INVISIBLE])
         assert list(engine.store.keys()) == []
         assert not [segment for segment in engine.segment(f"Read {INVISIBLE} this.") if isinstance(segment, Chunk)]
