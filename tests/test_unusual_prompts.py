@@ -16,7 +16,7 @@ from cacheclip_rag import CacheClipEngine, Chunk, Fresh, SamplingParams
 from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.models.load import load_model
 from tests.conftest import CACHECLIP, CHUNKS, add_bos, rag_prompt
-from tests.fusion.cases import EXACT, gap, prefilled, reference_logits
+from tests.fusion.cases import EXACT, KINDS, gap, prefilled, reference_logits
 
 ONE = SamplingParams(max_tokens=1)
 INVISIBLE = "\u200b\u200b"
@@ -52,7 +52,7 @@ class TestChunksOfNoToken:
 
     def test_is_refused_and_nothing_is_written(self, make: Callable[..., CacheClipEngine], folder: str) -> None:
         engine = make(primary=folder)
-        with pytest.raises(ConfigurationError, match=r"no token.*Leave it out"):
+        with pytest.raises(ConfigurationError, match=r"no tokens.*Leave the chunk out"):
             engine.precompute([INVISIBLE])
         assert list(engine.store.keys()) == []
         assert not [segment for segment in engine.segment(f"Read {INVISIBLE} this.") if isinstance(segment, Chunk)]
@@ -67,6 +67,7 @@ class TestChunksOfNoToken:
 
 
 class TestShapes:
+    @pytest.mark.parametrize("primary", KINDS, indirect=True)
     def test_only_chunks(self, primary: str, make: Callable[..., CacheClipEngine]) -> None:
         engine = make(primary=primary)
         engine.precompute(CHUNKS)
@@ -74,11 +75,13 @@ class TestShapes:
         assert stats.hits == len(CHUNKS) and stats.fresh_tokens == 0
         assert engine.generate([Chunk(text) for text in CHUNKS], ONE).stats.fallback is None
 
+    @pytest.mark.parametrize("primary", KINDS, indirect=True)
     def test_only_fresh_text(self, primary: str, make: Callable[..., CacheClipEngine]) -> None:
         engine = make(primary=primary)
         stats = exact_at_ratio_one(engine, primary, "No document here, only a question.")
         assert stats.method == "full" and "no stored chunk" in str(stats.fallback)
 
+    @pytest.mark.parametrize("primary", KINDS, indirect=True)
     def test_the_same_chunk_many_times(self, primary: str, make: Callable[..., CacheClipEngine]) -> None:
         engine = make(primary=primary)
         engine.precompute(CHUNKS[:1])
@@ -96,6 +99,7 @@ class TestShapes:
         alone = prefilled(engine, rag_prompt([text]), "direct")  # behind the prefix: exact with nothing recomputed
         assert gap(alone.logits, reference_logits(primary, alone.layout.ids)) < EXACT
 
+    @pytest.mark.parametrize("primary", KINDS, indirect=True)
     def test_chunks_of_one_token(self, primary: str, make: Callable[..., CacheClipEngine]) -> None:
         engine = make(primary=primary)
         letters = list("abcdefgh")
