@@ -201,7 +201,9 @@ class TestCertify:
         """Nor does an engine send anyone to certify it."""
         monkeypatch.setattr(certificates, "_warned", set())  # another test may have had the warning: it comes once
         captured = replace(config, method="cachecraft")
-        with pytest.raises(ConfigurationError, match="'cachecraft' reuses what an engine kept .*shadow_rate"):
+        with pytest.raises(
+            ConfigurationError, match="'cachecraft' reuses chunk caches of earlier answers.*shadow_rate"
+        ):
             certify(captured, quick=True)
         engine = CacheClipEngine(captured)
         engine.library.index.add(PROMPT.chunks)

@@ -450,7 +450,7 @@ class TestResume:
         [file] = (tmp_path / "model").glob("*.safetensors")
         save_file({name: 2 * weights for name, weights in load_file(file).items()}, file, {"format": "pt"})
         unload_models()
-        with pytest.raises(ConfigurationError, match="others: primary_sha256 is '.*' there and '.*' now. Give"):
+        with pytest.raises(ConfigurationError, match="other settings: primary_sha256 is '.*' there and '.*' now. Use"):
             lab(config, tmp_path / "run", RECORDS[:1], ["direct"]).run()
 
     def test_the_auxiliary_may_come_later_and_stays_the_same(

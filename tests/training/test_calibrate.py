@@ -173,7 +173,7 @@ class TestCalibrate:
             monkeypatch.setattr(each, "progress_bar", bar)
         found = calibrate(config, num_samples=6, num_prompts=0, folder=tmp_path)
         assert titles == ["reading"] and "right" not in found.heads.about
-        assert "KL" not in calibration_note(found) and "without the starts of chunks" in calibration_note(found)
+        assert "KL" not in calibration_note(found) and "without the chunk starts" in calibration_note(found)
 
     def test_what_comes_with_the_package_is_a_candidate(
         self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -382,5 +382,5 @@ class TestDownstream:
 
     def test_an_engine_in_use_is_not_touched(self, config: EngineConfig, tmp_path: Path) -> None:
         engine = CacheClipEngine(config, store=tmp_path / "store", heads="none")
-        with pytest.raises(AssertionError, match="not a user's own"):
+        with pytest.raises(AssertionError, match="not a user's store"):
             downstream(engine, synthetic_samples("test", 1), [preset("direct")])

@@ -252,7 +252,7 @@ class TestJob:
         for name in ("last layer as it comes", "before", "after", "words alone", "direct", "epic"):
             assert f"| {name} |" in markdown and f"<td>{name}</td>" in html
         assert "http" not in html.replace("http-equiv", "") and "default-src 'none'" in html
-        assert finetuning_note(found) in markdown and "KL is of prompts that full prefill answers rightly" in html
+        assert finetuning_note(found) in markdown and "KL is measured on prompts that full prefill answers rightly" in html
         loss = f"{found.history[4]['loss']:.3f}"
         assert f"| 4 | {loss} |" in markdown and f"<td>4</td><td>{loss}</td>" in html
 
@@ -319,9 +319,7 @@ class TestAcceptance:
         del figures[OWN]
         assert module._is_accepted(figures, True) is None
 
-    @pytest.mark.parametrize(
-        ("is_tuned", "kept"), [(True, "tuned heads are kept"), (False, "they began with are kept")]
-    )
+    @pytest.mark.parametrize(("is_tuned", "kept"), [(True, "tuned heads are kept"), (False, "initial heads are kept")])
     @pytest.mark.parametrize(("is_accepted", "said"), [(True, "are better"), (False, "are not better"), (None, "")])
     def test_the_verdict_is_of_the_set_that_is_kept(
         self, heads: HeadSet, tmp_path: Path, is_tuned: bool, kept: str, is_accepted: bool | None, said: str

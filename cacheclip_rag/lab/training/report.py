@@ -80,8 +80,8 @@ def _note(right: str | None) -> str:
     if right is None:
         return _SCORES_ALONE
     return (
-        f"{_SCORES_ALONE} KL is of prompts that full prefill answers rightly, as far as there are so many (others fill "
-        f"up): {right}."
+        f"{_SCORES_ALONE} KL is measured on prompts that full prefill answers rightly; if there are too few, other "
+        f"prompts fill up: {right}."
     )
 
 
