@@ -60,14 +60,3 @@ class ChunkLibrary:
     def remove_sources(self, gone: Iterable[str], *, texts: Iterable[str] | None = None) -> None:
         """Remove sources and documents; with ``texts``, only from these texts. Deletes no KV."""
         self._catalog.remove_sources(self._namespace, gone, texts=texts)
-
-    def release_sources(self, gone: Iterable[str], keep: Collection[str] = ()) -> int:
-        """Delete the KV of texts that come only from these sources or documents. Returns how many texts had any KV.
-
-        Args:
-            keep: texts whose KV stays, although the sources are removed.
-        """
-        gone = set(gone)
-        released = self.release(self.orphans(gone, keep))
-        self.remove_sources(gone)  # last, so that a killed run can be repeated
-        return released
