@@ -110,8 +110,8 @@ class EngineConfig:
                 raise ConfigurationError(f"store must be a folder, or None for memory only, got {self.store!r}.")
             if "://" in str(self.store):
                 raise ConfigurationError(
-                    f"store must be a folder, got {str(self.store)!r}. No store behind a URL ships yet: give the "
-                    "engine a ChunkStore with a backend of your own."
+                    f"store must be a folder, got {str(self.store)!r}. URLs are not supported: give the "
+                    "engine a ChunkStore with your own backend."
                 )
             # absolute, so that a change of the working directory has no effect
             object.__setattr__(self, "store", os.path.abspath(os.path.expanduser(self.store)))

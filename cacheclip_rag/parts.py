@@ -38,7 +38,7 @@ class Parts:
     """Parts of one engine. Weights load when a model is first used. Safe to share between threads."""
 
     def __init__(self, config: EngineConfig, store: ChunkStore | None = None) -> None:
-        """``store``: takes the place of the one that the settings describe."""
+        """``store``: used instead of the store in the settings."""
         self.config = config
         self.captured = CapturedChunks()
         """Chunk caches captured from answered prompts, in memory, for methods that use them."""
@@ -89,7 +89,7 @@ class Parts:
 
     @property
     def prefix_caches(self) -> ChunkCaches:
-        """Chunk caches of the primary model right behind the shared prefix, and the KV of that prefix itself."""
+        """Chunk caches of the primary model with chunk context ``prefix``, including the shared prefix's KV."""
         return self.primary(PREFIX)
 
     @property
@@ -245,7 +245,7 @@ class Parts:
         )
 
     def identity(self, method: Method) -> Identity:
-        """What a certificate must be about to cover these models with this method."""
+        """Identity that a certificate needs to cover these models with this method."""
         return identity_of(self.config, method, self.prefix_caches, self.scorer_of(method))
 
     def runtime(self, role: str = "primary") -> Runtime | None:

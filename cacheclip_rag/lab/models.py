@@ -1,4 +1,4 @@
-"""Models as the laboratory needs them: by transformers, so that it can look inside."""
+"""Access to transformers models for the laboratory."""
 
 from __future__ import annotations
 

@@ -37,13 +37,13 @@ class TokenizedText:
 
 
 class State(Protocol):
-    """Where a model stands in an answer. What else it holds is the runtime's own."""
+    """State of a model between two tokens of an answer. Runtimes add their own fields."""
 
     def get_seq_length(self) -> int:
-        """Tokens so far, those of the answer included."""
+        """Number of tokens so far, including tokens of the answer."""
 
     def position_of(self, slot: int) -> int:
-        """Position of the token with this number, from 0, one to come included."""
+        """Position of a token by its number from 0, also for the next token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ class Runtime(ABC):
 
 
 def wait_for(logits: torch.Tensor) -> None:
-    """Until an accelerator has computed them: seconds are stated of work done, not of work queued."""
+    """Wait until the accelerator has computed ``logits``, so that measured seconds include the queued work."""
     if logits.device.type == "cuda":
         import torch
 

@@ -103,7 +103,7 @@ class RuntimeConformance:
         assert float((logits - self.reference_logits(runtime, ids, 0)).abs().max()) <= self.tolerance
 
     def test_decoding_equals_the_reference(self, runtime: Runtime) -> None:
-        """Each step, beyond the room that was asked for too."""
+        """Compares each step, also beyond the requested capacity."""
         ids = torch.tensor(runtime.tokenize(_PROMPT).ids)
         state, logits = runtime.prefill(ids, len(ids) + 1)
         for number in range(1, 5):
@@ -113,7 +113,7 @@ class RuntimeConformance:
             assert float((logits - self.reference_logits(runtime, ids, number)).abs().max()) <= self.tolerance
 
     def test_the_reference_tells_prompts_apart(self, runtime: Runtime) -> None:
-        """Twin of the two before: other tokens give other logits."""
+        """Twin of the two tests above: other tokens must give other logits."""
         ids = torch.tensor(runtime.tokenize(_PROMPT).ids)
         expected = self.reference_logits(runtime, ids, 0)
         others = [runtime.prefill(torch.cat((ids[n : n + 1], ids[1:])), len(ids))[1] for n in range(1, 6)]

@@ -252,7 +252,9 @@ class TestJob:
         for name in ("last layer as it comes", "before", "after", "words alone", "direct", "epic"):
             assert f"| {name} |" in markdown and f"<td>{name}</td>" in html
         assert "http" not in html.replace("http-equiv", "") and "default-src 'none'" in html
-        assert finetuning_note(found) in markdown and "KL is measured on prompts that full prefill answers rightly" in html
+        assert (
+            finetuning_note(found) in markdown and "KL is measured on prompts that full prefill answers rightly" in html
+        )
         loss = f"{found.history[4]['loss']:.3f}"
         assert f"| 4 | {loss} |" in markdown and f"<td>4</td><td>{loss}</td>" in html
 
