@@ -71,7 +71,7 @@ class ShadowChecker(Observer):
         if not self._rate or answered.plan is None or answered.logits is None or stats.method == "full":
             return
         runtime = self._find_runtime()
-        if runtime.can_reuse and runtime.can_score:  # the comparison reads along an answer in one pass
+        if runtime.can_reuse and runtime.can_score:  # the comparison needs logits at all tokens of an answer
             ids, greedy = answered.plan.layout.ids, is_greedy(answered.params)
             self.offer(ShadowRequest(ids, answered.logits.clone(), answered.answer.token_ids, greedy, stats))
 

@@ -72,9 +72,7 @@ def _obstacle(sources: Sources, layout: Layout) -> str | None:
             return caches.runtime.unsupported
     runtime = sources.primary.runtime
     if sources.captured is not None and not runtime.can_score:
-        return (
-            f"chunk caches are captured with the attention that they were computed by, and {runtime.name!r} shows none"
-        )
+        return f"captured chunk caches need attention weights, which {runtime.name!r} does not show"
     if layout.num_tokens > runtime.reuse_tokens:
         return (
             f"the prompt has {layout.num_tokens} tokens, and the rotary frequencies of model {runtime.name!r} change "

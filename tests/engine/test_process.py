@@ -128,5 +128,5 @@ def test_a_store_of_ones_own(tiny_models: dict[str, str], chunks: list[str]) -> 
 
 
 def test_a_url_is_no_folder() -> None:
-    with pytest.raises(ConfigurationError, match="ChunkStore with a backend of your own"):
+    with pytest.raises(ConfigurationError, match="ChunkStore with your own backend"):
         CacheClipEngine(store="s3://bucket/store")
