@@ -16,11 +16,11 @@ from .chunks.sources import Sources
 from .chunks.writer import ChunkWriter
 from .clock import PhaseClock
 from .guards.base import Answered, Observer
-from .methods.composition import Composition, LogitsObserver, count_chunks
+from .methods.composition import Composition, count_chunks
 from .parts import PREFIX, Parts
 from .plan.planner import make_plan
 from .prompt.segments import Segment, as_segments
-from .runtime.decoding import decode, room_for
+from .runtime.decoding import LogitsObserver, decode, room_for
 from .runtime.prefill import Prefilled, prefill
 from .sampling import SamplingParams
 from .types import Event, Plan, Request
@@ -43,12 +43,7 @@ class Answering:
         if request.method.composes:
             yield from self._compose(request)
             return
-        sources = self.parts.sources(request.method)  # weights are loaded before the clock starts
-        clock = PhaseClock()
-        plan = self.plan(request, sources, clock)
-        for observer in self.observers:
-            observer.on_plan(plan, sources)
-        prefilled = prefill(plan, sources, params_tokens=room_for(request.params), clock=clock, trace=request.trace)
+        sources, plan, prefilled = self._prefill(request, self.observers)
         for event in decode(sources.primary.runtime, prefilled, request.params):
             if event.answer is not None:
                 self._observe(Answered(plan, event.answer, request.params, prefilled.logits))
@@ -64,16 +59,22 @@ class Answering:
     @torch.inference_mode()
     def prefill(self, request: Request) -> Prefilled:
         """Prefill up to the first token's logits. Calls no observer and stores nothing."""
-        sources = self.parts.sources(request.method)
+        return self._prefill(request, ())[2]
+
+    def _prefill(self, request: Request, observers: Sequence[Observer]) -> tuple[Sources, Plan, Prefilled]:
+        sources = self.parts.sources(request.method)  # weights are loaded before the clock starts
         clock = PhaseClock()
         plan = self.plan(request, sources, clock)
-        return prefill(plan, sources, params_tokens=room_for(request.params), clock=clock, trace=request.trace)
+        for observer in observers:
+            observer.on_plan(plan, sources)
+        room = room_for(request.params)
+        return sources, plan, prefill(plan, sources, params_tokens=room, clock=clock, trace=request.trace)
 
     def _segments(self, request: Request) -> list[Segment]:
         segments = as_segments(request.prompt)
         if segments is not None:
             return segments
-        return self.parts.reader().segments(request.prompt, self.parts.library.index, request.documents)  # type: ignore[arg-type]
+        return self.parts.segment(request.prompt, request.documents)  # type: ignore[arg-type]
 
     def _compose(self, request: Request) -> Iterator[Event]:
         """Answer by a composing method: several prompts, each answered exactly."""

@@ -81,7 +81,8 @@ class CacheClipEngine:
     @property
     def auxiliary(self) -> Runtime | None:
         """The model that scores tokens, if there is one; loads it."""
-        return self.parts.runtime("auxiliary")
+        caches = self.parts.auxiliary
+        return caches.runtime if caches is not None else None
 
     @property
     def store(self) -> ChunkStore:
@@ -187,7 +188,7 @@ class CacheClipEngine:
 
     def segment(self, prompt: Prompt, documents: Documents = (), *, date: str | None = None) -> list[Segment]:
         """Cut a prompt into stored chunks and fresh text, see :class:`~cacheclip_rag.prompt.segments.PromptReader`."""
-        return self.parts.reader().segments(prompt, self.library.index, documents, date=date)
+        return self.parts.segment(prompt, documents, date=date)
 
     def plan(
         self,

@@ -19,12 +19,12 @@ from .errors import ConfigurationError, ModelError
 from .guards.certificate import Identity, identity_of
 from .methods.base import Method
 from .models.load import load_any
-from .prompt.segments import PromptReader
-from .runtime.base import Runtime
+from .prompt.segments import PromptReader, Segment
 from .runtime.transformers.model import ModelRuntime
 from .selection.heads import HeadSet, find_head_set, load_named
 from .selection.scoring import AuxiliaryScorer
 from .store import ChunkStore
+from .types import Documents, Prompt
 
 __all__ = ["Parts"]
 
@@ -121,9 +121,10 @@ class Parts:
         if auxiliary is not None:
             yield auxiliary
 
-    def reader(self) -> PromptReader:
-        """Reads prompts for the primary model."""
-        return PromptReader(self.prefix_caches.runtime, self.config.system_prompt)
+    def segment(self, prompt: Prompt, documents: Documents = (), *, date: str | None = None) -> list[Segment]:
+        """Cut a prompt for the primary model into stored chunks and fresh text; see :class:`PromptReader`."""
+        reader = PromptReader(self.prefix_caches.runtime, self.config.system_prompt)
+        return reader.segments(prompt, self.library.index, documents, date=date)
 
     def _caches_of(self, name: str, context: ChunkContext) -> ChunkCaches:
         with self._lock:
@@ -247,8 +248,3 @@ class Parts:
     def identity(self, method: Method) -> Identity:
         """Identity that a certificate needs to cover these models with this method."""
         return identity_of(self.config, method, self.prefix_caches, self.scorer_of(method))
-
-    def runtime(self, role: str = "primary") -> Runtime | None:
-        """The runtime of ``primary`` or ``auxiliary``."""
-        caches = self.prefix_caches if role == "primary" else self.auxiliary
-        return caches.runtime if caches is not None else None

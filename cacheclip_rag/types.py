@@ -7,7 +7,7 @@ A :class:`Request` becomes a :class:`Plan` (decisions without tensors). The plan
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -78,6 +78,11 @@ class Plan:
     def chunk_tokens(self) -> int:
         """Tokens of the reused chunks."""
         return sum(len(span.tokens) for span in self.reused)
+
+    def reusing(self, spans: Sequence[Span]) -> Plan:
+        """The plan without all reused chunks but ``spans``: the others could not be read."""
+        keys = dict(zip(self.reused, self.keys, strict=False))
+        return replace(self, reused=tuple(spans), keys=tuple(keys[span] for span in spans if span in keys))
 
     @property
     def budget_tokens(self) -> int:

@@ -44,6 +44,7 @@ class ChunkCaches:
         self.context = context
         self._prefix: torch.Tensor | None = None
         self.tokenize = lru_cache(maxsize=_TOKENIZED_CHUNKS)(self._tokenize)
+        self.key = lru_cache(maxsize=_TOKENIZED_CHUNKS)(self._key_of)
 
     def _tokenize(self, text: str) -> TokenizedText:
         """Tokens of a chunk, including the chunk context's special tokens, which cover no character of the text."""
@@ -92,7 +93,7 @@ class ChunkCaches:
             return self.tokenize(segment.text)
         return self.runtime.tokenize(segment.text, control=segment.control)
 
-    def key(self, text: str) -> str:
+    def _key_of(self, text: str) -> str:
         """Store key of a chunk's text."""
         return self._key(self.prefix_ids, self.tokenize(text).ids)
 

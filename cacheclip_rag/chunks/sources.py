@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ..selection.scoring import AuxiliaryScorer
+    from ..types import Plan
     from .caches import ChunkCaches
     from .captured import CapturedChunks
     from .prefix_cache import Match, PrefixCache
@@ -36,6 +36,17 @@ class Sources:
             return text in self.captured
         return text in self.primary and (self.auxiliary is None or text in self.auxiliary.caches)
 
-    def match(self, ids: Sequence[int], *, usable: bool = True) -> Match:
-        """The prompt's longest prefix in the prefix cache, without its last token, whose logits are needed."""
-        return self.prefixes.match(list(ids[:-1]) if usable else [])
+    def shares_prefixes(self, plan: Plan) -> bool:
+        """Whether the method shares prefixes, and its KV is valid for every prompt with the same first tokens."""
+        runtime = self.primary.runtime
+        is_same = runtime.keeps_prefixes and plan.layout.num_tokens <= runtime.reuse_tokens
+        return is_same and plan.method.reuses_prefixes
+
+    def match(self, plan: Plan, *, usable: bool = True) -> Match:
+        """The prompt's longest prefix in the prefix cache, without its last token, whose logits are needed.
+
+        Args:
+            usable: False matches nothing, for a method whose positions differ from the prompt's.
+        """
+        ids = list(plan.layout.token_ids[:-1]) if usable and self.shares_prefixes(plan) else []
+        return self.prefixes.match(ids)

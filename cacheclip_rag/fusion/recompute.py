@@ -10,7 +10,7 @@ keys at positions up to p and no other.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,16 +40,13 @@ def fuse(
 ) -> Fused | None:
     """See :meth:`cacheclip_rag.runtime.base.Runtime.fuse`."""
     geometry = plan.method.positions(plan.layout, plan.reused)
-    with _match(runtime, plan, sources, clock, usable=geometry is None) as match:
-        layout = plan.layout.cached_until(match.num_tokens, plan.reused)
-        pass_ = _Pass(runtime, replace(plan, layout=layout), sources, capacity, clock, geometry, trace)
-        return pass_.run(match)
-
-
-def _match(runtime: ModelRuntime, plan: Plan, sources: Sources, clock: PhaseClock, *, usable: bool) -> Match:
     with clock.phase("lookup"):
-        usable = usable and plan.method.reuses_prefixes and plan.layout.num_tokens <= runtime.reuse_tokens
-        return sources.match(plan.layout.token_ids, usable=usable)
+        match = sources.match(plan, usable=geometry is None)
+    with match:
+        layout = plan.layout.cached_until(match.num_tokens, plan.reused)
+        captured = _captured(layout, sources) if sources.captured is not None else {}
+        pass_ = _Pass(runtime, replace(plan, layout=layout), sources, capacity, clock, geometry, trace, captured)
+        return pass_.run(match)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +60,11 @@ class _Pass:
     clock: PhaseClock
     geometry: Geometry | None
     trace: bool
-    captured: dict[int, Variant] = field(default_factory=dict)
+    captured: Mapping[int, Variant]
     """Captured chunk caches by the chunk's start position."""
 
     def run(self, match: Match) -> Fused | None:
         plan, clock = self.plan, self.clock
-        if self.sources.captured is not None:
-            self.captured.update(_captured(plan.layout, self.sources))
         with clock.phase("select"):
             scorable = [span for span in plan.reused if not plan.layout.is_exact(span)]
             scores = dict(
@@ -81,10 +76,8 @@ class _Pass:
             reused = self._assemble(cache, match)
         if not reused:
             return None
-        lost = len(reused) < len(plan.reused)
-        keys = dict(zip(plan.reused, plan.keys, strict=False))
-        kept = replace(plan, reused=tuple(reused), keys=tuple(keys[s] for s in reused if s in keys))
-        if lost and self.geometry is not None:
+        kept = plan.reusing(reused)
+        if len(reused) < len(plan.reused) and self.geometry is not None:
             # a damaged chunk becomes ordinary text, which changes the method's positions: start again without it
             return fuse(self.runtime, kept, self.sources, capacity=self.capacity, clock=clock, trace=self.trace)
         scorable = [span for span in scorable if span in reused]

@@ -6,13 +6,14 @@ with; otherwise the prompt is prefilled after the prefix that the prefix cache h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from ..clock import PhaseClock
 from ..prompt.layout import Layout
 from ..prompt.segments import Chunk, Segment
+from ..runtime.decoding import LogitsObserver
 from ..sampling import SamplingParams
 from ..types import PHASES, Answer, Event, FusionStats
 from .base import Method
@@ -20,9 +21,6 @@ from .direct import Direct
 from .full import Prefix
 
 __all__ = ["Ask", "Composition", "combined", "count_chunks", "exact_method"]
-
-LogitsObserver = Callable[[Any, int], None]
-"""Called with ``(vocab_size,)`` logits and the token id chosen from them."""
 
 
 class Ask(Protocol):

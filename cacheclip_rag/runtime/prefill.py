@@ -15,7 +15,7 @@ from ..chunks.sources import Sources
 from ..clock import PhaseClock
 from ..prompt.layout import Layout, Span
 from ..types import FusionStats, Plan, Trace
-from .base import Fused, Runtime, State, wait_for
+from .base import Fused, State, wait_for
 
 __all__ = ["Keeping", "Prefilled", "prefill"]
 
@@ -79,7 +79,7 @@ def prefill(plan: Plan, sources: Sources, *, params_tokens: int, clock: PhaseClo
         fused = sources.primary.runtime.fuse(plan, sources, capacity=capacity, clock=clock, trace=trace)
         if fused is not None:
             return _fused(fused, sources, clock)
-        plan = replace(plan, reused=(), keys=(), fallback=f"no chunk of {len(plan.layout.chunks)} could be read")
+        plan = replace(plan.reusing(()), fallback=f"no chunk of {len(plan.layout.chunks)} could be read")
     return _plain(plan, sources, capacity, clock)
 
 
@@ -96,7 +96,7 @@ def _keeping(plan: Plan, sources: Sources, first_computed: int) -> Keeping | Non
     Exact KV also differs if a codec coarser than the compute dtype stored it. None if the store holds those tokens
     already."""
     layout, is_lossy, runtime = plan.layout, sources.primary.is_lossy, sources.primary.runtime
-    if not _uses_prefixes(plan, runtime) or is_lossy and layout.num_prefix > layout.num_cached:
+    if not sources.shares_prefixes(plan) or is_lossy and layout.num_prefix > layout.num_cached:
         return None
     is_plain = layout.is_cached if is_lossy else layout.is_exact
     num_plain = min((span.start for span in plan.reused if not is_plain(span)), default=None)
@@ -105,17 +105,11 @@ def _keeping(plan: Plan, sources: Sources, first_computed: int) -> Keeping | Non
     return Keeping(sources.prefixes, runtime.reuse_tokens, num_plain)
 
 
-def _uses_prefixes(plan: Plan, runtime: Runtime) -> bool:
-    """Whether the method shares prefixes, and this KV is valid for every prompt with the same first tokens."""
-    is_same = runtime.keeps_prefixes and plan.layout.num_tokens <= runtime.reuse_tokens
-    return is_same and plan.method.reuses_prefixes
-
-
 def _plain(plan: Plan, sources: Sources, capacity: int, clock: PhaseClock) -> Prefilled:
     """Plain prefill of the same token ids: the method asks for it, or nothing can be reused."""
     runtime, layout, method = sources.primary.runtime, plan.layout, plan.method
     with clock.phase("lookup"):
-        match = sources.match(layout.token_ids, usable=_uses_prefixes(plan, runtime))
+        match = sources.match(plan)
     with match:
         # the stored shared prefix is not read: a coarser codec would make its KV unfit for the prefix cache
         used = replace(plan, layout=replace(layout, num_prefix=0, num_cached=match.num_tokens))
@@ -127,7 +121,7 @@ def _plain(plan: Plan, sources: Sources, capacity: int, clock: PhaseClock) -> Pr
                 wait_for(logits)
     stats = replace(_stats(used, clock), misses=0, missed_tokens=0)
     stats = replace(stats, charged_ratio=stats.effective_ratio)
-    keeping = Keeping(sources.prefixes, runtime.reuse_tokens) if _uses_prefixes(plan, runtime) else None
+    keeping = Keeping(sources.prefixes, runtime.reuse_tokens) if sources.shares_prefixes(plan) else None
     if not method.reuses_chunks:
         return Prefilled(layout, state, logits, stats, (), keeping)
     stats = replace(

@@ -17,13 +17,14 @@ from __future__ import annotations
 import hashlib
 import threading
 from abc import abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from ..store.backend import Backend
 
-__all__ = ["BackendConformance", "sample_key", "sample_payload"]
+__all__ = ["BackendConformance", "problems_in_threads", "sample_key", "sample_payload"]
 
 
 def sample_key(number: int) -> str:
@@ -34,6 +35,24 @@ def sample_key(number: int) -> str:
 def sample_payload(number: int, num_bytes: int = 1000) -> bytes:
     """Pseudo-random bytes, different for each number."""
     return hashlib.shake_128(str(number).encode()).digest(num_bytes)
+
+
+def problems_in_threads(work: Callable[[int, list[str]], None], count: int = 4) -> list[str]:
+    """Run ``work(seed, problems)`` in ``count`` threads at once; what they noted, and what they raised."""
+    problems: list[str] = []
+
+    def guarded(seed: int) -> None:
+        try:
+            work(seed, problems)
+        except BaseException as error:
+            problems.append(repr(error))
+
+    threads = [threading.Thread(target=guarded, args=(seed,)) for seed in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return problems
 
 
 class BackendConformance:
@@ -179,28 +198,19 @@ class BackendConformance:
     def test_threads(self, backend: Backend) -> None:
         """Every payload that a thread reads is a whole payload that was put under the key."""
         versions = {number: [sample_payload(10 * number + version, 20_000) for version in (0, 1)] for number in (1, 2)}
-        problems: list[str] = []
 
-        def work(seed: int) -> None:
-            try:
-                for step in range(30):
-                    number, version = 1 + (seed + step) % 2, (seed + step // 2) % 2
-                    backend.put(sample_key(number), versions[number][version])
-                    for key, data in backend.get_many([sample_key(1), sample_key(2)]).items():
-                        if bytes(data) not in versions[1 if key == sample_key(1) else 2]:
-                            problems.append(f"torn payload under {key}")
-                    list(backend.list())
-                    if step % 7 == 6:
-                        backend.delete([sample_key(number)])
-            except BaseException as error:
-                problems.append(repr(error))
+        def work(seed: int, problems: list[str]) -> None:
+            for step in range(30):
+                number, version = 1 + (seed + step) % 2, (seed + step // 2) % 2
+                backend.put(sample_key(number), versions[number][version])
+                for key, data in backend.get_many([sample_key(1), sample_key(2)]).items():
+                    if bytes(data) not in versions[1 if key == sample_key(1) else 2]:
+                        problems.append(f"torn payload under {key}")
+                list(backend.list())
+                if step % 7 == 6:
+                    backend.delete([sample_key(number)])
 
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert problems == []
+        assert problems_in_threads(work) == []
 
 
 def _got(backend: Backend, number: int) -> bytes:

@@ -15,7 +15,7 @@ import hashlib
 import re
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -134,7 +134,7 @@ class FakeRuntime(Runtime):
             reused = tuple(span for span in plan.reused if self._is_whole(span, sources))
         if not reused:
             return None
-        plan = replace(plan, reused=reused, keys=())
+        plan = plan.reusing(reused)
         with clock.phase("recompute"):
             state, logits = self.prefill(plan.layout.ids, capacity)
         stale = plan.chunk_tokens - sum(len(span.tokens) for span in plan.exact)

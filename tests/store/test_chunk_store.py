@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import torch
 from cacheclip_rag.errors import ConfigurationError, StoreError
 from cacheclip_rag.store import ChunkStore, DiskBackend, MemoryBackend, Tiers, is_store
 from cacheclip_rag.store.catalog import Catalog
+from cacheclip_rag.testing.backends import problems_in_threads
 from tests.store.samples import TOKENS, is_intact, key, kv, put, size
 
 Open = Callable[..., ChunkStore]
@@ -168,29 +168,20 @@ class TestEviction:
         """Whatever a thread reads under a key is that key's KV, whole."""
         limit = None if entries is None else entries * size()
         store = opened(limit)
-        problems: list[str] = []
 
-        def work(seed: int) -> None:
-            try:
-                for step in range(25):
-                    number = (seed * 7 + step * 3) % 8
-                    if step % 5 == 4:
-                        store.delete(key(number))
-                    elif step % 2:
-                        put(store, number)
-                    elif (got := store.get(key(number))) is not None and not torch.equal(got.kv, kv(number)):
-                        problems.append(f"wrong KV under {number}")
-                    list(store.keys())
-                    store.stats()
-            except BaseException as error:
-                problems.append(repr(error))
+        def work(seed: int, problems: list[str]) -> None:
+            for step in range(25):
+                number = (seed * 7 + step * 3) % 8
+                if step % 5 == 4:
+                    store.delete(key(number))
+                elif step % 2:
+                    put(store, number)
+                elif (got := store.get(key(number))) is not None and not torch.equal(got.kv, kv(number)):
+                    problems.append(f"wrong KV under {number}")
+                list(store.keys())
+                store.stats()
 
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert problems == []
+        assert problems_in_threads(work) == []
         put(store, *range(8))
         assert limit is None or store.stats().bytes <= limit
         assert is_intact(store, 7) and all(present in store for present in store.keys())  # noqa: SIM118 - not a dict
