@@ -1,7 +1,7 @@
 """The store's catalog: one SQLite file with entries, texts and sources.
 
-An entry records a payload's size, last use and text, so that deleting a text needs no model. Prompts are searched for
-the texts (see :mod:`.texts`). Sources record where texts come from.
+An entry records a payload's size, last use and text, so that deleting a text needs no model. The table of texts belongs
+to :mod:`.texts`, which finds them in prompts. Sources record where texts come from.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from pathlib import Path
 
 from .database import Database
 from .keys import text_digest
+from .texts import SCHEMA as _TEXTS
 
-__all__ = ["FILE_NAME", "Catalog", "Entry", "TextRow"]
+__all__ = ["FILE_NAME", "Catalog", "Entry"]
 
 FILE_NAME = "catalog.sqlite3"
 
@@ -24,12 +25,6 @@ CREATE TABLE IF NOT EXISTS entries (
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS entries_by_use ON entries (last_use);
 CREATE INDEX IF NOT EXISTS entries_by_text ON entries (namespace, digest);
-CREATE TABLE IF NOT EXISTS texts (
-    serial INTEGER PRIMARY KEY AUTOINCREMENT, namespace TEXT NOT NULL, digest BLOB NOT NULL, anchor INTEGER NOT NULL,
-    start INTEGER NOT NULL, length INTEGER NOT NULL, ending INTEGER NOT NULL, removed INTEGER NOT NULL,
-    UNIQUE (namespace, digest)
-);
-CREATE INDEX IF NOT EXISTS texts_by_serial ON texts (namespace, serial);
 CREATE TABLE IF NOT EXISTS sources (
     namespace TEXT NOT NULL, source TEXT NOT NULL, document TEXT NOT NULL, digest BLOB NOT NULL, text TEXT NOT NULL,
     PRIMARY KEY (namespace, source, digest)
@@ -37,18 +32,10 @@ CREATE TABLE IF NOT EXISTS sources (
 CREATE INDEX IF NOT EXISTS sources_by_document ON sources (namespace, document);
 CREATE INDEX IF NOT EXISTS sources_by_text ON sources (namespace, digest);
 """
-# A text has one row. Removing or adding the text replaces the row under a new serial number. So one query for the rows
-# after the last known serial number brings an index up to date with other processes.
-_TEXT_COLUMNS = "digest, anchor, start, length, ending, removed"
-_WRITE_TEXT = f"INSERT OR REPLACE INTO texts (namespace, {_TEXT_COLUMNS}) SELECT ?, ?, ?, ?, ?, ?, ?"
-_UNLESS_THERE = " WHERE NOT EXISTS (SELECT 1 FROM texts WHERE namespace = ? AND digest = ? AND removed = 0)"
 # Uses are numbered, because timestamps would be wrong after a clock is set back.
 _NEXT_USE = "(SELECT ifnull(max(last_use), 0) + 1 FROM entries)"
 _WRITE_ENTRY = f"INSERT OR REPLACE INTO entries VALUES (?, ?, ?, ?, ?, ?, {_NEXT_USE})"
 _USE_ENTRY = f"UPDATE entries SET last_use = {_NEXT_USE} WHERE key = ? AND bytes = ? AND codec = ?"
-
-TextRow = tuple[bytes, int, int, int, int]
-"""Digest of a text, hash and start of its signature window, length of the text, hash of its last window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,88 +58,64 @@ class Catalog:
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        self._database = Database(folder / FILE_NAME if folder else None, _SCHEMA)
+        self.database = Database(folder / FILE_NAME if folder else None, _SCHEMA + _TEXTS)
+        """The catalog's tables; :class:`~cacheclip_rag.store.texts.TextIndex` uses the one of texts."""
 
     def close(self) -> None:
         """Close the file; the catalog may be used again afterwards."""
-        self._database.close()
+        self.database.close()
 
     # -- entries ------------------------------------------------------------------------------------------------
 
     def record(self, entry: Entry) -> None:
         """Record an entry after its payload was written, as the most recently used."""
-        self._database.execute(_WRITE_ENTRY, astuple(entry))
+        self.database.execute(_WRITE_ENTRY, astuple(entry))
 
     def use(self, entry: Entry) -> None:
         """Mark an entry as the most recently used. A missing or different entry is written again. Raises StoreError
         without waiting if another process is writing."""
-        if not self._database.execute_at_once(_USE_ENTRY, (entry.key, entry.num_bytes, entry.codec)):
-            self._database.execute_at_once(_WRITE_ENTRY, astuple(entry))
+        if not self.database.execute_at_once(_USE_ENTRY, (entry.key, entry.num_bytes, entry.codec)):
+            self.database.execute_at_once(_WRITE_ENTRY, astuple(entry))
 
     def remove(self, keys: Iterable[str]) -> int:
         """Remove entries; returns how many existed."""
-        return self._database.execute_many(("DELETE FROM entries WHERE key = ?", (key,)) for key in keys)
+        return self.database.execute_many(("DELETE FROM entries WHERE key = ?", (key,)) for key in keys)
 
     def holds(self, key: str) -> bool:
         """Whether ``key`` has an entry."""
-        return bool(self._database.query("SELECT 1 FROM entries WHERE key = ?", (key,)))
+        return bool(self.database.query("SELECT 1 FROM entries WHERE key = ?", (key,)))
 
     def keys(self) -> list[str]:
         """All keys, least recently used first."""
-        return [key for (key,) in self._database.query("SELECT key FROM entries ORDER BY last_use, key")]
+        return [key for (key,) in self.database.query("SELECT key FROM entries ORDER BY last_use, key")]
 
     def keys_of(self, namespace: str, digest: bytes) -> list[str]:
         """Keys of all entries of one text, for every model and chunk context."""
         sql = "SELECT key FROM entries WHERE namespace = ? AND digest = ?"
-        return [key for (key,) in self._database.query(sql, (namespace, digest))]
+        return [key for (key,) in self.database.query(sql, (namespace, digest))]
 
     def least_recently_used(self, count: int, *, keep: str) -> list[tuple[str, int]]:
         """Keys and bytes of the next ``count`` entries to evict, without ``keep``."""
         sql = "SELECT key, bytes FROM entries WHERE key != ? ORDER BY last_use, key LIMIT ?"
-        return self._database.query(sql, (keep, count))
+        return self.database.query(sql, (keep, count))
 
     def totals(self) -> tuple[int, int]:
         """Number of entries, and the sum of their bytes."""
-        ((count, size),) = self._database.query("SELECT COUNT(*), ifnull(SUM(bytes), 0) FROM entries")
+        ((count, size),) = self.database.query("SELECT COUNT(*), ifnull(SUM(bytes), 0) FROM entries")
         return count, size
-
-    # -- texts --------------------------------------------------------------------------------------------------
-
-    def add_texts(self, namespace: str, rows: Iterable[TextRow]) -> None:
-        """Add texts; known texts are not changed."""
-        self._database.execute_many(
-            (_WRITE_TEXT + _UNLESS_THERE, (namespace, *row, 0, namespace, row[0])) for row in rows
-        )
-
-    def remove_texts(self, namespace: str, rows: Iterable[TextRow]) -> None:
-        """Mark texts as removed, here and in every process that shares the file."""
-        self._database.execute_many((_WRITE_TEXT, (namespace, *row, 1)) for row in rows)
-
-    def has_text(self, namespace: str, digest: bytes) -> bool:
-        """Whether a text was added and not removed since."""
-        sql = "SELECT 1 FROM texts WHERE namespace = ? AND digest = ? AND removed = 0"
-        return bool(self._database.query(sql, (namespace, digest)))
-
-    def texts_after(self, namespace: str, serial: int, count: int) -> list[tuple[int, TextRow, bool]]:
-        """The next ``count`` changes after a serial number: serial number, text row, and whether it was removed."""
-        rows = self._database.query(
-            f"SELECT serial, {_TEXT_COLUMNS} FROM texts WHERE namespace = ? AND serial > ? ORDER BY serial LIMIT ?",
-            (namespace, serial, count),
-        )
-        return [(number, tuple(row), bool(removed)) for number, *row, removed in rows]
 
     # -- sources ------------------------------------------------------------------------------------------------
 
     def add_source(self, namespace: str, source: str, text: str, document: str = "") -> None:
         """Record that a text comes from ``source``, which is part of ``document``. Other sources of the text stay."""
-        self._database.execute(
+        self.database.execute(
             "INSERT OR REPLACE INTO sources VALUES (?, ?, ?, ?, ?)",
             (namespace, source, document, text_digest(text), text),
         )
 
     def source_texts(self, namespace: str, source: str | None = None) -> list[str]:
         """Texts that have a source, each once; with ``source``, only the texts of that source."""
-        rows = self._database.query(
+        rows = self.database.query(
             "SELECT text FROM sources WHERE namespace = ? AND source = ifnull(?, source) "
             "GROUP BY digest ORDER BY min(rowid)",
             (namespace, source),
@@ -165,7 +128,7 @@ class Catalog:
         found: dict[bytes, str] = {}
         for name in sorted(gone):
             for digest, text in self._texts_of(namespace, name):
-                holders = self._database.query(
+                holders = self.database.query(
                     "SELECT source, document FROM sources WHERE namespace = ? AND digest = ?", (namespace, digest)
                 )
                 if text not in keep and all(not gone.isdisjoint(holder) for holder in holders):
@@ -176,7 +139,7 @@ class Catalog:
         """Remove sources and documents; with ``texts``, only from these texts."""
         digests: list[Sequence[bytes]] = [()] if texts is None else [(text_digest(text),) for text in texts]
         of_text = "" if texts is None else " AND digest = ?"
-        self._database.execute_many(
+        self.database.execute_many(
             (f"DELETE FROM sources WHERE namespace = ? AND {column} = ?{of_text}", (namespace, name, *digest))
             for name in gone
             for column in ("source", "document")
@@ -185,7 +148,7 @@ class Catalog:
 
     def _texts_of(self, namespace: str, name: str) -> list[tuple[bytes, str]]:
         """Digests and texts of a source or document."""
-        return self._database.query(
+        return self.database.query(
             "SELECT digest, text FROM sources WHERE namespace = ? AND source = ? "
             "UNION SELECT digest, text FROM sources WHERE namespace = ? AND document = ?",
             (namespace, name) * 2,

@@ -14,7 +14,7 @@ from ..errors import StoreError
 __all__ = ["Database"]
 
 _BUSY_TIMEOUT_S = 30.0
-_SCHEMA_VERSION = 2
+_SCHEMA_VERSION = 3
 """Increase this number when a table changes. Files of other versions are refused."""
 
 
