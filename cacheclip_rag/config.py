@@ -19,6 +19,7 @@ from .runtime.base import DTYPES
 
 __all__ = ["SHADOW_MODES", "EngineConfig"]
 
+_CODECS = (*DTYPES, "int8")
 _ON_MISS = ("store", "ignore")
 _FALLBACK = ("error", "full")
 SHADOW_MODES = ("background", "inline")
@@ -90,7 +91,7 @@ class EngineConfig:
         check_chunk_context(self.chunk_context)
         choices = {
             "dtype": DTYPES,
-            "auxiliary_codec": DTYPES,
+            "auxiliary_codec": _CODECS,
             "on_miss": _ON_MISS,
             "fallback": _FALLBACK,
             "shadow_mode": SHADOW_MODES,
@@ -104,7 +105,7 @@ class EngineConfig:
         if not isinstance(self.require_certificate, bool):
             raise ConfigurationError(f"require_certificate must be True or False, got {self.require_certificate!r}.")
         if self.codec is not None:
-            _check_choice("codec", self.codec, DTYPES)
+            _check_choice("codec", self.codec, _CODECS)
         if self.store is not None:
             if not isinstance(self.store, str | PathLike) or not str(self.store):
                 raise ConfigurationError(f"store must be a folder, or None for memory only, got {self.store!r}.")

@@ -31,7 +31,7 @@ from .runtime.base import Runtime
 from .runtime.prefill import Prefilled
 from .sampling import SamplingParams
 from .selection.heads import HeadSet
-from .store import ChunkStore
+from .store import ChunkStore, TenantStore
 from .types import Answer, Documents, Event, Plan, Prompt, Request
 
 __all__ = ["CacheClipEngine", "get_engine"]
@@ -85,8 +85,8 @@ class CacheClipEngine:
         return caches.runtime if caches is not None else None
 
     @property
-    def store(self) -> ChunkStore:
-        """The chunk-cache store."""
+    def store(self) -> TenantStore:
+        """This namespace's part of the chunk-cache store."""
         return self.parts.store
 
     @property

@@ -1,34 +1,76 @@
 """An index of stored texts, which finds them in a prompt.
 
-A framework passes one string to its language model, and the chunks are somewhere in it. The index stores a signature of
-each text: the window of ``WINDOW`` characters with the smallest hash, among the windows that start in the text's first
-``REGION`` characters, and the text's last window. So texts with the same beginning (a metadata header, a licence
-preamble) usually have different signatures. A search hashes every window of the prompt once. Where both windows of a
-signature occur at the right distance, the slice between them is compared by digest. So a match is never wrong, and the
-texts themselves need not be stored. (Source: content-defined anchors, Manber, "Finding similar files in a large file
-system", 1994. An automaton over all texts was rejected: 60 kB per chunk, and a rebuild at each insert.)
+A framework passes one string to its language model, and the chunks are somewhere in it. Every window of ``WINDOW``
+characters has a hash. A text's anchor is the smallest hash among its first ``reach`` windows, where ``reach`` is a power
+of two. So a text's anchor is one of the smallest hashes of ``reach`` neighbouring windows of every prompt that contains
+the text: about 2 / (reach + 1) of the prompt's windows. Only these are looked up, in the store's catalog. The place of
+an anchor gives the text's place; then a hash of the whole text is compared, and last its digest. So a match is never
+wrong, nothing is kept in memory, and the texts themselves need not be stored. (Source: winnowing, Schleimer et al.,
+SIGMOD 2003. An automaton over all texts was rejected: 60 kB per chunk, and a rebuild at each insert. A table in memory
+was rejected: every process read it before its first answer.)
+
+Hostile texts and prompts can make every place a candidate. A search therefore stops with a warning after a number of
+comparisons; chunks that it did not find are computed as fresh text.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+import json
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import groupby
-from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from .catalog import Catalog, TextRow
+from ..errors import StoreError
+from .database import Database
 from .keys import text_digest
 
-__all__ = ["WINDOW", "TextIndex", "TextMatch"]
+__all__ = ["REACH", "SCHEMA", "WINDOW", "TextIndex", "TextMatch", "TextRow", "text_row"]
+
+logger = logging.getLogger(__name__)
 
 WINDOW = 16
 """Characters per window. Shorter texts are not matched, because reusing them would save nothing."""
-REGION = 256
-"""The signature window starts within this many first characters of the text."""
+REACH = 256
+"""Most windows at a text's start and at its end from which its anchor and its ending are chosen."""
+
+_POPULAR = 512
+"""Texts with the same anchor. From here on rows are looked up by anchor and ending, not read one by one."""
+_MOST_ROWS = 1 << 18
+"""Most rows of one reach per search."""
+_MOST_COMPARED = 1 << 24
+"""Most slices of a prompt whose hash is compared per search."""
+_MOST_WRONG = 256
+"""Most slices per search that have a text's hash but not its digest."""
+_BLOCK, _LONGEST_BLOCK = 1 << 12, 1 << 18
+"""Slices compared at once. A block is short after a match, because the match may cover what comes next."""
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS texts (
+    namespace TEXT NOT NULL, reach INTEGER NOT NULL, anchor INTEGER NOT NULL, ending INTEGER NOT NULL,
+    digest BLOB NOT NULL, start INTEGER NOT NULL, length INTEGER NOT NULL, whole INTEGER NOT NULL,
+    PRIMARY KEY (namespace, reach, anchor, ending, digest)
+) WITHOUT ROWID;
+"""
+_COLUMNS = "digest, reach, anchor, start, length, ending, whole"
+_WRITE = f"INSERT OR IGNORE INTO texts (namespace, {_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
+_THIS_ROW = "FROM texts WHERE namespace = ? AND reach = ? AND anchor = ? AND ending = ? AND digest = ?"
+_REACHES = "SELECT value FROM json_each(?) WHERE EXISTS (SELECT 1 FROM texts WHERE namespace = ? AND reach = value)"
+_ANCHORS = (
+    "SELECT value, (SELECT count(*) FROM (SELECT 1 FROM texts WHERE namespace = ? AND reach = ? AND anchor = value "
+    "LIMIT ?)) AS num_texts FROM json_each(?) WHERE num_texts"
+)
+# "+": the endings of the rows are tested. Without it, SQLite looks up each pair of anchor and ending.
+_ROWS, _ROWS_OF_POPULAR = (
+    f"SELECT {_COLUMNS} FROM texts WHERE namespace = ? AND reach = ? AND anchor IN (SELECT value FROM json_each(?)) "
+    f"AND {ending} IN (SELECT value FROM json_each(?)) AND length <= ? LIMIT ?"
+    for ending in ("+ending", "ending")
+)
+
+_Column = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,195 +81,113 @@ class TextMatch:
     stop: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Signature:
-    """What the index stores of a text."""
+class TextRow(NamedTuple):
+    """What the index stores of a text. Hashes are signed 64-bit numbers."""
 
-    value: int
-    """Hash of the signature window."""
-    start: int
-    """Start of that window in the text."""
-    length: int
-    ending: int
-    """Hash of the text's last window."""
     digest: bytes
+    """16 bytes, see :func:`~cacheclip_rag.store.keys.text_digest`."""
+    reach: int
+    """The largest power of two up to ``REACH`` and up to the text's number of windows."""
+    anchor: int
+    """The smallest hash among the first ``reach`` windows."""
+    start: int
+    """Start of the first window with that hash."""
+    length: int
+    """Characters."""
+    ending: int
+    """The smallest hash among the last ``reach`` windows."""
+    whole: int
+    """Hash of the text."""
+
+
+def text_row(text: str) -> TextRow | None:
+    """The row of a text; None if the text is shorter than ``WINDOW``."""
+    hashes = _window_hashes(text)
+    if not len(hashes):
+        return None
+    reach = min(REACH, 1 << (len(hashes).bit_length() - 1))
+    start = int(hashes[:reach].argmin())
+    ending = int(hashes[-reach:].min())
+    whole = int(_Sums.of(hashes).sums[-1])
+    return TextRow(text_digest(text), reach, int(hashes[start]), start, len(text), ending, whole)
 
 
 class TextIndex:
-    """Texts of one namespace, shared by processes through the store's catalog (default: in this process only).
+    """Texts of one namespace, shared by processes through the store's catalog. Keeps nothing in memory."""
 
-    A text takes about 60 bytes of memory.
-    """
-
-    def __init__(self, catalog: Catalog | None = None, namespace: str = "default") -> None:
-        self._catalog = catalog if catalog is not None else Catalog()
+    def __init__(self, database: Database, namespace: str) -> None:
+        """``database``: has the table of ``SCHEMA``."""
+        self._database = database
         self._namespace = namespace
-        self._settled = _Rows.of([])
-        self._recent = _Rows.of([])
-        """Changes that are not yet merged into ``_settled``; they take precedence."""
-        self._last_serial = 0
-        self._lock = threading.Lock()
+        self._warned = False
 
     def add(self, texts: Iterable[str]) -> None:
-        """Add texts. Texts shorter than ``WINDOW`` are left out; known texts are not changed."""
-        self._catalog.add_texts(self._namespace, _rows_of(texts))
+        """Add texts. Texts shorter than ``WINDOW`` are left out. Raises StoreError if the catalog cannot be used."""
+        self.add_rows(_rows_of(texts))
+
+    def add_rows(self, rows: Iterable[TextRow]) -> None:
+        """Add texts by their rows, as :meth:`add`."""
+        self._database.execute_many([(_WRITE, (self._namespace, *row)) for row in rows])
 
     def remove(self, texts: Iterable[str]) -> None:
-        """Remove texts, here and in every process that shares the catalog."""
-        self._catalog.remove_texts(self._namespace, _rows_of(texts))
+        """Remove texts, for every process. Raises StoreError if the catalog cannot be used."""
+        self._database.execute_many([(f"DELETE {_THIS_ROW}", self._name(row)) for row in _rows_of(texts)])
+
+    def known(self, text: str) -> bool:
+        """Whether a text was added and not removed since."""
+        return any(self._database.query(f"SELECT 1 {_THIS_ROW}", self._name(row)) for row in _rows_of([text]))
 
     def find(self, prompt: str, documents: Iterable[str] = ()) -> list[TextMatch]:
-        """Stored texts and ``documents`` that occur in ``prompt``: leftmost, longest, not overlapping, in order."""
-        signatures = [signature for text in documents if (signature := _signature_of(text)) is not None]
-        with self._lock:
-            self._refresh()
-            tables = (_Rows.of([(signature, False) for signature in signatures]), self._recent, self._settled)
+        """Stored texts and ``documents`` that occur in ``prompt``: leftmost, longest, not overlapping, in order.
+
+        If the catalog cannot be used, only ``documents`` are found, and the first search says so in a warning.
+        """
+        given = list(_rows_of(documents))
         hashes = _window_hashes(prompt)
-        candidates = sorted(
-            (start, -length, number, row)
-            for number, rows in enumerate(tables)
-            for start, length, row in rows.candidates(hashes)
-        )
-        found: list[TextMatch] = []
-        end = 0
-        for (start, length), same in groupby(candidates, key=itemgetter(0, 1)):
-            if start < end:
-                continue
-            stop = start - length
-            digest = text_digest(prompt[start:stop])
-            # the first table that knows the text decides
-            said = (tables[number].is_removed(row, digest) for _, _, number, row in same)
-            if next((each for each in said if each is not None), True) is False:
-                found.append(TextMatch(start, stop))
-                end = stop
+        places = dict(_smallest(hashes))
+        rows = _Rows.of(given + self._stored(hashes, places))
+        return _Search(prompt, hashes, rows).matches(places)
+
+    def _name(self, row: TextRow) -> tuple[str, int, int, int, bytes]:
+        return self._namespace, row.reach, row.anchor, row.ending, row.digest
+
+    def _stored(self, hashes: _Column, places: dict[int, _Column]) -> list[TextRow]:
+        """Rows of stored texts that may be in a prompt."""
+        try:
+            reaches = self._database.query(_REACHES, (json.dumps([*places]), self._namespace))
+            found = [row for (reach,) in reaches for row in self._rows(reach, hashes, places[reach])]
+        except StoreError as error:
+            if not self._warned:
+                logger.warning("stored texts are not found in prompts, and are computed as fresh text: %s", error)
+            self._warned = True
+            return []
+        self._warned = False
         return found
 
-    def _refresh(self) -> None:
-        """Read what this or another process added or removed since the last refresh."""
-        while rows := self._catalog.texts_after(self._namespace, self._last_serial, _BATCH):
-            new = [
-                (_Signature(value, start, length, ending, digest), removed)
-                for _, (digest, value, start, length, ending), removed in rows
-            ]
-            self._recent = _Rows.of(new).over(self._recent)
-            self._last_serial = rows[-1][0]
-            if len(self._recent) > max(_BATCH, len(self._settled) // 16):
-                self._settled, self._recent = self._recent.over(self._settled).present(), _Rows.of([])
+    def _rows(self, reach: int, hashes: _Column, places: _Column) -> Iterator[TextRow]:
+        """Rows whose anchor and ending are both among the smallest hashes of a prompt."""
+        smallest, most = json.dumps(np.unique(hashes[places]).tolist()), len(hashes) + WINDOW - 1
+        counts = self._database.query(_ANCHORS, (self._namespace, reach, _POPULAR, smallest))
+        popular = [anchor for anchor, count in counts if count == _POPULAR]
+        others = [anchor for anchor, count in counts if count < _POPULAR]
+        for sql, chosen in ((_ROWS, others), (_ROWS_OF_POPULAR, popular)):
+            if chosen:
+                arguments = (self._namespace, reach, json.dumps(chosen), smallest, most, _MOST_ROWS)
+                rows = self._database.query(sql, arguments)
+                if len(rows) == _MOST_ROWS:
+                    logger.warning("too many texts have the same start and end; some are not found in the prompt")
+                yield from (TextRow(*row) for row in rows)
 
 
-_BATCH = 4096
-"""Rows per query, and most rows in ``_recent`` before they are merged into ``_settled``."""
-_PAIRS = 200_000
-"""Pairs of windows and texts per batch."""
-
-_ENDINGS = 1 << 18
-"""Number of hash classes for a first test of endings."""
-
-_Column = np.ndarray[Any, np.dtype[Any]]
+def _rows_of(texts: Iterable[str]) -> Iterator[TextRow]:
+    """Rows of texts; short texts are left out."""
+    return (row for text in texts if (row := text_row(text)) is not None)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Rows:
-    """Signatures of texts in columns, ordered by window hash and digest, each text once."""
-
-    windows: _Column
-    """``(num_texts,)`` int64."""
-    starts: _Column
-    """uint16."""
-    lengths: _Column
-    """uint32."""
-    endings: _Column
-    """int64."""
-    digests: _Column
-    """``(num_texts, 2)`` uint64."""
-    removed: _Column
-    """bool."""
-
-    @classmethod
-    def of(cls, texts: Sequence[tuple[_Signature, bool]]) -> _Rows:
-        """Rows of texts and their removal flags. The last pair of a text counts."""
-        digests = b"".join(signature.digest for signature, _ in texts)
-        return cls(
-            np.array([signature.value for signature, _ in texts], np.int64),
-            np.array([signature.start for signature, _ in texts], np.uint16),
-            np.array([signature.length for signature, _ in texts], np.uint32),
-            np.array([signature.ending for signature, _ in texts], np.int64),
-            np.frombuffer(digests, np.uint64).reshape(-1, 2),
-            np.array([removed for _, removed in texts], np.bool_),
-        )._ordered()
-
-    def __len__(self) -> int:
-        return len(self.windows)
-
-    def _map(self, change: Callable[[str], _Column]) -> _Rows:
-        return _Rows(*(change(each.name) for each in fields(self)))
-
-    def _at(self, which: _Column) -> _Rows:
-        return self._map(lambda name: getattr(self, name)[which])
-
-    def _ordered(self) -> _Rows:
-        found = self._at(np.lexsort((self.digests[:, 1], self.digests[:, 0], self.windows)))  # stable
-        same = (found.windows[1:] == found.windows[:-1]) & (found.digests[1:] == found.digests[:-1]).all(1)
-        last = np.ones(len(found), np.bool_)
-        last[:-1] = ~same
-        return found._at(last)
-
-    def over(self, older: _Rows) -> _Rows:
-        """Both tables merged; rows of this table replace rows of the older table."""
-        return self._map(lambda name: np.concatenate((getattr(older, name), getattr(self, name))))._ordered()
-
-    def present(self) -> _Rows:
-        """The rows of texts that are not removed."""
-        return self._at(~self.removed)
-
-    def candidates(self, hashes: _Column) -> Iterator[tuple[int, int, int]]:
-        """Possible matches in a prompt as (start, length, row): both windows of a signature occur there.
-
-        Args:
-            hashes: hashes of the prompt's windows.
-        """
-        first = np.searchsorted(self.windows, hashes)
-        counts = np.searchsorted(self.windows, hashes, side="right") - first
-        positions = np.flatnonzero(counts)
-        # thousands of texts may share a beginning: keep the rows whose ending may be in the prompt
-        groups, here, group_of = np.unique(first[positions], return_index=True, return_inverse=True)
-        sizes = counts[positions[here]]
-        rows = _ranges(groups, sizes)
-        ends = np.zeros(_ENDINGS, np.bool_)
-        ends[hashes % _ENDINGS] = True
-        ending = ends[self.endings[rows] % _ENDINGS]
-        rows, sizes = rows[ending], np.bincount(np.repeat(np.arange(len(groups)), sizes)[ending], minlength=len(groups))
-        first, counts = (np.cumsum(sizes) - sizes)[group_of], sizes[group_of]
-        batches = np.cumsum(counts) // _PAIRS
-        for batch in range(int(batches[-1]) + 1 if len(batches) else 0):
-            chosen = batches == batch
-            yield from self._candidates(
-                hashes, positions[chosen], counts[chosen], rows[_ranges(first[chosen], counts[chosen])]
-            )
-
-    def _candidates(
-        self, hashes: _Column, positions: _Column, counts: _Column, rows: _Column
-    ) -> Iterator[tuple[int, int, int]]:
-        """Possible matches for the windows at ``positions``; each has ``counts`` consecutive ``rows``."""
-        starts = np.repeat(positions, counts) - self.starts[rows]
-        lengths = self.lengths[rows].astype(np.int64)
-        last = starts + lengths - WINDOW
-        fits = np.flatnonzero((starts >= 0) & (last < len(hashes)))
-        fits = fits[hashes[last[fits]] == self.endings[rows[fits]]]
-        yield from zip(starts[fits].tolist(), lengths[fits].tolist(), rows[fits].tolist(), strict=True)
-
-    def is_removed(self, row: int, digest: bytes) -> bool | None:
-        """Whether a row's text was removed; None if the row belongs to another text."""
-        return bool(self.removed[row]) if self.digests[row].tobytes() == digest else None
+# -- hashes ---------------------------------------------------------------------------------------------------------
 
 
-def _ranges(first: _Column, counts: _Column) -> _Column:
-    """Concatenated ranges: ``count`` whole numbers from each ``first`` on."""
-    before = np.cumsum(counts) - counts
-    return np.repeat(first - before, counts) + np.arange(counts.sum())
-
-
-def _window_hashes(text: str) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _window_hashes(text: str) -> _Column:
     """Hash of every window of ``WINDOW`` characters, in order: ``(len(text) - WINDOW + 1,)`` int64."""
     codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32).astype(np.uint64)
     count = len(codes) - WINDOW + 1
@@ -240,17 +200,152 @@ def _window_hashes(text: str) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     return (hashes ^ (hashes >> np.uint64(32))).view(np.int64)
 
 
-def _signature_of(text: str) -> _Signature | None:
-    if len(text) < WINDOW:
-        return None
-    hashes = _window_hashes(text[: REGION + WINDOW - 1])
-    start = int(hashes.argmin())
-    ending = int(_window_hashes(text[-WINDOW:])[0])
-    return _Signature(int(hashes[start]), start, len(text), ending, text_digest(text))
+def _smallest(hashes: _Column) -> Iterator[tuple[int, _Column]]:
+    """For each reach, the place of the first smallest hash among the windows ``[i, i + reach)``, for every ``i``."""
+    places, reach = np.arange(len(hashes)), 1
+    while len(places):
+        yield reach, places
+        if reach == REACH:
+            return
+        left, right = places[:-reach], places[reach:]
+        places = np.where(hashes[left] <= hashes[right], left, right)
+        reach *= 2
 
 
-def _rows_of(texts: Iterable[str]) -> Iterator[TextRow]:
-    """Rows for the catalog; short texts are left out."""
-    for text in texts:
-        if (signature := _signature_of(text)) is not None:
-            yield signature.digest, signature.value, signature.start, signature.length, signature.ending
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sums:
+    """Sums of window hashes times powers of an odd number, modulo 2**64: hashes of slices in constant time.
+
+    Sums of window hashes and not of characters, because two different texts with equal sums of characters are known.
+    """
+
+    powers: _Column
+    """``(num_windows + 1,)`` int64."""
+    sums: _Column
+    """``(num_windows + 1,)`` int64: sum over the windows before."""
+
+    @classmethod
+    def of(cls, hashes: _Column) -> _Sums:
+        factors = np.full(len(hashes) + 1, 0x5851F42D4C957F2D, np.int64)
+        factors[0] = 1
+        powers, sums = np.cumprod(factors), np.zeros(len(hashes) + 1, np.int64)
+        np.cumsum(hashes * powers[:-1], out=sums[1:])
+        return cls(powers, sums)
+
+    def equal(self, starts: _Column, stops: _Column, wholes: _Column) -> _Column:
+        """Whether the slices ``[start, stop)`` have these hashes. The slices are ``WINDOW`` characters or longer."""
+        found: _Column = self.sums[stops - WINDOW + 1] - self.sums[starts] == wholes * self.powers[starts]
+        return found
+
+
+# -- search ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rows:
+    """Rows in columns, ordered by key."""
+
+    keys: _Column
+    """int64: each key once."""
+    first: _Column
+    """First row of each key."""
+    counts: _Column
+    """Rows of each key."""
+    lengths: _Column
+    wholes: _Column
+    digests: list[bytes]
+
+    @classmethod
+    def of(cls, rows: list[TextRow]) -> _Rows:
+        numbers = np.array([row[1:] for row in rows], np.int64).reshape(-1, 6)
+        reaches, anchors, starts, lengths, _, wholes = numbers.T
+        keys = _keys(reaches, anchors, starts)
+        order = np.argsort(keys, kind="stable")
+        keys, first, counts = np.unique(keys[order], return_index=True, return_counts=True)
+        return cls(keys, first, counts, lengths[order], wholes[order], [rows[row].digest for row in order])
+
+    def at(self, keys: _Column) -> tuple[_Column, _Column]:
+        """Which of ``keys`` have rows, and the number of each of these among the keys of this table."""
+        numbers = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
+        known = np.flatnonzero(self.keys[numbers] == keys)
+        return known, numbers[known]
+
+
+def _keys(reaches: _Column | int, anchors: _Column, starts: _Column) -> _Column:
+    """One number for reach, anchor and start. Equal keys of different anchors only cost a comparison."""
+    return anchors + (starts + reaches * REACH)
+
+
+class _Search:
+    """One search of a prompt."""
+
+    def __init__(self, prompt: str, hashes: _Column, rows: _Rows) -> None:
+        self._prompt, self._hashes, self._rows = prompt, hashes, rows
+        self._sums = _Sums.of(hashes)
+        self._compared = self._wrong = 0
+
+    def matches(self, places: dict[int, _Column]) -> list[TextMatch]:
+        """Matches from left to right. ``places``: see :func:`_smallest`."""
+        found: list[TextMatch] = []
+        if not len(self._rows.keys) or not places:
+            return found
+        starts, numbers = self._candidates(places)
+        counts = self._rows.counts[numbers]
+        before = np.cumsum(counts) - counts
+        first, end, size = 0, 0, _BLOCK
+        while first < len(starts) and not self._exhausted:
+            after = max(first + 1, int(np.searchsorted(before, before[first] + size)))
+            block = slice(first, after)
+            self._compared += int(counts[block].sum())
+            size = min(2 * size, _LONGEST_BLOCK)
+            for match in self._matches(starts[block], numbers[block], end):
+                found.append(match)
+                end, size = match.stop, _BLOCK
+            first = max(after, int(np.searchsorted(starts, end)))
+        if self._exhausted:
+            logger.warning(
+                "the search for stored texts in a prompt of %d characters was stopped: too many places look alike. "
+                "Texts after that are computed as fresh text.",
+                len(self._prompt),
+            )
+        return found
+
+    def _candidates(self, places: dict[int, _Column]) -> tuple[_Column, _Column]:
+        """Where texts may start, in order, and the numbers of their keys."""
+        found = []
+        for reach, smallest in places.items():
+            starts = np.arange(len(smallest))
+            known, numbers = self._rows.at(_keys(reach, self._hashes[smallest], smallest - starts))
+            found.append((known, numbers))
+        starts, numbers = (np.concatenate(column) for column in zip(*found, strict=True))
+        order = np.argsort(starts, kind="stable")
+        return starts[order], numbers[order]
+
+    def _matches(self, starts: _Column, numbers: _Column, end: int) -> Iterator[TextMatch]:
+        """Matches that begin at some of ``starts``, and not before ``end``."""
+        counts = self._rows.counts[numbers]
+        rows, starts = _ranges(self._rows.first[numbers], counts), np.repeat(starts, counts)
+        stops = starts + self._rows.lengths[rows]
+        fits = np.flatnonzero(stops <= len(self._prompt))
+        fits = fits[self._sums.equal(starts[fits], stops[fits], self._rows.wholes[rows[fits]])]
+        fits = fits[np.lexsort((-stops[fits], starts[fits]))]
+        slices = zip(starts[fits].tolist(), stops[fits].tolist(), rows[fits].tolist(), strict=True)
+        for (start, stop), same in groupby(slices, key=lambda each: each[:2]):
+            if start < end or self._wrong > _MOST_WRONG:
+                continue
+            digest = text_digest(self._prompt[start:stop])
+            if any(self._rows.digests[row] == digest for _, _, row in same):
+                yield TextMatch(start, stop)
+                end = stop
+            else:
+                self._wrong += 1
+
+    @property
+    def _exhausted(self) -> bool:
+        return self._compared > _MOST_COMPARED or self._wrong > _MOST_WRONG
+
+
+def _ranges(first: _Column, counts: _Column) -> _Column:
+    """Concatenated ranges: ``count`` whole numbers from each ``first`` on."""
+    before = np.cumsum(counts) - counts
+    return np.repeat(first - before, counts) + np.arange(counts.sum())
