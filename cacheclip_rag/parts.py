@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -23,7 +23,7 @@ from .prompt.segments import PromptReader, Segment
 from .runtime.transformers.model import ModelRuntime
 from .selection.heads import HeadSet, find_head_set, load_named
 from .selection.scoring import AuxiliaryScorer
-from .store import ChunkStore
+from .store import ChunkStore, TenantStore, TierStats
 from .types import Documents, Prompt
 
 __all__ = ["Parts"]
@@ -47,6 +47,7 @@ class Parts:
         self._lock = threading.RLock()
         self._caches: dict[tuple[str, ChunkContext], ChunkCaches] = {}
         self._store = store
+        self._tenant: TenantStore | None = None
         self._library: ChunkLibrary | None = None
         self._sources: dict[Hashable, Sources] = {}
         self._heads: tuple[HeadSet | None] | None = None
@@ -55,24 +56,27 @@ class Parts:
     # -- store --------------------------------------------------------------------------------------------------
 
     @property
-    def store(self) -> ChunkStore:
-        """The chunk-cache store: memory only, disk, or memory before disk, as configured."""
+    def store(self) -> TenantStore:
+        """This namespace's part of the chunk-cache store: memory only, disk, or memory before disk, as configured."""
         with self._lock:
-            if self._store is None:
-                self._store = self._make_store()
-            return self._store
+            if self._tenant is None:
+                config = self.config
+                folder = Path(config.store) if config.store else None
+                store = self._store or ChunkStore.open(folder, config.max_bytes, config.memory_bytes)
+                self._tenant = store.tenant(config.namespace)
+            return self._tenant
 
-    def _make_store(self) -> ChunkStore:
-        config = self.config
-        folder = Path(config.store) if config.store else None
-        return ChunkStore.open(folder, config.max_bytes, config.memory_bytes)
+    def tier_stats(self) -> Sequence[TierStats]:
+        """Counters of the store's tiers; none before the store's first use."""
+        with self._lock:
+            return self._tenant.store.stats().tiers if self._tenant is not None else ()
 
     @property
     def library(self) -> ChunkLibrary:
         """Precomputed texts of this namespace and their sources."""
         with self._lock:
             if self._library is None:
-                self._library = ChunkLibrary(self.store, self.config.namespace)
+                self._library = ChunkLibrary(self.store)
             return self._library
 
     def close(self) -> None:
@@ -141,7 +145,6 @@ class Parts:
             runtime,
             self.store,
             prefix_ids=PromptReader(runtime, config.system_prompt).prefix_ids(),
-            namespace=config.namespace,
             codec=(config.codec or config.dtype) if role == "primary" else config.auxiliary_codec,
             context=context,
         )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["atomic_path", "cache_home", "fsync_folder"]
+__all__ = ["atomic_path", "cache_home", "fsync_folder", "make_private_folder", "private_mode"]
 
 
 def cache_home() -> Path:
@@ -17,6 +18,19 @@ def cache_home() -> Path:
         return Path(explicit).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "cacheclip"
+
+
+def make_private_folder(folder: Path) -> None:
+    """Make a folder (and its parents) for its owner alone, or as its parent is shared; see :func:`private_mode`."""
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=private_mode(folder.parent), exist_ok=True)
+
+
+def private_mode(folder: Path) -> int:
+    """Permissions of new folders in ``folder``: 0700; 0770 if its group may write to it. The mask of the process
+    (umask) applies to them too."""
+    return 0o770 if folder.stat().st_mode & stat.S_IWGRP and not folder.stat().st_mode & stat.S_IWOTH else 0o700
 
 
 def fsync_folder(folder: Path) -> None:

@@ -10,8 +10,8 @@ import torch
 
 from ..errors import ConfigurationError, PromptTooLongError, StoreError
 from ..prompt.segments import Chunk, Segment
-from ..runtime.base import Runtime, TokenizedText
-from ..store import CODECS, ChunkStore, chunk_key, frame_bytes, keeps
+from ..runtime.base import DTYPES, Runtime, TokenizedText
+from ..store import ReadBuffer, StoredKV, TenantStore, chunk_key, decode, encode, frame_bytes, keeps
 from .context import ChunkContext
 
 __all__ = ["ChunkCaches"]
@@ -28,10 +28,9 @@ class ChunkCaches:
     def __init__(
         self,
         runtime: Runtime,
-        store: ChunkStore,
+        store: TenantStore,
         *,
         prefix_ids: Sequence[int],
-        namespace: str,
         codec: str,
         context: ChunkContext,
     ) -> None:
@@ -39,7 +38,6 @@ class ChunkCaches:
         context_ids = runtime.tokenize(context.text).ids if context.text else ()
         self.prefix_ids = () if context.isolated else (*prefix_ids, *context_ids)
         self._store = store
-        self._namespace = namespace
         self.codec = codec
         self.context = context
         self._prefix: torch.Tensor | None = None
@@ -72,13 +70,18 @@ class ChunkCaches:
     @property
     def is_lossy(self) -> bool:
         """Whether the codec is coarser than the model's compute dtype."""
-        return not keeps(self.codec, str(self.runtime.dtype).removeprefix("torch."))
+        return not keeps(self.codec, self._compute_dtype)
+
+    @property
+    def _compute_dtype(self) -> str:
+        return str(self.runtime.dtype).removeprefix("torch.")
 
     def stored_bytes(self, num_tokens: int) -> int:
         """Bytes that a chunk of ``num_tokens`` tokens takes in the store."""
         runtime = self.runtime
         shape = (runtime.num_layers, 2, runtime.num_kv_heads, num_tokens, runtime.head_dim)
-        return frame_bytes(shape, self.codec, namespace=self._namespace)
+        size = frame_bytes(shape, self.codec, namespace=self._store.namespace)
+        return self._store.store.tiers.round_up(size)
 
     @property
     def prefix(self) -> torch.Tensor:
@@ -104,14 +107,22 @@ class ChunkCaches:
         codec = self._store.codec_of(self.key(text))
         return codec is not None and keeps(codec, self.codec)
 
-    def read(self, text: str) -> torch.Tensor | None:
-        """Stored KV of a chunk, or None. The tensor is shared: do not write to it."""
-        return self._read(self.key(text))
+    def read(self, text: str, buffer: ReadBuffer | None = None) -> StoredKV | None:
+        """Stored KV of a chunk, or None.
 
-    def _read(self, key: str) -> torch.Tensor | None:
-        stored = self._store.get(key)
+        Args:
+            buffer: memory to read into. The KV is then valid until the next read into it.
+        """
+        return self._read(self.key(text), self.codec, buffer)
+
+    def _read(self, key: str, codec: str, buffer: ReadBuffer | None = None) -> StoredKV | None:
+        stored = self._store.get(key, buffer)
         # an engine with this model as auxiliary may have stored it with a coarser codec than ours
-        return stored.kv if stored is not None and keeps(stored.codec, self.codec) else None
+        return stored if stored is not None and keeps(stored.codec, codec) else None
+
+    def prefetch(self, text: str) -> bool:
+        """Read a chunk's KV into the store's fastest tier; True if it is stored."""
+        return self.can_reuse and self.read(text, ReadBuffer()) is not None
 
     def write(self, text: str) -> bool:
         """Compute and store a chunk's KV unless it is stored already or cannot be reused; True if it was computed."""
@@ -120,7 +131,7 @@ class ChunkCaches:
         self.check_length(text)
         tokens = self.tokenize(text)
         kv = self.runtime.encode(tokens.ids, self.prefix if self.prefix_ids else None)
-        self._store.put(self.key(text), kv, self.codec, namespace=self._namespace, text=text)
+        self._store.put(self.key(text), kv, self.codec, text=text)
         return True
 
     def check_length(self, text: str) -> None:
@@ -144,7 +155,7 @@ class ChunkCaches:
             prefix_ids=prefix_ids,
             chunk_ids=ids,
             rope_pin=self.runtime.rope_pin,
-            namespace=self._namespace,
+            namespace=self._store.namespace,
         )
 
     def _read_or_encode_prefix(self) -> torch.Tensor:
@@ -152,12 +163,13 @@ class ChunkCaches:
         if not self.prefix_ids:
             return torch.empty(runtime.num_layers, 2, runtime.num_kv_heads, 0, runtime.head_dim, dtype=runtime.dtype)
         key = self._key((), self.prefix_ids)
-        stored = self._read(key)
-        if stored is not None:
-            return stored.clone()  # the stored tensor may be a view of a mapped file
+        # every prompt reads the prefix, and it is short: it is not quantised
+        codec = self.codec if self.codec in DTYPES else self._compute_dtype
+        if (stored := self._read(key, codec)) is not None:
+            return stored.tensor()
         kv = runtime.encode(self.prefix_ids)
         try:
-            self._store.put(key, kv, self.codec, namespace=self._namespace)
+            self._store.put(key, kv, codec)
         except StoreError as error:  # a full disk must not prevent the answer
             logger.warning("the shared prefix could not be stored: %s", error)
-        return kv.to("cpu", CODECS[self.codec]).contiguous()
+        return decode(encode(kv, codec, key, namespace=self._store.namespace), key).tensor()

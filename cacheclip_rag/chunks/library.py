@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from ..store import ChunkStore, TextIndex
+from ..store import TenantStore
 from ..store.texts import TextMatch
 
 __all__ = ["ChunkLibrary"]
@@ -17,9 +17,9 @@ class ChunkLibrary:
     sources; it is orphaned when the last source is removed.
     """
 
-    def __init__(self, store: ChunkStore, namespace: str = "default") -> None:
-        self._store, self._catalog, self._namespace = store, store.catalog, namespace
-        self.index = TextIndex(store.catalog.database, namespace)
+    def __init__(self, store: TenantStore) -> None:
+        self._store, self._catalog, self._namespace = store, store.catalog, store.namespace
+        self.index = store.texts
         """Finds stored texts in a prompt."""
 
     def add(self, text: str, source: str | None = None, document: str = "") -> None:
@@ -39,7 +39,7 @@ class ChunkLibrary:
     def release(self, texts: Iterable[str]) -> int:
         """Delete the KV of texts for every model and chunk context. Returns how many texts had any KV."""
         texts = list(texts)
-        released = self._store.release(self._namespace, texts)
+        released = self._store.release(texts)
         self.index.remove(texts)
         return released
 

@@ -27,6 +27,7 @@ from ..runtime.transformers.attention import Geometry
 from ..runtime.transformers.cache import FusedCache
 from ..runtime.transformers.row_filter import RowFilter
 from ..selection.scorers import AuxiliaryAttention
+from ..store import KV, ReadBuffer
 from ..types import Plan, Trace
 
 if TYPE_CHECKING:
@@ -147,12 +148,14 @@ class _Pass:
         if layout.num_cached:
             match.write_to(cache)  # tokens after num_cached are overwritten
 
-        def pieces() -> Iterator[tuple[int, torch.Tensor]]:
+        buffer = ReadBuffer()  # each chunk is written into the cache before the next is read
+
+        def pieces() -> Iterator[tuple[int, KV]]:
             if layout.num_prefix and not layout.num_cached:
                 yield 0, self.sources.prefix.prefix
             for span in unread:
                 with self.clock.phase_within("read", "assemble"):
-                    kv = self._read(span)
+                    kv = self._read(span, buffer)
                 if kv is not None:
                     reused.append(span)
                     yield span.start, kv
@@ -160,11 +163,11 @@ class _Pass:
         assemble(self.runtime, cache, pieces())
         return reused
 
-    def _read(self, span: Span) -> torch.Tensor | None:
+    def _read(self, span: Span, buffer: ReadBuffer) -> KV | None:
         if self.sources.captured is not None:
             variant = self.captured.get(span.start)
             return None if variant is None else variant.kv
-        return self.sources.primary.read(span.segment.text)
+        return self.sources.primary.read(span.segment.text, buffer)
 
 
 def _captured(layout: Layout, sources: Sources) -> Mapping[int, Variant]:
@@ -215,7 +218,7 @@ def _trace(
     )
 
 
-def assemble(primary: ModelRuntime, cache: FusedCache, pieces: Iterable[tuple[int, torch.Tensor]]) -> None:
+def assemble(primary: ModelRuntime, cache: FusedCache, pieces: Iterable[tuple[int, KV]]) -> None:
     """Write stored KV into ``cache``; each piece ``(start position, kv)`` is rotated to its true positions.
 
     Pieces are taken one at a time, so that memory holds at most one chunk beside the fused cache.

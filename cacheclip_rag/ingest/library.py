@@ -66,7 +66,7 @@ class Library:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).expanduser()
-        self._database = Database(self.folder / "library.sqlite3", _SCHEMA)
+        self._database = Database(self.folder / "library.sqlite3", _SCHEMA, 3)
 
     @classmethod
     def open(cls, folder: str | Path) -> Library:

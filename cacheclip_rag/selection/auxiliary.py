@@ -17,6 +17,7 @@ import torch
 from ..runtime.transformers.attention import AttentionPlan, Block, Probe
 from ..runtime.transformers.cache import FusedCache
 from ..runtime.transformers.rotary import Tables, rotate, unrotate
+from ..store import KV
 from .heads import HeadSet, LowRank
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ Adjust = Callable[[int, int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, to
 def score_chunks(
     auxiliary: ModelRuntime,
     prefix: torch.Tensor,
-    chunks: Iterable[torch.Tensor],
+    chunks: Iterable[KV],
     question_ids: Sequence[int],
     lengths: Sequence[int] | None = None,
     *,
@@ -128,7 +129,7 @@ class PackedChunks:
 def pack_chunks(
     auxiliary: ModelRuntime,
     prefix: torch.Tensor,
-    chunks: Iterable[torch.Tensor],
+    chunks: Iterable[KV],
     question_ids: Sequence[int],
     lengths: Sequence[int] | None = None,
     num_layers: int | None = None,

@@ -13,6 +13,7 @@ from ..chunks.caches import ChunkCaches
 from ..clock import PhaseClock
 from ..prompt.layout import Span
 from ..runtime.base import Runtime
+from ..store import KV, ReadBuffer
 from .auxiliary import score_chunks
 from .heads import HeadSet
 from .question import pick_layers
@@ -91,10 +92,12 @@ class AuxiliaryScorer:
         """Per text ``(num_tokens,)`` scores of the auxiliary's tokens."""
         runtime, caches = self.runtime, self.caches
 
-        def chunks() -> Iterator[torch.Tensor]:
+        buffer = ReadBuffer()  # each chunk is written into a cache before the next is read
+
+        def chunks() -> Iterator[KV]:
             for text in texts:
                 with clock.phase_within("read", "select"):
-                    kv = caches.read(text)
+                    kv = caches.read(text, buffer)
                 # damaged or evicted since the look-up: the auxiliary is small, so compute the chunk here
                 yield runtime.encode(caches.tokenize(text).ids, caches.prefix) if kv is None else kv
 

@@ -1,8 +1,8 @@
 """The chunk-cache store: content-addressed KV of chunks. Nothing here knows a model.
 
-The rest of the package uses :class:`ChunkStore`. It is built from these parts: a :class:`Backend` stores bytes (memory,
-disk); :class:`Tiers` chains backends; ``codecs`` turns KV into bytes and back; :class:`Catalog` lists entries, texts
-and sources; :class:`TextIndex` finds stored texts in a prompt.
+The rest of the package uses :class:`ChunkStore`, through one :class:`TenantStore` per namespace. It is built from these
+parts: a :class:`Backend` stores bytes (memory, disk); :class:`Tiers` chains backends; ``codecs`` turns KV into bytes and
+back; :class:`Catalog` lists entries, limits, texts and sources; :class:`TextIndex` finds stored texts in a prompt.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ from __future__ import annotations
 from .backend import Backend
 from .catalog import Catalog, Entry
 from .chunk_store import ChunkStore, StoreStats, is_store
-from .codecs import CODECS, FrameError, StoredKV, decode, encode, frame_bytes, keeps
+from .codecs import CODECS, KV, FrameError, StoredKV, decode, encode, frame_bytes, keeps, layer_of
 from .disk import DiskBackend
 from .keys import chunk_key, text_digest
 from .memory import MemoryBackend
+from .tenant import ReadBuffer, TenantStats, TenantStore
 from .texts import TextIndex
-from .tiers import Tiers
+from .tiers import Tiers, TierStats
 
 __all__ = [
     "CODECS",
+    "KV",
     "Backend",
     "Catalog",
     "ChunkStore",
@@ -26,9 +28,13 @@ __all__ = [
     "Entry",
     "FrameError",
     "MemoryBackend",
+    "ReadBuffer",
     "StoreStats",
     "StoredKV",
+    "TenantStats",
+    "TenantStore",
     "TextIndex",
+    "TierStats",
     "Tiers",
     "chunk_key",
     "decode",
@@ -36,5 +42,6 @@ __all__ = [
     "frame_bytes",
     "is_store",
     "keeps",
+    "layer_of",
     "text_digest",
 ]

@@ -1,19 +1,22 @@
 """The interface of storage backends: bytes by key. A backend knows neither tensors nor the store's limits.
 
-To add a backend (a server, an object store): a class with these five methods, and a test class that inherits
+To add a backend (a server, an object store): a class with the five abstract methods, and a test class that inherits
 :class:`cacheclip_rag.testing.backends.BackendConformance`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["Backend"]
+__all__ = ["Allocate", "Backend"]
+
+Allocate = Callable[[int], memoryview]
+"""Gives memory for a number of bytes. May raise ValueError if a payload cannot have this size."""
 
 
 class Backend(ABC):
@@ -23,6 +26,8 @@ class Backend(ABC):
     raise OSError if the medium fails; payloads may still be intact then.
     """
 
+    name: ClassVar[str] = "backend"
+    """Name of the tier in metrics."""
     in_memory: ClassVar[bool] = False
     """True: payloads stay in this process, so that their checksums need no second check."""
 
@@ -48,3 +53,23 @@ class Backend(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release handles; the backend may be used again afterwards."""
+
+    # -- what a backend may do better than these ------------------------------------------------------------------
+
+    def read(self, key: str, allocate: Allocate) -> Buffer | None:
+        """One payload, or None. The backend may read it into memory from ``allocate``."""
+        return self.get_many([key]).get(key)
+
+    def head(self, key: str, num_bytes: int) -> tuple[Buffer, int] | None:
+        """The first ``num_bytes`` bytes of a payload (or all of it), and the payload's size; None if it is missing."""
+        data = self.get_many([key]).get(key)
+        return None if data is None else (data, memoryview(data).nbytes)
+
+    def occupied(self, key: str) -> int:
+        """Bytes that a payload takes on the medium; 0 if it is missing."""
+        found = self.head(key, 0)
+        return self.round_up(found[1]) if found is not None else 0
+
+    def round_up(self, num_bytes: int) -> int:
+        """Bytes that a payload of ``num_bytes`` bytes will take on the medium."""
+        return num_bytes

@@ -1,30 +1,66 @@
-"""The store's catalog: one SQLite file with entries, texts and sources.
+"""The store's catalog: one SQLite file with entries, limits, texts and sources.
 
-An entry records a payload's size, last use and text, so that deleting a text needs no model. The table of texts belongs
-to :mod:`.texts`, which finds them in prompts. Sources record where texts come from.
+An entry records a payload's size, last use and text, so that deleting a text needs no model. A write is announced
+before its payload is written: its bytes count at once, and what a killed process leaves can be found. Totals per tenant
+are kept by triggers, so that no statement reads all entries.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from ..errors import StoreError
 from .database import Database
 from .keys import text_digest
-from .texts import SCHEMA as _TEXTS
+from .texts import SCHEMA as TEXTS_SCHEMA
+from .texts import TextIndex, TextRow
 
-__all__ = ["FILE_NAME", "Catalog", "Entry"]
+__all__ = ["FILE_NAME", "Catalog", "Entry", "Total"]
 
 FILE_NAME = "catalog.sqlite3"
+VERSION = 3
+"""Increase this number when a table changes."""
 
-_SCHEMA = """
+_EVERYONE = ""
+"""Namespace of the row with the totals of all tenants. No tenant has an empty name."""
+
+_SCHEMA = f"""
+CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value INTEGER) WITHOUT ROWID;
+INSERT OR IGNORE INTO meta VALUES ('uses', 0);
 CREATE TABLE IF NOT EXISTS entries (
     key TEXT PRIMARY KEY, namespace TEXT NOT NULL, digest BLOB, bytes INTEGER NOT NULL, num_tokens INTEGER NOT NULL,
     codec TEXT NOT NULL, last_use INTEGER NOT NULL
 ) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS entries_by_use ON entries (last_use);
+CREATE INDEX IF NOT EXISTS entries_by_use ON entries (namespace, last_use, key, bytes);
 CREATE INDEX IF NOT EXISTS entries_by_text ON entries (namespace, digest);
+CREATE TABLE IF NOT EXISTS writes (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT NOT NULL, namespace TEXT NOT NULL, bytes INTEGER NOT NULL,
+    writer TEXT NOT NULL
+);
+CREATE TABLE IF NOT EXISTS totals (namespace TEXT PRIMARY KEY, entries INTEGER NOT NULL, bytes INTEGER NOT NULL)
+WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS totals_by_bytes ON totals (bytes);
+CREATE TABLE IF NOT EXISTS quotas (namespace TEXT PRIMARY KEY, bytes INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TRIGGER IF NOT EXISTS entry_added AFTER INSERT ON entries BEGIN
+    INSERT INTO totals VALUES (NEW.namespace, 1, NEW.bytes), ('{_EVERYONE}', 1, NEW.bytes)
+    ON CONFLICT DO UPDATE SET entries = entries + 1, bytes = bytes + excluded.bytes;
+END;
+CREATE TRIGGER IF NOT EXISTS entry_removed AFTER DELETE ON entries BEGIN
+    UPDATE totals SET entries = entries - 1, bytes = bytes - OLD.bytes
+    WHERE namespace IN (OLD.namespace, '{_EVERYONE}');
+    DELETE FROM totals WHERE namespace = OLD.namespace AND entries = 0 AND bytes = 0;
+END;
+CREATE TRIGGER IF NOT EXISTS write_begun AFTER INSERT ON writes BEGIN
+    INSERT INTO totals VALUES (NEW.namespace, 0, NEW.bytes), ('{_EVERYONE}', 0, NEW.bytes)
+    ON CONFLICT DO UPDATE SET bytes = bytes + excluded.bytes;
+END;
+CREATE TRIGGER IF NOT EXISTS write_ended AFTER DELETE ON writes BEGIN
+    UPDATE totals SET bytes = bytes - OLD.bytes WHERE namespace IN (OLD.namespace, '{_EVERYONE}');
+    DELETE FROM totals WHERE namespace = OLD.namespace AND entries = 0 AND bytes = 0;
+END;
 CREATE TABLE IF NOT EXISTS sources (
     namespace TEXT NOT NULL, source TEXT NOT NULL, document TEXT NOT NULL, digest BLOB NOT NULL, text TEXT NOT NULL,
     PRIMARY KEY (namespace, source, digest)
@@ -32,10 +68,10 @@ CREATE TABLE IF NOT EXISTS sources (
 CREATE INDEX IF NOT EXISTS sources_by_document ON sources (namespace, document);
 CREATE INDEX IF NOT EXISTS sources_by_text ON sources (namespace, digest);
 """
-# Uses are numbered, because timestamps would be wrong after a clock is set back.
-_NEXT_USE = "(SELECT ifnull(max(last_use), 0) + 1 FROM entries)"
-_WRITE_ENTRY = f"INSERT OR REPLACE INTO entries VALUES (?, ?, ?, ?, ?, ?, {_NEXT_USE})"
-_USE_ENTRY = f"UPDATE entries SET last_use = {_NEXT_USE} WHERE key = ? AND bytes = ? AND codec = ?"
+_ENTRY = "key, namespace, digest, bytes, num_tokens, codec"
+
+Run = Callable[..., Any]
+"""``run(sql, arguments)`` inside a transaction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +80,21 @@ class Entry:
 
     key: str
     namespace: str
-    text: bytes | None
+    digest: bytes | None
     """Digest of the entry's text; None if it has no text (the shared prefix)."""
     num_bytes: int
+    """Bytes on the medium, in whole disk blocks."""
     num_tokens: int
     codec: str
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """What a tenant, or the whole store, holds."""
+
+    entries: int
+    bytes: int
+    """Bytes on the medium, including writes that are not complete."""
 
 
 class Catalog:
@@ -57,9 +103,9 @@ class Catalog:
     All methods raise StoreError if the file cannot be used.
     """
 
-    def __init__(self, folder: Path | None = None) -> None:
-        self.database = Database(folder / FILE_NAME if folder else None, _SCHEMA + _TEXTS)
-        """The catalog's tables; :class:`~cacheclip_rag.store.texts.TextIndex` uses the one of texts."""
+    def __init__(self, folder: Path | None = None, file_name: str = FILE_NAME) -> None:
+        path = folder / file_name if folder else None
+        self.database = Database(path, _SCHEMA + TEXTS_SCHEMA, VERSION)
 
     def close(self) -> None:
         """Close the file; the catalog may be used again afterwards."""
@@ -67,42 +113,221 @@ class Catalog:
 
     # -- entries ------------------------------------------------------------------------------------------------
 
-    def record(self, entry: Entry) -> None:
-        """Record an entry after its payload was written, as the most recently used."""
-        self.database.execute(_WRITE_ENTRY, astuple(entry))
+    def entry(self, namespace: str, key: str) -> Entry | None:
+        """The entry of a key, if the tenant has it. A key of another tenant is not distinguishable from none."""
+        sql = f"SELECT {_ENTRY} FROM entries WHERE key = ? AND namespace = ?"
+        rows = self.database.query(sql, (key, namespace))
+        return Entry(*rows[0]) if rows else None
 
-    def use(self, entry: Entry) -> None:
-        """Mark an entry as the most recently used. A missing or different entry is written again. Raises StoreError
-        without waiting if another process is writing."""
-        if not self.database.execute_at_once(_USE_ENTRY, (entry.key, entry.num_bytes, entry.codec)):
-            self.database.execute_at_once(_WRITE_ENTRY, astuple(entry))
+    def entries(self) -> Iterator[Entry]:
+        """All entries, ordered by key."""
+        last = ""
+        sql = f"SELECT {_ENTRY} FROM entries WHERE key > ? ORDER BY key LIMIT 1000"
+        while rows := self.database.query(sql, (last,)):
+            yield from (Entry(*row) for row in rows)
+            last = rows[-1][0]
 
-    def remove(self, keys: Iterable[str]) -> int:
-        """Remove entries; returns how many existed."""
-        return self.database.execute_many(("DELETE FROM entries WHERE key = ?", (key,)) for key in keys)
-
-    def holds(self, key: str) -> bool:
-        """Whether ``key`` has an entry."""
-        return bool(self.database.query("SELECT 1 FROM entries WHERE key = ?", (key,)))
-
-    def keys(self) -> list[str]:
-        """All keys, least recently used first."""
-        return [key for (key,) in self.database.query("SELECT key FROM entries ORDER BY last_use, key")]
+    def keys(self, namespace: str) -> list[str]:
+        """A tenant's keys, least recently used first."""
+        sql = "SELECT key FROM entries WHERE namespace = ? ORDER BY last_use, key"
+        return [key for (key,) in self.database.query(sql, (namespace,))]
 
     def keys_of(self, namespace: str, digest: bytes) -> list[str]:
         """Keys of all entries of one text, for every model and chunk context."""
         sql = "SELECT key FROM entries WHERE namespace = ? AND digest = ?"
         return [key for (key,) in self.database.query(sql, (namespace, digest))]
 
-    def least_recently_used(self, count: int, *, keep: str) -> list[tuple[str, int]]:
-        """Keys and bytes of the next ``count`` entries to evict, without ``keep``."""
-        sql = "SELECT key, bytes FROM entries WHERE key != ? ORDER BY last_use, key LIMIT ?"
-        return self.database.query(sql, (keep, count))
+    def record(self, entry: Entry) -> None:
+        """Record an entry, as the most recently used."""
+        with self.database.transaction() as run:
+            _record(run, entry)
 
-    def totals(self) -> tuple[int, int]:
-        """Number of entries, and the sum of their bytes."""
-        ((count, size),) = self.database.query("SELECT COUNT(*), ifnull(SUM(bytes), 0) FROM entries")
-        return count, size
+    def use(self, keys: Sequence[str]) -> None:
+        """Number these uses, in order. Raises StoreError without waiting if another process is writing."""
+        with self.database.transaction(wait=False) as run:
+            first = _take_uses(run, len(keys))
+            for number, key in enumerate(keys):
+                run("UPDATE entries SET last_use = ? WHERE key = ?", (first + number, key))
+
+    def remove(self, namespace: str, keys: Iterable[str]) -> int:
+        """Remove a tenant's entries; returns how many existed."""
+        return self.database.execute_many(
+            ("DELETE FROM entries WHERE key = ? AND namespace = ?", (key, namespace)) for key in keys
+        )
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every payload was compared with the catalog since the catalog was made."""
+        return bool(self.database.query("SELECT 1 FROM meta WHERE name = 'complete'"))
+
+    def set_complete(self) -> None:
+        self.database.execute("INSERT OR REPLACE INTO meta VALUES ('complete', 1)")
+
+    # -- limits and writes --------------------------------------------------------------------------------------
+
+    def total(self, namespace: str | None = None) -> Total:
+        """What a tenant holds; None: what the store holds."""
+        sql = "SELECT entries, bytes FROM totals WHERE namespace = ?"
+        rows = self.database.query(sql, (_EVERYONE if namespace is None else namespace,))
+        return Total(*rows[0]) if rows else Total(0, 0)
+
+    def tenants(self) -> dict[str, Total]:
+        """What each tenant holds."""
+        rows = self.database.query("SELECT namespace, entries, bytes FROM totals WHERE namespace != ?", (_EVERYONE,))
+        return {namespace: Total(entries, size) for namespace, entries, size in rows}
+
+    @property
+    def limit(self) -> int | None:
+        """Limit of the store in bytes; None: no limit."""
+        rows = self.database.query("SELECT value FROM meta WHERE name = 'max_bytes'")
+        return rows[0][0] if rows else None
+
+    def set_limit(self, max_bytes: int | None) -> None:
+        """Record the store's limit for all processes; None removes it."""
+        with self.database.transaction() as run:
+            run("DELETE FROM meta WHERE name = 'max_bytes'")
+            if max_bytes is not None:
+                run("INSERT INTO meta VALUES ('max_bytes', ?)", (max_bytes,))
+
+    def quota(self, namespace: str) -> int | None:
+        """A tenant's limit in bytes; None: only the store's limit."""
+        rows = self.database.query("SELECT bytes FROM quotas WHERE namespace = ?", (namespace,))
+        return rows[0][0] if rows else None
+
+    def set_quota(self, namespace: str, max_bytes: int | None) -> None:
+        """Record a tenant's limit; None removes it."""
+        with self.database.transaction() as run:
+            run("DELETE FROM quotas WHERE namespace = ?", (namespace,))
+            if max_bytes is not None:
+                run("INSERT INTO quotas VALUES (?, ?)", (namespace, max_bytes))
+
+    def reserve(
+        self, namespace: str, key: str, num_bytes: int, writer: str, evict: Callable[[list[str]], None]
+    ) -> tuple[int | None, int]:
+        """Make room for a payload and announce its write: the number of the write, or None if there is no room, and the
+        number of entries evicted.
+
+        A tenant above its quota loses its own least recently used entries. Above the store's limit, the tenant with the
+        most bytes loses its least recently used ones, so that one tenant's flood evicts none of the others. The write
+        must end with :meth:`finish` or :meth:`abandon`.
+
+        Args:
+            evict: deletes payloads. Called inside the transaction, so that their room cannot be taken twice.
+        """
+        with self.database.transaction() as run:
+            fits, evicted = _make_room(run, namespace, key, num_bytes, evict)
+            if not fits:
+                return None, evicted
+            sql = "INSERT INTO writes (key, namespace, bytes, writer) VALUES (?, ?, ?, ?)"
+            return run(sql, (key, namespace, num_bytes, writer)).lastrowid, evicted
+
+    def shrink(self, evict: Callable[[list[str]], None]) -> int:
+        """Evict until all limits hold, for instance after a limit was lowered; returns the number of entries."""
+        count = 0
+        for namespace in self.tenants():
+            with self.database.transaction() as run:
+                count += _make_room(run, namespace, "", 0, evict)[1]
+        return count
+
+    def finish(self, number: int, measure: Callable[[], Entry | None]) -> None:
+        """End a write whose payload is complete.
+
+        Args:
+            measure: looks at the medium: another process may have replaced or deleted the payload meanwhile.
+        """
+        with self.database.transaction() as run:
+            run("DELETE FROM writes WHERE id = ?", (number,))
+            if (entry := measure()) is not None:
+                _record(run, entry)
+
+    def abandon(self, number: int) -> None:
+        """End a write that left no payload."""
+        self.database.execute("DELETE FROM writes WHERE id = ?", (number,))
+
+    def writers(self) -> list[str]:
+        """Processes with writes that are not complete."""
+        return [writer for (writer,) in self.database.query("SELECT DISTINCT writer FROM writes")]
+
+    def settle(self, writer: str, measure: Callable[[str], Entry | None]) -> int:
+        """End the writes of a killed process; returns how many there were.
+
+        Args:
+            measure: the entry that the medium holds under a key, or None.
+        """
+        with self.database.transaction() as run:
+            keys = [key for (key,) in run("SELECT key FROM writes WHERE writer = ?", (writer,)).fetchall()]
+            for key in keys:
+                run("DELETE FROM entries WHERE key = ?", (key,))
+                if (entry := measure(key)) is not None:
+                    _record(run, entry)
+            run("DELETE FROM writes WHERE writer = ?", (writer,))
+        return len(keys)
+
+    def drop(self, namespace: str) -> None:
+        """Remove everything that the catalog knows of a tenant. Its payloads must be deleted already."""
+        tables = ("entries", "texts", "sources", "quotas")
+        self.database.execute_many((f"DELETE FROM {table} WHERE namespace = ?", (namespace,)) for table in tables)
+
+    # -- care ---------------------------------------------------------------------------------------------------
+
+    def namespaces(self) -> list[str]:
+        """Every tenant of which anything is known."""
+        tables = ("entries", "texts", "sources", "quotas")
+        rows = self.database.query(" UNION ".join(f"SELECT DISTINCT namespace FROM {table}" for table in tables))
+        return [namespace for (namespace,) in rows]
+
+    def is_announced(self, key: str) -> bool:
+        """Whether a process has announced to write a key, or has recorded it."""
+        sql = "SELECT 1 FROM writes WHERE key = ? UNION ALL SELECT 1 FROM entries WHERE key = ?"
+        return bool(self.database.query(sql, (key, key)))
+
+    def counted(self) -> Total:
+        """What the store holds, counted anew."""
+        sql = "SELECT COUNT(*), ifnull(SUM(bytes), 0) + (SELECT ifnull(SUM(bytes), 0) FROM writes) FROM entries"
+        return Total(*self.database.query(sql)[0])
+
+    def drop_unused_texts(self) -> int:
+        """Remove texts that have neither an entry nor a source from the text index; returns how many."""
+        return self.database.execute(
+            "DELETE FROM texts WHERE NOT EXISTS "
+            "(SELECT 1 FROM entries WHERE entries.namespace = texts.namespace AND entries.digest = texts.digest) "
+            "AND NOT EXISTS "
+            "(SELECT 1 FROM sources WHERE sources.namespace = texts.namespace AND sources.digest = texts.digest)"
+        )
+
+    def count_again(self) -> None:
+        """Count all totals anew."""
+        with self.database.transaction() as run:
+            run("DELETE FROM totals")
+            run(
+                "INSERT INTO totals SELECT namespace, SUM(n), SUM(bytes) FROM "
+                "(SELECT namespace, 1 AS n, bytes FROM entries UNION ALL SELECT namespace, 0, bytes FROM writes) "
+                "GROUP BY namespace"
+            )
+            run("INSERT INTO totals SELECT ?, SUM(entries), SUM(bytes) FROM totals HAVING COUNT(*) > 0", (_EVERYONE,))
+
+    def salvage(self, other: Catalog) -> None:
+        """Copy limits, quotas, texts and sources from a catalog that may be damaged, as far as they can be read."""
+        copied: Mapping[str, str] = {
+            "meta": "WHERE name = 'max_bytes'",
+            "quotas": "",
+            "texts": "",
+            "sources": "",
+        }
+        for table, condition in copied.items():
+            for row in _readable_rows(other.database, f"SELECT * FROM {table} {condition}"):
+                places = ", ".join("?" * len(row))
+                self.database.execute(f"INSERT OR IGNORE INTO {table} VALUES ({places})", row)
+
+    def rebuild(self, found: Iterable[tuple[Entry, TextRow | None]]) -> int:
+        """Record entries and texts from payload headers; returns how many entries."""
+        count = 0
+        for entry, text in found:
+            self.record(entry)
+            if text is not None:
+                TextIndex(self.database, entry.namespace).add_rows([text])
+            count += 1
+        return count
 
     # -- sources ------------------------------------------------------------------------------------------------
 
@@ -153,3 +378,96 @@ class Catalog:
             "UNION SELECT digest, text FROM sources WHERE namespace = ? AND document = ?",
             (namespace, name) * 2,
         )
+
+
+def _take_uses(run: Run, count: int) -> int:
+    """The first of ``count`` numbers for uses. Uses are numbered, because a clock may be set back."""
+    ((last,),) = run("UPDATE meta SET value = value + ? WHERE name = 'uses' RETURNING value", (count,)).fetchall()
+    return int(last) - count + 1
+
+
+def _record(run: Run, entry: Entry) -> None:
+    run("DELETE FROM entries WHERE key = ?", (entry.key,))  # not REPLACE, which fires no triggers
+    values = (entry.key, entry.namespace, entry.digest, entry.num_bytes, entry.num_tokens, entry.codec)
+    run("INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?)", (*values, _take_uses(run, 1)))
+
+
+def _make_room(
+    run: Run, namespace: str, key: str, num_bytes: int, evict: Callable[[list[str]], None]
+) -> tuple[bool, int]:
+    """Evict until ``num_bytes`` more fit for this tenant: whether they fit, and the number of entries evicted."""
+    evicted = 0
+
+    def free(tenant: str, excess: int, keep: str) -> int:
+        """Evict a tenant's least recently used entries until ``excess`` bytes are free; returns the bytes freed."""
+        nonlocal evicted
+        victims, freed = [], 0
+        sql = "SELECT key, bytes FROM entries WHERE namespace = ? ORDER BY last_use, key"
+        for victim, size in run(sql, (tenant,)):
+            if freed >= excess:
+                break
+            if victim != keep:
+                victims.append(victim)
+                freed += size
+        if victims:
+            evict(victims)
+            for victim in victims:
+                run("DELETE FROM entries WHERE key = ?", (victim,))
+            evicted += len(victims)
+        return freed
+
+    def over(tenant: str, limit: int | None) -> int:
+        """Bytes above the limit, with the bytes to come."""
+        if limit is None:
+            return 0
+        return _bytes_of(run, tenant) + num_bytes - limit
+
+    quota = run("SELECT bytes FROM quotas WHERE namespace = ?", (namespace,)).fetchone()
+    limit = run("SELECT value FROM meta WHERE name = 'max_bytes'").fetchone()
+    quota, limit = (found[0] if found else None for found in (quota, limit))
+    for keep in (key, ""):  # the key's older version goes last: it is lost if the write fails
+        if (excess := over(namespace, quota)) > 0:
+            free(namespace, excess, keep)
+        exhausted: set[str] = set()
+        while (excess := over(_EVERYONE, limit)) > 0:
+            largest, ahead = _largest(run, namespace, num_bytes, exhausted)
+            if largest is None:
+                break
+            if not free(largest, min(excess, max(ahead, 1)), keep):
+                exhausted.add(largest)
+    return over(namespace, quota) <= 0 and over(_EVERYONE, limit) <= 0, evicted
+
+
+def _largest(run: Run, writing: str, num_bytes: int, without: Collection[str]) -> tuple[str | None, int]:
+    """The tenant with the most bytes, and by how many bytes it is ahead of the next.
+
+    Args:
+        writing: a tenant that is about to write ``num_bytes`` more.
+    """
+    sql = "SELECT namespace, bytes FROM totals WHERE namespace != ? ORDER BY bytes DESC LIMIT ?"
+    found = dict(run(sql, (_EVERYONE, len(without) + 2)).fetchall())
+    if held := _bytes_of(run, writing):
+        found[writing] = held + num_bytes
+    ranked = sorted(((size, name) for name, size in found.items() if name not in without), reverse=True)
+    if not ranked:
+        return None, 0
+    return ranked[0][1], ranked[0][0] - (ranked[1][0] if len(ranked) > 1 else 0)
+
+
+def _bytes_of(run: Run, namespace: str) -> int:
+    found = run("SELECT bytes FROM totals WHERE namespace = ?", (namespace,)).fetchone()
+    return int(found[0]) if found else 0
+
+
+def _readable_rows(database: Database, sql: str) -> Iterator[tuple[Any, ...]]:
+    """Rows of a query until the first damaged page."""
+    offset = 0
+    while True:
+        try:
+            rows = database.query(f"{sql} LIMIT 100 OFFSET {offset}")
+        except StoreError:
+            return
+        if not rows:
+            return
+        yield from rows
+        offset += len(rows)

@@ -3,87 +3,98 @@
 A store folder::
 
     kv/ab/abcd….kv      payloads (see ``codecs``)
-    catalog.sqlite3     entries, texts and sources (see ``catalog``)
+    tmp/                payloads that are being written
+    writers/            one locked file per writing process (see ``writer``)
+    catalog.sqlite3     entries, limits, texts and sources (see ``catalog``)
 
-Writing stores the payload first and the entry second; deleting removes the entry last. If a process is killed in
-between, a payload has no entry (it gets one when it is read), or an entry has no payload (a miss). A lock file was
-rejected: readers would wait for writers, which only add.
+A write is announced in the catalog before its payload, so that its bytes count at once. The next process to open the
+store completes or removes what a killed process left. A lock around whole writes was rejected: readers and other
+writers would wait for the disk.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-import torch
-
-from ..errors import StoreError
+from ..errors import ConfigurationError, StoreError
 from .catalog import FILE_NAME, Catalog, Entry
-from .codecs import Frame, FrameError, StoredKV, encode
+from .codecs import Frame, FrameError
 from .disk import DiskBackend
-from .keys import text_digest
 from .memory import MemoryBackend, check_limit
-from .tiers import Tiers
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
+from .tenant import TenantStore
+from .tiers import Tiers, TierStats
+from .writer import Writer
 
 __all__ = ["ChunkStore", "StoreStats", "is_store"]
 
 logger = logging.getLogger(__name__)
 
-_VICTIMS = 64
-"""Entries per query for eviction."""
+_HEAD_BYTES = 1 << 16
+"""Enough for the header of a frame with 1,500 layers."""
+_WAIT_S = 30.0
+"""Longest wait for other writers to complete, when their announced bytes fill the store."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """Contents of a store, and counters since it was opened."""
+    """Contents of a store, and counters since it was opened in this process."""
 
     entries: int
     """Stored chunk caches."""
     bytes: int
-    """Bytes of their payloads."""
+    """Bytes that they take: whole disk blocks, headers and incomplete writes included."""
     max_bytes: int | None
-    """Limit above which the least recently used entries are evicted; None: no limit."""
-    hits: int
-    misses: int
-    evictions: int
+    """Limit of the store; None: no limit."""
+    tenants: int
+    """Namespaces that hold something."""
+    tiers: tuple[TierStats, ...]
+    """Fastest first."""
 
-    def to_dict(self) -> dict[str, int | None]:
-        return asdict(self)
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "entries": self.entries,
+            "bytes": self.bytes,
+            "max_bytes": self.max_bytes,
+            "tenants": self.tenants,
+            "tiers": [tier.to_dict() for tier in self.tiers],
+        }
 
 
 class ChunkStore:
-    """Maps keys (see :func:`~cacheclip_rag.store.keys.chunk_key`) to KV. Safe to share between threads; a folder may be
-    shared by processes.
-
-    A missing key gives None. A damaged or foreign payload is removed: it counts as a miss, with one warning. A payload
-    that cannot be read now (OSError of its backend) counts as a miss, with a warning, and stays.
+    """A store for several tenants. Read and write through :meth:`tenant`. Safe to share between threads; a folder may
+    be shared by processes.
 
     Args:
         catalog: entries, texts and sources.
         tiers: backends of the payloads, fastest first.
-        max_bytes: limit of the last tier, above which the least recently used entries are evicted; None: no limit.
+        max_bytes: limit of the last tier, recorded in the catalog for all processes; None: the recorded limit.
+        writer: this process, for a folder that other processes write too.
 
     Raises:
         ConfigurationError: a limit below 0.
-        StoreError: the catalog or the last tier cannot be used.
     """
 
-    def __init__(self, catalog: Catalog, tiers: Tiers, max_bytes: int | None = None) -> None:
+    def __init__(
+        self, catalog: Catalog, tiers: Tiers, max_bytes: int | None = None, writer: Writer | None = None
+    ) -> None:
         self.catalog, self.tiers = catalog, tiers
-        self._max_bytes = check_limit(max_bytes)
-        self._hits = self._misses = self._evictions = 0
+        self._writer = writer
+        self._given_limit = self._new_limit = check_limit(max_bytes)
+        self._warned: set[str] = set()
 
     @classmethod
     def open(cls, folder: str | Path | None, max_bytes: int | None = None, memory_bytes: int = 0) -> ChunkStore:
         """A store in a folder, or in memory if ``folder`` is None. The folder is made at the first write.
 
+        What killed processes left in the folder is completed or removed.
+
         Args:
+            max_bytes: limit to record in the store; None: as recorded, or no limit.
             memory_bytes: size of a memory tier before the disk; 0: no memory tier.
 
         Raises:
@@ -94,145 +105,208 @@ class ChunkStore:
         folder = Path(folder).expanduser()
         _refuse_old_format(folder)
         memory = [MemoryBackend(memory_bytes)] if memory_bytes else []
-        return cls(Catalog(folder), Tiers([*memory, DiskBackend(folder / "kv")]), max_bytes)
+        writer = Writer(folder)
+        store = cls(Catalog(folder), Tiers([*memory, DiskBackend(folder, writer)]), max_bytes, writer)
+        if (folder / FILE_NAME).exists() or (folder / "kv").exists():
+            store.sweep()
+        return store
 
-    def get(self, key: str) -> StoredKV | None:
-        """The stored KV, or None. Counts as a use for eviction. Do not write to the tensor."""
-        found = self._find(key)
-        if found is None:
-            self._misses += 1
-            return None
-        data, tier = found
-        try:
-            frame = Frame.parse(data, key)
-            stored = StoredKV(frame.kv(verify=not self.tiers.backends[tier].in_memory), frame.codec)
-        except FrameError as error:
-            logger.warning("chunk cache %s… is damaged (%s); it is removed and will be computed again", key[:12], error)
-            self._remove_damaged(key)
-            self._misses += 1
-            return None
-        self._hits += 1
-        self.tiers.promote(key, data, tier)
-        self._record_use(frame)
-        return stored
+    def tenant(self, namespace: str) -> TenantStore:
+        """The entries, texts and sources of one tenant. Raises ConfigurationError for an empty name."""
+        if not namespace:
+            raise ConfigurationError("a namespace must be a non-empty string, got an empty one.")
+        return TenantStore(self, namespace)
 
-    def put(
-        self, key: str, kv: torch.Tensor, codec: str, *, namespace: str = "default", text: str | None = None
-    ) -> None:
-        """Store KV atomically. May evict other entries to stay within the limit.
+    # -- limits -------------------------------------------------------------------------------------------------
 
-        Args:
-            kv: ``(num_layers, 2, num_kv_heads, num_tokens, head_dim)``, keys before RoPE.
-            codec: name in :data:`~cacheclip_rag.store.codecs.CODECS`.
-            text: the chunk's text, for :meth:`release`; None for KV without a text (the shared prefix).
+    @property
+    def limit(self) -> int | None:
+        """Bytes that payloads may take on the medium, incomplete writes included; None: no limit.
 
-        Raises:
-            ConfigurationError: an unknown codec.
-            StoreError: the KV could not be written; nothing stored before was changed.
+        Above it, the tenant with the most bytes loses its least recently used entries.
         """
-        data = encode(kv, codec, key, namespace=namespace, text=text)
-        if self._max_bytes is not None and len(data) > self._max_bytes:
-            logger.warning(
-                "a chunk cache of %d bytes exceeds the store's limit of %d and is not stored",
-                len(data),
-                self._max_bytes,
-            )
-            self.delete(key)  # an older version must not be read any more
-            return
+        self.apply_limit()
+        return self.catalog.limit
+
+    def set_limit(self, max_bytes: int | None) -> int:
+        """Record the store's limit, for all processes; None removes it. Returns the number of entries evicted."""
+        self._given_limit, self._new_limit = max_bytes, None
+        self.catalog.set_limit(check_limit(max_bytes))
+        return self.shrink()
+
+    def set_quota(self, namespace: str, max_bytes: int | None) -> int:
+        """Record a tenant's limit; None removes it. Returns the number of entries evicted."""
+        self.catalog.set_quota(namespace, check_limit(max_bytes))
+        return self.shrink()
+
+    def apply_limit(self) -> None:
+        """Record the limit that this store was made with, once."""
+        if self._new_limit is not None:
+            self.set_limit(self._new_limit)
+
+    def shrink(self) -> int:
+        """Evict until all limits hold; returns the number of entries."""
+        count = self.catalog.shrink(self._evict)
+        self.tiers.count_evictions(count)
+        return count
+
+    def _evict(self, keys: list[str]) -> None:
         try:
-            self.tiers.put(key, data)
+            self.tiers.delete(keys)
+        except OSError as error:
+            raise StoreError(
+                f"could not evict a chunk cache: {error}. Check who may write to the store."
+            ) from error
+
+    # -- writes -------------------------------------------------------------------------------------------------
+
+    def write(self, namespace: str, key: str, data: bytearray) -> bool:
+        """Write a payload and its entry; False if it does not fit the limits. See :meth:`TenantStore.put`."""
+        self.complete()
+        self.apply_limit()
+        size = self.tiers.round_up(len(data))
+        try:
+            writer = self._writer.name if self._writer is not None else ""
+            number = self._reserve(namespace, key, size, writer)
+            if number is None:
+                return False
+            try:
+                self.tiers.put(key, data)
+            except BaseException:
+                self.catalog.abandon(number)
+                raise
         except OSError as error:
             raise StoreError(
                 f"could not write a chunk cache of {len(data) / 1e6:.1f} MB: {error}. Free some space, set a smaller "
                 "limit, or choose another folder; nothing stored before was changed."
             ) from error
-        self.catalog.record(_entry_of(Frame.parse(data, key)))
-        self._evict(keep=key)
+        self.catalog.finish(number, lambda: self.measure(key))
+        return True
 
-    def delete(self, key: str) -> bool:
-        """Remove an entry; True if it existed."""
-        return self._delete([key])
+    def _reserve(self, namespace: str, key: str, size: int, writer: str) -> int | None:
+        """Number of the announced write, or None if the payload can never fit."""
+        limits = [limit for limit in (self.catalog.limit, self.catalog.quota(namespace)) if limit is not None]
+        if limits and size > min(limits):
+            return None
+        until = time.monotonic() + _WAIT_S
+        while True:
+            number, evicted = self.catalog.reserve(namespace, key, size, writer, self._evict)
+            self.tiers.count_evictions(evicted)
+            if number is not None:
+                return number
+            if time.monotonic() > until:
+                raise StoreError(
+                    "no room for a chunk cache: other writers have announced all bytes up to the store's limit. Raise "
+                    "the limit, or write with fewer processes."
+                )
+            self.sweep()  # they may be dead
+            time.sleep(0.01)
 
-    def release(self, namespace: str, texts: Iterable[str]) -> int:
-        """Remove every entry of these texts, for every model and chunk context. Returns how many texts had an entry."""
-        return sum([self._delete(self.catalog.keys_of(namespace, text_digest(text))) for text in texts])
+    def measure(self, key: str) -> Entry | None:
+        """The entry of a payload on the last tier, from its header; None if there is none that can be read."""
+        frame = self.header(key)
+        return self.entry_of(frame) if frame is not None else None
 
-    def codec_of(self, key: str) -> str | None:
-        """Codec of a key's entry, or None. Reads the header only, and does not count as a use for eviction."""
+    def entry_of(self, frame: Frame) -> Entry:
+        """The entry of a payload on the last tier."""
+        size = self.tiers.occupied(frame.key)
+        return Entry(frame.key, frame.namespace, frame.digest, size, frame.num_tokens, frame.codec)
+
+    def header(self, key: str) -> Frame | None:
+        """The header of a payload on the last tier; None if it is missing or damaged."""
         try:
-            found = self.tiers.find(key)
-            return Frame.parse(found[0], key).codec if found else None
-        except (OSError, FrameError):  # get logs the reason
+            found = self.tiers.head(key, _HEAD_BYTES)
+            return Frame.parse(found[0], key, num_bytes=found[1]) if found is not None else None
+        except (OSError, FrameError):
             return None
 
-    def __contains__(self, key: object) -> bool:
-        return isinstance(key, str) and self.codec_of(key) is not None
+    def sweep(self) -> int:
+        """Complete or remove what killed processes left; returns how many writes there were. Never raises."""
+        count = 0
+        if self._writer is None:
+            return 0
+        try:
+            self.complete()
+            for writer in self._writer.dead():
+                count += self._sweep(writer)
+            present = self.living_writers()
+            for writer in {*self.catalog.writers(), *self._temporaries()} - present:  # its file was removed
+                count += self._sweep(writer)
+        except (OSError, StoreError) as error:
+            logger.debug("what killed processes left could not be removed: %s", error)
+        return count
 
-    def keys(self) -> Iterator[str]:
-        """All keys, least recently used first."""
-        return iter(self.catalog.keys())
+    def complete(self) -> int:
+        """Record the payloads that a new catalog does not know, because the old one was deleted; returns how many."""
+        if self.catalog.is_complete:
+            return 0
+        self._new_limit = self._given_limit
+        frames = filter(None, map(self.header, self.payloads()))
+        count = self.catalog.rebuild((self.entry_of(frame), frame.text) for frame in frames)
+        if count:
+            logger.warning("the store's catalog was missing; %d chunk caches were found and recorded again", count)
+        self.catalog.set_complete()
+        return count
+
+    def _sweep(self, writer: str) -> int:
+        count = self.catalog.settle(writer, self._settle)
+        if isinstance(self.tiers.last, DiskBackend):
+            self.tiers.last.sweep(writer)
+        return count
+
+    def living_writers(self) -> set[str]:
+        """Processes that may be writing now, and those whose end nobody has noticed yet."""
+        return self._writer.names() if self._writer is not None else set()
+
+    def _temporaries(self) -> set[str]:
+        """Writers of temporary files."""
+        last = self.tiers.last
+        return {path.name.partition("-")[0] for path in last.temporaries()} if isinstance(last, DiskBackend) else set()
+
+    def _settle(self, key: str) -> Entry | None:
+        """The entry of a payload whose writer was killed. A payload that cannot be read is removed."""
+        entry = self.measure(key)
+        if entry is None:
+            self.tiers.delete([key])
+        return entry
+
+    # -- all tenants --------------------------------------------------------------------------------------------
+
+    def drop_tenant(self, namespace: str) -> int:
+        """Delete every entry, text and source of a tenant, and its quota; returns the number of entries."""
+        keys = self.catalog.keys(namespace)
+        self._evict(keys)
+        self.catalog.drop(namespace)
+        return len(keys)
 
     def stats(self) -> StoreStats:
         """Sizes and counters."""
-        return StoreStats(*self.catalog.totals(), self._max_bytes, self._hits, self._misses, self._evictions)
+        total, tiers = self.catalog.total(), self.tiers.stats()
+        tiers[-1].bytes = total.bytes
+        return StoreStats(total.entries, total.bytes, self.catalog.limit, len(self.catalog.tenants()), tuple(tiers))
+
+    def payloads(self) -> Iterator[str]:
+        """Keys of all payloads on the last tier."""
+        return self.tiers.list()
+
+    def warn_once(self, kind: str, message: str, *arguments: object) -> None:
+        """Log a warning unless one of this kind was logged before by this store."""
+        level = logging.DEBUG if kind in self._warned else logging.WARNING
+        self._warned.add(kind)
+        logger.log(level, message, *arguments)
 
     def close(self) -> None:
         """Close handles; the store may be used again afterwards."""
         self.tiers.close()
         self.catalog.close()
-
-    def _find(self, key: str) -> tuple[Buffer, int] | None:
-        try:
-            found = self.tiers.find(key)
-        except OSError as error:  # the medium failed; the payload may be intact
-            logger.warning("chunk cache %s… cannot be read now (%s); it is computed for this answer", key[:12], error)
-            return None
-        if found is None and self.catalog.holds(key):
-            self.catalog.remove([key])
-        return found
-
-    def _record_use(self, frame: Frame) -> None:
-        """Record a use. A payload without an entry (its writer was killed) gets one. A full disk or a busy catalog does
-        not stop the read: the use is then not recorded."""
-        try:
-            self.catalog.use(_entry_of(frame))
-        except StoreError as error:
-            logger.debug("a use was not recorded: %s", error)
-
-    def _delete(self, keys: list[str]) -> bool:
-        try:
-            removed = self.tiers.delete(keys)
-        except OSError as error:
-            raise StoreError(f"could not delete a chunk cache: {error}. Check who may write to the store.") from error
-        return bool(self.catalog.remove(keys)) or removed > 0
-
-    def _remove_damaged(self, key: str) -> None:
-        try:
-            self.delete(key)
-        except StoreError as error:  # a read-only store can still be read
-            logger.warning("the damaged chunk cache %s… could not be removed: %s", key[:12], error)
-
-    def _evict(self, keep: str) -> None:
-        if self._max_bytes is None:
-            return
-        excess = self.catalog.totals()[1] - self._max_bytes
-        while excess > 0 and (victims := self.catalog.least_recently_used(_VICTIMS, keep=keep)):
-            for key, size in victims:
-                if excess <= 0:
-                    return
-                self.delete(key)
-                self._evictions += 1
-                excess -= size
+        if self._writer is not None:
+            self._writer.close()
 
 
 def is_store(folder: Path) -> bool:
     """Whether a folder holds a store. Raises StoreError if it holds one of an older format."""
     _refuse_old_format(folder)
     return (folder / FILE_NAME).is_file()
-
-
-def _entry_of(frame: Frame) -> Entry:
-    return Entry(frame.key, frame.namespace, frame.text, frame.data.nbytes, frame.num_tokens, frame.codec)
 
 
 def _refuse_old_format(folder: Path) -> None:

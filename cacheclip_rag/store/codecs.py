@@ -4,10 +4,10 @@ A frame::
 
     magic, frame version, length and checksum of the header     24 bytes
     header: JSON, padded with blanks to a multiple of 64 bytes  key, namespace, text, codec, shape, checksums
-    layer 0, layer 1, ...                                       (2, num_kv_heads, num_tokens, head_dim) each
+    layer 0, layer 1, ...                                       each as its codec lays it out
 
-The header identifies the payload, so that a missing catalog entry can be restored from it. To add a codec: an entry in
-``CODECS`` and a row in the round-trip test.
+The header identifies payload and text, so that the catalog can be rebuilt from headers. To add a codec: a subclass of
+:class:`Codec`, an entry in ``CODECS``, a row in the round-trip test.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,24 +24,30 @@ import torch
 import xxhash
 
 from ..errors import ConfigurationError
-from .keys import text_digest
+from .texts import TextRow
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["CODECS", "Frame", "FrameError", "StoredKV", "decode", "encode", "frame_bytes", "keeps"]
+__all__ = [
+    "CODECS",
+    "KV",
+    "Codec",
+    "Frame",
+    "FrameError",
+    "StoredKV",
+    "decode",
+    "encode",
+    "frame_bytes",
+    "keeps",
+    "layer_of",
+]
 
-CODECS: dict[str, torch.dtype] = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
-"""Float codecs: lossless when the codec is at least as wide as the compute dtype."""
-
-FRAME_VERSION = 1
+FRAME_VERSION = 2
 """Increase this number when the frame format changes; frames of other versions are misses."""
 _MAGIC = b"\x89CCKV\r\n\x1a"  # as in PNG: transfers that change line ends or drop the eighth bit damage it
 _PREAMBLE = struct.Struct("<8sIIQ")
+_ROW = struct.Struct("<16s6q")
 _ALIGNMENT = 64
 
 
@@ -48,26 +55,150 @@ class FrameError(ValueError):
     """A payload is damaged, or belongs to another key."""
 
 
+class Codec(ABC):
+    """Turns the KV of one layer, ``(2, num_kv_heads, num_tokens, head_dim)``, into bytes and back."""
+
+    bits: int
+    """Bits per number, to compare the precision of codecs."""
+
+    @abstractmethod
+    def num_bytes(self, shape: Sequence[int]) -> int:
+        """Bytes of a layer of this shape."""
+
+    @abstractmethod
+    def encode(self, layer: torch.Tensor) -> torch.Tensor:
+        """The layer's bytes: a uint8 tensor of one dimension, on the CPU."""
+
+    @abstractmethod
+    def decode(self, data: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """The layer from its bytes, on the device of ``data``. The result may share memory with ``data``."""
+
+
+@dataclass(frozen=True, slots=True)
+class FloatCodec(Codec):
+    """Stores numbers as they are. Lossless if the dtype is at least as wide as the compute dtype."""
+
+    dtype: torch.dtype
+
+    @property
+    def bits(self) -> int:  # type: ignore[override]
+        return self.dtype.itemsize * 8
+
+    def num_bytes(self, shape: Sequence[int]) -> int:
+        return math.prod(shape) * self.dtype.itemsize
+
+    def encode(self, layer: torch.Tensor) -> torch.Tensor:
+        return layer.to("cpu", self.dtype).contiguous().flatten().view(torch.uint8)
+
+    def decode(self, data: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        return data.view(self.dtype).view(*shape)
+
+
+class Int8Codec(Codec):
+    """8-bit integers: keys before RoPE per channel with an offset, values per token.
+
+    Source: KIVI (arXiv:2402.02750), section 3: keys have outlier channels, values do not. A key channel may be far from
+    0 in all tokens (models with a bias on keys), so that its middle is stored too. Error at most half a step, a step
+    being 1/254 of a channel's range (keys) or 1/127 of a token's largest absolute value (values).
+
+    A layer: keys and values int8, then float32 middle and step of each key channel, then float32 step of each value
+    token.
+    """
+
+    bits = 8
+
+    def num_bytes(self, shape: Sequence[int]) -> int:
+        return sum(self._parts(shape))
+
+    def encode(self, layer: torch.Tensor) -> torch.Tensor:
+        keys, values = layer.to("cpu", torch.float32)
+        low, high = keys.aminmax(dim=-2, keepdim=True)
+        middle = (low + high) / 2
+        key_step = (high - low) / 254
+        value_step = values.abs().amax(-1, keepdim=True) / 127
+        parts = (
+            _quantise(keys - middle, key_step),
+            _quantise(values, value_step),
+            torch.stack((middle, key_step)),
+            value_step,
+        )
+        return torch.cat([part.contiguous().flatten().view(torch.uint8) for part in parts])
+
+    def decode(self, data: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        _, heads, tokens, width = shape
+        numbers, of_keys, of_values = data.split(list(self._parts(shape)))
+        keys, values = numbers.view(torch.int8).view(2, heads, tokens, width)
+        middle, key_step = of_keys.view(torch.float32).view(2, heads, 1, width)
+        layer = torch.empty(*shape, dtype=torch.float32, device=data.device)
+        torch.mul(keys, key_step, out=layer[0]).add_(middle)
+        torch.mul(values, of_values.view(torch.float32).view(heads, tokens, 1), out=layer[1])
+        return layer
+
+    def _parts(self, shape: Sequence[int]) -> tuple[int, int, int]:
+        """Bytes of the integers, of the keys' middles and steps, of the values' steps."""
+        _, heads, tokens, width = shape
+        return math.prod(shape), 2 * heads * width * 4, heads * tokens * 4
+
+
+def _quantise(numbers: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+    return (numbers / step.clamp_min(torch.finfo(torch.float32).tiny)).round_().clamp_(-127, 127).to(torch.int8)
+
+
+CODECS: dict[str, Codec] = {
+    "float32": FloatCodec(torch.float32),
+    "bfloat16": FloatCodec(torch.bfloat16),
+    "float16": FloatCodec(torch.float16),
+    "int8": Int8Codec(),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class StoredKV:
-    """One chunk cache as it was stored."""
+    """One chunk cache as it was stored. Layers are decoded when they are asked for."""
 
-    kv: torch.Tensor
-    """``(num_layers, 2, num_kv_heads, num_tokens, head_dim)`` in the codec's dtype, keys before RoPE. The tensor may
-    share memory with the store: do not write to it. The reader casts it to the compute dtype."""
-    codec: str
-    """Name in :data:`CODECS`."""
+    frame: Frame
+
+    @property
+    def codec(self) -> str:
+        """Name in :data:`CODECS`."""
+        return self.frame.codec
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """``(num_layers, 2, num_kv_heads, num_tokens, head_dim)``."""
+        return self.frame.shape
+
+    def layer(self, number: int, device: torch.device | str = "cpu") -> torch.Tensor:
+        """KV of one layer, ``(2, num_kv_heads, num_tokens, head_dim)``, keys before RoPE: in the codec's dtype, or
+        float32 from integers. It may share memory with the store: do not write to it."""
+        data = self.frame.layer_bytes(number).to(device)  # before decoding, because fewer bytes move
+        return CODECS[self.codec].decode(data, self.shape[1:])
+
+    def tensor(self) -> torch.Tensor:
+        """KV of all layers, in memory of its own."""
+        return torch.stack([self.layer(number) for number in range(self.shape[0])])
+
+
+KV = torch.Tensor | StoredKV
+"""KV of a chunk, ``(num_layers, 2, num_kv_heads, num_tokens, head_dim)``, computed or stored."""
+
+
+def layer_of(kv: KV, number: int, device: torch.device | str) -> torch.Tensor:
+    """KV of one layer on a device, ``(2, num_kv_heads, num_tokens, head_dim)``."""
+    return kv.layer(number, device) if isinstance(kv, StoredKV) else kv[number].to(device)
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A payload with a checked header. Layers are checked when they are read."""
+    """A payload with a checked header. :meth:`verify` checks the layers."""
 
     data: memoryview
-    """The whole frame."""
+    """The whole frame, or at least its header."""
     key: str
     namespace: str
-    text: bytes | None
+    text: TextRow | None
+    """The chunk's text in the catalog's text index; None if there is no text, or a text too short to be found."""
+    digest: bytes | None
     """Digest of the chunk's text (see :func:`~cacheclip_rag.store.keys.text_digest`); None if there is no text."""
     codec: str
     shape: tuple[int, ...]
@@ -78,8 +209,11 @@ class Frame:
     """Offset of layer 0 in bytes."""
 
     @classmethod
-    def parse(cls, data: Buffer, key: str) -> Frame:
+    def parse(cls, data: Buffer, key: str, *, num_bytes: int | None = None) -> Frame:
         """Read the header of ``data``, the payload of ``key``. Layers are not read.
+
+        Args:
+            num_bytes: size of the whole payload, if ``data`` is only its beginning.
 
         Raises:
             FrameError: the payload is damaged, of another version, or of another key.
@@ -89,69 +223,69 @@ class Frame:
             view = memoryview(bytearray(view))
         header, start = _read_header(view)
         try:
+            row = header["text"]
             frame = cls(
                 view,
                 header["key"],
                 header["namespace"],
-                bytes.fromhex(header["text"]) if header["text"] else None,
+                TextRow(*_ROW.unpack(bytes.fromhex(row))) if row else None,
+                bytes.fromhex(header["digest"]) if header["digest"] else None,
                 header["codec"],
                 tuple(header["shape"]),
                 tuple(header["checksums"]),
                 start,
             )
-            expected = start + math.prod(frame.shape) * CODECS[frame.codec].itemsize
-        except (KeyError, TypeError, ValueError) as error:
+            whole = len(frame.shape) == 5 and all(type(size) is int and size > 0 for size in frame.shape)
+            if not whole or frame.shape[1] != 2 or len(frame.checksums) != frame.shape[0]:
+                raise FrameError("its header contradicts itself")
+            expected = start + frame.shape[0] * CODECS[frame.codec].num_bytes(frame.shape[1:])
+        except (KeyError, TypeError, ValueError, struct.error) as error:
+            if isinstance(error, FrameError):
+                raise
             raise FrameError(f"its header is not understood ({error})") from error
         if frame.key != key:
             raise FrameError("it belongs to another entry")
-        whole = len(frame.shape) == 5 and all(type(size) is int and size > 0 for size in frame.shape)
-        if not whole or len(frame.checksums) != frame.shape[0]:
-            raise FrameError("its header contradicts itself")
-        if view.nbytes != expected:
-            raise FrameError(f"it has {view.nbytes} bytes, not {expected}")
+        found = view.nbytes if num_bytes is None else num_bytes
+        if found != expected:
+            raise FrameError(f"it has {found} bytes, not {expected}")
         return frame
 
     @property
     def num_tokens(self) -> int:
         return self.shape[3]
 
-    def layer(self, number: int) -> torch.Tensor:
-        """KV of one layer, ``(2, num_kv_heads, num_tokens, head_dim)``. Raises FrameError if it is damaged."""
-        self._verify(number)
-        return self._tensor(number, number + 1)[0]
+    def layer_bytes(self, number: int) -> torch.Tensor:
+        """Bytes of one layer: a uint8 view of the frame's memory."""
+        size = self._layer_size
+        return torch.frombuffer(self.data, dtype=torch.uint8, count=size, offset=self.start + number * size)
 
-    def kv(self, *, verify: bool = True) -> torch.Tensor:
-        """KV of all layers, as a view of the frame's memory. Raises FrameError if a layer is damaged.
-
-        Args:
-            verify: False skips the checksums, for frames made or verified in this process.
-        """
-        for number in range(self.shape[0] if verify else 0):
-            self._verify(number)
-        return self._tensor(0, self.shape[0])
-
-    def _verify(self, number: int) -> None:
-        size = self._layer_bytes
-        layer = self.data[self.start + number * size : self.start + (number + 1) * size]
-        if xxhash.xxh3_128_hexdigest(layer) != self.checksums[number]:
-            raise FrameError(f"layer {number} does not match its checksum")
-
-    def _tensor(self, first: int, stop: int) -> torch.Tensor:
-        count = (stop - first) * math.prod(self.shape[1:])
-        offset = self.start + first * self._layer_bytes
-        flat = torch.frombuffer(self.data, dtype=CODECS[self.codec], count=count, offset=offset)
-        return flat.view(stop - first, *self.shape[1:])
+    def verify(self) -> None:
+        """Compare every layer with its checksum. Raises FrameError if one is damaged."""
+        size = self._layer_size
+        for number, checksum in enumerate(self.checksums):
+            layer = self.data[self.start + number * size : self.start + (number + 1) * size]
+            if xxhash.xxh3_128_hexdigest(layer) != checksum:
+                raise FrameError(f"layer {number} does not match its checksum")
 
     @property
-    def _layer_bytes(self) -> int:
-        return math.prod(self.shape[1:]) * CODECS[self.codec].itemsize
+    def _layer_size(self) -> int:
+        return CODECS[self.codec].num_bytes(self.shape[1:])
 
 
-def encode(kv: torch.Tensor, codec: str, key: str, *, namespace: str = "default", text: str | None = None) -> bytearray:
+def encode(
+    kv: torch.Tensor,
+    codec: str,
+    key: str,
+    *,
+    namespace: str,
+    digest: bytes | None = None,
+    text: TextRow | None = None,
+) -> bytearray:
     """The frame of a KV tensor ``(num_layers, 2, num_kv_heads, num_tokens, head_dim)``, keys before RoPE.
 
     Args:
-        text: the chunk's text, of which only the digest is stored; None for KV without a text (the shared prefix).
+        digest: digest of the chunk's text; None for KV without a text (the shared prefix).
+        text: the text's row in the text index, if it has one.
 
     Raises:
         ConfigurationError: an unknown codec.
@@ -161,44 +295,54 @@ def encode(kv: torch.Tensor, codec: str, key: str, *, namespace: str = "default"
     assert kv.ndim == 5 and kv.numel(), (
         f"KV must have five dimensions and at least one token, got shape {tuple(kv.shape)}"
     )
-    layers = kv.to("cpu", CODECS[codec]).contiguous().flatten(1).view(torch.uint8).numpy()  # (num_layers, num_bytes)
+    layers = [memoryview(CODECS[codec].encode(layer).numpy()) for layer in kv]  # type: ignore[arg-type]
     checksums = [xxhash.xxh3_128_hexdigest(layer) for layer in layers]
-    digest = text_digest(text).hex() if text is not None else ""
-    return _write_header(key, namespace, digest, codec, kv.shape, checksums) + layers.data.cast("B")
+    frame = _write_header(key, namespace, digest, text, codec, kv.shape, checksums)
+    for layer in layers:
+        frame += layer
+    return frame
 
 
-def frame_bytes(shape: Sequence[int], codec: str, *, namespace: str = "default") -> int:
-    """Size in bytes of the frame that :func:`encode` makes of KV of this shape."""
-    header = _write_header("0" * 64, namespace, text_digest("").hex(), codec, shape, ["0" * 32] * shape[0])
-    return len(header) + math.prod(shape) * CODECS[codec].itemsize
+def frame_bytes(shape: Sequence[int], codec: str, *, namespace: str) -> int:
+    """Size in bytes of the frame that :func:`encode` makes of a chunk's KV of this shape."""
+    row = TextRow(*_ROW.unpack(bytes(_ROW.size)))
+    header = _write_header("0" * 64, namespace, bytes(16), row, codec, shape, ["0" * 32] * shape[0])
+    return len(header) + shape[0] * CODECS[codec].num_bytes(shape[1:])
 
 
 def decode(data: Buffer, key: str) -> StoredKV:
     """The KV in a frame, with all checksums verified. Raises FrameError if it is damaged or of another key."""
     frame = Frame.parse(data, key)
-    return StoredKV(frame.kv(), frame.codec)
+    frame.verify()
+    return StoredKV(frame)
 
 
 def keeps(codec: str, wanted: str) -> bool:
     """Whether ``codec`` is at least as precise as ``wanted``."""
-    return codec in (wanted, "float32")
+    return codec == wanted or CODECS[codec].bits > CODECS[wanted].bits
 
 
 def _write_header(
-    key: str, namespace: str, digest: str, codec: str, shape: Sequence[int], checksums: Sequence[str]
+    key: str,
+    namespace: str,
+    digest: bytes | None,
+    text: TextRow | None,
+    codec: str,
+    shape: Sequence[int],
+    checksums: Sequence[str],
 ) -> bytearray:
-    """Preamble and header. ``digest`` is the text's digest in hexadecimal digits; empty if there is no text."""
     header = {
         "key": key,
         "namespace": namespace,
-        "text": digest,
+        "digest": digest.hex() if digest else "",
+        "text": _ROW.pack(*text).hex() if text else "",
         "codec": codec,
         "shape": list(shape),
         "checksums": list(checksums),
     }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(_PREAMBLE.size + len(text)) % _ALIGNMENT)
-    return bytearray(_PREAMBLE.pack(_MAGIC, FRAME_VERSION, len(text), xxhash.xxh3_64_intdigest(text)) + text)
+    written = json.dumps(header, separators=(",", ":")).encode()
+    written += b" " * (-(_PREAMBLE.size + len(written)) % _ALIGNMENT)
+    return bytearray(_PREAMBLE.pack(_MAGIC, FRAME_VERSION, len(written), xxhash.xxh3_64_intdigest(written)) + written)
 
 
 def _read_header(view: memoryview) -> tuple[dict[str, Any], int]:

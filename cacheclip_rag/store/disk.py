@@ -1,18 +1,25 @@
 """Payloads as files in a folder, shared by any number of processes.
 
-A payload is written under a temporary name and then renamed, so that readers never see a partial file. Reading maps the
-file into memory: cached pages are not copied, and reading one layer reads only that layer's pages.
+A payload is written in a folder of temporary files and then renamed, so that readers never see a partial file. Reading
+copies the file into memory of the reader: a mapped file that another program cuts off kills the process that reads it,
+and one that is overwritten changes KV that was checked already.
 """
 
 from __future__ import annotations
 
-import mmap
+import contextlib
+import errno
+import io
+import os
+import secrets
+import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..paths import atomic_path
-from .backend import Backend
+from ..paths import make_private_folder, private_mode
+from .backend import Allocate, Backend
+from .writer import Writer
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -20,13 +27,22 @@ if TYPE_CHECKING:
 __all__ = ["DiskBackend"]
 
 _SUFFIX = ".kv"
+_BLOCK_BYTES = 4096
+_NO_FILE = (FileNotFoundError, NotADirectoryError)
+_OPEN = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+"""A link would lead out of the store, and opening a pipe would wait for its writer."""
 
 
 class DiskBackend(Backend):
-    """One file per payload: ``FOLDER/ab/abcd….kv``. The folder is made at the first write."""
+    """One file per payload: ``FOLDER/kv/ab/abcd….kv``. Folders are made at the first write, for their owner alone."""
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+    name = "disk"
+
+    def __init__(self, folder: str | Path, writer: Writer | None = None) -> None:
+        """``writer``: this process, by whose name temporary files are known; default a new one."""
+        self.folder = Path(folder) / "kv"
+        self._temporary = Path(folder) / "tmp"
+        self._writer = writer or Writer(Path(folder))
 
     def path_of(self, key: str) -> Path:
         """Path of the payload of ``key``."""
@@ -36,15 +52,51 @@ class DiskBackend(Backend):
     def get_many(self, keys: Iterable[str]) -> dict[str, Buffer]:
         found: dict[str, Buffer] = {}
         for key in keys:
-            try:
-                found[key] = _map(self.path_of(key))
-            except (FileNotFoundError, NotADirectoryError):
-                continue
+            data = self.read(key, lambda num_bytes: memoryview(bytearray(num_bytes)))
+            if data is not None:
+                found[key] = data
         return found
 
+    def read(self, key: str, allocate: Allocate) -> Buffer | None:
+        with self._opened(key) as (file, size):
+            if file is None:
+                return None if size is None else b""
+            target = allocate(size or 0)
+            return target[: _read_into(file, target)]
+
+    def head(self, key: str, num_bytes: int) -> tuple[Buffer, int] | None:
+        with self._opened(key) as (file, size):
+            if size is None:
+                return None
+            return (os.read(file, num_bytes) if file is not None else b""), size
+
+    def occupied(self, key: str) -> int:
+        try:
+            found = os.lstat(self.path_of(key))
+        except _NO_FILE:
+            return 0
+        return max(self.round_up(found.st_size), getattr(found, "st_blocks", 0) * 512)
+
+    def round_up(self, num_bytes: int) -> int:
+        return -(-num_bytes // _BLOCK_BYTES) * _BLOCK_BYTES
+
     def put(self, key: str, data: Buffer) -> None:
-        with atomic_path(self.path_of(key)) as temporary:
-            temporary.write_bytes(data)
+        target = self.path_of(key)
+        for folder in (self._temporary, self.folder, target.parent):
+            make_private_folder(folder)
+        temporary = self._temporary / f"{self._writer.name}-{secrets.token_hex(4)}"
+        mode = private_mode(target.parent) & 0o666
+        file = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_BINARY", 0), mode)
+        try:
+            try:
+                _write_all(file, memoryview(data).cast("B"))
+            finally:
+                os.close(file)
+            # without fsync: a payload that a power failure damaged is a miss
+            os.replace(temporary, target)
+        except BaseException:
+            _unlink(temporary)
+            raise
 
     def delete(self, keys: Iterable[str]) -> int:
         return sum([_unlink(self.path_of(key)) for key in keys])
@@ -53,20 +105,59 @@ class DiskBackend(Backend):
         for file in self.folder.glob(f"[!.]*/[!.]*{_SUFFIX}"):
             yield file.stem
 
+    def sweep(self, writer: str) -> int:
+        """Remove the temporary files of a killed process; returns how many."""
+        return sum([_unlink(file) for file in self._temporary.glob(f"{writer}-*")])
+
+    def temporaries(self) -> Iterator[Path]:
+        """Files of writes that are not complete."""
+        if self._temporary.is_dir():
+            yield from self._temporary.iterdir()
+
     def close(self) -> None:
         """Nothing to release: files are open only while they are read."""
 
+    @contextlib.contextmanager
+    def _opened(self, key: str) -> Iterator[tuple[int | None, int | None]]:
+        """The open file and its size. ``(None, None)``: no file; ``(None, 0)``: something that is not a file."""
+        try:
+            file = os.open(self.path_of(key), _OPEN)
+        except _NO_FILE:
+            yield None, None
+            return
+        except OSError as error:
+            if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR):  # a link, a socket, a folder
+                raise
+            yield None, 0
+            return
+        try:
+            found = os.fstat(file)
+            if stat.S_ISREG(found.st_mode):
+                yield file, found.st_size
+            else:
+                yield None, 0
+        finally:
+            os.close(file)
 
-def _map(path: Path) -> Buffer:
-    with path.open("rb") as file:
-        if not file.seek(0, 2):
-            return b""  # an empty file cannot be mapped
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # copy on write: a reader cannot change the file
+
+def _read_into(file: int, target: memoryview) -> int:
+    """Fill ``target`` from a file; returns the bytes read, fewer if the file was cut off meanwhile."""
+    done = 0
+    with io.FileIO(file, closefd=False) as stream:
+        while done < target.nbytes and (count := stream.readinto(target[done:])):
+            done += count
+    return done
+
+
+def _write_all(file: int, data: memoryview) -> None:
+    done = 0
+    while done < data.nbytes:
+        done += os.write(file, data[done:])
 
 
 def _unlink(path: Path) -> bool:
     try:
         path.unlink()
-    except (FileNotFoundError, NotADirectoryError):
+    except _NO_FILE:
         return False
     return True

@@ -23,12 +23,16 @@ class MemoryBackend(Backend):
         ConfigurationError: a limit below 0.
     """
 
+    name = "memory"
     in_memory = True
 
     def __init__(self, max_bytes: int | None = None) -> None:
         self._max_bytes = check_limit(max_bytes)
         self._payloads: OrderedDict[str, bytearray] = OrderedDict()
-        self._bytes = 0
+        self.num_bytes = 0
+        """Bytes held."""
+        self.evictions = 0
+        """Payloads dropped to stay within the limit."""
         self._lock = threading.Lock()
 
     def get_many(self, keys: Iterable[str]) -> dict[str, Buffer]:
@@ -49,9 +53,10 @@ class MemoryBackend(Backend):
         with self._lock:
             self._remove(key)
             self._payloads[key] = own
-            self._bytes += size
-            while self._max_bytes is not None and self._bytes > self._max_bytes:
+            self.num_bytes += size
+            while self._max_bytes is not None and self.num_bytes > self._max_bytes:
                 self._remove(next(iter(self._payloads)))
+                self.evictions += 1
 
     def delete(self, keys: Iterable[str]) -> int:
         with self._lock:
@@ -66,7 +71,7 @@ class MemoryBackend(Backend):
 
     def _remove(self, key: str) -> bool:
         payload = self._payloads.pop(key, None)
-        self._bytes -= len(payload or b"")
+        self.num_bytes -= len(payload or b"")
         return payload is not None
 
 

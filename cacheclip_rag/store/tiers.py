@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigurationError
-from .backend import Backend
+from .backend import Allocate, Backend
+from .memory import MemoryBackend
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["Tiers"]
+__all__ = ["TierStats", "Tiers"]
+
+
+@dataclass(slots=True)
+class TierStats:
+    """Counters of one tier since the store was opened in this process."""
+
+    name: str
+    hits: int = 0
+    misses: int = 0
+    """Look-ups that went on to the next tier, or found nothing."""
+    damaged: int = 0
+    """Payloads that did not match their checksums."""
+    evictions: int = 0
+    bytes: int = 0
+    """Bytes held now."""
+    read_s: float = 0.0
+    """Seconds spent reading payloads that were found."""
+
+    def to_dict(self) -> dict[str, str | int | float]:
+        return asdict(self)
 
 
 class Tiers(Backend):
@@ -21,24 +44,58 @@ class Tiers(Backend):
         ConfigurationError: no backend is given.
     """
 
+    name = "tiers"
+
     def __init__(self, backends: Sequence[Backend]) -> None:
         if not backends:
             raise ConfigurationError("a chain of tiers needs at least one backend, got none.")
         self.backends = tuple(backends)
+        self._stats = [TierStats(backend.name) for backend in backends]
 
-    def find(self, key: str) -> tuple[Buffer, int] | None:
+    @property
+    def last(self) -> Backend:
+        """The backend that holds everything."""
+        return self.backends[-1]
+
+    def find(self, key: str, allocate: Allocate) -> tuple[Buffer, int] | None:
         """A payload and the number of its tier, or None. Faster tiers get no copy yet, because the payload may be
         damaged; see :meth:`promote`."""
-        for number, backend in enumerate(self.backends):
-            found = backend.get_many([key])
-            if key in found:
-                return found[key], number
+        for number, (backend, stats) in enumerate(zip(self.backends, self._stats, strict=True)):
+            started = time.perf_counter()
+            data = backend.read(key, allocate)
+            if data is not None:
+                stats.hits += 1
+                stats.read_s += time.perf_counter() - started
+                return data, number
+            stats.misses += 1
         return None
 
     def promote(self, key: str, data: Buffer, tier: int) -> None:
         """Copy a payload that was found in ``tier`` to all faster ones."""
         for faster in self.backends[:tier]:
             faster.put(key, data)
+
+    def drop_copies(self, keys: Iterable[str]) -> None:
+        """Remove payloads from all tiers but the last, for instance because another process deleted them there."""
+        keys = [*keys]
+        for faster in self.backends[:-1]:
+            faster.delete(keys)
+
+    def count_damaged(self, tier: int) -> None:
+        self._stats[tier].damaged += 1
+
+    def count_evictions(self, count: int) -> None:
+        """Count evictions from the last tier."""
+        self._stats[-1].evictions += count
+
+    def stats(self) -> list[TierStats]:
+        """Counters of each tier, fastest first. The last tier's bytes are in the catalog, and 0 here."""
+        for backend, stats in zip(self.backends, self._stats, strict=True):
+            if isinstance(backend, MemoryBackend):
+                stats.bytes = backend.num_bytes
+                if backend is not self.last:
+                    stats.evictions = backend.evictions
+        return self._stats
 
     def get_many(self, keys: Iterable[str]) -> dict[str, Buffer]:
         found: dict[str, Buffer] = {}
@@ -60,8 +117,17 @@ class Tiers(Backend):
         return counts[0]
 
     def list(self) -> Iterator[str]:
-        return self.backends[-1].list()
+        return self.last.list()
 
     def close(self) -> None:
         for backend in self.backends:
             backend.close()
+
+    def head(self, key: str, num_bytes: int) -> tuple[Buffer, int] | None:
+        return self.last.head(key, num_bytes)
+
+    def occupied(self, key: str) -> int:
+        return self.last.occupied(key)
+
+    def round_up(self, num_bytes: int) -> int:
+        return self.last.round_up(num_bytes)

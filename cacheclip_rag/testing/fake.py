@@ -150,7 +150,7 @@ class FakeRuntime(Runtime):
         kv = sources.primary.read(span.segment.text)
         if kv is None:
             return False
-        if not torch.equal(kv.to(self.dtype), self._kv(span.tokens.ids)):
+        if not torch.equal(kv.tensor().to(self.dtype), self._kv(span.tokens.ids)):
             raise ConfigurationError(f"the stored KV does not belong to the chunk {span.segment.text[:40]!r}.")
         return True
 

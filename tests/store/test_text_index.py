@@ -31,7 +31,7 @@ LAMP = "Its lamp burned whale oil until 1871, when it was changed."
 
 
 def index_of(*texts: str) -> TextIndex:
-    index = TextIndex(Database(None, SCHEMA), "ours")
+    index = TextIndex(Database(None, SCHEMA, 1), "ours")
     index.add(texts)
     return index
 
@@ -416,7 +416,7 @@ class TestManyTexts:
     @pytest.mark.parametrize("head", ["", "file_path: /data/annual-report.pdf\npage_label: 7\n\n" * 8])
     def test_a_search_reads_few_rows(self, head: str) -> None:
         """Also if all texts have the same start: rows of texts that are not in the prompt stay in the file."""
-        database = CountingDatabase(None, SCHEMA)
+        database = CountingDatabase(None, SCHEMA, 1)
         index, count = TextIndex(database, "ours"), 3000
         rng = random.Random(0)
         texts = [head + " ".join(str(rng.randrange(10**9)) for _ in range(60)) for _ in range(count)]

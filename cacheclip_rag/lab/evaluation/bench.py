@@ -169,7 +169,7 @@ def _drop_page_cache(engine: CacheClipEngine) -> None:
     """Drop the payloads from the operating system's page cache, so that the next read comes from disk (Linux)."""
     if not _CAN_DROP_PAGE_CACHE:
         return
-    for backend in engine.store.tiers.backends:
+    for backend in engine.store.store.tiers.backends:
         if isinstance(backend, DiskBackend):
             for key in backend.list():
                 _drop_file(backend.path_of(key))

@@ -199,7 +199,7 @@ def _no_future(engine: CacheClipEngine, prompt: EvaluationPrompt) -> Check:
     for span in layout.chunks:
         kv = caches.read(span.segment.text)
         assert kv is not None, "its chunks were precomputed"
-        pieces[span.start] = kv
+        pieces[span.start] = kv.tensor()
     masks = [(span, torch.arange(len(span.tokens)) % 3 == 0) for span in layout.chunks]
     rows = choose_rows(layout, layout.chunks, masks)
     generator = torch.Generator().manual_seed(0)

@@ -18,6 +18,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ...fusion.recompute import fuse
+from ...store import KV, layer_of
 from ..base import wait_for
 from .architectures import SUPPORTED, has_pinned_rope, reuse_tokens, rope_pin
 from .attention import (
@@ -229,7 +230,7 @@ class ModelRuntime(TextModel):
         return cos[0], sin[0]
 
     def fill(
-        self, cache: FusedCache, kv: torch.Tensor, *, slot: int, position: int, num_layers: int | None = None
+        self, cache: FusedCache, kv: KV, *, slot: int, position: int, num_layers: int | None = None
     ) -> None:
         """Write stored ``kv`` into ``cache`` from ``slot`` on, with keys rotated to positions from ``position`` on.
 
@@ -239,8 +240,8 @@ class ModelRuntime(TextModel):
         if not kv.shape[3]:
             return  # an empty shared prefix: some rotary modules fail without a largest position
         tables = self.rotary_tables(position, position + kv.shape[3])
-        for layer, piece, of_layer in list(zip(cache.layers, kv, tables, strict=True))[:num_layers]:
-            keys, values = piece.to(layer.device)
+        for number, (layer, of_layer) in enumerate(list(zip(cache.layers, tables, strict=True))[:num_layers]):
+            keys, values = layer_of(kv, number, layer.device)
             layer.write(slot, rotate(keys, of_layer), values)
 
     def extract(self, cache: FusedCache, start: int, stop: int) -> torch.Tensor:

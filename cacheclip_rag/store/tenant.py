@@ -1,0 +1,256 @@
+"""One tenant's view of a store: its entries and texts, and nobody else's.
+
+A key of another tenant is answered exactly as a key that does not exist: by the same look-up, with the same work.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..errors import StoreError
+from .catalog import Catalog, Entry
+from .codecs import Frame, FrameError, StoredKV, encode
+from .keys import text_digest
+from .texts import TextIndex, text_row
+
+if TYPE_CHECKING:
+    from .chunk_store import ChunkStore
+
+__all__ = ["ReadBuffer", "TenantStats", "TenantStore"]
+
+logger = logging.getLogger(__name__)
+
+_USES = 64
+"""Uses that are recorded in one transaction."""
+
+
+class ReadBuffer:
+    """Memory for one payload at a time. Reading the next payload into it overwrites the last one.
+
+    New memory costs a page fault for every 4 kB, as long as the read itself.
+    """
+
+    def __init__(self) -> None:
+        self._memory = memoryview(bytearray())
+
+    def allocate(self, num_bytes: int) -> memoryview:
+        """Memory for ``num_bytes`` bytes, not cleared."""
+        if self._memory.nbytes < num_bytes:
+            self._memory = _new_memory(num_bytes)
+        return self._memory[:num_bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class TenantStats:
+    """What a tenant holds, and its counters since the store was opened in this process."""
+
+    entries: int
+    bytes: int
+    """Bytes on the medium."""
+    max_bytes: int | None
+    """The tenant's quota; None: only the store's limit."""
+    hits: int
+    misses: int
+
+    def to_dict(self) -> dict[str, int | None]:
+        return asdict(self)
+
+
+class TenantStore:
+    """Maps keys (see :func:`~cacheclip_rag.store.keys.chunk_key`) to a tenant's KV.
+
+    A missing key gives None. A damaged or foreign payload is removed: it counts as a miss, with a warning. A payload
+    that cannot be read now (OSError of its backend) counts as a miss, with a warning, and stays. If the catalog cannot
+    be used, payloads are read without it, with one warning.
+    """
+
+    def __init__(self, store: ChunkStore, namespace: str) -> None:
+        self.store, self.namespace = store, namespace
+        self.texts = TextIndex(store.catalog.database, namespace)
+        """Finds the tenant's texts in prompts."""
+        self._hits = self._misses = 0
+        self._uses: list[str] = []
+        self._lock = threading.Lock()
+
+    @property
+    def catalog(self) -> Catalog:
+        return self.store.catalog
+
+    def get(self, key: str, buffer: ReadBuffer | None = None) -> StoredKV | None:
+        """The stored KV, or None. Counts as a use for eviction.
+
+        Args:
+            buffer: memory to read into. The KV is then valid until the next read into it.
+        """
+        stored = self._get(key, buffer)
+        if stored is None:
+            self._misses += 1
+        else:
+            self._hits += 1
+            self._record_use(key)
+        return stored
+
+    def _get(self, key: str, buffer: ReadBuffer | None) -> StoredKV | None:
+        tiers = self.store.tiers
+        known, entry = self._entry(key)
+        if known and entry is None:
+            tiers.drop_copies([key])  # another process may have deleted it
+            return None
+        largest = entry.num_bytes if entry is not None else _LARGEST
+
+        def allocate(num_bytes: int) -> memoryview:
+            if num_bytes > largest:
+                raise FrameError(f"it has {num_bytes} bytes, more than its {largest}")
+            return buffer.allocate(num_bytes) if buffer is not None else _new_memory(num_bytes)
+
+        tier = len(tiers.backends) - 1
+        try:
+            found = tiers.find(key, allocate)
+            if found is None:
+                if entry is not None:
+                    self.catalog.remove(self.namespace, [key])
+                return None
+            data, tier = found
+            frame = Frame.parse(data, key)
+            if frame.namespace != self.namespace:
+                raise FrameError("it belongs to another tenant")
+            if not tiers.backends[tier].in_memory:
+                frame.verify()
+        except FrameError as error:
+            tiers.count_damaged(tier)
+            logger.warning("chunk cache %s… is damaged (%s); it is removed and will be computed again", key[:12], error)
+            self._remove_damaged(key)
+            return None
+        except (OSError, MemoryError, StoreError) as error:  # the medium failed; the payload may be intact
+            message = "chunk cache %s… cannot be read now (%s); it is computed for this answer"
+            self.store.warn_once(f"read {type(error)}", message, key[:12], error)
+            return None
+        tiers.promote(key, data, tier)
+        return StoredKV(frame)
+
+    def put(self, key: str, kv: torch.Tensor, codec: str, *, text: str | None = None) -> bool:
+        """Store KV atomically. May evict other entries to stay within the limits.
+
+        Args:
+            kv: ``(num_layers, 2, num_kv_heads, num_tokens, head_dim)``, keys before RoPE.
+            codec: name in :data:`~cacheclip_rag.store.codecs.CODECS`.
+            text: the chunk's text, for :meth:`release`; None for KV without a text (the shared prefix).
+
+        Returns:
+            False if the KV is larger than the limit, and was not stored.
+
+        Raises:
+            ConfigurationError: an unknown codec.
+            StoreError: the KV could not be written; nothing stored before was changed.
+        """
+        digest = text_digest(text) if text is not None else None
+        row = text_row(text) if text is not None else None
+        data = encode(kv, codec, key, namespace=self.namespace, digest=digest, text=row)
+        self.flush()  # evict by all uses
+        if self.store.write(self.namespace, key, data):
+            return True
+        message = "a chunk cache of %d bytes exceeds the store's limit or its tenant's, and is not stored"
+        logger.warning(message, len(data))
+        self.delete([key])  # an older version must not be read any more
+        return False
+
+    def delete(self, keys: Iterable[str]) -> int:
+        """Remove entries; returns how many existed. Keys of other tenants are left alone."""
+        own = [key for key in keys if self._is_own(key)]
+        if not own:
+            return 0
+        try:
+            removed = self.store.tiers.delete(own)
+        except OSError as error:
+            raise StoreError(f"could not delete a chunk cache: {error}. Check who may write to the store.") from error
+        return max(self.catalog.remove(self.namespace, own), removed)
+
+    def release(self, texts: Iterable[str]) -> int:
+        """Remove every entry of these texts, for every model and chunk context. Returns how many texts had an entry."""
+        keys = [self.catalog.keys_of(self.namespace, text_digest(text)) for text in texts]
+        return sum([self.delete(of_text) > 0 for of_text in keys])
+
+    def codec_of(self, key: str) -> str | None:
+        """Codec of a key's entry, or None. Reads no payload, and does not count as a use for eviction."""
+        known, entry = self._entry(key)
+        if entry is not None:
+            return entry.codec
+        if known:
+            return None
+        frame = self.store.header(key)
+        return frame.codec if frame is not None and frame.namespace == self.namespace else None
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and self.codec_of(key) is not None
+
+    def keys(self) -> list[str]:
+        """The tenant's keys, least recently used first."""
+        self.flush()
+        return self.catalog.keys(self.namespace)
+
+    def stats(self) -> TenantStats:
+        """Sizes and counters."""
+        total = self.catalog.total(self.namespace)
+        quota = self.catalog.quota(self.namespace)
+        return TenantStats(total.entries, total.bytes, quota, self._hits, self._misses)
+
+    def close(self) -> None:
+        """Close the store's handles; it may be used again afterwards."""
+        self.flush()
+        self.store.close()
+
+    def flush(self) -> None:
+        """Record uses that are not recorded yet. A full disk or a busy catalog does not stop a read: the uses are then
+        lost."""
+        with self._lock:
+            uses, self._uses = self._uses, []
+        if not uses:
+            return
+        try:
+            self.catalog.use(uses)
+        except StoreError as error:
+            logger.debug("%d uses were not recorded: %s", len(uses), error)
+
+    def _record_use(self, key: str) -> None:
+        with self._lock:
+            self._uses.append(key)
+            full = len(self._uses) >= _USES
+        if full:
+            self.flush()
+
+    def _entry(self, key: str) -> tuple[bool, Entry | None]:
+        """Whether the catalog could be asked, and the entry."""
+        try:
+            return True, self.catalog.entry(self.namespace, key)
+        except StoreError as error:
+            message = "the store's catalog cannot be used; chunk caches are read without it. %s"
+            self.store.warn_once("catalog", message, error)
+            return False, None
+
+    def _is_own(self, key: str) -> bool:
+        """Whether an entry, or a payload without an entry, is the tenant's or nobody's."""
+        if self.catalog.entry(self.namespace, key) is not None:
+            return True
+        frame = self.store.header(key)
+        return frame is not None and frame.namespace == self.namespace
+
+    def _remove_damaged(self, key: str) -> None:
+        try:
+            self.store.tiers.delete([key])
+            self.catalog.remove(self.namespace, [key])
+        except (OSError, StoreError) as error:  # a read-only store can still be read
+            self.store.warn_once("removal", "the damaged chunk cache %s… could not be removed: %s", key[:12], error)
+
+
+_LARGEST = 1 << 33
+"""Most bytes of a payload if the catalog cannot tell."""
+
+
+def _new_memory(num_bytes: int) -> memoryview:
+    return memoryview(torch.empty(num_bytes, dtype=torch.uint8).numpy())  # type: ignore[arg-type]
