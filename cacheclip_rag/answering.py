@@ -47,7 +47,7 @@ class Answering:
         for event in decode(sources.primary.runtime, prefilled, request.params):
             if event.answer is not None:
                 self._observe(Answered(plan, event.answer, request.params, prefilled.logits))
-            yield event
+            yield self._shown(event, request.method.name)
         self.writer.store_missing(prefilled.missing, request.documents, sources.primary.context)
 
     def plan(self, request: Request, sources: Sources, clock: PhaseClock) -> Plan:
@@ -95,8 +95,15 @@ class Answering:
         for event in request.method.compose(composition) if composition.chunks else composition.plain():
             if event.answer is not None:
                 self._observe(Answered(None, event.answer, request.params))
-            yield event
+            yield self._shown(event, request.method.name)
         self.writer.store_missing(tuple(missing), request.documents, PREFIX)
+
+    def _shown(self, event: Event, method: str) -> Event:
+        """The event as the caller sees it."""
+        if event.answer is None or not self.parts.config.hide_hits:
+            return event
+        stats = event.answer.stats.without_hits(method)
+        return replace(event, answer=replace(event.answer, stats=stats, trace=None))
 
     def _observe(self, answered: Answered) -> None:
         for observer in self.observers:

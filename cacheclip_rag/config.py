@@ -67,9 +67,14 @@ class EngineConfig:
     auxiliary_codec: str = "bfloat16"
     """Codec of the auxiliary's chunk caches. They only rank tokens, so that a coarser codec suffices."""
     memory_bytes: int = 0
-    """Size of a memory tier before a disk store. The operating system's page cache already serves repeated reads."""
+    """Limit of a memory tier before a disk store; 0: none. The operating system's page cache serves repeated reads too,
+    but its pages are checked at each read."""
     max_bytes: int | None = None
-    """Limit of the store, above which the least recently used chunk caches are evicted. None: no limit."""
+    """Limit of the store, recorded in it for all its users. Above it, the tenant with the most bytes loses its least
+    recently used chunk caches. None: the recorded limit, or no limit."""
+    hide_hits: bool = False
+    """True: statistics of answers do not tell which chunks were stored, for services whose users must not learn what
+    others of the same tenant have. Observers and metrics still see it. The time to the first token shows it too."""
     prefix_cache_bytes: int = 2**28
     """Size of the prefix cache: exact KV that prompts with the same first tokens share. 0 switches it off."""
     on_miss: str = "store"
@@ -102,8 +107,9 @@ class EngineConfig:
             raise ConfigurationError(f"shadow_rate must be a number from 0 to 1, got {self.shadow_rate!r}.")
         if not 0.0 <= self.shadow_rate <= 1.0:
             raise ConfigurationError(f"shadow_rate must be between 0 (none) and 1 (all), got {self.shadow_rate!r}.")
-        if not isinstance(self.require_certificate, bool):
-            raise ConfigurationError(f"require_certificate must be True or False, got {self.require_certificate!r}.")
+        for name in ("require_certificate", "hide_hits"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigurationError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         if self.codec is not None:
             _check_choice("codec", self.codec, _CODECS)
         if self.store is not None:

@@ -26,7 +26,7 @@ from .guards.standard import standard_observers
 from .methods.base import Method
 from .parts import Parts
 from .plan.planner import choose_method, context_of
-from .prompt.segments import Segment, normalise_chunk
+from .prompt.segments import Segment, chunk_texts, normalise_chunk
 from .runtime.base import Runtime
 from .runtime.prefill import Prefilled
 from .sampling import SamplingParams
@@ -58,7 +58,7 @@ class CacheClipEngine:
         self.config = EngineConfig.from_options(config, options)
         self.parts = Parts(self.config, store)
         """Store, models and caches, each made at first use."""
-        self.metrics = Metrics()
+        self.metrics = Metrics(self.parts.tier_stats)
         """Counters over all answers; :meth:`~cacheclip_rag.guards.metrics.Metrics.to_prometheus` exports them."""
         self.observers: list[Observer] = standard_observers(self.config, self.metrics, lambda: self.primary)
         """Observers of every plan and every answer. Append your own."""
@@ -151,6 +151,19 @@ class CacheClipEngine:
             Number of texts that had any KV.
         """
         return self._writer.release(texts) + self._writer.release_sources(sources, keep)
+
+    def prefetch(self, texts: Iterable[str], *, method: str | Method | None = None) -> int:
+        """Read chunk texts' KV of every model into the store's memory tier, so that the next prompt with them does not
+        wait for the disk. Without a memory tier (``memory_bytes``), the operating system's page cache keeps it.
+
+        Args:
+            method: method whose chunk context is used; default the engine's method.
+
+        Returns:
+            Number of texts whose KV is stored for every model.
+        """
+        models = self.chunk_caches(self.context_of(method))
+        return sum([all([caches.prefetch(text) for caches in models]) for text in chunk_texts(texts)])
 
     def is_stored(self, text: str, *, needs_auxiliary: bool = True) -> bool:
         """Whether the KV of this chunk text is stored for every model that a method needs."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -23,7 +23,7 @@ from .prompt.segments import PromptReader, Segment
 from .runtime.transformers.model import ModelRuntime
 from .selection.heads import HeadSet, find_head_set, load_named
 from .selection.scoring import AuxiliaryScorer
-from .store import ChunkStore, TenantStore
+from .store import ChunkStore, TenantStore, TierStats
 from .types import Documents, Prompt
 
 __all__ = ["Parts"]
@@ -65,6 +65,11 @@ class Parts:
                 store = self._store or ChunkStore.open(folder, config.max_bytes, config.memory_bytes)
                 self._tenant = store.tenant(config.namespace)
             return self._tenant
+
+    def tier_stats(self) -> Sequence[TierStats]:
+        """Counters of the store's tiers; none before the store's first use."""
+        with self._lock:
+            return self._tenant.store.stats().tiers if self._tenant is not None else ()
 
     @property
     def library(self) -> ChunkLibrary:

@@ -178,6 +178,16 @@ class FusionStats:
         stale = self.chunk_tokens - self.exact_tokens
         return self.recomputed_tokens / stale if stale else 1.0
 
+    def without_hits(self, method: str) -> FusionStats:
+        """These statistics without anything that tells which chunks were stored.
+
+        Args:
+            method: the requested method, because the method that answered depends on hits.
+        """
+        tokens = ("prefix_tokens", "chunk_tokens", "exact_tokens", "recomputed_tokens", "missed_tokens")
+        zero: dict[str, Any] = dict.fromkeys((*tokens, "cached_prefix_tokens", "hits", "misses", "charged_ratio"), 0)
+        return replace(self, **zero, fresh_tokens=self.prompt_tokens, method=method, fallback=None, phases_s={})
+
     def to_dict(self) -> dict[str, Any]:
         """All fields and ratios, ready for JSON."""
         names = ("effective_ratio", "effective_ratio_of_stale")

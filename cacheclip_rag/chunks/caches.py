@@ -120,6 +120,10 @@ class ChunkCaches:
         # an engine with this model as auxiliary may have stored it with a coarser codec than ours
         return stored if stored is not None and keeps(stored.codec, codec) else None
 
+    def prefetch(self, text: str) -> bool:
+        """Read a chunk's KV into the store's fastest tier; True if it is stored."""
+        return self.can_reuse and self.read(text, ReadBuffer()) is not None
+
     def write(self, text: str) -> bool:
         """Compute and store a chunk's KV unless it is stored already or cannot be reused; True if it was computed."""
         if not self.can_reuse or text in self:

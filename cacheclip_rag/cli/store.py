@@ -1,36 +1,161 @@
-"""``cacheclip store stats``."""
+"""``cacheclip store stats|limit|verify|repair|gc|clear``."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import StoreError
-from .common import JsonOption, StoreOption, format_bytes, print_json
+from ..errors import ConfigurationError, StoreError
+from .common import JsonOption, NamespaceOption, StoreOption, format_bytes, print_json
+
+if TYPE_CHECKING:
+    from ..store import ChunkStore
 
 app = typer.Typer(help="The chunk-cache store.", no_args_is_help=True)
+
+_SHOWN = 20
+"""Most names of one kind in output for people."""
 
 
 @app.command("stats")
 def stats(store: StoreOption, as_json: JsonOption = False) -> None:
-    """Entries, bytes and documents of a store."""
+    """Entries, bytes, limit, tenants and documents of a store."""
     from ..ingest.library import Library
-    from ..store import ChunkStore, is_store
 
     folder = Path(store).expanduser()
-    if not is_store(folder):
-        raise StoreError(f"{store} is not a store: it has no catalog. Make one: cacheclip ingest PATH --store {store}")
-    result = ChunkStore.open(folder).stats().to_dict()
-    del result["hits"], result["misses"], result["evictions"]  # counters per process: always 0 here
-    has_library = (folder / "library.sqlite3").is_file()
-    library = Library.open(folder) if has_library else None
+    opened = _opened(folder)
+    result = opened.stats().to_dict()
+    del result["tiers"]  # counters per process: always 0 here
+    tenants = {name: total.bytes for name, total in sorted(opened.catalog.tenants().items())}
+    quotas = {name: quota for name in tenants if (quota := opened.catalog.quota(name)) is not None}
+    library = Library.open(folder) if (folder / "library.sqlite3").is_file() else None
     documents = len(library.documents()) if library else 0
     passages = len(library.passages()) if library else 0
-    result["max_bytes"] = library.max_bytes if library else None
     if as_json:
-        print_json({"store": str(folder), **result, "documents": documents, "passages": passages})
+        names = {"tenant_bytes": tenants, "quotas": quotas, "documents": documents, "passages": passages}
+        print_json({"store": str(folder), **result, **names})
         return
-    limit = f", limit {format_bytes(result['max_bytes'])}" if result["max_bytes"] else ""
-    typer.echo(f"chunk caches  {result['entries']}  ({format_bytes(result['bytes'] or 0)}{limit})")
+    limit = f", limit {format_bytes(result['max_bytes'])}" if result["max_bytes"] is not None else ""
+    typer.echo(f"chunk caches  {result['entries']}  ({format_bytes(result['bytes'])}{limit})")
+    for name, size in tenants.items():
+        limit = f", limit {format_bytes(quotas[name])}" if name in quotas else ""
+        typer.echo(f"  {name}  ({format_bytes(size)}{limit})")
     typer.echo(f"documents     {documents}\npassages      {passages}")
+
+
+@app.command("limit")
+def limit(
+    store: StoreOption,
+    max_bytes: Annotated[int, typer.Argument(min=0, help="Bytes; 0: no limit.", metavar="BYTES")],
+    namespace: NamespaceOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Set the limit of a store, or with --namespace of one tenant. Evicts at once what is above it."""
+    opened = _opened(Path(store).expanduser())
+    wanted = max_bytes or None
+    evicted = opened.set_limit(wanted) if namespace is None else opened.set_quota(namespace, wanted)
+    if as_json:
+        print_json({"store": store, "namespace": namespace, "max_bytes": wanted, "evicted": evicted})
+    else:
+        typer.echo(f"limit {format_bytes(max_bytes) if wanted else 'none'}; {evicted} chunk caches evicted")
+
+
+@app.command("verify")
+def verify(store: StoreOption, as_json: JsonOption = False) -> None:
+    """Read everything and compare it with its checksums; exit code 1 if anything is wrong. Changes nothing."""
+    from ..ingest.library import check_library
+    from ..store.care import verify as run
+
+    folder = Path(store).expanduser()
+    report = run(folder)
+    report.problems += check_library(folder)
+    if as_json:
+        print_json({"store": store, **report.to_dict()})
+    else:
+        typer.echo(f"{report.entries} chunk caches, {format_bytes(report.bytes)}")
+        for title, names in (
+            ("damaged", report.damaged),
+            ("missing", report.missing),
+            ("unknown file", report.unknown_files),
+            ("problem", report.problems),
+        ):
+            _list(title, names)
+        typer.echo("nothing is wrong" if report.is_clean else f"mend it: cacheclip store repair --store {store}")
+    if not report.is_clean:
+        raise typer.Exit(1)
+
+
+@app.command("repair")
+def repair(store: StoreOption, as_json: JsonOption = False) -> None:
+    """Delete what is damaged, and make catalog and files agree. Stop other users of the store before."""
+    from ..ingest.library import repair_library
+    from ..store.care import repair as run
+
+    folder = Path(store).expanduser()
+    report = run(folder)
+    library = repair_library(folder)
+    if as_json:
+        print_json({"store": store, **report.to_dict(), "library": library})
+        return
+    typer.echo(
+        f"{report.entries} chunk caches: {report.recorded} recorded again, {report.deleted} damaged ones deleted, "
+        f"{report.forgotten} without payload forgotten"
+    )
+    _list("removed", report.removed_files)
+    _list("moved", report.moved_files)
+    _list("documents", library)
+
+
+@app.command("gc")
+def gc(store: StoreOption, as_json: JsonOption = False) -> None:
+    """Remove what nobody can use: what killed processes left, payloads and texts without an entry."""
+    from ..store.care import collect_garbage
+
+    found = collect_garbage(Path(store).expanduser())
+    if as_json:
+        print_json({"store": store, **found})
+        return
+    typer.echo(
+        f"{found['writes']} unfinished writes, {found['temporaries']} temporary files, {found['payloads']} payloads, "
+        f"{found['texts']} texts removed; {found['evicted']} chunk caches evicted"
+    )
+
+
+@app.command("clear")
+def clear(
+    store: StoreOption,
+    namespace: NamespaceOption = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Delete all chunk caches, texts and sources, or those of one tenant. Documents of ingest stay."""
+    from ..store.care import clear as run
+
+    folder = Path(store).expanduser()
+    what = f"of tenant {namespace!r}" if namespace is not None else "of all tenants"
+    if not yes:
+        if as_json:
+            raise ConfigurationError("clear with --json does not ask: add --yes.")
+        typer.confirm(f"Delete all chunk caches {what} in {folder}?", abort=True, err=True)
+    removed = run(folder, namespace)
+    if as_json:
+        print_json({"store": store, "namespace": namespace, "removed": removed})
+    else:
+        typer.echo(f"{removed} chunk caches {what} deleted")
+
+
+def _opened(folder: Path) -> ChunkStore:
+    from ..store import ChunkStore, is_store
+
+    if not is_store(folder):
+        raise StoreError(f"{folder} is not a store: it has no catalog. Make one: cacheclip ingest PATH --store {folder}")
+    return ChunkStore.open(folder)
+
+
+def _list(title: str, names: list[Any]) -> None:
+    for name in names[:_SHOWN]:
+        typer.echo(f"{title}: {name}")
+    if len(names) > _SHOWN:
+        typer.echo(f"{title}: and {len(names) - _SHOWN} more (all of them: --json)")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
+from collections.abc import Callable, Iterable
 
+from ..store import TierStats
 from ..types import FusionStats
 from .base import Answered, Observer
 
@@ -23,6 +25,12 @@ _HELP = {
     "shadow_first_token_kl_max": "Largest KL to full prefill at the first token, nats.",
     "shadow_greedy_checks_total": "Comparisons of greedy answers; only these have an agreement.",
     "shadow_agreement_sum": "Share of a greedy answer's tokens that full prefill chooses too, summed.",
+    "store_hits_total": "Chunk caches found, by tier of the store.",
+    "store_misses_total": "Chunk caches not found, by tier of the store.",
+    "store_damaged_total": "Chunk caches that did not match their checksums, by tier of the store.",
+    "store_evictions_total": "Chunk caches evicted to stay within limits, by tier of the store.",
+    "store_bytes": "Bytes held, by tier of the store.",
+    "store_read_seconds_total": "Seconds spent reading chunk caches, by tier of the store.",
 }
 
 
@@ -30,7 +38,9 @@ class Metrics(Observer):
     """Counters and sums. A sum divided by its count is a mean, for instance ``shadow_agreement_sum /
     shadow_greedy_checks_total``. Safe to share between threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, tiers: Callable[[], Iterable[TierStats]] = tuple) -> None:
+        """``tiers``: counters of the store's tiers, read when the metrics are."""
+        self._tiers = tiers
         self._lock = threading.Lock()
         self._values: defaultdict[tuple[str, str], float] = defaultdict(float)
 
@@ -69,18 +79,29 @@ class Metrics(Observer):
 
     def snapshot(self) -> dict[str, float]:
         """All values. Keys are as in the Prometheus text, without the prefix: ``answers_total{method="full"}``."""
-        with self._lock:
-            return {name + (f"{{{label}}}" if label else ""): value for (name, label), value in self._values.items()}
+        return {name + (f"{{{label}}}" if label else ""): value for (name, label), value in self._all().items()}
 
     def to_prometheus(self) -> str:
         """The values in Prometheus' text format, names prefixed with ``cacheclip_``."""
-        with self._lock:
-            values = dict(self._values)
+        values = self._all()
         lines = []
         for name, text in _HELP.items():
             found = [(label, value) for (known, label), value in values.items() if known == name]
             if found:
-                kind = "gauge" if name.endswith("_max") else "counter"
+                kind = "gauge" if name.endswith(("_max", "_bytes")) else "counter"
                 lines += [f"# HELP cacheclip_{name} {text}", f"# TYPE cacheclip_{name} {kind}"]
                 lines += [f"cacheclip_{name}{f'{{{label}}}' if label else ''} {value:g}" for label, value in found]
         return "\n".join(lines) + "\n" if lines else ""
+
+    def _all(self) -> dict[tuple[str, str], float]:
+        with self._lock:
+            values = dict(self._values)
+        for tier in self._tiers():
+            label = f'tier="{tier.name}"'
+            values["store_hits_total", label] = tier.hits
+            values["store_misses_total", label] = tier.misses
+            values["store_damaged_total", label] = tier.damaged
+            values["store_evictions_total", label] = tier.evictions
+            values["store_bytes", label] = tier.bytes
+            values["store_read_seconds_total", label] = tier.read_s
+        return values

@@ -103,8 +103,8 @@ class Catalog:
     All methods raise StoreError if the file cannot be used.
     """
 
-    def __init__(self, folder: Path | None = None) -> None:
-        path = folder / FILE_NAME if folder else None
+    def __init__(self, folder: Path | None = None, file_name: str = FILE_NAME) -> None:
+        path = folder / file_name if folder else None
         self.database = Database(path, _SCHEMA + TEXTS_SCHEMA, VERSION)
 
     def close(self) -> None:
@@ -270,10 +270,34 @@ class Catalog:
 
     # -- care ---------------------------------------------------------------------------------------------------
 
-    def count_again(self) -> bool:
-        """Count all totals anew; True if any was wrong."""
+    def namespaces(self) -> list[str]:
+        """Every tenant of which anything is known."""
+        tables = ("entries", "texts", "sources", "quotas")
+        rows = self.database.query(" UNION ".join(f"SELECT DISTINCT namespace FROM {table}" for table in tables))
+        return [namespace for (namespace,) in rows]
+
+    def is_announced(self, key: str) -> bool:
+        """Whether a process has announced to write a key, or has recorded it."""
+        sql = "SELECT 1 FROM writes WHERE key = ? UNION ALL SELECT 1 FROM entries WHERE key = ?"
+        return bool(self.database.query(sql, (key, key)))
+
+    def counted(self) -> Total:
+        """What the store holds, counted anew."""
+        sql = "SELECT COUNT(*), ifnull(SUM(bytes), 0) + (SELECT ifnull(SUM(bytes), 0) FROM writes) FROM entries"
+        return Total(*self.database.query(sql)[0])
+
+    def drop_unused_texts(self) -> int:
+        """Remove texts that have neither an entry nor a source from the text index; returns how many."""
+        return self.database.execute(
+            "DELETE FROM texts WHERE NOT EXISTS "
+            "(SELECT 1 FROM entries WHERE entries.namespace = texts.namespace AND entries.digest = texts.digest) "
+            "AND NOT EXISTS "
+            "(SELECT 1 FROM sources WHERE sources.namespace = texts.namespace AND sources.digest = texts.digest)"
+        )
+
+    def count_again(self) -> None:
+        """Count all totals anew."""
         with self.database.transaction() as run:
-            before = set(run("SELECT namespace, entries, bytes FROM totals").fetchall())
             run("DELETE FROM totals")
             run(
                 "INSERT INTO totals SELECT namespace, SUM(n), SUM(bytes) FROM "
@@ -281,8 +305,6 @@ class Catalog:
                 "GROUP BY namespace"
             )
             run("INSERT INTO totals SELECT ?, SUM(entries), SUM(bytes) FROM totals HAVING COUNT(*) > 0", (_EVERYONE,))
-            after = set(run("SELECT namespace, entries, bytes FROM totals").fetchall())
-        return {row for row in before if row[1] or row[2]} != after
 
     def salvage(self, other: Catalog) -> None:
         """Copy limits, quotas, texts and sources from a catalog that may be damaged, as far as they can be read."""

@@ -132,19 +132,20 @@ class ChunkStore:
         """Record the store's limit, for all processes; None removes it. Returns the number of entries evicted."""
         self._given_limit, self._new_limit = max_bytes, None
         self.catalog.set_limit(check_limit(max_bytes))
-        return self._shrink()
+        return self.shrink()
 
     def set_quota(self, namespace: str, max_bytes: int | None) -> int:
         """Record a tenant's limit; None removes it. Returns the number of entries evicted."""
         self.catalog.set_quota(namespace, check_limit(max_bytes))
-        return self._shrink()
+        return self.shrink()
 
     def apply_limit(self) -> None:
         """Record the limit that this store was made with, once."""
         if self._new_limit is not None:
             self.set_limit(self._new_limit)
 
-    def _shrink(self) -> int:
+    def shrink(self) -> int:
+        """Evict until all limits hold; returns the number of entries."""
         count = self.catalog.shrink(self._evict)
         self.tiers.count_evictions(count)
         return count
@@ -204,9 +205,10 @@ class ChunkStore:
     def measure(self, key: str) -> Entry | None:
         """The entry of a payload on the last tier, from its header; None if there is none that can be read."""
         frame = self.header(key)
-        return self._entry_of(frame) if frame is not None else None
+        return self.entry_of(frame) if frame is not None else None
 
-    def _entry_of(self, frame: Frame) -> Entry:
+    def entry_of(self, frame: Frame) -> Entry:
+        """The entry of a payload on the last tier."""
         size = self.tiers.occupied(frame.key)
         return Entry(frame.key, frame.namespace, frame.digest, size, frame.num_tokens, frame.codec)
 
@@ -227,7 +229,7 @@ class ChunkStore:
             self.complete()
             for writer in self._writer.dead():
                 count += self._sweep(writer)
-            present = self._writer.names()
+            present = self.living_writers()
             for writer in {*self.catalog.writers(), *self._temporaries()} - present:  # its file was removed
                 count += self._sweep(writer)
         except (OSError, StoreError) as error:
@@ -240,7 +242,7 @@ class ChunkStore:
             return 0
         self._new_limit = self._given_limit
         frames = filter(None, map(self.header, self.payloads()))
-        count = self.catalog.rebuild((self._entry_of(frame), frame.text) for frame in frames)
+        count = self.catalog.rebuild((self.entry_of(frame), frame.text) for frame in frames)
         if count:
             logger.warning("the store's catalog was missing; %d chunk caches were found and recorded again", count)
         self.catalog.set_complete()
@@ -251,6 +253,10 @@ class ChunkStore:
         if isinstance(self.tiers.last, DiskBackend):
             self.tiers.last.sweep(writer)
         return count
+
+    def living_writers(self) -> set[str]:
+        """Processes that may be writing now, and those whose end nobody has noticed yet."""
+        return self._writer.names() if self._writer is not None else set()
 
     def _temporaries(self) -> set[str]:
         """Writers of temporary files."""

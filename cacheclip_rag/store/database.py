@@ -91,6 +91,11 @@ class Database:
         """Damage that SQLite finds in the file; empty if it is whole. Raises StoreError if the file cannot be read."""
         return [str(line) for (line,) in self.query("PRAGMA integrity_check(20)") if line != "ok"]
 
+    def compact(self) -> None:
+        """Rewrite the file without free pages, and empty the WAL."""
+        self.query("VACUUM")
+        self.query("PRAGMA wal_checkpoint(TRUNCATE)")
+
     def close(self) -> None:
         with self._lock:
             if self._path is not None:

@@ -1,0 +1,100 @@
+"""What a codec of stored KV costs in answers: distance from full prefill, per codec of the primary and the auxiliary.
+
+    python benchmarks/codecs.py --dataset 2wikimqa.jsonl.gz --limit 50 --log codecs.jsonl
+
+Every question's chunks are computed once and stored with each pair of codecs. Questions in the log are not asked again.
+Prints means of KL to full prefill along full's own answer, and ratios to the first pair with 95 % intervals (paired
+bootstrap).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cacheclip_rag.engine import CacheClipEngine
+from cacheclip_rag.lab.evaluation.answering import gold_ids_of
+from cacheclip_rag.lab.evaluation.questions import ask
+from cacheclip_rag.lab.evaluation.records import Record, read_records
+from cacheclip_rag.lab.evaluation.reference import Reference
+from cacheclip_rag.lab.evaluation.statistics import paired_ratio
+from cacheclip_rag.methods import preset
+from cacheclip_rag.progress import progress_bar
+
+PAIRS = (("bfloat16", "bfloat16"), ("int8", "bfloat16"), ("int8", "int8"))
+"""Codecs of the primary and the auxiliary; the first pair is what the others are compared with."""
+
+
+@torch.inference_mode()
+def measure(finest: CacheClipEngine, engines: dict[str, CacheClipEngine], record: Record, args: Any) -> dict[str, Any]:
+    """KL, agreement and answer of each codec and method at one question."""
+    asked = ask(finest, record)
+    gold = gold_ids_of(finest, asked)
+    reference = Reference.of(finest, finest.prefill(asked.segments, method=preset("full")), asked.max_tokens)
+    found: dict[str, Any] = {"id": record.id, "answer": reference.answer}
+    finest.precompute(asked.chunks)
+    for name, engine in engines.items():
+        for source, target in zip(finest.chunk_caches(), engine.chunk_caches(), strict=True):
+            for text in asked.chunks:
+                kv = source.read(text)
+                assert kv is not None, "it was precomputed"
+                engine.store.put(target.key(text), kv.tensor(), target.codec, text=text)
+        for method in args.methods.split(","):
+            prefilled = engine.prefill(asked.segments, method=engine.make_method(method, args.ratio))
+            assert prefilled.stats.hits == len(asked.chunks)
+            followed = reference.follow(prefilled, gold_ids=gold)
+            found[f"{method} {name}"] = {
+                "kl": followed.fidelity.answer_kl,
+                "agreement": followed.fidelity.agreement,
+                "answer": followed.answer,
+                "bytes": engine.store.stats().bytes,
+            }
+        engine.release(asked.chunks)
+    finest.release(asked.chunks)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--primary", default="qwen2.5-coder-0.5b")
+    parser.add_argument("--auxiliary", default="smollm2-135m")
+    parser.add_argument("--dataset", type=Path, required=True)
+    parser.add_argument("--limit", type=int, default=50)
+    parser.add_argument("--ratio", type=float, default=0.2)
+    parser.add_argument("--methods", default="cacheclip")
+    parser.add_argument("--log", type=Path, required=True, help="answers, one JSON object a line; read again at start")
+    args = parser.parse_args()
+    records = read_records(args.dataset, limit=args.limit).records
+    lines = args.log.read_text().splitlines() if args.log.exists() else []
+    done = {item["id"]: item for item in map(json.loads, lines)}
+    options = {"primary": args.primary, "auxiliary": args.auxiliary, "prefix_cache_bytes": 0}
+    finest = CacheClipEngine(**options, auxiliary_codec="float32")
+    engines = {"+".join(pair): CacheClipEngine(**options, codec=pair[0], auxiliary_codec=pair[1]) for pair in PAIRS}
+    with progress_bar("asking", len(records), "questions") as advance, args.log.open("a") as log:
+        for number, record in enumerate(records, 1):
+            if record.id not in done:
+                done[record.id] = measure(finest, engines, record, args)
+                print(json.dumps(done[record.id]), file=log, flush=True)
+            advance(number)
+    items = [done[record.id] for record in records]
+    for method in args.methods.split(","):
+        first, *others = ("+".join(pair) for pair in PAIRS)
+        base = [item[f"{method} {first}"]["kl"] for item in items]
+        for name in (first, *others):
+            rows = [item[f"{method} {name}"] for item in items]
+            kl = [row["kl"] for row in rows]
+            same = sum(row["answer"] == item[f"{method} {first}"]["answer"] for row, item in zip(rows, items, strict=True))
+            print(
+                f"{method:12} {name:20} KL mean {statistics.fmean(kl):.4f} median {statistics.median(kl):.4f} "
+                f"of {first}: {paired_ratio(kl, base)}; {same} of {len(items)} answers as with {first}; "
+                f"{statistics.fmean(row['bytes'] for row in rows) / 1e6:.1f} MB a question"
+            )
+
+
+if __name__ == "__main__":
+    main()
