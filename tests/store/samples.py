@@ -82,6 +82,14 @@ def bytes_on_disk(folder: Path) -> int:
     return total
 
 
+def totals_are_right(store: TenantStore | ChunkStore) -> bool:
+    """Whether the totals that the catalog keeps are those that are counted anew, of every tenant."""
+    catalog = store.catalog
+    kept = catalog.total(), catalog.tenants()
+    catalog.count_again()
+    return kept == (catalog.total(), catalog.tenants())
+
+
 @contextmanager
 def full_disk(num_bytes: int) -> Iterator[None]:
     """No file of this process can grow beyond ``num_bytes``: writing fails in the midst, as on a full disk."""
