@@ -112,7 +112,9 @@ def _verify_payloads(store: ChunkStore, entries: dict[str, Entry], report: Verif
                 unindexed += 1
             advance(number)
     # an entry may have been evicted meanwhile
-    report.missing += [key for key in sorted(set(entries) - present) if store.catalog.entry(entries[key].namespace, key)]
+    report.missing += [
+        key for key in sorted(set(entries) - present) if store.catalog.entry(entries[key].namespace, key)
+    ]
     return unindexed
 
 
@@ -218,7 +220,9 @@ def clear(folder: Path, namespace: str | None = None) -> int:
 
 def _open(folder: Path) -> ChunkStore:
     if not (folder / FILE_NAME).is_file() and not (folder / "kv").is_dir():
-        raise StoreError(f"{folder} is not a store: it has no catalog. Make one: cacheclip ingest PATH --store {folder}")
+        raise StoreError(
+            f"{folder} is not a store: it has no catalog. Make one: cacheclip ingest PATH --store {folder}"
+        )
     return ChunkStore.open(folder)
 
 

@@ -154,9 +154,7 @@ class ChunkStore:
         try:
             self.tiers.delete(keys)
         except OSError as error:
-            raise StoreError(
-                f"could not evict a chunk cache: {error}. Check who may write to the store."
-            ) from error
+            raise StoreError(f"could not evict a chunk cache: {error}. Check who may write to the store.") from error
 
     # -- writes -------------------------------------------------------------------------------------------------
 

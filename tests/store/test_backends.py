@@ -92,7 +92,9 @@ class TestDiskBackend(BackendConformance):
         """A file takes whole blocks of its disk, however short it is."""
         for num_bytes in (1, 4096, 4097):
             backend.put(sample_key(1), sample_payload(1, num_bytes))
-            assert backend.round_up(num_bytes) == backend.occupied(sample_key(1)) == (8192 if num_bytes > 4096 else 4096)
+            assert (
+                backend.round_up(num_bytes) == backend.occupied(sample_key(1)) == (8192 if num_bytes > 4096 else 4096)
+            )
         assert backend.round_up(0) == 0
 
     def test_a_payload_that_is_cut_off_while_it_is_read(self, backend: Backend) -> None:

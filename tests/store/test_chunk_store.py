@@ -415,9 +415,7 @@ class TestTenants:
         assert ours.delete([name]) == 0 and ours.release(["text 1"]) == 0
         assert is_intact(theirs, 1)
 
-    def test_a_copied_payload_file_is_no_way_around_it(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_a_copied_payload_file_is_no_way_around_it(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         store = ChunkStore.open(tmp_path)
         ours, theirs = store.tenant("t"), store.tenant("u")
         put(theirs, 1)
