@@ -280,9 +280,11 @@ def _name_of(store: ChunkStore, key: str) -> str:
 
 def _left_behind(store: ChunkStore) -> Iterator[Path]:
     """Temporary files whose writers do not live."""
-    last, living = store.tiers.last, store.living_writers()
+    last = store.tiers.last
     if isinstance(last, DiskBackend):
-        yield from (path for path in last.temporaries() if path.name.partition("-")[0] not in living)
+        found = [*last.temporaries()]
+        living = store.living_writers()  # after ``found``: a writer registers before it writes
+        yield from (path for path in found if path.name.partition("-")[0] not in living)
 
 
 def _foreign_files(store: ChunkStore, folder: Path) -> Iterator[Path]:

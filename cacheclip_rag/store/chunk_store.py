@@ -227,8 +227,8 @@ class ChunkStore:
             self.complete()
             for writer in self._writer.dead():
                 count += self._sweep(writer)
-            present = self.living_writers()
-            for writer in {*self.catalog.writers(), *self._temporaries()} - present:  # its file was removed
+            writing = {*self.catalog.writers(), *self._temporaries()}
+            for writer in writing - self.living_writers():  # after ``writing``: a writer registers before it writes
                 count += self._sweep(writer)
         except (OSError, StoreError) as error:
             logger.debug("what killed processes left could not be removed: %s", error)
@@ -272,10 +272,7 @@ class ChunkStore:
 
     def drop_tenant(self, namespace: str) -> int:
         """Delete every entry, text and source of a tenant, and its quota; returns the number of entries."""
-        keys = self.catalog.keys(namespace)
-        self._evict(keys)
-        self.catalog.drop(namespace)
-        return len(keys)
+        return self.catalog.drop(namespace, self._evict)
 
     def stats(self) -> StoreStats:
         """Sizes and counters."""
