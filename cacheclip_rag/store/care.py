@@ -98,7 +98,7 @@ def verify(folder: Path) -> VerifyReport:
 def _verify_payloads(store: ChunkStore, entries: dict[str, Entry], report: VerifyReport) -> int:
     """Returns how many texts are missing from the text index."""
     unindexed = 0
-    present = set(store.payloads())
+    present = set(store.tiers.list())
     with progress_bar("verifying", len(present), "chunk caches") as advance:
         for number, key in enumerate(sorted(present), 1):
             entry = entries.get(key)
@@ -149,7 +149,7 @@ def repair(folder: Path) -> RepairReport:
     for path in [*_foreign_files(store, folder)]:
         report.moved_files.append(_move_aside(path, folder))
     entries = {entry.key: entry for entry in store.catalog.entries()}
-    present = set(store.payloads())
+    present = set(store.tiers.list())
     with progress_bar("repairing", len(present), "chunk caches") as advance:
         for number, key in enumerate(sorted(present), 1):
             _repair_payload(store, key, entries.get(key), report)
@@ -194,7 +194,7 @@ def collect_garbage(folder: Path) -> dict[str, int]:
     for path in _left_behind(store):
         path.unlink()
         found["temporaries"] += 1
-    for key in store.payloads():
+    for key in store.tiers.list():
         if not store.catalog.is_announced(key):
             found["payloads"] += store.tiers.delete([key])
     found["evicted"] = store.shrink()

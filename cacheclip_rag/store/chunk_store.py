@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -239,7 +238,7 @@ class ChunkStore:
         if self.catalog.is_complete:
             return 0
         self._new_limit = self._given_limit
-        frames = filter(None, map(self.header, self.payloads()))
+        frames = filter(None, map(self.header, self.tiers.list()))
         count = self.catalog.rebuild((self.entry_of(frame), frame.text) for frame in frames)
         if count:
             logger.warning("the store's catalog was missing; %d chunk caches were found and recorded again", count)
@@ -279,10 +278,6 @@ class ChunkStore:
         total, tiers = self.catalog.total(), self.tiers.stats()
         tiers[-1].bytes = total.bytes
         return StoreStats(total.entries, total.bytes, self.catalog.limit, len(self.catalog.tenants()), tuple(tiers))
-
-    def payloads(self) -> Iterator[str]:
-        """Keys of all payloads on the last tier."""
-        return self.tiers.list()
 
     def warn_once(self, kind: str, message: str, *arguments: object) -> None:
         """Log a warning unless one of this kind was logged before by this store."""
