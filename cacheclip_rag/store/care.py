@@ -207,8 +207,8 @@ def collect_garbage(folder: Path) -> dict[str, int]:
 
 
 def clear(folder: Path, namespace: str | None = None) -> int:
-    """Delete all chunk caches, texts and sources of a tenant, or of all tenants; returns the number of chunk caches. The
-    store's limit stays.
+    """Delete all chunk caches, texts and sources of a tenant, or of all tenants; returns the number of chunk caches.
+    The store's limit stays.
 
     Raises:
         StoreError: the folder is no store, or may not be written.
