@@ -7,16 +7,21 @@ are kept by triggers, so that no statement reads all entries.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import os
+import sqlite3
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from ..errors import StoreError
 from .database import Database
 from .keys import text_digest
 from .texts import SCHEMA as TEXTS_SCHEMA
-from .texts import TextIndex, TextRow
+from .texts import WRITE as WRITE_TEXT
+from .texts import TextRow
 
 __all__ = ["FILE_NAME", "Catalog", "Entry", "Total"]
 
@@ -86,6 +91,9 @@ class Entry:
     """Bytes on the medium, in whole disk blocks."""
     num_tokens: int
     codec: str
+    text: TextRow | None = field(default=None, compare=False)
+    """The text's row in the text index, which is written with the entry. None if there is none, or in an entry that was
+    read from the catalog."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +111,8 @@ class Catalog:
     All methods raise StoreError if the file cannot be used.
     """
 
-    def __init__(self, folder: Path | None = None, file_name: str = FILE_NAME) -> None:
-        path = folder / file_name if folder else None
+    def __init__(self, folder: Path | None = None) -> None:
+        path = folder / FILE_NAME if folder else None
         self.database = Database(path, _SCHEMA + TEXTS_SCHEMA, VERSION)
 
     def close(self) -> None:
@@ -149,11 +157,26 @@ class Catalog:
             for number, key in enumerate(keys):
                 run("UPDATE entries SET last_use = ? WHERE key = ?", (first + number, key))
 
-    def remove(self, namespace: str, keys: Iterable[str]) -> int:
-        """Remove a tenant's entries; returns how many existed."""
-        return self.database.execute_many(
-            ("DELETE FROM entries WHERE key = ? AND namespace = ?", (key, namespace)) for key in keys
-        )
+    def remove(self, namespace: str, keys: Sequence[str], delete: Callable[[Sequence[str]], int] | None = None) -> int:
+        """Remove a tenant's entries; returns how many existed.
+
+        Args:
+            delete: deletes their payloads; returns how many existed. Called inside the transaction, so that no entry is
+                lost whose payload another process writes meanwhile.
+        """
+        with self.database.transaction() as run:
+            deleted = delete(keys) if delete is not None else 0
+            sql = "DELETE FROM entries WHERE key = ? AND namespace = ?"
+            return max(deleted, sum([run(sql, (key, namespace)).rowcount for key in keys]))
+
+    def correct(self, key: str, measure: Callable[[str], Entry | None]) -> None:
+        """Record what the medium holds under a key.
+
+        Args:
+            measure: the entry that the medium holds under a key, or None.
+        """
+        with self.database.transaction() as run:
+            _correct(run, key, measure)
 
     @property
     def is_complete(self) -> bool:
@@ -257,16 +280,22 @@ class Catalog:
         with self.database.transaction() as run:
             keys = [key for (key,) in run("SELECT key FROM writes WHERE writer = ?", (writer,)).fetchall()]
             for key in keys:
-                run("DELETE FROM entries WHERE key = ?", (key,))
-                if (entry := measure(key)) is not None:
-                    _record(run, entry)
+                _correct(run, key, measure)
             run("DELETE FROM writes WHERE writer = ?", (writer,))
         return len(keys)
 
-    def drop(self, namespace: str) -> None:
-        """Remove everything that the catalog knows of a tenant. Its payloads must be deleted already."""
-        tables = ("entries", "texts", "sources", "quotas")
-        self.database.execute_many((f"DELETE FROM {table} WHERE namespace = ?", (namespace,)) for table in tables)
+    def drop(self, namespace: str, evict: Callable[[list[str]], None]) -> int:
+        """Remove everything that the catalog knows of a tenant; returns the number of entries.
+
+        Args:
+            evict: deletes payloads.
+        """
+        with self.database.transaction() as run:
+            keys = [key for (key,) in run("SELECT key FROM entries WHERE namespace = ?", (namespace,)).fetchall()]
+            evict(keys)
+            for table in ("entries", "texts", "sources", "quotas"):
+                run(f"DELETE FROM {table} WHERE namespace = ?", (namespace,))
+        return len(keys)
 
     # -- care ---------------------------------------------------------------------------------------------------
 
@@ -306,28 +335,16 @@ class Catalog:
             )
             run("INSERT INTO totals SELECT ?, SUM(entries), SUM(bytes) FROM totals HAVING COUNT(*) > 0", (_EVERYONE,))
 
-    def salvage(self, other: Catalog) -> None:
-        """Copy limits, quotas, texts and sources from a catalog that may be damaged, as far as they can be read."""
-        copied: Mapping[str, str] = {
-            "meta": "WHERE name = 'max_bytes'",
-            "quotas": "",
-            "texts": "",
-            "sources": "",
-        }
-        for table, condition in copied.items():
-            for row in _readable_rows(other.database, f"SELECT * FROM {table} {condition}"):
-                places = ", ".join("?" * len(row))
-                self.database.execute(f"INSERT OR IGNORE INTO {table} VALUES ({places})", row)
-
-    def rebuild(self, found: Iterable[tuple[Entry, TextRow | None]]) -> int:
-        """Record entries and texts from payload headers; returns how many entries."""
-        count = 0
-        for entry, text in found:
-            self.record(entry)
-            if text is not None:
-                TextIndex(self.database, entry.namespace).add_rows([text])
-            count += 1
-        return count
+    def salvage(self, path: Path) -> None:
+        """Copy limits, quotas, texts and sources from the file of a damaged catalog, as far as they can be read."""
+        copied = {"meta": "WHERE name = 'max_bytes'", "quotas": "", "texts": "", "sources": ""}
+        with closing(sqlite3.connect(f"file:{quote(os.fsencode(path))}?mode=ro", uri=True)) as damaged:
+            for table, condition in copied.items():
+                rows = _readable_rows(damaged, f"SELECT * FROM {table} {condition}")
+                for row in rows:
+                    places = ", ".join("?" * len(row))
+                    with suppress(StoreError):  # a row may be damaged too
+                        self.database.execute(f"INSERT OR IGNORE INTO {table} VALUES ({places})", row)
 
     # -- sources ------------------------------------------------------------------------------------------------
 
@@ -386,10 +403,18 @@ def _take_uses(run: Run, count: int) -> int:
     return int(last) - count + 1
 
 
+def _correct(run: Run, key: str, measure: Callable[[str], Entry | None]) -> None:
+    run("DELETE FROM entries WHERE key = ?", (key,))
+    if (entry := measure(key)) is not None:
+        _record(run, entry)
+
+
 def _record(run: Run, entry: Entry) -> None:
     run("DELETE FROM entries WHERE key = ?", (entry.key,))  # not REPLACE, which fires no triggers
     values = (entry.key, entry.namespace, entry.digest, entry.num_bytes, entry.num_tokens, entry.codec)
     run("INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?)", (*values, _take_uses(run, 1)))
+    if entry.text is not None:
+        run(WRITE_TEXT, (entry.namespace, *entry.text))
 
 
 def _make_room(
@@ -459,15 +484,7 @@ def _bytes_of(run: Run, namespace: str) -> int:
     return int(found[0]) if found else 0
 
 
-def _readable_rows(database: Database, sql: str) -> Iterator[tuple[Any, ...]]:
+def _readable_rows(damaged: sqlite3.Connection, sql: str) -> Iterator[tuple[Any, ...]]:
     """Rows of a query until the first damaged page."""
-    offset = 0
-    while True:
-        try:
-            rows = database.query(f"{sql} LIMIT 100 OFFSET {offset}")
-        except StoreError:
-            return
-        if not rows:
-            return
-        yield from rows
-        offset += len(rows)
+    with suppress(sqlite3.Error):
+        yield from damaged.execute(sql)
