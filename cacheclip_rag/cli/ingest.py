@@ -105,8 +105,8 @@ def ingest(
             size = format_bytes(limit) if limit is not None else "a limit"
             typer.echo(
                 f"warning: {report.evicted} of these chunks are not stored any more, because the store is limited to "
-                f"{size}. Raise the limit and delete the store, or expect answers without these chunk caches: each is "
-                "stored again after an answer that needs it.",
+                f"{size}. Raise the limit with --max-bytes; what is missing is stored again after an answer that needs "
+                "it.",
                 err=True,
             )
     if report.failed or report.evicted:
