@@ -39,8 +39,13 @@ class Embedder:
         folder = resolve(self.name)
         try:
             with quiet_transformers():
-                return SentenceTransformer(str(folder), device=device, local_files_only=True)
+                return SentenceTransformer(str(folder), device=device, local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError, KeyError) as error:
+            if "trust_remote_code" in str(error):
+                raise ModelError(
+                    f"{self.name!r} needs Python code that is no part of sentence-transformers or transformers, and "
+                    f"such code is never run. Use another model, for instance {DEFAULT_EMBEDDING!r}."
+                ) from error
             raise ModelError(
                 f"{self.name!r} cannot be loaded as a sentence-transformers model: {error}. Expected a folder or hub "
                 f"id of one, for instance {DEFAULT_EMBEDDING!r}."
