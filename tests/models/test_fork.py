@@ -24,6 +24,10 @@ if kind == "plain":
     runtime = load_any(primary, fallback="full")
     assert not runtime.can_reuse
     work = lambda: runtime.prefill(torch.tensor(runtime.tokenize(text).ids), 1000)
+elif kind == "embedding":
+    from cacheclip_rag.ingest.embedding import Embedder
+    embedder = Embedder(primary)
+    work = lambda: embedder.embed([text] * 8)
 else:
     engine = CacheClipEngine(primary=primary, auxiliary=None, method="epic", chunk_context="prefix")
     work = lambda: engine.generate(text + "When?", SamplingParams(max_tokens=2), documents=[text])
@@ -75,6 +79,10 @@ def test_is_refused_with_several_threads(tiny_models: dict[str, str]) -> None:
 
 def test_is_refused_without_reuse_too(unsupported: str) -> None:
     assert forked(unsupported, "plain", 2).startswith("ModelError")
+
+
+def test_embedding_is_refused_too(minilm: str) -> None:
+    assert forked(minilm, "embedding", 2).startswith("ModelError")
 
 
 def test_works_with_one_thread(tiny_models: dict[str, str]) -> None:

@@ -18,7 +18,7 @@ from ...errors import ConfigurationError, ModelError
 from ..base import Runtime, TokenizedText
 from .user_text import LeastTokens, text_tokenizer
 
-__all__ = ["TextModel", "TokenizedText", "check_encodable", "quiet_transformers"]
+__all__ = ["TextModel", "TokenizedText", "check_encodable", "check_process", "quiet_transformers"]
 
 
 def check_encodable(text: str) -> None:
@@ -30,6 +30,19 @@ def check_encodable(text: str) -> None:
             f"the text holds half a character ({text[error.start]!r} at {error.start}), which cannot be written as "
             "UTF-8. Read its source with errors='replace', or remove it."
         ) from error
+
+
+def check_process(name: str, loaded_in: int) -> None:
+    """Raise ModelError in a process that was forked after model ``name`` was loaded in process ``loaded_in``, if torch
+    computes with several threads: they do not exist in the new process, and a pass would wait for them forever."""
+    process, threads = os.getpid(), torch.get_num_threads()
+    if process != loaded_in and threads > 1:
+        raise ModelError(
+            f"model {name!r} was loaded in process {loaded_in}, and process {process} was forked from it. Torch "
+            f"computes with {threads} threads, which a fork does not have: a pass would never end. Load the model "
+            "after the fork (gunicorn without --preload), start worker processes with 'spawn', or set "
+            "OMP_NUM_THREADS=1."
+        )
 
 
 class TextModel(Runtime):
@@ -51,16 +64,8 @@ class TextModel(Runtime):
         return self._model
 
     def check_process(self) -> None:
-        """Raise ModelError in a process that was forked after the model was loaded, if torch computes with several
-        threads: they do not exist in the new process, and the first pass would wait for them forever."""
-        process, threads = os.getpid(), torch.get_num_threads()
-        if process != self._process and threads > 1:
-            raise ModelError(
-                f"model {self.name!r} was loaded in process {self._process}, and process {process} was forked from it. "
-                f"Torch computes with {threads} threads, which a fork does not have: a pass would never end. Load the "
-                "model after the fork (gunicorn without --preload), start worker processes with 'spawn', or set "
-                "OMP_NUM_THREADS=1."
-            )
+        """Raise ModelError where a pass would hang, see :func:`check_process`."""
+        check_process(self.name, self._process)
 
     def tokenize(self, text: str, *, control: bool = False) -> TokenizedText:
         """Token ids of ``text``, with no special tokens added.
