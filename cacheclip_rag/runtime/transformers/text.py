@@ -55,7 +55,8 @@ class TextModel(Runtime):
         self.has_offsets: bool = getattr(tokenizer, "is_fast", False)
         self.name = name
         self.eos_ids: frozenset[int] = self._find_eos_ids()
-        self._text_tokenizer = text_tokenizer(tokenizer, self.eos_ids) if self.has_offsets else tokenizer
+        self.text_tokenizer = text_tokenizer(tokenizer, self.eos_ids) if self.has_offsets else tokenizer
+        """Tokenizer of text that users and documents wrote. A tokenizer without offsets serves itself."""
 
     @property
     def model(self) -> Any:
@@ -74,7 +75,7 @@ class TextModel(Runtime):
         ``<|im_end|>`` or ``<tool_call>`` then stays ordinary text, so that a document cannot close its turn.
         """
         check_encodable(text)
-        encoded = (self.tokenizer if control else self._text_tokenizer)(
+        encoded = (self.tokenizer if control else self.text_tokenizer)(
             text,
             add_special_tokens=False,
             return_offsets_mapping=self.has_offsets,
@@ -88,7 +89,7 @@ class TextModel(Runtime):
 
     @cached_property
     def _least_tokens(self) -> LeastTokens | None:
-        return LeastTokens.of(self._text_tokenizer) if self.has_offsets else None
+        return LeastTokens.of(self.text_tokenizer) if self.has_offsets else None
 
     @cached_property
     def opening(self) -> str:  # type: ignore[override]
