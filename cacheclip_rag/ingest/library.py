@@ -98,11 +98,8 @@ class _Row:
 
 def _digest(path: bytes, ordinal: Any, text: bytes, vector: bytes) -> bytes:
     """Digest of a passage: 16 bytes."""
-    digest = hashlib.blake2b(digest_size=16)
-    for part in (path, str(ordinal).encode(), text, vector):
-        digest.update(len(part).to_bytes(8, "little"))
-        digest.update(part)
-    return digest.digest()
+    head = f"{ordinal!r} {len(path)} {len(text)} {len(vector)} ".encode()
+    return hashlib.blake2b(b"".join((head, path, text, vector)), digest_size=16).digest()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -303,16 +300,17 @@ class Library:
         rows = self._database.query("SELECT value FROM meta WHERE name = 'revision'")
         revision = str(rows[0][0]) if rows else ""
         if self._embeddings is None or self._embeddings.revision != revision:
-            numbers, vectors = [], []
+            numbers, sizes, vectors = [], set(), bytearray()
             for row in self._intact(self._rows()):
                 numbers.append(row.number)
-                vectors.append(row.vector)
-            if len(set(map(len, vectors))) > 1:
+                sizes.add(len(row.vector))
+                vectors += row.vector
+            if len(sizes) > 1:
                 raise StoreError(
                     f"the passages in {self.folder / FILE_NAME} have vectors of several sizes. Ingest the documents "
                     "into another folder."
                 )
-            matrix = np.frombuffer(b"".join(vectors), np.float32).reshape(len(vectors), -1 if vectors else 0)
+            matrix = np.frombuffer(vectors, np.float32).reshape(len(numbers), -1 if numbers else 0)
             self._embeddings = _Embeddings(revision, np.array(numbers, np.int64), matrix)
         return self._embeddings
 
