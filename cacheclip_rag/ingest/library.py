@@ -60,6 +60,9 @@ class LibrarySettings:
     chunk_tokens: int
     overlap_tokens: int
     chunk_context: str
+    codec: str | None = None
+    """Codec of the primary's chunk caches, as of :class:`~cacheclip_rag.config.EngineConfig`. ``int8`` means the
+    auxiliary's too."""
 
 
 @dataclass(frozen=True, slots=True)
