@@ -95,7 +95,8 @@ class TestManyWriters:
                 assert processes.wait() == [signal.SIGKILL] * 3
                 store = opened(folder)
                 assert not list((folder / "tmp").iterdir()) and store.catalog.writers() == []
-                for name in store.keys():  # an eviction that was cut off leaves entries, and no payloads
+                listed = store.keys()
+                for name in listed:  # an eviction that was cut off leaves entries, and no payloads
                     store.get(name)
                 assert agree(store, folder) and bytes_on_disk(folder) <= limit
                 present = [number for number in range(NUMBERS) if key(number) in store]
