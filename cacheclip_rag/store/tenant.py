@@ -15,7 +15,7 @@ import torch
 
 from ..errors import StoreError
 from .catalog import Catalog, Entry
-from .codecs import Frame, FrameError, StoredKV, encode
+from .codecs import CODECS, Frame, FrameError, StoredKV, encode
 from .keys import text_digest
 from .texts import TextIndex, text_row
 
@@ -102,12 +102,12 @@ class TenantStore:
         if known and entry is None:
             tiers.drop_copies([key])  # another process may have deleted it
             return None
-        largest = entry.num_bytes if entry is not None else _LARGEST
+        largest = entry.num_bytes if entry is not None else 0
 
         def allocate(num_bytes: int) -> memoryview:
             # a payload that was replaced just now may be larger than its entry
-            if num_bytes > largest and (num_bytes > _LARGEST or self.store.header(key) is None):
-                raise FrameError(f"it has {num_bytes} bytes, more than its {largest}")
+            if num_bytes > largest and self.store.header(key) is None:
+                raise FrameError(f"it has {num_bytes} bytes, which its header does not explain")
             return buffer.allocate(num_bytes) if buffer is not None else _new_memory(num_bytes)
 
         tier = len(tiers.backends) - 1
@@ -115,7 +115,7 @@ class TenantStore:
             found = tiers.find(key, allocate)
             if found is None:
                 if entry is not None:
-                    self.catalog.correct(key, self.store.measure)
+                    self._correct(key)
                 return None
             data, tier = found
             frame = Frame.parse(data, key)
@@ -133,6 +133,8 @@ class TenantStore:
             self.store.warn_once(f"read {type(error)}", message, key[:12], error)
             return None
         tiers.promote(key, data, tier)
+        if entry is not None and entry.codec != frame.codec:
+            self._correct(key)
         return StoredKV(frame)
 
     def put(self, key: str, kv: torch.Tensor, codec: str, *, text: str | None = None) -> bool:
@@ -180,7 +182,7 @@ class TenantStore:
         """Codec of a key's entry, or None. Reads no payload, and does not count as a use for eviction."""
         known, entry = self._entry(key)
         if entry is not None:
-            return entry.codec
+            return entry.codec if entry.codec in CODECS else None
         if known:
             return None
         frame = self.store.header(key)
@@ -240,15 +242,18 @@ class TenantStore:
         frame = self.store.header(key)
         return frame is not None and frame.namespace == self.namespace
 
+    def _correct(self, key: str) -> None:
+        """Make the entry say what the medium holds."""
+        try:
+            self.catalog.correct(key, self.store.measure)
+        except StoreError as error:
+            logger.debug("an entry was not corrected: %s", error)
+
     def _remove_damaged(self, key: str) -> None:
         try:
             self.catalog.remove(self.namespace, [key], self.store.tiers.delete)
         except (OSError, StoreError) as error:  # a read-only store can still be read
             self.store.warn_once("removal", "the damaged chunk cache %s… could not be removed: %s", key[:12], error)
-
-
-_LARGEST = 1 << 33
-"""Most bytes of a payload that the catalog does not know."""
 
 
 def _new_memory(num_bytes: int) -> memoryview:
