@@ -18,7 +18,7 @@ from urllib.parse import quote
 
 from ..errors import StoreError
 from .database import Database
-from .keys import text_digest
+from .keys import is_key, text_digest
 from .texts import SCHEMA as TEXTS_SCHEMA
 from .texts import WRITE as WRITE_TEXT
 from .texts import TextRow
@@ -150,12 +150,12 @@ class Catalog:
     def keys(self, namespace: str) -> list[str]:
         """A tenant's keys, least recently used first."""
         sql = "SELECT key FROM entries WHERE namespace = ? ORDER BY last_use, key"
-        return [key for (key,) in self.database.query(sql, (namespace,))]
+        return [key for (key,) in self.database.query(sql, (namespace,)) if is_key(key)]
 
     def keys_of(self, namespace: str, digest: bytes) -> list[str]:
         """Keys of all entries of one text, for every model and chunk context."""
         sql = "SELECT key FROM entries WHERE namespace = ? AND digest = ?"
-        return [key for (key,) in self.database.query(sql, (namespace, digest))]
+        return [key for (key,) in self.database.query(sql, (namespace, digest)) if is_key(key)]
 
     def record(self, entry: Entry) -> None:
         """Record an entry, as the most recently used."""
@@ -226,7 +226,8 @@ class Catalog:
 
     def quota(self, namespace: str) -> int | None:
         """A tenant's limit in bytes; None: only the store's limit."""
-        rows = self.database.query("SELECT bytes FROM quotas WHERE namespace = ? AND typeof(bytes) = 'integer'", (namespace,))
+        sql = "SELECT bytes FROM quotas WHERE namespace = ? AND typeof(bytes) = 'integer'"
+        rows = self.database.query(sql, (namespace,))
         return rows[0][0] if rows else None
 
     def set_quota(self, namespace: str, max_bytes: int | None) -> None:
@@ -463,7 +464,7 @@ def _make_room(
                 victims.append(victim)
                 freed += size
         if victims:
-            evict(victims)
+            evict([victim for victim in victims if is_key(victim)])
             for victim in victims:
                 run("DELETE FROM entries WHERE key = ?", (victim,))
             evicted += len(victims)

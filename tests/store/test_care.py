@@ -188,7 +188,8 @@ class TestWhatSomethingElseWrote:
             "UPDATE texts SET digest = hex(digest)",
             "UPDATE totals SET bytes = 'all', entries = 'some'",
             "INSERT INTO quotas VALUES ('t', 'much')",
-            "UPDATE writes SET bytes = 1",
+            "UPDATE entries SET key = '-1' WHERE last_use = 1",
+            "UPDATE entries SET key = x'01', last_use = -1 WHERE last_use = 2",
         ],
     )
     def test_reads_writes_and_repair_go_on(self, folder: Path, change: str) -> None:
