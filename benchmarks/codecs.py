@@ -88,7 +88,9 @@ def main() -> None:
         for name in (first, *others):
             rows = [item[f"{method} {name}"] for item in items]
             kl = [row["kl"] for row in rows]
-            same = sum(row["answer"] == item[f"{method} {first}"]["answer"] for row, item in zip(rows, items, strict=True))
+            same = sum(
+                row["answer"] == item[f"{method} {first}"]["answer"] for row, item in zip(rows, items, strict=True)
+            )
             print(
                 f"{method:12} {name:20} KL mean {statistics.fmean(kl):.4f} median {statistics.median(kl):.4f} "
                 f"of {first}: {paired_ratio(kl, base)}; {same} of {len(items)} answers as with {first}; "

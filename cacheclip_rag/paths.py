@@ -23,7 +23,7 @@ def cache_home() -> Path:
 def make_private_folder(folder: Path) -> None:
     """Make a folder (and its parents) for its owner alone, or as its parent is shared; see :func:`private_mode`."""
     if not folder.is_dir():
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        make_private_folder(folder.parent)
         folder.mkdir(mode=private_mode(folder.parent), exist_ok=True)
 
 

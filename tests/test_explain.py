@@ -82,8 +82,7 @@ class TestReasons:
         assert found.reason == "evicted" and "precomputed with chunk_context='passages'" in found.explanation
 
     def test_deleted_caches(self, engine: CacheClipEngine) -> None:
-        for key in list(engine.store.keys()):
-            engine.store.delete(key)
+        assert engine.store.delete(engine.store.keys()) > 0
         found = why(engine, TEXT)
         assert found.reason == "evicted" and "not stored for" in found.explanation and not found.is_hit
 

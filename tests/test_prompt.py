@@ -13,7 +13,7 @@ from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.prompt.segments import check_segments, segment_chat, segment_text
 from cacheclip_rag.runtime.transformers.model import ModelRuntime
-from cacheclip_rag.store import TextIndex
+from cacheclip_rag.store import Catalog, TextIndex
 from cacheclip_rag.types import Message
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -26,7 +26,7 @@ def runtime(tiny_models: dict[str, str]) -> ModelRuntime:
 
 @pytest.fixture
 def index(chunks: list[str]) -> TextIndex:
-    index = TextIndex()
+    index = TextIndex(Catalog().database, "ours")
     index.add(chunks)
     return index
 
@@ -159,7 +159,7 @@ class TestChat:
     def test_any_contents_come_through_unchanged(self, tiny_models: dict[str, str], contents: list[str]) -> None:
         runtime = load_model(tiny_models["llama"])
         messages = [{"role": "user", "content": c} for c in contents]
-        segments = segment_chat(messages, runtime.render_chat, TextIndex())
+        segments = segment_chat(messages, runtime.render_chat, TextIndex(Catalog().database, "ours"))
         assert [s.text for s in segments if isinstance(s, Fresh) and not s.control] == [c for c in contents if c]
         assert "".join(s.text for s in segments) == runtime.render_chat(messages)
 

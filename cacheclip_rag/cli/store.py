@@ -150,7 +150,9 @@ def _opened(folder: Path) -> ChunkStore:
     from ..store import ChunkStore, is_store
 
     if not is_store(folder):
-        raise StoreError(f"{folder} is not a store: it has no catalog. Make one: cacheclip ingest PATH --store {folder}")
+        raise StoreError(
+            f"{folder} is not a store: it has no catalog. Make one: cacheclip ingest PATH --store {folder}"
+        )
     return ChunkStore.open(folder)
 
 

@@ -98,7 +98,7 @@ def verify(folder: Path) -> VerifyReport:
 def _verify_payloads(store: ChunkStore, entries: dict[str, Entry], report: VerifyReport) -> int:
     """Returns how many texts are missing from the text index."""
     unindexed = 0
-    present = set(store.payloads())
+    present = set(store.tiers.list())
     with progress_bar("verifying", len(present), "chunk caches") as advance:
         for number, key in enumerate(sorted(present), 1):
             entry = entries.get(key)
@@ -112,7 +112,9 @@ def _verify_payloads(store: ChunkStore, entries: dict[str, Entry], report: Verif
                 unindexed += 1
             advance(number)
     # an entry may have been evicted meanwhile
-    report.missing += [key for key in sorted(set(entries) - present) if store.catalog.entry(entries[key].namespace, key)]
+    report.missing += [
+        key for key in sorted(set(entries) - present) if store.catalog.entry(entries[key].namespace, key)
+    ]
     return unindexed
 
 
@@ -147,7 +149,7 @@ def repair(folder: Path) -> RepairReport:
     for path in [*_foreign_files(store, folder)]:
         report.moved_files.append(_move_aside(path, folder))
     entries = {entry.key: entry for entry in store.catalog.entries()}
-    present = set(store.payloads())
+    present = set(store.tiers.list())
     with progress_bar("repairing", len(present), "chunk caches") as advance:
         for number, key in enumerate(sorted(present), 1):
             _repair_payload(store, key, entries.get(key), report)
@@ -192,7 +194,7 @@ def collect_garbage(folder: Path) -> dict[str, int]:
     for path in _left_behind(store):
         path.unlink()
         found["temporaries"] += 1
-    for key in store.payloads():
+    for key in store.tiers.list():
         if not store.catalog.is_announced(key):
             found["payloads"] += store.tiers.delete([key])
     found["evicted"] = store.shrink()
@@ -218,7 +220,9 @@ def clear(folder: Path, namespace: str | None = None) -> int:
 
 def _open(folder: Path) -> ChunkStore:
     if not (folder / FILE_NAME).is_file() and not (folder / "kv").is_dir():
-        raise StoreError(f"{folder} is not a store: it has no catalog. Make one: cacheclip ingest PATH --store {folder}")
+        raise StoreError(
+            f"{folder} is not a store: it has no catalog. Make one: cacheclip ingest PATH --store {folder}"
+        )
     return ChunkStore.open(folder)
 
 
@@ -276,9 +280,11 @@ def _name_of(store: ChunkStore, key: str) -> str:
 
 def _left_behind(store: ChunkStore) -> Iterator[Path]:
     """Temporary files whose writers do not live."""
-    last, living = store.tiers.last, store.living_writers()
+    last = store.tiers.last
     if isinstance(last, DiskBackend):
-        yield from (path for path in last.temporaries() if path.name.partition("-")[0] not in living)
+        found = [*last.temporaries()]
+        living = store.living_writers()  # after ``found``: a writer registers before it writes
+        yield from (path for path in found if path.name.partition("-")[0] not in living)
 
 
 def _foreign_files(store: ChunkStore, folder: Path) -> Iterator[Path]:

@@ -149,11 +149,26 @@ class Catalog:
             for number, key in enumerate(keys):
                 run("UPDATE entries SET last_use = ? WHERE key = ?", (first + number, key))
 
-    def remove(self, namespace: str, keys: Iterable[str]) -> int:
-        """Remove a tenant's entries; returns how many existed."""
-        return self.database.execute_many(
-            ("DELETE FROM entries WHERE key = ? AND namespace = ?", (key, namespace)) for key in keys
-        )
+    def remove(self, namespace: str, keys: Sequence[str], delete: Callable[[Sequence[str]], int] | None = None) -> int:
+        """Remove a tenant's entries; returns how many existed.
+
+        Args:
+            delete: deletes their payloads; returns how many existed. Called inside the transaction, so that no entry is
+                lost whose payload another process writes meanwhile.
+        """
+        with self.database.transaction() as run:
+            deleted = delete(keys) if delete is not None else 0
+            sql = "DELETE FROM entries WHERE key = ? AND namespace = ?"
+            return max(deleted, sum([run(sql, (key, namespace)).rowcount for key in keys]))
+
+    def correct(self, key: str, measure: Callable[[str], Entry | None]) -> None:
+        """Record what the medium holds under a key.
+
+        Args:
+            measure: the entry that the medium holds under a key, or None.
+        """
+        with self.database.transaction() as run:
+            _correct(run, key, measure)
 
     @property
     def is_complete(self) -> bool:
@@ -257,16 +272,22 @@ class Catalog:
         with self.database.transaction() as run:
             keys = [key for (key,) in run("SELECT key FROM writes WHERE writer = ?", (writer,)).fetchall()]
             for key in keys:
-                run("DELETE FROM entries WHERE key = ?", (key,))
-                if (entry := measure(key)) is not None:
-                    _record(run, entry)
+                _correct(run, key, measure)
             run("DELETE FROM writes WHERE writer = ?", (writer,))
         return len(keys)
 
-    def drop(self, namespace: str) -> None:
-        """Remove everything that the catalog knows of a tenant. Its payloads must be deleted already."""
-        tables = ("entries", "texts", "sources", "quotas")
-        self.database.execute_many((f"DELETE FROM {table} WHERE namespace = ?", (namespace,)) for table in tables)
+    def drop(self, namespace: str, evict: Callable[[list[str]], None]) -> int:
+        """Remove everything that the catalog knows of a tenant; returns the number of entries.
+
+        Args:
+            evict: deletes payloads.
+        """
+        with self.database.transaction() as run:
+            keys = [key for (key,) in run("SELECT key FROM entries WHERE namespace = ?", (namespace,)).fetchall()]
+            evict(keys)
+            for table in ("entries", "texts", "sources", "quotas"):
+                run(f"DELETE FROM {table} WHERE namespace = ?", (namespace,))
+        return len(keys)
 
     # -- care ---------------------------------------------------------------------------------------------------
 
@@ -384,6 +405,12 @@ def _take_uses(run: Run, count: int) -> int:
     """The first of ``count`` numbers for uses. Uses are numbered, because a clock may be set back."""
     ((last,),) = run("UPDATE meta SET value = value + ? WHERE name = 'uses' RETURNING value", (count,)).fetchall()
     return int(last) - count + 1
+
+
+def _correct(run: Run, key: str, measure: Callable[[str], Entry | None]) -> None:
+    run("DELETE FROM entries WHERE key = ?", (key,))
+    if (entry := measure(key)) is not None:
+        _record(run, entry)
 
 
 def _record(run: Run, entry: Entry) -> None:

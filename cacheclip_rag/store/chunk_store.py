@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -154,9 +153,7 @@ class ChunkStore:
         try:
             self.tiers.delete(keys)
         except OSError as error:
-            raise StoreError(
-                f"could not evict a chunk cache: {error}. Check who may write to the store."
-            ) from error
+            raise StoreError(f"could not evict a chunk cache: {error}. Check who may write to the store.") from error
 
     # -- writes -------------------------------------------------------------------------------------------------
 
@@ -229,8 +226,8 @@ class ChunkStore:
             self.complete()
             for writer in self._writer.dead():
                 count += self._sweep(writer)
-            present = self.living_writers()
-            for writer in {*self.catalog.writers(), *self._temporaries()} - present:  # its file was removed
+            writing = {*self.catalog.writers(), *self._temporaries()}
+            for writer in writing - self.living_writers():  # after ``writing``: a writer registers before it writes
                 count += self._sweep(writer)
         except (OSError, StoreError) as error:
             logger.debug("what killed processes left could not be removed: %s", error)
@@ -241,7 +238,7 @@ class ChunkStore:
         if self.catalog.is_complete:
             return 0
         self._new_limit = self._given_limit
-        frames = filter(None, map(self.header, self.payloads()))
+        frames = filter(None, map(self.header, self.tiers.list()))
         count = self.catalog.rebuild((self.entry_of(frame), frame.text) for frame in frames)
         if count:
             logger.warning("the store's catalog was missing; %d chunk caches were found and recorded again", count)
@@ -274,20 +271,13 @@ class ChunkStore:
 
     def drop_tenant(self, namespace: str) -> int:
         """Delete every entry, text and source of a tenant, and its quota; returns the number of entries."""
-        keys = self.catalog.keys(namespace)
-        self._evict(keys)
-        self.catalog.drop(namespace)
-        return len(keys)
+        return self.catalog.drop(namespace, self._evict)
 
     def stats(self) -> StoreStats:
         """Sizes and counters."""
         total, tiers = self.catalog.total(), self.tiers.stats()
         tiers[-1].bytes = total.bytes
         return StoreStats(total.entries, total.bytes, self.catalog.limit, len(self.catalog.tenants()), tuple(tiers))
-
-    def payloads(self) -> Iterator[str]:
-        """Keys of all payloads on the last tier."""
-        return self.tiers.list()
 
     def warn_once(self, kind: str, message: str, *arguments: object) -> None:
         """Log a warning unless one of this kind was logged before by this store."""

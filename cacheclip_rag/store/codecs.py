@@ -18,7 +18,7 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import xxhash
@@ -35,6 +35,7 @@ __all__ = [
     "Codec",
     "Frame",
     "FrameError",
+    "LayerKV",
     "StoredKV",
     "decode",
     "encode",
@@ -55,6 +56,19 @@ class FrameError(ValueError):
     """A payload is damaged, or belongs to another key."""
 
 
+class LayerKV(NamedTuple):
+    """KV of one layer, keys before RoPE: ``(num_kv_heads, num_tokens, head_dim)`` each."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    scale: torch.Tensor | None = None
+    """``(num_kv_heads, num_tokens, 1)`` float32: the values are to be multiplied by it. None: they are final."""
+
+    def tensor(self) -> torch.Tensor:
+        """``(2, num_kv_heads, num_tokens, head_dim)``."""
+        return torch.stack((self.keys, self.values if self.scale is None else self.values * self.scale))
+
+
 class Codec(ABC):
     """Turns the KV of one layer, ``(2, num_kv_heads, num_tokens, head_dim)``, into bytes and back."""
 
@@ -70,7 +84,7 @@ class Codec(ABC):
         """The layer's bytes: a uint8 tensor of one dimension, on the CPU."""
 
     @abstractmethod
-    def decode(self, data: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    def decode(self, data: torch.Tensor, shape: Sequence[int]) -> LayerKV:
         """The layer from its bytes, on the device of ``data``. The result may share memory with ``data``."""
 
 
@@ -90,8 +104,8 @@ class FloatCodec(Codec):
     def encode(self, layer: torch.Tensor) -> torch.Tensor:
         return layer.to("cpu", self.dtype).contiguous().flatten().view(torch.uint8)
 
-    def decode(self, data: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        return data.view(self.dtype).view(*shape)
+    def decode(self, data: torch.Tensor, shape: Sequence[int]) -> LayerKV:
+        return LayerKV(*data.view(self.dtype).view(*shape))
 
 
 class Int8Codec(Codec):
@@ -124,15 +138,14 @@ class Int8Codec(Codec):
         )
         return torch.cat([part.contiguous().flatten().view(torch.uint8) for part in parts])
 
-    def decode(self, data: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    def decode(self, data: torch.Tensor, shape: Sequence[int]) -> LayerKV:
         _, heads, tokens, width = shape
         numbers, of_keys, of_values = data.split(list(self._parts(shape)))
         keys, values = numbers.view(torch.int8).view(2, heads, tokens, width)
         middle, key_step = of_keys.view(torch.float32).view(2, heads, 1, width)
-        layer = torch.empty(*shape, dtype=torch.float32, device=data.device)
-        torch.mul(keys, key_step, out=layer[0]).add_(middle)
-        torch.mul(values, of_values.view(torch.float32).view(heads, tokens, 1), out=layer[1])
-        return layer
+        keys = keys.float()  # converting first is 1.5 times as fast as multiplying integers with floats
+        torch.addcmul(middle, keys, key_step, out=keys)
+        return LayerKV(keys, values, of_values.view(torch.float32).view(heads, tokens, 1))
 
     def _parts(self, shape: Sequence[int]) -> tuple[int, int, int]:
         """Bytes of the integers, of the keys' middles and steps, of the values' steps."""
@@ -168,24 +181,24 @@ class StoredKV:
         """``(num_layers, 2, num_kv_heads, num_tokens, head_dim)``."""
         return self.frame.shape
 
-    def layer(self, number: int, device: torch.device | str = "cpu") -> torch.Tensor:
-        """KV of one layer, ``(2, num_kv_heads, num_tokens, head_dim)``, keys before RoPE: in the codec's dtype, or
-        float32 from integers. It may share memory with the store: do not write to it."""
+    def layer(self, number: int, device: torch.device | str = "cpu") -> LayerKV:
+        """KV of one layer, in the codec's dtype, or float32 from integers. It may share memory with the store: do not
+        write to it."""
         data = self.frame.layer_bytes(number).to(device)  # before decoding, because fewer bytes move
         return CODECS[self.codec].decode(data, self.shape[1:])
 
     def tensor(self) -> torch.Tensor:
         """KV of all layers, in memory of its own."""
-        return torch.stack([self.layer(number) for number in range(self.shape[0])])
+        return torch.stack([self.layer(number).tensor() for number in range(self.shape[0])])
 
 
 KV = torch.Tensor | StoredKV
 """KV of a chunk, ``(num_layers, 2, num_kv_heads, num_tokens, head_dim)``, computed or stored."""
 
 
-def layer_of(kv: KV, number: int, device: torch.device | str) -> torch.Tensor:
-    """KV of one layer on a device, ``(2, num_kv_heads, num_tokens, head_dim)``."""
-    return kv.layer(number, device) if isinstance(kv, StoredKV) else kv[number].to(device)
+def layer_of(kv: KV, number: int, device: torch.device | str) -> LayerKV:
+    """KV of one layer on a device."""
+    return kv.layer(number, device) if isinstance(kv, StoredKV) else LayerKV(*kv[number].to(device))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from ..errors import StoreError
+from ..errors import CacheClipError, ConfigurationError, StoreError
 from ..paths import make_private_folder, private_mode
 
 __all__ = ["Database"]
@@ -48,7 +48,7 @@ class Database:
         with self._lock:
             try:
                 return self._open().execute(sql, arguments).fetchall()
-            except sqlite3.Error as error:
+            except (sqlite3.Error, UnicodeEncodeError) as error:
                 raise self._explain(error) from error
 
     def execute(self, sql: str, arguments: Sequence[Any] = ()) -> int:
@@ -84,7 +84,7 @@ class Database:
                     if connection.in_transaction:
                         connection.execute("ROLLBACK")
                     raise
-            except sqlite3.Error as error:
+            except (sqlite3.Error, UnicodeEncodeError) as error:
                 raise self._explain(error) from error
 
     def check(self) -> list[str]:
@@ -175,10 +175,15 @@ class Database:
         connection.close()
         raise StoreError(
             f"{self._path} has {what}, but this version of cacheclip-rag reads format {self._version}. Ingest the "
-            "documents into another folder, or use the version that wrote the file."
+            "documents again into a new folder: cacheclip ingest PATH --store NEW_FOLDER"
         )
 
-    def _explain(self, error: sqlite3.Error) -> StoreError:
+    def _explain(self, error: sqlite3.Error | UnicodeEncodeError) -> CacheClipError:
+        if isinstance(error, UnicodeEncodeError):
+            return ConfigurationError(
+                f"a name or text holds half a character ({error.object[error.start]!r}), which cannot be written as "
+                "UTF-8. Read its source with errors='replace', or remove it."
+            )
         if self.read_only and "readonly" in str(error):
             return StoreError(f"{self._path} may only be read here. Change who may write to the store.")
         return StoreError(

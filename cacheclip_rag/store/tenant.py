@@ -105,7 +105,8 @@ class TenantStore:
         largest = entry.num_bytes if entry is not None else _LARGEST
 
         def allocate(num_bytes: int) -> memoryview:
-            if num_bytes > largest:
+            # a payload that was replaced just now may be larger than its entry
+            if num_bytes > largest and (num_bytes > _LARGEST or self.store.header(key) is None):
                 raise FrameError(f"it has {num_bytes} bytes, more than its {largest}")
             return buffer.allocate(num_bytes) if buffer is not None else _new_memory(num_bytes)
 
@@ -114,7 +115,7 @@ class TenantStore:
             found = tiers.find(key, allocate)
             if found is None:
                 if entry is not None:
-                    self.catalog.remove(self.namespace, [key])
+                    self.catalog.correct(key, self.store.measure)
                 return None
             data, tier = found
             frame = Frame.parse(data, key)
@@ -166,10 +167,9 @@ class TenantStore:
         if not own:
             return 0
         try:
-            removed = self.store.tiers.delete(own)
+            return self.catalog.remove(self.namespace, own, self.store.tiers.delete)
         except OSError as error:
             raise StoreError(f"could not delete a chunk cache: {error}. Check who may write to the store.") from error
-        return max(self.catalog.remove(self.namespace, own), removed)
 
     def release(self, texts: Iterable[str]) -> int:
         """Remove every entry of these texts, for every model and chunk context. Returns how many texts had an entry."""
@@ -242,14 +242,13 @@ class TenantStore:
 
     def _remove_damaged(self, key: str) -> None:
         try:
-            self.store.tiers.delete([key])
-            self.catalog.remove(self.namespace, [key])
+            self.catalog.remove(self.namespace, [key], self.store.tiers.delete)
         except (OSError, StoreError) as error:  # a read-only store can still be read
             self.store.warn_once("removal", "the damaged chunk cache %s… could not be removed: %s", key[:12], error)
 
 
 _LARGEST = 1 << 33
-"""Most bytes of a payload if the catalog cannot tell."""
+"""Most bytes of a payload that the catalog does not know."""
 
 
 def _new_memory(num_bytes: int) -> memoryview:

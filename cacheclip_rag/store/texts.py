@@ -1,13 +1,13 @@
 """An index of stored texts, which finds them in a prompt.
 
 A framework passes one string to its language model, and the chunks are somewhere in it. Every window of ``WINDOW``
-characters has a hash. A text's anchor is the smallest hash among its first ``reach`` windows, where ``reach`` is a power
-of two. So a text's anchor is one of the smallest hashes of ``reach`` neighbouring windows of every prompt that contains
-the text: about 2 / (reach + 1) of the prompt's windows. Only these are looked up, in the store's catalog. The place of
-an anchor gives the text's place; then a hash of the whole text is compared, and last its digest. So a match is never
-wrong, nothing is kept in memory, and the texts themselves need not be stored. (Source: winnowing, Schleimer et al.,
-SIGMOD 2003. An automaton over all texts was rejected: 60 kB per chunk, and a rebuild at each insert. A table in memory
-was rejected: every process read it before its first answer.)
+characters has a hash. A text's anchor is the smallest hash among its first ``reach`` windows; the reach is a power of
+two. In a prompt that contains the text, the anchor is the smallest hash of ``reach`` neighbouring windows. Only these
+hashes are looked up in the store's catalog: about 2 / (reach + 1) of the prompt's windows. The place of an anchor gives
+the text's place; then a hash of the whole text is compared, and last its digest. So a match is never wrong, nothing is
+kept in memory, and the texts themselves need not be stored. (Source: winnowing, Schleimer et al., SIGMOD 2003. An
+automaton over all texts was rejected: 60 kB per chunk, and a rebuild at each insert. A table in memory was rejected:
+every process would read all of it before its first answer.)
 
 Hostile texts and prompts can make every place a candidate. A search therefore stops with a warning after a number of
 comparisons; chunks that it did not find are computed as fresh text.
@@ -41,12 +41,13 @@ _POPULAR = 512
 """Texts with the same anchor. From here on rows are looked up by anchor and ending, not read one by one."""
 _MOST_ROWS = 1 << 18
 """Most rows of one reach per search."""
-_MOST_COMPARED = 1 << 24
+_MOST_COMPARED = 1 << 25
 """Most slices of a prompt whose hash is compared per search."""
 _MOST_WRONG = 256
 """Most slices per search that have a text's hash but not its digest."""
-_BLOCK, _LONGEST_BLOCK = 1 << 12, 1 << 18
-"""Slices compared at once. A block is short after a match, because the match may cover what comes next."""
+_BLOCK, _LONGEST_BLOCK = 1 << 11, 1 << 14
+"""Slices compared at once: few after a match, which may cover what comes next; never more than fit in a processor's
+cache."""
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS texts (
@@ -232,10 +233,17 @@ class _Sums:
         np.cumsum(hashes * powers[:-1], out=sums[1:])
         return cls(powers, sums)
 
-    def equal(self, starts: _Column, stops: _Column, wholes: _Column) -> _Column:
-        """Whether the slices ``[start, stop)`` have these hashes. The slices are ``WINDOW`` characters or longer."""
-        found: _Column = self.sums[stops - WINDOW + 1] - self.sums[starts] == wholes * self.powers[starts]
-        return found
+    def equal(self, starts: _Column, counts: _Column, stops: _Column, wholes: _Column) -> _Column:
+        """Which slices ``[start, stop)`` of ``WINDOW`` or more characters have the hash ``whole``.
+
+        Args:
+            starts: each stands for the next ``count`` slices.
+            stops: a slice that goes beyond the end is cut there.
+        """
+        found = self.sums.take(stops - (WINDOW - 1), mode="clip")
+        found -= np.repeat(self.sums[starts], counts)
+        equal: _Column = np.flatnonzero(found == wholes * np.repeat(self.powers[starts], counts))
+        return equal
 
 
 # -- search ---------------------------------------------------------------------------------------------------------
@@ -273,7 +281,8 @@ class _Rows:
 
 def _keys(reaches: _Column | int, anchors: _Column, starts: _Column) -> _Column:
     """One number for reach, anchor and start. Equal keys of different anchors only cost a comparison."""
-    return anchors + (starts + reaches * REACH)
+    keys: _Column = anchors + (starts + reaches * REACH)
+    return keys
 
 
 class _Search:
@@ -295,6 +304,7 @@ class _Search:
         first, end, size = 0, 0, _BLOCK
         while first < len(starts) and not self._exhausted:
             after = max(first + 1, int(np.searchsorted(before, before[first] + size)))
+            after = int(np.searchsorted(starts, starts[after - 1], side="right"))  # the longest of a start wins
             block = slice(first, after)
             self._compared += int(counts[block].sum())
             size = min(2 * size, _LONGEST_BLOCK)
@@ -312,24 +322,25 @@ class _Search:
 
     def _candidates(self, places: dict[int, _Column]) -> tuple[_Column, _Column]:
         """Where texts may start, in order, and the numbers of their keys."""
-        found = []
-        for reach, smallest in places.items():
-            starts = np.arange(len(smallest))
-            known, numbers = self._rows.at(_keys(reach, self._hashes[smallest], smallest - starts))
-            found.append((known, numbers))
-        starts, numbers = (np.concatenate(column) for column in zip(*found, strict=True))
+        found = [
+            self._rows.at(_keys(reach, self._hashes[smallest], smallest - np.arange(len(smallest))))
+            for reach, smallest in places.items()
+        ]
+        starts = np.concatenate([starts for starts, _ in found])
+        numbers = np.concatenate([numbers for _, numbers in found])
         order = np.argsort(starts, kind="stable")
         return starts[order], numbers[order]
 
     def _matches(self, starts: _Column, numbers: _Column, end: int) -> Iterator[TextMatch]:
         """Matches that begin at some of ``starts``, and not before ``end``."""
         counts = self._rows.counts[numbers]
-        rows, starts = _ranges(self._rows.first[numbers], counts), np.repeat(starts, counts)
-        stops = starts + self._rows.lengths[rows]
-        fits = np.flatnonzero(stops <= len(self._prompt))
-        fits = fits[self._sums.equal(starts[fits], stops[fits], self._rows.wholes[rows[fits]])]
-        fits = fits[np.lexsort((-stops[fits], starts[fits]))]
-        slices = zip(starts[fits].tolist(), stops[fits].tolist(), rows[fits].tolist(), strict=True)
+        rows = _ranges(self._rows.first[numbers], counts)
+        ends = self._rows.lengths[rows] + np.repeat(starts, counts)
+        fits = self._sums.equal(starts, counts, ends, self._rows.wholes[rows])
+        fits = fits[ends[fits] <= len(self._prompt)]
+        rows, starts, stops = rows[fits], np.repeat(starts, counts)[fits], ends[fits]
+        order = np.lexsort((-stops, starts))
+        slices = zip(starts[order].tolist(), stops[order].tolist(), rows[order].tolist(), strict=True)
         for (start, stop), same in groupby(slices, key=lambda each: each[:2]):
             if start < end or self._wrong > _MOST_WRONG:
                 continue

@@ -142,6 +142,34 @@ class BackendConformance:
         backend.put(sample_key(2), sample_payload(3))
         assert [bytes(data) for data in found.values()] == [sample_payload(1), sample_payload(2)]
 
+    # -- what the store asks beside payloads -------------------------------------------------------------------
+
+    def test_read_may_use_the_readers_memory(self, backend: Backend) -> None:
+        asked: list[int] = []
+
+        def allocate(num_bytes: int) -> memoryview:
+            asked.append(num_bytes)
+            return memoryview(bytearray(num_bytes))
+
+        backend.put(sample_key(1), sample_payload(1))
+        data = backend.read(sample_key(1), allocate)
+        assert data is not None and bytes(data) == sample_payload(1) and asked in ([], [1000])
+        assert backend.read(sample_key(2), allocate) is None
+
+    def test_head_is_the_beginning_and_the_size(self, backend: Backend) -> None:
+        assert backend.head(sample_key(1), 10) is None
+        backend.put(sample_key(1), sample_payload(1))
+        for num_bytes in (0, 10, 5000):
+            found = backend.head(sample_key(1), num_bytes)
+            assert found is not None and found[1] == 1000
+            assert bytes(found[0])[:num_bytes] == sample_payload(1)[:num_bytes]
+
+    def test_bytes_on_the_medium(self, backend: Backend) -> None:
+        assert backend.occupied(sample_key(1)) == 0
+        for num_bytes in (1, 5000):
+            backend.put(sample_key(1), sample_payload(1, num_bytes))
+            assert backend.occupied(sample_key(1)) >= backend.round_up(num_bytes) >= num_bytes
+
     # -- deleting and listing -----------------------------------------------------------------------------------
 
     def test_delete(self, backend: Backend) -> None:

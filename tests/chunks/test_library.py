@@ -21,15 +21,16 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> ChunkStore:
 
 @pytest.fixture
 def library(store: ChunkStore) -> ChunkLibrary:
-    return ChunkLibrary(store, "ours")
+    return ChunkLibrary(store.tenant("ours"))
 
 
 def write(store: ChunkStore, text: str, *models: str, namespace: str = "ours") -> None:
+    tenant = store.tenant(namespace)
     for model in models:
         name = chunk_key(
             model_fingerprint=model, prefix_ids=[], chunk_ids=[*map(ord, text)], rope_pin="", namespace=namespace
         )
-        store.put(name, torch.ones(1, 2, 1, 3, 4), "float32", namespace=namespace, text=text)
+        tenant.put(name, torch.ones(1, 2, 1, 3, 4), "float32", text=text)
 
 
 def found(library: ChunkLibrary, prompt: str) -> list[str]:
@@ -63,7 +64,7 @@ def release_sources(library: ChunkLibrary, gone: list[str], keep: Sequence[str] 
 
 
 def test_namespaces_share_nothing(store: ChunkStore, library: ChunkLibrary) -> None:
-    theirs = ChunkLibrary(store, "theirs")
+    theirs = ChunkLibrary(store.tenant("theirs"))
     for each, namespace in ((library, "ours"), (theirs, "theirs")):
         write(store, ONE, "model", namespace=namespace)
         each.add(ONE, "node")

@@ -34,7 +34,7 @@ def test_it_is_computed_in_its_own_context(
 
     whole = asked()
     monkeypatch.setattr(
-        engine.parts.auxiliary_caches, "read", lambda text: None
+        engine.parts.auxiliary_caches, "read", lambda text, *buffer: None
     )  # as of an entry whose checksum is wrong
     for damaged, expected in zip(asked(), whole, strict=True):
         assert gap(damaged, expected) < 1e-5

@@ -109,7 +109,7 @@ def make_case(
         lambda s: caches.runtime.tokenize(s.text, control=isinstance(s, Fresh) and s.control),
         caches.prefix_ids,
     )
-    kv = {0: caches.prefix} | {s.start: caches.read(s.segment.text) for s in layout.chunks}
+    kv = {0: caches.prefix} | {s.start: caches.read(s.segment.text).tensor() for s in layout.chunks}
     assert layout.num_prefix and len(layout.chunks) == len(texts) and all(v is not None for v in kv.values())
     return Case(folder, engine, layout, kv)
 

@@ -38,7 +38,7 @@ class TestCacheClip:
         for layer in range(runtime.num_layers):
             cache = runtime.new_cache(layout.num_tokens)
             runtime.fill(cache, caches.prefix, slot=0, position=0)
-            runtime.fill(cache, stored, slot=span.start, position=span.start)
+            runtime.fill(cache, stored.tensor(), slot=span.start, position=span.start)
             view = replace(spy.seen["view"], spans=layout.chunks, cache=cache)
             with torch.inference_mode():
                 [theirs] = QueryAttention(layers=f"{layer}").score(view)

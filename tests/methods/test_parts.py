@@ -185,9 +185,9 @@ class TestChunkContexts:
         full, _ = case.runtime.prefill(ids, len(ids))
         stored = passages.read(chunk.segment.text)
         assert stored is not None
-        assert gap(stored, case.runtime.extract(full, len(ids) - len(chunk.tokens), len(ids))) < EXACT
+        assert gap(stored.tensor(), case.runtime.extract(full, len(ids) - len(chunk.tokens), len(ids))) < EXACT
         behind_prefix = before.read(chunk.segment.text)
-        assert behind_prefix is not None and gap(stored, behind_prefix) > 1e-3
+        assert behind_prefix is not None and gap(stored.tensor(), behind_prefix.tensor()) > 1e-3
 
     @pytest.mark.parametrize("name", ["block", "turborag", "link"])
     def test_not_where_chunks_are_encoded_apart(self, name: str) -> None:

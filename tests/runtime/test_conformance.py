@@ -41,7 +41,7 @@ class TestFake(RuntimeConformance):
         caches = engine.parts.sources(engine.make_method()).primary
         foreign = caches.read(other)
         assert foreign is not None
-        engine.store.put(caches.key(text), foreign, "float32", namespace="default", text=text)
+        engine.store.put(caches.key(text), foreign.tensor(), "float32", text=text)
         with pytest.raises(ConfigurationError, match="does not belong to the chunk"):
             engine.generate(f"{text}\n\nWhat?")
 

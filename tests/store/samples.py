@@ -1,16 +1,24 @@
-"""Keys and KV for the tests of the store."""
+"""Keys, KV and payload files for the tests of the store."""
 
 from __future__ import annotations
 
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 import torch
 
-from cacheclip_rag.store import ChunkStore, chunk_key, encode
+from cacheclip_rag.store import ChunkStore, TenantStore, chunk_key, encode, text_digest
+from cacheclip_rag.store.texts import text_row
 
 TOKENS = 4
+BLOCK = 4096
+"""Bytes of a disk block."""
 
 
-def key(number: int) -> str:
-    return chunk_key(model_fingerprint="m", prefix_ids=[1], chunk_ids=[number], rope_pin="", namespace="t")
+def key(number: int, namespace: str = "t") -> str:
+    return chunk_key(model_fingerprint="m", prefix_ids=[1], chunk_ids=[number], rope_pin="", namespace=namespace)
 
 
 def kv(number: int, tokens: int = TOKENS, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -18,17 +26,76 @@ def kv(number: int, tokens: int = TOKENS, dtype: torch.dtype = torch.float32) ->
     return torch.randn(2, 2, 2, tokens, 4, generator=generator).to(dtype)
 
 
-def put(store: ChunkStore, *numbers: int, tokens: int = TOKENS) -> None:
-    """Entries ``kv(number)`` under ``key(number)``, of the texts ``text <number>`` in namespace t."""
+def opened(folder: Path | None, max_bytes: int | None = None, memory_bytes: int = 0) -> TenantStore:
+    """Tenant t of a store."""
+    return ChunkStore.open(folder, max_bytes, memory_bytes).tenant("t")
+
+
+def put(store: TenantStore, *numbers: int, tokens: int = TOKENS) -> None:
+    """Entries ``kv(number)`` under ``key(number)``, of the texts ``text <number>``."""
     for number in numbers:
-        store.put(key(number), kv(number, tokens), "float32", namespace="t", text=f"text {number}")
+        store.put(key(number, store.namespace), kv(number, tokens), "float32", text=f"text {number}")
 
 
-def is_intact(store: ChunkStore, number: int, tokens: int = TOKENS) -> bool:
-    got = store.get(key(number))
-    return got is not None and torch.equal(got.kv, kv(number, tokens))
+def is_intact(store: TenantStore, number: int, tokens: int = TOKENS) -> bool:
+    got = store.get(key(number, store.namespace))
+    return got is not None and torch.equal(got.tensor(), kv(number, tokens))
+
+
+def frame(number: int, tokens: int = TOKENS, namespace: str = "t") -> bytearray:
+    """The payload of such an entry."""
+    text = f"text {number}"
+    name = key(number, namespace)
+    return encode(
+        kv(number, tokens), "float32", name, namespace=namespace, digest=text_digest(text), text=text_row(text)
+    )
 
 
 def size(tokens: int = TOKENS) -> int:
-    """Bytes of such a payload."""
-    return len(encode(kv(0, tokens), "float32", key(0), namespace="t", text="text 0"))
+    """Bytes of such a payload in memory."""
+    return len(frame(0, tokens))
+
+
+def blocks(tokens: int = TOKENS) -> int:
+    """Bytes of such a payload on disk."""
+    return -(-size(tokens) // BLOCK) * BLOCK
+
+
+def path_of(folder: Path, number: int, namespace: str = "t") -> Path:
+    """Payload file of an entry in the store ``folder``."""
+    name = key(number, namespace)
+    return folder / "kv" / name[:2] / f"{name}.kv"
+
+
+def payload_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("kv/*/*"))
+
+
+def bytes_on_disk(folder: Path) -> int:
+    """Bytes that payloads and temporary files take, as the file system says."""
+    total = 0
+    for path in (*folder.glob("kv/*/*"), *folder.glob("tmp/*")):
+        try:
+            total += path.lstat().st_blocks * 512
+        except FileNotFoundError:  # completed or evicted just now
+            continue
+    return total
+
+
+def totals_are_right(store: TenantStore | ChunkStore) -> bool:
+    """Whether the totals that the catalog keeps are those that are counted anew, of every tenant."""
+    catalog = store.catalog
+    kept = catalog.total(), catalog.tenants()
+    catalog.count_again()
+    return kept == (catalog.total(), catalog.tenants())
+
+
+@contextmanager
+def full_disk(num_bytes: int) -> Iterator[None]:
+    """No file of this process can grow beyond ``num_bytes``: writing fails in the midst, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

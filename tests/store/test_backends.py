@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from cacheclip_rag import paths
 from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.store import Backend, DiskBackend, MemoryBackend, Tiers
 from cacheclip_rag.testing.backends import BackendConformance, sample_key, sample_payload
+from tests.store.samples import full_disk
 
 
 class TestMemoryBackend(BackendConformance):
@@ -24,7 +27,7 @@ class TestMemoryBackend(BackendConformance):
     def write_raw(self, backend: Backend, key: str, data: bytes) -> None:
         assert isinstance(backend, MemoryBackend)
         backend._payloads[key] = bytearray(data)
-        backend._bytes += len(data)
+        backend.num_bytes += len(data)
 
 
 class TestMemoryLimit:
@@ -57,7 +60,7 @@ class TestMemoryLimit:
 
 class TestDiskBackend(BackendConformance):
     def make_backend(self, folder: Path) -> Backend:
-        return DiskBackend(folder / "kv")
+        return DiskBackend(folder)
 
     def read_raw(self, backend: Backend, key: str) -> bytes | None:
         path = _path(backend, key)
@@ -70,26 +73,40 @@ class TestDiskBackend(BackendConformance):
     def test_files_of_others_are_not_listed(self, backend: Backend) -> None:
         backend.put(sample_key(1), sample_payload(1))
         folder = _path(backend, sample_key(1)).parent
-        for name in (".tmp-abc123.kv", "notes.txt"):
+        for name in (".hidden.kv", "notes.txt"):
             (folder / name).write_bytes(b"half")
         assert list(backend.list()) == [sample_key(1)]
 
     def test_failed_write_leaves_the_older_payload_and_no_temporary_file(
-        self, backend: Backend, monkeypatch: pytest.MonkeyPatch
+        self, backend: Backend, tmp_path: Path
     ) -> None:
         backend.put(sample_key(1), sample_payload(1))
-
-        def full(path: Path, data: bytes) -> None:
-            with path.open("wb") as file:
-                file.write(data[:100])
-            raise OSError(28, "No space left on device")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Path, "write_bytes", full)
-            with pytest.raises(OSError, match="No space left"):
-                backend.put(sample_key(1), sample_payload(2))
+        with full_disk(500), pytest.raises(OSError, match="too large"):
+            backend.put(sample_key(1), sample_payload(2))
         assert self.read_raw(backend, sample_key(1)) == sample_payload(1)
-        assert [file.name for file in _path(backend, sample_key(1)).parent.iterdir()] == [f"{sample_key(1)}.kv"]
+        assert [path.name for path in tmp_path.rglob("*") if path.is_file() and path.parent.name != "writers"] == [
+            f"{sample_key(1)}.kv"
+        ]
+
+    def test_bytes_are_counted_in_blocks(self, backend: Backend) -> None:
+        """A file takes whole blocks of its disk, however short it is."""
+        for num_bytes in (1, 4096, 4097):
+            backend.put(sample_key(1), sample_payload(1, num_bytes))
+            assert (
+                backend.round_up(num_bytes) == backend.occupied(sample_key(1)) == (8192 if num_bytes > 4096 else 4096)
+            )
+        assert backend.round_up(0) == 0
+
+    def test_a_payload_that_is_cut_off_while_it_is_read(self, backend: Backend) -> None:
+        """What is there is returned; nothing is invented, and nobody waits."""
+        backend.put(sample_key(1), sample_payload(1, 100_000))
+
+        def allocate(num_bytes: int) -> memoryview:
+            os.truncate(_path(backend, sample_key(1)), 60_000)
+            return memoryview(bytearray(num_bytes))
+
+        data = backend.read(sample_key(1), allocate)
+        assert data is not None and bytes(data) == sample_payload(1, 100_000)[:60_000]
 
     def test_writing_to_what_was_read_does_not_change_the_file(self, backend: Backend) -> None:
         backend.put(sample_key(1), sample_payload(1))
@@ -97,16 +114,34 @@ class TestDiskBackend(BackendConformance):
         view[:] = bytes(len(view))
         assert self.read_raw(backend, sample_key(1)) == sample_payload(1)
 
-    def test_files_have_the_permissions_of_any_new_file(self, backend: Backend, tmp_path: Path) -> None:
-        """Who ingests and who answers may be two users of one group: the umask decides, as elsewhere."""
-        backend.put(sample_key(1), sample_payload(1))
-        (tmp_path / "any").touch()
-        assert _path(backend, sample_key(1)).stat().st_mode == (tmp_path / "any").stat().st_mode
+    @pytest.mark.parametrize(
+        ("parent", "of_folders", "of_files"),
+        [(0o755, 0o700, 0o600), (0o770, 0o770, 0o660), (0o777, 0o700, 0o600)],
+        ids=["own", "shared with a group", "of everyone"],
+    )
+    def test_for_its_owner_alone_unless_the_group_may_write(
+        self, tmp_path: Path, parent: int, of_folders: int, of_files: int
+    ) -> None:
+        """Stored KV tells what the documents say."""
+        tmp_path.chmod(parent)
+        before = os.umask(0o007)
+        try:
+            backend = DiskBackend(tmp_path / "store")
+            backend.put(sample_key(1), sample_payload(1))
+        finally:
+            os.umask(before)
+        made = [tmp_path / "store", *(tmp_path / "store").rglob("*")]
+        modes = {path.relative_to(tmp_path): path.stat().st_mode & 0o777 for path in made}
+        folders = {path: mode for path, mode in modes.items() if (tmp_path / path).is_dir()}
+        assert len(folders) == 5 and set(folders.values()) == {of_folders}
+        assert len(modes) - len(folders) == 2  # the payload, and the writer's lock
+        assert {mode for path, mode in modes.items() if path not in folders} == {of_files}
+        assert paths.private_mode(tmp_path) == of_folders
 
 
 class TestTiers(BackendConformance):
     def make_backend(self, folder: Path) -> Backend:
-        return Tiers([MemoryBackend(2500), MemoryBackend(0), DiskBackend(folder / "kv")])
+        return Tiers([MemoryBackend(2500), MemoryBackend(0), DiskBackend(folder)])
 
     def read_raw(self, backend: Backend, key: str) -> bytes | None:
         return TestDiskBackend().read_raw(_disk(backend), key)
@@ -124,7 +159,7 @@ class TestTiers(BackendConformance):
     def test_finding_does_not_promote(self) -> None:
         first, last = MemoryBackend(), MemoryBackend()
         last.put(sample_key(1), sample_payload(1))
-        found = Tiers([first, last]).find(sample_key(1))
+        found = Tiers([first, last]).find(sample_key(1), lambda num_bytes: memoryview(bytearray(num_bytes)))
         assert found is not None and found[1] == 1 and list(first.list()) == []
 
     def test_replaced_by_one_too_large_for_a_fast_tier(self, tmp_path: Path) -> None:

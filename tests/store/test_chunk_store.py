@@ -2,81 +2,126 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from cacheclip_rag.errors import ConfigurationError, StoreError
-from cacheclip_rag.store import ChunkStore, DiskBackend, MemoryBackend, Tiers, is_store
+from cacheclip_rag.store import ChunkStore, DiskBackend, MemoryBackend, TenantStore, Tiers, is_store, text_digest
 from cacheclip_rag.store.catalog import Catalog
 from cacheclip_rag.testing.backends import problems_in_threads
-from tests.store.samples import TOKENS, is_intact, key, kv, put, size
+from tests.store.samples import (
+    BLOCK,
+    TOKENS,
+    blocks,
+    bytes_on_disk,
+    full_disk,
+    is_intact,
+    key,
+    kv,
+    opened,
+    put,
+    size,
+    totals_are_right,
+)
 
-Open = Callable[..., ChunkStore]
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of store."""
+
+    folder: Path | None
+    memory_bytes: int
+
+    def open(self, max_bytes: int | None = None) -> TenantStore:
+        """Tenant t; the same store again where that means something."""
+        return opened(self.folder, max_bytes, self.memory_bytes)
+
+    def bytes_of(self, tokens: int = TOKENS) -> int:
+        """Bytes that a payload takes on the medium."""
+        return size(tokens) if self.folder is None else blocks(tokens)
 
 
 @pytest.fixture(params=["memory", "disk", "tiered"])
-def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
-    """Opens a store; opens the same one again where that means something."""
-    folder = None if request.param == "memory" else tmp_path / "store"
-    memory_bytes = 3 * size() if request.param == "tiered" else 0
-    return lambda max_bytes=None: ChunkStore.open(folder, max_bytes, memory_bytes)
+def kind(request: pytest.FixtureRequest, tmp_path: Path) -> Kind:
+    return Kind(
+        None if request.param == "memory" else tmp_path / "store", 3 * size() if request.param == "tiered" else 0
+    )
 
 
 @pytest.fixture
-def store(opened: Open) -> ChunkStore:
-    return opened()
+def store(kind: Kind) -> TenantStore:
+    return kind.open()
+
+
+def evictions(store: TenantStore) -> int:
+    return store.store.stats().tiers[-1].evictions
 
 
 class TestReadingAndWriting:
     @pytest.mark.parametrize("codec", ["float32", "bfloat16"])
-    def test_what_was_put_is_got(self, store: ChunkStore, codec: str) -> None:
-        store.put(key(1), kv(1), codec)
+    def test_what_was_put_is_got(self, store: TenantStore, codec: str) -> None:
+        assert store.put(key(1), kv(1), codec)
         for _ in range(2):  # the second time from the fastest tier
             got = store.get(key(1))
             assert got is not None and got.codec == codec == store.codec_of(key(1))
-            assert torch.equal(got.kv, kv(1).to(getattr(torch, codec)))
+            assert torch.equal(got.tensor(), kv(1).to(getattr(torch, codec)))
 
-    def test_what_was_put_cannot_be_changed_from_outside(self, store: ChunkStore) -> None:
+    def test_what_was_put_cannot_be_changed_from_outside(self, store: TenantStore) -> None:
         written = kv(1)
         store.put(key(1), written, "float32")
         written.zero_()
         assert is_intact(store, 1)
 
-    def test_miss_is_none(self, store: ChunkStore) -> None:
-        assert store.get(key(1)) is None and store.codec_of(key(1)) is None and list(store.keys()) == []
+    def test_what_was_got_is_the_callers_own(self, store: TenantStore) -> None:
+        put(store, 1)
+        for _ in range(2):
+            got = store.get(key(1))
+            assert got is not None
+            got.tensor().zero_()
+            assert is_intact(store, 1)
 
-    def test_contains(self, store: ChunkStore) -> None:
+    def test_miss_is_none(self, store: TenantStore) -> None:
+        assert store.get(key(1)) is None and store.codec_of(key(1)) is None and store.keys() == []
+
+    def test_contains(self, store: TenantStore) -> None:
         put(store, 1)
         assert key(1) in store and key(2) not in store
         assert 7 not in store and None not in store
 
-    def test_delete(self, store: ChunkStore) -> None:
-        put(store, 1)
-        assert store.delete(key(1)) is True and store.delete(key(1)) is False
-        assert store.get(key(1)) is None and key(1) not in store and list(store.keys()) == []
-        assert store.stats().bytes == 0
+    def test_delete(self, store: TenantStore) -> None:
+        put(store, 1, 2)
+        assert store.delete([key(1), key(9)]) == 1 and store.delete([key(1)]) == 0
+        assert store.get(key(1)) is None and key(1) not in store and store.keys() == [key(2)]
+        assert store.delete([key(2)]) == 1 and store.stats().bytes == 0 == store.store.stats().tenants
         put(store, 1)
         assert is_intact(store, 1)
 
-    def test_put_again_replaces_and_counts_the_new_size(self, store: ChunkStore) -> None:
+    def test_put_again_replaces_and_counts_the_new_size(self, kind: Kind, store: TenantStore) -> None:
         put(store, 1)
-        put(store, 1, tokens=3 * TOKENS)
-        assert is_intact(store, 1, tokens=3 * TOKENS)
-        assert (store.stats().entries, store.stats().bytes) == (1, size(3 * TOKENS))
+        put(store, 1, tokens=300)
+        assert is_intact(store, 1, tokens=300)
+        assert (store.stats().entries, store.stats().bytes) == (1, kind.bytes_of(300))
 
-    def test_stats(self, store: ChunkStore) -> None:
+    def test_stats(self, kind: Kind, store: TenantStore) -> None:
         put(store, 1, 2)
+        put(store.store.tenant("u"), 1)
         for number in (1, 1, 9):
             store.get(key(number))
-        stats = store.stats()
-        assert (stats.entries, stats.bytes, stats.hits, stats.misses) == (2, 2 * size(), 2, 1)
-        assert stats.max_bytes is None and stats.evictions == 0
-        assert stats.to_dict()["hits"] == 2
+        stats, whole = store.stats(), store.store.stats()
+        unit = kind.bytes_of()
+        assert stats.to_dict() == {"entries": 2, "bytes": 2 * unit, "max_bytes": None, "hits": 2, "misses": 1}
+        assert (whole.entries, whole.bytes, whole.max_bytes, whole.tenants) == (3, 3 * unit, None, 2)
+        last = whole.to_dict()["tiers"][-1]
+        assert (last["bytes"], last["damaged"], last["evictions"]) == (3 * unit, 0, 0)
+        assert sum(tier.hits for tier in whole.tiers) == 2
 
-    def test_usable_after_close(self, store: ChunkStore) -> None:
+    def test_usable_after_close(self, store: TenantStore) -> None:
         put(store, 1)
         store.close()
         put(store, 2)
@@ -84,175 +129,432 @@ class TestReadingAndWriting:
         store.close()
         store.close()
 
+    def test_an_empty_namespace_is_refused(self, store: TenantStore) -> None:
+        with pytest.raises(ConfigurationError, match="namespace"):
+            store.store.tenant("")
+
 
 class TestEviction:
-    def test_keys_least_recently_used_first(self, store: ChunkStore) -> None:
+    def test_keys_least_recently_used_first(self, store: TenantStore) -> None:
         put(store, 1, 2, 3)
-        assert list(store.keys()) == [key(1), key(2), key(3)]
+        assert store.keys() == [key(1), key(2), key(3)]
         store.get(key(1))
         assert key(2) in store  # asking is not using
-        assert list(store.keys()) == [key(2), key(3), key(1)]
+        assert store.keys() == [key(2), key(3), key(1)]
         put(store, 2)
-        assert list(store.keys()) == [key(3), key(1), key(2)]
+        assert store.keys() == [key(3), key(1), key(2)]
 
-    def test_a_clock_that_is_set_back_changes_nothing(self, store: ChunkStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_clock_that_is_set_back_changes_nothing(
+        self, store: TenantStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         put(store, 1)
         monkeypatch.setattr("time.time", lambda: 0.0)
         put(store, 2)
-        assert list(store.keys()) == [key(1), key(2)]
+        assert store.keys() == [key(1), key(2)]
 
-    def test_least_recently_used_is_evicted(self, opened: Open) -> None:
-        store = opened(3 * size())
+    def test_least_recently_used_is_evicted(self, kind: Kind) -> None:
+        store = kind.open(3 * kind.bytes_of())
         put(store, 1, 2, 3)
         assert is_intact(store, 1)
         put(store, 4)
         assert key(2) not in store and store.get(key(2)) is None
         assert all(is_intact(store, number) for number in (1, 3, 4))
-        assert store.stats().evictions == 1 and store.stats().bytes == 3 * size()
+        assert evictions(store) == 1 and store.stats().bytes == 3 * kind.bytes_of()
+
+    def test_uses_are_recorded_in_batches_and_when_the_store_is_closed(self, kind: Kind) -> None:
+        store = kind.open()
+        put(store, 1, 2)
+        for _ in range(63):
+            store.get(key(1))
+        assert store.catalog.keys("t") == [key(1), key(2)]
+        store.get(key(1))
+        assert store.catalog.keys("t") == [key(2), key(1)]
+        store.get(key(2))
+        store.close()
+        assert store.catalog.keys("t") == [key(1), key(2)]
 
     def test_what_was_just_put_stays_though_all_others_are_used_meanwhile(
-        self, opened: Open, monkeypatch: pytest.MonkeyPatch
+        self, kind: Kind, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """By other threads or processes, between writing the entry and making room for it."""
-        store = opened(2 * size())
+        """By other threads or processes, between making room for the payload and writing the entry."""
+        store = kind.open(2 * kind.bytes_of())
         put(store, 1, 2)
-        totals = store.catalog.totals
+        write = store.store.tiers.put
 
-        def used_meanwhile() -> tuple[int, int]:
-            assert is_intact(store, 1) and is_intact(store, 2)
-            return totals()
+        def used_meanwhile(name: str, data: Any) -> None:
+            assert is_intact(store, 2)
+            store.flush()
+            write(name, data)
 
         with monkeypatch.context() as patch:
-            patch.setattr(store.catalog, "totals", used_meanwhile)
+            patch.setattr(store.store.tiers, "put", used_meanwhile)
             put(store, 3)
-        assert is_intact(store, 3) and store.stats().evictions == 1
+        assert is_intact(store, 3) and is_intact(store, 2) and evictions(store) == 1
 
-    def test_never_above_the_limit(self, opened: Open) -> None:
-        limit = 5 * size() + 17
-        store = opened(limit)
+    def test_never_above_the_limit(self, kind: Kind) -> None:
+        limit = 2 * kind.bytes_of(400) + 17
+        store = kind.open(limit)
         for number in range(30):
-            put(store, number % 3, tokens=TOKENS * (1 + number % 4))
-            stats = store.stats()
-            held = store.tiers.backends[-1].get_many(store.keys())
-            assert stats.bytes == sum(memoryview(data).nbytes for data in held.values()) <= limit == stats.max_bytes
-            assert key(number % 3) in store
+            put(store, number % 5, tokens=TOKENS * (1 + number * 37 % 100))
+            last = store.store.tiers.last
+            held = sum(last.occupied(name) for name in last.list())
+            assert store.stats().bytes == held <= limit == store.store.stats().max_bytes
+            assert key(number % 5) in store
 
-    def test_many_small_entries_make_room_for_a_large_one(self, opened: Open) -> None:
-        store = opened(200 * size(1))
+    def test_many_small_entries_make_room_for_a_large_one(self, kind: Kind) -> None:
+        limit = 200 * kind.bytes_of(1)
+        store = kind.open(limit)
         put(store, *range(200), tokens=1)
+        assert evictions(store) == 0
         put(store, 999, tokens=600)
-        assert is_intact(store, 999, tokens=600) and store.stats().bytes <= 200 * size(1)
-        assert store.stats().evictions == -(-size(600) // size(1)) and is_intact(store, 199, tokens=1)
+        assert is_intact(store, 999, tokens=600) and store.stats().bytes <= limit
+        assert evictions(store) == -(-kind.bytes_of(600) // kind.bytes_of(1)) and is_intact(store, 199, tokens=1)
 
-    def test_entry_above_the_limit_is_not_kept(self, opened: Open, caplog: pytest.LogCaptureFixture) -> None:
-        store = opened(2 * size())
+    def test_entry_above_the_limit_is_not_kept(self, kind: Kind, caplog: pytest.LogCaptureFixture) -> None:
+        store = kind.open(2 * kind.bytes_of())
         put(store, 1, 2)
-        put(store, 2, tokens=100)
+        assert not store.put(key(2), kv(2, 600), "float32")
         assert "exceeds the store's limit" in caplog.text
         assert store.get(key(2)) is None and key(2) not in store  # nor is the older version served
-        assert is_intact(store, 1) and store.stats().evictions == 0
+        assert is_intact(store, 1) and evictions(store) == 0
 
-    def test_limit_of_zero_keeps_nothing(self, opened: Open) -> None:
-        store = opened(0)
-        put(store, 1)
+    def test_limit_of_zero_keeps_nothing(self, kind: Kind) -> None:
+        store = kind.open(0)
+        assert not store.put(key(1), kv(1), "float32")
         assert store.get(key(1)) is None and store.stats().bytes == 0
 
-    def test_negative_limits_are_refused(self, opened: Open, tmp_path: Path) -> None:
+    def test_negative_limits_are_refused(self, kind: Kind, tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match="max_bytes"):
-            opened(-1)
+            kind.open(-1)
         with pytest.raises(ConfigurationError, match="max_bytes"):
             ChunkStore.open(tmp_path, None, memory_bytes=-1)
+        store = kind.open().store
+        for refused in (lambda: store.set_limit(-1), lambda: store.set_quota("t", -1)):
+            with pytest.raises(ConfigurationError, match="max_bytes"):
+                refused()
 
     @pytest.mark.parametrize("entries", [None, 4])
-    def test_threads(self, opened: Open, entries: int | None) -> None:
+    def test_threads(self, kind: Kind, entries: int | None) -> None:
         """Whatever a thread reads under a key is that key's KV, whole."""
-        limit = None if entries is None else entries * size()
-        store = opened(limit)
+        limit = None if entries is None else entries * kind.bytes_of()
+        store = kind.open(limit)
 
         def work(seed: int, problems: list[str]) -> None:
             for step in range(25):
                 number = (seed * 7 + step * 3) % 8
                 if step % 5 == 4:
-                    store.delete(key(number))
+                    store.delete([key(number)])
                 elif step % 2:
                     put(store, number)
-                elif (got := store.get(key(number))) is not None and not torch.equal(got.kv, kv(number)):
+                elif (got := store.get(key(number))) is not None and not torch.equal(got.tensor(), kv(number)):
                     problems.append(f"wrong KV under {number}")
-                list(store.keys())
+                store.keys()
                 store.stats()
 
         assert problems_in_threads(work) == []
         put(store, *range(8))
         assert limit is None or store.stats().bytes <= limit
         assert is_intact(store, 7) and all(present in store for present in store.keys())  # noqa: SIM118 - not a dict
+        assert totals_are_right(store)
+
+
+class TestLimit:
+    def test_200_tiny_entries_count_their_blocks(self, tmp_path: Path) -> None:
+        """A file of 450 bytes takes 4096 on disk: 200 of them are far above a limit of 100 kB."""
+        store = opened(tmp_path, 100_000)
+        put(store, *range(200), tokens=1)
+        stats = store.store.stats()
+        assert size(1) < 500 and stats.entries == 100_000 // BLOCK
+        assert stats.bytes == bytes_on_disk(tmp_path) <= 100_000
+
+    def test_a_second_store_keeps_the_recorded_limit(self, tmp_path: Path) -> None:
+        """One command sets it; others, which name none, must not grow the store beyond it."""
+        put(opened(tmp_path, 3 * BLOCK), 1)
+        other = opened(tmp_path)
+        assert other.store.limit == 3 * BLOCK
+        put(other, 2, 3, 4, 5)
+        assert other.keys() == [key(3), key(4), key(5)] and bytes_on_disk(tmp_path) == 3 * BLOCK
+        opened(tmp_path, 2 * BLOCK).store.apply_limit()
+        assert other.store.limit == 2 * BLOCK and other.keys() == [key(4), key(5)]
+
+    def test_lowering_the_limit_evicts(self, kind: Kind) -> None:
+        store = kind.open()
+        put(store, *range(6))
+        assert is_intact(store, 0)
+        store.flush()
+        assert store.store.set_limit(3 * kind.bytes_of()) == 3 == evictions(store)
+        assert store.keys() == [key(4), key(5), key(0)]
+        assert sorted(store.store.payloads()) == sorted(store.keys())
+        assert store.store.set_limit(None) == 0
+        put(store, *range(6))
+        assert store.stats().entries == 6
+
+    def test_opening_with_a_lower_limit_evicts_at_the_first_write(self, tmp_path: Path) -> None:
+        put(opened(tmp_path), *range(6))
+        store = opened(tmp_path, 3 * BLOCK)
+        put(store, 9)
+        assert store.keys() == [key(4), key(5), key(9)] and bytes_on_disk(tmp_path) == 3 * BLOCK
+
+    def test_announced_writes_count(self, tmp_path: Path) -> None:
+        store, other = opened(tmp_path, 3 * BLOCK), opened(tmp_path)
+        put(store, 1, 2, 3)
+        number, evicted = other.catalog.reserve("t", key(9), 2 * BLOCK, other.store._writer.name, other.store._evict)
+        assert number is not None and evicted == 2
+        assert store.stats().bytes == 3 * BLOCK and store.stats().entries == 1
+        put(store, 4)
+        assert store.keys() == [key(4)] and store.stats().bytes == 3 * BLOCK
+        other.catalog.abandon(number)
+        assert store.stats().bytes == BLOCK and totals_are_right(store)
+
+    def test_a_writer_waits_for_room_that_others_have_announced(self, tmp_path: Path) -> None:
+        store, other = opened(tmp_path, 2 * BLOCK), opened(tmp_path)
+        put(other, 1)
+        number, _ = other.catalog.reserve("t", key(9), 2 * BLOCK, other.store._writer.name, other.store._evict)
+        assert number is not None
+        done = threading.Event()
+
+        def write() -> None:
+            put(store, 2)
+            done.set()
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        try:
+            assert not done.wait(0.3) and list(store.store.payloads()) == []
+        finally:
+            other.catalog.abandon(number)
+            writer.join(10)
+        assert done.is_set() and is_intact(store, 2)
+
+    def test_waiting_for_room_ends_with_an_error(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("cacheclip_rag.store.chunk_store._WAIT_S", 0.1)
+        store, other = opened(tmp_path, 2 * BLOCK), opened(tmp_path)
+        put(store, 1)
+        assert other.catalog.reserve("t", key(9), 2 * BLOCK, other.store._writer.name, other.store._evict)[0]
+        with pytest.raises(StoreError, match="other writers have announced"):
+            put(store, 2)
+
+    def test_a_write_that_fails_gives_its_bytes_back(self, tmp_path: Path) -> None:
+        store = opened(tmp_path)
+        put(store, 1)
+        large = torch.ones(2, 2, 2, 100_000, 4)
+        with full_disk(10**6), pytest.raises(StoreError, match="nothing stored before was changed"):
+            store.put(key(2), large, "float32")
+        assert store.stats().bytes == BLOCK == bytes_on_disk(tmp_path) and totals_are_right(store)
+
+    def test_the_older_version_goes_last(self, tmp_path: Path) -> None:
+        """It is lost if the write fails, so that others make room first."""
+        store = opened(tmp_path, 3 * blocks(30_000))
+        put(store, 1, 2, 3, tokens=30_000)
+        with full_disk(10**6), pytest.raises(StoreError, match="could not write"):
+            put(store, 1, tokens=60_000)
+        assert is_intact(store, 1, tokens=30_000) and store.keys() == [key(1)]
+
+
+class TestTenants:
+    @pytest.fixture
+    def both(self, kind: Kind) -> tuple[TenantStore, TenantStore]:
+        store = kind.open()
+        return store, store.store.tenant("u")
+
+    def test_eviction_for_a_quota_is_within_the_tenant(self, kind: Kind, both: tuple[TenantStore, TenantStore]) -> None:
+        ours, theirs = both
+        put(theirs, *range(3))
+        put(ours, *range(4))
+        assert ours.store.set_quota("t", 3 * kind.bytes_of()) == 1
+        put(ours, 9)
+        assert ours.keys() == [key(2), key(3), key(9)] and ours.stats().max_bytes == 3 * kind.bytes_of()
+        assert all(is_intact(theirs, number) for number in range(3)) and theirs.stats().max_bytes is None
+        assert not ours.put(key(1), kv(1, 600), "float32")  # larger than the quota
+        ours.store.set_quota("t", None)
+        assert ours.put(key(1), kv(1, 600), "float32")
+
+    def test_a_flood_evicts_none_of_the_others(self, kind: Kind) -> None:
+        """Twenty tenants under one limit: who holds most loses first, whoever was used least recently."""
+        store = kind.open(100 * kind.bytes_of()).store
+        others = [store.tenant(f"tenant {number}") for number in range(19)]
+        for other in others:
+            put(other, *range(4))
+        flood = store.tenant("flood")
+        put(flood, *range(300))
+        assert all(is_intact(other, number) for other in others for number in range(4))
+        assert flood.stats().entries == 100 - 19 * 4 == len(flood.keys())
+        assert flood.keys()[-1] == key(299, "flood")
+        assert store.stats().bytes == 100 * kind.bytes_of() and totals_are_right(store)
+
+    def test_a_tenant_with_one_entry_writes_beside_one_that_holds_everything(self, kind: Kind) -> None:
+        store = kind.open(10 * kind.bytes_of()).store
+        put(store.tenant("t"), *range(10))
+        put(store.tenant("u"), 1, 2)
+        assert store.tenant("t").stats().entries == 8 and is_intact(store.tenant("u"), 1)
+
+    def test_dropping_a_tenant(self, kind: Kind, both: tuple[TenantStore, TenantStore]) -> None:
+        ours, theirs = both
+        for tenant in both:
+            put(tenant, 1, 2)
+            tenant.texts.add(["A text that is long enough to be found in a prompt, and a little longer."])
+            tenant.catalog.add_source(tenant.namespace, "node", "text 1")
+        assert is_intact(ours, 1)  # in the memory tier too
+        ours.store.set_quota("t", 10**6)
+        assert ours.store.drop_tenant("t") == 2 and ours.store.drop_tenant("t") == 0
+        assert ours.get(key(1)) is None and ours.keys() == [] and ours.stats().max_bytes is None
+        assert ours.catalog.source_texts("t") == [] and theirs.catalog.source_texts("u") == ["text 1"]
+        assert set(ours.catalog.tenants()) == {"u"} and totals_are_right(ours)
+        assert is_intact(theirs, 1) and is_intact(theirs, 2)
+        assert sorted(ours.store.payloads()) == sorted(theirs.keys())
+        for table, left in (("texts", 1), ("sources", 1), ("quotas", 0)):
+            assert len(ours.catalog.database.query(f"SELECT * FROM {table}")) == left
+
+    def test_entries_of_another_tenant_are_out_of_reach(self, both: tuple[TenantStore, TenantStore]) -> None:
+        """Though a key is no secret for who knows text and model."""
+        ours, theirs = both
+        put(theirs, 1)
+        name = key(1, "u")
+        assert ours.get(name) is None and name not in ours and ours.codec_of(name) is None
+        assert ours.keys() == [] and ours.stats().entries == 0
+        assert ours.delete([name]) == 0 and ours.release(["text 1"]) == 0
+        assert is_intact(theirs, 1)
+
+    def test_a_copied_payload_file_is_no_way_around_it(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        store = ChunkStore.open(tmp_path)
+        ours, theirs = store.tenant("t"), store.tenant("u")
+        put(theirs, 1)
+        put(ours, 1)
+        disk = store.tiers.last
+        assert isinstance(disk, DiskBackend)
+        copied = disk.path_of(key(1, "u")).read_bytes()
+        disk.path_of(key(1)).write_bytes(copied)  # in place of ours: its header names another key
+        assert ours.get(key(1)) is None and "is damaged" in caplog.text
+        # an entry in our name for their payload
+        entry = store.catalog.entry("u", key(1, "u"))
+        assert entry is not None
+        store.catalog.record(replace(entry, namespace="t"))
+        caplog.clear()
+        assert ours.get(key(1, "u")) is None and "another tenant" in caplog.text
+
+    def test_not_there_and_not_yours_ask_the_same(
+        self, both: tuple[TenantStore, TenantStore], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The queries, and so the time, do not tell that another tenant stores a text."""
+        ours, theirs = both
+        put(theirs, 1)
+        database = ours.catalog.database
+        query, asked = database.query, list[tuple[str, int]]()
+
+        def spy(sql: str, arguments: Any = ()) -> list[Any]:
+            rows = query(sql, arguments)
+            asked.append((sql, len(rows)))
+            return rows
+
+        monkeypatch.setattr(database, "query", spy)
+        seen = []
+        for name in (key(1, "u"), key(2, "u"), key(1)):
+            for ask in (ours.get, ours.codec_of, ours.__contains__):
+                asked.clear()
+                assert not ask(name)
+                seen.append((ask.__name__, tuple(asked)))
+        assert len(set(seen)) == 3 and all(len(queries) == 1 for _, queries in seen)
 
 
 class TestRelease:
-    def test_every_entry_of_a_text_and_of_no_other(self, store: ChunkStore) -> None:
+    def test_every_entry_of_a_text_and_of_no_other(self, store: TenantStore) -> None:
         """Whatever models and chunk contexts they are of: the catalog knows, nobody computes keys."""
+        other = store.store.tenant("u")
         for number in (1, 2, 3):
-            store.put(key(number), kv(number), "float32", namespace="t", text="same text")
-        store.put(key(4), kv(4), "float32", namespace="t", text="other text")
-        store.put(key(5), kv(5), "float32", namespace="u", text="same text")
-        store.put(key(6), kv(6), "float32", namespace="t")
-        assert store.release("t", ["same text", "unknown"]) == 1
-        assert [number for number in range(1, 7) if key(number) in store] == [4, 5, 6]
-        assert store.stats().entries == 3
-        assert store.release("t", ["same text"]) == 0
-        assert store.release("t", ["other text"]) == store.release("u", ["same text"]) == 1
+            store.put(key(number), kv(number), "float32", text="same text")
+        store.put(key(4), kv(4), "float32", text="other text")
+        other.put(key(5, "u"), kv(5), "float32", text="same text")
+        store.put(key(6), kv(6), "float32")
+        assert store.release(["same text", "unknown"]) == 1
+        assert [number for number in range(1, 7) if key(number) in store] == [4, 6]
+        assert store.stats().entries == 2 and is_intact(other, 5)
+        assert store.release(["same text"]) == 0
+        assert store.release(["other text"]) == other.release(["same text"]) == 1
         assert is_intact(store, 6)
 
-    def test_an_entry_that_was_used_still_belongs_to_its_text(self, store: ChunkStore) -> None:
+    def test_an_entry_that_was_used_still_belongs_to_its_text(self, store: TenantStore) -> None:
         put(store, 1)
         assert is_intact(store, 1)
-        assert store.release("t", ["text 1"]) == 1 and store.get(key(1)) is None
+        assert store.release(["text 1"]) == 1 and store.get(key(1)) is None
 
-    def test_an_adopted_payload_is_released_with_its_text(self, tmp_path: Path) -> None:
-        store = ChunkStore.open(tmp_path / "store")
+    def test_the_entry_knows_its_text_tokens_and_codec(self, kind: Kind, store: TenantStore) -> None:
         put(store, 1)
-        store.catalog.remove([key(1)])  # its writer was killed before it wrote the entry
-        assert is_intact(store, 1)
-        assert store.release("t", ["text 1"]) == 1 and store.get(key(1)) is None
+        entry = store.catalog.entry("t", key(1))
+        assert entry is not None and list(store.catalog.entries()) == [entry]
+        assert (entry.digest, entry.num_tokens, entry.codec) == (text_digest("text 1"), TOKENS, "float32")
+        assert entry.num_bytes == kind.bytes_of()
 
 
 class TestMemoryTier:
-    def tiered(self, folder: Path, memory_bytes: int | None, max_bytes: int | None = None) -> ChunkStore:
-        return ChunkStore(Catalog(folder), Tiers([MemoryBackend(memory_bytes), DiskBackend(folder / "kv")]), max_bytes)
+    def tiered(self, folder: Path, memory_bytes: int | None, max_bytes: int | None = None) -> TenantStore:
+        tiers = Tiers([MemoryBackend(memory_bytes), DiskBackend(folder)])
+        return ChunkStore(Catalog(folder), tiers, max_bytes).tenant("t")
+
+    def memory(self, store: TenantStore) -> list[str]:
+        return list(store.store.tiers.backends[0].list())
 
     def test_reading_promotes(self, tmp_path: Path) -> None:
-        put(ChunkStore.open(tmp_path), 1)
+        put(opened(tmp_path), 1)
         store = self.tiered(tmp_path, None)
-        assert key(1) in store and list(store.tiers.backends[0].list()) == []  # asking is not reading
+        assert key(1) in store and self.memory(store) == []  # asking is not reading
         assert is_intact(store, 1)
-        assert list(store.tiers.backends[0].list()) == [key(1)]
-        store.tiers.backends[1].delete([key(1)])
+        assert self.memory(store) == [key(1)]
+        store.store.tiers.last.delete([key(1)])
         assert is_intact(store, 1)  # a copy, not a view of the file
 
     def test_damage_is_not_promoted(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        put(opened(tmp_path), 1)
         store = self.tiered(tmp_path, None)
-        disk = store.tiers.backends[1]
+        disk = store.store.tiers.last
         disk.put(key(1), b"garbage")
         assert store.get(key(1)) is None and "is damaged" in caplog.text
-        assert list(store.tiers.backends[0].list()) == list(disk.list()) == []
+        assert self.memory(store) == list(disk.list()) == []
+        assert [tier.damaged for tier in store.store.stats().tiers] == [0, 1]
 
     def test_small_memory_before_a_large_disk(self, tmp_path: Path) -> None:
         store = self.tiered(tmp_path, 2 * size())
         put(store, *range(6))
-        assert len(list(store.tiers.backends[0].list())) == 2 and store.stats().entries == 6
+        memory, _ = store.store.stats().tiers
+        assert len(self.memory(store)) == 2 and store.stats().entries == 6
+        assert (memory.bytes, memory.evictions) == (2 * size(), 4)
         assert all(is_intact(store, number) for number in range(6))
 
+    def test_counters_of_each_tier(self, tmp_path: Path) -> None:
+        put(opened(tmp_path), 1)
+        store = self.tiered(tmp_path, None)
+        for _ in range(3):
+            assert is_intact(store, 1)
+        memory, disk = store.store.stats().tiers
+        assert (memory.name, memory.hits, memory.misses, memory.bytes) == ("memory", 2, 1, size())
+        assert (disk.name, disk.hits, disk.misses, disk.bytes) == ("disk", 1, 0, BLOCK)
+        assert memory.read_s > 0 and disk.read_s > 0
+
     def test_use_in_memory_protects_from_eviction_on_disk(self, tmp_path: Path) -> None:
-        store = self.tiered(tmp_path, 10 * size(), 3 * size())
+        store = self.tiered(tmp_path, 10 * size(), 3 * BLOCK)
         put(store, 1, 2, 3)
         for number in (4, 5):
             assert is_intact(store, 1)
             put(store, number)
-        assert is_intact(ChunkStore.open(tmp_path), 1)
+        assert is_intact(opened(tmp_path), 1)
 
     def test_evicted_from_disk_is_gone_from_memory(self, tmp_path: Path) -> None:
-        store = self.tiered(tmp_path, None, 2 * size())
+        store = self.tiered(tmp_path, None, 2 * BLOCK)
         put(store, 1, 2, 3)
-        assert store.get(key(1)) is None
+        assert store.get(key(1)) is None and len(self.memory(store)) == 2
+
+    @pytest.mark.parametrize("how", ["released", "dropped", "evicted"])
+    def test_what_another_process_deleted_is_not_served(self, tmp_path: Path, how: str) -> None:
+        """A text that was released must not live on in the memory of a server."""
+        store, other = self.tiered(tmp_path, None), opened(tmp_path)
+        put(store, 1)
+        assert is_intact(store, 1) and self.memory(store) == [key(1)]
+        if how == "released":
+            assert other.release(["text 1"]) == 1
+        elif how == "dropped":
+            assert other.store.drop_tenant("t") == 1
+        else:
+            assert other.store.set_limit(0) == 1
+        assert store.get(key(1)) is None and self.memory(store) == []
 
 
 class TestOldFormat:
@@ -261,15 +563,16 @@ class TestOldFormat:
         for name in files:
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).write_bytes(b"")
-        for look in (lambda: ChunkStore.open(tmp_path), lambda: is_store(tmp_path)):
+        looks: list[Callable[[], object]] = [lambda: ChunkStore.open(tmp_path), lambda: is_store(tmp_path)]
+        for look in looks:
             with pytest.raises(StoreError, match="cacheclip ingest PATH --store NEW_FOLDER.*index.sqlite3"):
                 look()
         assert not (tmp_path / "catalog.sqlite3").exists()
 
     def test_what_is_a_store(self, tmp_path: Path) -> None:
         assert not is_store(tmp_path) and not is_store(tmp_path / "nowhere")
-        store = ChunkStore.open(tmp_path)
-        assert not is_store(tmp_path)  # nothing was written
+        store = opened(tmp_path)
+        assert not is_store(tmp_path) and list(tmp_path.iterdir()) == []  # nothing was written
         put(store, 1)
         assert is_store(tmp_path)
         ChunkStore.open(tmp_path)

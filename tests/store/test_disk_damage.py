@@ -1,16 +1,15 @@
-"""The store on disk when things go wrong: damage, crashes, other processes. A bad payload is a miss, never wrong KV."""
+"""Payload files that are damaged, or are no files: a miss and a warning, never wrong KV, no waiting, no lost process."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-import signal
-import sqlite3
+import socket
 import struct
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,8 +18,9 @@ import torch
 import xxhash
 
 from cacheclip_rag.errors import StoreError
-from cacheclip_rag.store import ChunkStore, DiskBackend
-from tests.store.samples import is_intact, key, kv, put, size
+from cacheclip_rag.store import DiskBackend, TenantStore
+from cacheclip_rag.store.tenant import ReadBuffer
+from tests.store.samples import full_disk, is_intact, key, kv, opened, path_of, payload_files, put, totals_are_right
 
 
 @pytest.fixture
@@ -29,29 +29,16 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def store(folder: Path) -> ChunkStore:
-    store = ChunkStore.open(folder)
+def store(folder: Path) -> TenantStore:
+    store = opened(folder)
     put(store, 1, 2)
     return store
 
 
 @pytest.fixture
-def first(store: ChunkStore, folder: Path) -> Path:
+def first(store: TenantStore, folder: Path) -> Path:
     """The payload of entry 1."""
-    return path(folder, 1)
-
-
-def path(folder: Path, number: int) -> Path:
-    return folder / "kv" / key(number)[:2] / f"{key(number)}.kv"
-
-
-def sql(folder: Path, statement: str, *arguments: object) -> list[tuple[object, ...]]:
-    connection = sqlite3.connect(folder / "catalog.sqlite3")
-    try:
-        with connection:
-            return connection.execute(statement, arguments).fetchall()
-    finally:
-        connection.close()
+    return path_of(folder, 1)
 
 
 def with_header(content: bytes, change: Callable[[dict[str, object]], None]) -> bytes:
@@ -98,21 +85,21 @@ class TestDamage:
     @pytest.mark.parametrize("reopened", [False, True], ids=["same", "reopened"])
     def test_is_a_miss_with_one_warning_and_removed(
         self,
-        store: ChunkStore,
+        store: TenantStore,
         folder: Path,
         damage: Callable[[bytes, bytes], bytes],
         reopened: bool,
         caplog: pytest.LogCaptureFixture,
     ) -> None:
-        path(folder, 1).write_bytes(damage(path(folder, 1).read_bytes(), path(folder, 2).read_bytes()))
+        path_of(folder, 1).write_bytes(damage(path_of(folder, 1).read_bytes(), path_of(folder, 2).read_bytes()))
         if reopened:
             store.close()
-            store = ChunkStore.open(folder)
+            store = opened(folder)
         with caplog.at_level(logging.WARNING, logger="cacheclip_rag"):
             assert store.get(key(1)) is None
         assert [record.levelname for record in caplog.records] == ["WARNING"] and key(1)[:12] in caplog.text
-        assert not path(folder, 1).exists() and key(1) not in store
-        assert list(store.keys()) == [key(2)] and store.stats().entries == 1
+        assert not path_of(folder, 1).exists() and key(1) not in store
+        assert store.keys() == [key(2)] and store.stats().entries == 1
         assert (store.stats().hits, store.stats().misses) == (0, 1)
         caplog.clear()
         assert store.get(key(1)) is None and not caplog.records  # the second time it is an ordinary miss
@@ -120,21 +107,22 @@ class TestDamage:
         put(store, 1)
         assert is_intact(store, 1)
 
-    def test_what_codec_of_says_of_damage(self, store: ChunkStore, first: Path) -> None:
-        """A damaged header counts as missing, and nothing is removed: that is for get to say and do."""
+    def test_asking_for_the_codec_reads_no_payload(self, store: TenantStore, first: Path) -> None:
+        """It says what the catalog says, and removes nothing: damage is for get to find."""
         first.write_bytes(flip(first.read_bytes(), 40))
-        assert store.codec_of(key(1)) is None and first.exists()
+        assert store.codec_of(key(1)) == "float32" and first.exists()
+        assert store.get(key(1)) is None and store.codec_of(key(1)) is None
 
-    def test_swapped_files(self, store: ChunkStore, folder: Path) -> None:
-        one, other = path(folder, 1), path(folder, 2)
+    def test_swapped_files(self, store: TenantStore, folder: Path) -> None:
+        one, other = path_of(folder, 1), path_of(folder, 2)
         contents = one.read_bytes(), other.read_bytes()
         one.write_bytes(contents[1])
         other.write_bytes(contents[0])
         assert store.get(key(1)) is None and store.get(key(2)) is None
-        assert list(store.keys()) == []
+        assert store.keys() == []
 
     def test_what_cannot_be_removed_is_a_miss(
-        self, store: ChunkStore, first: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+        self, store: TenantStore, first: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         first.write_bytes(b"garbage")
 
@@ -146,214 +134,208 @@ class TestDamage:
             assert store.get(key(1)) is None
         assert "could not be removed" in caplog.text and is_intact(store, 2)
 
-
-class TestCrashes:
-    def test_survives_reopening(self, store: ChunkStore, folder: Path) -> None:
-        store.close()
-        again = ChunkStore.open(folder)
-        assert list(again.keys()) == [key(1), key(2)] and again.stats().entries == 2
-        assert is_intact(again, 1) and is_intact(again, 2)
-
-    def test_temporary_file_of_a_killed_process_is_no_entry(self, store: ChunkStore, folder: Path) -> None:
-        path(folder, 1).with_name(".tmp-abc123.kv").write_bytes(path(folder, 1).read_bytes()[:100])
-        again = ChunkStore.open(folder)
-        assert list(again.keys()) == [key(1), key(2)] and again.stats().entries == 2
-        assert is_intact(again, 1)
-
-    def test_killed_between_payload_and_entry_is_adopted(self, store: ChunkStore, folder: Path) -> None:
-        sql(folder, "DELETE FROM entries WHERE key = ?", key(1))
-        again = ChunkStore.open(folder)
-        assert list(again.keys()) == [key(2)]
-        assert key(1) in again and is_intact(again, 1)
-        assert set(again.keys()) == {key(1), key(2)} and again.stats().bytes == 2 * size()
-
-    def test_killed_while_replacing_the_entry_follows_the_payload(self, store: ChunkStore, folder: Path) -> None:
-        sql(folder, "UPDATE entries SET bytes = 7, codec = 'bfloat16' WHERE key = ?", key(1))
-        again = ChunkStore.open(folder)
-        assert again.codec_of(key(1)) == "float32" and is_intact(again, 1) and again.stats().bytes == 2 * size()
-
-    def test_lost_catalog_is_filled_again_by_reading(self, store: ChunkStore, folder: Path) -> None:
-        store.close()
-        for file in folder.glob("catalog.sqlite3*"):
-            file.unlink()
-        again = ChunkStore.open(folder)
-        assert is_intact(again, 1) and is_intact(again, 2)
-        assert again.stats().entries == 2 and again.release("t", ["text 1", "text 2"]) == 2
-
     def test_entry_without_payload_is_a_miss(
-        self, store: ChunkStore, first: Path, caplog: pytest.LogCaptureFixture
+        self, store: TenantStore, first: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         first.unlink()
-        assert key(1) not in store
         with caplog.at_level(logging.WARNING, logger="cacheclip_rag"):
             assert store.get(key(1)) is None
         assert not caplog.records  # nothing is damaged
-        assert list(store.keys()) == [key(2)]
+        assert store.keys() == [key(2)] and key(1) not in store and totals_are_right(store)
 
     @pytest.mark.parametrize(
         "error",
-        [OSError(5, "Input/output error"), PermissionError(13, "denied"), OSError(24, "Too many open files")],
-        ids=["broken disk", "denied", "out of handles"],
+        [
+            OSError(5, "Input/output error"),
+            PermissionError(13, "denied"),
+            OSError(24, "Too many open files"),
+            MemoryError(),
+        ],
+        ids=["broken disk", "denied", "out of handles", "out of memory"],
     )
     def test_trouble_while_reading_loses_nothing(
-        self, store: ChunkStore, error: OSError, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+        self, store: TenantStore, error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """An error of the disk says nothing about the file: a miss, a warning, and the entry stays."""
+        """An error of the disk says nothing about the file: a miss, one warning, and the entry stays."""
 
         def fail(*arguments: object, **options: object) -> None:
             raise error
 
         with monkeypatch.context() as patch:
-            patch.setattr(Path, "open", fail)
-            assert store.get(key(1)) is None and store.codec_of(key(1)) is None
-        assert "cannot be read" in caplog.text
+            patch.setattr("cacheclip_rag.store.disk._read_into", fail)
+            assert store.get(key(1)) is None and store.get(key(2)) is None
+        assert [record.levelname for record in caplog.records].count("WARNING") == 1
+        assert "cannot be read now" in caplog.text
         assert is_intact(store, 1) and store.stats().entries == 2
 
-    def test_full_disk_leaves_everything_as_it_was(
-        self, store: ChunkStore, folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_full_disk_leaves_everything_as_it_was(self, store: TenantStore, folder: Path) -> None:
         """No space left at the last moment: an error that says so, the old entries as they were, no leftovers."""
-
-        def full(path: Path, data: bytes) -> None:
-            with path.open("wb") as file:
-                file.write(b"half")
-            raise OSError(28, "No space left on device")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Path, "write_bytes", full)
-            with pytest.raises(StoreError, match="No space left.*nothing stored before was changed"):
-                put(store, 3)
-            with pytest.raises(StoreError):
-                store.put(key(1), kv(9), "float32")
+        with full_disk(10**6):
+            for number in (3, 1):
+                with pytest.raises(StoreError, match="too large.*nothing stored before was changed"):
+                    put(store, number, tokens=30_000)
         assert key(3) not in store and store.get(key(3)) is None
-        assert not list(folder.rglob(".tmp-*"))
-        assert is_intact(store, 1) and is_intact(store, 2)
+        assert not list((folder / "tmp").iterdir()) and len(payload_files(folder)) == 2
+        assert is_intact(store, 1) and is_intact(store, 2) and totals_are_right(store)
 
-    def test_killed_while_putting(self, folder: Path) -> None:
-        """SIGKILL at any moment: what is readable is intact, and the store goes on working."""
-        program = f"""
-from tests.store.samples import key, put
-from cacheclip_rag.store import ChunkStore
-store = ChunkStore.open({str(folder)!r})
-number = 0
-while True:
-    put(store, number % 50)
-    if number % 7 == 6:
-        store.delete(key(number % 50))
-    if number == 20:
-        print("going", flush=True)
-    number += 1
-"""
-        for pause in (0.0, 0.013):
-            with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as child:
-                assert child.stdout is not None
-                assert child.stdout.readline() == b"going\n"
-                time.sleep(pause)
-                child.send_signal(signal.SIGKILL)
-                child.wait()
-            store = ChunkStore.open(folder)
-            listed = list(store.keys())
-            assert listed
-            readable = [number for number in range(50) if key(number) in store]
-            assert len(readable) > 5 and all(is_intact(store, number) for number in readable)
-            for name in listed:
-                store.get(name)
-            assert store.stats().entries == len(list(store.keys())) == len(readable)
-            put(store, 60)
-            assert is_intact(store, 60)
-            store.delete(key(60))
-            store.close()
-
-
-class TestSharing:
-    def test_two_stores_on_one_folder_see_each_other(self, folder: Path) -> None:
-        one, other = ChunkStore.open(folder), ChunkStore.open(folder)
-        put(one, 1)
-        assert is_intact(other, 1)
-        put(other, 2)
-        assert is_intact(one, 2)
-        assert set(one.keys()) == set(other.keys()) == {key(1), key(2)}
-        assert one.release("t", ["text 1"]) == 1
-        assert other.get(key(1)) is None and key(1) not in other
-        assert one.stats().bytes == other.stats().bytes == size()
-
-    def test_a_use_through_one_protects_from_eviction_through_the_other(self, folder: Path) -> None:
-        one, other = ChunkStore.open(folder, 2 * size()), ChunkStore.open(folder, 2 * size())
-        put(one, 1, 2)
-        assert is_intact(other, 1)
-        put(one, 3)
-        assert is_intact(other, 1) and other.get(key(2)) is None
-
-    def test_kv_in_hand_outlives_its_payload(self, store: ChunkStore) -> None:
-        first, second = store.get(key(1)), store.get(key(2))
-        assert first is not None and second is not None
-        store.delete(key(1))
-        store.put(key(2), kv(9), "float32")
-        assert torch.equal(first.kv, kv(1)) and torch.equal(second.kv, kv(2))
-
-    def test_works_in_a_forked_child(self, store: ChunkStore, folder: Path) -> None:
-        program = f"""
-import os
-from tests.store.samples import is_intact, put
-from cacheclip_rag.store import ChunkStore
-store = ChunkStore.open({str(folder)!r}, memory_bytes=10_000)
-assert is_intact(store, 1)
-child = os.fork()
-if child == 0:
-    put(store, 3)
-    os._exit(0 if is_intact(store, 1) and is_intact(store, 2) else 3)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-assert is_intact(store, 2) and is_intact(store, 3)
-"""
-        subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)
-
-    def test_reading_waits_for_no_writer(self, store: ChunkStore, folder: Path) -> None:
-        other = sqlite3.connect(folder / "catalog.sqlite3", isolation_level=None)
-        other.execute("BEGIN IMMEDIATE")
-        started = time.monotonic()
-        assert is_intact(store, 1) and is_intact(store, 2)
-        other.execute("ROLLBACK")
-        other.close()
-        assert time.monotonic() - started < 5.0  # far below the 30 seconds that a writer waits
-
-    def test_opened_by_many_at_once(self, folder: Path) -> None:
-        """Nobody mistakes a catalog that another process is just making for one of another version."""
-        code = "import sys; from cacheclip_rag.store import ChunkStore; ChunkStore.open(sys.argv[1]).stats()"
-        opened = [subprocess.Popen([sys.executable, "-c", code, str(folder)]) for _ in range(4)]
-        assert [process.wait() for process in opened] == [0, 0, 0, 0]
-
-
-class TestUnusable:
-    def test_folder_that_cannot_be_made(self, tmp_path: Path) -> None:
-        (tmp_path / "file").write_text("not a folder")
-        store = ChunkStore.open(tmp_path / "file" / "store")
-        for use in (lambda: put(store, 1), lambda: list(store.keys()), lambda: store.get(key(1)), store.stats):
-            with pytest.raises(StoreError, match="file"):
-                use()
-
-    def test_kernel_folder(self) -> None:
-        """Unwritable for root as well, unlike a folder without write permission."""
-        with pytest.raises(StoreError):
-            put(ChunkStore.open("/proc/cacheclip-store"), 1)
-
-    def test_damaged_catalog(self, folder: Path) -> None:
-        folder.mkdir()
-        (folder / "catalog.sqlite3").write_bytes(b"this is no database, " * 100)
-        with pytest.raises(StoreError, match="catalog.sqlite3"):
-            ChunkStore.open(folder).stats()
-
-    def test_catalog_of_another_version(self, store: ChunkStore, folder: Path) -> None:
-        store.close()
-        sql(folder, "PRAGMA user_version = 99")
-        with pytest.raises(StoreError, match="format 99"):
-            ChunkStore.open(folder).stats()
-
-    def test_payloads_that_cannot_be_deleted(self, store: ChunkStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_payloads_that_cannot_be_deleted(self, store: TenantStore, monkeypatch: pytest.MonkeyPatch) -> None:
         def denied(backend: DiskBackend, keys: object) -> int:
             raise PermissionError(13, "denied")
 
         with monkeypatch.context() as patch:
             patch.setattr(DiskBackend, "delete", denied)
-            with pytest.raises(StoreError, match="denied"):
-                store.release("t", ["text 1"])
-        assert is_intact(store, 1) and store.stats().entries == 2
+            for use in (
+                lambda: store.release(["text 1"]),
+                lambda: store.store.drop_tenant("t"),
+                lambda: store.store.set_limit(0),
+            ):
+                with pytest.raises(StoreError, match="denied"):
+                    use()
+        assert store.stats().entries == 2 and totals_are_right(store)
+        store.store.set_limit(None)
+        assert is_intact(store, 1)
+
+
+def make_sparse(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content)
+    os.truncate(path, 10**12)
+
+
+def make_sparse_within_memory(path: Path) -> None:
+    os.truncate(path, 2 * 10**9)
+
+
+def make_link(path: Path) -> None:
+    target = path.with_name("elsewhere")
+    path.rename(target)  # an intact payload, but a link may lead anywhere
+    path.symlink_to(target)
+
+
+def make_dangling_link(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("nowhere")
+
+
+def make_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def make_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def make_socket(path: Path) -> None:
+    path.unlink()
+    before = os.getcwd()
+    os.chdir(path.parent)  # the whole path is too long for a socket
+    try:
+        with socket.socket(socket.AF_UNIX) as opened_socket:
+            opened_socket.bind(path.name)
+    finally:
+        os.chdir(before)
+
+
+def make_empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+STRANGE = [
+    make_fifo,
+    make_socket,
+    make_link,
+    make_dangling_link,
+    make_folder,
+    make_sparse,
+    make_sparse_within_memory,
+    make_empty,
+]
+
+
+class TestNoFile:
+    @pytest.mark.parametrize("change", STRANGE)
+    def test_in_place_of_a_payload_is_a_miss_and_goes(
+        self, store: TenantStore, first: Path, change: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """No waiting for a pipe's writer, no link out of the store, no memory for a file of a terabyte."""
+        change(first)
+        got: list[object] = []
+        reading = threading.Thread(target=lambda: got.append(store.get(key(1))), daemon=True)
+        reading.start()
+        reading.join(10)
+        assert got == [None], "reading must not wait"
+        assert [record.levelname for record in caplog.records].count("WARNING") >= 1 and key(1)[:12] in caplog.text
+        assert is_intact(store, 2)
+        if change is make_folder:  # a folder is not the store's to remove
+            assert first.is_dir() and store.codec_of(key(1)) == "float32"
+            return
+        assert not os.path.lexists(first) and key(1) not in store and totals_are_right(store)
+        put(store, 1)
+        assert is_intact(store, 1)
+
+    @pytest.mark.parametrize("change", STRANGE)
+    def test_listing_and_opening_do_not_wait_for_it(
+        self, store: TenantStore, first: Path, folder: Path, change: Callable[[Path], None]
+    ) -> None:
+        """Even if the catalog is missing, so that every payload's header is read."""
+        change(first)
+        store.close()
+        for file in folder.glob("catalog.sqlite3*"):
+            file.unlink()
+        done: list[int] = []
+        opening = threading.Thread(target=lambda: done.append(opened(folder).stats().entries), daemon=True)
+        opening.start()
+        opening.join(10)
+        assert done == [1]
+
+
+class TestInHand:
+    """A payload file may change at any moment: other programs, a network disk, a broken disk."""
+
+    @pytest.mark.parametrize("tokens", [4, 50_000], ids=["small", "large"])
+    @pytest.mark.parametrize("how", ["os.truncate(path, 100)", "open(path, 'r+b').write(bytes(os.path.getsize(path)))"])
+    def test_cutting_off_or_overwriting_the_file_neither_kills_nor_changes(
+        self, folder: Path, tokens: int, how: str
+    ) -> None:
+        """In a process of its own: what is mapped and cut off ends the process with SIGBUS."""
+        program = f"""
+import os
+import torch
+from tests.store.samples import key, kv, opened, path_of, put
+from pathlib import Path
+folder = Path({str(folder)!r})
+store = opened(folder)
+put(store, 1, tokens={tokens})
+got = store.get(key(1))
+path = path_of(folder, 1)
+{how}
+assert torch.equal(got.tensor(), kv(1, {tokens})), "changed"
+assert store.get(key(1)) is None
+"""
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", program], check=False, capture_output=True, text=True
+        )
+        assert done.returncode == 0, (done.returncode, done.stderr)
+
+    def test_kv_in_hand_outlives_its_payload(self, store: TenantStore) -> None:
+        got, other = store.get(key(1)), store.get(key(2))
+        assert got is not None and other is not None
+        store.delete([key(1)])
+        store.put(key(2), kv(9), "float32")
+        assert torch.equal(got.tensor(), kv(1)) and torch.equal(other.tensor(), kv(2))
+
+    def test_kv_read_into_the_callers_memory_holds_until_the_next_read(self, store: TenantStore) -> None:
+        buffer = ReadBuffer()
+        got = store.get(key(1), buffer)
+        assert got is not None
+        kept = got.tensor()
+        assert torch.equal(kept, kv(1))
+        other = store.get(key(2), buffer)
+        assert other is not None and torch.equal(other.tensor(), kv(2)) and torch.equal(kept, kv(1))
+        put(store, 3, tokens=300)
+        larger = store.get(key(3), buffer)
+        assert larger is not None and torch.equal(larger.tensor(), kv(3, 300))
+        again = store.get(key(1), buffer)  # memory that is larger than the payload
+        assert again is not None and torch.equal(again.tensor(), kv(1))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import gc
+import logging
 import random
 import threading
-import tracemalloc
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,17 +17,28 @@ from cacheclip_rag.errors import StoreError
 from cacheclip_rag.prompt.segments import Chunk, segment_text
 from cacheclip_rag.store import Catalog
 from cacheclip_rag.store import texts as module
-from cacheclip_rag.store.catalog import TextRow
-from cacheclip_rag.store.texts import REGION, WINDOW, TextIndex
+from cacheclip_rag.store.database import Database
+from cacheclip_rag.store.keys import text_digest
+from cacheclip_rag.store.texts import REACH, SCHEMA, WINDOW, TextIndex, text_row
 
+LENGTHS = [
+    *range(WINDOW - 1, WINDOW + 9),
+    *(size + WINDOW + near for size in (128, REACH, 2 * REACH) for near in (-2, -1, 0)),
+]
+"""Characters: texts with no window, with few, and around those where the reach grows or ends."""
 LETTERS = "The lighthouse of Brindle Point was built in 1847."
 LAMP = "Its lamp burned whale oil until 1871, when it was changed."
 
 
 def index_of(*texts: str) -> TextIndex:
-    index = TextIndex()
+    index = TextIndex(Database(None, SCHEMA, 1), "ours")
     index.add(texts)
     return index
+
+
+def shared(folder: Path, namespace: str = "ours") -> TextIndex:
+    """What another process would have: nothing in common but the file."""
+    return TextIndex(Catalog(folder).database, namespace)
 
 
 def found(index: TextIndex, prompt: str, candidates: list[str] | None = None) -> list[str]:
@@ -53,7 +65,7 @@ class TestFinding:
         assert found(index_of(LETTERS), prompt) == []
 
     def test_empty_index(self) -> None:
-        assert found(TextIndex(), LETTERS) == []
+        assert found(index_of(), LETTERS) == []
 
     def test_leftmost_wins_where_chunks_overlap(self) -> None:
         first, second = "one two three four five six", "four five six seven eight nine"
@@ -75,17 +87,17 @@ class TestFinding:
         assert found(index, f"{outer} And {inner}!") == [outer, inner]
 
     def test_many_texts_with_a_long_shared_head(self) -> None:
-        """A metadata header longer than the region of the anchors: the digest decides, and each is found."""
+        """A metadata header longer than the reach of the anchors: the end and the hash decide, and each is found."""
         head = "file_path: /data/annual-report.pdf\npage_label: 7\n\n" * 8
-        assert len(head) > REGION
+        assert len(head) > REACH
         texts = [f"{head}Number {n} of the texts, with an end of its own." for n in range(40)]
         index = index_of(*texts)
         for n in (0, 17, 39):
             assert found(index, f"intro {texts[n]} outro") == [texts[n]]
         assert found(index, "\n".join(texts)) == texts
 
-    @pytest.mark.parametrize("length", [WINDOW - 1, WINDOW, WINDOW + 1, REGION, REGION + WINDOW, REGION + 3 * WINDOW])
-    def test_lengths_around_the_window_and_the_region(self, length: int) -> None:
+    @pytest.mark.parametrize("length", LENGTHS)
+    def test_lengths_around_the_window_and_the_reach(self, length: int) -> None:
         text = "".join(chr(97 + (i * i + i // 7) % 26) for i in range(length))
         assert found(index_of(text), f"-- {text} --") == ([text] if length >= WINDOW else [])
 
@@ -124,7 +136,7 @@ class TestCandidates:
         assert found(index, f"{LETTERS} {LAMP}") == [LAMP]
 
     def test_not_in_the_prompt_or_too_short(self) -> None:
-        assert found(TextIndex(), LETTERS, [LAMP, "built in 1847", ""]) == []
+        assert found(index_of(), LETTERS, [LAMP, "built in 1847", ""]) == []
 
     def test_longest_wins_between_stored_and_candidate(self) -> None:
         assert found(index_of(LETTERS), f"{LETTERS} {LAMP}", [f"{LETTERS} {LAMP}"]) == [f"{LETTERS} {LAMP}"]
@@ -162,7 +174,7 @@ class TestChanges:
 
 class TestSharing:
     def test_two_objects_over_one_folder(self, tmp_path: Path) -> None:
-        one, other = TextIndex(Catalog(tmp_path)), TextIndex(Catalog(tmp_path))
+        one, other = shared(tmp_path), shared(tmp_path)
         one.add([LETTERS])
         assert found(other, LETTERS) == [LETTERS]
         other.add([LAMP])
@@ -174,51 +186,44 @@ class TestSharing:
 
     def test_survives_reopening(self, tmp_path: Path) -> None:
         catalog = Catalog(tmp_path)
-        one = TextIndex(catalog)
+        one = TextIndex(catalog.database, "ours")
         one.add([LETTERS, LAMP])
         one.remove([LAMP])
         catalog.close()
-        assert found(TextIndex(Catalog(tmp_path)), LETTERS + LAMP) == [LETTERS]
+        assert found(shared(tmp_path), LETTERS + LAMP) == [LETTERS]
 
     def test_usable_after_close(self, tmp_path: Path) -> None:
         catalog = Catalog(tmp_path)
-        index = TextIndex(catalog)
+        index = TextIndex(catalog.database, "ours")
         index.add([LETTERS])
         catalog.close()
         assert found(index, LETTERS) == [LETTERS]
 
     def test_other_namespace_is_not_found(self, tmp_path: Path) -> None:
-        ours, theirs = TextIndex(Catalog(tmp_path), "ours"), TextIndex(Catalog(tmp_path), "theirs")
+        ours, theirs = shared(tmp_path, "ours"), shared(tmp_path, "theirs")
         ours.add([LETTERS])
         assert found(theirs, LETTERS) == []
         theirs.add([LETTERS])
         ours.remove([LETTERS])
         assert found(theirs, LETTERS) == [LETTERS] and found(ours, LETTERS) == []
 
-    def test_removed_and_added_while_another_looks(self, tmp_path: Path) -> None:
-        """Between the other's two queries: afterwards the text must still be found there, now and later."""
-        looking, changing = TextIndex(Catalog(tmp_path)), TextIndex(Catalog(tmp_path))
+    def test_removed_and_added_while_another_looks(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        looking, changing = shared(tmp_path), shared(tmp_path)
         changing.add([LETTERS])
-        assert found(looking, LETTERS) == [LETTERS]
-        texts_after = looking._catalog.texts_after
-        seen: list[int] = []
+        query = looking._database.query
 
-        def interrupted(namespace: str, serial: int, count: int) -> list[tuple[int, TextRow, bool]]:
-            rows = texts_after(namespace, serial, count)
-            if not seen:
-                seen.append(serial)
-                changing.remove([LETTERS])
-                changing.add([LETTERS])
-            return rows
+        def interrupted(sql: str, arguments: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+            changing.remove([LETTERS])
+            changing.add([LETTERS])
+            return query(sql, arguments)
 
-        looking._catalog.texts_after = interrupted  # type: ignore[method-assign]
-        assert found(looking, LETTERS) == [LETTERS]
-        del looking._catalog.texts_after
-        assert found(looking, LETTERS) == [LETTERS]
+        with monkeypatch.context() as patch:
+            patch.setattr(looking._database, "query", interrupted)
+            assert found(looking, LETTERS) == [LETTERS]
         assert found(looking, LETTERS) == [LETTERS]
 
     def test_threads(self, tmp_path: Path) -> None:
-        index = TextIndex(Catalog(tmp_path))
+        index = shared(tmp_path)
         texts = [f"Text number {n} which is long enough." for n in range(40)]
         problems: list[str] = []
 
@@ -242,7 +247,57 @@ class TestSharing:
     def test_folder_that_cannot_be_made(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
         with pytest.raises(StoreError):
-            TextIndex(Catalog(tmp_path / "file" / "store")).add([LETTERS])
+            shared(tmp_path / "file" / "store").add([LETTERS])
+
+    def test_known_to_every_process_until_it_is_removed(self, tmp_path: Path) -> None:
+        one, other, theirs = shared(tmp_path), shared(tmp_path), shared(tmp_path, "theirs")
+        assert not other.known(LETTERS)
+        one.add([LETTERS, "short"])
+        assert other.known(LETTERS) and not theirs.known(LETTERS)
+        assert not other.known(LAMP) and not other.known("short")
+        other.remove([LETTERS])
+        assert not one.known(LETTERS)
+
+    def test_rows_written_elsewhere_restore_the_texts(self, tmp_path: Path) -> None:
+        """A catalog can be made again from the rows alone."""
+        rows = [row for text in (LETTERS, LAMP, "short") if (row := text_row(text)) is not None]
+        assert len(rows) == 2
+        index = shared(tmp_path)
+        index.add_rows(rows)
+        index.add_rows(rows)
+        assert found(index, f"{LAMP} {LETTERS}") == [LAMP, LETTERS] and index.known(LAMP)
+
+    def test_removed_texts_leave_nothing(self, tmp_path: Path) -> None:
+        index = shared(tmp_path)
+        index.add([LETTERS, LAMP])
+        index.remove([LETTERS, LAMP])
+        assert index._database.query("SELECT count(*) FROM texts") == [(0,)]
+
+
+class TestUnusableCatalog:
+    @pytest.fixture
+    def broken(self, tmp_path: Path) -> TextIndex:
+        (tmp_path / "catalog.sqlite3").write_bytes(b"this is no database, " * 100)
+        return shared(tmp_path)
+
+    def test_given_texts_are_found_with_one_warning(self, broken: TextIndex, caplog: pytest.LogCaptureFixture) -> None:
+        for _ in range(3):
+            assert found(broken, f"{LETTERS} {LAMP}", [LAMP]) == [LAMP]
+        (record,) = caplog.records
+        assert record.levelno == logging.WARNING and "catalog.sqlite3" in record.getMessage()
+
+    def test_changes_and_questions_raise(self, broken: TextIndex) -> None:
+        for use in (broken.add, broken.remove):
+            with pytest.raises(StoreError, match="catalog.sqlite3"):
+                use([LETTERS])
+        with pytest.raises(StoreError, match="catalog.sqlite3"):
+            broken.known(LETTERS)
+
+    def test_a_repaired_catalog_is_used_again(self, tmp_path: Path, broken: TextIndex) -> None:
+        assert found(broken, LETTERS) == []
+        (tmp_path / "catalog.sqlite3").unlink()
+        broken.add([LETTERS])
+        assert found(broken, LETTERS) == [LETTERS]
 
 
 small = st.text("ab ", min_size=0, max_size=60)
@@ -290,7 +345,7 @@ class TestProperties:
     @given(data=st.data())
     def test_any_history_of_changes(self, data: st.DataObject) -> None:
         pool = [f"{letter} text that is long enough to match" for letter in "abcd"]
-        one, present = TextIndex(), set()
+        one, present = index_of(), set()
         for _ in range(data.draw(st.integers(1, 12))):
             text = data.draw(st.sampled_from(pool))
             if data.draw(st.booleans()):
@@ -303,15 +358,48 @@ class TestProperties:
                 assert found(one, "|".join(pool)) == [t for t in pool if t in present]
         assert found(one, "|".join(pool)) == [t for t in pool if t in present]
 
+    @pytest.mark.parametrize("alphabet", ["a", "ab", "a\U0001f5fc\udcff", "abcdefghijklmnopqrstuvwxyz "])
+    @pytest.mark.parametrize("longest", [40, 700])
+    def test_overlapping_and_nested_texts(
+        self, alphabet: str, longest: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Texts are cut out of one long text, so that they share starts, ends and middles; also with popular anchors
+        and with tiny blocks."""
+        rng = random.Random(longest)
+        for round_ in range(25):
+            monkeypatch.setattr(module, "_POPULAR", rng.choice([1, 2, 512]))
+            monkeypatch.setattr(module, "_BLOCK", rng.choice([1, 3, 2048]))
+            monkeypatch.setattr(module, "_LONGEST_BLOCK", rng.choice([4, 1 << 14]))
+            whole = "".join(rng.choices(alphabet, k=2 * longest))
+            pieces = [whole[first : first + rng.randrange(longest)] for first in rng.choices(range(len(whole)), k=14)]
+            stored, given, others = pieces[:8], pieces[8:11], pieces[11:]
+            index = index_of(*pieces[:9])
+            index.remove(pieces[8:9])
+            if pieces[8] in stored:
+                stored = [text for text in stored if text != pieces[8]]
+            prompt = "".join(rng.choice([*stored, *given, *others, "b", whole]) for _ in range(6))
+            found_here = [(match.start, match.stop) for match in index.find(prompt, given)]
+            assert found_here == brute(prompt, stored + given), (round_, prompt)
+        assert not caplog.records
+
+
+class CountingDatabase(Database):
+    """Counts the rows that queries return."""
+
+    rows = 0
+
+    def query(self, sql: str, arguments: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        found = super().query(sql, arguments)
+        self.rows += len(found)
+        return found
+
 
 class TestManyTexts:
-    def test_a_history_in_small_batches(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Texts are put in order now and then, changes overrule them, and windows are compared a few at a time."""
-        monkeypatch.setattr(module, "_BATCH", 3)
-        monkeypatch.setattr(module, "_PAIRS", 2)
+    def test_a_history_of_texts_with_a_shared_head(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(module, "_POPULAR", 3)
         head = "file_path: /data/annual-report.pdf\n" * 10
         texts = [f"{head}text {number} of many, {'and so on ' * (number % 5)}and its end." for number in range(40)]
-        writing, reading = TextIndex(Catalog(tmp_path)), TextIndex(Catalog(tmp_path))
+        writing, reading = shared(tmp_path), shared(tmp_path)
         rng, there = random.Random(0), set()
         for step in range(60):
             some = rng.sample(texts, rng.randrange(1, 9))
@@ -324,17 +412,100 @@ class TestManyTexts:
             if step % 3 == 0:
                 order = rng.sample(texts, len(texts))
                 assert found(reading, "\n".join(order)) == [text for text in order if text in there], step
-        assert len(reading._settled) > 3
 
-    def test_what_a_text_costs_in_memory(self) -> None:
-        index, count = TextIndex(), 20_000
-        index.add(f"Number {number} of many texts, none of which is kept." for number in range(count))
-        found(index, "loads what is loaded at first use")
-        other = TextIndex(index._catalog)
-        tracemalloc.start()
-        try:
-            assert found(other, "Here: Number 777 of many texts, none of which is kept. Yes.") != []
-            gc.collect()
-            assert tracemalloc.get_traced_memory()[0] / count < 100
-        finally:
-            tracemalloc.stop()
+    @pytest.mark.parametrize("head", ["", "file_path: /data/annual-report.pdf\npage_label: 7\n\n" * 8])
+    def test_a_search_reads_few_rows(self, head: str) -> None:
+        """Also if all texts have the same start: rows of texts that are not in the prompt stay in the file."""
+        database = CountingDatabase(None, SCHEMA, 1)
+        index, count = TextIndex(database, "ours"), 3000
+        rng = random.Random(0)
+        texts = [head + " ".join(str(rng.randrange(10**9)) for _ in range(60)) for _ in range(count)]
+        index.add(texts)
+        assert found(index, f"Here: {texts[777]} Yes. {texts[5]}") == [texts[777], texts[5]]
+        assert database.rows < 60
+
+
+class TestHostileTexts:
+    """Texts and prompts in which every place looks like the start of every text. Work is counted."""
+
+    RUNS = [("-" * length) for length in range(100, 1100)]
+    DIFFERENT_MIDDLES = [f"{'-' * (300 + n % 7)}word {n}{'-' * 300}" for n in range(1000)]
+
+    @pytest.fixture
+    def digests(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        """Slices of prompts whose digest was computed."""
+        made: list[str] = []
+
+        def counting(text: str) -> bytes:
+            made.append(text)
+            return text_digest(text)
+
+        monkeypatch.setattr(module, "text_digest", counting)
+        return made
+
+    @pytest.fixture
+    def compared(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        """Numbers of slices whose hashes were compared at once."""
+        made: list[int] = []
+        ranges = module._ranges
+
+        def counting(first: Any, counts: Any) -> Any:
+            made.append(int(counts.sum()))
+            return ranges(first, counts)
+
+        monkeypatch.setattr(module, "_ranges", counting)
+        return made
+
+    def test_runs_of_one_character(self, digests: list[str], compared: list[int]) -> None:
+        index = index_of(*self.RUNS)
+        digests.clear()
+        assert [m.stop - m.start for m in index.find("-" * 8000)] == [1099] * 7 + [307]
+        assert len(digests) == 8
+        assert sum(compared) < 30_000
+
+    def test_texts_that_differ_in_the_middle(self, digests: list[str], compared: list[int]) -> None:
+        index = index_of(*self.DIFFERENT_MIDDLES)
+        digests.clear()
+        assert index.find("-" * 8000) == [] and digests == []
+        assert max(compared) <= module._LONGEST_BLOCK + 1000
+        text = self.DIFFERENT_MIDDLES[77]
+        assert found(index, "-" * 2000 + text + "-" * 2000) == [text]
+
+    def test_a_search_with_too_many_comparisons_stops(
+        self, monkeypatch: pytest.MonkeyPatch, compared: list[int], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr(module, "_MOST_COMPARED", 100_000)
+        index = index_of(*self.DIFFERENT_MIDDLES, LETTERS)
+        assert found(index, LETTERS + "-" * 8000 + LETTERS) == [LETTERS]
+        assert sum(compared) < 100_000 + 2 * module._LONGEST_BLOCK
+        (record,) = caplog.records
+        assert "was stopped" in record.getMessage() and "8100 characters" in record.getMessage()
+
+    def test_a_search_with_too_many_wrong_hashes_stops(
+        self, digests: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Somebody may find texts whose hashes are equal; here the rows of runs are given wrong digests."""
+        monkeypatch.setattr(module, "_MOST_WRONG", 5)
+        index = index_of(LETTERS)
+        rows = [row for text in self.RUNS if (row := text_row(text)) is not None]
+        index.add_rows([row._replace(digest=bytes(16)) for row in rows])
+        digests.clear()
+        assert found(index, LETTERS + "-" * 8000 + LETTERS) == [LETTERS]
+        assert len(digests) == 7
+        assert ["was stopped" in record.getMessage() for record in caplog.records] == [True]
+
+    def test_more_rows_than_a_search_reads(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr(module, "_MOST_ROWS", 50)
+        index = index_of(*self.DIFFERENT_MIDDLES, LETTERS)
+        assert LETTERS in found(index, LETTERS + "-" * 2000)
+        assert ["too many texts" in record.getMessage() for record in caplog.records] == [True]
+
+    def test_rows_of_other_texts_are_never_matches(self) -> None:
+        """Everything but the digest says that the text is there."""
+        index, row = index_of(), text_row(LETTERS)
+        assert row is not None
+        index.add_rows([row._replace(digest=bytes(16))])
+        assert found(index, LETTERS) == []
+        assert found(index, LETTERS, [LETTERS]) == [LETTERS]

@@ -38,11 +38,18 @@ class FusedLayer(DynamicLayer):  # type: ignore[misc]
         self.length = length
         self.keys, self.values = self._keys[:, :, :length], self._values[:, :, :length]
 
-    def write(self, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write KV ``(num_kv_heads, num_tokens, head_dim)`` from slot ``start`` on."""
+    def write(self, start: int, keys: torch.Tensor, values: torch.Tensor, scale: torch.Tensor | None = None) -> None:
+        """Write KV ``(num_kv_heads, num_tokens, head_dim)`` from slot ``start`` on.
+
+        Args:
+            scale: ``(num_kv_heads, num_tokens, 1)``, by which the values are multiplied: 8-bit integers need no
+                memory for their floats but the cache.
+        """
         stop = start + keys.shape[-2]
         self._keys[0, :, start:stop] = keys
         self._values[0, :, start:stop] = values
+        if scale is not None:
+            self._values[0, :, start:stop] *= scale
         self._resize(max(self.length, stop))
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

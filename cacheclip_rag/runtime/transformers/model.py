@@ -229,9 +229,7 @@ class ModelRuntime(TextModel):
             cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
         return cos[0], sin[0]
 
-    def fill(
-        self, cache: FusedCache, kv: KV, *, slot: int, position: int, num_layers: int | None = None
-    ) -> None:
+    def fill(self, cache: FusedCache, kv: KV, *, slot: int, position: int, num_layers: int | None = None) -> None:
         """Write stored ``kv`` into ``cache`` from ``slot`` on, with keys rotated to positions from ``position`` on.
 
         Args:
@@ -241,8 +239,8 @@ class ModelRuntime(TextModel):
             return  # an empty shared prefix: some rotary modules fail without a largest position
         tables = self.rotary_tables(position, position + kv.shape[3])
         for number, (layer, of_layer) in enumerate(list(zip(cache.layers, tables, strict=True))[:num_layers]):
-            keys, values = layer_of(kv, number, layer.device)
-            layer.write(slot, rotate(keys, of_layer), values)
+            keys, values, scale = layer_of(kv, number, layer.device)
+            layer.write(slot, rotate(keys, of_layer), values, scale)
 
     def extract(self, cache: FusedCache, start: int, stop: int) -> torch.Tensor:
         """Position-free KV of slots start to stop - 1 (slot = position): the inverse of :meth:`fill`."""
