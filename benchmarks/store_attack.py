@@ -903,8 +903,8 @@ OF_PAYLOADS: tuple[Damage, ...] = (
 )  # fmt: skip
 OF_CATALOG: tuple[Damage, ...] = (
     flip_bits, random_bytes, random_bytes, random_bytes, cut, grow, zero, empty, delete, other_database,
-    marked_database, other_format, text_file, older_catalog, stale_wal, change_rows, change_rows, change_rows, add_rows, delete_rows,
-    drop_tables, fifo, link, folder_instead,
+    marked_database, other_format, text_file, older_catalog, stale_wal, change_rows, change_rows, change_rows, add_rows,
+    delete_rows, drop_tables, fifo, link, folder_instead,
 )  # fmt: skip
 SILENT = {older_catalog, change_rows, add_rows, delete_rows, drop_tables, flip_bits, random_bytes, zero}
 """Damage after which the catalog is a valid catalog of other texts, so that nobody can tell what is missing."""
@@ -955,7 +955,7 @@ class _Case:
         for _ in range(rng.choice((1, 1, 2, 4))):
             damages = rng.choice([damages for damages in (of_payloads, of_catalog) if damages])
             damage = rng.choice(damages)
-            with contextlib.suppress(OSError, ValueError, sqlite3.Error):  # damaged too much already
+            with contextlib.suppress(OSError, LookupError, ValueError, sqlite3.Error):  # damaged too much already
                 damage(scene.store / scene.payload() if damages is of_payloads else scene.catalog, scene)
                 done.append((damage, damages is of_catalog))
         names = ", ".join(f"{damage.__name__} of {'catalog' if of else 'payload'}" for damage, of in done)
