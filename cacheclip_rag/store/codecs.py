@@ -114,6 +114,7 @@ class Int8Codec(Codec):
     Source: KIVI (arXiv:2402.02750), section 3: keys have outlier channels, values do not. A key channel may be far from
     0 in all tokens (models with a bias on keys), so that its middle is stored too. Error at most half a step, a step
     being 1/254 of a channel's range (keys) or 1/127 of a token's largest absolute value (values).
+    Infinity and NaN are refused with ConfigurationError.
 
     A layer: keys and values int8, then float32 middle and step of each key channel, then float32 step of each value
     token.
@@ -125,10 +126,16 @@ class Int8Codec(Codec):
         return sum(self._parts(shape))
 
     def encode(self, layer: torch.Tensor) -> torch.Tensor:
-        keys, values = layer.to("cpu", torch.float32)
-        low, high = keys.aminmax(dim=-2, keepdim=True)
-        middle = (low + high) / 2
-        key_step = (high - low) / 254
+        layer = layer.to("cpu", torch.float32)
+        if not layer.isfinite().all():
+            raise ConfigurationError(
+                "KV that is not finite (infinity or NaN) cannot be stored with codec int8: it would spoil the numbers "
+                "beside it. Use the codec float32, or run the model with another dtype."
+            )
+        keys, values = layer
+        low, high = (bound / 2 for bound in keys.aminmax(dim=-2, keepdim=True))  # their sum and range cannot overflow
+        middle = low + high
+        key_step = (high - low) / 127
         value_step = values.abs().amax(-1, keepdim=True) / 127
         parts = (
             _quantise(keys - middle, key_step),
@@ -301,7 +308,7 @@ def encode(
         text: the text's row in the text index, if it has one.
 
     Raises:
-        ConfigurationError: an unknown codec.
+        ConfigurationError: an unknown codec, or numbers that the codec cannot store.
     """
     if codec not in CODECS:
         raise ConfigurationError(f"codec must be one of {', '.join(CODECS)}, got {codec!r}.")

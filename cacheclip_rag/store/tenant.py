@@ -147,7 +147,7 @@ class TenantStore:
             False if the KV is larger than the limit, and was not stored.
 
         Raises:
-            ConfigurationError: an unknown codec.
+            ConfigurationError: an unknown codec, or numbers that the codec cannot store.
             StoreError: the KV could not be written; nothing stored before was changed.
         """
         digest = text_digest(text) if text is not None else None

@@ -136,7 +136,11 @@ class TextIndex:
 
     def known(self, text: str) -> bool:
         """Whether a text was added and not removed since."""
-        return any(self._database.query(f"SELECT 1 {_THIS_ROW}", self._name(row)) for row in _rows_of([text]))
+        return any(self.holds(row) for row in _rows_of([text]))
+
+    def holds(self, row: TextRow) -> bool:
+        """Whether the text of a row was added and not removed since."""
+        return bool(self._database.query(f"SELECT 1 {_THIS_ROW}", self._name(row)))
 
     def find(self, prompt: str, documents: Iterable[str] = ()) -> list[TextMatch]:
         """Stored texts and ``documents`` that occur in ``prompt``: leftmost, longest, not overlapping, in order.

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.prompt.segments import Segment
 from cacheclip_rag.runtime.prefill import Prefilled
+from cacheclip_rag.store import decode, encode
 from tests.conftest import rag_prompt
 from tests.fusion.cases import EXACT, gap, reference_logits
 
@@ -61,8 +63,9 @@ def away(found: Prefilled, tiny_models: dict[str, str]) -> float:
     return gap(found.logits, reference_logits(tiny_models["llama"], found.layout.ids))
 
 
-def test_nothing_coarse_is_kept(opening: Callable[[str], Case], tiny_models: dict[str, str]) -> None:
-    found = after_an_answer(opening("bfloat16"))
+@pytest.mark.parametrize("codec", ["bfloat16", "int8"])
+def test_nothing_coarse_is_kept(opening: Callable[[str], Case], tiny_models: dict[str, str], codec: str) -> None:
+    found = after_an_answer(opening(codec))
     assert found.stats.cached_prefix_tokens == 0
     assert away(found, tiny_models) < EXACT
 
@@ -80,3 +83,56 @@ def test_twin_kept_it_would_show_in_the_logits(opening: Callable[[str], Case], t
     engine.prefixes.insert(fused.layout.ids[: 2 * BLOCK].tolist(), fused.cache)
     found = engine.prefill(prompt, ONE, method=engine.make_method("prefix"))
     assert found.stats.cached_prefix_tokens == 2 * BLOCK and away(found, tiny_models) > 10 * EXACT
+
+
+class TestInt8:
+    def test_what_the_engine_knows_of_it(self, make: Callable[..., CacheClipEngine], chunks: list[str]) -> None:
+        """Lossy and smaller; the shared prefix, which every prompt reads, is not quantised."""
+        engine, exact = (make(codec=codec, method="direct", system_prompt="Be brief.") for codec in ("int8", "float32"))
+        for each in (engine, exact):
+            each.precompute(chunks[:1])
+        caches, plain = engine.parts.prefix_caches, exact.parts.prefix_caches
+        assert caches.is_lossy and not plain.is_lossy
+        assert torch.equal(caches.prefix, plain.prefix) and caches.prefix.shape[3] > 0
+        stored, whole = caches.read(chunks[0]), plain.read(chunks[0])
+        assert stored is not None and whole is not None and (stored.codec, whole.codec) == ("int8", "float32")
+        key = caches.key(chunks[0])
+        expected = decode(encode(whole.tensor(), "int8", key, namespace="default"), key).tensor()
+        assert torch.equal(stored.tensor(), expected) and 0 < gap(expected, whole.tensor())
+        assert caches.stored_bytes(500) < 0.5 * plain.stored_bytes(500)
+
+    def test_is_not_good_enough_for_an_engine_with_a_finer_codec(
+        self, make: Callable[..., CacheClipEngine], chunks: list[str], tmp_path: Path
+    ) -> None:
+        """It computes the chunk again, and stores it finer; the coarser engine is content with that."""
+        coarse, fine, clean = (
+            make(codec=codec, method="direct", store=store, auxiliary=None, prefix_cache_bytes=0)
+            for codec, store in (("int8", str(tmp_path)), ("float32", str(tmp_path)), ("float32", None))
+        )
+        assert coarse.precompute(chunks) == 4
+        assert not fine.is_stored(chunks[0]) and fine.parts.prefix_caches.read(chunks[0]) is None
+        answer = fine.generate(rag_prompt(chunks), ONE, documents=chunks)
+        assert (answer.stats.hits, answer.stats.misses) == (0, 4)
+        assert fine.is_stored(chunks[0]) and fine.precompute(chunks) == 0
+        assert clean.precompute(chunks) == 4
+        one, other = (
+            engine.prefill(rag_prompt(chunks), ONE, method=engine.make_method("direct")) for engine in (fine, clean)
+        )
+        assert one.stats.hits == 4 and torch.equal(one.logits, other.logits)
+        assert coarse.is_stored(chunks[0]) and coarse.precompute(chunks) == 0
+
+    @pytest.mark.parametrize("primary", ["llama", "qwen2", "gemma3"])
+    def test_direct_reuse_is_near_that_of_float32(
+        self, make: Callable[..., CacheClipEngine], tiny_models: dict[str, str], chunks: list[str], primary: str
+    ) -> None:
+        """What int8 changes is small beside what reuse changes."""
+        found = {}
+        for codec in ("float32", "int8"):
+            engine = make(codec=codec, primary=tiny_models[primary], auxiliary=None)
+            engine.precompute(chunks)
+            found[codec] = engine.prefill(rag_prompt(chunks), ONE, method=engine.make_method("direct"))
+            assert found[codec].stats.hits == 4
+        full = engine.prefill(rag_prompt(chunks), ONE, method=engine.make_method("full"))
+        exact, quantised = found["float32"].logits, found["int8"].logits
+        assert 0 < gap(quantised, exact) < 0.1 * float(exact.std())
+        assert gap(quantised, exact) < 0.25 * gap(full.logits, exact)

@@ -1,78 +1,116 @@
-"""From KV to bytes and back: bit for bit, and never wrong KV."""
+"""From KV to bytes and back: bit for bit where the codec is lossless, within its bounds where not, never wrong KV."""
 
 from __future__ import annotations
+
+import math
+from pathlib import Path
 
 import pytest
 import torch
 
 from cacheclip_rag.errors import ConfigurationError
-from cacheclip_rag.store import CODECS, FrameError, decode, encode, frame_bytes, keeps
-from cacheclip_rag.store.codecs import Frame
+from cacheclip_rag.store import CODECS, FrameError, decode, encode, frame_bytes, keeps, layer_of
+from cacheclip_rag.store.codecs import FloatCodec, Frame
 from cacheclip_rag.store.keys import text_digest
-from tests.store.samples import key, kv
+from cacheclip_rag.store.texts import text_row
+from tests.store.samples import frame, key, kv, opened
+
+FLOATS = [name for name, codec in CODECS.items() if isinstance(codec, FloatCodec)]
+INT8 = CODECS["int8"]
 
 
-@pytest.mark.parametrize("codec", list(CODECS))
+@pytest.mark.parametrize("codec", FLOATS)
 @pytest.mark.parametrize("kind", [bytes, bytearray], ids=["read-only", "writable"])
 def test_round_trip_is_lossless(codec: str, kind: type) -> None:
     """Bit for bit, odd values included."""
-    written = kv(1, dtype=CODECS[codec])
-    written[0, 0, 0, 0] = torch.tensor([float("inf"), float("-inf"), -0.0, 6e-8]).to(CODECS[codec])
-    read = decode(kind(encode(written, codec, key(1))), key(1))
-    assert read.codec == codec and read.kv.dtype == CODECS[codec] and read.kv.shape == written.shape
-    assert torch.equal(read.kv.view(torch.uint8), written.view(torch.uint8))
+    dtype = getattr(torch, codec)
+    written = kv(1, dtype=dtype)
+    written[0, 0, 0, 0] = torch.tensor([float("inf"), float("-inf"), -0.0, 6e-8]).to(dtype)
+    read = decode(kind(encode(written, codec, key(1), namespace="t")), key(1))
+    assert read.codec == codec and read.tensor().dtype == dtype and read.shape == written.shape
+    assert torch.equal(read.tensor().view(torch.uint8), written.view(torch.uint8))
+    for number in range(2):
+        assert torch.equal(read.layer(number), written[number]) and torch.equal(
+            layer_of(read, number, "cpu"), layer_of(written, number, "cpu")
+        )
 
 
 def test_kv_that_is_not_contiguous() -> None:
     written = kv(1, tokens=7).transpose(2, 4)
-    assert torch.equal(decode(encode(written, "float32", key(1)), key(1)).kv, written)
+    assert torch.equal(decode(encode(written, "float32", key(1), namespace="t"), key(1)).tensor(), written)
 
 
-def test_payload_does_not_share_memory_with_what_was_encoded() -> None:
+@pytest.mark.parametrize("codec", CODECS)
+def test_payload_does_not_share_memory_with_what_was_encoded(codec: str) -> None:
     written = kv(1)
-    data = encode(written, "float32", key(1))
+    data = encode(written, codec, key(1), namespace="t")
+    expected = decode(data, key(1)).tensor()
     written.zero_()
-    assert torch.equal(decode(data, key(1)).kv, kv(1))
+    assert torch.equal(decode(data, key(1)).tensor(), expected) and bool(expected.any())
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_the_tensor_of_stored_kv_has_memory_of_its_own(codec: str) -> None:
+    data = encode(kv(1), codec, key(1), namespace="t")
+    got = decode(data, key(1)).tensor()
+    data[:] = bytes(len(data))
+    assert bool(got.any())
 
 
 def test_layers_lie_at_a_multiple_of_64_bytes() -> None:
     """Copying from memory that is not aligned is slower."""
-    for namespace in ("", "t", "a longer namespace, é"):
+    for namespace in ("t", "a longer namespace, é"):
         assert Frame.parse(encode(kv(1), "float32", key(1), namespace=namespace), key(1)).start % 64 == 0
 
 
 def test_header_says_whose_it_is() -> None:
-    frame = Frame.parse(encode(kv(1), "float16", key(1), namespace="é \ud800", text="words"), key(1))
-    assert (frame.namespace, frame.text, frame.codec) == ("é \ud800", text_digest("words"), "float16")
-    assert frame.num_tokens == 4 and Frame.parse(encode(kv(1), "float16", key(1)), key(1)).text is None
+    """All that the catalog knows of an entry, so that it can be made again from payloads."""
+    text = "The keeper lit the lamp at dusk and wrote the hour down."
+    row = text_row(text)
+    data = encode(kv(1), "float16", key(1), namespace="é \ud800", digest=text_digest(text), text=row)
+    parsed = Frame.parse(data, key(1))
+    assert (parsed.namespace, parsed.digest, parsed.codec) == ("é \ud800", text_digest(text), "float16")
+    assert row is not None and parsed.text == row and parsed.num_tokens == 4
+    bare = Frame.parse(encode(kv(1), "float16", key(1), namespace="t"), key(1))
+    assert bare.digest is None and bare.text is None
+
+
+def test_a_header_is_read_without_its_layers() -> None:
+    whole = frame(1)
+    start = Frame.parse(whole, key(1)).start
+    assert Frame.parse(whole[:start], key(1), num_bytes=len(whole)).shape == kv(1).shape
+    with pytest.raises(FrameError, match="bytes"):
+        Frame.parse(whole[:start], key(1), num_bytes=len(whole) - 1)
 
 
 @pytest.mark.parametrize("codec", list(CODECS))
 @pytest.mark.parametrize("namespace", ["default", "a longer namespace, é"])
 def test_size_is_known_before(codec: str, namespace: str) -> None:
-    data = encode(kv(1, tokens=11), codec, key(1), namespace=namespace, text="words")
-    assert frame_bytes(kv(1, tokens=11).shape, codec, namespace=namespace) == len(data)
+    row, digest = text_row("words that are long enough to be found in a prompt"), text_digest("words")
+    data = encode(kv(1, tokens=11), codec, key(1), namespace=namespace, digest=digest, text=row)
+    assert row is not None and frame_bytes(kv(1, tokens=11).shape, codec, namespace=namespace) == len(data)
 
 
 class TestLayers:
     def test_a_layer_is_read_without_the_others(self) -> None:
-        data = encode(kv(1), "float32", key(1))
+        data = encode(kv(1), "float32", key(1), namespace="t")
         data[-1] ^= 1  # of the last layer
-        frame = Frame.parse(data, key(1))
-        assert torch.equal(frame.layer(0), kv(1)[0])
+        parsed = Frame.parse(data, key(1))
+        assert torch.equal(parsed.layer_bytes(0), kv(1)[0].contiguous().flatten().view(torch.uint8))
         with pytest.raises(FrameError, match="layer 1"):
-            frame.layer(1)
+            parsed.verify()
 
+    @pytest.mark.parametrize("codec", CODECS)
     @pytest.mark.parametrize("layer", [0, 1])
-    def test_a_damaged_layer_is_found_in_the_whole(self, layer: int) -> None:
-        data = encode(kv(1), "float32", key(1))
+    def test_a_damaged_layer_is_found_in_the_whole(self, codec: str, layer: int) -> None:
+        data = encode(kv(1), codec, key(1), namespace="t")
         start = Frame.parse(data, key(1)).start
         data[start + layer * (len(data) - start) // 2] ^= 1
         with pytest.raises(FrameError, match=f"layer {layer}"):
             decode(data, key(1))
 
     def test_layers_that_changed_their_order_are_found(self) -> None:
-        data = encode(kv(1), "float32", key(1))
+        data = encode(kv(1), "float32", key(1), namespace="t")
         start = Frame.parse(data, key(1)).start
         half = start + (len(data) - start) // 2
         with pytest.raises(FrameError, match="layer 0"):
@@ -80,8 +118,9 @@ class TestLayers:
 
 
 class TestDamage:
-    def test_every_single_flipped_byte_is_caught(self) -> None:
-        whole = encode(kv(1), "float32", key(1), text="words")
+    @pytest.mark.parametrize("codec", ["float32", "int8"])
+    def test_every_single_flipped_byte_is_caught(self, codec: str) -> None:
+        whole = encode(kv(1), codec, key(1), namespace="t", digest=text_digest("words"))
         for position in range(len(whole)):
             data = bytearray(whole)
             data[position] ^= 0x01
@@ -89,7 +128,7 @@ class TestDamage:
                 decode(data, key(1))
 
     def test_every_length_but_its_own_is_caught(self) -> None:
-        whole = encode(kv(1), "float32", key(1))
+        whole = frame(1)
         for length in (*range(0, len(whole), 7), len(whole) - 1):
             with pytest.raises(FrameError):
                 decode(whole[:length], key(1))
@@ -98,13 +137,128 @@ class TestDamage:
 
     def test_payload_of_another_key(self) -> None:
         with pytest.raises(FrameError, match="another entry"):
-            decode(encode(kv(1), "float32", key(1)), key(2))
+            decode(frame(1), key(2))
+
+
+def round_trip(layer: torch.Tensor) -> torch.Tensor:
+    """One layer, ``(2, num_kv_heads, num_tokens, head_dim)``, through int8."""
+    return INT8.decode(INT8.encode(layer), layer.shape)
+
+
+def worst(written: torch.Tensor, read: torch.Tensor, step: torch.Tensor) -> float:
+    """Largest error in steps; where the step is 0, there must be none."""
+    error = (written - read).abs()
+    assert bool((error[(step == 0).expand_as(error)] == 0).all())
+    return float((error / step.clamp_min(1e-30)).max())
+
+
+class TestInt8:
+    @pytest.fixture
+    def layer(self) -> torch.Tensor:
+        """Keys with channels of all sizes, far from zero; values with tokens of all sizes."""
+        generator = torch.Generator().manual_seed(0)
+        layer = torch.randn(2, 3, 50, 16, generator=generator)
+        layer[0] *= torch.logspace(-3, 2, 16)
+        layer[0] += torch.linspace(-300, 300, 16)
+        layer[1] *= torch.logspace(-3, 2, 50)[:, None]
+        return layer
+
+    def test_errors_are_at_most_half_a_step(self, layer: torch.Tensor) -> None:
+        """As the codec says: 1/254 of a key channel's range, 1/127 of a value token's largest number."""
+        read = round_trip(layer)
+        assert read.dtype == torch.float32 and read.shape == layer.shape
+        low, high = layer[0].aminmax(dim=-2, keepdim=True)
+        rounding = 300 * 2.0**-23  # of float32 numbers of this size
+        assert bool(((layer[0] - read[0]).abs() <= 0.5001 * (high - low) / 254 + rounding).all())
+        assert worst(layer[1], read[1], layer[1].abs().amax(-1, keepdim=True) / 127) <= 0.5001
+
+    def test_a_key_channel_far_from_zero_loses_nothing_by_it(self, layer: torch.Tensor) -> None:
+        """Twin: one step for a channel that holds its distance from zero would be a hundred times coarser."""
+        near = layer.clone()
+        near[0] -= near[0].mean(-2, keepdim=True)
+        far = near.clone()
+        far[0] += 50 * near[0].abs().amax(-2, keepdim=True)
+        errors = [(kv[0] - round_trip(kv)[0]).abs().amax(-2) for kv in (near, far)]
+        assert bool((errors[1] <= 1.1 * errors[0] + 1e-2 * near[0].abs().amax(-2)).all())
+        naive = far[0].abs().amax(-2) / 127 / 2
+        assert bool((naive > 10 * errors[1]).any())
+
+    def test_a_large_value_of_one_token_spoils_no_other_token(self, layer: torch.Tensor) -> None:
+        spoilt = layer.clone()
+        spoilt[1, :, 7] *= 1e4
+        others = [token for token in range(50) if token != 7]
+        assert torch.equal(round_trip(spoilt)[1][:, others], round_trip(layer)[1][:, others])
+
+    @pytest.mark.parametrize("value", [0.0, 1.0, -273.15, 1e-30, 1e30])
+    def test_constant_numbers_come_back(self, value: float) -> None:
+        layer = torch.full((2, 2, 5, 4), value)
+        read = round_trip(layer)
+        assert torch.equal(read[0], layer[0])  # all of a channel is its middle
+        assert torch.allclose(read[1], layer[1], rtol=1e-6, atol=0)
+
+    def test_one_token(self) -> None:
+        layer = kv(1, tokens=1)[0]
+        read = round_trip(layer)
+        assert torch.equal(read[0], layer[0])
+        assert worst(layer[1], read[1], layer[1].abs().amax(-1, keepdim=True) / 127) <= 0.5001
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_other_dtypes_are_encoded_as_their_numbers(self, layer: torch.Tensor, dtype: torch.dtype) -> None:
+        layer = (layer / 300).to(dtype)
+        assert torch.equal(INT8.encode(layer), INT8.encode(layer.float()))
+
+    def test_the_largest_numbers_of_the_dtype(self) -> None:
+        """Neither the middle nor the range of a channel overflows."""
+        largest = torch.finfo(torch.bfloat16).max
+        layer = torch.tensor([largest, -largest, largest / 2, 0.0]).view(1, 1, 4, 1).repeat(2, 1, 1, 4)
+        read = round_trip(layer)
+        assert bool(read.isfinite().all())
+        assert bool(((read.double() - layer.double()).abs() <= 0.51 * 2 * largest / 254).all())
+
+    @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+    @pytest.mark.parametrize("part", [0, 1], ids=["keys", "values"])
+    def test_numbers_that_are_not_finite_are_refused(self, layer: torch.Tensor, value: float, part: int) -> None:
+        """One of them would spoil its whole channel, or its whole token, and be gone afterwards."""
+        layer[part, 1, 3, 2] = value
+        with pytest.raises(ConfigurationError, match=r"not finite.*codec"):
+            INT8.encode(layer)
+
+    def test_size(self) -> None:
+        """A byte a number, 8 bytes a key channel, 4 bytes a value token: about a quarter of float32."""
+        shape = (2, 3, 50, 16)
+        expected = 2 * 3 * 50 * 16 + 3 * 16 * 8 + 3 * 50 * 4
+        assert INT8.num_bytes(shape) == INT8.encode(torch.randn(shape)).numel() == expected
+        assert INT8.num_bytes((2, 8, 512, 128)) < 0.27 * CODECS["float32"].num_bytes((2, 8, 512, 128))
+
+    def test_layers_are_numbers_of_float32(self) -> None:
+        stored = decode(encode(kv(1), "int8", key(1), namespace="t"), key(1))
+        assert stored.tensor().dtype == stored.layer(0).dtype == torch.float32
+        assert torch.equal(stored.tensor()[1], stored.layer(1)) and torch.equal(stored.layer(1), round_trip(kv(1)[1]))
+
+    @pytest.mark.parametrize("memory_bytes", [0, 10**6])
+    def test_round_trip_through_the_store(self, tmp_path: Path, memory_bytes: int) -> None:
+        store = opened(tmp_path, memory_bytes=memory_bytes)
+        assert store.put(key(1), kv(1, 40), "int8", text="text 1") and store.codec_of(key(1)) == "int8"
+        store.close()
+        for _ in range(2):
+            got = store.get(key(1))
+            assert got is not None and got.codec == "int8"
+            assert torch.equal(got.tensor(), torch.stack([round_trip(layer) for layer in kv(1, 40)]))
+        assert store.stats().bytes < math.prod(kv(1, 40).shape) * 4
+
+    def test_through_the_store_what_is_refused_leaves_nothing(self, tmp_path: Path) -> None:
+        store = opened(tmp_path)
+        bad = kv(1)
+        bad[1, 0, 0, 0, 0] = math.nan
+        with pytest.raises(ConfigurationError, match="not finite"):
+            store.put(key(1), bad, "int8")
+        assert key(1) not in store and store.stats().bytes == 0
 
 
 class TestCodecs:
     def test_unknown_codec(self) -> None:
-        with pytest.raises(ConfigurationError, match="float32, bfloat16, float16"):
-            encode(kv(1), "int3", key(1))
+        with pytest.raises(ConfigurationError, match="float32, bfloat16, float16, int8"):
+            encode(kv(1), "int3", key(1), namespace="t")
 
     @pytest.mark.parametrize(
         ("codec", "wanted", "enough"),
@@ -116,6 +270,12 @@ class TestCodecs:
             ("bfloat16", "float32", False),
             ("bfloat16", "float16", False),
             ("float16", "bfloat16", False),
+            ("int8", "int8", True),
+            ("int8", "bfloat16", False),
+            ("int8", "float16", False),
+            ("int8", "float32", False),
+            ("bfloat16", "int8", True),
+            ("float32", "int8", True),
         ],
     )
     def test_keeps(self, codec: str, wanted: str, enough: bool) -> None:
@@ -123,5 +283,7 @@ class TestCodecs:
 
     @pytest.mark.parametrize("narrow", ["bfloat16", "float16"])
     def test_narrow_values_survive_float32(self, narrow: str) -> None:
-        written = kv(1, dtype=CODECS[narrow])
-        assert torch.equal(decode(encode(written, "float32", key(1)), key(1)).kv.to(CODECS[narrow]), written)
+        dtype = getattr(torch, narrow)
+        written = kv(1, dtype=dtype)
+        read = decode(encode(written, "float32", key(1), namespace="t"), key(1)).tensor()
+        assert torch.equal(read.to(dtype), written)
