@@ -148,7 +148,7 @@ def ask_llama_index(question: str) -> Iterator[str | Outcome]:
 
 
 class LibraryRetriever(BaseRetriever):
-    """The library's FAISS index for LangChain."""
+    """The library's search for LangChain."""
 
     def _get_relevant_documents(self, query: str, **_: Any) -> list[Document]:
         found = library.search(embedder.embed([query]), TOP_K)

@@ -100,7 +100,6 @@ def ask(
         heads=heads,
         fallback=fallback,
         require_certificate=require_certificate,
-        max_bytes=library.max_bytes,
     )
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
     engine = CacheClipEngine(config)

@@ -86,8 +86,9 @@ def output() -> Console:
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """Print one JSON object on one line. Infinity and NaN become null."""
-    sys.stdout.write(json.dumps(_finite(value), ensure_ascii=False, allow_nan=False) + "\n")
+    """Print one JSON object on one line. Infinity and NaN become null, halves of surrogate pairs question marks."""
+    text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
+    sys.stdout.write(text.encode("utf-8", "replace").decode("utf-8") + "\n")
 
 
 def _finite(value: Any) -> Any:

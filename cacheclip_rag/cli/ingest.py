@@ -78,17 +78,18 @@ def ingest(
         chunk_context=chunk_context,
     )
     check_sizes(settings.chunk_tokens, settings.overlap_tokens)
-    limit = library.max_bytes if max_bytes is None else max_bytes or None
-    config = engine_config(settings, str(folder), device=device, fallback=fallback, max_bytes=limit)
+    engine = CacheClipEngine(engine_config(settings, str(folder), device=device, fallback=fallback))
+    limit = engine.store.store.limit if max_bytes is None else max_bytes or None
     if dry_run:
-        _print_plan(plan(paths, library=library, engine=CacheClipEngine(config), settings=settings), as_json)
+        found = plan(paths, library=library, engine=engine, settings=settings, max_bytes=limit)
+        _print_plan(found, as_json)
         return
     if max_bytes is not None:
-        library.set_max_bytes(limit)
+        engine.store.store.set_limit(limit)
     report = run(
         paths,
         library=library,
-        engine=CacheClipEngine(config),
+        engine=engine,
         embedder=Embedder(settings.embedding, device),
         settings=settings,
     )
@@ -99,9 +100,16 @@ def ingest(
             f"{report.documents} documents: {report.added} added, {report.changed} changed, {report.unchanged} "
             f"unchanged, {report.removed} removed; {report.chunks} chunks, {report.computed} computed"
         )
-        for failure in report.failed:
-            typer.echo(f"skipped: {failure['error']}", err=True)
-    if report.failed:
+        _print_problems(report.failed, report.skipped)
+        if report.evicted:
+            size = format_bytes(limit) if limit is not None else "a limit"
+            typer.echo(
+                f"warning: {report.evicted} of these chunks are not stored any more, because the store is limited to "
+                f"{size}. Raise the limit with --max-bytes; what is missing is stored again after an answer that needs "
+                "it.",
+                err=True,
+            )
+    if report.failed or report.evicted:
         raise typer.Exit(1)
 
 
@@ -114,5 +122,16 @@ def _print_plan(found: IngestPlan, as_json: bool) -> None:
         f"remove; {found.chunks} chunks, {found.computed} of them to compute ({found.tokens} tokens)\n"
         f"about {format_bytes(found.bytes)} and {found.seconds / 60:.1f} minutes, embeddings not counted"
     )
-    for failure in found.failed:
-        typer.echo(f"would be skipped: {failure['error']}", err=True)
+    if found.excess_bytes and found.max_bytes is not None:
+        typer.echo(
+            f"warning: the store is limited to {format_bytes(found.max_bytes)}, {format_bytes(found.excess_bytes)} too "
+            "little: chunk caches would be evicted. Raise the limit with --max-bytes.",
+            err=True,
+        )
+    _print_problems(found.failed, found.skipped)
+
+
+def _print_problems(failed: list[dict[str, str]], skipped: list[dict[str, str]]) -> None:
+    for kind, problems in (("failed", failed), ("skipped", skipped)):
+        for problem in problems:
+            typer.echo(f"{kind}: {problem['error']}", err=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -32,6 +33,7 @@ class Embedder:
             raise MissingExtraError("sentence-transformers", "ingest") from error
         from ..runtime.transformers.text import quiet_transformers
 
+        self._process = os.getpid()
         check_device(self._device)
         device = (
             None if self._device in DEVICE_MAPS else self._device
@@ -39,8 +41,13 @@ class Embedder:
         folder = resolve(self.name)
         try:
             with quiet_transformers():
-                return SentenceTransformer(str(folder), device=device, local_files_only=True)
+                return SentenceTransformer(str(folder), device=device, local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError, KeyError) as error:
+            if "trust_remote_code" in str(error):
+                raise ModelError(
+                    f"{self.name!r} needs Python code that is no part of sentence-transformers or transformers, and "
+                    f"such code is never run. Use another model, for instance {DEFAULT_EMBEDDING!r}."
+                ) from error
             raise ModelError(
                 f"{self.name!r} cannot be loaded as a sentence-transformers model: {error}. Expected a folder or hub "
                 f"id of one, for instance {DEFAULT_EMBEDDING!r}."
@@ -48,5 +55,9 @@ class Embedder:
 
     def embed(self, texts: Sequence[str]) -> Vectors:
         """``(num_texts, dimensions)`` float32; each row has length 1, so that the inner product is the cosine."""
-        vectors = self._model.encode(list(texts), normalize_embeddings=True, show_progress_bar=False, batch_size=16)
+        from ..runtime.transformers.text import check_process
+
+        model = self._model
+        check_process(self.name, self._process)
+        vectors = model.encode(list(texts), normalize_embeddings=True, show_progress_bar=False, batch_size=16)
         return np.asarray(vectors, dtype=np.float32)

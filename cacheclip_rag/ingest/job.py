@@ -1,22 +1,22 @@
 """An ingestion run: finds files, skips unchanged documents, precomputes chunk caches, embeds, and records passages.
 
-Each document's chunk caches are stored first, then its passages and embeddings in one transaction. If a run is killed
-in between, the next run finds the stored chunk caches by their content.
+Documents are read one at a time. Each document's chunk caches are stored first, then its passages and embeddings in one
+transaction. If a run is killed in between, the next run finds the stored chunk caches by their content.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..engine import CacheClipEngine
 from ..errors import DocumentError
-from ..progress import Advance, progress_bar
-from .documents import MARKDOWN_SUFFIXES, find_files, printable, read_document
+from ..progress import progress_bar
+from .documents import MARKDOWN_SUFFIXES, digest_file, find_files, printable, read_document
 from .embedding import Embedder
 from .library import Library, LibrarySettings
 from .plan import IngestPlan, price
@@ -25,6 +25,8 @@ from .splitting import Splitter
 __all__ = ["IngestReport", "ingest", "plan"]
 
 logger = logging.getLogger(__name__)
+
+Problems = list[dict[str, str]]
 
 
 @dataclass(slots=True)
@@ -35,6 +37,7 @@ class IngestReport:
     """Documents in the library afterwards."""
     added: int = 0
     changed: int = 0
+    """Changed documents, and those that were damaged in the library."""
     unchanged: int = 0
     removed: int = 0
     chunks: int = 0
@@ -43,8 +46,12 @@ class IngestReport:
     """Passages whose KV was computed."""
     released: int = 0
     """Chunk caches deleted because no document contains their text any more."""
-    failed: list[dict[str, str]] = field(default_factory=list)
+    evicted: int = 0
+    """Texts of this run's passages whose KV is not stored at its end: the store's limit is too small."""
+    failed: Problems = field(default_factory=list)
     """Documents that could not be read: ``{"path", "error"}``. The other documents were ingested."""
+    skipped: Problems = field(default_factory=list)
+    """Paths that are left out on purpose, such as links that lead out of the given folder: ``{"path", "error"}``."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -52,10 +59,24 @@ class IngestReport:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    path: str
+    """A document to process."""
+
+    path: Path
     digest: str
-    passages: list[str]
+    num_bytes: int
     is_new: bool
+
+
+@dataclass(slots=True)
+class _Survey:
+    """What a run finds before it processes anything. Texts are not kept."""
+
+    roots: list[Path]
+    files: list[Path] = field(default_factory=list)
+    work: list[_Work] = field(default_factory=list)
+    unchanged: list[Path] = field(default_factory=list)
+    failed: Problems = field(default_factory=list)
+    skipped: Problems = field(default_factory=list)
 
 
 def ingest(
@@ -66,7 +87,7 @@ def ingest(
     embedder: Embedder,
     settings: LibrarySettings,
 ) -> IngestReport:
-    """Bring the library up to date with ``paths``. Only new and changed documents are processed.
+    """Bring the library up to date with ``paths``. Only new, changed and damaged documents are processed.
 
     Documents that were ingested from a given folder and no longer exist there are removed.
 
@@ -76,61 +97,130 @@ def ingest(
     Raises:
         DocumentError: a path does not exist, or no document was found.
         ConfigurationError: the library was made with other settings.
+        StoreError: the library or the store cannot be used.
     """
-    roots, files, work, report = _survey(paths, library, engine, settings)
-    for path in sorted(({str(file) for file in files} & set(library.documents())) - {item.path for item in work}):
-        engine.library.index.add(library.passages_of(path))  # no effect, unless the store's catalog was lost
-    total = sum(len(item.passages) for item in work)
-    with progress_bar("precomputing", total, "chunks") as advance:
-        for item in work:
-            _ingest_one(item, library, engine, embedder, settings, report, advance)
-    _remove_gone(library, engine, roots, files, report)  # last, so that a renamed document's texts keep their KV
-    library.index()  # build the index now, so that the first question does not wait
+    survey = _survey(paths, library, engine, settings)
+    report = IngestReport(unchanged=len(survey.unchanged), failed=survey.failed, skipped=survey.skipped)
+    for path in survey.unchanged:
+        engine.library.index.add(library.passages_of(str(path)))  # no effect, unless the store's catalog was lost
+    done = []
+    with progress_bar("ingesting", sum(item.num_bytes for item in survey.work)) as advance:
+        before = 0
+        for item, passages in _passages(survey, engine, settings):
+            for number, passage in enumerate(passages):
+                report.computed += engine.precompute([passage])
+                report.chunks += 1
+                advance(before + item.num_bytes * (number + 1) / len(passages))
+            before += item.num_bytes
+            _record(item, passages, library, engine, embedder, settings, report)
+            done.append(str(item.path))
+    _remove_gone(library, engine, survey, report)  # last, so that a renamed document's texts keep their KV
+    report.evicted = sum(_num_evicted(engine, library.passages_of(path)) for path in done)
     report.documents = len(library.documents())
     return report
 
 
 def plan(
-    paths: Iterable[str | Path], *, library: Library, engine: CacheClipEngine, settings: LibrarySettings
+    paths: Iterable[str | Path],
+    *,
+    library: Library,
+    engine: CacheClipEngine,
+    settings: LibrarySettings,
+    max_bytes: int | None = None,
 ) -> IngestPlan:
-    """What :func:`ingest` would do with ``paths``, and its cost. Changes nothing, and raises the same errors."""
-    roots, files, work, report = _survey(paths, library, engine, settings)
+    """What :func:`ingest` would do with ``paths``, and its cost. Changes nothing, and raises the same errors.
+
+    Args:
+        max_bytes: limit that the store would have; None: no limit.
+    """
+    survey = _survey(paths, library, engine, settings)
     found = IngestPlan(
-        unchanged=report.unchanged, failed=report.failed, chunks=sum(len(item.passages) for item in work)
+        unchanged=len(survey.unchanged), max_bytes=max_bytes, failed=survey.failed, skipped=survey.skipped
     )
-    found.added = sum(item.is_new for item in work)
-    found.changed = len(work) - found.added
-    found.removed = sum(1 for _ in _gone(library, roots, files))
-    price(engine, [passage for item in work for passage in item.passages], found)
+    found.removed = sum(1 for _ in _gone(library, survey))
+
+    def texts() -> Iterator[str]:
+        for item, passages in _passages(survey, engine, settings):
+            found.added += item.is_new
+            found.changed += not item.is_new
+            found.chunks += len(passages)
+            yield from passages
+
+    price(engine, texts(), found)
     return found
 
 
 def _survey(
     paths: Iterable[str | Path], library: Library, engine: CacheClipEngine, settings: LibrarySettings
-) -> tuple[list[Path], list[Path], list[_Work], IngestReport]:
-    """Roots, files, documents to process, and a report of unchanged and unreadable documents."""
+) -> _Survey:
+    """What there is to do. Reads every file once, in pieces."""
     _ = engine.store  # refuses a store of an older format before anything is read
-    roots = [Path(path).expanduser().resolve() for path in paths]
-    files = list(find_files(roots))
-    if not files and not any(_known_under(library, roots)):
+    survey = _Survey([Path(os.path.realpath(Path(path).expanduser())) for path in paths])
+    survey.files = list(find_files(survey.roots, _reporter(survey.skipped), _reporter(survey.failed)))
+    if not (survey.files or survey.skipped or survey.failed) and not _known_under(library, survey.roots):
         raise DocumentError(
-            f"no text or Markdown files in {', '.join(map(str, roots))}. Expected .txt, .md, .markdown, .text or .rst."
+            f"no text or Markdown files in {', '.join(map(printable, survey.roots))}. Expected .txt, .md, .markdown, "
+            ".text or .rst."
         )
-    report = IngestReport()
-    texts = _read_all(files, report)
     library.check_settings(settings)
-    return roots, files, _changed(library, engine, texts, settings, report), report
-
-
-def _read_all(files: Iterable[Path], report: IngestReport) -> dict[Path, str]:
-    texts = {}
-    for file in files:
+    known, damaged = library.documents(), library.damaged()
+    for file in survey.files:
         try:
-            texts[file] = read_document(file)
+            digest, num_bytes = digest_file(file)
         except DocumentError as error:
-            logger.info("skipped: %s", error)
-            report.failed.append({"path": printable(file), "error": str(error)})
-    return texts
+            _reporter(survey.failed)(file, str(error))
+            continue
+        if known.get(str(file)) == digest and str(file) not in damaged:
+            survey.unchanged.append(file)
+        else:
+            survey.work.append(_Work(file, digest, num_bytes, str(file) not in known))
+    return survey
+
+
+def _reporter(problems: Problems) -> Callable[[Path, str], None]:
+    def report(path: Path, error: str) -> None:
+        logger.info("left out: %s", error)
+        problems.append({"path": printable(path), "error": error})
+
+    return report
+
+
+def _passages(survey: _Survey, engine: CacheClipEngine, settings: LibrarySettings) -> Iterator[tuple[_Work, list[str]]]:
+    """Each document to process and its passages. Documents that cannot be read are reported as failed."""
+    splitter: Splitter | None = None  # made at the first change, so that an unchanged library loads no model
+    for item in survey.work:
+        try:
+            text = read_document(item.path, item.digest)
+        except DocumentError as error:
+            _reporter(survey.failed)(item.path, str(error))
+            continue
+        splitter = splitter or Splitter(engine.primary.tokenizer, settings.chunk_tokens, settings.overlap_tokens)
+        passages = splitter.split(text, markdown=item.path.suffix.lower() in MARKDOWN_SUFFIXES)
+        # some tokenizers drop all characters of a text, for instance invisible characters
+        yield item, [passage for passage in passages if len(engine.primary.tokenize(passage))]
+
+
+def _record(
+    item: _Work,
+    passages: list[str],
+    library: Library,
+    engine: CacheClipEngine,
+    embedder: Embedder,
+    settings: LibrarySettings,
+    report: IngestReport,
+) -> None:
+    vectors = embedder.embed(passages)
+    library.fix_settings(settings)  # after all models have worked, so that a failed run fixes no settings
+    unused = library.replace(str(item.path), item.digest, passages, vectors)
+    report.released += engine.release(unused)
+    report.added += item.is_new
+    report.changed += not item.is_new
+
+
+def _num_evicted(engine: CacheClipEngine, texts: Iterable[str]) -> int:
+    """How many texts are not stored though their KV could be reused."""
+    models = [caches for caches in engine.chunk_caches() if caches.can_reuse]
+    return sum(any(text not in caches for caches in models) for text in set(texts))
 
 
 def _known_under(library: Library, roots: Iterable[Path]) -> list[str]:
@@ -138,61 +228,28 @@ def _known_under(library: Library, roots: Iterable[Path]) -> list[str]:
     return [p for p in library.documents() if any(Path(p).is_relative_to(folder) for folder in folders)]
 
 
-def _remove_gone(
-    library: Library, engine: CacheClipEngine, roots: Iterable[Path], files: Iterable[Path], report: IngestReport
-) -> None:
-    for path in list(_gone(library, roots, files)):
+def _remove_gone(library: Library, engine: CacheClipEngine, survey: _Survey, report: IngestReport) -> None:
+    for path in list(_gone(library, survey)):
         report.released += engine.release(library.remove(path))
         report.removed += 1
 
 
-def _gone(library: Library, roots: Iterable[Path], files: Iterable[Path]) -> Iterator[str]:
-    """Documents that were ingested from one of the roots and no longer exist."""
-    present = {str(file) for file in files}
-    for path in _known_under(library, roots):
-        if path not in present and not Path(path).exists():  # a file named itself may have a suffix that folders skip
+def _gone(library: Library, survey: _Survey) -> Iterator[str]:
+    """Documents that were ingested from one of the roots and no longer exist, or are skipped now."""
+    present = {str(file) for file in survey.files}
+    skipped = {problem["path"] for problem in survey.skipped}
+    for path in _known_under(library, survey.roots):
+        # a file named itself may have a suffix that folders skip
+        if path not in present and (path in skipped or not _exists(path)):
             yield path
 
 
-def _changed(
-    library: Library,
-    engine: CacheClipEngine,
-    texts: dict[Path, str],
-    settings: LibrarySettings,
-    report: IngestReport,
-) -> list[_Work]:
-    known = library.documents()
-    work = []
-    splitter: Splitter | None = None  # made at the first change, so that an unchanged library loads no model
-    for path, text in texts.items():
-        digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-        if known.get(str(path)) == digest:
-            report.unchanged += 1
-            continue
-        splitter = splitter or Splitter(engine.primary.tokenizer, settings.chunk_tokens, settings.overlap_tokens)
-        passages = splitter.split(text, markdown=path.suffix.lower() in MARKDOWN_SUFFIXES)
-        # some tokenizers drop all characters of a text, for instance invisible characters
-        passages = [passage for passage in passages if len(engine.primary.tokenize(passage))]
-        work.append(_Work(str(path), digest, passages, str(path) not in known))
-    return work
-
-
-def _ingest_one(
-    item: _Work,
-    library: Library,
-    engine: CacheClipEngine,
-    embedder: Embedder,
-    settings: LibrarySettings,
-    report: IngestReport,
-    advance: Advance,
-) -> None:
-    for passage in item.passages:
-        report.computed += engine.precompute([passage])
-        report.chunks += 1
-        advance(report.chunks)
-    vectors = embedder.embed(item.passages)
-    library.fix_settings(settings)  # after all models have worked, so that a failed run fixes no settings
-    unused = library.replace(item.path, item.digest, item.passages, vectors)
-    report.released += engine.release(unused)
-    report.added += item.is_new
-    report.changed += not item.is_new
+def _exists(path: str) -> bool:
+    """Whether a file may be there: also if its folder cannot be read."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return True

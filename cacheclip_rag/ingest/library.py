@@ -1,37 +1,51 @@
-"""The documents of a store: passages, embeddings and settings in SQLite, and a FAISS index for search.
+"""The documents of a store: passages, embeddings and settings in one SQLite file.
 
-The FAISS file is derived from SQLite and named after the library's revision. A missing or older file is built again, so
-a killed run always leaves a usable library.
+Every passage has a digest. A search reads and checks all passages once per change of the library, and keeps their
+embeddings in memory: 1.1 s and 150 MB for 100,000 passages of 384 dimensions. A damaged passage is left out, and its
+document is processed again by the next ingestion. (A FAISS index in a second file was rejected: reading it and checking
+it against the passages takes as long.)
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
+import os
 import secrets
-from collections.abc import Iterable, Sequence
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..errors import ConfigurationError, MissingExtraError, StoreError
-from ..paths import atomic_path
+from ..errors import ConfigurationError, StoreError
 from ..store.database import Database
 from .embedding import Vectors
 
-__all__ = ["Library", "LibrarySettings", "Passage"]
+__all__ = ["FILE_NAME", "Library", "LibrarySettings", "Passage", "check_library", "repair_library"]
+
+logger = logging.getLogger(__name__)
+
+FILE_NAME = "library.sqlite3"
+VERSION = 4
+"""Increase this number when a table changes."""
 
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS documents (path TEXT PRIMARY KEY, digest TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS documents (path TEXT PRIMARY KEY, digest TEXT NOT NULL, num_passages INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS passages (
     id INTEGER PRIMARY KEY AUTOINCREMENT, path TEXT NOT NULL REFERENCES documents (path), ordinal INTEGER NOT NULL,
-    text TEXT NOT NULL, vector BLOB NOT NULL
+    text TEXT NOT NULL, vector BLOB NOT NULL, digest BLOB NOT NULL
 );
 CREATE INDEX IF NOT EXISTS passages_by_path ON passages (path);
 CREATE INDEX IF NOT EXISTS passages_by_text ON passages (text);
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 """
+# as bytes: SQLite refuses to read a whole table if one text in it is not UTF-8
+_PASSAGE = "SELECT id, CAST(path AS BLOB), ordinal, CAST(text AS BLOB), CAST(vector AS BLOB), digest FROM passages"
+_BATCH = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +75,53 @@ class Passage:
     """Cosine similarity to the question."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A passage as it is stored."""
+
+    number: int
+    path: str
+    ordinal: Any
+    text: str
+    vector: bytes
+    is_intact: bool
+    """Whether path, ordinal, text and vector have the digest that they were stored with."""
+
+    @classmethod
+    def read(
+        cls, number: int, path: bytes | None, ordinal: Any, text: bytes | None, vector: bytes | None, digest: Any
+    ) -> _Row:
+        path, text, vector = path or b"", text or b"", vector or b""
+        is_intact = bool(digest == _digest(path, ordinal, text, vector))
+        return cls(number, path.decode("utf-8", "replace"), ordinal, text.decode("utf-8", "replace"), vector, is_intact)
+
+
+def _digest(path: bytes, ordinal: Any, text: bytes, vector: bytes) -> bytes:
+    """Digest of a passage: 16 bytes."""
+    head = f"{ordinal!r} {len(path)} {len(text)} {len(vector)} ".encode()
+    return hashlib.blake2b(b"".join((head, path, text, vector)), digest_size=16).digest()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Embeddings:
+    """All intact passages of one revision of the library."""
+
+    revision: str
+    numbers: np.ndarray[tuple[int], np.dtype[np.int64]]
+    """Ids of the passages: ``(num_passages,)``."""
+    vectors: Vectors
+    """``(num_passages, dimensions)``."""
+
+
 class Library:
-    """Documents and passages under a store folder."""
+    """Documents and passages under a store folder. Methods raise StoreError if the file cannot be used."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).expanduser()
-        self._database = Database(self.folder / "library.sqlite3", _SCHEMA, 3)
+        self._database = Database(self.folder / FILE_NAME, _SCHEMA, VERSION)
+        self._embeddings: _Embeddings | None = None
+        self._reported: set[str] = set()
+        """Documents whose damage was logged."""
 
     @classmethod
     def open(cls, folder: str | Path) -> Library:
@@ -76,7 +131,7 @@ class Library:
             StoreError: ``folder`` holds no library.
         """
         library = cls(folder)
-        if not (library.folder / "library.sqlite3").is_file() or library.settings is None:
+        if not (library.folder / FILE_NAME).is_file() or library.settings is None:
             raise StoreError(
                 f"no documents are stored in {folder}. Ingest some: cacheclip ingest PATH --store {folder}"
             )
@@ -86,13 +141,17 @@ class Library:
 
     @property
     def settings(self) -> LibrarySettings | None:
-        """Settings of the first ingestion; None in a new library."""
-        rows = self._database.query("SELECT value FROM meta WHERE name = 'settings'")
+        """Settings of the first ingestion; None in a new library. Raises StoreError if they are damaged."""
+        rows = dict(self._database.query("SELECT name, value FROM meta WHERE name IN ('settings', 'settings_digest')"))
         if not rows:
             return None
-        values = json.loads(rows[0][0])
-        values.setdefault("chunk_context", values.pop("behind", "prefix"))  # stores of the first version
-        return LibrarySettings(**values)
+        value = str(rows.get("settings"))
+        if rows.get("settings_digest") != _digest_of_settings(value):
+            raise StoreError(
+                f"the settings in {self.folder / FILE_NAME} are damaged. Run: cacheclip store repair --store "
+                f"{self.folder}, then ingest the documents again."
+            )
+        return LibrarySettings(**json.loads(value))
 
     def check_settings(self, settings: LibrarySettings) -> None:
         """Raise ConfigurationError, naming each difference, if the library was made with other settings."""
@@ -110,50 +169,81 @@ class Library:
     def fix_settings(self, settings: LibrarySettings) -> None:
         """Record the settings if none are recorded; otherwise check them as :meth:`check_settings` does."""
         value = json.dumps(asdict(settings))
-        self._database.execute("INSERT OR IGNORE INTO meta VALUES ('settings', ?)", (value,))
+        self._database.execute(
+            "INSERT OR IGNORE INTO meta SELECT 'settings', ? UNION ALL SELECT 'settings_digest', ?",
+            (value, _digest_of_settings(value)),
+        )
         self.check_settings(settings)
-
-    @property
-    def max_bytes(self) -> int | None:
-        """Limit of the chunk-cache store in this folder, recorded for all commands; None: no limit."""
-        rows = self._database.query("SELECT value FROM meta WHERE name = 'max_bytes'")
-        return int(rows[0][0]) if rows else None
-
-    def set_max_bytes(self, max_bytes: int | None) -> None:
-        """Record the limit of the chunk-cache store; None removes it."""
-        self._database.execute("DELETE FROM meta WHERE name = 'max_bytes'")
-        if max_bytes is not None:
-            self._database.execute("INSERT OR REPLACE INTO meta VALUES ('max_bytes', ?)", (str(max_bytes),))
 
     # -- documents ----------------------------------------------------------------------------------------------
 
     def documents(self) -> dict[str, str]:
         """Path to digest of every document."""
-        return dict(self._database.query("SELECT path, digest FROM documents ORDER BY path"))
+        rows = self._database.query("SELECT CAST(path AS BLOB), CAST(digest AS BLOB) FROM documents ORDER BY path")
+        return {path.decode("utf-8", "replace"): digest.decode("utf-8", "replace") for path, digest in rows}
 
     def passages(self) -> list[tuple[str, int, str]]:
-        """All passages as (path, ordinal, text), in order."""
-        return self._database.query("SELECT path, ordinal, text FROM passages ORDER BY path, ordinal")
+        """All intact passages as (path, ordinal, text), in order."""
+        return sorted((row.path, row.ordinal, row.text) for row in self._rows() if row.is_intact)
 
     def passages_of(self, path: str) -> list[str]:
-        """Texts of one document, in order."""
-        rows = self._database.query("SELECT text FROM passages WHERE path = ? ORDER BY ordinal", (path,))
-        return [text for (text,) in rows]
+        """Texts of the intact passages of one document, in order."""
+        rows = self._database.query(f"{_PASSAGE} WHERE path = ? ORDER BY ordinal", (path,))
+        return [row.text for row in (_Row.read(*values) for values in rows) if row.is_intact]
+
+    def damaged(self) -> dict[str, str]:
+        """Documents of which passages are damaged, missing or left over, and what is wrong. They must be ingested
+        again."""
+        query = self._database.query("SELECT CAST(path AS BLOB), num_passages FROM documents")
+        expected = {path.decode("utf-8", "replace"): count for path, count in query}
+        intact, found = dict.fromkeys(expected, 0), {}
+        for row in self._rows():
+            if not row.is_intact:
+                found[row.path] = f"passage {row.ordinal} is damaged"
+            elif row.path not in expected:
+                found[row.path] = "its passages belong to no document"
+            else:
+                intact[row.path] += 1
+        for path, count in expected.items():
+            if path not in found and intact[path] != count:
+                found[path] = f"{intact[path]} of {count} passages are there"
+        return dict(sorted(found.items()))
 
     def replace(self, path: str, digest: str, texts: Sequence[str], vectors: Vectors) -> list[str]:
-        """Replace a document in one transaction; returns texts that no passage uses any more."""
-        rows = [(path, n, text, vectors[n].tobytes()) for n, text in enumerate(texts)]
+        """Replace a document in one transaction; returns texts that no passage uses any more.
+
+        Raises:
+            ConfigurationError: the vectors do not fit the texts, or those of the library.
+        """
+        if texts:
+            self._check_vectors(path, len(texts), np.asarray(vectors))
+        rows = []
+        for ordinal, text in enumerate(texts):
+            vector = np.asarray(vectors[ordinal], dtype=np.float32).tobytes()
+            rows.append((path, ordinal, text, vector, _digest(path.encode(), ordinal, text.encode(), vector)))
         return self._change(
             path,
             [
-                ("INSERT INTO documents VALUES (?, ?)", (path, digest)),
-                *(("INSERT INTO passages (path, ordinal, text, vector) VALUES (?, ?, ?, ?)", row) for row in rows),
+                ("INSERT INTO documents VALUES (?, ?, ?)", (path, digest, len(texts))),
+                *(
+                    ("INSERT INTO passages (path, ordinal, text, vector, digest) VALUES (?, ?, ?, ?, ?)", row)
+                    for row in rows
+                ),
             ],
         )
 
     def remove(self, path: str) -> list[str]:
         """Remove a document; returns texts that no passage uses any more."""
         return self._change(path, [])
+
+    def _check_vectors(self, path: str, num_texts: int, vectors: np.ndarray[Any, np.dtype[Any]]) -> None:
+        if vectors.ndim != 2 or len(vectors) != num_texts or not np.isfinite(vectors).all():
+            raise ConfigurationError(
+                f"expected {num_texts} finite vectors from the embedding model, got an array of shape {vectors.shape}."
+            )
+        other = next((row for row in self._rows() if row.is_intact and row.path != path), None)
+        if other is not None and len(other.vector) != 4 * vectors.shape[1]:
+            raise _wrong_dimensions(self.folder, vectors.shape[1], len(other.vector) // 4)
 
     def _change(self, path: str, additions: Sequence[tuple[str, Sequence[Any]]]) -> list[str]:
         before = set(self.passages_of(path))
@@ -162,11 +252,18 @@ class Library:
                 ("DELETE FROM passages WHERE path = ?", (path,)),
                 ("DELETE FROM documents WHERE path = ?", (path,)),
                 *additions,
-                # random, not a counter: a new library must not use index files of an older one in the same folder
+                # random, not a counter: a library that is made anew must not look like the old one
                 ("INSERT OR REPLACE INTO meta VALUES ('revision', ?)", (secrets.token_hex(8),)),
             ]
         )
+        self._reported.discard(path)
         return [t for t in before if not self._database.query("SELECT 1 FROM passages WHERE text = ? LIMIT 1", (t,))]
+
+    def _rows(self) -> Iterator[_Row]:
+        last = -1
+        while rows := self._database.query(f"{_PASSAGE} WHERE id > ? ORDER BY id LIMIT {_BATCH}", (last,)):
+            yield from (_Row.read(*values) for values in rows)
+            last = rows[-1][0]
 
     def close(self) -> None:
         self._database.close()
@@ -174,60 +271,141 @@ class Library:
     # -- search -------------------------------------------------------------------------------------------------
 
     def search(self, vector: Vectors, top_k: int) -> list[Passage]:
-        """The ``top_k`` passages nearest to ``vector`` ``(1, dimensions)``, best first, each text once."""
+        """The ``top_k`` passages nearest to ``vector`` ``(1, dimensions)``, best first, each text once.
+
+        Damaged passages are left out, with one warning for each document.
+
+        Raises:
+            ConfigurationError: ``top_k`` is below 1, or the vector has other dimensions than the passages.
+        """
         if top_k < 1:
             raise ConfigurationError(f"the number of passages must be 1 or more, got {top_k}.")
-        index = self.index()
-        if index is None:
+        embeddings = self._read_embeddings()
+        if not len(embeddings.numbers):
             return []
+        if embeddings.vectors.shape[1] != vector.shape[1]:
+            raise _wrong_dimensions(self.folder, vector.shape[1], embeddings.vectors.shape[1])
+        scores = embeddings.vectors @ np.asarray(vector[0], np.float32)
         passages: dict[str, Passage] = {}
-        wanted = top_k
-        while len(passages) < top_k:  # identical passages are merged, so more may be needed
-            wanted *= 2
-            scores, ids = index.search(vector, min(index.ntotal, wanted))
-            for score, passage_id in zip(scores[0].tolist(), ids[0].tolist(), strict=True):
-                rows = self._database.query("SELECT text, path, ordinal FROM passages WHERE id = ?", (passage_id,))
-                for text, path, ordinal in rows:
-                    passages.setdefault(text, Passage(text, path, ordinal, score))
-            if wanted >= index.ntotal:
+        for place in np.argsort(-scores, kind="stable").tolist():
+            for row in self._intact(
+                self._database.query(f"{_PASSAGE} WHERE id = ?", (int(embeddings.numbers[place]),))
+            ):
+                passages.setdefault(row.text, Passage(row.text, row.path, row.ordinal, float(scores[place])))
+            if len(passages) == top_k:
                 break
-        return list(passages.values())[:top_k]
+        return list(passages.values())
 
-    def index(self) -> Any | None:
-        """The FAISS index of all passages (inner product, exact), read or built; None without passages."""
-        try:
-            import faiss
-        except ImportError as error:
-            raise MissingExtraError("faiss-cpu", "ingest") from error
+    def _read_embeddings(self) -> _Embeddings:
         rows = self._database.query("SELECT value FROM meta WHERE name = 'revision'")
-        if not rows:
-            return None
-        target = self.folder / f"passages-{rows[0][0]}.faiss"
-        if target.is_file():
-            try:
-                return faiss.read_index(str(target))
-            except RuntimeError:  # damaged: build it again
-                target.unlink(missing_ok=True)
-        return self._build_index(faiss, target)
+        revision = str(rows[0][0]) if rows else ""
+        if self._embeddings is None or self._embeddings.revision != revision:
+            numbers, sizes, vectors = [], set(), bytearray()
+            for row in self._intact(self._rows()):
+                numbers.append(row.number)
+                sizes.add(len(row.vector))
+                vectors += row.vector
+            if len(sizes) > 1:
+                raise StoreError(
+                    f"the passages in {self.folder / FILE_NAME} have vectors of several sizes. Ingest the documents "
+                    "into another folder."
+                )
+            matrix = np.frombuffer(vectors, np.float32).reshape(len(numbers), -1 if numbers else 0)
+            self._embeddings = _Embeddings(revision, np.array(numbers, np.int64), matrix)
+        return self._embeddings
 
-    def _build_index(self, faiss: Any, target: Path) -> Any | None:
-        rows = self._database.query("SELECT id, vector FROM passages ORDER BY id")
-        if not rows:
-            return None
-        vectors = np.stack([np.frombuffer(vector, dtype=np.float32) for _, vector in rows])
-        index = faiss.IndexIDMap2(faiss.IndexFlatIP(vectors.shape[1]))
-        index.add_with_ids(vectors, np.array([number for number, _ in rows], dtype=np.int64))
-        try:
-            with atomic_path(target) as temporary:
-                faiss.write_index(index, str(temporary))
-        except (OSError, RuntimeError) as error:
-            raise StoreError(
-                f"cannot write the search index {target}: {error}. Free some space and try again."
-            ) from error
-        _remove_all(path for path in self.folder.glob("passages-*.faiss") if path != target)
-        return index
+    def _intact(self, rows: Iterable[_Row | Sequence[Any]]) -> Iterator[_Row]:
+        for values in rows:
+            row = values if isinstance(values, _Row) else _Row.read(*values)
+            if row.is_intact:
+                yield row
+            elif row.path not in self._reported:
+                self._reported.add(row.path)
+                logger.warning("a passage of %s is damaged and is not used. Ingest the document again.", row.path)
 
 
-def _remove_all(paths: Iterable[Path]) -> None:
-    for path in paths:
-        path.unlink(missing_ok=True)
+def _wrong_dimensions(folder: Path, found: int, expected: int) -> ConfigurationError:
+    return ConfigurationError(
+        f"the embedding model gives vectors of {found} dimensions, but the passages in {folder} have {expected}. Use "
+        "the embedding model that the documents were ingested with, or ingest them into another folder."
+    )
+
+
+def _digest_of_settings(value: str) -> str:
+    return hashlib.sha256(value.encode()).hexdigest()
+
+
+# -- care -----------------------------------------------------------------------------------------------------------
+
+
+def check_library(folder: str | Path) -> list[str]:
+    """What is wrong with the documents of a store, in sentences; empty if nothing is. Changes nothing."""
+    library = Library(folder)
+    if not (library.folder / FILE_NAME).is_file():
+        return []
+    try:
+        _ = library.settings
+        problems = [f"{library.folder / FILE_NAME}: {problem}" for problem in library._database.check()]
+        return problems + [f"{path}: {problem}" for path, problem in library.damaged().items()]
+    except StoreError as error:
+        return [str(error)]
+    finally:
+        library.close()
+
+
+def repair_library(folder: str | Path) -> list[str]:
+    """Make the documents of a store usable; returns what was done, in sentences. Stop other users of the store before.
+
+    Documents with damaged passages are removed from the library, so that the next ingestion processes them again. A
+    file that cannot be used is moved aside to ``library.sqlite3.damaged``.
+    """
+    library = Library(folder)
+    target = library.folder / FILE_NAME
+    if not target.is_file():
+        return []
+    try:
+        _ = library.settings
+        if library._database.check():
+            library._database.query("REINDEX")
+        if not library._database.check():
+            return _remove_damaged(library)
+        reason = "it is damaged"
+    except StoreError as error:
+        if _may_be_whole(error):
+            raise
+        reason = str(error)
+    library.close()
+    try:
+        for suffix in ("", "-wal", "-shm"):
+            if (file := target.with_name(target.name + suffix)).exists():
+                os.replace(file, target.with_name(f"{target.name}.damaged{suffix}"))
+    except OSError as error:
+        raise StoreError(f"cannot move {target}: {error}. Check who may write to the store.") from error
+    return [f"{FILE_NAME} was moved to {FILE_NAME}.damaged ({reason}); ingest the documents again"]
+
+
+def _may_be_whole(error: StoreError) -> bool:
+    """Whether a file could not be used for another reason than damage: it is locked, or the disk is full or failing."""
+    code = getattr(error.__cause__, "sqlite_errorcode", None)
+    others = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL)
+    return code is not None and code & 0xFF in (*others, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
+
+
+def _remove_damaged(library: Library) -> list[str]:
+    damaged = library.damaged()
+    done = [f"{path} was removed ({problem}); ingest it again" for path, problem in damaged.items()]
+    numbers = [row.number for row in library._rows() if row.path in damaged]
+    rows = library._database.query("SELECT rowid, CAST(path AS BLOB) FROM documents")
+    library._database.execute_many(
+        [
+            *(("DELETE FROM passages WHERE id = ?", (number,)) for number in numbers),
+            *(
+                ("DELETE FROM documents WHERE rowid = ?", (number,))
+                for number, path in rows
+                if path.decode("utf-8", "replace") in damaged
+            ),
+            ("INSERT OR REPLACE INTO meta VALUES ('revision', ?)", (secrets.token_hex(8),)),
+        ]
+    )
+    library.close()
+    return done

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -12,10 +12,13 @@ import torch
 from ..chunks.caches import ChunkCaches
 from ..engine import CacheClipEngine
 from ..prompt.segments import chunk_texts
+from ..store import text_digest
 
 __all__ = ["IngestPlan", "price"]
 
+_SAMPLED_CHUNKS = 64
 _TIMED_CHUNKS = 3
+"""Chunks of middle length among the first ``_SAMPLED_CHUNKS``."""
 
 
 @dataclass(slots=True)
@@ -37,29 +40,49 @@ class IngestPlan:
     """Bytes of their KV for all models."""
     seconds: float = 0.0
     """Estimated seconds to compute the KV, from a few timed chunks; embeddings are not included."""
+    max_bytes: int | None = None
+    """Limit of the store; None: no limit."""
+    excess_bytes: int = 0
+    """Bytes by which the store would exceed its limit. About so many bytes of chunk caches would be evicted."""
     failed: list[dict[str, str]] = field(default_factory=list)
     """Documents that cannot be read: ``{"path", "error"}``."""
+    skipped: list[dict[str, str]] = field(default_factory=list)
+    """Paths that are left out on purpose, such as links that lead out of the given folder: ``{"path", "error"}``."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 @torch.inference_mode()
-def price(engine: CacheClipEngine, texts: Sequence[str], plan: IngestPlan, *, method: str | None = None) -> None:
-    """Fill in the cost of precomputing ``texts`` for a method (default the engine's method). Computes a few of them for
-    timing and stores nothing. Raises the same errors as precomputing."""
-    wanted = list(dict.fromkeys(chunk_texts(texts)))
+def price(engine: CacheClipEngine, texts: Iterable[str], plan: IngestPlan, *, method: str | None = None) -> None:
+    """Fill in the cost of precomputing ``texts`` for a method (default the engine's method). Reads one text at a time,
+    computes a few of them for timing, and stores nothing. Raises the same errors as precomputing."""
     models = engine.chunk_caches(engine.context_of(method))
-    for caches in models:
-        for text in wanted:
+    known: set[bytes] = set()
+    num_tokens, samples = [0] * len(models), [[] for _ in models]  # type: tuple[list[int], list[list[str]]]
+    for text in chunk_texts(texts):
+        digest = text_digest(text)
+        if digest in known:
+            continue
+        known.add(digest)
+        for caches in models:
             caches.check_length(text)
-    missing = [[text for text in wanted if caches.can_reuse and text not in caches] for caches in models]
-    plan.computed = len({text for of_model in missing for text in of_model})
-    for number, (caches, of_model) in enumerate(zip(models, missing, strict=True)):
-        tokens = [len(caches.tokenize(text)) for text in of_model]
-        plan.tokens += sum(tokens) if number == 0 else 0
-        plan.bytes += sum(map(caches.stored_bytes, tokens))
-        plan.seconds += sum(tokens) * _seconds_per_token(caches, of_model)
+        missing = [caches.can_reuse and text not in caches for caches in models]
+        plan.computed += any(missing)
+        for number, caches in enumerate(models):
+            if missing[number]:
+                tokens = len(caches.tokenize(text))
+                num_tokens[number] += tokens
+                plan.tokens += tokens if number == 0 else 0
+                plan.bytes += caches.stored_bytes(tokens)
+                if len(samples[number]) < _SAMPLED_CHUNKS:
+                    samples[number].append(text)
+    plan.seconds = sum(
+        tokens * _seconds_per_token(caches, sample)
+        for tokens, caches, sample in zip(num_tokens, models, samples, strict=True)
+    )
+    if plan.max_bytes is not None:
+        plan.excess_bytes = max(0, engine.store.store.stats().bytes + plan.bytes - plan.max_bytes)
 
 
 def _seconds_per_token(caches: ChunkCaches, texts: Sequence[str]) -> float:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-import os
 import re
 import threading
 from collections.abc import Callable
@@ -22,9 +19,9 @@ from ..errors import (
     UnknownModelError,
     UnsupportedModelError,
 )
-from ..paths import atomic_path, cache_home
 from ..runtime.base import DTYPES
 from ..runtime.transformers.architectures import check_architecture, check_supported
+from .fingerprint import file_states, fingerprint
 from .packaged.catalogue import PACKAGED_MODELS
 from .packaged.pull import known_names, pull
 
@@ -37,8 +34,8 @@ __all__ = ["DEVICE_MAPS", "check_device", "load_any", "load_model", "register_ru
 logger = logging.getLogger(__name__)
 
 _HUB_ID = re.compile(r"^[\w.\-]+/[\w.\-]+$")
-_HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "1_Pooling/*", "2_Normalize/*"]
-"""Files that are fetched from a hub: weights as safetensors, never pickles or code."""
+_HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+"""Files that are fetched from a hub, also from its subfolders: weights as safetensors, never pickles or code."""
 
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 
@@ -167,7 +164,13 @@ def _load(folder: Path, name: str, dtype: str, device: str, fallback: str) -> Ru
     from .memory import check_fits
 
     check_device(device)
-    config = _read(name, "config.json", lambda: AutoConfig.from_pretrained(folder))
+    if (folder / "adapter_config.json").is_file():
+        raise ModelError(
+            f"model {name!r} is an adapter (adapter_config.json in {folder}), whose base model is elsewhere. Merge the "
+            "two with peft's merge_and_unload(), and give the folder of the merged model."
+        )
+    states = file_states(folder)
+    config = _read(name, "config.json", lambda: AutoConfig.from_pretrained(folder, trust_remote_code=False))
     reason = _refused(config, name, fallback)
     tokenizer = _load_tokenizer(folder, name)
     if reason is None and not getattr(tokenizer, "is_fast", False):
@@ -180,7 +183,11 @@ def _load(folder: Path, name: str, dtype: str, device: str, fallback: str) -> Ru
     if reason is not None:
         logger.warning("answering by plain prefill, without reuse: %s", reason)
     check_fits(folder, name, getattr(torch, dtype), device)
-    options: dict[str, Any] = {"dtype": getattr(torch, dtype), "use_safetensors": True}
+    options: dict[str, Any] = {
+        "dtype": getattr(torch, dtype),
+        "use_safetensors": True,
+        "trust_remote_code": False,
+    }
     if device in DEVICE_MAPS:
         options["device_map"] = device
     if reason is None:
@@ -191,7 +198,12 @@ def _load(folder: Path, name: str, dtype: str, device: str, fallback: str) -> Ru
     if device not in DEVICE_MAPS and getattr(config, "quantization_config", None) is None:
         model = model.to(device)
     logger.debug("loaded %s from %s as %s on %s", name, folder, dtype, device)
-    identity = {"name": name, "fingerprint": f"{_fingerprint(folder)}:{dtype}"}
+    identity = {"name": name, "fingerprint": f"{fingerprint(folder)}:{dtype}"}
+    if file_states(folder) != states:
+        raise ModelError(
+            f"the files of model {name!r} in {folder} changed while it was loaded, so it is not known what was loaded. "
+            "Load it again when they are complete."
+        )
     if reason is not None:
         return PlainRuntime(model, tokenizer, unsupported=reason, **identity)
     return ModelRuntime(model, tokenizer, **identity)
@@ -214,7 +226,7 @@ def _load_tokenizer(folder: Path, name: str) -> Any:
     if not any(next(folder.glob(pattern), None) for pattern in _TOKENIZER_FILES):
         # some versions of transformers make an empty tokenizer if the file is missing
         raise ModelError(f"model {name!r}: tokenizer.json is missing in {folder}. Fetch the model again.")
-    return _read(name, "tokenizer.json", lambda: AutoTokenizer.from_pretrained(folder))
+    return _read(name, "tokenizer.json", lambda: AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
 
 
 def _auto_class(config: Any) -> Any:
@@ -230,6 +242,11 @@ def _read(name: str, file: str, read: Callable[[], Any]) -> Any:
     try:
         return read()
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        if "trust_remote_code" in str(error):
+            raise ModelError(
+                f"model {name!r} needs Python code from its own folder ({file}), and such code is never run. Use a "
+                "model whose architecture transformers itself has."
+            ) from error
         raise ModelError(
             f"model {name!r}: {file} is missing, damaged, or unknown to this version of transformers "
             f"({type(error).__name__}: {_first_line(error)}). Fetch the model again, or update transformers."
@@ -253,26 +270,3 @@ def check_device(device: str) -> None:
             f"device {device!r} is not one this torch can use ({_first_line(error)}). "
             f"Use 'cpu', 'cuda' where there is a GPU, or one of {', '.join(DEVICE_MAPS)} to spread the layers."
         ) from error
-
-
-def _fingerprint(folder: Path) -> str:
-    """``WEIGHTS:CONFIG``, the SHA-256 of each. Head sets refer to the weights only, because a config may change without
-    them. Hashing gigabytes takes seconds, so results are cached by size and mtime."""
-    files = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
-    identity = repr([(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files])
-    memo_path = cache_home() / "fingerprints" / f"{hashlib.sha256(identity.encode()).hexdigest()}.json"
-    try:
-        return str(json.loads(memo_path.read_text())["fingerprint"])
-    except (OSError, ValueError, KeyError, TypeError):  # missing or damaged: compute it again
-        pass
-    weights, config = hashlib.sha256(), files[0].read_bytes()
-    for file in files[1:]:
-        with file.open("rb") as handle:
-            weights.update(hashlib.file_digest(handle, "sha256").digest())
-    fingerprint = f"{weights.hexdigest()}:{hashlib.sha256(config).hexdigest()}"
-    try:
-        with atomic_path(memo_path) as temporary:
-            temporary.write_text(json.dumps({"folder": os.fspath(folder), "fingerprint": fingerprint}) + "\n")
-    except OSError as error:
-        logger.debug("fingerprint of %s is not cached: %s", folder, error)
-    return fingerprint

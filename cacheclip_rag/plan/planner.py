@@ -12,7 +12,7 @@ from ..config import EngineConfig
 from ..methods import DEFAULT_METHOD, check_auxiliary, check_method, preset
 from ..methods.base import Method
 from ..methods.composition import exact_method
-from ..prompt.layout import Layout, Span, check_length, lay_out
+from ..prompt.layout import Layout, Span, check_least_length, check_length, lay_out
 from ..prompt.segments import Segment
 from ..types import Plan
 
@@ -35,6 +35,7 @@ def make_plan(
     runtime = sources.primary.runtime
     if method is not None:
         segments = method.arrange(segments, runtime)
+    check_least_length(segments, runtime)
     layout = lay_out(segments, sources.primary.tokenize_segment, sources.prefix.prefix_ids)
     exact = sources.primary.is_exact_after_prefix and sources.captured is None
     layout = replace(layout, exact_after_prefix=exact)

@@ -12,9 +12,9 @@ from ..errors import PromptTooLongError
 from .segments import Chunk, Segment
 
 if TYPE_CHECKING:
-    from ..runtime.base import TokenizedText
+    from ..runtime.base import Runtime, TokenizedText
 
-__all__ = ["Layout", "Span", "check_length", "lay_out", "question_slots"]
+__all__ = ["Layout", "Span", "check_least_length", "check_length", "lay_out", "question_slots"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +103,21 @@ def lay_out(
     # at least one token must be computed: its logits give the first new token
     opens_with_prefix = num_prefix <= min(first_chunk, position - 1) and ids[:num_prefix] == list(prefix_ids)
     return Layout(tuple(ids), tuple(spans), num_prefix if opens_with_prefix else 0, opens_with_prefix)
+
+
+def check_least_length(segments: Sequence[Segment], runtime: Runtime) -> None:
+    """Raise PromptTooLongError if the bytes of the prompt prove that it does not fit the model's context. Such prompts
+    are not tokenised, which takes a second for a megabyte."""
+    room = runtime.context_tokens - 1
+    texts = [segment.text for segment in segments if not segment.control]
+    if sum(map(len, texts)) <= room:
+        return
+    least = sum(map(runtime.least_tokens, texts))
+    if least > room:
+        raise PromptTooLongError(
+            f"the prompt has at least {least} tokens, {least - room} more than the {room} that fit model "
+            f"{runtime.name!r}: shorten it, or use a model with a longer context."
+        )
 
 
 def check_length(layout: Layout, context_tokens: int, model: str) -> None:

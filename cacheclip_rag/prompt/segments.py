@@ -133,8 +133,17 @@ def _sentinel(number: int) -> str:
     return f"\u2063cacheclip{number}\u2063"
 
 
+_ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
+"""What a role may be: the chat template writes it as control text, so it must not hold names of control tokens."""
+
+
 def check_messages(messages: Sequence[Message]) -> list[Message]:
-    """The messages as a list. Raises ConfigurationError unless each has a role and a content string."""
+    """The messages as a list, with role and content only: the chat template can write other fields as control text.
+
+    Raises:
+        ConfigurationError: a message lacks a role or a content string, its role is more than a word, or another field
+            holds something.
+    """
     if not messages:
         raise ConfigurationError("a chat prompt needs at least one message, got none.")
     for message in messages:
@@ -145,7 +154,18 @@ def check_messages(messages: Sequence[Message]) -> list[Message]:
                 "each message must be a dict with string 'role' and 'content', got "
                 f"{ {k: type(v).__name__ for k, v in message.items()} }."
             )
-    return list(messages)
+        if not _ROLE.fullmatch(message["role"]):
+            raise ConfigurationError(
+                f"a role must be a word of letters, digits, '_' and '-' such as 'user', got {message['role'][:80]!r}. "
+                "Names of control tokens are not accepted in roles."
+            )
+        others = sorted(str(key) for key, value in message.items() if key not in ("role", "content") and value)
+        if others:
+            raise ConfigurationError(
+                f"a message has 'role' and 'content' only, got also {', '.join(map(repr, others))}. Write what the "
+                "model should read into the content."
+            )
+    return [{"role": message["role"], "content": message["content"]} for message in messages]
 
 
 def check_segments(segments: Iterable[Segment]) -> list[Segment]:

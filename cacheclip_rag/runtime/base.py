@@ -106,8 +106,12 @@ class Runtime(ABC):
 
     @abstractmethod
     def tokenize(self, text: str, *, control: bool = False) -> TokenizedText:
-        """Token ids of ``text``, with no special tokens added. Names of special tokens in the text become special
+        """Token ids of ``text``, with no special tokens added. Names of control tokens in the text become control
         tokens only if ``control`` is True."""
+
+    def least_tokens(self, text: str) -> int:
+        """A number of tokens that ``text`` has at least, known without tokenising it; 0 if none is known."""
+        return 0
 
     @abstractmethod
     def decode_ids(self, ids: Sequence[int]) -> str:

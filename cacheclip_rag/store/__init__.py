@@ -1,8 +1,8 @@
 """The chunk-cache store: content-addressed KV of chunks. Nothing here knows a model.
 
 The rest of the package uses :class:`ChunkStore`, through one :class:`TenantStore` per namespace. It is built from these
-parts: a :class:`Backend` stores bytes (memory, disk); :class:`Tiers` chains backends; ``codecs`` turns KV into bytes and
-back; :class:`Catalog` lists entries, limits, texts and sources; :class:`TextIndex` finds stored texts in a prompt.
+parts: a :class:`Backend` stores bytes (memory, disk); :class:`Tiers` chains backends; ``codecs`` turns KV into bytes
+and back; :class:`Catalog` lists entries, limits, texts and sources; :class:`TextIndex` finds stored texts in a prompt.
 """
 
 from __future__ import annotations

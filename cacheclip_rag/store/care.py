@@ -68,7 +68,8 @@ class RepairReport:
 
 
 def verify(folder: Path) -> VerifyReport:
-    """Read every payload and compare it with checksums and catalog. Changes nothing.
+    """Read every payload and compare it with checksums and catalog. Changes nothing but what every process does when it
+    opens the store: what killed processes left is completed or removed.
 
     Writers may go on: what they write meanwhile may be reported as unknown.
 
@@ -77,44 +78,47 @@ def verify(folder: Path) -> VerifyReport:
     """
     store = _open(folder)
     report = VerifyReport()
+    entries: dict[str, Entry] | None = None
     try:
         report.problems += [f"catalog: {line}" for line in store.catalog.database.check()]
         entries = {entry.key: entry for entry in store.catalog.entries()}
     except StoreError as error:
         report.problems.append(f"catalog: {error}")
-        entries = {}
-    report.entries = len(entries)
+    report.entries = len(entries or ())
     unindexed = _verify_payloads(store, entries, report)
     if unindexed:
         report.problems.append(f"text index: {unindexed} texts of entries are missing from it")
     report.unknown_files += [str(path.relative_to(folder)) for path in _foreign_files(store, folder)]
     report.unknown_files += [str(path.relative_to(folder)) for path in _left_behind(store)]
-    if entries:
+    if entries is not None:
         _verify_totals(store, report)
     store.close()
     return report
 
 
-def _verify_payloads(store: ChunkStore, entries: dict[str, Entry], report: VerifyReport) -> int:
-    """Returns how many texts are missing from the text index."""
+def _verify_payloads(store: ChunkStore, entries: dict[str, Entry] | None, report: VerifyReport) -> int:
+    """Returns how many texts are missing from the text index.
+
+    Args:
+        entries: by key; None if the catalog cannot be read.
+    """
     unindexed = 0
     present = set(store.tiers.list())
     with progress_bar("verifying", len(present), "chunk caches") as advance:
         for number, key in enumerate(sorted(present), 1):
-            entry = entries.get(key)
             report.bytes += store.tiers.occupied(key)
-            if entry is None:
+            frame, entry = _whole(store, key), None if entries is None else entries.get(key)
+            if entry is None and entries is not None:
                 if not _is_announced(store, key):
                     report.unknown_files.append(_name_of(store, key))
-            elif (frame := _whole(store, key)) is None or not _belongs(frame, entry, store):
+            elif frame is None or (entry is not None and not _belongs(frame, entry, store)):
                 report.damaged.append(key)
-            elif frame.text is not None and not TextIndex(store.catalog.database, entry.namespace).holds(frame.text):
-                unindexed += 1
+            elif entry is not None and frame.text is not None:
+                unindexed += not TextIndex(store.catalog.database, entry.namespace).holds(frame.text)
             advance(number)
-    # an entry may have been evicted meanwhile
-    report.missing += [
-        key for key in sorted(set(entries) - present) if store.catalog.entry(entries[key].namespace, key)
-    ]
+    for key in sorted(set(entries or ()) - present):
+        if _is_announced(store, key):  # else it was evicted meanwhile
+            report.missing.append(key)
     return unindexed
 
 
@@ -177,9 +181,7 @@ def _repair_payload(store: ChunkStore, key: str, entry: Entry | None, report: Re
         return
     if entry is None or not _belongs(frame, entry, store):
         report.recorded += 1
-        store.catalog.record(store.entry_of(frame))
-    if frame.text is not None:
-        TextIndex(store.catalog.database, frame.namespace).add_rows([frame.text])
+    store.catalog.record(store.entry_of(frame))  # with its text
 
 
 def collect_garbage(folder: Path) -> dict[str, int]:
@@ -205,8 +207,8 @@ def collect_garbage(folder: Path) -> dict[str, int]:
 
 
 def clear(folder: Path, namespace: str | None = None) -> int:
-    """Delete all chunk caches, texts and sources of a tenant, or of all tenants; returns the number of chunk caches. The
-    store's limit stays.
+    """Delete all chunk caches, texts and sources of a tenant, or of all tenants; returns the number of chunk caches.
+    The store's limit stays.
 
     Raises:
         StoreError: the folder is no store, or may not be written.
@@ -241,10 +243,8 @@ def _replace_damaged_catalog(folder: Path, report: RepairReport) -> None:
         if path.exists():
             os.replace(path, f"{aside}{ending}")
     report.moved_files.append(aside.name)
-    old, new = Catalog(folder, aside.name), Catalog(folder)
-    new.salvage(old)
-    old.close()
-    new.close()
+    catalog.salvage(aside)
+    catalog.close()
 
 
 def _whole(store: ChunkStore, key: str) -> Frame | None:

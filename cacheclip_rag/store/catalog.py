@@ -7,16 +7,21 @@ are kept by triggers, so that no statement reads all entries.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import os
+import sqlite3
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from ..errors import StoreError
 from .database import Database
 from .keys import text_digest
 from .texts import SCHEMA as TEXTS_SCHEMA
-from .texts import TextIndex, TextRow
+from .texts import WRITE as WRITE_TEXT
+from .texts import TextRow
 
 __all__ = ["FILE_NAME", "Catalog", "Entry", "Total"]
 
@@ -86,6 +91,9 @@ class Entry:
     """Bytes on the medium, in whole disk blocks."""
     num_tokens: int
     codec: str
+    text: TextRow | None = field(default=None, compare=False)
+    """The text's row in the text index, which is written with the entry. None if there is none, or in an entry that was
+    read from the catalog."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +111,8 @@ class Catalog:
     All methods raise StoreError if the file cannot be used.
     """
 
-    def __init__(self, folder: Path | None = None, file_name: str = FILE_NAME) -> None:
-        path = folder / file_name if folder else None
+    def __init__(self, folder: Path | None = None) -> None:
+        path = folder / FILE_NAME if folder else None
         self.database = Database(path, _SCHEMA + TEXTS_SCHEMA, VERSION)
 
     def close(self) -> None:
@@ -327,28 +335,16 @@ class Catalog:
             )
             run("INSERT INTO totals SELECT ?, SUM(entries), SUM(bytes) FROM totals HAVING COUNT(*) > 0", (_EVERYONE,))
 
-    def salvage(self, other: Catalog) -> None:
-        """Copy limits, quotas, texts and sources from a catalog that may be damaged, as far as they can be read."""
-        copied: Mapping[str, str] = {
-            "meta": "WHERE name = 'max_bytes'",
-            "quotas": "",
-            "texts": "",
-            "sources": "",
-        }
-        for table, condition in copied.items():
-            for row in _readable_rows(other.database, f"SELECT * FROM {table} {condition}"):
-                places = ", ".join("?" * len(row))
-                self.database.execute(f"INSERT OR IGNORE INTO {table} VALUES ({places})", row)
-
-    def rebuild(self, found: Iterable[tuple[Entry, TextRow | None]]) -> int:
-        """Record entries and texts from payload headers; returns how many entries."""
-        count = 0
-        for entry, text in found:
-            self.record(entry)
-            if text is not None:
-                TextIndex(self.database, entry.namespace).add_rows([text])
-            count += 1
-        return count
+    def salvage(self, path: Path) -> None:
+        """Copy limits, quotas, texts and sources from the file of a damaged catalog, as far as they can be read."""
+        copied = {"meta": "WHERE name = 'max_bytes'", "quotas": "", "texts": "", "sources": ""}
+        with closing(sqlite3.connect(f"file:{quote(os.fsencode(path))}?mode=ro", uri=True)) as damaged:
+            for table, condition in copied.items():
+                rows = _readable_rows(damaged, f"SELECT * FROM {table} {condition}")
+                for row in rows:
+                    places = ", ".join("?" * len(row))
+                    with suppress(StoreError):  # a row may be damaged too
+                        self.database.execute(f"INSERT OR IGNORE INTO {table} VALUES ({places})", row)
 
     # -- sources ------------------------------------------------------------------------------------------------
 
@@ -417,6 +413,8 @@ def _record(run: Run, entry: Entry) -> None:
     run("DELETE FROM entries WHERE key = ?", (entry.key,))  # not REPLACE, which fires no triggers
     values = (entry.key, entry.namespace, entry.digest, entry.num_bytes, entry.num_tokens, entry.codec)
     run("INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?)", (*values, _take_uses(run, 1)))
+    if entry.text is not None:
+        run(WRITE_TEXT, (entry.namespace, *entry.text))
 
 
 def _make_room(
@@ -486,15 +484,7 @@ def _bytes_of(run: Run, namespace: str) -> int:
     return int(found[0]) if found else 0
 
 
-def _readable_rows(database: Database, sql: str) -> Iterator[tuple[Any, ...]]:
+def _readable_rows(damaged: sqlite3.Connection, sql: str) -> Iterator[tuple[Any, ...]]:
     """Rows of a query until the first damaged page."""
-    offset = 0
-    while True:
-        try:
-            rows = database.query(f"{sql} LIMIT 100 OFFSET {offset}")
-        except StoreError:
-            return
-        if not rows:
-            return
-        yield from rows
-        offset += len(rows)
+    with suppress(sqlite3.Error):
+        yield from damaged.execute(sql)

@@ -207,7 +207,7 @@ class ChunkStore:
     def entry_of(self, frame: Frame) -> Entry:
         """The entry of a payload on the last tier."""
         size = self.tiers.occupied(frame.key)
-        return Entry(frame.key, frame.namespace, frame.digest, size, frame.num_tokens, frame.codec)
+        return Entry(frame.key, frame.namespace, frame.digest, size, frame.num_tokens, frame.codec, frame.text)
 
     def header(self, key: str) -> Frame | None:
         """The header of a payload on the last tier; None if it is missing or damaged."""
@@ -238,8 +238,10 @@ class ChunkStore:
         if self.catalog.is_complete:
             return 0
         self._new_limit = self._given_limit
-        frames = filter(None, map(self.header, self.tiers.list()))
-        count = self.catalog.rebuild((self.entry_of(frame), frame.text) for frame in frames)
+        count = 0
+        for frame in filter(None, map(self.header, self.tiers.list())):
+            self.catalog.record(self.entry_of(frame))
+            count += 1
         if count:
             logger.warning("the store's catalog was missing; %d chunk caches were found and recorded again", count)
         self.catalog.set_complete()

@@ -28,7 +28,7 @@ from ..errors import StoreError
 from .database import Database
 from .keys import text_digest
 
-__all__ = ["REACH", "SCHEMA", "WINDOW", "TextIndex", "TextMatch", "TextRow", "text_row"]
+__all__ = ["REACH", "SCHEMA", "WINDOW", "WRITE", "TextIndex", "TextMatch", "TextRow", "text_row"]
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,8 @@ CREATE TABLE IF NOT EXISTS texts (
 ) WITHOUT ROWID;
 """
 _COLUMNS = "digest, reach, anchor, start, length, ending, whole"
-_WRITE = f"INSERT OR IGNORE INTO texts (namespace, {_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
+WRITE = f"INSERT OR IGNORE INTO texts (namespace, {_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
+"""Adds a text: namespace, then the fields of its :class:`TextRow`."""
 _THIS_ROW = "FROM texts WHERE namespace = ? AND reach = ? AND anchor = ? AND ending = ? AND digest = ?"
 _REACHES = "SELECT value FROM json_each(?) WHERE EXISTS (SELECT 1 FROM texts WHERE namespace = ? AND reach = value)"
 _ANCHORS = (
@@ -128,7 +129,7 @@ class TextIndex:
 
     def add_rows(self, rows: Iterable[TextRow]) -> None:
         """Add texts by their rows, as :meth:`add`."""
-        self._database.execute_many([(_WRITE, (self._namespace, *row)) for row in rows])
+        self._database.execute_many([(WRITE, (self._namespace, *row)) for row in rows])
 
     def remove(self, texts: Iterable[str]) -> None:
         """Remove texts, for every process. Raises StoreError if the catalog cannot be used."""

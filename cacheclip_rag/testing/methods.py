@@ -89,7 +89,9 @@ class PromptCase:
         """Logits of the last of ``ids`` by an unmodified transformers model with eager attention."""
         from transformers import AutoModelForCausalLM
 
-        model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32, attn_implementation="eager")
+        model = AutoModelForCausalLM.from_pretrained(
+            self.folder, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
+        )
         logits: torch.Tensor = model.eval()(input_ids=ids[None], use_cache=False).logits[0, -1]
         return logits
 

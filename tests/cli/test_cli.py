@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sqlite3
 import sys
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,75 @@ def test_the_limit_given_once_holds_for_every_command(
         assert stats["bytes"] <= int(limit) == stats["max_bytes"]
     cacheclip("ingest", corpus, "--store", stored, "--max-bytes", "0", "--json")
     assert cacheclip("store", "stats", "--store", stored, "--json").json["max_bytes"] is None
+
+
+def test_a_limit_too_small_for_a_run_is_said_before_and_after(
+    cacheclip: Any, stored: Path, models: list[str], tmp_path: Path
+) -> None:
+    """Documents whose chunk caches do not fit: the dry run warns, the run warns and exits with 1."""
+    corpus, store = stored.parent / "corpus", tmp_path / "small"
+    limit = cacheclip("store", "stats", "--store", stored, "--json").json["bytes"] // 2
+    ingest = ("ingest", corpus, "--store", store, *models, "--chunk-tokens", "64", "--max-bytes", str(limit))
+    planned = cacheclip(*ingest, "--dry-run")
+    assert planned.code == 0 and "chunk caches would be evicted" in planned.err
+    cost = cacheclip(*ingest, "--dry-run", "--json").json
+    assert cost["excess_bytes"] == cost["bytes"] - limit > 0 and cost["max_bytes"] == limit
+    assert not store.exists()
+    result = cacheclip(*ingest)
+    assert result.code == 1 and "not stored any more" in result.err and "1 added" in result.out
+    again = cacheclip("ingest", corpus, "--store", store, "--max-bytes", "0")
+    assert again.code == 0 and again.err == ""
+    (corpus / "island.txt").write_text((corpus / "island.txt").read_text() + " It is still there.")
+    cacheclip("ingest", corpus, "--store", store, "--max-bytes", "0")
+    (corpus / "island.txt").write_text((corpus / "island.txt").read_text() + " It is still there today.")
+    evicted = cacheclip("ingest", corpus, "--store", store, "--max-bytes", str(limit), "--json")
+    assert evicted.code == 1 and evicted.json["evicted"] > 0
+
+
+def test_names_that_are_not_utf8(cacheclip: Any, stored: Path, tmp_path: Path) -> None:
+    corpus = stored.parent / "corpus"
+    odd = os.fsdecode(os.fsencode(corpus) + b"/odd\xff")
+    os.mkdir(odd)
+    Path(odd, "a.txt").write_text("Some text of some length.")
+    Path(corpus, "link\udcfe.txt").symlink_to("/etc/hostname")
+    result = cacheclip("ingest", corpus, "--store", stored, "--json")
+    assert result.code == 1 and "not UTF-8" in result.json["failed"][0]["error"]
+    assert "leads out of" in result.json["skipped"][0]["error"] and result.json["unchanged"] == 1
+    for given in (odd, os.path.join(odd, "none.txt")):
+        result = cacheclip("ingest", given, "--store", stored)
+        assert result.code in (1, 2) and "Traceback" not in result.err
+        result.err.encode()
+
+
+def test_a_damaged_passage_is_not_used_and_is_mended_by_ingest(
+    cacheclip: Any, stored: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    connection = sqlite3.connect(stored / "library.sqlite3")
+    with connection:
+        connection.execute("UPDATE passages SET text = 'The keeper was a smuggler.' WHERE ordinal = 0")
+    connection.close()
+    ask = ("ask", "Who was the last keeper?", "--store", stored, "--max-tokens", "2", "--json")
+    asked = cacheclip(*ask)
+    assert asked.code == 0 and 0 not in [source["ordinal"] for source in asked.json["sources"]]
+    assert ["island.txt is damaged" in record.getMessage() for record in caplog.records].count(True) == 1
+    again = cacheclip("ingest", stored.parent / "corpus", "--store", stored, "--json").json
+    assert (again["changed"], again["computed"]) == (1, 0)
+    assert 0 in [source["ordinal"] for source in cacheclip(*ask).json["sources"]]
+
+
+def test_a_damaged_library_is_refused_and_repaired(cacheclip: Any, stored: Path, models: list[str]) -> None:
+    for file in stored.glob("library.sqlite3*"):
+        file.unlink()  # a write-ahead log may hold the whole library
+    (stored / "library.sqlite3").write_bytes(b"this is no database, " * 1000)
+    ingest = ("ingest", stored.parent / "corpus", "--store", stored, *models, "--chunk-tokens", "64", "--json")
+    for command in (("ask", "Why?", "--store", stored), ingest):
+        result = cacheclip(*command)
+        assert result.code == 1 and "library.sqlite3" in result.err and "cacheclip store repair" in result.err
+    assert cacheclip("store", "verify", "--store", stored).code == 1
+    assert "library.sqlite3.damaged" in cacheclip("store", "repair", "--store", stored).out
+    assert cacheclip("store", "verify", "--store", stored).code == 0
+    mended = cacheclip(*ingest)
+    assert mended.code == 0 and (mended.json["added"], mended.json["computed"]) == (1, 0)
 
 
 def test_model_folders_are_found_from_anywhere(

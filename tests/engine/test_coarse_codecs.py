@@ -98,7 +98,7 @@ class TestInt8:
         assert stored is not None and whole is not None and (stored.codec, whole.codec) == ("int8", "float32")
         key = caches.key(chunks[0])
         expected = decode(encode(whole.tensor(), "int8", key, namespace="default"), key).tensor()
-        assert torch.equal(stored.tensor(), expected) and 0 < gap(expected, whole.tensor())
+        assert torch.equal(stored.tensor(), expected) and gap(expected, whole.tensor()) > 0
         assert caches.stored_bytes(500) < 0.5 * plain.stored_bytes(500)
 
     def test_is_not_good_enough_for_an_engine_with_a_finer_codec(

@@ -35,6 +35,22 @@ class TestRefusals:
         with pytest.raises(PromptTooLongError, match="shorten the question"):
             engine.generate("word " * 5000, SHORT)
 
+    def test_a_prompt_that_cannot_fit_is_not_even_tokenised(
+        self, engine: CacheClipEngine, chunks: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its bytes are proof enough; a megabyte would take a second."""
+        engine.precompute(chunks)
+        runtime, lengths = engine.primary, []
+        monkeypatch.setattr(
+            runtime,
+            "tokenize",
+            lambda text, **options: lengths.append(len(text)) or type(runtime).tokenize(runtime, text, **options),
+        )
+        with pytest.raises(PromptTooLongError, match=r"at least \d+ tokens, \d+ more than the 2047 .*longer context"):
+            engine.generate(rag([*chunks, "lamp " * 200_000]), SHORT)
+        assert max(lengths, default=0) < 10_000
+        engine.generate(rag(chunks), SHORT)
+
     def test_chunk_too_long(self, engine: CacheClipEngine) -> None:
         with pytest.raises(PromptTooLongError, match="smaller chunks"):
             engine.precompute(["word " * 5000])

@@ -38,7 +38,7 @@ def timed(engine: CacheClipEngine, method: str) -> tuple[float, float]:
 
 @pytest.mark.parametrize("method", ["full", "direct"])
 def test_tokenising_counts(stored: CacheClipEngine, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    tokenizer = stored.primary.tokenizer
+    tokenizer = stored.primary.text_tokenizer
     question = "What is the magic number of the harbour master?"
 
     class Slow:
@@ -52,7 +52,7 @@ def test_tokenising_counts(stored: CacheClipEngine, monkeypatch: pytest.MonkeyPa
         def __getattr__(self, name: str) -> Any:
             return getattr(tokenizer, name)
 
-    monkeypatch.setattr(stored.primary, "tokenizer", Slow())
+    monkeypatch.setattr(stored.primary, "text_tokenizer", Slow())
     ttft_s, elapsed = timed(stored, method)
     assert SLEEP_S <= ttft_s <= elapsed
 

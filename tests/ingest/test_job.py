@@ -7,12 +7,15 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.errors import ConfigurationError, DocumentError, StoreError, UnknownModelError
+from cacheclip_rag.ingest import job
+from cacheclip_rag.ingest.documents import find_files
 from cacheclip_rag.ingest.embedding import Embedder, Vectors
 from cacheclip_rag.ingest.job import IngestReport, ingest, plan
 from cacheclip_rag.ingest.library import Library, LibrarySettings
@@ -85,7 +88,7 @@ def test_a_plan_says_what_a_run_then_does(workshop: Workshop) -> None:
     assert before.tokens == sum(len(primary.tokenize(text)) for text in texts) and before.seconds > 0
     store = workshop.engine.store
     for caches in workshop.engine.chunk_caches():
-        store.delete(caches._key((), caches.prefix_ids))  # the shared prefix is no chunk
+        store.delete([caches._key((), caches.prefix_ids)])  # the shared prefix is no chunk
     assert store.stats().bytes == before.bytes
     after = planned()
     assert (after.unchanged, after.chunks, after.computed, after.bytes, after.seconds) == (2, 0, 0, 0, 0.0)
@@ -162,15 +165,12 @@ def test_nothing_to_ingest_is_an_error(tmp_path: Path, tiny_models: dict[str, st
         Workshop(tmp_path, tiny_models).run()
 
 
-def test_search_finds_the_nearest_passage_and_survives_a_damaged_index(workshop: Workshop) -> None:
+def test_search_finds_the_nearest_passage(workshop: Workshop) -> None:
     workshop.run()
-    target = workshop.library.passages()[0]
-    vector = LetterEmbedder("letters").embed([target[2]])
-    assert workshop.library.search(vector, 2)[0].text == target[2]
-    (index_file,) = workshop.store.glob("passages-*.faiss")
-    index_file.write_bytes(b"garbage")
-    found = Library.open(workshop.store).search(vector, 2)
-    assert found[0].text == target[2] and found[0].score == pytest.approx(1.0, abs=1e-5)
+    for _, _, text in workshop.library.passages():
+        found = Library.open(workshop.store).search(LetterEmbedder("letters").embed([text]), 2)
+        assert found[0].text == text and found[0].score == pytest.approx(1.0, abs=1e-5)
+        assert found[0].score >= found[1].score
 
 
 def test_opening_a_library_that_is_not_there_says_what_to_do(tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_a_lost_index_is_made_again(workshop: Workshop, chunks: list[str]) -> No
     assert workshop.engine.generate(prompt, SamplingParams(max_tokens=1)).stats.hits >= 3
 
 
-def test_a_library_made_anew_does_not_take_an_old_search_index(workshop: Workshop, chunks: list[str]) -> None:
+def test_a_library_made_anew_is_searched_anew(workshop: Workshop, chunks: list[str]) -> None:
     workshop.run()
     workshop.library.close()
     for file in workshop.store.glob("library.sqlite3*"):
@@ -278,3 +278,130 @@ def test_a_model_that_cannot_load_binds_the_store_to_nothing(workshop: Workshop,
     workshop.engine = right
     assert workshop.run().added == 2
     assert workshop.library.settings == workshop.settings
+
+
+def test_a_document_is_read_when_its_turn_comes(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents are not kept in memory: each is read after the one before was recorded."""
+    events: list[str] = []
+    read, replace = job.read_document, workshop.library.replace
+    monkeypatch.setattr(
+        job, "read_document", lambda path, digest: events.append(f"read {path.name}") or read(path, digest)
+    )
+    monkeypatch.setattr(
+        workshop.library, "replace", lambda path, *rest: events.append("recorded") or replace(path, *rest)
+    )
+    workshop.run()
+    assert events == ["read a.txt", "recorded", "read b.md", "recorded"]
+
+
+def test_files_that_change_or_vanish_during_a_run_are_reported(workshop: Workshop, chunks: list[str]) -> None:
+    workshop.write("c.txt", chunks[3])
+    workshop.write("d.txt", "A text that makes room for a pipe of the same name.")
+    precompute = workshop.engine.precompute
+
+    def meanwhile(texts: list[str]) -> int:
+        (workshop.corpus / "b.md").unlink(missing_ok=True)
+        workshop.write("c.txt", "Something else, written while the run was going on.")
+        if not (workshop.corpus / "d.txt").is_fifo():
+            (workshop.corpus / "d.txt").unlink()
+            os.mkfifo(workshop.corpus / "d.txt")
+        return precompute(texts)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workshop.engine, "precompute", meanwhile)
+        report = workshop.run()
+    assert report.added == 1
+    errors = {Path(failure["path"]).name: failure["error"] for failure in report.failed}
+    assert sorted(errors) == ["b.md", "c.txt", "d.txt"]
+    assert "No such file" in errors["b.md"] and "was changed" in errors["c.txt"] and "pipe" in errors["d.txt"]
+    (workshop.corpus / "d.txt").unlink()
+    assert workshop.run().added == 1
+
+
+def test_a_limit_that_evicts_this_runs_chunks_is_reported(workshop: Workshop) -> None:
+    def planned(max_bytes: int | None) -> IngestPlan:
+        return plan(
+            [workshop.corpus],
+            library=workshop.library,
+            engine=workshop.engine,
+            settings=workshop.settings,
+            max_bytes=max_bytes,
+        )
+
+    cost = planned(None)
+    assert cost.excess_bytes == 0
+    assert planned(cost.bytes // 2).excess_bytes == cost.bytes - cost.bytes // 2
+    assert planned(4 * cost.bytes).excess_bytes == 0
+    workshop.engine.store.store.set_limit(cost.bytes // 2)
+    report = workshop.run()
+    stored = [workshop.engine.is_stored(text) for _, _, text in workshop.library.passages()]
+    assert report.evicted == stored.count(False) > 0
+    workshop.engine.store.store.set_limit(None)
+    workshop.write("a.txt", "Another text, which is short enough to be stored.")
+    assert workshop.run().evicted == 0
+
+
+class TestLinks:
+    @pytest.fixture
+    def outside(self, tmp_path: Path) -> Path:
+        folder = tmp_path / "outside"
+        folder.mkdir()
+        (folder / "secret.txt").write_text("The combination of the safe is not for everybody.")
+        return folder
+
+    def test_links_out_of_the_folder_are_skipped_and_reported(self, workshop: Workshop, outside: Path) -> None:
+        (workshop.corpus / "file.txt").symlink_to(outside / "secret.txt")
+        (workshop.corpus / "folder").symlink_to(outside)
+        report = workshop.run()
+        assert report.added == 2 and report.failed == []
+        assert {Path(skipped["path"]).name for skipped in report.skipped} == {"file.txt", "folder"}
+        assert all("leads out of" in skipped["error"] for skipped in report.skipped)
+        planned = plan([workshop.corpus], library=workshop.library, engine=workshop.engine, settings=workshop.settings)
+        assert planned.skipped == report.skipped
+
+    def test_a_file_that_became_a_link_to_the_outside_is_removed(self, workshop: Workshop, outside: Path) -> None:
+        workshop.run()
+        (workshop.corpus / "a.txt").unlink()
+        (workshop.corpus / "a.txt").symlink_to(outside / "secret.txt")
+        report = workshop.run()
+        assert (report.removed, report.documents, len(report.skipped)) == (1, 1, 1)
+
+    def test_a_given_path_may_be_a_link(self, workshop: Workshop, outside: Path, tmp_path: Path) -> None:
+        link = tmp_path / "link"
+        link.symlink_to(outside)
+        common = {"library": workshop.library, "engine": workshop.engine, "settings": workshop.settings}
+        report = ingest([link], embedder=LetterEmbedder("letters"), **common)
+        assert report.added == 1 and report.skipped == []
+
+    def test_loops_devices_and_pipes_stop_nothing(self, workshop: Workshop) -> None:
+        (workshop.corpus / "self").symlink_to(workshop.corpus)
+        (workshop.corpus / "loop.txt").symlink_to(workshop.corpus / "loop.txt")
+        (workshop.corpus / "zero.txt").symlink_to("/dev/zero")
+        os.mkfifo(workshop.corpus / "pipe.txt")
+        report = workshop.run()
+        assert report.added == 2
+        assert {Path(skipped["path"]).name for skipped in report.skipped} == {"loop.txt", "zero.txt", "pipe.txt"}
+        with pytest.raises(DocumentError, match="neither a file nor a folder"):
+            list(find_files([workshop.corpus / "pipe.txt"]))
+
+
+def test_a_folder_that_cannot_be_read_is_reported_and_keeps_its_documents(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner = workshop.corpus / "inner"
+    inner.mkdir()
+    (inner / "c.txt").write_text("Some text of some length in an inner folder.")
+    assert workshop.run().added == 3
+    scandir, stat = os.scandir, os.stat
+
+    def refused(path: Any, *, also_itself: bool = False) -> None:
+        path = Path(os.fsdecode(path))
+        if inner in path.parents or (also_itself and path == inner):
+            raise PermissionError(13, "Permission denied", str(inner))
+
+    with monkeypatch.context() as patch:  # permissions do not stop root
+        patch.setattr(os, "scandir", lambda path: refused(path, also_itself=True) or scandir(path))
+        patch.setattr(os, "stat", lambda path, **rest: (isinstance(path, int) or refused(path)) or stat(path, **rest))
+        report = workshop.run()
+    assert (report.removed, report.documents) == (0, 3)
+    assert [Path(failure["path"]).name for failure in report.failed] == ["inner"]

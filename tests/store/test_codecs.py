@@ -30,8 +30,8 @@ def test_round_trip_is_lossless(codec: str, kind: type) -> None:
     assert read.codec == codec and read.tensor().dtype == dtype and read.shape == written.shape
     assert torch.equal(read.tensor().view(torch.uint8), written.view(torch.uint8))
     for number in range(2):
-        assert torch.equal(read.layer(number), written[number]) and torch.equal(
-            layer_of(read, number, "cpu"), layer_of(written, number, "cpu")
+        assert torch.equal(read.layer(number).tensor(), written[number]) and torch.equal(
+            layer_of(read, number, "cpu").tensor(), layer_of(written, number, "cpu").tensor()
         )
 
 
@@ -142,7 +142,7 @@ class TestDamage:
 
 def round_trip(layer: torch.Tensor) -> torch.Tensor:
     """One layer, ``(2, num_kv_heads, num_tokens, head_dim)``, through int8."""
-    return INT8.decode(INT8.encode(layer), layer.shape)
+    return INT8.decode(INT8.encode(layer), layer.shape).tensor()
 
 
 def worst(written: torch.Tensor, read: torch.Tensor, step: torch.Tensor) -> float:
@@ -232,8 +232,9 @@ class TestInt8:
 
     def test_layers_are_numbers_of_float32(self) -> None:
         stored = decode(encode(kv(1), "int8", key(1), namespace="t"), key(1))
-        assert stored.tensor().dtype == stored.layer(0).dtype == torch.float32
-        assert torch.equal(stored.tensor()[1], stored.layer(1)) and torch.equal(stored.layer(1), round_trip(kv(1)[1]))
+        assert stored.tensor().dtype == stored.layer(0).tensor().dtype == torch.float32
+        assert torch.equal(stored.tensor()[1], stored.layer(1).tensor())
+        assert torch.equal(stored.layer(1).tensor(), round_trip(kv(1)[1]))
 
     @pytest.mark.parametrize("memory_bytes", [0, 10**6])
     def test_round_trip_through_the_store(self, tmp_path: Path, memory_bytes: int) -> None:

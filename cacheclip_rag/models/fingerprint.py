@@ -1,0 +1,118 @@
+"""Fingerprints of checkpoints: which weights and which config a model was loaded from.
+
+Hashing gigabytes takes seconds, so the digest of the weights is cached. Neither a file's place nor its times prove its
+content: archives and image layers set times, and inodes are used again. So the cached digest is only taken if a sample
+of every tensor, read at each load, is the one from which the digest was made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import struct
+from io import FileIO
+from pathlib import Path
+
+from ..paths import atomic_path, cache_home
+
+__all__ = ["file_states", "fingerprint"]
+
+logger = logging.getLogger(__name__)
+
+_PIECES = 8
+_PIECE_BYTES = 512
+"""A tensor's sample: so many pieces of so many bytes, evenly spread. Smaller tensors are read in full."""
+
+FileState = tuple[str, int, int, int, int]
+
+
+def file_states(folder: Path) -> list[FileState]:
+    """Path, inode, size, time of change and of modification (ns) of the files behind the fingerprint."""
+    stats = ((file, file.stat()) for file in (folder / "config.json", *_weight_files(folder)))
+    return [(os.fspath(f), s.st_ino, s.st_size, s.st_ctime_ns, s.st_mtime_ns) for f, s in stats]
+
+
+def fingerprint(folder: Path) -> str:
+    """``WEIGHTS:CONFIG``, the SHA-256 of each. Head sets refer to the weights only, because a config may change without
+    them."""
+    config = hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()
+    identity = repr(file_states(folder)[1:]).encode()
+    memo = cache_home() / "fingerprints" / f"{hashlib.sha256(identity).hexdigest()}.json"
+    sample = _sample(folder)
+    weights = _remembered(memo, sample)
+    if weights is None:
+        weights = _hash_weights(folder)
+        if sample is not None:
+            _remember(memo, {"folder": os.fspath(folder), "weights": weights, "sample": sample})
+    return f"{weights}:{config}"
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def _hash_weights(folder: Path) -> str:
+    weights = hashlib.sha256()
+    for file in _weight_files(folder):
+        with file.open("rb") as handle:
+            weights.update(hashlib.file_digest(handle, "sha256").digest())
+    return weights.hexdigest()
+
+
+def _sample(folder: Path) -> str | None:
+    """SHA-256 over every file's header and a sample of every tensor; None if a file has no readable header."""
+    digest = hashlib.sha256()
+    try:
+        for file in _weight_files(folder):
+            with file.open("rb", buffering=0) as handle:
+                size = file.stat().st_size
+                (length,) = struct.unpack("<Q", handle.read(8))
+                if length > size:
+                    return None
+                header = _read_exactly(handle, 8, length)
+                digest.update(struct.pack("<QQ", size, length) + header)
+                tensors = [entry["data_offsets"] for key, entry in json.loads(header).items() if key != "__metadata__"]
+                for start, stop in sorted(tensors):
+                    for offset, count in _pieces(start, stop):
+                        digest.update(_read_exactly(handle, 8 + length + offset, count))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
+        return None
+    return digest.hexdigest()
+
+
+def _pieces(start: int, stop: int) -> list[tuple[int, int]]:
+    """Offset and length of the pieces of a tensor that are read."""
+    if stop - start <= _PIECES * _PIECE_BYTES:
+        return [(start, stop - start)]
+    last = stop - start - _PIECE_BYTES
+    return [(start + last * number // (_PIECES - 1), _PIECE_BYTES) for number in range(_PIECES)]
+
+
+def _read_exactly(handle: FileIO, offset: int, count: int) -> bytes:
+    handle.seek(offset)
+    found = b""
+    while len(found) < count:
+        piece = handle.read(count - len(found))
+        if not piece:
+            raise ValueError("the file ends too early")
+        found += piece
+    return found
+
+
+def _remembered(memo: Path, sample: str | None) -> str | None:
+    """The cached digest of the weights; None if there is none, it is damaged, or it belongs to another sample."""
+    try:
+        found = json.loads(memo.read_text())
+        return str(found["weights"]) if sample is not None and found["sample"] == sample else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _remember(memo: Path, found: dict[str, str]) -> None:
+    try:
+        with atomic_path(memo) as temporary:
+            temporary.write_text(json.dumps(found) + "\n")
+    except OSError as error:
+        logger.debug("the fingerprint of %s is not cached: %s", found["folder"], error)

@@ -1,0 +1,108 @@
+"""What engines of two tenants see of each other, what callers see of hits, and what operators see of tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cacheclip_rag import CacheClipEngine, SamplingParams
+from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.store import ChunkStore
+from tests.conftest import rag_prompt
+
+Make = Callable[..., CacheClipEngine]
+FEW = SamplingParams(max_tokens=3)
+
+
+def test_the_store_of_an_engine_is_its_tenants(make: Make, tmp_path: Path, chunks: list[str]) -> None:
+    north, south = (make(store=tmp_path, namespace=name) for name in ("north", "south"))
+    north.precompute(chunks[:2])
+    assert north.store.stats().entries > 0 and south.store.stats().entries == 0 == len(south.store.keys())
+    for key in north.store.keys():  # noqa: SIM118 - not a dict
+        assert key not in south.store and south.store.get(key) is None and south.store.delete([key]) == 0
+        assert key in north.store and north.store.get(key) is not None
+    assert south.release(chunks[:2]) == 0 and north.is_stored(chunks[0])
+    assert south.generate(rag_prompt(chunks[:2], "Why?"), FEW).stats.hits == 0
+    assert north.generate(rag_prompt(chunks[:2], "Why?"), FEW).stats.hits == 2
+
+
+def test_a_namespace_that_cannot_be_written_is_refused(make: Make) -> None:
+    with pytest.raises(ConfigurationError, match="half a character"):
+        make(namespace="\ud800").precompute(["A text of a tenant without a name that can be written."])
+
+
+class TestHiddenHits:
+    @pytest.mark.parametrize("method", ["cacheclip", "prefix", "direct"])
+    def test_statistics_are_the_same_with_and_without_hits(self, make: Make, chunks: list[str], method: str) -> None:
+        engine = make(hide_hits=True, on_miss="ignore")
+        prompt = rag_prompt(chunks[:3], "When was it built?")
+        seen = []
+        for _ in range(2):
+            answer = engine.generate(prompt, FEW, method=method, trace=True)
+            stats = answer.stats.to_dict()
+            for name in ("ttft_s", "decode_s"):
+                assert stats.pop(name) > 0
+            seen.append((stats, answer.trace))
+            engine.precompute(chunks[:3], method=method)
+        assert seen[0] == seen[1]
+        assert seen[0][0]["method"] == method and seen[0][0]["prompt_tokens"] > 0
+
+    def test_operators_see_them(self, make: Make, chunks: list[str]) -> None:
+        engine = make(hide_hits=True)
+        engine.precompute(chunks[:2])
+        engine.generate(rag_prompt(chunks[:3], "When?"), FEW, documents=chunks[:3])
+        found = engine.metrics.snapshot()
+        assert (found["chunk_hits_total"], found["chunk_misses_total"]) == (2, 1)
+
+    def test_a_stream_ends_with_hidden_statistics(self, make: Make, chunks: list[str]) -> None:
+        engine = make(hide_hits=True)
+        engine.precompute(chunks[:2])
+        *_, last = engine.stream(rag_prompt(chunks[:2], "When?"), FEW)
+        assert last.answer is not None and last.answer.stats.hits == last.answer.stats.reused_tokens == 0
+
+
+class TestTiers:
+    def test_prefetched_chunks_are_read_from_memory(self, make: Make, tmp_path: Path, chunks: list[str]) -> None:
+        make(store=tmp_path).precompute(chunks[:3])
+        engine = make(store=tmp_path, memory_bytes=1 << 26)
+        assert engine.prefetch([chunks[0], f" {chunks[1]}\n", "never stored"]) == 2
+        memory, disk = engine.store.store.tiers.stats()
+        assert memory.bytes > 0 and disk.hits == 4, "each of two models"
+        engine.generate(rag_prompt(chunks[:2], "When?"), FEW)
+        prefixes = 2
+        assert disk.hits <= 4 + prefixes and memory.hits >= 3
+
+    def test_prefetch_without_a_memory_tier_says_what_is_stored(self, make: Make, chunks: list[str]) -> None:
+        engine = make()
+        engine.precompute(chunks[:1])
+        assert engine.prefetch(chunks[:2]) == 1
+
+    def test_metrics_have_every_tier(self, make: Make, tmp_path: Path, chunks: list[str]) -> None:
+        engine = make(store=tmp_path, memory_bytes=1 << 26)
+        assert "store_hits" not in engine.metrics.to_prometheus(), "the store is not open yet"
+        engine.precompute(chunks[:2])
+        engine.close()
+        again = make(store=tmp_path, memory_bytes=1 << 26)
+        for _ in range(2):
+            again.generate(rag_prompt(chunks[:2], "When?"), FEW)
+        found = again.metrics.snapshot()
+        assert found['store_hits_total{tier="disk"}'] >= 4 and found['store_hits_total{tier="memory"}'] >= 2
+        assert found['store_misses_total{tier="memory"}'] >= 4 and found['store_damaged_total{tier="disk"}'] == 0
+        assert found['store_bytes{tier="disk"}'] == ChunkStore.open(tmp_path).stats().bytes
+        assert 0 < found['store_bytes{tier="memory"}'] <= found['store_bytes{tier="disk"}']
+        assert found['store_read_seconds_total{tier="disk"}'] > 0
+        text = again.metrics.to_prometheus()
+        assert "# TYPE cacheclip_store_bytes gauge" in text and "# TYPE cacheclip_store_hits_total counter" in text
+        assert '\ncacheclip_store_evictions_total{tier="disk"} 0\n' in text
+
+    def test_a_damaged_chunk_is_counted(self, make: Make, tmp_path: Path, chunks: list[str]) -> None:
+        make(store=tmp_path).precompute(chunks[:2])
+        for path in tmp_path.glob("kv/*/*"):
+            data = bytearray(path.read_bytes())
+            data[-1] ^= 1
+            path.write_bytes(data)
+        engine = make(store=tmp_path)
+        engine.generate(rag_prompt(chunks[:2], "When?"), FEW)
+        assert engine.metrics.snapshot()['store_damaged_total{tier="disk"}'] >= 4

@@ -1,0 +1,172 @@
+"""Verify finds what is wrong, repair leaves nothing wrong, and neither loses what is whole."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from pathlib import Path
+
+import pytest
+import torch
+
+from cacheclip_rag.errors import StoreError
+from cacheclip_rag.store import ChunkStore
+from cacheclip_rag.store.care import clear, collect_garbage, repair, verify
+from tests.store.samples import is_intact, key, kv, opened, path_of, payload_files, put, totals_are_right
+
+LONG = "text number {} is long enough to be found in a prompt"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Entries 1 to 5 of tenant t and 1 to 3 of tenant u, with texts that are found, a source, a limit and a quota."""
+    store = ChunkStore.open(tmp_path / "store", 10_000_000)
+    for name, count in (("t", 5), ("u", 3)):
+        tenant = store.tenant(name)
+        for number in range(1, count + 1):
+            tenant.put(key(number, name), kv(number), "float32", text=LONG.format(number))
+    store.catalog.add_source("t", "node", LONG.format(1), "document")
+    store.set_quota("u", 5_000_000)
+    store.close()
+    return tmp_path / "store"
+
+
+def intact(folder: Path, *numbers: int) -> bool:
+    store = opened(folder)
+    return all(is_intact(store, number) for number in numbers)
+
+
+def test_a_whole_store_is_clean_and_repair_changes_nothing(folder: Path) -> None:
+    report = verify(folder)
+    assert report.is_clean and report.entries == 8 and report.bytes == 8 * 4096
+    done = repair(folder)
+    assert done.entries == 8 and not any((done.deleted, done.forgotten, done.recorded, done.moved_files))
+    assert verify(folder).is_clean and intact(folder, 1, 2, 3, 4, 5)
+
+
+def test_every_kind_of_damage_is_named_and_repaired(folder: Path) -> None:
+    data = bytearray(path_of(folder, 1).read_bytes())
+    data[-1] ^= 1
+    path_of(folder, 1).write_bytes(data)  # a layer
+    path_of(folder, 2).write_bytes(path_of(folder, 3).read_bytes())  # another's payload
+    path_of(folder, 4).unlink()
+    (folder / "kv" / "notes.txt").write_text("not the store's")
+    (folder / "tmp" / f"{'0' * 32}-1").write_text("of a process that is gone")
+    with sqlite3.connect(folder / "catalog.sqlite3") as catalog:
+        catalog.execute("DELETE FROM entries WHERE key = ?", (key(5),))  # a payload without an entry
+        catalog.execute("DELETE FROM texts WHERE namespace = 'u'")
+        catalog.execute("UPDATE totals SET bytes = bytes + 1")
+    catalog.close()
+    report = verify(folder)
+    assert set(report.damaged) == {key(1), key(2)} and report.missing == [key(4)]
+    assert set(report.unknown_files) == {str(path_of(folder, 5).relative_to(folder)), "kv/notes.txt"}
+    assert [line.split(":")[0] for line in report.problems] == ["text index", "catalog"]
+    assert not list(folder.glob("tmp/*")), "what dead processes left goes when the store is opened"
+    done = repair(folder)
+    assert (done.entries, done.deleted, done.forgotten, done.recorded) == (5, 2, 1, 1)
+    assert done.moved_files == ["unknown/notes.txt"] and (folder / "unknown" / "notes.txt").exists()
+    assert verify(folder).is_clean and intact(folder, 3, 5)
+    store = opened(folder)
+    assert totals_are_right(store)
+    prompt = LONG.format(3)
+    assert [(m.start, m.stop) for m in ChunkStore.open(folder).tenant("u").texts.find(prompt)] == [(0, len(prompt))]
+
+
+@pytest.mark.parametrize("damage", ["garbage", "cut", "deleted", "foreign"])
+def test_a_catalog_is_made_anew_from_headers_alone(folder: Path, damage: str) -> None:
+    path = folder / "catalog.sqlite3"
+    if damage == "garbage":
+        path.write_bytes(os.urandom(20_000))
+    elif damage == "cut":
+        os.truncate(path, 5000)
+    else:
+        path.unlink()
+    if damage == "foreign":
+        with sqlite3.connect(path) as other:
+            other.execute("CREATE TABLE entries (a)")
+            other.execute("PRAGMA user_version = 3")
+        other.close()
+    if damage != "deleted":  # then opening it made it anew
+        assert [line.split(":")[0] for line in verify(folder).problems] == ["catalog"]
+    done = repair(folder)
+    assert done.entries == 8 and done.moved_files == ([] if damage == "deleted" else ["catalog.sqlite3.damaged"])
+    assert verify(folder).is_clean and intact(folder, 1, 2, 3, 4, 5)
+    store = opened(folder)
+    assert store.release([LONG.format(2)]) == 1 and not is_intact(store, 2)
+    prompt = f"{LONG.format(9)} {LONG.format(4)}"
+    assert [prompt[m.start : m.stop] for m in store.texts.find(prompt)] == [LONG.format(4)]
+
+
+def test_what_can_be_read_of_a_damaged_catalog_is_kept(folder: Path) -> None:
+    """Sources, limits and quotas are in no payload."""
+    path = folder / "catalog.sqlite3"
+    with sqlite3.connect(path) as catalog:
+        page = catalog.execute("SELECT rootpage FROM sqlite_master WHERE name = 'entries_by_text'").fetchone()[0]
+    catalog.close()
+    data = bytearray(path.read_bytes())
+    data[(page - 1) * 4096 : page * 4096] = os.urandom(4096)
+    path.write_bytes(data)
+    assert not verify(folder).is_clean
+    repair(folder)
+    store = ChunkStore.open(folder)
+    assert verify(folder).is_clean and store.limit == 10_000_000 and store.catalog.quota("u") == 5_000_000
+    assert store.catalog.source_texts("t", "node") == [LONG.format(1)]
+
+
+def test_repair_evicts_down_to_the_limit(folder: Path) -> None:
+    with sqlite3.connect(folder / "catalog.sqlite3") as catalog:
+        catalog.execute("UPDATE meta SET value = ? WHERE name = 'max_bytes'", (6 * 4096,))
+    catalog.close()
+    assert [line.split(":")[0] for line in verify(folder).problems] == ["limit"]
+    assert repair(folder).entries == 6 and verify(folder).is_clean
+
+
+def test_garbage_is_what_nobody_can_use(folder: Path) -> None:
+    store = opened(folder)
+    store.texts.add(["a text whose KV was evicted long ago"])
+    store.catalog.remove("t", [key(2)])
+    store.close()
+    found = collect_garbage(folder)
+    assert (found["payloads"], found["texts"], found["writes"], found["evicted"]) == (1, 2, 0, 0)
+    assert verify(folder).is_clean and verify(folder).entries == 7 and intact(folder, 1, 3, 4, 5)
+    assert opened(folder).texts.known(LONG.format(1)), "it has a source"
+
+
+def test_clear_of_one_tenant_and_of_all(folder: Path) -> None:
+    assert clear(folder, "u") == 3 and clear(folder, "nobody") == 0
+    assert intact(folder, 1, 2, 3, 4, 5) and opened(folder).catalog.quota("u") is None
+    assert clear(folder) == 5 and payload_files(folder) == []
+    report = verify(folder)
+    assert report.is_clean and report.entries == 0
+    store = opened(folder)
+    assert store.store.limit == 10_000_000 and not store.texts.known(LONG.format(1))
+    assert store.catalog.source_texts("t") == []
+    put(store, 1)
+    assert is_intact(store, 1)
+
+
+def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
+    for run in (verify, repair, collect_garbage, clear):
+        with pytest.raises(StoreError, match="cacheclip ingest PATH --store"):
+            run(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_verify_reads_while_others_write(folder: Path) -> None:
+    """An announced payload that has no entry yet is not garbage."""
+    store = opened(folder)
+    number, _ = store.catalog.reserve("t", key(9), 4096, store.store._writer.name, lambda keys: None)  # type: ignore[union-attr]
+    assert number is not None
+    store.store.tiers.put(key(9), b"half")
+    assert verify(folder).unknown_files == []
+    assert collect_garbage(folder)["payloads"] == 0 and path_of(folder, 9).exists()
+    store.catalog.abandon(number)
+    assert verify(folder).unknown_files == [str(path_of(folder, 9).relative_to(folder))]
+
+
+def test_entries_are_those_of_before(folder: Path) -> None:
+    """A catalog made anew says of every payload what the old one said."""
+    before = [*ChunkStore.open(folder).catalog.entries()]
+    (folder / "catalog.sqlite3").unlink()
+    assert [*ChunkStore.open(folder).catalog.entries()] == before
+    assert torch.equal(opened(folder).get(key(3)).tensor(), kv(3))  # type: ignore[union-attr]
