@@ -41,6 +41,10 @@ def ingest(
     chunk_tokens: Annotated[int | None, typer.Option(help="Most tokens in a chunk. [default: 512]")] = None,
     overlap: Annotated[int | None, typer.Option(help="Tokens shared by neighbouring chunks. [default: 0]")] = None,
     chunk_context: ChunkContextOption = None,
+    codec: Annotated[
+        str | None,
+        typer.Option(help="How KV is stored: int8 (recommended; a quarter of float32), bfloat16. [default: --dtype]"),
+    ] = None,
     max_bytes: Annotated[
         int | None,
         typer.Option(help="Limit of the store in bytes, also for later runs; 0: no limit. [default: unchanged]"),
@@ -76,6 +80,7 @@ def ingest(
         chunk_tokens=chunk_tokens,
         overlap_tokens=overlap,
         chunk_context=chunk_context,
+        codec=codec,
     )
     check_sizes(settings.chunk_tokens, settings.overlap_tokens)
     engine = CacheClipEngine(engine_config(settings, str(folder), device=device, fallback=fallback))

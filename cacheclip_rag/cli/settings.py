@@ -62,6 +62,9 @@ def engine_config(settings: LibrarySettings, store: str, *, device: str, **optio
         namespace=settings.namespace,
         dtype=settings.dtype,
         chunk_context=settings.chunk_context,
+        codec=settings.codec,
         device=device,
     )
+    if settings.codec == "int8":
+        base = replace(base, auxiliary_codec="int8")
     return EngineConfig.from_options(base, options)

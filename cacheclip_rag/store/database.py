@@ -70,6 +70,8 @@ class Database:
         with self._lock:
             try:
                 connection = self._open()
+                if self.read_only:  # SQLite would let the block run up to its first statement that writes
+                    raise StoreError(f"{self._path} may only be read here. Change who may write to the store.")
                 if not wait:
                     connection.execute("PRAGMA busy_timeout = 0")
                 try:
@@ -184,8 +186,6 @@ class Database:
                 f"a name or text holds half a character ({error.object[error.start]!r}), which cannot be written as "
                 "UTF-8. Read its source with errors='replace', or remove it."
             )
-        if self.read_only and "readonly" in str(error):
-            return StoreError(f"{self._path} may only be read here. Change who may write to the store.")
         return StoreError(
             f"{self._path} cannot be used: {error}. If the disk is full, free some space; if the file is damaged, run "
             f"cacheclip store repair --store {self._path.parent if self._path else 'FOLDER'}"

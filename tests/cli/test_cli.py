@@ -329,3 +329,64 @@ def test_json_knows_no_infinity(capsys: pytest.CaptureFixture[str]) -> None:
 
     print_json({"a": float("nan"), "b": [1.5, float("inf")], "c": {"d": (float("-inf"), 2)}})
     assert json.loads(capsys.readouterr().out) == {"a": None, "b": [1.5, None], "c": {"d": [None, 2]}}
+
+
+class TestStoreCommands:
+    def test_limits_of_store_and_tenant(self, cacheclip: Any, stored: Path) -> None:
+        before = cacheclip("store", "stats", "--store", stored, "--json").json
+        assert before["tenant_bytes"] == {"default": before["bytes"]} and before["quotas"] == {}
+        half = before["bytes"] // 2
+        limited = cacheclip("store", "limit", half, "--store", stored, "--namespace", "default", "--json").json
+        assert limited["evicted"] > 0
+        after = cacheclip("store", "stats", "--store", stored, "--json").json
+        assert after["bytes"] <= half and after["quotas"] == {"default": half} and after["max_bytes"] is None
+        assert cacheclip("store", "limit", 4096, "--store", stored).code == 0
+        shown = cacheclip("store", "stats", "--store", stored).out
+        assert "limit 4.1 kB" in shown
+        assert cacheclip("store", "limit", 0, "--store", stored, "--json").json["max_bytes"] is None
+        assert cacheclip("store", "limit", -1, "--store", stored).code == 2
+
+    def test_verify_and_repair(self, cacheclip: Any, stored: Path) -> None:
+        clean = cacheclip("store", "verify", "--store", stored, "--json")
+        assert clean.code == 0 and clean.json["entries"] > 0
+        assert not any(clean.json[name] for name in ("damaged", "missing", "unknown_files", "problems"))
+        path = next(iter(stored.glob("kv/*/*")))
+        path.write_bytes(path.read_bytes()[:-1])
+        with sqlite3.connect(stored / "library.sqlite3") as library:
+            library.execute("UPDATE passages SET text = 'altered' WHERE id = 1")
+        library.close()
+        found = cacheclip("store", "verify", "--store", stored, "--json")
+        assert found.code == 1 and found.json["damaged"] == [path.stem] and len(found.json["problems"]) == 1
+        told = cacheclip("store", "verify", "--store", stored)
+        assert told.code == 1 and "cacheclip store repair" in told.out and path.stem in told.out
+        repaired = cacheclip("store", "repair", "--store", stored, "--json")
+        assert repaired.code == 0 and repaired.json["deleted"] == 1 and repaired.json["library"]
+        assert cacheclip("store", "verify", "--store", stored).code == 0
+        again = cacheclip("ingest", stored.parent / "corpus", "--store", stored, "--json").json
+        assert again["computed"] >= 1 and again["changed"] + again["added"] == 1
+        assert cacheclip("store", "verify", "--store", stored).code == 0
+
+    def test_gc_and_clear(self, cacheclip: Any, stored: Path) -> None:
+        assert cacheclip("store", "gc", "--store", stored, "--json").json["payloads"] == 0
+        refused = cacheclip("store", "clear", "--store", stored, "--json")
+        assert refused.code == 2 and "--yes" in refused.err
+        removed = cacheclip("store", "clear", "--store", stored, "--yes", "--json").json["removed"]
+        assert removed > 0 and cacheclip("store", "stats", "--store", stored, "--json").json["entries"] == 0
+        asked = cacheclip("ask", "When was it built?", "--store", stored, "--max-tokens", "2", "--json")
+        assert asked.code == 0 and asked.json["stats"]["hits"] == 0, "the documents stay"
+
+    @pytest.mark.parametrize("command", ["stats", "verify", "repair", "gc"])
+    def test_what_is_no_store_is_refused(self, cacheclip: Any, tmp_path: Path, command: str) -> None:
+        result = cacheclip("store", command, "--store", tmp_path)
+        assert result.code == 1 and "cacheclip ingest PATH --store" in result.err and list(tmp_path.iterdir()) == []
+
+    def test_a_codec_holds_for_the_whole_store(self, cacheclip: Any, models: list[str], stored: Path, tmp_path: Path) -> None:
+        ingest = ("ingest", stored.parent / "corpus", *models, "--chunk-tokens", "64", "--json")
+        assert cacheclip(*ingest, "--store", tmp_path / "small", "--codec", "int8").code == 0
+        large, small = (
+            sum(path.stat().st_size for path in folder.glob("kv/*/*")) for folder in (stored, tmp_path / "small")
+        )
+        assert small < 0.7 * large  # tiny caches: much of it is headers
+        ask = ("ask", "When was the lighthouse built?", "--store", tmp_path / "small", "--max-tokens", "2", "--json")
+        assert cacheclip(*ask).json["stats"]["hits"] > 0, "later commands use the same codec"
+        assert cacheclip(*ingest, "--store", tmp_path / "small", "--codec", "float32").code == 2

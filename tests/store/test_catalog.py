@@ -1,0 +1,209 @@
+"""A catalog that is missing, damaged, foreign or read-only: reads go on, and the store says what to do."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cacheclip_rag.errors import StoreError
+from cacheclip_rag.store import ChunkStore, TenantStore
+from tests.store.samples import (
+    BLOCK,
+    bytes_on_disk,
+    is_intact,
+    key,
+    kv,
+    opened,
+    path_of,
+    payload_files,
+    put,
+    totals_are_right,
+)
+
+LONG = "The keeper of the lighthouse wrote down the hour, the wind and the names of the ships."
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def store(folder: Path) -> TenantStore:
+    store = opened(folder)
+    put(store, 1, 2)
+    return store
+
+
+def sql(folder: Path, statement: str) -> None:
+    connection = sqlite3.connect(folder / "catalog.sqlite3")
+    with connection:
+        connection.execute(statement)
+    connection.close()
+
+
+def remove_catalog(folder: Path) -> None:
+    for file in folder.glob("catalog.sqlite3*"):
+        file.unlink()
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+class TestMissing:
+    def test_deleted_under_a_store_in_use(
+        self, store: TenantStore, folder: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Reads do not fail; the next write finds all payloads again, before it counts their bytes."""
+        remove_catalog(folder)
+        assert store.get(key(1)) is None and key(1) not in store and store.keys() == []
+        assert len(payload_files(folder)) == 2 and warnings(caplog) == []
+        put(store, 3)
+        assert set(store.keys()) == {key(1), key(2), key(3)} and "2 chunk caches were found" in caplog.text
+        assert all(is_intact(store, number) for number in (1, 2, 3))
+        assert store.store.stats().bytes == bytes_on_disk(folder) and totals_are_right(store)
+
+    def test_the_limit_given_holds_again(self, folder: Path) -> None:
+        """Payloads that a new catalog does not know must not hide from the limit."""
+        store = opened(folder, 4 * BLOCK)
+        put(store, 1, 2, 3, 4)
+        remove_catalog(folder)
+        put(store, 5, 6)
+        assert store.store.limit == 4 * BLOCK and bytes_on_disk(folder) <= 4 * BLOCK
+        assert is_intact(store, 5) and is_intact(store, 6) and store.stats().entries == 4
+
+    def test_opening_records_everything_again(self, store: TenantStore, folder: Path) -> None:
+        """Tenants, codecs, and the texts that prompts are searched for."""
+        store.put(key(3), kv(3), "bfloat16", text=LONG)
+        put(store.store.tenant("u"), 1)
+        path_of(folder, 2).write_bytes(b"garbage")
+        store.close()
+        remove_catalog(folder)
+        again = opened(folder)
+        assert set(again.keys()) == {key(1), key(3)} and again.codec_of(key(3)) == "bfloat16"
+        assert is_intact(again, 1) and is_intact(again.store.tenant("u"), 1)
+        assert set(again.catalog.tenants()) == {"t", "u"} and totals_are_right(again)
+        [match] = again.texts.find(f"Read this. {LONG} What did he write?")
+        assert match.stop - match.start == len(LONG)
+        assert again.release([LONG, "text 1"]) == 2 and again.keys() == []
+
+
+class TestUnusable:
+    @pytest.mark.parametrize("content", [b"this is no database, " * 100, os.urandom(20_000)], ids=["text", "noise"])
+    def test_reads_go_on_without_it_with_one_warning(
+        self, store: TenantStore, folder: Path, caplog: pytest.LogCaptureFixture, content: bytes
+    ) -> None:
+        store.close()
+        remove_catalog(folder)
+        (folder / "catalog.sqlite3").write_bytes(content)
+        again = opened(folder)
+        assert is_intact(again, 1) and is_intact(again, 2) and again.codec_of(key(1)) == "float32"
+        assert again.get(key(9)) is None and key(9) not in again
+        [warning] = warnings(caplog)
+        assert "read without it" in warning and "cacheclip store repair" in warning
+        for write in (lambda: put(again, 3), lambda: again.delete([key(1)]), again.stats, again.keys):
+            with pytest.raises(StoreError, match=r"catalog\.sqlite3 cannot be used.*cacheclip store repair --store"):
+                write()
+        assert len(payload_files(folder)) == 2
+
+    def test_without_it_no_tenant_reads_what_is_anothers(self, store: TenantStore, folder: Path) -> None:
+        """The payload says whose it is."""
+        put(store.store.tenant("u"), 1)
+        store.close()
+        remove_catalog(folder)
+        (folder / "catalog.sqlite3").write_bytes(b"this is no database, " * 100)
+        again = opened(folder)
+        assert again.codec_of(key(1, "u")) is None and again.get(key(1, "u")) is None
+        assert is_intact(again.store.tenant("u"), 1), "and does not remove it"
+
+    def test_of_another_version(self, store: TenantStore, folder: Path) -> None:
+        store.close()
+        sql(folder, "PRAGMA user_version = 99")
+        with pytest.raises(StoreError, match="format 99"):
+            opened(folder).stats()
+
+    def test_database_of_another_program(self, store: TenantStore, folder: Path) -> None:
+        """Though its version number is ours: nothing is written into it."""
+        connection = sqlite3.connect(folder / "catalog.sqlite3")
+        ((version,),) = connection.execute("PRAGMA user_version").fetchall()
+        connection.close()
+        store.close()
+        remove_catalog(folder)
+        sql(folder, "CREATE TABLE photos (name TEXT)")
+        sql(folder, f"PRAGMA user_version = {version}")
+        before = (folder / "catalog.sqlite3").read_bytes()
+        with pytest.raises(StoreError, match="another program"):
+            put(opened(folder), 3)
+        assert (folder / "catalog.sqlite3").read_bytes() == before
+
+    def test_folder_that_cannot_be_made(self, tmp_path: Path) -> None:
+        """Nothing can be stored there, and nothing is."""
+        (tmp_path / "file").write_text("not a folder")
+        store = opened(tmp_path / "file" / "store")
+        uses: list[Callable[[], Any]] = [lambda: put(store, 1), store.keys, store.stats]
+        for use in uses:
+            with pytest.raises(StoreError, match="file"):
+                use()
+        assert store.get(key(1)) is None
+
+    def test_kernel_folder(self) -> None:
+        """Unwritable for root as well, unlike a folder without write permission."""
+        with pytest.raises(StoreError):
+            put(opened(Path("/proc/cacheclip-store")), 1)
+
+
+class TestReadOnly:
+    @pytest.fixture
+    def read_only(self, store: TenantStore, folder: Path, monkeypatch: pytest.MonkeyPatch) -> TenantStore:
+        """As seen by a user who may only read. The tests may run as root, whom permissions do not stop: so the system's
+        answer is changed, and not the permissions."""
+        store.close()
+        access = os.access
+        inside = str(folder)
+
+        def may(path: Any, mode: int, **options: Any) -> bool:
+            return access(path, mode, **options) and not (mode & os.W_OK and str(path).startswith(inside))
+
+        monkeypatch.setattr(os, "access", may)
+        return opened(folder)
+
+    def test_can_be_read(self, read_only: TenantStore, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+        before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.suffix == ".kv"}
+        assert all(is_intact(read_only, 1) and is_intact(read_only, 2) for _ in range(40))  # uses are lost
+        assert read_only.get(key(9)) is None and key(1) in read_only
+        assert read_only.stats().entries == 2 and read_only.store.stats().bytes == 2 * BLOCK
+        assert warnings(caplog) == [] and read_only.catalog.database.read_only
+        read_only.close()
+        assert {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.suffix == ".kv"} == before
+
+    def test_cannot_be_written_and_says_so(self, read_only: TenantStore, folder: Path) -> None:
+        uses: list[Callable[[], Any]] = [
+            lambda: put(read_only, 3),
+            lambda: read_only.delete([key(1)]),
+            lambda: read_only.release(["text 1"]),
+            lambda: read_only.store.set_limit(10**6),
+        ]
+        for use in uses:
+            with pytest.raises(StoreError, match="may only be read"):
+                use()
+        assert is_intact(read_only, 1) and len(payload_files(folder)) == 2
+
+    def test_damage_is_a_miss_and_stays(
+        self, read_only: TenantStore, folder: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        path_of(folder, 1).write_bytes(b"garbage")
+        assert read_only.get(key(1)) is None and "could not be removed" in caplog.text
+        assert path_of(folder, 1).exists() and is_intact(read_only, 2)
+
+
+def test_a_store_that_is_only_opened_writes_nothing(folder: Path) -> None:
+    store = ChunkStore.open(folder)
+    store.close()
+    assert not folder.exists()
