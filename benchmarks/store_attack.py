@@ -40,7 +40,9 @@ import torch
 
 from cacheclip_rag.chunks.library import ChunkLibrary
 from cacheclip_rag.engine import CacheClipEngine
-from cacheclip_rag.errors import StoreError
+from cacheclip_rag.errors import ConfigurationError, StoreError
+from cacheclip_rag.ingest.library import FILE_NAME as LIBRARY
+from cacheclip_rag.ingest.library import Library, LibrarySettings
 from cacheclip_rag.models.load import load_model, register_runtime
 from cacheclip_rag.runtime.base import TokenizedText
 from cacheclip_rag.sampling import SamplingParams
@@ -671,14 +673,14 @@ def attack_hostile(args: argparse.Namespace, folder: Path) -> Result:
 
 
 class Stated(logging.Handler):
-    """Counts warnings of store and chunk caches."""
+    """Collects warnings of store, chunk caches and library."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.name.startswith(("cacheclip_rag.store", "cacheclip_rag.chunks")):
+        if record.name.startswith(("cacheclip_rag.store", "cacheclip_rag.chunks", "cacheclip_rag.ingest")):
             self.lines.append(record.getMessage())
 
 
@@ -702,8 +704,18 @@ class Scene:
                 for number, text in enumerate(texts[:count]):
                     engine.precompute([text], source=f"source {number}", document="document")
                 engine.close()
+            scene.add_documents()
             shutil.copytree(scene.store, copy)
         return scene
+
+    def add_documents(self) -> None:
+        """Passages with vectors that say nothing: only damage is looked for."""
+        library = Library(self.store)
+        for number in range(4):
+            texts = [f"passage {ordinal} of document {number}" for ordinal in range(5)]
+            library.replace(f"document {number}", "digest", texts, torch.eye(5, 8).numpy())
+        library.fix_settings(LibrarySettings("primary", None, "embedding", "float32", "default", 512, 0, "passages"))
+        library.close()
 
     def restore(self) -> None:
         _remove(self.store)
@@ -854,11 +866,11 @@ def text_file(path: Path, scene: Scene) -> None:
 
 def older_catalog(path: Path, scene: Scene) -> None:
     """A backup from before some entries were written."""
-    shutil.copy(scene.older / FILE_NAME, path)
+    shutil.copy(scene.older / path.name, path)
 
 
 def stale_wal(path: Path, scene: Scene) -> None:
-    """Garbage beside the catalog. New files: one that is cut off in place while SQLite has it mapped ends the process."""
+    """Garbage beside the file, as new files: SQLite maps the old ones, and cutting a mapped file ends the process."""
     for ending in ("-wal", "-shm"):
         beside = path.with_name(path.name + ending)
         beside.unlink(missing_ok=True)
@@ -869,9 +881,14 @@ VALUES = ("x", "", "é" * 50, b"", b"\xff\xfe\x00", -1, 0, 1, 2**40, 2**62, -(2*
 """Values that rows are changed to. SQLite stores any of them in any column."""
 
 
+def _table(path: Path, scene: Scene) -> str:
+    tables = sql(path, "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite%' ORDER BY name")
+    return str(scene.rng.choice(tables)[0])
+
+
 def change_rows(path: Path, scene: Scene) -> None:
     """A column of a row, or of all rows, gets another value, maybe of another type."""
-    table = scene.rng.choice(("entries", "entries", "texts", "texts", "totals", "meta", "writes", "quotas", "sources"))
+    table = _table(path, scene)
     column = scene.rng.choice([row[1] for row in sql(path, f"PRAGMA table_info({table})")])
     where = "" if scene.rng.random() < 0.5 else " WHERE random() % 3 = 0"
     with contextlib.suppress(sqlite3.IntegrityError):
@@ -880,7 +897,7 @@ def change_rows(path: Path, scene: Scene) -> None:
 
 def add_rows(path: Path, scene: Scene) -> None:
     """Rows that no program writes: of any values, in any table."""
-    table = scene.rng.choice(("entries", "texts", "totals", "meta", "writes", "quotas", "sources"))
+    table = _table(path, scene)
     width = len(sql(path, f"PRAGMA table_info({table})"))
     values = [scene.rng.choice((*VALUES, "default", "max_bytes", "other")) for _ in range(width)]
     with contextlib.suppress(sqlite3.Error):
@@ -888,7 +905,7 @@ def add_rows(path: Path, scene: Scene) -> None:
 
 
 def delete_rows(path: Path, scene: Scene) -> None:
-    table = scene.rng.choice(("entries", "texts", "totals", "meta", "sources"))
+    table = _table(path, scene)
     sql(path, f"DELETE FROM {table}" + scene.rng.choice(("", " WHERE random() % 2")))
 
 
@@ -935,6 +952,10 @@ def attack_damage(args: argparse.Namespace, folder: Path) -> Result:
         scene.restore()
         scene.rng = random.Random(f"{args.seed} {number}")
         case.run(number, OF_PAYLOADS if "payloads" in args.what else (), OF_CATALOG if "catalog" in args.what else ())
+    for number in range(args.damages // 4 if "library" in args.what and args.only is None else 0):
+        scene.restore()
+        scene.rng = random.Random(f"{args.seed} library {number}")
+        case.search(number)
     result.expect(case.answers <= {right}, f"answers differ: {case.answers} instead of {right}")
     result.figures |= dict(sorted(case.found.items()))
     logging.getLogger("cacheclip_rag").removeHandler(stated)
@@ -977,7 +998,8 @@ class _Case:
         self.ask(engine, where, silent=silent)
         misses = self.hits < len(scene.texts)
         self.found["answers_with_misses"] += misses
-        self.ask(engine, f"{where}, again", silent=True)  # a warning is given once
+        silent |= bool(self.stated.lines)  # a warning is given once
+        self.ask(engine, f"{where}, again", silent=True)
         self.close(engine, where)
         if rng.random() < 0.2:
             self.mend(where)
@@ -988,10 +1010,37 @@ class _Case:
         self.close(engine, where)
         if self.hits < len(scene.texts):
             self.found[f"not_healed_after {names}" if len(done) == 1 else "not_healed_after several"] += 1
-            if os.environ.get("DBG") and len(done) == 1:
-                print("UNHEALED", where, self.hits)
         else:
             self.found["healed"] += misses
+
+    def search(self, number: int) -> None:
+        """Search a damaged library: it is refused, or every passage is one that was stored, and warnings name the
+        documents of which passages are missing."""
+        scene, damage = self.scene, self.scene.rng.choice(OF_CATALOG)
+        where = f"damage {number} ({damage.__name__} of library)"
+        path = scene.store / LIBRARY
+        library = Library(scene.store)
+        if scene.rng.random() < 0.5:
+            self.result.expect(len(library.search(torch.ones(1, 8).numpy(), 99)) == 20, f"{where}: before damage")
+        with contextlib.suppress(OSError, LookupError, ValueError, sqlite3.Error):
+            damage(path, scene)
+        self.stated.lines.clear()
+        self.found["libraries"] += 1
+        try:
+            found = library.search(torch.ones(1, 8).numpy(), 99)
+            damaged = library.damaged()
+        except (StoreError, ConfigurationError):
+            self.found["libraries_refused"] += 1
+        except Exception:
+            self.result.broken.append(f"{where}: {_last_lines()}")
+        else:
+            for passage in found:
+                right = passage.text == f"passage {passage.ordinal} of {passage.path}"
+                self.result.expect(right, f"{where}: a wrong passage: {passage}")
+            if len(found) < 20 and not self.stated.lines and not damaged:
+                self.found["libraries_that_nobody_can_tell"] += damage in SILENT
+                self.result.expect(damage in SILENT, f"{where}: {len(found)} passages, and nothing says why")
+        library.close()
 
     def close(self, engine: CacheClipEngine, where: str) -> None:
         try:
@@ -1049,7 +1098,7 @@ OPTIONS: dict[str, dict[str, tuple[Any, Any]]] = {
     "evict": {"entries": (1_000_000, 20_000), "tenants": (100, 100), "puts": (2000, 200)},
     "million": {"entries": (1_000_000, 20_000)},
     "limit": {"seconds": (600.0, 8.0), "processes": (4, 4), "limit-mb": (4.0, 4.0), "max-tokens": (300, 300)},
-    "kill": {"kills": (300, 8), "longest-s": (0.6, 0.3), "limit-mb": (4.0, 4.0), "max-tokens": (300, 300)},
+    "kill": {"kills": (300, 8), "longest-s": (0.6, 0.3), "limit-mb": (40.0, 40.0), "max-tokens": (4000, 4000)},
     "damage": {"damages": (10_000, 100)},
     "tenants": {"tenants": (100, 20), "chunks": (10, 5), "rounds": (30, 15), "flood": (5, 5)},
     "hostile": {"texts": (1000, 300)},
@@ -1074,7 +1123,7 @@ def main() -> None:
         for option, (default, _) in OPTIONS.get(name, {}).items():
             command.add_argument(f"--{option}", type=type(default), help=f"default {default}")
         if name == "damage":
-            command.add_argument("--what", default="payloads,catalog", help="what is damaged")
+            command.add_argument("--what", default="payloads,catalog,library", help="what is damaged")
             command.add_argument("--only", type=int, help="do this damage only")
         if name == "kill":
             command.add_argument("--go-on", action="store_true", help="go on after a broken promise")
@@ -1098,7 +1147,7 @@ def main() -> None:
 
 def run(name: str, args: argparse.Namespace) -> Result:
     """Run one attack in a folder of its own, and show what it found."""
-    given = argparse.Namespace(**{"what": "payloads,catalog", "only": None, "go_on": False, **vars(args)})
+    given = argparse.Namespace(**{"what": "payloads,catalog,library", "only": None, "go_on": False, **vars(args)})
     for option, defaults in OPTIONS[name].items():
         attribute = option.replace("-", "_")
         if getattr(given, attribute, None) is None or args.attack == "all":
