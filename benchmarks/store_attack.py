@@ -51,7 +51,7 @@ from cacheclip_rag.store.care import repair, verify
 from cacheclip_rag.store.catalog import FILE_NAME, Catalog
 from cacheclip_rag.store.texts import text_row
 from cacheclip_rag.testing.fake import FakeRuntime
-from cacheclip_rag.testing.tiny import build_model, tiny_spec
+from cacheclip_rag.testing.tiny import SENTENCES, TINY_MODELS, build_model, tiny_spec
 
 SHAPE = (24, 2, 2, 512, 64)
 """KV of 512 tokens of Qwen2.5-Coder-0.5B."""
@@ -948,18 +948,54 @@ def attack_damage(args: argparse.Namespace, folder: Path) -> Result:
     right = case.answers.pop()
     result.control(case.hits)
     result.expect(case.hits == len(scene.texts), f"the control has {case.hits} hits")
-    for number in [args.only] if args.only is not None else range(args.damages):
+    of_store = {"payloads": OF_PAYLOADS, "catalog": OF_CATALOG}
+    damages = [functions for name, functions in of_store.items() if name in args.what]
+    numbers = [args.only] if args.only is not None else range(args.damages)
+    for number in numbers if damages else ():
         scene.restore()
         scene.rng = random.Random(f"{args.seed} {number}")
-        case.run(number, OF_PAYLOADS if "payloads" in args.what else (), OF_CATALOG if "catalog" in args.what else ())
+        case.run(number, damages)
     for number in range(args.damages // 4 if "library" in args.what and args.only is None else 0):
         scene.restore()
         scene.rng = random.Random(f"{args.seed} library {number}")
         case.search(number)
+    if "model" in args.what and args.only is None:
+        _ask_model(args, folder / "models", result)
     result.expect(case.answers <= {right}, f"answers differ: {case.answers} instead of {right}")
     result.figures |= dict(sorted(case.found.items()))
     logging.getLogger("cacheclip_rag").removeHandler(stated)
     return result
+
+
+def _ask_model(args: argparse.Namespace, folder: Path, result: Result) -> None:
+    """Damage payloads of a tiny model, whose answer depends on which chunks are reused: it must be the answer of an
+    undamaged store that holds as many of them."""
+    texts, rng = SENTENCES[:2], random.Random(f"{args.seed} model")
+    model = str(build_model(folder / "model", TINY_MODELS["llama"]))
+    prompt = "\n\n".join(texts) + QUESTION
+
+    def answer(store: Path) -> tuple[int, str]:
+        engine = fake_engine(store, primary=model, on_miss="ignore", dtype="float32")
+        found = engine.generate(prompt, SamplingParams(max_tokens=12), documents=texts)
+        engine.close()
+        return found.stats.hits, found.text
+
+    right = set()
+    for number, chunks in enumerate(([], texts[:1], texts[1:], texts)):
+        engine = fake_engine(folder / str(number), primary=model, on_miss="ignore", dtype="float32")
+        engine.precompute(chunks)
+        engine.close()
+        right.add(answer(folder / str(number)))
+    result.expect(len({text for _, text in right}) == 4, f"the model's answers do not depend on its chunks: {right}")
+    scene = Scene(folder / "store", folder / "3", folder / "3", texts, rng)
+    for number in range(args.damages // 10):
+        scene.restore()
+        damage = rng.choice(OF_PAYLOADS)
+        damage(scene.store / scene.payload(), scene)
+        found = answer(scene.store)
+        result.figures["models_answers"] = number + 1
+        result.figures["models_misses"] = result.figures.get("models_misses", 0) + len(texts) - found[0]
+        result.expect(found in right, f"model, damage {number} ({damage.__name__}): wrong KV: {found}")
 
 
 @dataclass
@@ -974,7 +1010,7 @@ class _Case:
     hits: int = 0
     """Of the last answer."""
 
-    def run(self, number: int, of_payloads: Sequence[Damage], of_catalog: Sequence[Damage]) -> None:
+    def run(self, number: int, choices: Sequence[tuple[Damage, ...]]) -> None:
         """One store, damaged once or a few times, and asked before (half of the time) and after."""
         scene, rng = self.scene, self.scene.rng
         engine = fake_engine(scene.store, memory_bytes=rng.choice((0, 0, 10**6)))
@@ -983,14 +1019,14 @@ class _Case:
             self.result.expect(self.hits == len(scene.texts), f"{number}: {self.hits} hits before damage")
         done = []
         for _ in range(rng.choice((1, 1, 2, 4))):
-            damages = rng.choice([damages for damages in (of_payloads, of_catalog) if damages])
+            damages = rng.choice(choices)
             damage = rng.choice(damages)
-            path = scene.store / scene.payload() if damages is of_payloads else scene.catalog
+            path = scene.store / scene.payload() if damages is OF_PAYLOADS else scene.catalog
             if not path.is_file() or path.is_symlink():
                 continue
             with contextlib.suppress(OSError, LookupError, ValueError, sqlite3.Error):  # damaged too much already
                 damage(path, scene)
-                done.append((damage, damages is of_catalog))
+                done.append((damage, damages is OF_CATALOG))
         names = ", ".join(f"{damage.__name__} of {'catalog' if of else 'payload'}" for damage, of in done)
         where = f"damage {number} ({names})"
         self.found["damages"] += len(done)
@@ -1123,7 +1159,7 @@ def main() -> None:
         for option, (default, _) in OPTIONS.get(name, {}).items():
             command.add_argument(f"--{option}", type=type(default), help=f"default {default}")
         if name == "damage":
-            command.add_argument("--what", default="payloads,catalog,library", help="what is damaged")
+            command.add_argument("--what", default="payloads,catalog,library,model", help="what is damaged")
             command.add_argument("--only", type=int, help="do this damage only")
         if name == "kill":
             command.add_argument("--go-on", action="store_true", help="go on after a broken promise")
@@ -1133,6 +1169,7 @@ def main() -> None:
     hidden.add_argument("--cold", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)  # processes are forked
+    os.environ["TQDM_DISABLE"] = "1"  # saving a tiny model
     register_runtime("fake", CheckedRuntime)
     if args.attack == "answer":
         answer(args.store, args.prompt, args.cold)
@@ -1147,7 +1184,7 @@ def main() -> None:
 
 def run(name: str, args: argparse.Namespace) -> Result:
     """Run one attack in a folder of its own, and show what it found."""
-    given = argparse.Namespace(**{"what": "payloads,catalog,library", "only": None, "go_on": False, **vars(args)})
+    given = argparse.Namespace(**{"what": "payloads,catalog,library,model", "only": None, "go_on": False, **vars(args)})
     for option, defaults in OPTIONS[name].items():
         attribute = option.replace("-", "_")
         if getattr(given, attribute, None) is None or args.attack == "all":
