@@ -1,0 +1,1210 @@
+"""Attacks on the store: kill it, damage it, fill it, flood it, and see whether it keeps its promises.
+
+    python benchmarks/store_attack.py all --quick
+    python benchmarks/store_attack.py kill --kills 300 --seed 7
+
+Every attack states its promise, shows hits in a control without damage, and prints its seed. The exit code is 1 if a
+promise was broken. Real files and real processes; answers come from the fake runtime, which refuses KV of another text,
+and from tiny models. Runs on Linux. Figures depend on what else the machine does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import inspect
+import json
+import logging
+import multiprocessing
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import sqlite3
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cacheclip_rag.chunks.library import ChunkLibrary
+from cacheclip_rag.engine import CacheClipEngine
+from cacheclip_rag.errors import ConfigurationError, StoreError
+from cacheclip_rag.ingest.library import FILE_NAME as LIBRARY
+from cacheclip_rag.ingest.library import Library, LibrarySettings
+from cacheclip_rag.models.load import load_model, register_runtime
+from cacheclip_rag.runtime.base import TokenizedText
+from cacheclip_rag.sampling import SamplingParams
+from cacheclip_rag.store import ChunkStore, ReadBuffer, chunk_key, decode, encode
+from cacheclip_rag.store.care import repair, verify
+from cacheclip_rag.store.catalog import FILE_NAME, Catalog
+from cacheclip_rag.store.texts import text_row
+from cacheclip_rag.testing.fake import FakeRuntime
+from cacheclip_rag.testing.tiny import SENTENCES, TINY_MODELS, build_model, tiny_spec
+
+SHAPE = (24, 2, 2, 512, 64)
+"""KV of 512 tokens of Qwen2.5-Coder-0.5B."""
+HEAD = "file_path: /data/annual-report.pdf\npage_label: 7\nsection: results\n\n" * 5
+"""A head longer than the part of a text from which its anchor is chosen, as metadata headers are."""
+QUESTION = "\n\nWhat does the keeper write?"
+SHORT = SamplingParams(max_tokens=2)
+
+
+@dataclass
+class Result:
+    """What an attack found."""
+
+    promise: str
+    figures: dict[str, Any] = field(default_factory=dict)
+    broken: list[str] = field(default_factory=list)
+
+    def expect(self, kept: bool, complaint: str) -> None:
+        if not kept:
+            self.broken.append(complaint)
+
+    def control(self, hits: int, what: str = "hits") -> None:
+        """Without hits in the control, an attack shows nothing."""
+        self.figures["control_hits"] = hits
+        if not hits:
+            raise SystemExit(f"the control has no {what}: this attack shows nothing")
+
+
+class CheckedRuntime(FakeRuntime):
+    """The fake, which also refuses a wrong shared prefix. A text has the same tokens whether or not it is a chunk."""
+
+    def tokenize(self, text: str, *, control: bool = False) -> TokenizedText:
+        found = list(re.finditer(r"\w+|[^\w\s]|\s+", text))
+        return TokenizedText(tuple(self._id_of(match[0]) for match in found), tuple(match.span() for match in found))
+
+    def encode(self, ids: Sequence[int], context: torch.Tensor | None = None) -> torch.Tensor:
+        if context is not None and not torch.equal(context, self._kv(self._ids_of(context))):
+            raise AssertionError("the shared prefix was damaged")
+        return super().encode(ids, context)
+
+    def _ids_of(self, kv: torch.Tensor) -> list[int]:
+        high, low = kv[0, 0, 0].T.tolist()
+        return [int(256 * first + second) for first, second in zip(high, low, strict=True)]
+
+
+def text_of(rng: random.Random, characters: int = 120) -> str:
+    words = ("harbour", "lamp", "stone", "keeper", "year", "river", "oil", "letter")
+    return " ".join(rng.choice(words) + str(rng.randrange(1000)) for _ in range(characters // 8))
+
+
+def key_of(namespace: str, number: int) -> str:
+    return chunk_key(model_fingerprint="m", prefix_ids=(), chunk_ids=(number,), rope_pin="", namespace=namespace)
+
+
+def fake_engine(folder: Path, namespace: str = "default", **options: Any) -> CacheClipEngine:
+    settings = {"primary": "fake:primary", "auxiliary": None, "method": "direct", "prefix_cache_bytes": 0}
+    return CacheClipEngine(**{**settings, "store": folder, "namespace": namespace, **options})
+
+
+def disk_bytes(folder: Path) -> int:
+    """Bytes that payloads and temporary files take. A file that is renamed meanwhile counts once."""
+    found = {}
+    for name in ("tmp", "kv"):
+        for place, _, files in os.walk(folder / name):
+            for file in files:
+                with contextlib.suppress(FileNotFoundError):
+                    status = os.lstat(os.path.join(place, file))
+                    found[status.st_ino] = status.st_blocks * 512
+    return sum(found.values())
+
+
+def spread(seconds: Sequence[float]) -> dict[str, float]:
+    """Median, 99th percentile and maximum, in milliseconds."""
+    ordered = sorted(seconds)
+    return {
+        "median_ms": round(1000 * statistics.median(ordered), 3),
+        "p99_ms": round(1000 * ordered[int(0.99 * (len(ordered) - 1))], 3),
+        "max_ms": round(1000 * ordered[-1], 3),
+    }
+
+
+def processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+# -- read -----------------------------------------------------------------------------------------------------------
+
+
+def attack_read(args: argparse.Namespace, folder: Path) -> Result:
+    """A checked read of a chunk from warm disk takes at most 1.5 times a plain read of its bytes; int8 takes at most
+    0.53 of the bytes of bfloat16, and at most 1.5 times its time to the assembled cache."""
+    result = Result(inspect.getdoc(attack_read) or "")
+    tenant = ChunkStore.open(folder / "store").tenant("t")
+    names = ("float32", "bfloat16", "int8")
+    spec = tiny_spec("qwen2", hidden_size=128, num_attention_heads=2, num_hidden_layers=SHAPE[0])
+    del spec["head_dim"]
+    runtime = load_model(str(build_model(folder / "model", spec)))
+    kv = torch.randn(SHAPE, generator=torch.Generator().manual_seed(args.seed))
+    keys = {name: key_of("t", number) for number, name in enumerate(names)}
+    for name, key in keys.items():
+        tenant.put(key, kv, name)
+    stored = tenant.get(keys["float32"])
+    result.control(int(stored is not None and torch.equal(stored.tensor(), kv)))
+    paths = {name: next((folder / "store").glob(f"kv/*/{key}.kv")) for name, key in keys.items()}
+    buffer, cache = ReadBuffer(), runtime.new_cache(SHAPE[3])
+    seconds: dict[str, dict[str, list[float]]] = {name: {} for name in names}
+
+    def plain(name: str) -> None:
+        with open(paths[name], "rb") as file:
+            file.read()
+
+    def checked(name: str) -> Any:
+        found = tenant.get(keys[name], buffer)
+        assert found is not None, "it was stored"
+        return found
+
+    def assembled(name: str) -> None:
+        runtime.fill(cache, checked(name), slot=0, position=100)
+
+    ways: dict[str, Callable[[str], object]] = {"plain": plain, "checked": checked, "assembled": assembled}
+    for number in range(args.repeats + 3):  # the first repeats warm up
+        for name in names:
+            for way, run in ways.items():
+                started = time.perf_counter()
+                run(name)
+                if number >= 3:
+                    seconds[name].setdefault(way, []).append(time.perf_counter() - started)
+    result.figures["processor"] = processor()
+    of = {name: {way: statistics.median(times) for way, times in seconds[name].items()} for name in names}
+    for name in names:
+        ratio = statistics.median(
+            one / other for one, other in zip(seconds[name]["checked"], seconds[name]["plain"], strict=True)
+        )
+        milliseconds = {f"{way}_ms": round(1000 * median, 2) for way, median in of[name].items()}
+        result.figures[name] = {
+            **milliseconds,
+            "bytes": paths[name].stat().st_size,
+            "checked_to_plain": round(ratio, 2),
+        }
+        result.expect(ratio <= 1.5, f"a checked read of {name} takes {ratio:.2f} times a plain read")
+    size = paths["int8"].stat().st_size / paths["bfloat16"].stat().st_size
+    whole = of["int8"]["assembled"] / of["bfloat16"]["assembled"]
+    result.figures |= {"int8_to_bfloat16_bytes": round(size, 3), "int8_to_bfloat16_assembled": round(whole, 2)}
+    result.expect(size <= 0.53, f"int8 takes {size:.3f} of the bytes of bfloat16")
+    result.expect(whole <= 1.5, f"int8 takes {whole:.2f} times as long as bfloat16 to the assembled cache")
+    tenant.close()
+    return result
+
+
+# -- a million entries ----------------------------------------------------------------------------------------------
+
+
+def fill_catalog(folder: Path, rng: random.Random, count: int, tenants: Sequence[str], *, texts: bool = False) -> None:
+    """Add entries without payloads to a store, of 1 to 4 blocks each; with ``texts``, each has a text, of which half
+    share a head."""
+    catalog = Catalog(folder)
+    catalog.set_complete()
+    catalog.close()
+    connection = sqlite3.connect(folder / FILE_NAME, isolation_level=None)
+    connection.execute("PRAGMA synchronous = OFF")
+    connection.execute("PRAGMA cache_size = -400000")
+    found = connection.execute("SELECT name, sql FROM sqlite_master WHERE type = 'trigger'").fetchall()
+    connection.execute("BEGIN")
+    for name, _ in found:
+        connection.execute(f"DROP TRIGGER {name}")
+    step = 2**256 // count
+    digests = [rng.randbytes(16) for _ in range(count)]
+    connection.executemany(
+        "INSERT INTO entries VALUES (?, ?, ?, ?, 16, 'float32', ?)",
+        (
+            (f"{number * step + rng.getrandbits(200):064x}", tenants[number % len(tenants)], digests[number],
+             4096 * rng.randrange(1, 5), number * 7919 % count)
+            for number in range(count)
+        ),
+    )  # fmt: skip
+    if texts:
+        row = text_row(HEAD + text_of(rng, 800))
+        assert row is not None
+        connection.executemany(
+            "INSERT INTO texts (namespace, digest, reach, anchor, start, length, ending, whole) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                (tenants[number % len(tenants)], digest, row.reach, row.anchor if number % 2 else _hash(rng), row.start,
+                 rng.randrange(800, 1600), _hash(rng), _hash(rng))
+                for number, digest in enumerate(digests)
+            ),
+        )  # fmt: skip
+    for _, sql in found:
+        connection.execute(sql)
+    connection.execute("UPDATE meta SET value = ? WHERE name = 'uses'", (count,))
+    connection.execute("COMMIT")
+    connection.close()
+    catalog.count_again()
+    catalog.close()
+
+
+def _hash(rng: random.Random) -> int:
+    return rng.getrandbits(64) - 2**63
+
+
+def attack_evict(args: argparse.Namespace, folder: Path) -> Result:
+    """A put that evicts takes less than 5 ms (median) in a full store of a million entries."""
+    result = Result(inspect.getdoc(attack_evict) or "")
+    rng = random.Random(args.seed)
+    folder.mkdir(exist_ok=True)
+    tenants = [f"t{number}" for number in range(args.tenants)]
+    fill_catalog(folder, rng, args.entries, tenants)
+    store = ChunkStore.open(folder)
+    total = store.catalog.total()
+    assert total.entries == args.entries
+    store.set_limit(total.bytes)
+    kv = torch.zeros(1, 2, 1, 20, 64)  # three blocks
+    tenant = store.tenant(tenants[0])
+    first = store.stats().tiers[-1].evictions
+    seconds = []
+    for number in range(args.puts):
+        started = time.perf_counter()
+        assert tenant.put(key_of(tenants[0], number), kv, "float32")
+        seconds.append(time.perf_counter() - started)
+    hits = sum(tenant.get(key_of(tenants[0], number)) is not None for number in range(args.puts - 10, args.puts))
+    evicted = store.stats().tiers[-1].evictions - first
+    result.control(hits if evicted else 0, "hits or evictions")
+    result.figures |= {"entries": args.entries, "tenants": args.tenants, "evicted": evicted, **spread(seconds)}
+    counted, kept = store.catalog.counted(), store.catalog.total()
+    result.expect(counted == kept, f"the totals are {kept}, counted anew {counted}")
+    result.expect(kept.bytes <= total.bytes, f"{kept.bytes} bytes are stored, the limit is {total.bytes}")
+    result.expect(result.figures["median_ms"] < 5, f"a put that evicts takes {result.figures['median_ms']} ms")
+    store.close()
+    return result
+
+
+def attack_million(args: argparse.Namespace, folder: Path) -> Result:
+    """A new process answers its first question over a million texts and entries in less than a second, without the
+    time to import and to load models."""
+    result = Result(inspect.getdoc(attack_million) or "")
+    rng = random.Random(args.seed)
+    engine = fake_engine(folder)
+    chunks = [(HEAD if number % 2 else "") + text_of(rng, 900) for number in range(8)]
+    engine.precompute(chunks)
+    engine.close()
+    fill_catalog(folder, rng, args.entries, ["default", "other"], texts=True)
+    prompt = folder / "prompt.txt"
+    prompt.write_text("\n\n".join(chunks) + QUESTION)
+    for name in ("warm", "cold"):
+        found = json.loads(
+            subprocess.run(
+                [
+                    sys.executable,
+                    __file__,
+                    "answer",
+                    "--store",
+                    folder,
+                    "--prompt",
+                    prompt,
+                    *["--cold"][: name == "cold"],
+                ],
+                stdout=subprocess.PIPE,
+                check=True,
+            ).stdout
+        )
+        result.figures[name] = found
+        result.control(found["hits"])
+        result.expect(found["hits"] == len(chunks), f"{found['hits']} of {len(chunks)} chunks were found")
+        result.expect(found["first_answer_s"] < 1, f"the first answer takes {found['first_answer_s']} s ({name})")
+    result.figures |= {"entries": args.entries, "catalog_bytes": (folder / FILE_NAME).stat().st_size}
+    return result
+
+
+def answer(store: Path, prompt: Path, cold: bool) -> None:
+    """Answer one question in this process, and say how long it took."""
+    if cold:
+        for path in store.glob(f"{FILE_NAME}*"):
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    started = time.perf_counter()
+    engine = fake_engine(store)
+    found = engine.generate(prompt.read_text(), SHORT)
+    first = time.perf_counter() - started
+    started = time.perf_counter()
+    engine.generate(prompt.read_text(), SHORT)
+    second = time.perf_counter() - started
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    figures = {"first_answer_s": round(first, 3), "second_answer_s": round(second, 3), "memory_mb": round(peak)}
+    print(json.dumps({**figures, "hits": found.stats.hits}))
+
+
+# -- processes that write ---------------------------------------------------------------------------------------------
+
+
+TENANTS = ("a", "b", "c")
+KEYS = 60
+"""Keys of a tenant: few, so that processes meet at the same ones."""
+
+
+def value_of(key: str) -> float:
+    return float(int(key[:5], 16))
+
+
+class Writer:
+    """One process that puts, reads, deletes and releases at random, until a file ``stop`` appears."""
+
+    def __init__(self, folder: Path, seed: int, max_tokens: int) -> None:
+        self.folder, self.rng, self.max_tokens = folder, random.Random(seed), max_tokens
+        self.count: Counter[str] = Counter()
+        self.log = folder / "log" / f"{seed}.jsonl"
+
+    def run(self) -> None:
+        """Never raises: what goes wrong is logged."""
+        try:
+            self._open()
+            while not (self.folder / "stop").exists():
+                step = self.rng.choices(
+                    (self._put, self._get, self._delete, self._release, self._open, self._drop),
+                    (45, 42, 6, 5, 0.5, 0.2),
+                )[0]
+                step()
+            self.store.close()
+        except BaseException:
+            self._complain(traceback.format_exc())
+        self._write({"count": self.count})
+
+    def _write(self, line: dict[str, Any]) -> None:
+        with self.log.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def _complain(self, what: str) -> None:
+        self._write({"wrong": what})
+
+    def _open(self) -> None:
+        if hasattr(self, "store"):
+            self.store.close()
+        self.store = ChunkStore.open(self.folder / "store")
+        self.tenants = {name: self.store.tenant(name) for name in TENANTS}
+
+    def _any(self) -> tuple[Any, int, str]:
+        name, number = self.rng.choice(TENANTS), self.rng.randrange(KEYS)
+        return self.tenants[name], number, key_of(name, number)
+
+    def _put(self) -> None:
+        tenant, number, key = self._any()
+        kv = torch.full((1, 2, 1, self.rng.randrange(1, self.max_tokens), 64), value_of(key))
+        text = f"the text with the number {number // 2}"
+        self.count["puts"] += tenant.put(key, kv, "float32", text=text)
+        tenant.texts.add([text])
+
+    def _get(self) -> None:
+        tenant, _, key = self._any()
+        stored = tenant.get(key)
+        self.count["hits" if stored is not None else "misses"] += 1
+        if stored is not None and not bool((stored.tensor() == value_of(key)).all()):
+            self._complain(f"wrong KV under {key}")
+
+    def _delete(self) -> None:
+        tenant, _, key = self._any()
+        self.count["deleted"] += tenant.delete([key])
+
+    def _release(self) -> None:
+        tenant, number, _ = self._any()
+        text = f"the text with the number {number // 2}"
+        self.count["released"] += ChunkLibrary(tenant).release([text])
+
+    def _drop(self) -> None:
+        self.count["dropped"] += self.store.drop_tenant(TENANTS[-1])
+
+
+class Answerer(Writer):
+    """One process that answers questions with chunks, and releases some."""
+
+    def run(self) -> None:
+        try:
+            texts = [text_of(random.Random(number)) for number in range(30)]
+            engine = fake_engine(self.folder / "store", "answers")
+            while not (self.folder / "stop").exists():
+                chunks = self.rng.sample(texts, 3)
+                found = engine.generate("\n\n".join(chunks) + QUESTION, SHORT, documents=chunks)
+                self.count["hits"] += found.stats.hits
+                if self.rng.random() < 0.1:
+                    engine.release(self.rng.sample(texts, 2))
+            engine.close()
+        except BaseException:
+            self._complain(traceback.format_exc())
+        self._write({"count": self.count})
+
+
+@contextlib.contextmanager
+def writing(writers: Sequence[Writer]) -> Iterator[list[multiprocessing.process.BaseProcess]]:
+    """Run writers, each in a process of its own; at the end of the block they are asked to stop."""
+    (writers[0].folder / "log").mkdir(exist_ok=True)
+    stop = writers[0].folder / "stop"
+    stop.unlink(missing_ok=True)
+    processes: list[Any] = [multiprocessing.get_context("fork").Process(target=writer.run) for writer in writers]
+    for process in processes:
+        process.start()
+    try:
+        yield processes
+    finally:
+        stop.touch()
+        for process in processes:
+            process.join(120)
+            if process.is_alive():
+                process.kill()
+                (writers[0].folder / "log" / "hung.jsonl").write_text('{"wrong": "a process did not stop in 120 s"}\n')
+
+
+def logged(folder: Path) -> tuple[Counter[str], list[str]]:
+    """What the writers counted, and what went wrong."""
+    count: Counter[str] = Counter()
+    wrong = []
+    for path in (folder / "log").glob("*.jsonl"):
+        for line in path.read_text().splitlines():
+            with contextlib.suppress(ValueError):  # a killed process may leave half a line
+                found = json.loads(line)
+                count.update(found.get("count", {}))
+                wrong += [found["wrong"]] if "wrong" in found else []
+    return count, wrong
+
+
+def send(processes: Sequence[Any], number: int) -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):  # it has ended, and its log says why
+            os.kill(process.pid, number)
+
+
+def wait_stopped(processes: Sequence[Any]) -> None:
+    """Wait until all processes are stopped by SIGSTOP."""
+    for process in processes:
+        while process.is_alive():
+            with contextlib.suppress(OSError):
+                if Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] in "TZ":
+                    break
+            time.sleep(0.0005)
+
+
+def attack_limit(args: argparse.Namespace, folder: Path) -> Result:
+    """Payloads and temporary files never take more bytes on disk than the limit, whatever four processes write; at the
+    end, the store counts exactly what is on disk."""
+    result = Result(inspect.getdoc(attack_limit) or "")
+    rng = random.Random(args.seed)
+    limit = int(args.limit_mb * 1e6)
+    store = ChunkStore.open(folder / "store", max_bytes=limit)
+    store.apply_limit()
+    store.close()
+    most, samples, until = 0, 0, time.monotonic() + args.seconds
+    writers = [Writer(folder, rng.getrandbits(32), args.max_tokens) for _ in range(args.processes)]
+    with writing(writers) as processes:
+        while time.monotonic() < until:
+            # all are stopped while files are counted: what one deletes and another writes meanwhile would count twice
+            send(processes, signal.SIGSTOP)
+            wait_stopped(processes)
+            used = disk_bytes(folder / "store")
+            send(processes, signal.SIGCONT)
+            if used > limit and used > most:
+                result.broken.append(f"{used} bytes on disk, the limit is {limit}")
+            most, samples = max(most, used), samples + 1
+            time.sleep(rng.uniform(0.001, 0.02))
+    count, wrong = logged(folder)
+    result.broken += wrong
+    result.control(min(count["hits"], count["puts"]))
+    store = ChunkStore.open(folder / "store")
+    counted, on_disk = store.stats().bytes, disk_bytes(folder / "store")
+    store.close()
+    result.figures |= {"limit": limit, "most_bytes": most, "samples": samples, "counted": counted, "on_disk": on_disk}
+    result.figures |= dict(count)
+    result.expect(most > 0.8 * limit, f"only {most} bytes were on disk: the limit was not tried")
+    result.expect(counted == on_disk, f"the store counts {counted} bytes, {on_disk} are on disk")
+    report = verify(folder / "store")
+    result.expect(report.is_clean, f"verify finds {_summary(report)}")
+    return result
+
+
+def _summary(report: Any) -> dict[str, Any]:
+    return {name: found if name == "problems" else len(found) for name, found in report.to_dict().items()
+            if isinstance(found, list) and found}  # fmt: skip
+
+
+def attack_kill(args: argparse.Namespace, folder: Path) -> Result:
+    """After a SIGKILL at any moment, the next open leaves no temporary file, no payload without an entry and no wrong
+    KV, and the limit holds."""
+    result = Result(inspect.getdoc(attack_kill) or "")
+    rng = random.Random(args.seed)
+    limit = int(args.limit_mb * 1e6)
+    where = folder / "store"
+    store = ChunkStore.open(where, max_bytes=limit)
+    store.apply_limit()
+    store.close()
+    found: Counter[str] = Counter()
+    while found["kills"] < args.kills:
+        seeds = [rng.getrandbits(32) for _ in range(4)]
+        writers = [Writer(folder, seed, args.max_tokens) for seed in seeds[1:]] + [Answerer(folder, seeds[0], 0)]
+        with writing(writers) as processes:
+            victims = processes if rng.random() < 0.25 else rng.sample(processes, 1)
+            time.sleep(rng.uniform(0.02, args.longest_s))
+            for process in victims:
+                process.kill()
+            found["kills"] += len(victims)
+            time.sleep(rng.uniform(0, 0.1))
+        _look(where, limit, found, result)
+        if result.broken and not args.go_on:
+            break
+    count, wrong = logged(folder)
+    result.broken += wrong
+    result.control(min(found["read"], count["hits"]))
+    result.figures |= {**found, **{f"writers_{name}": number for name, number in count.items()}}
+    return result
+
+
+def _look(where: Path, limit: int, found: Counter[str], result: Result) -> None:
+    """Open the store after a kill, and compare it with the promise."""
+    after = f"after {found['kills']} kills"
+    used = disk_bytes(where)
+    result.expect(used <= limit, f"{after}: {used} bytes on disk, the limit is {limit}")
+    found["temporaries_before"] += len([*(where / "tmp").glob("*")])
+    store = ChunkStore.open(where)
+    temporaries = len([*(where / "tmp").glob("*")])
+    result.expect(not temporaries, f"{after}: {temporaries} temporary files are left")
+    known = {entry.key for entry in store.catalog.entries()}
+    orphans = set(store.tiers.list()) - known
+    result.expect(not orphans, f"{after}: {len(orphans)} payloads have no entry")
+    writes = store.catalog.database.query("SELECT * FROM writes")
+    result.expect(not writes, f"{after}: {len(writes)} announced writes are left")
+    found["entries_without_payload"] += len(known - set(store.tiers.list()))
+    report = verify(where)
+    if not report.is_clean:
+        found["repairs"] += 1
+        found.update(f"verify_{name}" for name in _summary(report))
+    for name in TENANTS:
+        tenant = store.tenant(name)
+        for number in range(KEYS):
+            key = key_of(name, number)
+            stored = tenant.get(key)
+            found["read"] += stored is not None
+            right = stored is None or bool((stored.tensor() == value_of(key)).all())
+            result.expect(right, f"{after}: wrong KV under {key}")
+    store.close()
+    if not verify(where).is_clean:
+        repair(where)
+        left = verify(where)
+        result.expect(left.is_clean, f"{after}: verify finds after repair {_summary(left)}")
+
+
+# -- tenants and hostile texts ----------------------------------------------------------------------------------------
+
+
+def attack_tenants(args: argparse.Namespace, folder: Path) -> Result:
+    """A tenant that floods the store changes no other tenant's hits."""
+    result = Result(inspect.getdoc(attack_tenants) or "")
+    kv = torch.zeros(1, 2, 1, 20, 64)
+    size = -(-len(encode(kv, "float32", "0" * 64, namespace="t100")) // 4096) * 4096
+    hits = {}
+    for flood in (False, True):
+        rng = random.Random(args.seed)
+        limit = int(1.5 * args.tenants * args.chunks * size)
+        store = ChunkStore.open(folder / f"flood-{flood}", max_bytes=limit)
+        tenants = [store.tenant(f"t{number}") for number in range(args.tenants)]
+        flooding, number = store.tenant("flood"), 0
+        for _ in range(args.rounds * args.tenants):
+            tenant, key = rng.choice(tenants), rng.randrange(args.chunks)
+            if tenant.get(key_of(tenant.namespace, key)) is None:
+                tenant.put(key_of(tenant.namespace, key), kv, "float32")
+            for _ in range(args.flood if flood else 0):
+                flooding.put(key_of("flood", number), kv, "float32")
+                number += 1
+        hits[flood] = [tenant.stats().hits for tenant in tenants]
+        result.figures["flood" if flood else "control"] = {
+            "hits": sum(hits[flood]),
+            "hit_rate": round(sum(hits[flood]) / (args.rounds * args.tenants), 4),
+            "written_to_limit": round(number * size / limit, 1),
+        }
+        store.close()
+    result.control(sum(hits[False]))
+    changed = sum(one != other for one, other in zip(hits[False], hits[True], strict=True))
+    result.expect(not changed, f"the flood changed the hits of {changed} of {args.tenants} tenants")
+    return result
+
+
+def attack_hostile(args: argparse.Namespace, folder: Path) -> Result:
+    """A search of a prompt of 8,000 characters takes at most 2 seconds and 256 MB, whatever texts are stored."""
+    result = Result(inspect.getdoc(attack_hostile) or "")
+    rng = random.Random(args.seed)
+    head, tail = text_of(rng, 1200), text_of(rng, 1200)
+    honest = [text_of(rng, 900) for _ in range(20)]
+    runs = ["-" * length for length in range(16, 16 + args.texts)]
+    alike = [f"{head}\n{number:06d}\n{tail}" for number in range(args.texts * 5)]
+    mixed = [f"{head}{'-' * number}{tail}" for number in range(args.texts)]
+    cases = {
+        "runs": (runs, "-" * 8000),
+        "runs, nearly": (runs, ("-" * 15 + "=") * 500),
+        "runs, cut": (runs, ("-" * 700 + "x") * 11),
+        "same ends": (alike, f"{head}\n{tail}\n" * 4),
+        "same ends, one of them": (alike, f"{head}\n000007\n{tail}\n" * 3),
+        "same ends, of any length": (mixed, (head + "-" * 300 + "+" + tail) * 3),
+    }
+    for number, (name, (texts, prompt)) in enumerate(cases.items()):
+        store = ChunkStore.open(folder / str(number))
+        index = store.tenant("t").texts
+        index.add([*texts, *honest])
+        control = len(index.find(" ".join(honest[:8])))
+        result.control(control)
+        tracemalloc.start()
+        index.find(prompt[:8000])
+        peak = tracemalloc.get_traced_memory()[1] / 1e6
+        tracemalloc.stop()
+        started = time.perf_counter()
+        matches = index.find(prompt[:8000])
+        seconds = time.perf_counter() - started
+        result.figures[name] = {"seconds": round(seconds, 3), "memory_mb": round(peak, 1), "matches": len(matches)}
+        result.expect(seconds <= 2, f"{name}: a search takes {seconds:.1f} s")
+        result.expect(peak <= 256, f"{name}: a search takes {peak:.0f} MB")
+        given = set(texts)
+        wrong = [prompt[match.start : match.stop] not in given for match in matches]
+        result.expect(not any(wrong), f"{name}: {sum(wrong)} matches are no stored texts")
+        store.close()
+    return result
+
+
+# -- damage -----------------------------------------------------------------------------------------------------------
+
+
+class Stated(logging.Handler):
+    """Collects warnings of store, chunk caches and library."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.name.startswith(("cacheclip_rag.store", "cacheclip_rag.chunks", "cacheclip_rag.ingest")):
+            self.lines.append(record.getMessage())
+
+
+@dataclass
+class Scene:
+    """A store that is damaged, with an undamaged copy and an older one."""
+
+    store: Path
+    copy: Path
+    older: Path
+    texts: list[str]
+    rng: random.Random
+
+    @classmethod
+    def make(cls, folder: Path, rng: random.Random) -> Scene:
+        texts = [text_of(rng) for _ in range(6)]
+        scene = cls(folder / "store", folder / "copy", folder / "older", texts, rng)
+        for copy, count in ((scene.older, 2), (scene.copy, len(texts))):
+            for namespace in ("default", "other"):  # the same texts, so that payloads of both tenants look alike
+                engine = fake_engine(scene.store, namespace)
+                for number, text in enumerate(texts[:count]):
+                    engine.precompute([text], source=f"source {number}", document="document")
+                engine.close()
+            scene.add_documents()
+            shutil.copytree(scene.store, copy)
+        return scene
+
+    def add_documents(self) -> None:
+        """Passages with vectors that say nothing: only damage is looked for."""
+        library = Library(self.store)
+        for number in range(4):
+            texts = [f"passage {ordinal} of document {number}" for ordinal in range(5)]
+            library.replace(f"document {number}", "digest", texts, torch.eye(5, 8).numpy())
+        library.fix_settings(LibrarySettings("primary", None, "embedding", "float32", "default", 512, 0, "passages"))
+        library.close()
+
+    def restore(self) -> None:
+        _remove(self.store)
+        shutil.copytree(self.copy, self.store)
+
+    @property
+    def catalog(self) -> Path:
+        return self.store / FILE_NAME
+
+    def payload(self) -> Path:
+        """A random payload. Those of the other tenant are not asked for, but may be damaged too."""
+        return self.rng.choice(sorted((self.copy / "kv").glob("*/*.kv"))).relative_to(self.copy)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+Damage = Callable[[Path, Scene], None]
+
+
+def flip_bits(path: Path, scene: Scene) -> None:
+    content = bytearray(path.read_bytes())
+    for _ in range(scene.rng.choice((1, 1, 2, 20))):
+        content[scene.rng.randrange(len(content))] ^= 1 << scene.rng.randrange(8)
+    path.write_bytes(content)
+
+
+def random_bytes(path: Path, scene: Scene) -> None:
+    """Bytes at one place; half of the time near the beginning, where headers are."""
+    length = scene.rng.choice((1, 4, 16, 100, 4096))
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        file.seek(scene.rng.randrange(scene.rng.choice((100, size))))
+        file.write(scene.rng.randbytes(length))
+
+
+def cut(path: Path, scene: Scene) -> None:
+    os.truncate(path, scene.rng.randrange(path.stat().st_size))
+
+
+def grow(path: Path, scene: Scene) -> None:
+    with path.open("ab") as file:
+        file.write(scene.rng.randbytes(scene.rng.choice((1, 64, 5000))))
+
+
+def zero(path: Path, scene: Scene) -> None:
+    """A range of zeros, as a power failure may leave."""
+    size = path.stat().st_size
+    start = scene.rng.choice((0, scene.rng.randrange(size)))
+    with path.open("r+b") as file:
+        file.seek(start)
+        file.write(bytes(scene.rng.choice((size - start, min(size - start, 512)))))
+
+
+def empty(path: Path, scene: Scene) -> None:
+    path.write_bytes(b"")
+
+
+def delete(path: Path, scene: Scene) -> None:
+    path.unlink()
+
+
+def swap(path: Path, scene: Scene) -> None:
+    """Another entry's payload, of either tenant."""
+    other = scene.store / scene.payload()
+    first, second = path.read_bytes(), other.read_bytes() if other.is_file() else b""
+    path.write_bytes(second)
+    if other.is_file():
+        other.write_bytes(first)
+
+
+def other_codec(path: Path, scene: Scene) -> None:
+    """The same key with a coarser codec, as an engine with other settings writes it."""
+    stored = decode(path.read_bytes(), path.stem)
+    frame, codec = stored.frame, scene.rng.choice(("int8", "bfloat16"))
+    path.write_bytes(
+        encode(stored.tensor(), codec, frame.key, namespace=frame.namespace, digest=frame.digest, text=frame.text)
+    )
+
+
+def older_version(path: Path, scene: Scene) -> None:
+    """A frame of another version."""
+    content = bytearray(path.read_bytes())
+    content[8] = scene.rng.choice((0, 1, 3))
+    path.write_bytes(content)
+
+
+def fifo(path: Path, scene: Scene) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def link(path: Path, scene: Scene) -> None:
+    """A symbolic link to the same content, to another payload, to nothing or to itself."""
+    moved = path.with_name("moved")
+    os.replace(path, moved)
+    path.symlink_to(scene.rng.choice((moved, scene.store / scene.payload(), Path("nowhere"), path)))
+
+
+def folder_instead(path: Path, scene: Scene) -> None:
+    path.unlink()
+    path.mkdir()
+    if scene.rng.random() < 0.5:
+        (path / "file").write_bytes(b"x")
+
+
+def huge(path: Path, scene: Scene) -> None:
+    """A sparse file with the right beginning."""
+    os.truncate(path, scene.rng.choice((10**8, 10**12)))
+
+
+def folder_gone(path: Path, scene: Scene) -> None:
+    shutil.rmtree(scene.store / scene.rng.choice(("kv", "kv", "tmp", "writers")), ignore_errors=True)
+
+
+def file_instead_of_folder(path: Path, scene: Scene) -> None:
+    target = scene.rng.choice((path.parent, scene.store / "kv", scene.store / "tmp", scene.store / "writers"))
+    shutil.rmtree(target, ignore_errors=True)
+    target.write_bytes(b"x")
+
+
+def other_database(path: Path, scene: Scene) -> None:
+    path.unlink()
+    connection = sqlite3.connect(path)
+    connection.executescript("CREATE TABLE entries (key TEXT, namespace TEXT); INSERT INTO entries VALUES ('a', 'b');")
+    connection.close()
+
+
+def marked_database(path: Path, scene: Scene) -> None:
+    """A database with this program's marks and other tables."""
+    other_database(path, scene)
+    connection = sqlite3.connect(path)
+    connection.executescript(f"PRAGMA application_id = {0x43434B56}; PRAGMA user_version = 3;")
+    connection.close()
+
+
+def other_format(path: Path, scene: Scene) -> None:
+    sql(path, f"PRAGMA user_version = {scene.rng.choice((0, 1, 2, 99))}")
+
+
+def text_file(path: Path, scene: Scene) -> None:
+    path.write_text("this is no database\n" * 300)
+
+
+def older_catalog(path: Path, scene: Scene) -> None:
+    """A backup from before some entries were written."""
+    shutil.copy(scene.older / path.name, path)
+
+
+def stale_wal(path: Path, scene: Scene) -> None:
+    """Garbage beside the file, as new files: SQLite maps the old ones, and cutting a mapped file ends the process."""
+    for ending in ("-wal", "-shm"):
+        beside = path.with_name(path.name + ending)
+        beside.unlink(missing_ok=True)
+        beside.write_bytes(scene.rng.randbytes(scene.rng.choice((0, 100, 40000))))
+
+
+VALUES = ("x", "", "é" * 50, b"", b"\xff\xfe\x00", -1, 0, 1, 2**40, 2**62, -(2**63), 1.5, None)
+"""Values that rows are changed to. SQLite stores any of them in any column."""
+
+
+def _table(path: Path, scene: Scene) -> str:
+    tables = sql(path, "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite%' ORDER BY name")
+    return str(scene.rng.choice(tables)[0])
+
+
+def change_rows(path: Path, scene: Scene) -> None:
+    """A column of a row, or of all rows, gets another value, maybe of another type."""
+    table = _table(path, scene)
+    column = scene.rng.choice([row[1] for row in sql(path, f"PRAGMA table_info({table})")])
+    where = "" if scene.rng.random() < 0.5 else " WHERE random() % 3 = 0"
+    with contextlib.suppress(sqlite3.IntegrityError):
+        sql(path, f"UPDATE OR REPLACE {table} SET {column} = ?{where}", scene.rng.choice(VALUES))
+
+
+def add_rows(path: Path, scene: Scene) -> None:
+    """Rows that no program writes: of any values, in any table."""
+    table = _table(path, scene)
+    width = len(sql(path, f"PRAGMA table_info({table})"))
+    values = [scene.rng.choice((*VALUES, "default", "max_bytes", "other")) for _ in range(width)]
+    with contextlib.suppress(sqlite3.Error):
+        sql(path, f"INSERT OR REPLACE INTO {table} VALUES ({', '.join('?' * width)})", *values)
+
+
+def delete_rows(path: Path, scene: Scene) -> None:
+    table = _table(path, scene)
+    sql(path, f"DELETE FROM {table}" + scene.rng.choice(("", " WHERE random() % 2")))
+
+
+def drop_tables(path: Path, scene: Scene) -> None:
+    kind, name = scene.rng.choice(sql(path, "SELECT type, name FROM sqlite_master WHERE sql IS NOT NULL"))
+    sql(path, f"DROP {kind} {name}")
+
+
+def sql(path: Path, statement: str, *arguments: object) -> list[Any]:
+    connection = sqlite3.connect(path)
+    try:
+        with connection:
+            return connection.execute(statement, arguments).fetchall()
+    finally:
+        connection.close()
+
+
+OF_PAYLOADS: tuple[Damage, ...] = (
+    flip_bits, flip_bits, flip_bits, random_bytes, cut, grow, zero, empty, delete, swap, swap, other_codec,
+    older_version, fifo, link, folder_instead, huge, folder_gone, file_instead_of_folder,
+)  # fmt: skip
+OF_CATALOG: tuple[Damage, ...] = (
+    flip_bits, random_bytes, random_bytes, random_bytes, cut, grow, zero, empty, delete, other_database,
+    marked_database, other_format, text_file, older_catalog, stale_wal, change_rows, change_rows, change_rows, add_rows,
+    delete_rows, drop_tables, fifo, link, folder_instead,
+)  # fmt: skip
+SILENT = {older_catalog, change_rows, add_rows, delete_rows, drop_tables, flip_bits, random_bytes, zero}
+"""Damage after which the catalog is a valid catalog of other texts, so that nobody can tell what is missing."""
+
+
+def attack_damage(args: argparse.Namespace, folder: Path) -> Result:
+    """Whatever is damaged, an engine answers: with the undamaged answer, never with wrong KV, never with an exception.
+    A chunk that is not reused is counted as a miss, or a warning says why."""
+    result = Result(inspect.getdoc(attack_damage) or "")
+    stated = Stated()
+    logging.getLogger("cacheclip_rag").addHandler(stated)
+    scene = Scene.make(folder, random.Random(args.seed))
+    case = _Case(scene, stated, result, Counter())
+    case.ask(fake_engine(scene.store), "control")
+    right = case.answers.pop()
+    result.control(case.hits)
+    result.expect(case.hits == len(scene.texts), f"the control has {case.hits} hits")
+    of_store = {"payloads": OF_PAYLOADS, "catalog": OF_CATALOG}
+    damages = [functions for name, functions in of_store.items() if name in args.what]
+    numbers = [args.only] if args.only is not None else range(args.damages)
+    for number in numbers if damages else ():
+        scene.restore()
+        scene.rng = random.Random(f"{args.seed} {number}")
+        case.run(number, damages)
+    for number in range(args.damages // 4 if "library" in args.what and args.only is None else 0):
+        scene.restore()
+        scene.rng = random.Random(f"{args.seed} library {number}")
+        case.search(number)
+    if "model" in args.what and args.only is None:
+        _ask_model(args, folder / "models", result)
+    result.expect(case.answers <= {right}, f"answers differ: {case.answers} instead of {right}")
+    result.figures |= dict(sorted(case.found.items()))
+    logging.getLogger("cacheclip_rag").removeHandler(stated)
+    return result
+
+
+def _ask_model(args: argparse.Namespace, folder: Path, result: Result) -> None:
+    """Damage payloads of a tiny model, whose answer depends on which chunks are reused: it must be the answer of an
+    undamaged store that holds as many of them."""
+    texts, rng = SENTENCES[:2], random.Random(f"{args.seed} model")
+    model = str(build_model(folder / "model", TINY_MODELS["llama"]))
+    prompt = "\n\n".join(texts) + QUESTION
+
+    def answer(store: Path) -> tuple[int, str]:
+        engine = fake_engine(store, primary=model, on_miss="ignore", dtype="float32")
+        found = engine.generate(prompt, SamplingParams(max_tokens=12), documents=texts)
+        engine.close()
+        return found.stats.hits, found.text
+
+    right = set()
+    for number, chunks in enumerate(([], texts[:1], texts[1:], texts)):
+        engine = fake_engine(folder / str(number), primary=model, on_miss="ignore", dtype="float32")
+        engine.precompute(chunks)
+        engine.close()
+        right.add(answer(folder / str(number)))
+    result.expect(len({text for _, text in right}) == 4, f"the model's answers do not depend on its chunks: {right}")
+    scene = Scene(folder / "store", folder / "3", folder / "3", texts, rng)
+    for number in range(args.damages // 10):
+        scene.restore()
+        damage = rng.choice(OF_PAYLOADS)
+        damage(scene.store / scene.payload(), scene)
+        found = answer(scene.store)
+        result.figures["models_answers"] = number + 1
+        result.figures["models_misses"] = result.figures.get("models_misses", 0) + len(texts) - found[0]
+        result.expect(found in right, f"model, damage {number} ({damage.__name__}): wrong KV: {found}")
+
+
+@dataclass
+class _Case:
+    """Damages, and what an engine says."""
+
+    scene: Scene
+    stated: Stated
+    result: Result
+    found: Counter[str]
+    answers: set[str] = field(default_factory=set)
+    hits: int = 0
+    """Of the last answer."""
+
+    def run(self, number: int, choices: Sequence[tuple[Damage, ...]]) -> None:
+        """One store, damaged once or a few times, and asked before (half of the time) and after."""
+        scene, rng = self.scene, self.scene.rng
+        engine = fake_engine(scene.store, memory_bytes=rng.choice((0, 0, 10**6)))
+        if rng.random() < 0.5:
+            self.ask(engine, f"{number}, before damage")
+            self.result.expect(self.hits == len(scene.texts), f"{number}: {self.hits} hits before damage")
+        done = []
+        for _ in range(rng.choice((1, 1, 2, 4))):
+            damages = rng.choice(choices)
+            damage = rng.choice(damages)
+            path = scene.store / scene.payload() if damages is OF_PAYLOADS else scene.catalog
+            if not path.is_file() or path.is_symlink():
+                continue
+            with contextlib.suppress(OSError, LookupError, ValueError, sqlite3.Error):  # damaged too much already
+                damage(path, scene)
+                done.append((damage, damages is OF_CATALOG))
+        names = ", ".join(f"{damage.__name__} of {'catalog' if of else 'payload'}" for damage, of in done)
+        where = f"damage {number} ({names})"
+        self.found["damages"] += len(done)
+        silent = any(of and damage in SILENT for damage, of in done)
+        self.ask(engine, where, silent=silent)
+        misses = self.hits < len(scene.texts)
+        self.found["answers_with_misses"] += misses
+        silent |= bool(self.stated.lines)  # a warning is given once
+        self.ask(engine, f"{where}, again", silent=True)
+        self.close(engine, where)
+        if rng.random() < 0.2:
+            self.mend(where)
+            silent = True  # the repair says what it deleted
+        engine = fake_engine(scene.store)
+        self.ask(engine, f"{where}, in a new engine", silent=silent)
+        self.ask(engine, f"{where}, in a new engine, again", silent=True)
+        self.close(engine, where)
+        if self.hits < len(scene.texts):
+            self.found[f"not_healed_after {names}" if len(done) == 1 else "not_healed_after several"] += 1
+        else:
+            self.found["healed"] += misses
+
+    def search(self, number: int) -> None:
+        """Search a damaged library: it is refused, or every passage is one that was stored, and warnings name the
+        documents of which passages are missing."""
+        scene, damage = self.scene, self.scene.rng.choice(OF_CATALOG)
+        where = f"damage {number} ({damage.__name__} of library)"
+        path = scene.store / LIBRARY
+        library = Library(scene.store)
+        if scene.rng.random() < 0.5:
+            self.result.expect(len(library.search(torch.ones(1, 8).numpy(), 99)) == 20, f"{where}: before damage")
+        with contextlib.suppress(OSError, LookupError, ValueError, sqlite3.Error):
+            damage(path, scene)
+        self.stated.lines.clear()
+        self.found["libraries"] += 1
+        try:
+            found = library.search(torch.ones(1, 8).numpy(), 99)
+            damaged = library.damaged()
+        except (StoreError, ConfigurationError):
+            self.found["libraries_refused"] += 1
+        except Exception:
+            self.result.broken.append(f"{where}: {_last_lines()}")
+        else:
+            for passage in found:
+                right = passage.text == f"passage {passage.ordinal} of {passage.path}"
+                self.result.expect(right, f"{where}: a wrong passage: {passage}")
+            if len(found) < 20 and not self.stated.lines and not damaged:
+                self.found["libraries_that_nobody_can_tell"] += damage in SILENT
+                self.result.expect(damage in SILENT, f"{where}: {len(found)} passages, and nothing says why")
+        library.close()
+
+    def close(self, engine: CacheClipEngine, where: str) -> None:
+        try:
+            engine.close()
+        except Exception:
+            self.result.broken.append(f"{where}: close: {_last_lines()}")
+
+    def ask(self, engine: CacheClipEngine, where: str, *, silent: bool = False) -> None:
+        """Ask a question with all chunks."""
+        texts = self.scene.texts
+        documents = texts if self.scene.rng.random() < 0.5 else ()
+        self.stated.lines.clear()
+        started = time.perf_counter()
+        self.found["answers"] += 1
+        try:
+            answer = engine.generate("\n\n".join(texts) + QUESTION, SHORT, documents=documents)
+        except Exception:
+            self.hits = 0
+            self.result.broken.append(f"{where}: {_last_lines()}")
+            return
+        seconds = time.perf_counter() - started
+        self.answers.add(answer.text)
+        self.hits, misses = answer.stats.hits, answer.stats.misses
+        self.result.expect(seconds < 5, f"{where}: the answer took {seconds:.1f} s")
+        if self.hits < len(texts) and not misses and not self.stated.lines:
+            self.found["misses_nobody_can_state"] += silent
+            self.result.expect(silent, f"{where}: {self.hits} hits, no miss is counted and no warning says why")
+
+    def mend(self, where: str) -> None:
+        """Repair the store; afterwards it is clean, or repair says why not."""
+        try:
+            repair(self.scene.store)
+            left = verify(self.scene.store)
+            self.found["repaired"] += left.is_clean
+            self.result.expect(left.is_clean, f"{where}: verify finds after repair {_summary(left)}")
+        except StoreError as error:
+            self.found["repair_refused"] += 1
+            self.result.expect(False, f"{where}: repair: {error}")
+        except Exception:
+            self.result.broken.append(f"{where}: repair: {_last_lines()}")
+
+
+def _last_lines() -> str:
+    """The error and the place of this package where it came from."""
+    lines = traceback.format_exc().strip().splitlines()
+    places = [line.strip() for line in lines if "cacheclip_rag" in line and line.strip().startswith("File")]
+    return f"{lines[-1]} ({places[-1] if places else 'elsewhere'})"
+
+
+# -- command line -----------------------------------------------------------------------------------------------------
+
+
+OPTIONS: dict[str, dict[str, tuple[Any, Any]]] = {
+    "read": {"repeats": (100, 15)},
+    "evict": {"entries": (1_000_000, 20_000), "tenants": (100, 100), "puts": (2000, 200)},
+    "million": {"entries": (1_000_000, 20_000)},
+    "limit": {"seconds": (600.0, 8.0), "processes": (4, 4), "limit-mb": (4.0, 4.0), "max-tokens": (300, 300)},
+    "kill": {"kills": (300, 8), "longest-s": (0.6, 0.3), "limit-mb": (40.0, 40.0), "max-tokens": (4000, 4000)},
+    "damage": {"damages": (10_000, 100)},
+    "tenants": {"tenants": (100, 20), "chunks": (10, 5), "rounds": (30, 15), "flood": (5, 5)},
+    "hostile": {"texts": (1000, 300)},
+}
+"""Options of each attack: their defaults, and those of a quick run."""
+ATTACKS: dict[str, Callable[[argparse.Namespace, Path], Result]] = {
+    name: globals()[f"attack_{name}"] for name in OPTIONS
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="attack", required=True)
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--seed", type=int, default=None, help="default: another one each time")
+    common.add_argument("--json", action="store_true")
+    common.add_argument("--quick", action="store_true", help="everything small: seconds instead of minutes")
+    common.add_argument("--folder", type=Path, help="where stores are made; default the system's temporary folder")
+    for name in (*OPTIONS, "all"):
+        text = inspect.getdoc(ATTACKS[name]) if name in ATTACKS else "every attack, one after the other"
+        command = commands.add_parser(name, parents=[common], help=text, description=text)
+        for option, (default, _) in OPTIONS.get(name, {}).items():
+            command.add_argument(f"--{option}", type=type(default), help=f"default {default}")
+        if name == "damage":
+            command.add_argument("--what", default="payloads,catalog,library,model", help="what is damaged")
+            command.add_argument("--only", type=int, help="do this damage only")
+        if name == "kill":
+            command.add_argument("--go-on", action="store_true", help="go on after a broken promise")
+    hidden = commands.add_parser("answer")
+    hidden.add_argument("--store", type=Path)
+    hidden.add_argument("--prompt", type=Path)
+    hidden.add_argument("--cold", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(1)  # processes are forked
+    os.environ["TQDM_DISABLE"] = "1"  # saving a tiny model
+    register_runtime("fake", CheckedRuntime)
+    if args.attack == "answer":
+        answer(args.store, args.prompt, args.cold)
+        return
+    args.seed = random.randrange(2**31) if args.seed is None else args.seed
+    names = [*ATTACKS] if args.attack == "all" else [args.attack]
+    found = {name: run(name, args) for name in names}
+    if args.json:
+        print(json.dumps({"seed": args.seed, **{name: vars(result) for name, result in found.items()}}, indent=1))
+    sys.exit(any(result.broken for result in found.values()))
+
+
+def run(name: str, args: argparse.Namespace) -> Result:
+    """Run one attack in a folder of its own, and show what it found."""
+    given = argparse.Namespace(**{"what": "payloads,catalog,library,model", "only": None, "go_on": False, **vars(args)})
+    for option, defaults in OPTIONS[name].items():
+        attribute = option.replace("-", "_")
+        if getattr(given, attribute, None) is None or args.attack == "all":
+            setattr(given, attribute, defaults[args.quick])
+    logging.getLogger("cacheclip_rag").setLevel(logging.WARNING)
+    logging.getLogger("cacheclip_rag").propagate = False
+    logging.getLogger("cacheclip_rag").addHandler(logging.NullHandler())
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="store-attack-", dir=args.folder, ignore_cleanup_errors=True) as folder:
+        result = ATTACKS[name](given, Path(folder))
+    result.figures["seconds"] = round(time.perf_counter() - started, 1)
+    if not args.json:
+        print(f"{name} (seed {args.seed}): {' '.join(result.promise.split())}")
+        for figure, value in result.figures.items():
+            print(f"  {figure}: {value}")
+        print(f"  {'BROKEN' if result.broken else 'kept'}", flush=True)
+        for complaint, count in Counter(result.broken).most_common(50):
+            print(f"  - {complaint}" + (f" ({count} times)" if count > 1 else ""), flush=True)
+    return result
+
+
+if __name__ == "__main__":
+    main()
