@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import StoreError
+from .backend import Sink
 from .catalog import Catalog, Entry
 from .codecs import CODECS, Frame, FrameError, StoredKV, encode
 from .keys import text_digest
@@ -44,6 +45,30 @@ class ReadBuffer:
         if self._memory.nbytes < num_bytes:
             self._memory = _new_memory(num_bytes)
         return self._memory[:num_bytes]
+
+
+class _FrameSink(Sink):
+    """Takes the payload of a key, and compares its layers with their checksums while they arrive."""
+
+    def __init__(self, store: ChunkStore, key: str, num_bytes: int, buffer: ReadBuffer | None) -> None:
+        """``num_bytes``: what the entry says."""
+        self._store, self._key, self._expected, self._buffer = store, key, num_bytes, buffer
+        self._memory = memoryview(b"")
+        self.frame: Frame | None = None
+        self.verified = 0
+        """Layers compared."""
+
+    def allocate(self, num_bytes: int) -> memoryview:
+        # a payload that was replaced just now may be larger than its entry
+        if num_bytes > self._expected and self._store.header(self._key) is None:
+            raise FrameError(f"it has {num_bytes} bytes, which its header does not explain")
+        self._memory = _new_memory(num_bytes) if self._buffer is None else self._buffer.allocate(num_bytes)
+        return self._memory
+
+    def received(self, num_bytes: int) -> None:
+        if self.frame is None:  # the header is in the first piece
+            self.frame = Frame.parse(self._memory, self._key)
+        self.verified = self.frame.verify(self.verified, num_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,27 +127,20 @@ class TenantStore:
         if known and entry is None:
             tiers.drop_copies([key])  # another process may have deleted it
             return None
-        largest = entry.num_bytes if entry is not None else 0
-
-        def allocate(num_bytes: int) -> memoryview:
-            # a payload that was replaced just now may be larger than its entry
-            if num_bytes > largest and self.store.header(key) is None:
-                raise FrameError(f"it has {num_bytes} bytes, which its header does not explain")
-            return buffer.allocate(num_bytes) if buffer is not None else _new_memory(num_bytes)
-
+        sink = _FrameSink(self.store, key, entry.num_bytes if entry is not None else 0, buffer)
         tier = len(tiers.backends) - 1
         try:
-            found = tiers.find(key, allocate)
+            found = tiers.find(key, sink)
             if found is None:
                 if entry is not None:
                     self._correct(key)
                 return None
             data, tier = found
-            frame = Frame.parse(data, key)
+            frame = sink.frame or Frame.parse(data, key)
             if frame.namespace != self.namespace:
                 raise FrameError("it belongs to another tenant")
             if not tiers.backends[tier].in_memory:
-                frame.verify()
+                frame.verify(sink.verified)
         except FrameError as error:
             tiers.count_damaged(tier)
             logger.warning("chunk cache %s… is damaged (%s); it is removed and will be computed again", key[:12], error)
