@@ -47,9 +47,10 @@ class FusedLayer(DynamicLayer):  # type: ignore[misc]
         """
         stop = start + keys.shape[-2]
         self._keys[0, :, start:stop] = keys
-        self._values[0, :, start:stop] = values
+        target = self._values[0, :, start:stop]
+        target.copy_(values)
         if scale is not None:
-            self._values[0, :, start:stop] *= scale
+            target.mul_(scale)
         self._resize(max(self.length, stop))
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
