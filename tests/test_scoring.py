@@ -172,7 +172,7 @@ class TestDamage:
         expected = asked(CHUNKS, QUESTION)
         read = type(asked.caches).read
         monkeypatch.setattr(
-            type(asked.caches), "read", lambda self, text: None if text == CHUNKS[1] else read(self, text)
+            type(asked.caches), "read", lambda self, text, *rest: None if text == CHUNKS[1] else read(self, text, *rest)
         )
         found = asked(CHUNKS, QUESTION)
         for ours, theirs in zip(found, expected, strict=True):
