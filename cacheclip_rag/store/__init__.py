@@ -7,7 +7,7 @@ and back; :class:`Catalog` lists entries, limits, texts and sources; :class:`Tex
 
 from __future__ import annotations
 
-from .backend import Backend
+from .backend import Backend, Sink
 from .catalog import Catalog, Entry
 from .chunk_store import ChunkStore, StoreStats, is_store
 from .codecs import CODECS, KV, FrameError, StoredKV, decode, encode, frame_bytes, keeps, layer_of
@@ -29,6 +29,7 @@ __all__ = [
     "FrameError",
     "MemoryBackend",
     "ReadBuffer",
+    "Sink",
     "StoreStats",
     "StoredKV",
     "TenantStats",

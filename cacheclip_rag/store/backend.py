@@ -7,16 +7,25 @@ To add a backend (a server, an object store): a class with the five abstract met
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["Allocate", "Backend"]
+__all__ = ["Backend", "Sink"]
 
-Allocate = Callable[[int], memoryview]
-"""Gives memory for a number of bytes. May raise ValueError if a payload cannot have this size."""
+
+class Sink:
+    """Where a backend may put one payload: the reader's memory, checked while it arrives. This one takes new memory and
+    checks nothing."""
+
+    def allocate(self, num_bytes: int) -> memoryview:
+        """Memory for the whole payload. May raise ValueError if the payload cannot have this size."""
+        return memoryview(bytearray(num_bytes))
+
+    def received(self, num_bytes: int) -> None:
+        """Called when the first ``num_bytes`` bytes are in that memory. May raise ValueError if they are damaged."""
 
 
 class Backend(ABC):
@@ -56,8 +65,8 @@ class Backend(ABC):
 
     # -- what a backend may do better than these ------------------------------------------------------------------
 
-    def read(self, key: str, allocate: Allocate) -> Buffer | None:
-        """One payload, or None. The backend may read it into memory from ``allocate``."""
+    def read(self, key: str, sink: Sink) -> Buffer | None:
+        """One payload, or None. The backend may read it into memory of ``sink``, which checks it piece by piece."""
         return self.get_many([key]).get(key)
 
     def head(self, key: str, num_bytes: int) -> tuple[Buffer, int] | None:

@@ -81,6 +81,8 @@ def verify(folder: Path) -> VerifyReport:
     entries: dict[str, Entry] | None = None
     try:
         report.problems += [f"catalog: {line}" for line in store.catalog.database.check()]
+        if senseless := store.catalog.senseless():
+            report.problems.append(f"catalog: {senseless} rows that this package did not write")
         entries = {entry.key: entry for entry in store.catalog.entries()}
     except StoreError as error:
         report.problems.append(f"catalog: {error}")
@@ -152,11 +154,12 @@ def repair(folder: Path) -> RepairReport:
         report.removed_files.append(str(path.relative_to(folder)))
     for path in [*_foreign_files(store, folder)]:
         report.moved_files.append(_move_aside(path, folder))
+    store.catalog.drop_senseless()
     entries = {entry.key: entry for entry in store.catalog.entries()}
     present = set(store.tiers.list())
     with progress_bar("repairing", len(present), "chunk caches") as advance:
         for number, key in enumerate(sorted(present), 1):
-            _repair_payload(store, key, entries.get(key), report)
+            _repair_payload(store, folder, key, entries.get(key), report)
             advance(number)
     for key in set(entries) - present:
         report.forgotten += store.catalog.remove(entries[key].namespace, [key])
@@ -168,14 +171,14 @@ def repair(folder: Path) -> RepairReport:
     return report
 
 
-def _repair_payload(store: ChunkStore, key: str, entry: Entry | None, report: RepairReport) -> None:
+def _repair_payload(store: ChunkStore, folder: Path, key: str, entry: Entry | None, report: RepairReport) -> None:
     frame = _whole(store, key)
     if frame is None:
         try:
             store.tiers.delete([key])
-        except OSError as error:
-            raise StoreError(f"a damaged payload could not be deleted: {error}. Delete it yourself.") from error
-        report.deleted += 1
+            report.deleted += 1
+        except OSError:  # it is a folder
+            report.moved_files.append(_move_aside(folder / _name_of(store, key), folder))
         if entry is not None:
             store.catalog.remove(entry.namespace, [key])
         return
@@ -221,7 +224,7 @@ def clear(folder: Path, namespace: str | None = None) -> int:
 
 
 def _open(folder: Path) -> ChunkStore:
-    if not (folder / FILE_NAME).is_file() and not (folder / "kv").is_dir():
+    if not os.path.lexists(folder / FILE_NAME) and not (folder / "kv").is_dir():
         raise StoreError(
             f"{folder} is not a store: it has no catalog. Make one: cacheclip ingest PATH --store {folder}"
         )
@@ -229,9 +232,9 @@ def _open(folder: Path) -> ChunkStore:
 
 
 def _replace_damaged_catalog(folder: Path, report: RepairReport) -> None:
-    catalog = Catalog(folder)
+    catalog, path = Catalog(folder), folder / FILE_NAME
     try:
-        if not (folder / FILE_NAME).is_file() or not catalog.database.check():
+        if not os.path.lexists(path) or (path.is_file() and not catalog.database.check()):
             return
     except StoreError as error:
         logger.warning("the catalog is made anew: %s", error)
@@ -239,9 +242,8 @@ def _replace_damaged_catalog(folder: Path, report: RepairReport) -> None:
         catalog.close()
     aside = folder / f"{FILE_NAME}.damaged"
     for ending in ("", "-wal", "-shm"):
-        path = folder / f"{FILE_NAME}{ending}"
-        if path.exists():
-            os.replace(path, f"{aside}{ending}")
+        if os.path.lexists(f"{path}{ending}"):
+            os.replace(f"{path}{ending}", f"{aside}{ending}")
     report.moved_files.append(aside.name)
     catalog.salvage(aside)
     catalog.close()
@@ -249,6 +251,8 @@ def _replace_damaged_catalog(folder: Path, report: RepairReport) -> None:
 
 def _whole(store: ChunkStore, key: str) -> Frame | None:
     """The frame of a payload on disk if all of its checksums match."""
+    if store.header(key) is None:  # before memory is taken for a file of any size
+        return None
     try:
         data = store.tiers.last.get_many([key]).get(key)
         if data is None:

@@ -18,7 +18,7 @@ from urllib.parse import quote
 
 from ..errors import StoreError
 from .database import Database
-from .keys import text_digest
+from .keys import is_key, text_digest
 from .texts import SCHEMA as TEXTS_SCHEMA
 from .texts import WRITE as WRITE_TEXT
 from .texts import TextRow
@@ -34,7 +34,6 @@ _EVERYONE = ""
 
 _SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value INTEGER) WITHOUT ROWID;
-INSERT OR IGNORE INTO meta VALUES ('uses', 0);
 CREATE TABLE IF NOT EXISTS entries (
     key TEXT PRIMARY KEY, namespace TEXT NOT NULL, digest BLOB, bytes INTEGER NOT NULL, num_tokens INTEGER NOT NULL,
     codec TEXT NOT NULL, last_use INTEGER NOT NULL
@@ -73,7 +72,19 @@ CREATE TABLE IF NOT EXISTS sources (
 CREATE INDEX IF NOT EXISTS sources_by_document ON sources (namespace, document);
 CREATE INDEX IF NOT EXISTS sources_by_text ON sources (namespace, digest);
 """
-_ENTRY = "key, namespace, digest, bytes, num_tokens, codec"
+_ENTRY = "key, namespace, digest, CAST(bytes AS INTEGER), num_tokens, codec"
+_TOTAL = "CAST(entries AS INTEGER), CAST(bytes AS INTEGER)"
+
+_SENSELESS = {
+    "entries": "typeof(key) != 'text' OR length(key) != 64 OR typeof(namespace) != 'text' OR namespace = '' "
+    "OR typeof(ifnull(digest, x'')) != 'blob' OR typeof(bytes) != 'integer' OR bytes < 0 "
+    "OR typeof(num_tokens) != 'integer' OR typeof(codec) != 'text' OR typeof(last_use) != 'integer'",
+    "texts": "typeof(namespace) != 'text' OR namespace = '' OR typeof(digest) != 'blob' OR "
+    + " OR ".join(f"typeof({name}) != 'integer'" for name in TextRow._fields[1:]),
+    "quotas": "typeof(namespace) != 'text' OR namespace = '' OR typeof(bytes) != 'integer' OR bytes < 0",
+    "meta": "typeof(value) != 'integer'",
+}
+"""Per table, which rows were changed by something else: SQLite lets any value into any column."""
 
 Run = Callable[..., Any]
 """``run(sql, arguments)`` inside a transaction."""
@@ -112,6 +123,7 @@ class Catalog:
     """
 
     def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder
         path = folder / FILE_NAME if folder else None
         self.database = Database(path, _SCHEMA + TEXTS_SCHEMA, VERSION)
 
@@ -138,12 +150,12 @@ class Catalog:
     def keys(self, namespace: str) -> list[str]:
         """A tenant's keys, least recently used first."""
         sql = "SELECT key FROM entries WHERE namespace = ? ORDER BY last_use, key"
-        return [key for (key,) in self.database.query(sql, (namespace,))]
+        return [key for (key,) in self.database.query(sql, (namespace,)) if is_key(key)]
 
     def keys_of(self, namespace: str, digest: bytes) -> list[str]:
         """Keys of all entries of one text, for every model and chunk context."""
         sql = "SELECT key FROM entries WHERE namespace = ? AND digest = ?"
-        return [key for (key,) in self.database.query(sql, (namespace, digest))]
+        return [key for (key,) in self.database.query(sql, (namespace, digest)) if is_key(key)]
 
     def record(self, entry: Entry) -> None:
         """Record an entry, as the most recently used."""
@@ -190,19 +202,19 @@ class Catalog:
 
     def total(self, namespace: str | None = None) -> Total:
         """What a tenant holds; None: what the store holds."""
-        sql = "SELECT entries, bytes FROM totals WHERE namespace = ?"
+        sql = f"SELECT {_TOTAL} FROM totals WHERE namespace = ?"
         rows = self.database.query(sql, (_EVERYONE if namespace is None else namespace,))
         return Total(*rows[0]) if rows else Total(0, 0)
 
     def tenants(self) -> dict[str, Total]:
         """What each tenant holds."""
-        rows = self.database.query("SELECT namespace, entries, bytes FROM totals WHERE namespace != ?", (_EVERYONE,))
+        rows = self.database.query(f"SELECT namespace, {_TOTAL} FROM totals WHERE namespace != ?", (_EVERYONE,))
         return {namespace: Total(entries, size) for namespace, entries, size in rows}
 
     @property
     def limit(self) -> int | None:
         """Limit of the store in bytes; None: no limit."""
-        rows = self.database.query("SELECT value FROM meta WHERE name = 'max_bytes'")
+        rows = self.database.query("SELECT value FROM meta WHERE name = 'max_bytes' AND typeof(value) = 'integer'")
         return rows[0][0] if rows else None
 
     def set_limit(self, max_bytes: int | None) -> None:
@@ -214,7 +226,8 @@ class Catalog:
 
     def quota(self, namespace: str) -> int | None:
         """A tenant's limit in bytes; None: only the store's limit."""
-        rows = self.database.query("SELECT bytes FROM quotas WHERE namespace = ?", (namespace,))
+        sql = "SELECT bytes FROM quotas WHERE namespace = ? AND typeof(bytes) = 'integer'"
+        rows = self.database.query(sql, (namespace,))
         return rows[0][0] if rows else None
 
     def set_quota(self, namespace: str, max_bytes: int | None) -> None:
@@ -310,6 +323,16 @@ class Catalog:
         sql = "SELECT 1 FROM writes WHERE key = ? UNION ALL SELECT 1 FROM entries WHERE key = ?"
         return bool(self.database.query(sql, (key, key)))
 
+    def senseless(self) -> int:
+        """Number of rows that no version of this package wrote."""
+        sql = "SELECT COUNT(*) FROM {} WHERE {}"
+        found = [self.database.query(sql.format(*each))[0][0] for each in _SENSELESS.items()]
+        return sum(found)
+
+    def drop_senseless(self) -> int:
+        """Remove rows that no version of this package wrote; returns how many."""
+        return self.database.execute_many((f"DELETE FROM {table} WHERE {no}", ()) for table, no in _SENSELESS.items())
+
     def counted(self) -> Total:
         """What the store holds, counted anew."""
         sql = "SELECT COUNT(*), ifnull(SUM(bytes), 0) + (SELECT ifnull(SUM(bytes), 0) FROM writes) FROM entries"
@@ -338,6 +361,8 @@ class Catalog:
     def salvage(self, path: Path) -> None:
         """Copy limits, quotas, texts and sources from the file of a damaged catalog, as far as they can be read."""
         copied = {"meta": "WHERE name = 'max_bytes'", "quotas": "", "texts": "", "sources": ""}
+        if not path.is_file():
+            return
         with closing(sqlite3.connect(f"file:{quote(os.fsencode(path))}?mode=ro", uri=True)) as damaged:
             for table, condition in copied.items():
                 rows = _readable_rows(damaged, f"SELECT * FROM {table} {condition}")
@@ -399,7 +424,11 @@ class Catalog:
 
 def _take_uses(run: Run, count: int) -> int:
     """The first of ``count`` numbers for uses. Uses are numbered, because a clock may be set back."""
-    ((last,),) = run("UPDATE meta SET value = value + ? WHERE name = 'uses' RETURNING value", (count,)).fetchall()
+    sql = (
+        "INSERT INTO meta VALUES ('uses', ?) ON CONFLICT DO UPDATE SET value = ifnull(value, 0) + excluded.value "
+        "RETURNING CAST(value AS INTEGER)"
+    )
+    ((last,),) = run(sql, (count,)).fetchall()
     return int(last) - count + 1
 
 
@@ -427,7 +456,7 @@ def _make_room(
         """Evict a tenant's least recently used entries until ``excess`` bytes are free; returns the bytes freed."""
         nonlocal evicted
         victims, freed = [], 0
-        sql = "SELECT key, bytes FROM entries WHERE namespace = ? ORDER BY last_use, key"
+        sql = "SELECT key, CAST(bytes AS INTEGER) FROM entries WHERE namespace = ? ORDER BY last_use, key"
         for victim, size in run(sql, (tenant,)):
             if freed >= excess:
                 break
@@ -435,7 +464,7 @@ def _make_room(
                 victims.append(victim)
                 freed += size
         if victims:
-            evict(victims)
+            evict([victim for victim in victims if is_key(victim)])
             for victim in victims:
                 run("DELETE FROM entries WHERE key = ?", (victim,))
             evicted += len(victims)
@@ -447,8 +476,8 @@ def _make_room(
             return 0
         return _bytes_of(run, tenant) + num_bytes - limit
 
-    quota = run("SELECT bytes FROM quotas WHERE namespace = ?", (namespace,)).fetchone()
-    limit = run("SELECT value FROM meta WHERE name = 'max_bytes'").fetchone()
+    quota = run("SELECT bytes FROM quotas WHERE namespace = ? AND typeof(bytes) = 'integer'", (namespace,)).fetchone()
+    limit = run("SELECT value FROM meta WHERE name = 'max_bytes' AND typeof(value) = 'integer'").fetchone()
     quota, limit = (found[0] if found else None for found in (quota, limit))
     for keep in (key, ""):  # the key's older version goes last: it is lost if the write fails
         if (excess := over(namespace, quota)) > 0:
@@ -469,7 +498,7 @@ def _largest(run: Run, writing: str, num_bytes: int, without: Collection[str]) -
     Args:
         writing: a tenant that is about to write ``num_bytes`` more.
     """
-    sql = "SELECT namespace, bytes FROM totals WHERE namespace != ? ORDER BY bytes DESC LIMIT ?"
+    sql = "SELECT namespace, CAST(bytes AS INTEGER) FROM totals WHERE namespace != ? ORDER BY bytes DESC LIMIT ?"
     found = dict(run(sql, (_EVERYONE, len(without) + 2)).fetchall())
     if held := _bytes_of(run, writing):
         found[writing] = held + num_bytes
@@ -480,11 +509,11 @@ def _largest(run: Run, writing: str, num_bytes: int, without: Collection[str]) -
 
 
 def _bytes_of(run: Run, namespace: str) -> int:
-    found = run("SELECT bytes FROM totals WHERE namespace = ?", (namespace,)).fetchone()
+    found = run("SELECT CAST(bytes AS INTEGER) FROM totals WHERE namespace = ?", (namespace,)).fetchone()
     return int(found[0]) if found else 0
 
 
 def _readable_rows(damaged: sqlite3.Connection, sql: str) -> Iterator[tuple[Any, ...]]:
     """Rows of a query until the first damaged page."""
-    with suppress(sqlite3.Error):
+    with suppress(sqlite3.Error, UnicodeError):
         yield from damaged.execute(sql)

@@ -72,7 +72,7 @@ class ChunkStore:
         catalog: entries, texts and sources.
         tiers: backends of the payloads, fastest first.
         max_bytes: limit of the last tier, recorded in the catalog for all processes; None: the recorded limit.
-        writer: this process, for a folder that other processes write too.
+        writer: this process, if a backend knows it already; default a new one in the catalog's folder.
 
     Raises:
         ConfigurationError: a limit below 0.
@@ -82,9 +82,10 @@ class ChunkStore:
         self, catalog: Catalog, tiers: Tiers, max_bytes: int | None = None, writer: Writer | None = None
     ) -> None:
         self.catalog, self.tiers = catalog, tiers
-        self._writer = writer
+        self._writer = writer or (Writer(catalog.folder) if catalog.folder is not None else None)
         self._given_limit = self._new_limit = check_limit(max_bytes)
         self._warned: set[str] = set()
+        catalog.database.on_replaced = self._replaced
 
     @classmethod
     def open(cls, folder: str | Path | None, max_bytes: int | None = None, memory_bytes: int = 0) -> ChunkStore:
@@ -247,6 +248,14 @@ class ChunkStore:
         self.catalog.set_complete()
         return count
 
+    def _replaced(self) -> None:
+        """Record the payloads again after the catalog was deleted under this store."""
+        logger.warning("the store's catalog was deleted or replaced; texts without stored KV, and sources, are lost")
+        try:
+            self.complete()
+        except (OSError, StoreError) as error:
+            logger.warning("the store's catalog could not be made anew: %s", error)
+
     def _sweep(self, writer: str) -> int:
         count = self.catalog.settle(writer, self._settle)
         if isinstance(self.tiers.last, DiskBackend):
@@ -291,8 +300,6 @@ class ChunkStore:
         """Close handles; the store may be used again afterwards."""
         self.tiers.close()
         self.catalog.close()
-        if self._writer is not None:
-            self._writer.close()
 
 
 def is_store(folder: Path) -> bool:

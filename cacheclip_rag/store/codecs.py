@@ -279,13 +279,26 @@ class Frame:
         size = self._layer_size
         return torch.frombuffer(self.data, dtype=torch.uint8, count=size, offset=self.start + number * size)
 
-    def verify(self) -> None:
-        """Compare every layer with its checksum. Raises FrameError if one is damaged."""
+    def verify(self, first: int = 0, num_bytes: int | None = None) -> int:
+        """Compare layers with their checksums.
+
+        Args:
+            first: number of the first layer.
+            num_bytes: only the layers within the first ``num_bytes`` bytes of the frame; default all.
+
+        Returns:
+            Number of the first layer that was not compared.
+
+        Raises:
+            FrameError: a layer is damaged.
+        """
         size = self._layer_size
-        for number, checksum in enumerate(self.checksums):
+        stop = len(self.checksums) if num_bytes is None else max(first, (num_bytes - self.start) // size)
+        for number in range(first, stop):
             layer = self.data[self.start + number * size : self.start + (number + 1) * size]
-            if xxhash.xxh3_128_hexdigest(layer) != checksum:
+            if xxhash.xxh3_128_hexdigest(layer) != self.checksums[number]:
                 raise FrameError(f"layer {number} does not match its checksum")
+        return stop
 
     @property
     def _layer_size(self) -> int:

@@ -19,6 +19,8 @@ __all__ = ["Database"]
 _BUSY_TIMEOUT_S = 30.0
 _APPLICATION_ID = 0x43434B56
 """Marks SQLite files of this package: ``CCKV``."""
+_ERRORS = (sqlite3.Error, UnicodeError, OverflowError)
+"""Errors of the module for names that are no text, damaged files, and numbers that are no 64-bit integers."""
 
 
 class Database:
@@ -42,13 +44,15 @@ class Database:
         self._lock = threading.RLock()
         self.read_only = False
         """Whether the file may only be read; known after the first statement."""
+        self.on_replaced: Callable[[], object] | None = None
+        """Called when the file was found deleted or replaced, and a new one is open."""
 
     def query(self, sql: str, arguments: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         """All rows of a SELECT."""
         with self._lock:
             try:
                 return self._open().execute(sql, arguments).fetchall()
-            except (sqlite3.Error, UnicodeEncodeError) as error:
+            except _ERRORS as error:
                 raise self._explain(error) from error
 
     def execute(self, sql: str, arguments: Sequence[Any] = ()) -> int:
@@ -86,7 +90,7 @@ class Database:
                     if connection.in_transaction:
                         connection.execute("ROLLBACK")
                     raise
-            except (sqlite3.Error, UnicodeEncodeError) as error:
+            except _ERRORS as error:
                 raise self._explain(error) from error
 
     def check(self) -> list[str]:
@@ -114,11 +118,18 @@ class Database:
         if self._connection is not None and self._owner_pid == os.getpid():
             if self._path is None or _identity(self._path) == self._identity:
                 return self._connection
-            self._disconnect()  # the file was deleted or replaced
-        connection = self._connect()
-        self._connection, self._owner_pid = connection, os.getpid()
+            self._disconnect()
+            self._connect_again()
+            if self.on_replaced is not None:
+                self.on_replaced()
+        if self._connection is None or self._owner_pid != os.getpid():
+            self._connect_again()
+        assert self._connection is not None
+        return self._connection
+
+    def _connect_again(self) -> None:
+        self._connection, self._owner_pid = self._connect(), os.getpid()
         self._identity = _identity(self._path) if self._path is not None else None
-        return connection
 
     def _connect(self) -> sqlite3.Connection:
         if self._path is None:
@@ -180,7 +191,7 @@ class Database:
             "documents again into a new folder: cacheclip ingest PATH --store NEW_FOLDER"
         )
 
-    def _explain(self, error: sqlite3.Error | UnicodeEncodeError) -> CacheClipError:
+    def _explain(self, error: Exception) -> CacheClipError:
         if isinstance(error, UnicodeEncodeError):
             return ConfigurationError(
                 f"a name or text holds half a character ({error.object[error.start]!r}), which cannot be written as "

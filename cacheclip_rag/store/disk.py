@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..paths import make_private_folder, private_mode
-from .backend import Allocate, Backend
+from .backend import Backend, Sink
 from .writer import Writer
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ __all__ = ["DiskBackend"]
 
 _SUFFIX = ".kv"
 _BLOCK_BYTES = 4096
+_PIECE_BYTES = 1 << 19
 _NO_FILE = (FileNotFoundError, NotADirectoryError)
 _OPEN = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 """A link would lead out of the store, and opening a pipe would wait for its writer."""
@@ -56,17 +57,17 @@ class DiskBackend(Backend):
     def get_many(self, keys: Iterable[str]) -> dict[str, Buffer]:
         found: dict[str, Buffer] = {}
         for key in keys:
-            data = self.read(key, lambda num_bytes: memoryview(bytearray(num_bytes)))
+            data = self.read(key, Sink())
             if data is not None:
                 found[key] = data
         return found
 
-    def read(self, key: str, allocate: Allocate) -> Buffer | None:
+    def read(self, key: str, sink: Sink) -> Buffer | None:
         with self._opened(key) as (file, size):
             if file is None:
                 return None if size is None else b""
-            target = allocate(size or 0)
-            return target[: _read_into(file, target)]
+            target = sink.allocate(size or 0)
+            return target[: _read_into(file, target, sink)]
 
     def head(self, key: str, num_bytes: int) -> tuple[Buffer, int] | None:
         with self._opened(key) as (file, size):
@@ -144,12 +145,14 @@ class DiskBackend(Backend):
             os.close(file)
 
 
-def _read_into(file: int, target: memoryview) -> int:
-    """Fill ``target`` from a file; returns the bytes read, fewer if the file was cut off meanwhile."""
+def _read_into(file: int, target: memoryview, sink: Sink) -> int:
+    """Fill ``target`` from a file; returns the bytes read, fewer if the file was cut off meanwhile. Each piece is
+    checked while it is in the processor's cache."""
     done = 0
     with io.FileIO(file, closefd=False) as stream:
-        while done < target.nbytes and (count := stream.readinto(target[done:])):
+        while done < target.nbytes and (count := stream.readinto(target[done : done + _PIECE_BYTES])):
             done += count
+            sink.received(done)
     return done
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-__all__ = ["FORMAT_VERSION", "chunk_key", "text_digest"]
+__all__ = ["FORMAT_VERSION", "chunk_key", "is_key", "text_digest"]
 
 FORMAT_VERSION = 1
 """Increase this number when stored tensors change meaning. Entries of other versions are then never found."""
@@ -36,6 +36,11 @@ def chunk_key(
         digest.update(len(content).to_bytes(8, "little"))
         digest.update(content)
     return digest.hexdigest()
+
+
+def is_key(value: object) -> bool:
+    """Whether a value has the form of a store key."""
+    return isinstance(value, str) and len(value) == 64 and value.isascii() and value.isalnum()
 
 
 def text_digest(text: str) -> bytes:

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import StoreError
+from .backend import Sink
 from .catalog import Catalog, Entry
-from .codecs import Frame, FrameError, StoredKV, encode
+from .codecs import CODECS, Frame, FrameError, StoredKV, encode
 from .keys import text_digest
 from .texts import TextIndex, text_row
 
@@ -44,6 +45,30 @@ class ReadBuffer:
         if self._memory.nbytes < num_bytes:
             self._memory = _new_memory(num_bytes)
         return self._memory[:num_bytes]
+
+
+class _FrameSink(Sink):
+    """Takes the payload of a key, and compares its layers with their checksums while they arrive."""
+
+    def __init__(self, store: ChunkStore, key: str, num_bytes: int, buffer: ReadBuffer | None) -> None:
+        """``num_bytes``: what the entry says."""
+        self._store, self._key, self._expected, self._buffer = store, key, num_bytes, buffer
+        self._memory = memoryview(b"")
+        self.frame: Frame | None = None
+        self.verified = 0
+        """Layers compared."""
+
+    def allocate(self, num_bytes: int) -> memoryview:
+        # a payload that was replaced just now may be larger than its entry
+        if num_bytes > self._expected and self._store.header(self._key) is None:
+            raise FrameError(f"it has {num_bytes} bytes, which its header does not explain")
+        self._memory = _new_memory(num_bytes) if self._buffer is None else self._buffer.allocate(num_bytes)
+        return self._memory
+
+    def received(self, num_bytes: int) -> None:
+        if self.frame is None:  # the header is in the first piece
+            self.frame = Frame.parse(self._memory, self._key)
+        self.verified = self.frame.verify(self.verified, num_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,27 +127,20 @@ class TenantStore:
         if known and entry is None:
             tiers.drop_copies([key])  # another process may have deleted it
             return None
-        largest = entry.num_bytes if entry is not None else _LARGEST
-
-        def allocate(num_bytes: int) -> memoryview:
-            # a payload that was replaced just now may be larger than its entry
-            if num_bytes > largest and (num_bytes > _LARGEST or self.store.header(key) is None):
-                raise FrameError(f"it has {num_bytes} bytes, more than its {largest}")
-            return buffer.allocate(num_bytes) if buffer is not None else _new_memory(num_bytes)
-
+        sink = _FrameSink(self.store, key, entry.num_bytes if entry is not None else 0, buffer)
         tier = len(tiers.backends) - 1
         try:
-            found = tiers.find(key, allocate)
+            found = tiers.find(key, sink)
             if found is None:
                 if entry is not None:
-                    self.catalog.correct(key, self.store.measure)
+                    self._correct(key)
                 return None
             data, tier = found
-            frame = Frame.parse(data, key)
+            frame = sink.frame or Frame.parse(data, key)
             if frame.namespace != self.namespace:
                 raise FrameError("it belongs to another tenant")
             if not tiers.backends[tier].in_memory:
-                frame.verify()
+                frame.verify(sink.verified)
         except FrameError as error:
             tiers.count_damaged(tier)
             logger.warning("chunk cache %s… is damaged (%s); it is removed and will be computed again", key[:12], error)
@@ -133,6 +151,8 @@ class TenantStore:
             self.store.warn_once(f"read {type(error)}", message, key[:12], error)
             return None
         tiers.promote(key, data, tier)
+        if entry is not None and entry.codec != frame.codec:
+            self._correct(key)
         return StoredKV(frame)
 
     def put(self, key: str, kv: torch.Tensor, codec: str, *, text: str | None = None) -> bool:
@@ -180,7 +200,7 @@ class TenantStore:
         """Codec of a key's entry, or None. Reads no payload, and does not count as a use for eviction."""
         known, entry = self._entry(key)
         if entry is not None:
-            return entry.codec
+            return entry.codec if entry.codec in CODECS else None
         if known:
             return None
         frame = self.store.header(key)
@@ -240,15 +260,18 @@ class TenantStore:
         frame = self.store.header(key)
         return frame is not None and frame.namespace == self.namespace
 
+    def _correct(self, key: str) -> None:
+        """Make the entry say what the medium holds."""
+        try:
+            self.catalog.correct(key, self.store.measure)
+        except StoreError as error:
+            logger.debug("an entry was not corrected: %s", error)
+
     def _remove_damaged(self, key: str) -> None:
         try:
             self.catalog.remove(self.namespace, [key], self.store.tiers.delete)
         except (OSError, StoreError) as error:  # a read-only store can still be read
             self.store.warn_once("removal", "the damaged chunk cache %s… could not be removed: %s", key[:12], error)
-
-
-_LARGEST = 1 << 33
-"""Most bytes of a payload that the catalog does not know."""
 
 
 def _new_memory(num_bytes: int) -> memoryview:

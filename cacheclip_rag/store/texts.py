@@ -182,7 +182,8 @@ class TextIndex:
                 rows = self._database.query(sql, arguments)
                 if len(rows) == _MOST_ROWS:
                     logger.warning("too many texts have the same start and end; some are not found in the prompt")
-                yield from (TextRow(*row) for row in rows)
+                # a catalog that something else wrote to may hold anything
+                yield from (TextRow(*row) for row in rows if [*map(type, row)] == [bytes, *[int] * (len(row) - 1)])
 
 
 def _rows_of(texts: Iterable[str]) -> Iterator[TextRow]:

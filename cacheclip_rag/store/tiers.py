@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigurationError
-from .backend import Allocate, Backend
+from .backend import Backend, Sink
 from .memory import MemoryBackend
 
 if TYPE_CHECKING:
@@ -57,12 +57,12 @@ class Tiers(Backend):
         """The backend that holds everything."""
         return self.backends[-1]
 
-    def find(self, key: str, allocate: Allocate) -> tuple[Buffer, int] | None:
+    def find(self, key: str, sink: Sink) -> tuple[Buffer, int] | None:
         """A payload and the number of its tier, or None. Faster tiers get no copy yet, because the payload may be
         damaged; see :meth:`promote`."""
         for number, (backend, stats) in enumerate(zip(self.backends, self._stats, strict=True)):
             started = time.perf_counter()
-            data = backend.read(key, allocate)
+            data = backend.read(key, sink)
             if data is not None:
                 stats.hits += 1
                 stats.read_s += time.perf_counter() - started

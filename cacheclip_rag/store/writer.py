@@ -76,14 +76,13 @@ class Writer:
             finally:
                 os.close(file)
 
-    def close(self) -> None:
-        """Give the name up; the next use takes a new one."""
-        with self._lock:
-            if self._file is not None and self._pid == os.getpid():
-                with contextlib.suppress(OSError):
-                    (self._folder / self._name).unlink()
+    def __del__(self) -> None:
+        """Give the name up. Not before: another thread may be writing under it."""
+        if self._file is not None and self._pid == os.getpid():
+            with contextlib.suppress(OSError):
+                (self._folder / self._name).unlink()
+            with contextlib.suppress(OSError):
                 os.close(self._file)
-            self._pid, self._name, self._file = 0, "", None
 
     def _register(self) -> tuple[str, int]:
         """Make and lock a file under a new name."""

@@ -380,7 +380,9 @@ class TestStoreCommands:
         result = cacheclip("store", command, "--store", tmp_path)
         assert result.code == 1 and "cacheclip ingest PATH --store" in result.err and list(tmp_path.iterdir()) == []
 
-    def test_a_codec_holds_for_the_whole_store(self, cacheclip: Any, models: list[str], stored: Path, tmp_path: Path) -> None:
+    def test_a_codec_holds_for_the_whole_store(
+        self, cacheclip: Any, models: list[str], stored: Path, tmp_path: Path
+    ) -> None:
         ingest = ("ingest", stored.parent / "corpus", *models, "--chunk-tokens", "64", "--json")
         assert cacheclip(*ingest, "--store", tmp_path / "small", "--codec", "int8").code == 0
         large, small = (

@@ -170,3 +170,92 @@ def test_entries_are_those_of_before(folder: Path) -> None:
     (folder / "catalog.sqlite3").unlink()
     assert [*ChunkStore.open(folder).catalog.entries()] == before
     assert torch.equal(opened(folder).get(key(3)).tensor(), kv(3))  # type: ignore[union-attr]
+
+
+class TestWhatSomethingElseWrote:
+    """SQLite lets any value into any column, and a folder may hold anything."""
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            "DELETE FROM meta",
+            "UPDATE meta SET value = 'many'",
+            "UPDATE meta SET value = NULL WHERE name = 'uses'",
+            "UPDATE entries SET codec = 'x'",
+            "UPDATE entries SET codec = x'00', bytes = 'large', last_use = 'never'",
+            "UPDATE entries SET bytes = -5",
+            "UPDATE texts SET start = 'here', length = x'01'",
+            "UPDATE texts SET digest = hex(digest)",
+            "UPDATE totals SET bytes = 'all', entries = 'some'",
+            "INSERT INTO quotas VALUES ('t', 'much')",
+            "UPDATE entries SET key = '-1' WHERE last_use = 1",
+            "UPDATE entries SET key = x'01', last_use = -1 WHERE last_use = 2",
+        ],
+    )
+    def test_reads_writes_and_repair_go_on(self, folder: Path, change: str) -> None:
+        with sqlite3.connect(folder / "catalog.sqlite3") as catalog:
+            catalog.execute(change)
+        catalog.close()
+        store = opened(folder)
+        for number in range(1, 6):
+            got = store.get(key(number))
+            assert got is None or torch.equal(got.tensor(), kv(number))
+        store.texts.find(" ".join(LONG.format(number) for number in range(1, 6)))
+        put(store, 1, 9)
+        store.close()
+        repair(folder)
+        assert verify(folder).is_clean and is_intact(opened(folder), 9)
+
+    def test_senseless_rows_are_named(self, folder: Path) -> None:
+        with sqlite3.connect(folder / "catalog.sqlite3") as catalog:
+            catalog.execute("UPDATE entries SET bytes = 'large' WHERE key = ?", (key(1),))
+            catalog.execute("UPDATE texts SET length = 'long' WHERE namespace = 'u'")
+        catalog.close()
+        assert "catalog: 4 rows that this package did not write" in verify(folder).problems
+        repair(folder)
+        assert verify(folder).is_clean and intact(folder, 1)
+
+    def test_a_schema_that_is_no_text(self, folder: Path) -> None:
+        path = folder / "catalog.sqlite3"
+        data = path.read_bytes()
+        path.write_bytes(data.replace(b"CREATE INDEX entries_by_use", b"CREATE IND\xff\xfe entries_by_use"))
+        store = opened(folder)
+        assert is_intact(store, 1)
+        with pytest.raises(StoreError):
+            put(store, 9)
+        store.close()
+        repair(folder)
+        assert verify(folder).is_clean and intact(folder, 1, 2, 3, 4, 5)
+
+    @pytest.mark.parametrize("kind", ["folder", "pipe", "circle"])
+    def test_what_is_no_file_in_place_of_the_catalog(self, folder: Path, kind: str) -> None:
+        path = folder / "catalog.sqlite3"
+        path.unlink()
+        if kind == "folder":
+            path.mkdir()
+        elif kind == "pipe":
+            os.mkfifo(path)
+        else:
+            path.symlink_to(path)
+        assert repair(folder).entries == 8
+        assert verify(folder).is_clean and intact(folder, 1, 2, 3, 4, 5)
+
+    def test_a_folder_in_place_of_a_payload(self, folder: Path) -> None:
+        path_of(folder, 1).unlink()
+        path_of(folder, 1).mkdir()
+        assert not is_intact(opened(folder), 1)
+        assert repair(folder).moved_files == [f"unknown/{key(1)}.kv"]
+        assert verify(folder).is_clean
+
+    def test_a_huge_file_takes_no_memory(self, folder: Path) -> None:
+        with path_of(folder, 1).open("r+b") as file:
+            file.truncate(1 << 40)
+        assert verify(folder).damaged == [key(1)]
+        assert repair(folder).deleted == 1 and verify(folder).is_clean
+
+    def test_an_entry_learns_the_codec_of_its_payload(self, folder: Path) -> None:
+        store = opened(folder)
+        with sqlite3.connect(folder / "catalog.sqlite3") as catalog:
+            catalog.execute("UPDATE entries SET codec = 'bfloat16'")
+        catalog.close()
+        assert store.codec_of(key(1)) == "bfloat16" and is_intact(store, 1) and store.codec_of(key(1)) == "float32"

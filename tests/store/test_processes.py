@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sqlite3
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from cacheclip_rag.store import TenantStore
+from cacheclip_rag.store import Catalog, ChunkStore, MemoryBackend, TenantStore, Tiers
 from tests.store.samples import (
     BLOCK,
     blocks,
@@ -252,14 +253,23 @@ assert is_intact(store, 2) and is_intact(store, 3) and totals_are_right(store)
         done = run(program)
         assert done.returncode == 0, done.stderr
 
-    def test_closing_gives_the_name_up(self, folder: Path) -> None:
+    def test_a_store_that_is_gone_gives_the_name_up(self, folder: Path) -> None:
         store = opened(folder)
         put(store, 1)
+        store.close()  # another thread may still be writing
         assert len(list((folder / "writers").iterdir())) == 1
-        store.close()
-        assert not list((folder / "writers").iterdir())
         put(store, 2)
         assert is_intact(store, 2) and agree(store, folder)
+        del store
+        gc.collect()
+        assert not list((folder / "writers").iterdir())
+
+    def test_a_backend_without_a_folder_of_its_own(self, folder: Path) -> None:
+        """Its writes are announced in the catalog under a name too, which other processes do not sweep."""
+        store = ChunkStore(Catalog(folder), Tiers([MemoryBackend()]))
+        number = store._reserve("t", key(1), 100, store._writer.name)  # type: ignore[union-attr]
+        assert number is not None and ChunkStore(Catalog(folder), Tiers([MemoryBackend()])).sweep() == 0
+        assert len(store.catalog.writers()) == 1
 
 
 class TestAtOnce:
