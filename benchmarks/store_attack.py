@@ -1067,14 +1067,16 @@ class _Case:
         scene, damage = self.scene, self.scene.rng.choice(OF_CATALOG)
         where = f"damage {number} ({damage.__name__} of library)"
         path = scene.store / LIBRARY
-        library = Library(scene.store)
-        if scene.rng.random() < 0.5:
+        library, is_open = Library(scene.store), scene.rng.random() < 0.5
+        if is_open:
+            where += ", open"
             self.result.expect(len(library.search(torch.ones(1, 8).numpy(), 99)) == 20, f"{where}: before damage")
         with contextlib.suppress(OSError, LookupError, ValueError, sqlite3.Error):
             damage(path, scene)
         self.stated.lines.clear()
         self.found["libraries"] += 1
         try:
+            library = library if is_open else Library.open(scene.store)
             found = library.search(torch.ones(1, 8).numpy(), 99)
             damaged = library.damaged()
         except (StoreError, ConfigurationError):
