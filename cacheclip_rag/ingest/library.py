@@ -122,6 +122,9 @@ class Library:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).expanduser()
         self._database = Database(self.folder / FILE_NAME, _SCHEMA, VERSION)
+        self._database.on_replaced = lambda: logger.warning(
+            "the library %s was deleted or replaced, and its documents are lost. Ingest them again.", self.folder
+        )
         self._embeddings: _Embeddings | None = None
         self._reported: set[str] = set()
         """Documents whose damage was logged."""

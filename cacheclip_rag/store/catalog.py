@@ -18,6 +18,7 @@ from urllib.parse import quote
 
 from ..errors import StoreError
 from .database import Database
+from .eviction import EVERYONE, Run, make_room
 from .keys import is_key, text_digest
 from .texts import SCHEMA as TEXTS_SCHEMA
 from .texts import WRITE as WRITE_TEXT
@@ -28,9 +29,6 @@ __all__ = ["FILE_NAME", "Catalog", "Entry", "Total"]
 FILE_NAME = "catalog.sqlite3"
 VERSION = 3
 """Increase this number when a table changes."""
-
-_EVERYONE = ""
-"""Namespace of the row with the totals of all tenants. No tenant has an empty name."""
 
 _SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value INTEGER) WITHOUT ROWID;
@@ -49,20 +47,20 @@ WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS totals_by_bytes ON totals (bytes);
 CREATE TABLE IF NOT EXISTS quotas (namespace TEXT PRIMARY KEY, bytes INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TRIGGER IF NOT EXISTS entry_added AFTER INSERT ON entries BEGIN
-    INSERT INTO totals VALUES (NEW.namespace, 1, NEW.bytes), ('{_EVERYONE}', 1, NEW.bytes)
+    INSERT INTO totals VALUES (NEW.namespace, 1, NEW.bytes), ('{EVERYONE}', 1, NEW.bytes)
     ON CONFLICT DO UPDATE SET entries = entries + 1, bytes = bytes + excluded.bytes;
 END;
 CREATE TRIGGER IF NOT EXISTS entry_removed AFTER DELETE ON entries BEGIN
     UPDATE totals SET entries = entries - 1, bytes = bytes - OLD.bytes
-    WHERE namespace IN (OLD.namespace, '{_EVERYONE}');
+    WHERE namespace IN (OLD.namespace, '{EVERYONE}');
     DELETE FROM totals WHERE namespace = OLD.namespace AND entries = 0 AND bytes = 0;
 END;
 CREATE TRIGGER IF NOT EXISTS write_begun AFTER INSERT ON writes BEGIN
-    INSERT INTO totals VALUES (NEW.namespace, 0, NEW.bytes), ('{_EVERYONE}', 0, NEW.bytes)
+    INSERT INTO totals VALUES (NEW.namespace, 0, NEW.bytes), ('{EVERYONE}', 0, NEW.bytes)
     ON CONFLICT DO UPDATE SET bytes = bytes + excluded.bytes;
 END;
 CREATE TRIGGER IF NOT EXISTS write_ended AFTER DELETE ON writes BEGIN
-    UPDATE totals SET bytes = bytes - OLD.bytes WHERE namespace IN (OLD.namespace, '{_EVERYONE}');
+    UPDATE totals SET bytes = bytes - OLD.bytes WHERE namespace IN (OLD.namespace, '{EVERYONE}');
     DELETE FROM totals WHERE namespace = OLD.namespace AND entries = 0 AND bytes = 0;
 END;
 CREATE TABLE IF NOT EXISTS sources (
@@ -85,9 +83,6 @@ _SENSELESS = {
     "meta": "typeof(value) != 'integer'",
 }
 """Per table, which rows were changed by something else: SQLite lets any value into any column."""
-
-Run = Callable[..., Any]
-"""``run(sql, arguments)`` inside a transaction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,12 +198,12 @@ class Catalog:
     def total(self, namespace: str | None = None) -> Total:
         """What a tenant holds; None: what the store holds."""
         sql = f"SELECT {_TOTAL} FROM totals WHERE namespace = ?"
-        rows = self.database.query(sql, (_EVERYONE if namespace is None else namespace,))
+        rows = self.database.query(sql, (EVERYONE if namespace is None else namespace,))
         return Total(*rows[0]) if rows else Total(0, 0)
 
     def tenants(self) -> dict[str, Total]:
         """What each tenant holds."""
-        rows = self.database.query(f"SELECT namespace, {_TOTAL} FROM totals WHERE namespace != ?", (_EVERYONE,))
+        rows = self.database.query(f"SELECT namespace, {_TOTAL} FROM totals WHERE namespace != ?", (EVERYONE,))
         return {namespace: Total(entries, size) for namespace, entries, size in rows}
 
     @property
@@ -251,7 +246,7 @@ class Catalog:
             evict: deletes payloads. Called inside the transaction, so that their room cannot be taken twice.
         """
         with self.database.transaction() as run:
-            fits, evicted = _make_room(run, namespace, key, num_bytes, evict)
+            fits, evicted = make_room(run, namespace, key, num_bytes, evict)
             if not fits:
                 return None, evicted
             sql = "INSERT INTO writes (key, namespace, bytes, writer) VALUES (?, ?, ?, ?)"
@@ -262,7 +257,7 @@ class Catalog:
         count = 0
         for namespace in self.tenants():
             with self.database.transaction() as run:
-                count += _make_room(run, namespace, "", 0, evict)[1]
+                count += make_room(run, namespace, "", 0, evict)[1]
         return count
 
     def finish(self, number: int, measure: Callable[[], Entry | None]) -> None:
@@ -292,7 +287,7 @@ class Catalog:
         """
         with self.database.transaction() as run:
             keys = [key for (key,) in run("SELECT key FROM writes WHERE writer = ?", (writer,)).fetchall()]
-            for key in keys:
+            for key in filter(is_key, keys):
                 _correct(run, key, measure)
             run("DELETE FROM writes WHERE writer = ?", (writer,))
         return len(keys)
@@ -356,7 +351,7 @@ class Catalog:
                 "(SELECT namespace, 1 AS n, bytes FROM entries UNION ALL SELECT namespace, 0, bytes FROM writes) "
                 "GROUP BY namespace"
             )
-            run("INSERT INTO totals SELECT ?, SUM(entries), SUM(bytes) FROM totals HAVING COUNT(*) > 0", (_EVERYONE,))
+            run("INSERT INTO totals SELECT ?, SUM(entries), SUM(bytes) FROM totals HAVING COUNT(*) > 0", (EVERYONE,))
 
     def salvage(self, path: Path) -> None:
         """Copy limits, quotas, texts and sources from the file of a damaged catalog, as far as they can be read."""
@@ -444,73 +439,6 @@ def _record(run: Run, entry: Entry) -> None:
     run("INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?)", (*values, _take_uses(run, 1)))
     if entry.text is not None:
         run(WRITE_TEXT, (entry.namespace, *entry.text))
-
-
-def _make_room(
-    run: Run, namespace: str, key: str, num_bytes: int, evict: Callable[[list[str]], None]
-) -> tuple[bool, int]:
-    """Evict until ``num_bytes`` more fit for this tenant: whether they fit, and the number of entries evicted."""
-    evicted = 0
-
-    def free(tenant: str, excess: int, keep: str) -> int:
-        """Evict a tenant's least recently used entries until ``excess`` bytes are free; returns the bytes freed."""
-        nonlocal evicted
-        victims, freed = [], 0
-        sql = "SELECT key, CAST(bytes AS INTEGER) FROM entries WHERE namespace = ? ORDER BY last_use, key"
-        for victim, size in run(sql, (tenant,)):
-            if freed >= excess:
-                break
-            if victim != keep:
-                victims.append(victim)
-                freed += size
-        if victims:
-            evict([victim for victim in victims if is_key(victim)])
-            for victim in victims:
-                run("DELETE FROM entries WHERE key = ?", (victim,))
-            evicted += len(victims)
-        return freed
-
-    def over(tenant: str, limit: int | None) -> int:
-        """Bytes above the limit, with the bytes to come."""
-        if limit is None:
-            return 0
-        return _bytes_of(run, tenant) + num_bytes - limit
-
-    quota = run("SELECT bytes FROM quotas WHERE namespace = ? AND typeof(bytes) = 'integer'", (namespace,)).fetchone()
-    limit = run("SELECT value FROM meta WHERE name = 'max_bytes' AND typeof(value) = 'integer'").fetchone()
-    quota, limit = (found[0] if found else None for found in (quota, limit))
-    for keep in (key, ""):  # the key's older version goes last: it is lost if the write fails
-        if (excess := over(namespace, quota)) > 0:
-            free(namespace, excess, keep)
-        exhausted: set[str] = set()
-        while (excess := over(_EVERYONE, limit)) > 0:
-            largest, ahead = _largest(run, namespace, num_bytes, exhausted)
-            if largest is None:
-                break
-            if not free(largest, min(excess, max(ahead, 1)), keep):
-                exhausted.add(largest)
-    return over(namespace, quota) <= 0 and over(_EVERYONE, limit) <= 0, evicted
-
-
-def _largest(run: Run, writing: str, num_bytes: int, without: Collection[str]) -> tuple[str | None, int]:
-    """The tenant with the most bytes, and by how many bytes it is ahead of the next.
-
-    Args:
-        writing: a tenant that is about to write ``num_bytes`` more.
-    """
-    sql = "SELECT namespace, CAST(bytes AS INTEGER) FROM totals WHERE namespace != ? ORDER BY bytes DESC LIMIT ?"
-    found = dict(run(sql, (_EVERYONE, len(without) + 2)).fetchall())
-    if held := _bytes_of(run, writing):
-        found[writing] = held + num_bytes
-    ranked = sorted(((size, name) for name, size in found.items() if name not in without), reverse=True)
-    if not ranked:
-        return None, 0
-    return ranked[0][1], ranked[0][0] - (ranked[1][0] if len(ranked) > 1 else 0)
-
-
-def _bytes_of(run: Run, namespace: str) -> int:
-    found = run("SELECT CAST(bytes AS INTEGER) FROM totals WHERE namespace = ?", (namespace,)).fetchone()
-    return int(found[0]) if found else 0
 
 
 def _readable_rows(damaged: sqlite3.Connection, sql: str) -> Iterator[tuple[Any, ...]]:

@@ -1,0 +1,83 @@
+"""Who loses what when there is no room: evictions inside a transaction of the catalog."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+from .keys import is_key
+
+__all__ = ["EVERYONE", "Run", "make_room"]
+
+EVERYONE = ""
+"""Namespace of the row with the totals of all tenants. No tenant has an empty name."""
+
+Run = Callable[..., Any]
+"""``run(sql, arguments)`` inside a transaction."""
+
+
+def make_room(
+    run: Run, namespace: str, key: str, num_bytes: int, evict: Callable[[list[str]], None]
+) -> tuple[bool, int]:
+    """Evict until ``num_bytes`` more fit for this tenant: whether they fit, and the number of entries evicted."""
+    evicted = 0
+
+    def free(tenant: str, excess: int, keep: str) -> int:
+        """Evict a tenant's least recently used entries until ``excess`` bytes are free; returns the bytes freed."""
+        nonlocal evicted
+        victims, freed = [], 0
+        sql = "SELECT key, CAST(bytes AS INTEGER) FROM entries WHERE namespace = ? ORDER BY last_use, key"
+        for victim, size in run(sql, (tenant,)):
+            if freed >= excess:
+                break
+            if victim != keep:
+                victims.append(victim)
+                freed += size
+        if victims:
+            evict([victim for victim in victims if is_key(victim)])
+            for victim in victims:
+                run("DELETE FROM entries WHERE key = ?", (victim,))
+            evicted += len(victims)
+        return freed
+
+    def over(tenant: str, limit: int | None) -> int:
+        """Bytes above the limit, with the bytes to come."""
+        if limit is None:
+            return 0
+        return _bytes_of(run, tenant) + num_bytes - limit
+
+    quota = run("SELECT bytes FROM quotas WHERE namespace = ? AND typeof(bytes) = 'integer'", (namespace,)).fetchone()
+    limit = run("SELECT value FROM meta WHERE name = 'max_bytes' AND typeof(value) = 'integer'").fetchone()
+    quota, limit = (found[0] if found else None for found in (quota, limit))
+    for keep in (key, ""):  # the key's older version goes last: it is lost if the write fails
+        if (excess := over(namespace, quota)) > 0:
+            free(namespace, excess, keep)
+        exhausted: set[str] = set()
+        while (excess := over(EVERYONE, limit)) > 0:
+            largest, ahead = _largest(run, namespace, num_bytes, exhausted)
+            if largest is None:
+                break
+            if not free(largest, min(excess, max(ahead, 1)), keep):
+                exhausted.add(largest)
+    return over(namespace, quota) <= 0 and over(EVERYONE, limit) <= 0, evicted
+
+
+def _largest(run: Run, writing: str, num_bytes: int, without: Collection[str]) -> tuple[str | None, int]:
+    """The tenant with the most bytes, and by how many bytes it is ahead of the next.
+
+    Args:
+        writing: a tenant that is about to write ``num_bytes`` more.
+    """
+    sql = "SELECT namespace, CAST(bytes AS INTEGER) FROM totals WHERE namespace != ? ORDER BY bytes DESC LIMIT ?"
+    found = dict(run(sql, (EVERYONE, len(without) + 2)).fetchall())
+    if held := _bytes_of(run, writing):
+        found[writing] = held + num_bytes
+    ranked = sorted(((size, name) for name, size in found.items() if name not in without), reverse=True)
+    if not ranked:
+        return None, 0
+    return ranked[0][1], ranked[0][0] - (ranked[1][0] if len(ranked) > 1 else 0)
+
+
+def _bytes_of(run: Run, namespace: str) -> int:
+    found = run("SELECT CAST(bytes AS INTEGER) FROM totals WHERE namespace = ?", (namespace,)).fetchone()
+    return int(found[0]) if found else 0
