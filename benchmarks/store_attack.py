@@ -1036,7 +1036,7 @@ class _Case:
             path = scene.store / scene.payload() if damages is OF_PAYLOADS else scene.catalog
             if not path.is_file() or path.is_symlink():
                 continue
-            with contextlib.suppress(OSError, LookupError, ValueError, sqlite3.Error):  # damaged too much already
+            with contextlib.suppress(OSError, LookupError, ValueError, MemoryError, sqlite3.Error):  # damaged already
                 damage(path, scene)
                 done.append((damage, damages is OF_CATALOG))
         names = ", ".join(f"{damage.__name__} of {'catalog' if of else 'payload'}" for damage, of in done)
