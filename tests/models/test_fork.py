@@ -15,45 +15,36 @@ PROGRAM = """
 import os, signal, sys
 import torch
 from cacheclip_rag import CacheClipEngine, SamplingParams
+from cacheclip_rag.ingest.embedding import Embedder
 from cacheclip_rag.models.load import load_any
 
-primary, kind = sys.argv[1:]
+reusable, plain, embedding = sys.argv[1:]
 torch.randn(2000, 2000) @ torch.randn(2000, 2000)  # starts torch's threads
 text = "The lamp burned whale oil until 1871, when it was changed to paraffin. " * 6
-if kind == "plain":
-    runtime = load_any(primary, fallback="full")
-    assert not runtime.can_reuse
-    work = lambda: runtime.prefill(torch.tensor(runtime.tokenize(text).ids), 1000)
-elif kind == "embedding":
-    from cacheclip_rag.ingest.embedding import Embedder
-    embedder = Embedder(primary)
-    work = lambda: embedder.embed([text] * 8)
-else:
-    engine = CacheClipEngine(primary=primary, auxiliary=None, method="epic", chunk_context="prefix")
-    work = lambda: engine.generate(text + "When?", SamplingParams(max_tokens=2), documents=[text])
-work()
-if os.fork() == 0:
-    signal.alarm(30)  # a child that hangs would outlive the test
-    if kind == "one thread later":
-        torch.set_num_threads(1)
-    try:
-        work()
-        print("answered", flush=True)
-    except Exception as error:
-        print(type(error).__name__, error, flush=True)
-    os._exit(0)
-os.wait()
-work()
+engine = CacheClipEngine(primary=reusable, auxiliary=None, method="epic", chunk_context="prefix")
+runtime = load_any(plain, fallback="full")
+assert not runtime.can_reuse
+embedder = Embedder(embedding)
+works = {
+    "engine": lambda: engine.generate(text + "When?", SamplingParams(max_tokens=2), documents=[text]),
+    "plain": lambda: runtime.prefill(torch.tensor(runtime.tokenize(text).ids), 1000),
+    "embedding": lambda: embedder.embed([text] * 8),
+}
+for name, threads in (("engine", 2), ("plain", 2), ("embedding", 2), ("engine", 1)):
+    works[name]()
+    if os.fork() == 0:
+        signal.alarm(30)  # a child that hangs would outlive the test
+        torch.set_num_threads(threads)
+        try:
+            works[name]()
+            print(name, threads, "answered", flush=True)
+        except Exception as error:
+            print(name, threads, type(error).__name__, error, flush=True)
+        os._exit(0)
+    os.wait()
+    works[name]()
 print("parent answered")
 """
-
-
-def forked(folder: str, kind: str, threads: int) -> str:
-    """What the child and then the parent printed."""
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, folder, kind]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
-    return done.stdout
 
 
 @pytest.fixture
@@ -70,24 +61,15 @@ def unsupported(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def test_is_refused_with_several_threads(tiny_models: dict[str, str]) -> None:
-    child, parent = forked(tiny_models["llama"], "engine", 2).splitlines()
-    assert child.startswith("ModelError") and "gunicorn without --preload" in child and "'spawn'" in child
-    assert "OMP_NUM_THREADS=1" in child
-    assert parent == "parent answered"
-
-
-def test_is_refused_without_reuse_too(unsupported: str) -> None:
-    assert forked(unsupported, "plain", 2).startswith("ModelError")
-
-
-def test_embedding_is_refused_too(minilm: str) -> None:
-    assert forked(minilm, "embedding", 2).startswith("ModelError")
-
-
-def test_works_with_one_thread(tiny_models: dict[str, str]) -> None:
-    assert forked(tiny_models["llama"], "engine", 1).splitlines() == ["answered", "parent answered"]
-
-
-def test_works_if_the_fork_uses_one_thread(tiny_models: dict[str, str]) -> None:
-    assert forked(tiny_models["llama"], "one thread later", 2).splitlines() == ["answered", "parent answered"]
+def test_is_refused_with_several_threads_and_works_with_one(
+    tiny_models: dict[str, str], unsupported: str, minilm: str
+) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"}
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, tiny_models["llama"], unsupported, minilm]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    engine, plain, embedding, alone, parent = done.stdout.splitlines()
+    assert engine.startswith("engine 2 ModelError") and "gunicorn without --preload" in engine
+    assert "'spawn'" in engine and "OMP_NUM_THREADS=1" in engine
+    assert plain.startswith("plain 2 ModelError") and embedding.startswith("embedding 2 ModelError")
+    assert alone == "engine 1 answered" and parent == "parent answered"

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -147,64 +148,67 @@ class TestRefused:
 class TestForeignCode:
     """Code in a model's folder is never run, whatever is answered to a question on the terminal."""
 
-    @pytest.fixture
-    def evil(self, folder: Path) -> Path:
-        """Beside the weights a Python file that leaves a mark when it is run."""
-        (folder / "evil.py").write_text(
-            f"open({str(folder / 'mark')!r}, 'w').write('run')\n"
-            "from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast\n"
-            "class Config(LlamaConfig):\n    model_type = 'evil'\n"
-            "class Model(LlamaForCausalLM):\n    config_class = Config\n"
-            "class Tokenizer(PreTrainedTokenizerFast):\n    pass\n"
-            "class Module:\n    pass\n"
-        )
-        return folder
+    LOAD = "from cacheclip_rag.models.load import load_any; load_any({!r}, fallback={!r})"
+    EMBED = "from cacheclip_rag.ingest.embedding import Embedder; Embedder({!r}).embed(['x'])"
 
-    def run(self, folder: Path, code: str) -> str:
-        """Error of a fresh process in which somebody answers yes to every question."""
+    @pytest.fixture
+    def evil(self, folder: Path, tmp_path: Path) -> Callable[[str], Path]:
+        """Makes a model folder with a Python file beside the weights, which leaves a mark when it is run."""
+
+        def make(name: str) -> Path:
+            made = Path(shutil.copytree(folder, tmp_path / name))
+            (made / "evil.py").write_text(
+                f"open({str(made / 'mark')!r}, 'w').write('run')\n"
+                "from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast\n"
+                "class Config(LlamaConfig):\n    model_type = 'evil'\n"
+                "class Model(LlamaForCausalLM):\n    config_class = Config\n"
+                "class Tokenizer(PreTrainedTokenizerFast):\n    pass\n"
+                "class Module:\n    pass\n"
+            )
+            return made
+
+        return make
+
+    def run(self, statements: list[str], home: Path) -> list[str]:
+        """Error of each statement, or nothing, in a fresh process in which somebody answers yes to every question."""
+        program = (
+            "import json, sys\nfor statement in json.loads(sys.argv[1]):\n    try:\n        exec(statement)\n"
+            "        print('RESULT')\n    except BaseException as error:\n"
+            "        print('RESULT', type(error).__name__, ' '.join(str(error).split()))\n"
+        )
         done = subprocess.run(
-            [sys.executable, "-c", code, str(folder)],
+            [sys.executable, "-c", program, json.dumps(statements)],
             input="yes\n" * 100,
-            env={**os.environ, "HF_HOME": str(folder.parent / "hf"), "HF_HUB_OFFLINE": "1"},
+            env={**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1"},
             capture_output=True,
             text=True,
             timeout=120,
-            check=False,
+            check=True,
         )
-        assert not (folder / "mark").exists(), "code of the folder was run"
-        return done.stderr.strip().splitlines()[-1] if done.returncode else ""
+        return [part.strip() for part in done.stdout.split("RESULT")[1:]]
 
-    @pytest.mark.parametrize("fallback", ["error", "full"])
-    def test_config_and_model(self, evil: Path, fallback: str) -> None:
-        of_code = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
-        change_config(evil, model_type="evil", auto_map=of_code)
-        code = (
-            f"import sys; from cacheclip_rag.models.load import load_any; load_any(sys.argv[1], fallback={fallback!r})"
-        )
-        assert "ModelError: model" in (error := self.run(evil, code)) and "is never run" in error
-
-    def test_tokenizer(self, evil: Path) -> None:
-        path = evil / "tokenizer_config.json"
-        of_code = {"tokenizer_class": "Tokenizer", "auto_map": {"AutoTokenizer": ["evil.Tokenizer", "evil.Tokenizer"]}}
-        path.write_text(json.dumps({**json.loads(path.read_text()), **of_code}))
-        error = self.run(evil, "import sys; from cacheclip_rag.models.load import load_model; load_model(sys.argv[1])")
-        assert error == "" or "ModelError: model" in error
-
-    def test_code_for_an_architecture_that_transformers_has(self, evil: Path) -> None:
-        """Transformers' own classes are used instead."""
-        of_code = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
-        change_config(evil, auto_map=of_code)
-        error = self.run(evil, "import sys; from cacheclip_rag.models.load import load_model; load_model(sys.argv[1])")
-        assert error == ""
-
-    @pytest.mark.parametrize("where", ["modules.json", "config.json"])
-    def test_sentence_transformers(self, evil: Path, where: str) -> None:
-        kind = "evil.Module" if where == "modules.json" else "sentence_transformers.models.Transformer"
-        (evil / "modules.json").write_text(json.dumps([{"idx": 0, "name": "0", "path": "", "type": kind}]))
-        if where == "config.json":
-            change_config(evil, model_type="evil", auto_map={"AutoConfig": "evil.Config", "AutoModel": "evil.Model"})
-        code = "import sys; from cacheclip_rag.ingest.embedding import Embedder; Embedder(sys.argv[1]).embed(['x'])"
-        assert "ModelError: " in (error := self.run(evil, code)) and "is never run" in error
+    def test_is_never_run(self, evil: Callable[[str], Path], tmp_path: Path) -> None:
+        of_code = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model", "AutoModel": "evil.Model"}
+        model, tokenizer, known, module, transformer = map(evil, ("own", "tokenizer", "known", "module", "transformer"))
+        change_config(model, model_type="evil", auto_map=of_code)
+        path = tokenizer / "tokenizer_config.json"
+        of_tokenizer = {"AutoTokenizer": ["evil.Tokenizer", "evil.Tokenizer"]}
+        settings = {"tokenizer_class": "Tokenizer", "auto_map": of_tokenizer}
+        path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+        change_config(known, auto_map=of_code)  # an architecture that transformers has: its own class is used
+        change_config(transformer, model_type="evil", auto_map=of_code)
+        for folder, kind in ((module, "evil.Module"), (transformer, "sentence_transformers.models.Transformer")):
+            (folder / "modules.json").write_text(json.dumps([{"idx": 0, "name": "0", "path": "", "type": kind}]))
+        loads = [(model, "error"), (model, "full"), (tokenizer, "error"), (known, "error")]
+        statements = [self.LOAD.format(str(folder), fallback) for folder, fallback in loads]
+        statements += [self.EMBED.format(str(folder)) for folder in (module, transformer)]
+        found = self.run(statements, tmp_path / "hf")
+        assert not list(tmp_path.rglob("mark")), "code of a folder was run"
+        assert len(found) == 6
+        for error in (*found[:2], *found[4:]):
+            assert error.startswith("ModelError") and "is never run" in error
+        assert found[2] == "" or found[2].startswith("ModelError")
+        assert found[3] == ""
 
     def test_what_is_fetched_from_a_hub(self) -> None:
         from huggingface_hub.utils import filter_repo_objects
