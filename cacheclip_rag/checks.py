@@ -8,6 +8,7 @@ from typing import Any
 from .errors import ConfigurationError
 
 __all__ = [
+    "check_namespace",
     "check_choice",
     "check_flag",
     "check_number",
@@ -71,3 +72,17 @@ def check_flag(name: str, value: Any) -> None:
     """Raise ConfigurationError unless ``value`` is True or False."""
     if not isinstance(value, bool):
         raise ConfigurationError(f"{name} must be True or False, got {value!r}.")
+
+
+def check_namespace(namespace: object) -> None:
+    """Raise ConfigurationError unless ``namespace`` can be the name of a tenant: 1 to 255 bytes of UTF-8."""
+    if not isinstance(namespace, str) or not namespace:
+        raise ConfigurationError(f"namespace must be a non-empty string, got {namespace!r}.")
+    try:
+        length = len(namespace.encode())
+    except UnicodeEncodeError as error:
+        raise ConfigurationError(
+            f"namespace holds half a character ({namespace[error.start]!r}), which cannot be written as UTF-8."
+        ) from error
+    if length > 255:
+        raise ConfigurationError(f"namespace must have at most 255 bytes, got {length}. Use a digest of a longer name.")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from .checks import check_ratio, check_whole_number
+from .checks import check_namespace, check_ratio, check_whole_number
 from .chunks.context import check_chunk_context
 from .errors import ConfigurationError
 from .methods import DEFAULT_METHOD, check_method
@@ -126,7 +126,8 @@ class EngineConfig:
             raise ConfigurationError(f"heads must be auto, none or a file, got {self.heads!r}.")
         if self.heads not in ("auto", "none"):
             object.__setattr__(self, "heads", os.path.abspath(os.path.expanduser(self.heads)))
-        for name in ("primary", "namespace", "device"):
+        check_namespace(self.namespace)
+        for name in ("primary", "device"):
             value = getattr(self, name)
             if not isinstance(value, str) or not value:
                 raise ConfigurationError(f"{name} must be a non-empty string, got {value!r}.")

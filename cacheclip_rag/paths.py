@@ -20,17 +20,25 @@ def cache_home() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "cacheclip"
 
 
-def make_private_folder(folder: Path) -> None:
-    """Make a folder (and its parents) for its owner alone, or as its parent is shared; see :func:`private_mode`."""
-    if not folder.is_dir():
-        make_private_folder(folder.parent)
-        folder.mkdir(mode=private_mode(folder.parent), exist_ok=True)
+def make_private_folder(root: Path, *names: str) -> Path:
+    """Make ``root``, for its owner alone, and a folder in it with the permissions of :func:`private_mode`; returns the
+    folder."""
+    if not root.is_dir():
+        root.parent.mkdir(parents=True, exist_ok=True)
+        root.mkdir(mode=0o700, exist_ok=True)
+    folder = root
+    for name in names:
+        folder = folder / name
+        if not folder.is_dir():
+            folder.mkdir(mode=private_mode(root), exist_ok=True)
+    return folder
 
 
-def private_mode(folder: Path) -> int:
-    """Permissions of new folders in ``folder``: 0700; 0770 if its group may write to it. The mask of the process
-    (umask) applies to them too."""
-    return 0o770 if folder.stat().st_mode & stat.S_IWGRP and not folder.stat().st_mode & stat.S_IWOTH else 0o700
+def private_mode(root: Path) -> int:
+    """Permissions of new folders in ``root``: 0700; 0770 if somebody made ``root`` so that its group may write to it.
+    The mask of the process (umask) applies to them too."""
+    mode = root.stat().st_mode
+    return 0o770 if mode & stat.S_IWGRP and not mode & stat.S_IWOTH else 0o700
 
 
 def fsync_folder(folder: Path) -> None:

@@ -30,9 +30,8 @@ def stats(store: StoreOption, as_json: JsonOption = False) -> None:
     del result["tiers"]  # counters per process: always 0 here
     tenants = {name: total.bytes for name, total in sorted(opened.catalog.tenants().items())}
     quotas = {name: quota for name in tenants if (quota := opened.catalog.quota(name)) is not None}
-    library = Library.open(folder) if (folder / "library.sqlite3").is_file() else None
-    documents = len(library.documents()) if library else 0
-    passages = len(library.passages()) if library else 0
+    library = Library(folder)
+    documents, passages = len(library.documents()), len(library.passages())
     if as_json:
         names = {"tenant_bytes": tenants, "quotas": quotas, "documents": documents, "passages": passages}
         print_json({"store": str(folder), **result, **names})
@@ -149,7 +148,7 @@ def clear(
 def _opened(folder: Path) -> ChunkStore:
     from ..store import ChunkStore, is_store
 
-    if not is_store(folder):
+    if not is_store(folder) and not (folder / "kv").is_dir():
         raise StoreError(
             f"{folder} is not a store: it has no catalog. Make one: cacheclip ingest PATH --store {folder}"
         )

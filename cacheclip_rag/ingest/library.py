@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import secrets
-import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigurationError, MissingExtraError, StoreError
-from ..store.database import Database
+from ..store.database import Database, may_be_whole
 from .embedding import Vectors
 
 __all__ = ["FILE_NAME", "Library", "LibrarySettings", "Passage", "check_library", "repair_library"]
@@ -45,6 +44,7 @@ CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 """
 # as bytes: SQLite refuses to read a whole table if one text in it is not UTF-8
 _PASSAGE = "SELECT id, CAST(path AS BLOB), ordinal, CAST(text AS BLOB), CAST(vector AS BLOB), digest FROM passages"
+_PATH = "ifnull(CAST(path AS BLOB), x'')"
 _BATCH = 1000
 
 
@@ -185,7 +185,7 @@ class Library:
 
     def documents(self) -> dict[str, str]:
         """Path to digest of every document."""
-        rows = self._database.query("SELECT CAST(path AS BLOB), CAST(digest AS BLOB) FROM documents ORDER BY path")
+        rows = self._database.query(f"SELECT {_PATH}, ifnull(CAST(digest AS BLOB), x'') FROM documents ORDER BY path")
         return {path.decode("utf-8", "replace"): digest.decode("utf-8", "replace") for path, digest in rows}
 
     def passages(self) -> list[tuple[str, int, str]]:
@@ -200,7 +200,7 @@ class Library:
     def damaged(self) -> dict[str, str]:
         """Documents of which passages are damaged, missing or left over, and what is wrong. They must be ingested
         again."""
-        query = self._database.query("SELECT CAST(path AS BLOB), num_passages FROM documents")
+        query = self._database.query(f"SELECT {_PATH}, num_passages FROM documents")
         expected = {path.decode("utf-8", "replace"): count for path, count in query}
         intact, found = dict.fromkeys(expected, 0), {}
         for row in self._rows():
@@ -386,7 +386,7 @@ def repair_library(folder: str | Path) -> list[str]:
             return _remove_damaged(library)
         reason = "it is damaged"
     except StoreError as error:
-        if _may_be_whole(error):
+        if may_be_whole(error):
             raise
         reason = str(error)
     library.close()
@@ -399,18 +399,11 @@ def repair_library(folder: str | Path) -> list[str]:
     return [f"{FILE_NAME} was moved to {FILE_NAME}.damaged ({reason}); ingest the documents again"]
 
 
-def _may_be_whole(error: StoreError) -> bool:
-    """Whether a file could not be used for another reason than damage: it is locked, or the disk is full or failing."""
-    code = getattr(error.__cause__, "sqlite_errorcode", None)
-    others = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL)
-    return code is not None and code & 0xFF in (*others, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
-
-
 def _remove_damaged(library: Library) -> list[str]:
     damaged = library.damaged()
     done = [f"{path} was removed ({problem}); ingest it again" for path, problem in damaged.items()]
     numbers = [row.number for row in library._rows() if row.path in damaged]
-    rows = library._database.query("SELECT rowid, CAST(path AS BLOB) FROM documents")
+    rows = library._database.query(f"SELECT rowid, {_PATH} FROM documents")
     library._database.execute_many(
         [
             *(("DELETE FROM passages WHERE id = ?", (number,)) for number in numbers),

@@ -14,6 +14,7 @@ from ..progress import progress_bar
 from .catalog import FILE_NAME, Catalog, Entry
 from .chunk_store import ChunkStore
 from .codecs import Frame, FrameError
+from .database import may_be_whole
 from .disk import DiskBackend
 from .texts import TextIndex
 
@@ -83,6 +84,8 @@ def verify(folder: Path) -> VerifyReport:
         report.problems += [f"catalog: {line}" for line in store.catalog.database.check()]
         if senseless := store.catalog.senseless():
             report.problems.append(f"catalog: {senseless} rows that this package did not write")
+        if altered := store.catalog.altered_sources():
+            report.problems.append(f"catalog: {len(altered)} texts of sources were altered")
         entries = {entry.key: entry for entry in store.catalog.entries()}
     except StoreError as error:
         report.problems.append(f"catalog: {error}")
@@ -150,11 +153,15 @@ def repair(folder: Path) -> RepairReport:
     store = _open(folder)
     store.sweep()
     for path in _left_behind(store):
-        path.unlink()
-        report.removed_files.append(str(path.relative_to(folder)))
+        if path.is_dir():
+            report.moved_files.append(_move_aside(path, folder))
+        else:
+            path.unlink()
+            report.removed_files.append(str(path.relative_to(folder)))
     for path in [*_foreign_files(store, folder)]:
         report.moved_files.append(_move_aside(path, folder))
     store.catalog.drop_senseless()
+    store.catalog.drop_sources(store.catalog.altered_sources())
     entries = {entry.key: entry for entry in store.catalog.entries()}
     present = set(store.tiers.list())
     with progress_bar("repairing", len(present), "chunk caches") as advance:
@@ -174,17 +181,18 @@ def repair(folder: Path) -> RepairReport:
 def _repair_payload(store: ChunkStore, folder: Path, key: str, entry: Entry | None, report: RepairReport) -> None:
     frame = _whole(store, key)
     if frame is None:
-        try:
-            store.tiers.delete([key])
+        if store.tiers.delete([key]):
             report.deleted += 1
-        except OSError:  # it is a folder
+        else:  # it is a folder
             report.moved_files.append(_move_aside(folder / _name_of(store, key), folder))
         if entry is not None:
             store.catalog.remove(entry.namespace, [key])
         return
     if entry is None or not _belongs(frame, entry, store):
         report.recorded += 1
-    store.catalog.record(store.entry_of(frame))  # with its text
+        store.catalog.record(store.entry_of(frame))
+    if frame.text is not None:
+        TextIndex(store.catalog.database, frame.namespace).add_rows([frame.text])
 
 
 def collect_garbage(folder: Path) -> dict[str, int]:
@@ -197,8 +205,9 @@ def collect_garbage(folder: Path) -> dict[str, int]:
     store = _open(folder)
     found = {"writes": store.sweep(), "temporaries": 0, "payloads": 0}
     for path in _left_behind(store):
-        path.unlink()
-        found["temporaries"] += 1
+        if not path.is_dir():
+            path.unlink()
+            found["temporaries"] += 1
     for key in store.tiers.list():
         if not store.catalog.is_announced(key):
             found["payloads"] += store.tiers.delete([key])
@@ -237,6 +246,8 @@ def _replace_damaged_catalog(folder: Path, report: RepairReport) -> None:
         if not os.path.lexists(path) or (path.is_file() and not catalog.database.check()):
             return
     except StoreError as error:
+        if may_be_whole(error) and path.is_file():
+            raise
         logger.warning("the catalog is made anew: %s", error)
     finally:
         catalog.close()

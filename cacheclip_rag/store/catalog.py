@@ -71,6 +71,7 @@ CREATE INDEX IF NOT EXISTS sources_by_document ON sources (namespace, document);
 CREATE INDEX IF NOT EXISTS sources_by_text ON sources (namespace, digest);
 """
 _ENTRY = "key, namespace, digest, CAST(bytes AS INTEGER), num_tokens, codec"
+_SOURCE = "digest, CAST(text AS BLOB)"  # as bytes: SQLite refuses a query that finds text that is not UTF-8
 _TOTAL = "CAST(entries AS INTEGER), CAST(bytes AS INTEGER)"
 
 _SENSELESS = {
@@ -246,6 +247,9 @@ class Catalog:
             evict: deletes payloads. Called inside the transaction, so that their room cannot be taken twice.
         """
         with self.database.transaction() as run:
+            found = run("SELECT namespace FROM entries WHERE key = ?", (key,)).fetchone()
+            if found is not None and found[0] != namespace:
+                raise StoreError(f"the key {key[:12]}… belongs to another tenant. Make keys with chunk_key.")
             fits, evicted = make_room(run, namespace, key, num_bytes, evict)
             if not fits:
                 return None, evicted
@@ -378,11 +382,11 @@ class Catalog:
     def source_texts(self, namespace: str, source: str | None = None) -> list[str]:
         """Texts that have a source, each once; with ``source``, only the texts of that source."""
         rows = self.database.query(
-            "SELECT text FROM sources WHERE namespace = ? AND source = ifnull(?, source) "
+            f"SELECT {_SOURCE} FROM sources WHERE namespace = ? AND source = ifnull(?, source) "
             "GROUP BY digest ORDER BY min(rowid)",
             (namespace, source),
         )
-        return [text for (text,) in rows]
+        return [text for _, text in _intact(rows)]
 
     def orphans(self, namespace: str, gone: Collection[str], keep: Collection[str] = ()) -> list[str]:
         """Texts that would have no source without the sources and documents ``gone``, except the texts in ``keep``."""
@@ -410,11 +414,25 @@ class Catalog:
 
     def _texts_of(self, namespace: str, name: str) -> list[tuple[bytes, str]]:
         """Digests and texts of a source or document."""
-        return self.database.query(
-            "SELECT digest, text FROM sources WHERE namespace = ? AND source = ? "
-            "UNION SELECT digest, text FROM sources WHERE namespace = ? AND document = ?",
+        rows = self.database.query(
+            f"SELECT {_SOURCE} FROM sources WHERE namespace = ? AND source = ? "
+            f"UNION SELECT {_SOURCE} FROM sources WHERE namespace = ? AND document = ?",
             (namespace, name) * 2,
         )
+        return [*_intact(rows)]
+
+    def altered_sources(self) -> list[int]:
+        """Rows of sources whose text does not have its digest."""
+        found, last = [], 0
+        sql = f"SELECT rowid, {_SOURCE} FROM sources WHERE rowid > ? ORDER BY rowid LIMIT 1000"
+        while rows := self.database.query(sql, (last,)):
+            found += [row for row, *source in rows if not [*_intact([source])]]
+            last = rows[-1][0]
+        return found
+
+    def drop_sources(self, rows: Iterable[int]) -> None:
+        """Remove these rows of sources."""
+        self.database.execute_many(("DELETE FROM sources WHERE rowid = ?", (row,)) for row in rows)
 
 
 def _take_uses(run: Run, count: int) -> int:
@@ -439,6 +457,14 @@ def _record(run: Run, entry: Entry) -> None:
     run("INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?)", (*values, _take_uses(run, 1)))
     if entry.text is not None:
         run(WRITE_TEXT, (entry.namespace, *entry.text))
+
+
+def _intact(rows: Iterable[Sequence[Any]]) -> Iterator[tuple[bytes, str]]:
+    """Digests and texts of the sources whose text has its digest."""
+    for digest, text in rows:
+        decoded = bytes(text or b"").decode("utf-8", "replace")
+        if text_digest(decoded) == digest:
+            yield digest, decoded
 
 
 def _readable_rows(damaged: sqlite3.Connection, sql: str) -> Iterator[tuple[Any, ...]]:

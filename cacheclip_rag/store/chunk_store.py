@@ -20,9 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigurationError, StoreError
+from ..checks import check_namespace
+from ..errors import StoreError
 from .catalog import FILE_NAME, Catalog, Entry
 from .codecs import Frame, FrameError
+from .database import FormatError
 from .disk import DiskBackend
 from .memory import MemoryBackend, check_limit
 from .tenant import TenantStore
@@ -113,8 +115,7 @@ class ChunkStore:
 
     def tenant(self, namespace: str) -> TenantStore:
         """The entries, texts and sources of one tenant. Raises ConfigurationError for an empty name."""
-        if not namespace:
-            raise ConfigurationError("a namespace must be a non-empty string, got an empty one.")
+        check_namespace(namespace)
         return TenantStore(self, namespace)
 
     # -- limits -------------------------------------------------------------------------------------------------
@@ -219,7 +220,11 @@ class ChunkStore:
             return None
 
     def sweep(self) -> int:
-        """Complete or remove what killed processes left; returns how many writes there were. Never raises."""
+        """Complete or remove what killed processes left; returns how many writes there were.
+
+        Raises:
+            StoreError: the catalog is of another version. Other errors are only logged.
+        """
         count = 0
         if self._writer is None:
             return 0
@@ -230,6 +235,8 @@ class ChunkStore:
             writing = {*self.catalog.writers(), *self._temporaries()}
             for writer in writing - self.living_writers():  # after ``writing``: a writer registers before it writes
                 count += self._sweep(writer)
+        except FormatError:
+            raise
         except (OSError, StoreError) as error:
             logger.debug("what killed processes left could not be removed: %s", error)
         return count
@@ -241,6 +248,8 @@ class ChunkStore:
         self._new_limit = self._given_limit
         count = 0
         for frame in filter(None, map(self.header, self.tiers.list())):
+            if self.catalog.is_announced(frame.key):
+                continue  # another process is filling the new catalog too
             self.catalog.record(self.entry_of(frame))
             count += 1
         if count:
@@ -288,7 +297,8 @@ class ChunkStore:
         """Sizes and counters."""
         total, tiers = self.catalog.total(), self.tiers.stats()
         tiers[-1].bytes = total.bytes
-        return StoreStats(total.entries, total.bytes, self.catalog.limit, len(self.catalog.tenants()), tuple(tiers))
+        limit = self.catalog.limit if self._new_limit is None else self._new_limit
+        return StoreStats(total.entries, total.bytes, limit, len(self.catalog.tenants()), tuple(tiers))
 
     def warn_once(self, kind: str, message: str, *arguments: object) -> None:
         """Log a warning unless one of this kind was logged before by this store."""

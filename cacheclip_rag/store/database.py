@@ -6,7 +6,7 @@ import os
 import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -14,13 +14,26 @@ from urllib.parse import quote
 from ..errors import CacheClipError, ConfigurationError, StoreError
 from ..paths import make_private_folder, private_mode
 
-__all__ = ["Database"]
+__all__ = ["Database", "FormatError", "may_be_whole"]
 
 _BUSY_TIMEOUT_S = 30.0
 _APPLICATION_ID = 0x43434B56
 """Marks SQLite files of this package: ``CCKV``."""
 _ERRORS = (sqlite3.Error, UnicodeError, OverflowError)
 """Errors of the module for names that are no text, damaged files, and numbers that are no 64-bit integers."""
+
+
+class FormatError(StoreError):
+    """A file of this package, of another version."""
+
+
+def may_be_whole(error: StoreError) -> bool:
+    """Whether a file could not be used for another reason than damage: it is of another version or locked, or the disk
+    is full or failing."""
+    code = getattr(error.__cause__, "sqlite_errorcode", None)
+    others = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL)
+    passing = code is not None and code & 0xFF in (*others, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
+    return passing or isinstance(error, FormatError)
 
 
 class Database:
@@ -51,6 +64,9 @@ class Database:
         """All rows of a SELECT."""
         with self._lock:
             try:
+                if self._connection is None and self._path is not None and not os.path.lexists(self._path):
+                    with closing(self._in_memory()) as empty:  # reading makes no file
+                        return empty.execute(sql, arguments).fetchall()
                 return self._open().execute(sql, arguments).fetchall()
             except _ERRORS as error:
                 raise self._explain(error) from error
@@ -133,9 +149,7 @@ class Database:
 
     def _connect(self) -> sqlite3.Connection:
         if self._path is None:
-            connection = _connection(":memory:")
-            connection.executescript(self._schema)
-            return connection
+            return self._in_memory()
         self.read_only = self._path.exists() and not _may_write(self._path)
         if self.read_only:
             return self._connect_read_only(self._path)
@@ -157,6 +171,11 @@ class Database:
         except BaseException:
             connection.close()
             raise
+        return connection
+
+    def _in_memory(self) -> sqlite3.Connection:
+        connection = _connection(":memory:")
+        connection.executescript(self._schema)
         return connection
 
     def _connect_read_only(self, path: Path) -> sqlite3.Connection:
@@ -186,7 +205,8 @@ class Database:
         application, found = _marks(connection)
         what = f"format {found}" if application == _APPLICATION_ID else "the format of another program or version"
         connection.close()
-        raise StoreError(
+        kind = FormatError if application == _APPLICATION_ID else StoreError
+        raise kind(
             f"{self._path} has {what}, but this version of cacheclip-rag reads format {self._version}. Ingest the "
             "documents again into a new folder: cacheclip ingest PATH --store NEW_FOLDER"
         )

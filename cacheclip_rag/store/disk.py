@@ -41,7 +41,8 @@ class DiskBackend(Backend):
 
     def __init__(self, folder: str | Path, writer: Writer | None = None) -> None:
         """``writer``: this process, by whose name temporary files are known; default a new one."""
-        self.folder = Path(folder) / "kv"
+        self._root = Path(folder)
+        self.folder = self._root / "kv"
         self._folder = str(self.folder)
         self._temporary = Path(folder) / "tmp"
         self._writer = writer or Writer(Path(folder))
@@ -87,10 +88,10 @@ class DiskBackend(Backend):
 
     def put(self, key: str, data: Buffer) -> None:
         target = self.path_of(key)
-        for folder in (self._temporary, self.folder, target.parent):
-            make_private_folder(folder)
+        make_private_folder(self._root, self._temporary.name)
+        make_private_folder(self._root, self.folder.name, target.parent.name)
         temporary = self._temporary / f"{self._writer.name}-{secrets.token_hex(4)}"
-        mode = private_mode(target.parent) & 0o666
+        mode = private_mode(self._root) & 0o666
         file = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_BINARY", 0), mode)
         try:
             try:
@@ -167,4 +168,8 @@ def _unlink(path: Path) -> bool:
         path.unlink()
     except _NO_FILE:
         return False
+    except OSError:
+        if path.is_dir() and not path.is_symlink():
+            return False  # no payload, and not ours to remove
+        raise
     return True

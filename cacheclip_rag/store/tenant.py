@@ -150,9 +150,12 @@ class TenantStore:
             message = "chunk cache %s… cannot be read now (%s); it is computed for this answer"
             self.store.warn_once(f"read {type(error)}", message, key[:12], error)
             return None
-        tiers.promote(key, data, tier)
         if entry is not None and entry.codec != frame.codec:
+            if tier < len(tiers.backends) - 1:  # another process has replaced it
+                tiers.drop_copies([key])
+                return self._get(key, buffer)
             self._correct(key)
+        tiers.promote(key, data, tier)
         return StoredKV(frame)
 
     def put(self, key: str, kv: torch.Tensor, codec: str, *, text: str | None = None) -> bool:

@@ -86,12 +86,11 @@ class Writer:
 
     def _register(self) -> tuple[str, int]:
         """Make and lock a file under a new name."""
-        make_private_folder(self._folder.parent)
-        make_private_folder(self._folder)
+        make_private_folder(self._folder.parent, self._folder.name)
         while True:
             name = secrets.token_hex(16)
             path = self._folder / name
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, private_mode(self._folder) & 0o666)
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, private_mode(self._folder.parent) & 0o666)
             if fcntl is None:
                 return name, file
             fcntl.flock(file, fcntl.LOCK_EX)

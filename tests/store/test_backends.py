@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from cacheclip_rag import paths
 from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.store import Backend, DiskBackend, MemoryBackend, Sink, Tiers
 from cacheclip_rag.testing.backends import BackendConformance, sample_key, sample_payload
@@ -116,28 +115,31 @@ class TestDiskBackend(BackendConformance):
         assert self.read_raw(backend, sample_key(1)) == sample_payload(1)
 
     @pytest.mark.parametrize(
-        ("parent", "of_folders", "of_files"),
-        [(0o755, 0o700, 0o600), (0o770, 0o770, 0o660), (0o777, 0o700, 0o600)],
-        ids=["own", "shared with a group", "of everyone"],
+        ("before", "of_folders", "of_files"),
+        [(None, 0o700, 0o600), (0o755, 0o700, 0o600), (0o770, 0o770, 0o660), (0o777, 0o700, 0o600)],
+        ids=["new", "own", "shared with a group", "of everyone"],
     )
-    def test_for_its_owner_alone_unless_the_group_may_write(
-        self, tmp_path: Path, parent: int, of_folders: int, of_files: int
+    def test_for_its_owner_alone_unless_the_folder_was_made_for_a_group(
+        self, tmp_path: Path, before: int | None, of_folders: int, of_files: int
     ) -> None:
         """Stored KV tells what the documents say."""
-        tmp_path.chmod(parent)
-        before = os.umask(0o007)
+        tmp_path.chmod(0o775)
+        root = tmp_path / "in a new folder" / "store"
+        if before is not None:
+            root.mkdir(parents=True)
+            root.chmod(before)
+        umask = os.umask(0o002)
         try:
-            backend = DiskBackend(tmp_path / "store")
+            backend = DiskBackend(root)
             backend.put(sample_key(1), sample_payload(1))
         finally:
-            os.umask(before)
-        made = [tmp_path / "store", *(tmp_path / "store").rglob("*")]
-        modes = {path.relative_to(tmp_path): path.stat().st_mode & 0o777 for path in made}
-        folders = {path: mode for path, mode in modes.items() if (tmp_path / path).is_dir()}
-        assert len(folders) == 5 and set(folders.values()) == {of_folders}
+            os.umask(umask)
+        assert root.stat().st_mode & 0o777 == (before or 0o700)
+        modes = {path.relative_to(root): path.stat().st_mode & 0o777 for path in root.rglob("*")}
+        folders = {path: mode for path, mode in modes.items() if (root / path).is_dir()}
+        assert len(folders) == 4 and set(folders.values()) == {of_folders}
         assert len(modes) - len(folders) == 2  # the payload, and the writer's lock
         assert {mode for path, mode in modes.items() if path not in folders} == {of_files}
-        assert paths.private_mode(tmp_path) == of_folders
 
 
 class TestTiers(BackendConformance):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cacheclip_rag.errors import StoreError
+from cacheclip_rag.errors import ConfigurationError, StoreError
 from cacheclip_rag.store import ChunkStore
 from cacheclip_rag.store.care import clear, collect_garbage, repair, verify
 from tests.store.samples import is_intact, key, kv, opened, path_of, payload_files, put, totals_are_right
@@ -259,3 +259,87 @@ class TestWhatSomethingElseWrote:
             catalog.execute("UPDATE entries SET codec = 'bfloat16'")
         catalog.close()
         assert store.codec_of(key(1)) == "bfloat16" and is_intact(store, 1) and store.codec_of(key(1)) == "float32"
+
+    def test_altered_texts_of_sources_are_not_used(self, folder: Path) -> None:
+        store = opened(folder)
+        store.catalog.add_source("t", "other", LONG.format(2))
+        store.catalog.add_source("t", "third", LONG.format(3))
+        store.close()
+        with sqlite3.connect(folder / "catalog.sqlite3") as catalog:
+            catalog.execute("UPDATE sources SET text = 'altered' WHERE source = 'node'")
+            catalog.execute("UPDATE sources SET text = CAST(x'ff' AS TEXT) WHERE source = 'other'")
+        catalog.close()
+        assert opened(folder).catalog.source_texts("t") == [LONG.format(3)]
+        assert opened(folder).catalog.orphans("t", ["node", "third"]) == [LONG.format(3)]
+        assert verify(folder).problems == ["catalog: 2 texts of sources were altered"]
+        repair(folder)
+        assert verify(folder).is_clean and opened(folder).catalog.source_texts("t") == [LONG.format(3)]
+
+    def test_a_folder_among_temporary_files(self, folder: Path) -> None:
+        (folder / "tmp" / "things").mkdir()
+        assert verify(folder).unknown_files == ["tmp/things"]
+        assert collect_garbage(folder)["temporaries"] == 0
+        assert repair(folder).moved_files == ["unknown/things"] and verify(folder).is_clean
+
+
+def test_a_catalog_of_another_version_is_refused_not_repaired(folder: Path) -> None:
+    with sqlite3.connect(folder / "catalog.sqlite3") as catalog:
+        catalog.execute("PRAGMA user_version = 2")
+    catalog.close()
+    for run in (verify, repair, collect_garbage, ChunkStore.open):
+        with pytest.raises(StoreError, match="format 2.*cacheclip ingest PATH --store NEW_FOLDER"):
+            run(folder)
+    assert not list(folder.glob("*.damaged"))
+
+
+def test_repair_keeps_the_order_of_uses(folder: Path) -> None:
+    store = opened(folder)
+    for number in (3, 1, 5):
+        store.get(key(number))
+    before = store.keys()
+    store.close()
+    repair(folder)
+    assert opened(folder).keys() == before
+
+
+def test_reading_makes_nothing(tmp_path: Path) -> None:
+    store = ChunkStore.open(tmp_path / "none", memory_bytes=1000)
+    tenant = store.tenant("t")
+    assert tenant.get(key(1)) is None and key(1) not in tenant and tenant.texts.find("x" * 99) == []
+    assert store.limit is None and store.stats().entries == 0 and tenant.release(["x" * 99]) == 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_names_of_tenants(tmp_path: Path) -> None:
+    store = ChunkStore.open(tmp_path)
+    for name in ("", "\ud800", "x" * 256, "é" * 128):
+        with pytest.raises(ConfigurationError, match="namespace"):
+            store.tenant(name)
+    tenant = store.tenant("\U0001f40b" * 63)
+    tenant.put(key(1, tenant.namespace), kv(1), "float32")
+    assert is_intact(tenant, 1)
+
+
+def test_a_key_of_another_tenant_is_not_overwritten(folder: Path) -> None:
+    with pytest.raises(StoreError, match="another tenant"):
+        ChunkStore.open(folder).tenant("u").put(key(1), kv(9), "float32")
+    assert intact(folder, 1)
+
+
+def test_a_payload_that_another_process_replaced_is_read_anew(folder: Path) -> None:
+    """By one of another codec, while this process has the older one in memory."""
+    ours, theirs = opened(folder, memory_bytes=1 << 20), opened(folder)
+    theirs.put(key(1), kv(1), "int8")
+    assert ours.get(key(1)).codec == "int8"  # type: ignore[union-attr]
+    theirs.put(key(1), kv(1), "float32")
+    assert ours.get(key(1)).codec == "float32" and is_intact(ours, 1)  # type: ignore[union-attr]
+
+
+def test_a_folder_in_place_of_a_payload_holds_up_no_writer(folder: Path) -> None:
+    store = opened(folder)
+    for number in (1, 2, 3, 4, 5):
+        path_of(folder, number).unlink()
+        path_of(folder, number).mkdir()
+    store.store.set_limit(3 * 4096)
+    put(store, 9)
+    assert is_intact(store, 9) and store.get(key(5)) is None
