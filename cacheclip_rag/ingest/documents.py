@@ -75,8 +75,12 @@ def _reason_to_skip(path: Path, root: Path) -> str:
     """Why a path of a folder is not read; empty if there is no reason."""
     if not path.exists():
         return "is a link to nothing"
-    if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
-        return f"is a link that leads out of {printable(root)}; give its target as a path of its own to ingest it"
+    if path.is_symlink():
+        target = Path(os.path.realpath(path))
+        if not target.is_relative_to(root):
+            return f"is a link that leads out of {printable(root)}; give its target as a path of its own to ingest it"
+        if any(part.startswith(".") for part in target.relative_to(root).parts):
+            return "is a link to a hidden file"
     return "" if path.is_file() or path.is_dir() else "is a device, pipe or socket"
 
 

@@ -269,6 +269,11 @@ class Library:
         last = -1
         while rows := self._database.query(f"{_PASSAGE} WHERE id > ? ORDER BY id LIMIT {_BATCH}", (last,)):
             yield from (_Row.read(*values) for values in rows)
+            if rows[-1][0] <= last:  # a damaged page: asking on would never end
+                raise StoreError(
+                    f"{self.folder / FILE_NAME} is damaged: its passages are out of order. Run cacheclip store repair "
+                    f"--store {self.folder}"
+                )
             last = rows[-1][0]
 
     def close(self) -> None:
@@ -382,6 +387,7 @@ def repair_library(folder: str | Path) -> list[str]:
         _ = library.settings
         if library._database.check():
             library._database.query("REINDEX")
+        _ = library.settings
         if not library._database.check():
             return _remove_damaged(library)
         reason = "it is damaged"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from ..errors import StoreError
 from ..progress import progress_bar
@@ -21,6 +22,21 @@ from .texts import TextIndex
 __all__ = ["RepairReport", "VerifyReport", "clear", "collect_garbage", "repair", "verify"]
 
 logger = logging.getLogger(__name__)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _explained(care: Callable[P, R]) -> Callable[P, R]:
+    """Turn errors of the file system into StoreError."""
+
+    @functools.wraps(care)
+    def run(*arguments: P.args, **options: P.kwargs) -> R:
+        try:
+            return care(*arguments, **options)
+        except OSError as error:
+            raise StoreError(f"the store cannot be changed: {error}. Check who may write to it.") from error
+
+    return run
 
 
 @dataclass(slots=True)
@@ -139,6 +155,7 @@ def _verify_totals(store: ChunkStore, report: VerifyReport) -> None:
         report.problems.append(f"limit: {total.bytes} bytes are stored, the limit is {limit}")
 
 
+@_explained
 def repair(folder: Path) -> RepairReport:
     """Delete what is damaged, record what is whole, and make catalog and files agree. A catalog that cannot be used is
     moved aside and made anew from the payloads; its limits, sources and texts are kept as far as they can be read.
@@ -195,6 +212,7 @@ def _repair_payload(store: ChunkStore, folder: Path, key: str, entry: Entry | No
         TextIndex(store.catalog.database, frame.namespace).add_rows([frame.text])
 
 
+@_explained
 def collect_garbage(folder: Path) -> dict[str, int]:
     """Remove what nobody can use: what killed processes left, payloads without an entry, and texts that have neither KV
     nor a source. Evicts down to the limits, and gives free pages of the catalog back.
@@ -218,6 +236,7 @@ def collect_garbage(folder: Path) -> dict[str, int]:
     return found
 
 
+@_explained
 def clear(folder: Path, namespace: str | None = None) -> int:
     """Delete all chunk caches, texts and sources of a tenant, or of all tenants; returns the number of chunk caches.
     The store's limit stays.
@@ -228,6 +247,8 @@ def clear(folder: Path, namespace: str | None = None) -> int:
     store = _open(folder)
     known = store.catalog.namespaces() if namespace is None else [namespace]
     count = sum([store.drop_tenant(name) for name in known])
+    if namespace is None:
+        store.tiers.delete([*store.tiers.list()])  # payloads without an entry
     store.close()
     return count
 

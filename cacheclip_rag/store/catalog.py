@@ -18,7 +18,7 @@ from urllib.parse import quote
 
 from ..errors import StoreError
 from .database import Database
-from .eviction import EVERYONE, Run, make_room
+from .eviction import BATCH, EVERYONE, Run, make_room
 from .keys import is_key, text_digest
 from .texts import SCHEMA as TEXTS_SCHEMA
 from .texts import WRITE as WRITE_TEXT
@@ -141,7 +141,7 @@ class Catalog:
         sql = f"SELECT {_ENTRY} FROM entries WHERE key > ? ORDER BY key LIMIT 1000"
         while rows := self.database.query(sql, (last,)):
             yield from (Entry(*row) for row in rows)
-            last = rows[-1][0]
+            last = _next(last, rows[-1][0])
 
     def keys(self, namespace: str) -> list[str]:
         """A tenant's keys, least recently used first."""
@@ -178,12 +178,12 @@ class Catalog:
             return max(deleted, sum([run(sql, (key, namespace)).rowcount for key in keys]))
 
     def correct(self, key: str, measure: Callable[[str], Entry | None]) -> None:
-        """Record what the medium holds under a key.
+        """Record what the medium holds under a key. Raises StoreError without waiting if another process is writing.
 
         Args:
             measure: the entry that the medium holds under a key, or None.
         """
-        with self.database.transaction() as run:
+        with self.database.transaction(wait=False) as run:
             _correct(run, key, measure)
 
     @property
@@ -260,20 +260,27 @@ class Catalog:
         """Evict until all limits hold, for instance after a limit was lowered; returns the number of entries."""
         count = 0
         for namespace in self.tenants():
-            with self.database.transaction() as run:
-                count += make_room(run, namespace, "", 0, evict)[1]
+            fits = False
+            while not fits:
+                with self.database.transaction() as run:  # in batches, because others wait
+                    fits, evicted = make_room(run, namespace, "", 0, evict, most=BATCH)
+                count += evicted
+                if not evicted:
+                    break
         return count
 
-    def finish(self, number: int, measure: Callable[[], Entry | None]) -> None:
-        """End a write whose payload is complete.
+    def finish(self, number: int, measure: Callable[[], Entry | None]) -> bool:
+        """End a write whose payload is complete; False if its tenant was dropped meanwhile.
 
         Args:
             measure: looks at the medium: another process may have replaced or deleted the payload meanwhile.
         """
         with self.database.transaction() as run:
-            run("DELETE FROM writes WHERE id = ?", (number,))
+            if not run("DELETE FROM writes WHERE id = ?", (number,)).rowcount:
+                return False
             if (entry := measure()) is not None:
                 _record(run, entry)
+        return True
 
     def abandon(self, number: int) -> None:
         """End a write that left no payload."""
@@ -302,12 +309,21 @@ class Catalog:
         Args:
             evict: deletes payloads.
         """
-        with self.database.transaction() as run:
-            keys = [key for (key,) in run("SELECT key FROM entries WHERE namespace = ?", (namespace,)).fetchall()]
-            evict(keys)
-            for table in ("entries", "texts", "sources", "quotas"):
-                run(f"DELETE FROM {table} WHERE namespace = ?", (namespace,))
-        return len(keys)
+        self.database.execute_many(
+            (f"DELETE FROM {table} WHERE namespace = ?", (namespace,))
+            for table in ("texts", "sources", "quotas", "writes")
+        )
+        count = 0
+        sql = "SELECT key FROM entries WHERE namespace = ? LIMIT ?"
+        while True:
+            with self.database.transaction() as run:  # in batches, because others wait
+                keys = [key for (key,) in run(sql, (namespace, BATCH)).fetchall()]
+                evict([key for key in keys if is_key(key)])
+                for key in keys:
+                    run("DELETE FROM entries WHERE key = ?", (key,))
+            if not keys:
+                return count
+            count += len(keys)
 
     # -- care ---------------------------------------------------------------------------------------------------
 
@@ -427,7 +443,7 @@ class Catalog:
         sql = f"SELECT rowid, {_SOURCE} FROM sources WHERE rowid > ? ORDER BY rowid LIMIT 1000"
         while rows := self.database.query(sql, (last,)):
             found += [row for row, *source in rows if not [*_intact([source])]]
-            last = rows[-1][0]
+            last = _next(last, rows[-1][0])
         return found
 
     def drop_sources(self, rows: Iterable[int]) -> None:
@@ -457,6 +473,13 @@ def _record(run: Run, entry: Entry) -> None:
     run("INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?)", (*values, _take_uses(run, 1)))
     if entry.text is not None:
         run(WRITE_TEXT, (entry.namespace, *entry.text))
+
+
+def _next(last: Any, found: Any) -> Any:
+    """The last row read. Raises StoreError unless it comes after the one before: asking on would never end."""
+    if found <= last:
+        raise StoreError("the catalog is damaged: its rows are out of order. Run cacheclip store repair.")
+    return found
 
 
 def _intact(rows: Iterable[Sequence[Any]]) -> Iterator[tuple[bytes, str]]:

@@ -131,8 +131,9 @@ class ChunkStore:
 
     def set_limit(self, max_bytes: int | None) -> int:
         """Record the store's limit, for all processes; None removes it. Returns the number of entries evicted."""
-        self._given_limit, self._new_limit = max_bytes, None
-        self.catalog.set_limit(check_limit(max_bytes))
+        self._given_limit = check_limit(max_bytes)
+        self.catalog.set_limit(max_bytes)
+        self._new_limit = None  # last: another thread may be about to write
         return self.shrink()
 
     def set_quota(self, namespace: str, max_bytes: int | None) -> int:
@@ -142,8 +143,9 @@ class ChunkStore:
 
     def apply_limit(self) -> None:
         """Record the limit that this store was made with, once."""
-        if self._new_limit is not None:
-            self.set_limit(self._new_limit)
+        limit = self._new_limit
+        if limit is not None:
+            self.set_limit(limit)
 
     def shrink(self) -> int:
         """Evict until all limits hold; returns the number of entries."""
@@ -179,7 +181,8 @@ class ChunkStore:
                 f"could not write a chunk cache of {len(data) / 1e6:.1f} MB: {error}. Free some space, set a smaller "
                 "limit, or choose another folder; nothing stored before was changed."
             ) from error
-        self.catalog.finish(number, lambda: self.measure(key))
+        if not self.catalog.finish(number, lambda: self.measure(key)):
+            self._evict([key])  # the tenant was dropped meanwhile
         return True
 
     def _reserve(self, namespace: str, key: str, size: int, writer: str) -> int | None:
@@ -193,6 +196,11 @@ class ChunkStore:
             self.tiers.count_evictions(evicted)
             if number is not None:
                 return number
+            if not self.catalog.writers():
+                raise StoreError(
+                    "no room for a chunk cache, though nothing else is being written: the catalog contradicts itself. "
+                    "Run cacheclip store repair."
+                )
             if time.monotonic() > until:
                 raise StoreError(
                     "no room for a chunk cache: other writers have announced all bytes up to the store's limit. Raise "
@@ -253,13 +261,14 @@ class ChunkStore:
             self.catalog.record(self.entry_of(frame))
             count += 1
         if count:
-            logger.warning("the store's catalog was missing; %d chunk caches were found and recorded again", count)
+            message = "the store's catalog was missing; %d chunk caches were found and recorded again; set limits anew"
+            logger.warning(message, count)
         self.catalog.set_complete()
         return count
 
     def _replaced(self) -> None:
         """Record the payloads again after the catalog was deleted under this store."""
-        logger.warning("the store's catalog was deleted or replaced; texts without stored KV, and sources, are lost")
+        logger.warning("the store's catalog was deleted or replaced; limits, sources, and texts without KV are lost")
         try:
             self.complete()
         except (OSError, StoreError) as error:

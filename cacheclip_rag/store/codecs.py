@@ -270,6 +270,12 @@ class Frame:
             raise FrameError(f"it has {found} bytes, not {expected}")
         return frame
 
+    @staticmethod
+    def header_bytes(data: Buffer) -> int:
+        """Bytes of preamble and header, as the first bytes of a payload say."""
+        view = memoryview(data)
+        return _PREAMBLE.size + (_PREAMBLE.unpack_from(view)[2] if view.nbytes >= _PREAMBLE.size else 0)
+
     @property
     def num_tokens(self) -> int:
         return self.shape[3]

@@ -165,6 +165,7 @@ class Database:
         try:
             # no fsync per row: payloads are checked when they are read
             connection.execute("PRAGMA synchronous=NORMAL")
+            connection.execute("PRAGMA secure_delete=ON")  # released texts do not stay in free pages
             self._check_version(connection)
             connection.execute("PRAGMA journal_mode=WAL")
             connection.executescript(self._schema)

@@ -7,37 +7,56 @@ from typing import Any
 
 from .keys import is_key
 
-__all__ = ["EVERYONE", "Run", "make_room"]
+__all__ = ["BATCH", "EVERYONE", "Run", "make_room"]
 
 EVERYONE = ""
 """Namespace of the row with the totals of all tenants. No tenant has an empty name."""
+
+BATCH = 256
+"""Entries removed in one transaction when many go, so that other processes do not wait for all of them."""
 
 Run = Callable[..., Any]
 """``run(sql, arguments)`` inside a transaction."""
 
 
 def make_room(
-    run: Run, namespace: str, key: str, num_bytes: int, evict: Callable[[list[str]], None]
+    run: Run,
+    namespace: str,
+    key: str,
+    num_bytes: int,
+    evict: Callable[[list[str]], None],
+    *,
+    most: int | None = None,
 ) -> tuple[bool, int]:
-    """Evict until ``num_bytes`` more fit for this tenant: whether they fit, and the number of entries evicted."""
+    """Evict until ``num_bytes`` more fit for this tenant: whether they fit, and the number of entries evicted.
+
+    Args:
+        key: the entry to be written.
+        evict: deletes payloads.
+        most: evict about this many entries at most; None: as many as needed.
+    """
     evicted = 0
 
     def free(tenant: str, excess: int, keep: str) -> int:
         """Evict a tenant's least recently used entries until ``excess`` bytes are free; returns the bytes freed."""
         nonlocal evicted
-        victims, freed = [], 0
+        victims: dict[str, int] = {}
+        found = 0
         sql = "SELECT key, CAST(bytes AS INTEGER) FROM entries WHERE namespace = ? ORDER BY last_use, key"
         for victim, size in run(sql, (tenant,)):
-            if freed >= excess:
+            if found >= excess or (most is not None and len(victims) >= most):
                 break
             if victim != keep:
-                victims.append(victim)
-                freed += size
+                victims[victim] = size
+                found += size
+        freed = 0
         if victims:
             evict([victim for victim in victims if is_key(victim)])
-            for victim in victims:
-                run("DELETE FROM entries WHERE key = ?", (victim,))
-            evicted += len(victims)
+            for victim, size in victims.items():
+                # an index that contradicts its table names entries that are not there
+                if run("DELETE FROM entries WHERE key = ?", (victim,)).rowcount:
+                    evicted += 1
+                    freed += max(size, 1)
         return freed
 
     def over(tenant: str, limit: int | None) -> int:
@@ -53,7 +72,7 @@ def make_room(
         if (excess := over(namespace, quota)) > 0:
             free(namespace, excess, keep)
         exhausted: set[str] = set()
-        while (excess := over(EVERYONE, limit)) > 0:
+        while (excess := over(EVERYONE, limit)) > 0 and (most is None or evicted < most):
             largest, ahead = _largest(run, namespace, num_bytes, exhausted)
             if largest is None:
                 break

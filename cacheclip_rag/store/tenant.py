@@ -66,7 +66,9 @@ class _FrameSink(Sink):
         return self._memory
 
     def received(self, num_bytes: int) -> None:
-        if self.frame is None:  # the header is in the first piece
+        if self.frame is None:
+            if num_bytes < min(self._memory.nbytes, Frame.header_bytes(self._memory[:num_bytes])):
+                return  # a short read
             self.frame = Frame.parse(self._memory, self._key)
         self.verified = self.frame.verify(self.verified, num_bytes)
 
@@ -180,7 +182,7 @@ class TenantStore:
         if self.store.write(self.namespace, key, data):
             return True
         message = "a chunk cache of %d bytes exceeds the store's limit or its tenant's, and is not stored"
-        logger.warning(message, len(data))
+        self.store.warn_once("limit", message, len(data))
         self.delete([key])  # an older version must not be read any more
         return False
 

@@ -10,6 +10,7 @@ import contextlib
 import os
 import secrets
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ class Writer:
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "writers"
         self._lock = threading.Lock()
+        _writers.add(self)
         self._pid = 0
         self._name = ""
         self._file: int | None = None
@@ -97,6 +99,20 @@ class Writer:
             if _is_there(path, file):  # not removed by a sweep between making and locking it
                 return name, file
             os.close(file)
+
+
+def _forget_in_fork() -> None:
+    """Close the parent's lock files in a forked process, which would keep them locked after the parent's end."""
+    for writer in [*_writers]:
+        if writer._file is not None:
+            with contextlib.suppress(OSError):
+                os.close(writer._file)
+            writer._file = None
+
+
+_writers: weakref.WeakSet[Writer] = weakref.WeakSet()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_in_fork)
 
 
 def _is_there(path: Path, file: int) -> bool:

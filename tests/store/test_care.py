@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import os
 import sqlite3
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from typing_extensions import Buffer
 
 from cacheclip_rag.errors import ConfigurationError, StoreError
-from cacheclip_rag.store import ChunkStore
+from cacheclip_rag.ingest.library import Library
+from cacheclip_rag.store import Catalog, ChunkStore
 from cacheclip_rag.store.care import clear, collect_garbage, repair, verify
+from cacheclip_rag.store.database import Database
+from cacheclip_rag.store.eviction import make_room
 from tests.store.samples import is_intact, key, kv, opened, path_of, payload_files, put, totals_are_right
 
 LONG = "text number {} is long enough to be found in a prompt"
@@ -343,3 +353,107 @@ def test_a_folder_in_place_of_a_payload_holds_up_no_writer(folder: Path) -> None
     store.store.set_limit(3 * 4096)
     put(store, 9)
     assert is_intact(store, 9) and store.get(key(5)) is None
+
+
+def test_a_write_that_is_not_complete_goes_with_its_tenant(folder: Path) -> None:
+    store = ChunkStore.open(folder)
+    number = store._reserve("u", key(9, "u"), 4096, store._writer.name)  # type: ignore[union-attr]
+    store.tiers.put(key(9, "u"), b"x" * 99)
+    ChunkStore.open(folder).drop_tenant("u")
+    assert number is not None and not store.catalog.finish(number, lambda: None)
+    tenant = store.tenant("u")
+    writing = store.tiers.put
+
+    def dropped_meanwhile(name: str, data: Buffer) -> None:
+        writing(name, data)
+        ChunkStore.open(folder).drop_tenant("u")
+
+    store.tiers.put = dropped_meanwhile  # type: ignore[method-assign]
+    put(tenant, 8)
+    assert tenant.get(key(8, "u")) is None and not path_of(folder, 8, "u").exists()
+    assert clear(folder) == 5 and payload_files(folder) == []
+
+
+def test_a_read_does_not_wait_for_a_writer_to_correct_an_entry(folder: Path) -> None:
+    """Another process is evicting: the payload is gone, the entry not yet."""
+    store = opened(folder)
+    other = sqlite3.connect(folder / "catalog.sqlite3", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    path_of(folder, 1).unlink()
+    started = time.monotonic()
+    assert store.get(key(1)) is None and is_intact(store, 2)
+    assert time.monotonic() - started < 5.0  # far below the 30 seconds that a writer waits
+    other.execute("ROLLBACK")
+    other.close()
+    assert store.get(key(1)) is None and key(1) not in store
+
+
+def test_many_entries_go_in_batches(tmp_path: Path) -> None:
+    store = opened(tmp_path / "store")
+    put(store, *range(600), tokens=1)
+    assert store.store.set_limit(50 * 4096) == 550 and store.stats().entries == 50
+    assert totals_are_right(store)
+    store.store.set_limit(None)
+    put(store, *range(300), tokens=1)
+    assert store.store.drop_tenant("t") >= 300 and payload_files(tmp_path / "store") == []
+
+
+def test_a_limit_that_is_refused_changes_nothing(folder: Path) -> None:
+    store = ChunkStore.open(folder)
+    with pytest.raises(ConfigurationError, match="max_bytes"):
+        store.set_limit(-1)
+    put(store.tenant("t"), 9)
+    assert store.limit == 10_000_000
+
+
+def test_short_reads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network file system may give less than was asked for, even less than a header."""
+    readinto = io.FileIO.readinto
+
+    class Short(io.FileIO):
+        def readinto(self, buffer: Buffer, /) -> int:
+            return readinto(self, memoryview(buffer)[:10])
+
+    monkeypatch.setattr("cacheclip_rag.store.disk.io.FileIO", Short)
+    assert is_intact(opened(folder), 1) and path_of(folder, 1).exists()
+
+
+@pytest.mark.parametrize("what", ["library", "catalog"])
+def test_rows_out_of_order_do_not_go_on_for_ever(folder: Path, what: str) -> None:
+    class Repeating(Database):
+        def query(self, sql: str, arguments: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+            return [(0, b"path", 0, b"text", b"", b"") if what == "library" else (key(1), "t", None, 1, 1, "float32")]
+
+    owner: Library | Catalog
+    if what == "library":
+        owner = library = Library(folder)
+        reading: Callable[[], Iterator[object]] = library._rows
+        name = "_database"
+    else:
+        owner = catalog = Catalog(folder)
+        reading, name = catalog.entries, "database"
+    setattr(owner, name, Repeating(None, "", 1))
+    with pytest.raises(StoreError, match="out of order"):
+        deque(itertools.islice(reading(), 1000), maxlen=0)
+
+
+def test_eviction_ends_if_nothing_can_be_removed() -> None:
+    class Stubborn:
+        """A table whose rows cannot be deleted, as with an index of other keys."""
+
+        def __init__(self) -> None:
+            self.database = sqlite3.connect(":memory:", isolation_level=None)
+            self.database.executescript("CREATE TABLE quotas (namespace, bytes); CREATE TABLE meta (name, value);")
+            self.database.executescript("CREATE TABLE entries (key, namespace, bytes, last_use);")
+            self.database.executescript("CREATE TABLE totals (namespace, entries, bytes);")
+            self.database.execute("INSERT INTO meta VALUES ('max_bytes', 100)")
+            self.database.execute("INSERT INTO entries VALUES (?, 't', 500, 1)", (key(1),))
+            self.database.execute("INSERT INTO totals VALUES ('t', 1, 500), ('', 1, 500)")
+
+        def __call__(self, sql: str, arguments: Sequence[Any] = ()) -> sqlite3.Cursor:
+            kept = sql.replace("DELETE FROM entries WHERE", "DELETE FROM entries WHERE 0 AND")
+            return self.database.execute(kept, arguments)
+
+    run = Stubborn()
+    assert make_room(run, "t", "", 0, lambda keys: None) == (False, 0)
+    run.database.close()

@@ -64,7 +64,7 @@ class TestMissing:
         """The next use finds all payloads again, and says what is lost."""
         remove_catalog(folder)
         assert is_intact(store, 1) and key(2) in store and set(store.keys()) == {key(1), key(2)}
-        assert "2 chunk caches were found" in caplog.text and "sources, are lost" in caplog.text
+        assert "2 chunk caches were found" in caplog.text and "limits, sources" in caplog.text
         put(store, 3)
         assert all(is_intact(store, number) for number in (1, 2, 3))
         assert store.store.stats().bytes == bytes_on_disk(folder) and totals_are_right(store)
