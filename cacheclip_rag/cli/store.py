@@ -63,7 +63,7 @@ def limit(
 
 @app.command("verify")
 def verify(store: StoreOption, as_json: JsonOption = False) -> None:
-    """Read everything and compare it with its checksums; exit code 1 if anything is wrong. Changes nothing."""
+    """Read everything and compare it with its checksums; exit code 1 if anything is wrong. Mends nothing."""
     from ..ingest.library import check_library
     from ..store.care import verify as run
 

@@ -1,4 +1,4 @@
-"""Finding and reading documents. A run never blocks on a device, and never leaves the given folders."""
+"""Finding and reading documents. No device blocks a run, and links that lead out of the given folders are skipped."""
 
 from __future__ import annotations
 
