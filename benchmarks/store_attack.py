@@ -870,10 +870,6 @@ def marked_database(path: Path, scene: Scene) -> None:
     connection.close()
 
 
-def other_format(path: Path, scene: Scene) -> None:
-    sql(path, f"PRAGMA user_version = {scene.rng.choice((0, 1, 2, 99))}")
-
-
 def text_file(path: Path, scene: Scene) -> None:
     path.write_text("this is no database\n" * 300)
 
@@ -943,7 +939,7 @@ OF_PAYLOADS: tuple[Damage, ...] = (
 )  # fmt: skip
 OF_CATALOG: tuple[Damage, ...] = (
     flip_bits, random_bytes, random_bytes, random_bytes, cut, grow, zero, empty, delete, other_database,
-    marked_database, other_format, text_file, older_catalog, stale_wal, change_rows, change_rows, change_rows, add_rows,
+    marked_database, text_file, older_catalog, stale_wal, change_rows, change_rows, change_rows, add_rows,
     delete_rows, drop_tables, fifo, link, folder_instead,
 )  # fmt: skip
 SILENT = {older_catalog, change_rows, add_rows, delete_rows, drop_tables, flip_bits, random_bytes, zero}

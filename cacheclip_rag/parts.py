@@ -81,7 +81,8 @@ class Parts:
 
     def close(self) -> None:
         """Close file handles and free memory; the parts may be used again afterwards."""
-        self.store.close()
+        if self._tenant is not None:
+            self._tenant.close()
         self.prefixes.clear()
         self.captured.clear()
 

@@ -73,7 +73,9 @@ def _lines(title: str, total: float | None, unit: str, get_time: Callable[[], fl
         if get_time() - last < _LINE_EVERY_S:
             return
         last = get_time()
-        scale, noun = (1e6, "MB") if unit == "bytes" else (1.0, unit)
+        scale, noun = 1.0, unit
+        if unit == "bytes":
+            scale, noun = (1e3, "kB") if total is not None and total < 1e7 else (1e6, "MB")
         of = "" if total is None else f" of {total / scale:.0f}"
         print(f"{title}: {done / scale:.0f}{of} {noun}", file=sys.stderr, flush=True)
 

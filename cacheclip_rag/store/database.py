@@ -19,6 +19,8 @@ __all__ = ["Database", "FormatError", "may_be_whole"]
 _BUSY_TIMEOUT_S = 30.0
 _APPLICATION_ID = 0x43434B56
 """Marks SQLite files of this package: ``CCKV``."""
+_LATER_VERSIONS = 1000
+"""A file with a version from here on is damaged."""
 _ERRORS = (sqlite3.Error, UnicodeError, OverflowError)
 """Errors of the module for names that are no text, damaged files, and numbers that are no 64-bit integers."""
 
@@ -206,7 +208,7 @@ class Database:
         application, found = _marks(connection)
         what = f"format {found}" if application == _APPLICATION_ID else "the format of another program or version"
         connection.close()
-        kind = FormatError if application == _APPLICATION_ID else StoreError
+        kind = FormatError if application == _APPLICATION_ID and 0 < found < _LATER_VERSIONS else StoreError
         raise kind(
             f"{self._path} has {what}, but this version of cacheclip-rag reads format {self._version}. Ingest the "
             "documents again into a new folder: cacheclip ingest PATH --store NEW_FOLDER"
