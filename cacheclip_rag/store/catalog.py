@@ -74,6 +74,9 @@ _ENTRY = "key, namespace, digest, CAST(bytes AS INTEGER), num_tokens, codec"
 _SOURCE = "digest, CAST(text AS BLOB)"  # as bytes: SQLite refuses a query that finds text that is not UTF-8
 _TOTAL = "CAST(entries AS INTEGER), CAST(bytes AS INTEGER)"
 
+_DROPPED = "-"
+"""Before the key of a write whose tenant was dropped while it went on."""
+
 _SENSELESS = {
     "entries": "typeof(key) != 'text' OR length(key) != 64 OR typeof(namespace) != 'text' OR namespace = '' "
     "OR typeof(ifnull(digest, x'')) != 'blob' OR typeof(bytes) != 'integer' OR bytes < 0 "
@@ -269,18 +272,20 @@ class Catalog:
                     break
         return count
 
-    def finish(self, number: int, measure: Callable[[], Entry | None]) -> bool:
-        """End a write whose payload is complete; False if its tenant was dropped meanwhile.
+    def finish(self, number: int, measure: Callable[[], Entry | None], discard: Callable[[], None]) -> None:
+        """End a write whose payload is complete.
 
         Args:
             measure: looks at the medium: another process may have replaced or deleted the payload meanwhile.
+            discard: deletes the payload. Called instead if the tenant was dropped meanwhile.
         """
         with self.database.transaction() as run:
-            if not run("DELETE FROM writes WHERE id = ?", (number,)).rowcount:
-                return False
-            if (entry := measure()) is not None:
+            found = run("SELECT key FROM writes WHERE id = ?", (number,)).fetchone()
+            if found is None or not is_key(found[0]):
+                discard()
+            elif (entry := measure()) is not None:
                 _record(run, entry)
-        return True
+            run("DELETE FROM writes WHERE id = ?", (number,))  # its bytes count until now
 
     def abandon(self, number: int) -> None:
         """End a write that left no payload."""
@@ -290,16 +295,20 @@ class Catalog:
         """Processes with writes that are not complete."""
         return [writer for (writer,) in self.database.query("SELECT DISTINCT writer FROM writes")]
 
-    def settle(self, writer: str, measure: Callable[[str], Entry | None]) -> int:
+    def settle(self, writer: str, measure: Callable[[str], Entry | None], evict: Callable[[list[str]], None]) -> int:
         """End the writes of a killed process; returns how many there were.
 
         Args:
             measure: the entry that the medium holds under a key, or None.
+            evict: deletes payloads.
         """
         with self.database.transaction() as run:
             keys = [key for (key,) in run("SELECT key FROM writes WHERE writer = ?", (writer,)).fetchall()]
             for key in filter(is_key, keys):
                 _correct(run, key, measure)
+            for key in (key.removeprefix(_DROPPED) for key in keys if isinstance(key, str) and not is_key(key)):
+                if is_key(key) and not run("SELECT 1 FROM entries WHERE key = ?", (key,)).fetchone():
+                    evict([key])
             run("DELETE FROM writes WHERE writer = ?", (writer,))
         return len(keys)
 
@@ -310,9 +319,11 @@ class Catalog:
             evict: deletes payloads.
         """
         self.database.execute_many(
-            (f"DELETE FROM {table} WHERE namespace = ?", (namespace,))
-            for table in ("texts", "sources", "quotas", "writes")
+            (f"DELETE FROM {table} WHERE namespace = ?", (namespace,)) for table in ("texts", "sources", "quotas")
         )
+        # writes that are going on count until their payloads are deleted
+        mark = "UPDATE writes SET key = ? || key WHERE namespace = ? AND substr(key, 1, 1) != ?"
+        self.database.execute(mark, (_DROPPED, namespace, _DROPPED))
         count = 0
         sql = "SELECT key FROM entries WHERE namespace = ? LIMIT ?"
         while True:

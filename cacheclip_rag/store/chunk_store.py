@@ -181,8 +181,7 @@ class ChunkStore:
                 f"could not write a chunk cache of {len(data) / 1e6:.1f} MB: {error}. Free some space, set a smaller "
                 "limit, or choose another folder; nothing stored before was changed."
             ) from error
-        if not self.catalog.finish(number, lambda: self.measure(key)):
-            self._evict([key])  # the tenant was dropped meanwhile
+        self.catalog.finish(number, lambda: self.measure(key), lambda: self._evict([key]))
         return True
 
     def _reserve(self, namespace: str, key: str, size: int, writer: str) -> int | None:
@@ -275,7 +274,7 @@ class ChunkStore:
             logger.warning("the store's catalog could not be made anew: %s", error)
 
     def _sweep(self, writer: str) -> int:
-        count = self.catalog.settle(writer, self._settle)
+        count = self.catalog.settle(writer, self._settle, self._evict)
         if isinstance(self.tiers.last, DiskBackend):
             self.tiers.last.sweep(writer)
         return count

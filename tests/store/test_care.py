@@ -22,7 +22,7 @@ from cacheclip_rag.store import Catalog, ChunkStore
 from cacheclip_rag.store.care import clear, collect_garbage, repair, verify
 from cacheclip_rag.store.database import Database
 from cacheclip_rag.store.eviction import make_room
-from tests.store.samples import is_intact, key, kv, opened, path_of, payload_files, put, totals_are_right
+from tests.store.samples import bytes_on_disk, is_intact, key, kv, opened, path_of, payload_files, put, totals_are_right
 
 LONG = "text number {} is long enough to be found in a prompt"
 
@@ -357,20 +357,27 @@ def test_a_folder_in_place_of_a_payload_holds_up_no_writer(folder: Path) -> None
 
 def test_a_write_that_is_not_complete_goes_with_its_tenant(folder: Path) -> None:
     store = ChunkStore.open(folder)
-    number = store._reserve("u", key(9, "u"), 4096, store._writer.name)  # type: ignore[union-attr]
-    store.tiers.put(key(9, "u"), b"x" * 99)
-    ChunkStore.open(folder).drop_tenant("u")
-    assert number is not None and not store.catalog.finish(number, lambda: None)
-    tenant = store.tenant("u")
-    writing = store.tiers.put
+    tenant, writing = store.tenant("u"), store.tiers.put
 
     def dropped_meanwhile(name: str, data: Buffer) -> None:
         writing(name, data)
-        ChunkStore.open(folder).drop_tenant("u")
+        assert ChunkStore.open(folder).drop_tenant("u") == 3
+        assert store.catalog.total("u").bytes == 4096, "it counts as long as it is there"
 
     store.tiers.put = dropped_meanwhile  # type: ignore[method-assign]
     put(tenant, 8)
     assert tenant.get(key(8, "u")) is None and not path_of(folder, 8, "u").exists()
+    assert totals_are_right(store) and store.stats().bytes == bytes_on_disk(folder)
+    # a writer that is killed meanwhile
+    store.catalog.reserve("u", key(9, "u"), 4096, "0" * 32, lambda keys: None)
+    writing(key(9, "u"), b"x" * 99)
+    ChunkStore.open(folder, max_bytes=None)
+    assert payload_files(folder) != []
+    store.catalog.reserve("u", key(7, "u"), 4096, "1" * 32, lambda keys: None)
+    writing(key(7, "u"), bytes(path_of(folder, 1).read_bytes()))
+    store.drop_tenant("u")
+    ChunkStore.open(folder)
+    assert not path_of(folder, 7, "u").exists() and verify(folder).is_clean
     assert clear(folder) == 5 and payload_files(folder) == []
 
 

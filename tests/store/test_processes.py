@@ -292,9 +292,9 @@ class TestAtOnce:
         reader, writer = both
         finish, seen = writer.catalog.finish, []
 
-        def read_before(*arguments: Any) -> bool:
+        def read_before(*arguments: Any) -> None:
             seen.append(is_intact(reader, 1, tokens=600))
-            return finish(*arguments)
+            finish(*arguments)
 
         monkeypatch.setattr(writer.catalog, "finish", read_before)
         put(writer, 1, tokens=600)
