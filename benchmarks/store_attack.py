@@ -50,6 +50,7 @@ from cacheclip_rag.sampling import SamplingParams
 from cacheclip_rag.store import ChunkStore, ReadBuffer, chunk_key, decode, encode
 from cacheclip_rag.store.care import repair, verify
 from cacheclip_rag.store.catalog import FILE_NAME, Catalog
+from cacheclip_rag.store.database import FormatError
 from cacheclip_rag.store.texts import text_row
 from cacheclip_rag.testing.fake import FakeRuntime
 from cacheclip_rag.testing.tiny import SENTENCES, TINY_MODELS, build_model, tiny_spec
@@ -1106,6 +1107,11 @@ class _Case:
         self.found["answers"] += 1
         try:
             answer = engine.generate("\n\n".join(texts) + QUESTION, SHORT, documents=documents)
+        except FormatError:  # the store says that it is of another version, and what to do
+            self.hits = 0
+            self.found["refused"] += 1
+            self.stated.lines.append("refused")
+            return
         except Exception:
             self.hits = 0
             self.result.broken.append(f"{where}: {_last_lines()}")

@@ -166,8 +166,9 @@ def repair(folder: Path) -> RepairReport:
         StoreError: the folder is no store, or may not be written.
     """
     report = RepairReport()
+    _check_is_store(folder)
     _replace_damaged_catalog(folder, report)
-    store = _open(folder)
+    store = ChunkStore.open(folder)
     store.sweep()
     for path in _left_behind(store):
         if path.is_dir():
@@ -254,11 +255,15 @@ def clear(folder: Path, namespace: str | None = None) -> int:
 
 
 def _open(folder: Path) -> ChunkStore:
+    _check_is_store(folder)
+    return ChunkStore.open(folder)
+
+
+def _check_is_store(folder: Path) -> None:
     if not os.path.lexists(folder / FILE_NAME) and not (folder / "kv").is_dir():
         raise StoreError(
             f"{folder} is not a store: it has no catalog. Make one: cacheclip ingest PATH --store {folder}"
         )
-    return ChunkStore.open(folder)
 
 
 def _replace_damaged_catalog(folder: Path, report: RepairReport) -> None:

@@ -249,19 +249,29 @@ class ChunkStore:
         return count
 
     def complete(self) -> int:
-        """Record the payloads that a new catalog does not know, because the old one was deleted; returns how many."""
-        if self.catalog.is_complete:
+        """Record the payloads that a new or empty catalog does not know, because the old one was deleted or cut off;
+        returns how many."""
+        is_empty = not self.catalog.total().entries and next(iter(self.tiers.list()), None) is not None
+        if self.catalog.is_complete and not is_empty:
             return 0
         self._new_limit = self._given_limit
-        count = 0
-        for frame in filter(None, map(self.header, self.tiers.list())):
-            if self.catalog.is_announced(frame.key):
+        count = unreadable = 0
+        for key in self.tiers.list():
+            if self.catalog.is_announced(key):
                 continue  # another process is filling the new catalog too
-            self.catalog.record(self.entry_of(frame))
-            count += 1
-        if count:
-            message = "the store's catalog was missing; %d chunk caches were found and recorded again; set limits anew"
-            logger.warning(message, count)
+            frame = self.header(key)
+            if frame is None:
+                unreadable += 1
+            else:
+                self.catalog.record(self.entry_of(frame))
+                count += 1
+        if count or unreadable:
+            logger.warning(
+                "the store's catalog was missing; %d chunk caches were found and recorded again, %d cannot be read; "
+                "set limits anew",
+                count,
+                unreadable,
+            )
         self.catalog.set_complete()
         return count
 

@@ -19,7 +19,7 @@ __all__ = ["Database", "FormatError", "may_be_whole"]
 _BUSY_TIMEOUT_S = 30.0
 _APPLICATION_ID = 0x43434B56
 """Marks SQLite files of this package: ``CCKV``."""
-_LATER_VERSIONS = 1000
+_LATER_VERSIONS = 100
 """A file with a version from here on is damaged."""
 _ERRORS = (sqlite3.Error, UnicodeError, OverflowError)
 """Errors of the module for names that are no text, damaged files, and numbers that are no 64-bit integers."""
