@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import subprocess
+import tempfile
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -88,6 +92,25 @@ def totals_are_right(store: TenantStore | ChunkStore) -> bool:
     kept = catalog.total(), catalog.tenants()
     catalog.count_again()
     return kept == (catalog.total(), catalog.tenants())
+
+
+def run(program: str) -> subprocess.CompletedProcess[str]:
+    """Run a program in a process of its own: forked, because importing torch again takes seconds."""
+    opening = "import os, signal, sys\nimport torch\nfrom pathlib import Path\nfrom tests.store.samples import *\n"
+    with tempfile.TemporaryFile("w+") as errors:
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                exec(opening + program, {})
+                status = 0
+            except BaseException:
+                traceback.print_exc(file=errors)
+                errors.flush()
+            os._exit(status)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        errors.seek(0)
+        return subprocess.CompletedProcess(program, code, "", errors.read())
 
 
 @contextmanager

@@ -7,8 +7,6 @@ import logging
 import os
 import socket
 import struct
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +18,18 @@ import xxhash
 from cacheclip_rag.errors import StoreError
 from cacheclip_rag.store import DiskBackend, TenantStore
 from cacheclip_rag.store.tenant import ReadBuffer
-from tests.store.samples import full_disk, is_intact, key, kv, opened, path_of, payload_files, put, totals_are_right
+from tests.store.samples import (
+    full_disk,
+    is_intact,
+    key,
+    kv,
+    opened,
+    path_of,
+    payload_files,
+    put,
+    run,
+    totals_are_right,
+)
 
 
 @pytest.fixture
@@ -301,10 +310,6 @@ class TestInHand:
     ) -> None:
         """In a process of its own: what is mapped and cut off ends the process with SIGBUS."""
         program = f"""
-import os
-import torch
-from tests.store.samples import key, kv, opened, path_of, put
-from pathlib import Path
 folder = Path({str(folder)!r})
 store = opened(folder)
 put(store, 1, tokens={tokens})
@@ -314,9 +319,7 @@ path = path_of(folder, 1)
 assert torch.equal(got.tensor(), kv(1, {tokens})), "changed"
 assert store.get(key(1)) is None
 """
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", program], check=False, capture_output=True, text=True
-        )
+        done = run(program)
         assert done.returncode == 0, (done.returncode, done.stderr)
 
     def test_kv_in_hand_outlives_its_payload(self, store: TenantStore) -> None:

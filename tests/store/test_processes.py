@@ -6,8 +6,6 @@ import gc
 import os
 import signal
 import sqlite3
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +27,7 @@ from tests.store.samples import (
     path_of,
     payload_files,
     put,
+    run,
     totals_are_right,
 )
 from tests.store.worker import NUMBERS, tokens_of, workers
@@ -37,13 +36,6 @@ from tests.store.worker import NUMBERS, tokens_of, workers
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "store"
-
-
-def run(program: str) -> subprocess.CompletedProcess[str]:
-    """Run a program in a process of its own."""
-    opening = "import os, signal, sys\nfrom pathlib import Path\nfrom tests.store.samples import *\n"
-    command = [sys.executable, "-W", "ignore", "-c", opening + program]
-    return subprocess.run(command, check=False, capture_output=True, text=True)
 
 
 def agree(store: TenantStore, folder: Path) -> bool:
