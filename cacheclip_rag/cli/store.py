@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from ..errors import ConfigurationError, StoreError
+from ..errors import ConfigurationError
 from .common import JsonOption, NamespaceOption, StoreOption, format_bytes, print_json
-
-if TYPE_CHECKING:
-    from ..store import ChunkStore
 
 app = typer.Typer(help="The chunk-cache store.", no_args_is_help=True)
 
@@ -23,9 +20,10 @@ _SHOWN = 20
 def stats(store: StoreOption, as_json: JsonOption = False) -> None:
     """Entries, bytes, limit, tenants and documents of a store."""
     from ..ingest.library import Library
+    from ..store.care import open_store
 
     folder = Path(store).expanduser()
-    opened = _opened(folder)
+    opened = open_store(folder)
     result = opened.stats().to_dict()
     del result["tiers"]  # counters per process: always 0 here
     tenants = {name: total.bytes for name, total in sorted(opened.catalog.tenants().items())}
@@ -52,7 +50,9 @@ def limit(
     as_json: JsonOption = False,
 ) -> None:
     """Set the limit of a store, or with --namespace of one tenant. Evicts at once what is above it."""
-    opened = _opened(Path(store).expanduser())
+    from ..store.care import open_store
+
+    opened = open_store(Path(store).expanduser())
     wanted = max_bytes or None
     evicted = opened.set_limit(wanted) if namespace is None else opened.set_quota(namespace, wanted)
     if as_json:
@@ -143,16 +143,6 @@ def clear(
         print_json({"store": store, "namespace": namespace, "removed": removed})
     else:
         typer.echo(f"{removed} chunk caches {what} deleted")
-
-
-def _opened(folder: Path) -> ChunkStore:
-    from ..store import ChunkStore, is_store
-
-    if not is_store(folder) and not (folder / "kv").is_dir():
-        raise StoreError(
-            f"{folder} is not a store: it has no catalog. Make one: cacheclip ingest PATH --store {folder}"
-        )
-    return ChunkStore.open(folder)
 
 
 def _list(title: str, names: list[Any]) -> None:

@@ -19,7 +19,7 @@ from .database import may_be_whole
 from .disk import DiskBackend
 from .texts import TextIndex
 
-__all__ = ["RepairReport", "VerifyReport", "clear", "collect_garbage", "repair", "verify"]
+__all__ = ["RepairReport", "VerifyReport", "clear", "collect_garbage", "open_store", "repair", "verify"]
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -93,7 +93,7 @@ def verify(folder: Path) -> VerifyReport:
     Raises:
         StoreError: the folder is no store.
     """
-    store = _open(folder)
+    store = open_store(folder)
     report = VerifyReport()
     entries: dict[str, Entry] | None = None
     try:
@@ -221,7 +221,7 @@ def collect_garbage(folder: Path) -> dict[str, int]:
     Raises:
         StoreError: the folder is no store, or may not be written.
     """
-    store = _open(folder)
+    store = open_store(folder)
     found = {"writes": store.sweep(), "temporaries": 0, "payloads": 0}
     for path in _left_behind(store):
         if not path.is_dir():
@@ -245,7 +245,7 @@ def clear(folder: Path, namespace: str | None = None) -> int:
     Raises:
         StoreError: the folder is no store, or may not be written.
     """
-    store = _open(folder)
+    store = open_store(folder)
     known = store.catalog.namespaces() if namespace is None else [namespace]
     count = sum([store.drop_tenant(name) for name in known])
     if namespace is None:
@@ -254,7 +254,8 @@ def clear(folder: Path, namespace: str | None = None) -> int:
     return count
 
 
-def _open(folder: Path) -> ChunkStore:
+def open_store(folder: Path) -> ChunkStore:
+    """A store that is there already. Raises StoreError if the folder is none."""
     _check_is_store(folder)
     return ChunkStore.open(folder)
 
