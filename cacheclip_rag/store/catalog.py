@@ -254,6 +254,11 @@ class Catalog:
             if found is not None and found[0] != namespace:
                 raise StoreError(f"the key {key[:12]}… belongs to another tenant. Make keys with chunk_key.")
             fits, evicted = make_room(run, namespace, key, num_bytes, evict)
+            if not fits and run("SELECT 1 FROM writes").fetchone() is None:
+                raise StoreError(
+                    "no room for a chunk cache, though nothing else is being written: the catalog contradicts itself. "
+                    "Run cacheclip store repair."
+                )
             if not fits:
                 return None, evicted
             sql = "INSERT INTO writes (key, namespace, bytes, writer) VALUES (?, ?, ?, ?)"

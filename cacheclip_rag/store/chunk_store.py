@@ -195,11 +195,6 @@ class ChunkStore:
             self.tiers.count_evictions(evicted)
             if number is not None:
                 return number
-            if not self.catalog.writers():
-                raise StoreError(
-                    "no room for a chunk cache, though nothing else is being written: the catalog contradicts itself. "
-                    "Run cacheclip store repair."
-                )
             if time.monotonic() > until:
                 raise StoreError(
                     "no room for a chunk cache: other writers have announced all bytes up to the store's limit. Raise "
