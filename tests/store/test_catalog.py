@@ -29,18 +29,6 @@ from tests.store.samples import (
 LONG = "The keeper of the lighthouse wrote down the hour, the wind and the names of the ships."
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
-@pytest.fixture
-def store(folder: Path) -> TenantStore:
-    store = opened(folder)
-    put(store, 1, 2)
-    return store
-
-
 def sql(folder: Path, statement: str) -> None:
     connection = sqlite3.connect(folder / "catalog.sqlite3")
     with connection:

@@ -33,18 +33,6 @@ from tests.store.samples import (
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
-@pytest.fixture
-def store(folder: Path) -> TenantStore:
-    store = opened(folder)
-    put(store, 1, 2)
-    return store
-
-
-@pytest.fixture
 def first(store: TenantStore, folder: Path) -> Path:
     """The payload of entry 1."""
     return path_of(folder, 1)

@@ -33,11 +33,6 @@ from tests.store.samples import (
 from tests.store.worker import NUMBERS, tokens_of, workers
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
 def agree(store: TenantStore, folder: Path) -> bool:
     """Whether every entry has a payload, every payload an entry, and all bytes are counted."""
     assert sorted(store.store.tiers.list()) == sorted(store.keys())
