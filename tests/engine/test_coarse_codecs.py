@@ -134,5 +134,4 @@ class TestInt8:
             assert found[codec].stats.hits == 4
         full = engine.prefill(rag_prompt(chunks), ONE, method=engine.make_method("full"))
         exact, quantised = found["float32"].logits, found["int8"].logits
-        assert 0 < gap(quantised, exact) < 0.1 * float(exact.std())
-        assert gap(quantised, exact) < 0.25 * gap(full.logits, exact)
+        assert 0 < gap(quantised, exact) < 0.15 * gap(full.logits, exact)
