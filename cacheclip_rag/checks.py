@@ -13,6 +13,7 @@ __all__ = [
     "check_flag",
     "check_number",
     "check_ratio",
+    "check_probability",
     "check_share",
     "check_whole_number",
     "is_whole_number",
@@ -60,6 +61,11 @@ def check_ratio(recompute_ratio: Any) -> None:
 def check_share(name: str, value: Any, of: str) -> None:
     """Raise ConfigurationError unless ``value`` is a number from 0 to 1: a share ``of`` something."""
     check_number(name, value, f"a share of {of}, 0 to 1", most=1.0)
+
+
+def check_probability(name: str, value: Any) -> None:
+    """Raise ConfigurationError unless ``value`` is a number from 0 to 1."""
+    check_number(name, value, "a probability, 0 to 1", most=1.0)
 
 
 def check_choice(name: str, value: Any, allowed: Collection[str]) -> None:

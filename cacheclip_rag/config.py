@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from .checks import check_namespace, check_ratio, check_whole_number
+from .checks import check_namespace, check_probability, check_ratio, check_whole_number
 from .chunks.context import check_chunk_context
 from .errors import ConfigurationError
 from .methods import DEFAULT_METHOD, check_method
@@ -42,6 +42,9 @@ class EngineConfig:
     ``auto``, which means ``cacheclip`` if the auxiliary model is available and has a head set, else ``anchored``."""
     recompute_ratio: float | None = None
     """Share of chunk tokens to recompute, 0 to 1; None: the method's own ratio (0.2 for all presets with a ratio)."""
+    min_confidence: float | None = None
+    """Least probability of the likeliest first token, 0 to 1. Below it, a prompt is recomputed at higher ratios, and at
+    last prefilled in full; statistics count the passes. 0: one pass. None: the method's own."""
     heads: str | PathLike[str] = "auto"
     """Head set of the auxiliary model: a file, ``none`` or ``auto``. ``auto`` takes the head set that ``cacheclip
     calibrate`` or ``cacheclip finetune`` wrote for this pair of models, else the head set in the package."""
@@ -92,6 +95,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.recompute_ratio is not None:
             check_ratio(self.recompute_ratio)
+        if self.min_confidence is not None:
+            check_probability("min_confidence", self.min_confidence)
         check_method(self.method)
         check_chunk_context(self.chunk_context)
         choices = {

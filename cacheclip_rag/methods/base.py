@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 
+from ..checks import check_probability
 from ..chunks.context import CONTEXTS, ChunkContext, check_chunk_context
 from ..errors import ConfigurationError
 from ..prompt.layout import Layout, Span
@@ -40,6 +41,9 @@ class Method(ABC):
     chunk_context: str | None = field(default=None, kw_only=True)
     """Chunk context: ``prefix`` or ``passages`` (:mod:`cacheclip_rag.chunks.context`). None: the engine's setting
     ``chunk_context``."""
+    min_confidence: float = field(default=0.0, kw_only=True)
+    """Least probability of the likeliest first token, 0 to 1. Below it, the prompt is recomputed at a higher ratio, and
+    at last prefilled in full (:mod:`cacheclip_rag.runtime.gate`). 0: the first pass decides."""
 
     reuses_chunks: ClassVar[bool] = True
     """Whether the method uses stored chunk KV; if not, the store is not read."""
@@ -62,6 +66,7 @@ class Method(ABC):
             raise ConfigurationError(f"name must be a non-empty string, got {self.name!r}.")
         if self.chunk_context is not None:
             check_chunk_context(self.chunk_context)
+        check_probability("min_confidence", self.min_confidence)
 
     @property
     def needs_auxiliary(self) -> bool:

@@ -124,6 +124,8 @@ def choose_method(
         check_ratio(ratio)
         if chosen.has_ratio or (recompute_ratio is not None and not isinstance(given, str)):
             chosen = chosen.at(ratio)
+    if config.min_confidence is not None and (method is None or isinstance(method, str)):
+        chosen = replace(chosen, min_confidence=config.min_confidence)
     check_auxiliary(chosen, config.auxiliary)
     return chosen
 

@@ -16,6 +16,7 @@ from ..clock import PhaseClock
 from ..prompt.layout import Layout, Span
 from ..types import FusionStats, Plan, Trace
 from .base import Fused, State, wait_for
+from .gate import Gated, confidence, fuse_until_sure
 
 __all__ = ["Keeping", "Prefilled", "prefill"]
 
@@ -75,17 +76,28 @@ def prefill(plan: Plan, sources: Sources, *, params_tokens: int, clock: PhaseClo
     capacity = plan.layout.num_tokens + params_tokens
     if plan.captures:
         return _capture(plan, sources, capacity, clock)
-    if plan.reused:
-        fused = sources.primary.runtime.fuse(plan, sources, capacity=capacity, clock=clock, trace=trace)
-        if fused is not None:
-            return _fused(fused, sources, clock)
-        plan = replace(plan.reusing(()), fallback=f"no chunk of {len(plan.layout.chunks)} could be read")
-    return _plain(plan, sources, capacity, clock)
+    if not plan.reused:
+        return _plain(plan, sources, capacity, clock)
+    gated = fuse_until_sure(sources.primary.runtime, plan, sources, capacity=capacity, clock=clock, trace=trace)
+    if gated.fused is not None:
+        return _fused(gated.fused, gated, sources, clock)
+    found = _plain(replace(plan.reusing(()), fallback=gated.fallback), sources, capacity, clock)
+    if not gated.passes:
+        return found
+    stats = replace(
+        found.stats,
+        misses=len(plan.missing),
+        missed_tokens=_chunk_tokens(plan.missing),
+        passes=gated.passes + 1,
+        charged_ratio=found.stats.charged_ratio + gated.charged_tokens / plan.chunk_tokens,
+    )
+    return replace(found, stats=stats, missing=tuple(span.segment.text for span in plan.missing))
 
 
-def _fused(fused: Fused, sources: Sources, clock: PhaseClock) -> Prefilled:
+def _fused(fused: Fused, gated: Gated, sources: Sources, clock: PhaseClock) -> Prefilled:
     plan = fused.plan
-    stats = _stats(plan, clock, fused.recomputed_tokens, fused.charged_tokens)
+    stats = _stats(plan, clock, fused.recomputed_tokens, gated.charged_tokens)
+    stats = replace(stats, passes=gated.passes, confidence=confidence(fused.logits))
     keeping = None if fused.first_computed is None else _keeping(plan, sources, fused.first_computed)
     missing = tuple(span.segment.text for span in plan.missing)
     return Prefilled(plan.layout, fused.state, fused.logits, stats, missing, keeping, fused.trace)
@@ -119,7 +131,7 @@ def _plain(plan: Plan, sources: Sources, capacity: int, clock: PhaseClock) -> Pr
             with clock.phase("recompute"):
                 state, logits = runtime.prefill(layout.ids, capacity)
                 wait_for(logits)
-    stats = replace(_stats(used, clock), misses=0, missed_tokens=0)
+    stats = replace(_stats(used, clock), misses=0, missed_tokens=0, confidence=confidence(logits))
     stats = replace(stats, charged_ratio=stats.effective_ratio)
     keeping = Keeping(sources.prefixes, runtime.reuse_tokens) if sources.shares_prefixes(plan) else None
     if not method.reuses_chunks:
