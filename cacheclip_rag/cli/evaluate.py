@@ -61,6 +61,10 @@ def evaluate(
         int | None,
         typer.Option(help="Most questions of each file; questions of each RULER task. [default: all; RULER: 20]"),
     ] = None,
+    half: Annotated[
+        str | None,
+        typer.Option(help="Every second question of each file: dev (to choose settings) or test (to judge them)."),
+    ] = None,
     against: Annotated[
         str,
         typer.Option(help="Label of a method (direct, epic@0.2); every method's mean KL is divided by this method's."),
@@ -94,6 +98,8 @@ def evaluate(
 
     if (not dataset) == (ruler is None):
         raise ConfigurationError("give either --dataset FILE or --ruler TASKS.")
+    if half is not None and not dataset:
+        raise ConfigurationError("--half divides the questions of files: give --dataset FILE, or another --seed.")
     if limit is not None and limit < 1:
         raise ConfigurationError(
             f"--limit must be 1 or more questions, got {limit}. Leave it out for the usual number."
@@ -125,7 +131,7 @@ def evaluate(
         check_metric(metric)
     unreadable: tuple[Skipped, ...] = ()
     if dataset:
-        found = read_together(_files(dataset), limit=limit)
+        found = read_together(_files(dataset), limit=limit, half=half)
         name, records, unreadable = found.name, list(found.records), found.skipped
         config = replace(config, system_prompt=INSTRUCTION)
     else:

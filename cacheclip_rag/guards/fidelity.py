@@ -30,6 +30,8 @@ class Fidelity:
     """Mean KL over the tokens of the reference's answer, nats."""
     agreement: float
     """Share of the reference's greedy tokens that are also the compared way's greedy choice, 0 to 1."""
+    first_agrees: bool
+    """Whether both ways choose the same first token."""
     max_gap: float
     """Largest absolute difference of logits at the first token."""
 
@@ -47,7 +49,7 @@ def compare(reference: torch.Tensor, logits: torch.Tensor) -> Fidelity:
     kl = kl_divergence(reference, logits)
     equal = reference.argmax(-1) == logits.argmax(-1)
     gap = (reference[0].float() - logits[0].float()).abs().max()
-    return Fidelity(float(kl[0]), float(kl.mean()), float(equal.float().mean()), float(gap))
+    return Fidelity(float(kl[0]), float(kl.mean()), float(equal.float().mean()), bool(equal[0]), float(gap))
 
 
 def greedy(

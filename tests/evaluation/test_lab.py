@@ -80,6 +80,10 @@ class TestRun:
         found = summarise(comparison)["methods"]
         assert list(found) == [run.label for run in comparison.runs]
         assert found["full"]["kl_to_full"] < 1e-6 and found["full"]["agreement_with_full"] == 1.0
+        assert (found["full"]["equal_answers"], found["full"]["first_token_agreement"]) == (1.0, 1.0)
+        texts = {(item.label, item.id): item.answer for item in comparison.items}
+        same = [texts["direct", each.id] == texts["full", each.id] for each in comparison.questions]
+        assert found["direct"]["equal_answers"] == pytest.approx(sum(same) / 3)
         for name in ("epic", "cacheclip", "query_attention"):
             assert found[f"{name}@1"]["kl_to_full"] < 1e-6 and found[f"{name}@1"]["effective_ratio"] <= 1.0
             # of each answer's chunks the first is exact, and the ratio is of all chunk tokens
@@ -850,6 +854,7 @@ class TestCommand:
             ),
             (["--ruler", "niah_single_1", "--limit", "0"], "--limit must be 1 or more questions, got 0"),
             (["--ruler", "niah_single_1", "--limit", "-3"], "got -3. Leave it out"),
+            (["--ruler", "niah_single_1", "--half", "dev"], "--half divides the questions of files"),
             (["--dataset", "nowhere.jsonl", "--limit", "0"], "--limit must be 1 or more questions, got 0"),
         ],
     )

@@ -163,3 +163,28 @@ def test_several_files_as_one(tmp_path: Path) -> None:
     (tmp_path / "below").mkdir()
     with pytest.raises(ConfigurationError, match="two named 'first'"):
         read_together([first, write(tmp_path / "below", line(), name="first.jsonl")])
+
+
+class TestHalves:
+    def test_every_second_usable_record(self, tmp_path: Path) -> None:
+        path = write(tmp_path, line(id="a"), "{", line(id="b"), line(id="c"), line(id="c"), line(id="d"), line(id="e"))
+        halves = {half: read_records(path, half=half) for half in ("dev", "test")}
+        assert [record.id for record in halves["dev"].records] == ["a", "c", "e"]
+        assert [record.id for record in halves["test"].records] == ["b", "d"]
+        assert {len(each.skipped) for each in halves.values()} == {2}
+
+    def test_the_limit_counts_records_of_the_half(self, tmp_path: Path) -> None:
+        path = write(tmp_path, *(line(id=str(number)) for number in range(9)))
+        assert [record.id for record in read_records(path, half="test", limit=2).records] == ["1", "3"]
+
+    def test_of_several_files(self, tmp_path: Path) -> None:
+        paths = [write(tmp_path, line(id="a"), line(id="b"), name=f"{name}.jsonl") for name in ("one", "two")]
+        found = read_together(paths, half="test")
+        assert [record.id for record in found.records] == ["one/b", "two/b"]
+
+    def test_refusals(self, tmp_path: Path) -> None:
+        path = write(tmp_path, line())
+        with pytest.raises(ConfigurationError, match="half must be one of dev, test"):
+            read_records(path, half="train")
+        with pytest.raises(ConfigurationError, match="at least 2 records .* for its half 'test', got 1"):
+            read_records(path, half="test")

@@ -229,6 +229,24 @@ class TestAgainst:
         clip = summary["methods"]["clip 0.2"]
         assert clip["answerable_intervals"]["f1"] == list(paired_bootstrap([1.0, 0.5]))
 
+    def test_equal_answers_and_first_tokens(self, comparison: Comparison) -> None:
+        """Shares of what the items say; no figure where none says it."""
+        names = ("first_token_agreement", "equal_answer")
+        said = {"q1": (1.0, 1.0), "q2": (1.0, 0.0), "q3": (0.0, 0.0), "q5": (1.0, 1.0)}
+        items = [
+            replace(one, fidelity={**one.fidelity, **dict(zip(names, said[one.id], strict=True))})
+            if one.label == "direct"
+            else one
+            for one in comparison.items
+        ]
+        summary = summarise(replace(comparison, items=items))
+        row = summary["methods"]["direct"]
+        assert (row["first_token_agreement"], row["equal_answers"]) == (0.75, 0.5)
+        assert row["equal_answers_interval"] == list(paired_bootstrap([1.0, 0.0, 0.0, 1.0]))
+        assert row["first_token_agreement_interval"] == list(paired_bootstrap([1.0, 1.0, 0.0, 1.0]))
+        assert summary["methods"]["full"]["equal_answers"] is None
+        assert "Equal answers" in to_markdown(summary) and "50.0%" in to_markdown(summary)
+
     def test_where_full_is_never_right_that_is_said(self, comparison: Comparison, summary: dict[str, Any]) -> None:
         told = "Full prefill answers no question rightly"
         assert told not in to_markdown(summary)

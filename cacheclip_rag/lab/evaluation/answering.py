@@ -125,6 +125,8 @@ def followed(reference: Reference, prefilled: Prefilled, gold_ids: Sequence[Sequ
         "first_token_kl": followed.fidelity.first_token_kl,
         "answer_kl": followed.fidelity.answer_kl,
         "agreement": followed.fidelity.agreement,
+        "first_token_agreement": float(followed.fidelity.first_agrees),
+        "equal_answer": float(followed.answer == reference.answer),
         "gold_logprob": followed.gold_logprob,
     }
     return Answered(followed.answer, fidelity, prefilled.stats)

@@ -15,10 +15,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, cast
 
+from ...checks import check_choice
 from ...errors import ConfigurationError
 
-__all__ = ["Passage", "Record", "RecordFile", "Skipped", "first_few", "read_records", "read_together"]
+__all__ = ["HALVES", "Passage", "Record", "RecordFile", "Skipped", "first_few", "read_records", "read_together"]
 
+HALVES = ("dev", "test")
 _GZIP_MAGIC = b"\x1f\x8b"
 _SCHEMA = (
     '{"id": "…", "task": "…", "question": "…", "answers": ["…"], "chunks": [{"title": "…", "text": "…"}], "meta": {}}'
@@ -81,12 +83,18 @@ class _Unusable(Exception):
     """Why a line is skipped."""
 
 
-def read_records(path: str | Path, *, limit: int | None = None) -> RecordFile:
+def read_records(path: str | Path, *, limit: int | None = None, half: str | None = None) -> RecordFile:
     """Records of a file in order, at most ``limit``. Gzip is recognised by its first two bytes.
 
+    Args:
+        half: ``dev`` for the first record and every second after it, ``test`` for the others; None for all. What was
+            chosen on one half is judged on the other.
+
     Raises:
-        ConfigurationError: the file is missing, unreadable or damaged, or has no usable record.
+        ConfigurationError: the file is missing, unreadable or damaged, or has no usable record; another half.
     """
+    if half is not None:
+        check_choice("half", half, HALVES)
     if limit is not None and limit < 1:
         raise ConfigurationError(f"expected a limit of at least 1 record, got {limit}. Leave it out to read all.")
     file = Path(path).expanduser()
@@ -95,15 +103,18 @@ def read_records(path: str | Path, *, limit: int | None = None) -> RecordFile:
         raise ConfigurationError(
             f"expected a file of evaluation records at {path}, got {found}. Name a .jsonl or .jsonl.gz file."
         )
-    records: dict[str, Record] = {}
+    records: list[Record] = []
+    ids: set[str] = set()
     skipped: list[Skipped] = []
     try:
         for line, content in _lines(file):
             try:
                 record = _record(content)
-                if record.id in records:
+                if record.id in ids:
                     raise _Unusable(f"id {record.id!r} was there before")
-                records[record.id] = record
+                if half in (None, HALVES[len(ids) % 2]):
+                    records.append(record)
+                ids.add(record.id)
             except _Unusable as reason:
                 skipped.append(Skipped(f"line {line}", str(reason)))
             if len(records) == limit:
@@ -112,20 +123,22 @@ def read_records(path: str | Path, *, limit: int | None = None) -> RecordFile:
         raise ConfigurationError(
             f"expected JSON lines, plain or gzip, in {path}, got an unreadable file: {error}. Fetch or pack it again."
         ) from error
+    if ids and not records:
+        raise ConfigurationError(f"expected at least 2 records in {path} for its half 'test', got 1. Leave --half out.")
     if not records:
         raise ConfigurationError(_nothing_usable(path, skipped))
-    return RecordFile(_name(file), tuple(records.values()), tuple(skipped))
+    return RecordFile(_name(file), tuple(records), tuple(skipped))
 
 
-def read_together(paths: Sequence[str | Path], *, limit: int | None = None) -> RecordFile:
-    """Records of several files, at most ``limit`` of each. File names are put before ids and lines.
+def read_together(paths: Sequence[str | Path], *, limit: int | None = None, half: str | None = None) -> RecordFile:
+    """Records of several files, at most ``limit`` of each, of the given half. File names are put before ids and lines.
 
     Raises:
         ConfigurationError: two files have the same name, or an error of :func:`read_records`.
     """
     if len(paths) == 1:
-        return read_records(paths[0], limit=limit)
-    found = [read_records(path, limit=limit) for path in paths]
+        return read_records(paths[0], limit=limit, half=half)
+    found = [read_records(path, limit=limit, half=half) for path in paths]
     names = [file.name for file in found]
     if twice := next((name for number, name in enumerate(names) if name in names[:number]), None):
         raise ConfigurationError(f"expected files with names of their own, got two named {twice!r}. Rename one.")

@@ -81,7 +81,8 @@ class ItemResult:
     scores: dict[str, float]
     """Scores (0 to 1) by metric. The dataset's own metric comes first and is plotted."""
     fidelity: dict[str, float]
-    """``first_token_kl``, ``answer_kl`` (nats), ``agreement`` (0 to 1), ``gold_logprob`` (nats), as far as known."""
+    """``first_token_kl``, ``answer_kl`` (nats), ``agreement`` (0 to 1), ``first_token_agreement`` and ``equal_answer``
+    (0 or 1), ``gold_logprob`` (nats), as far as known."""
     nominal_ratio: float
     effective_ratio: float
     charged_ratio: float
@@ -216,6 +217,10 @@ def _row(
         **_spread("first_token_kl", "first_token_kl_interval", _fidelity(items, "first_token_kl")),
         "agreement_with_full": _mean(_fidelity(items, "agreement")),
         "agreement_interval": _interval(_fidelity(items, "agreement")),
+        "first_token_agreement": _mean(_fidelity(items, "first_token_agreement")),
+        "first_token_agreement_interval": _interval(_fidelity(items, "first_token_agreement")),
+        "equal_answers": _mean(_fidelity(items, "equal_answer")),
+        "equal_answers_interval": _interval(_fidelity(items, "equal_answer")),
         "gold_logprob": _mean(_fidelity(items, "gold_logprob")),
         "gold_logprob_difference": None if is_full else _difference(pairs, lambda item: item.fidelity, "gold_logprob"),
         "nominal_ratio": _mean(item.nominal_ratio for item in items),

@@ -193,6 +193,7 @@ def _columns(summary: dict[str, Any]) -> list[Column]:
         _figure("speedup_vs_full", "Speed-up", "full's TTFT over this one's, median over questions", "{:.2f}x", "high"),
         *(_score(name, summary) for name in scores),
         *(column for score in summary["own_scores"] for column in _against_full(score, summary)),
+        *_same_answers(),
         *_divergence(summary),
         _figure("kl_to_full_median", "KL median", "the same, median over questions", "{:#.3g}", "low"),
         _figure("kl_to_full_trimmed", "KL trimmed", "the same, mean without a tenth at each end", "{:#.3g}", "low"),
@@ -234,8 +235,30 @@ def _task_columns(summary: dict[str, Any]) -> list[Column]:
         _figure("n", "n", "questions answered", "{}"),
         *(_score(name, summary) for name in own),
         *(column for score in own for column in _against_full(score, summary)),
+        *_same_answers(),
         *_divergence(summary),
         _agreement(),
+    ]
+
+
+def _same_answers() -> list[Column]:
+    return [
+        _figure(
+            "equal_answers",
+            "Equal answers",
+            "share of answers that equal full's, character by character (with its 95 % interval)",
+            "{:.1%}",
+            "high",
+            "equal_answers_interval",
+        ),
+        _figure(
+            "first_token_agreement",
+            "Equal first token",
+            "share of answers whose first token is full's (with its 95 % interval)",
+            "{:.1%}",
+            "high",
+            "first_token_agreement_interval",
+        ),
     ]
 
 
