@@ -43,8 +43,9 @@ class EngineConfig:
     recompute_ratio: float | None = None
     """Share of chunk tokens to recompute, 0 to 1; None: the method's own ratio (0.2 for all presets with a ratio)."""
     min_confidence: float | None = None
-    """Least probability of the likeliest first token, 0 to 1. Below it, a prompt is recomputed at higher ratios, and at
-    last prefilled in full; statistics count the passes. 0: one pass. None: the method's own."""
+    """Least difference between the probabilities of the two likeliest first tokens, 0 to 1. Prompts below it are
+    prefilled in full, after the reusing pass. ``cacheclip certify`` shows what a value gives and costs. 0: none. None:
+    the method's own."""
     heads: str | PathLike[str] = "auto"
     """Head set of the auxiliary model: a file, ``none`` or ``auto``. ``auto`` takes the head set that ``cacheclip
     calibrate`` or ``cacheclip finetune`` wrote for this pair of models, else the head set in the package."""

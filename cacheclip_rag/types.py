@@ -150,16 +150,14 @@ class FusionStats:
     """Seconds from the call to the first new token, everything included."""
     charged_ratio: float = 0.0
     """Share of (layer, chunk token) pairs that got fresh KV, a method's cost. It exceeds the effective ratio if layers
-    compute all tokens to choose some, or after several passes; 1.0 for plain prefill."""
+    compute all tokens to choose some. 1.0 for plain prefill, more if a reusing pass was not sure enough before it."""
     cached_prefix_tokens: int = 0
     """Prompt tokens taken from the prefix cache. ``prefix_tokens`` and ``chunk_tokens`` include them."""
     missed_tokens: int = 0
     """Tokens of the chunks that were not found in the store."""
     confidence: float | None = None
-    """Probability of the likeliest first token; None for an answer made of several prompts."""
-    passes: int = 1
-    """Prefills of the prompt: more than 1 if ``min_confidence`` asked for more recompute. ``charged_ratio`` and the
-    seconds are sums over all of them."""
+    """Probability of the likeliest first token minus that of the second; None for an answer made of several
+    prompts."""
     generated_tokens: int = 0
     decode_s: float = 0.0
     """Seconds from the first to the last new token."""
@@ -191,7 +189,7 @@ class FusionStats:
         """
         tokens = ("prefix_tokens", "chunk_tokens", "exact_tokens", "recomputed_tokens", "missed_tokens")
         zero: dict[str, Any] = dict.fromkeys((*tokens, "cached_prefix_tokens", "hits", "misses", "charged_ratio"), 0)
-        plain = replace(self, **zero, fresh_tokens=self.prompt_tokens, fallback=None, phases_s={}, passes=1)
+        plain = replace(self, **zero, fresh_tokens=self.prompt_tokens, fallback=None, phases_s={})
         return replace(plain, method=method)
 
     def to_dict(self) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from cacheclip_rag.errors import CertificateError, ModelError
 from cacheclip_rag.guards.certificate import (
     THRESHOLDS,
     Certificate,
+    GateFigures,
     Identity,
     RatioFigures,
     check_writable,
@@ -66,6 +67,7 @@ def certificate_for(engine: CacheClipEngine, method: str = "cacheclip", **change
         exactness={"passed": True, "checks": {"greedy": {"figure": 1.0}}},
         needle_accuracy_of_full=1.0,
         ratios=rows,
+        gate=[GateFigures(0.5, 1.0, 0.5, 0.25)],
         thresholds=dict(THRESHOLDS),
         prompts=24,
         quick=False,
@@ -90,7 +92,7 @@ class TestFile:
             lambda text: "",
             lambda text: "[]",
             lambda text: text.replace('"not faithful"', '"faithful"', 1),
-            lambda text: text.replace('"format": 1', '"format": 2'),
+            lambda text: text.replace('"format": 2', '"format": 3'),
         ],
     )
     def test_damaged_is_none(self, make: Callable[..., CacheClipEngine], damage: Callable[[str], str]) -> None:

@@ -117,6 +117,13 @@ def _print(certificate: Certificate, path: Path) -> None:
         f"{limits['agreement']:.0%} equal greedy tokens, and {limits['needle_accuracy_of_full']:.0%} of the needles "
         "that full prefill finds."
     )
+    gate = Table(title=f"A confidence gate from ratio {certificate.ratio:g} on (setting min_confidence)")
+    for column in ("min_confidence", "equal first tokens", "charged ratio", "full prefills"):
+        gate.add_column(column, justify="right")
+    for each in certificate.gate:
+        shares = (f"{each.first_token_agreement:.0%}", f"{each.charged_ratio:.2f}", f"{each.full_prefills:.0%}")
+        gate.add_row(f"{each.min_confidence:g}", *shares)
+    out.print(gate)
     out.print(
         f"Verdict at ratio {certificate.ratio:g}: [bold]{certificate.verdict}[/bold] ({certificate.seconds:.0f} s)"
     )

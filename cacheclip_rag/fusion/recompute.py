@@ -22,7 +22,7 @@ from ..clock import PhaseClock
 from ..methods.base import CacheView, PromptView
 from ..prompt.layout import Layout, Span, question_slots
 from ..prompt.segments import Fresh
-from ..runtime.base import Fused, Scored, wait_for
+from ..runtime.base import Fused, wait_for
 from ..runtime.transformers.attention import Geometry
 from ..runtime.transformers.cache import FusedCache
 from ..runtime.transformers.row_filter import RowFilter
@@ -37,14 +37,7 @@ __all__ = ["assemble", "choose_rows", "fuse", "recompute"]
 
 
 def fuse(
-    runtime: ModelRuntime,
-    plan: Plan,
-    sources: Sources,
-    *,
-    capacity: int,
-    clock: PhaseClock,
-    trace: bool = False,
-    scored: Scored | None = None,
+    runtime: ModelRuntime, plan: Plan, sources: Sources, *, capacity: int, clock: PhaseClock, trace: bool = False
 ) -> Fused | None:
     """See :meth:`cacheclip_rag.runtime.base.Runtime.fuse`."""
     geometry = plan.method.positions(plan.layout, plan.reused)
@@ -53,8 +46,8 @@ def fuse(
     with match:
         layout = plan.layout.cached_until(match.num_tokens, plan.reused)
         captured = _captured(layout, sources) if sources.captured is not None else {}
-        plan, scored = replace(plan, layout=layout), {} if scored is None else scored
-        return _Pass(runtime, plan, sources, capacity, clock, geometry, trace, captured, scored).run(match)
+        pass_ = _Pass(runtime, replace(plan, layout=layout), sources, capacity, clock, geometry, trace, captured)
+        return pass_.run(match)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +63,6 @@ class _Pass:
     trace: bool
     captured: Mapping[int, Variant]
     """Captured chunk caches by the chunk's start position."""
-    scored: Scored
 
     def run(self, match: Match) -> Fused | None:
         plan, clock = self.plan, self.clock
@@ -88,15 +80,7 @@ class _Pass:
         kept = plan.reusing(reused)
         if len(reused) < len(plan.reused) and self.geometry is not None:
             # a damaged chunk becomes ordinary text, which changes the method's positions: start again without it
-            return fuse(
-                self.runtime,
-                kept,
-                self.sources,
-                capacity=self.capacity,
-                clock=clock,
-                trace=self.trace,
-                scored=self.scored,
-            )
+            return fuse(self.runtime, kept, self.sources, capacity=self.capacity, clock=clock, trace=self.trace)
         scorable = [span for span in scorable if span in reused]
         return replace(self, plan=kept)._recompute(cache, scorable, [scores[span] for span in scorable])
 
@@ -154,12 +138,7 @@ class _Pass:
         """Scores of the auxiliary model for each span, in the primary's tokens."""
         auxiliary = self.sources.auxiliary
         assert auxiliary is not None, "a method that asks for the auxiliary's scores declares needs_auxiliary"
-        about = scorer, tuple(span.start for span in spans)
-        if about not in self.scored:
-            question = self.plan.question or _question_in(self.plan.layout)
-            self.scored[about] = auxiliary.score(spans, question, scorer, self.clock)
-        scores: list[torch.Tensor] = self.scored[about]
-        return scores
+        return auxiliary.score(spans, self.plan.question or _question_in(self.plan.layout), scorer, self.clock)
 
     def _assemble(self, cache: FusedCache, match: Match) -> list[Span]:
         """Write prefix and chunk KV into ``cache``; returns the spans that could be read (a damaged one could not)."""

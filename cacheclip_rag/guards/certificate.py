@@ -37,6 +37,7 @@ __all__ = [
     "VERDICTS",
     "Certificate",
     "CertificateGuard",
+    "GateFigures",
     "Identity",
     "RatioFigures",
     "check_certificate",
@@ -48,7 +49,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 VERDICTS = ("exact", "faithful", "not faithful")
 THRESHOLDS = {"first_token_kl": 0.1, "answer_kl": 0.05, "agreement": 0.95, "needle_accuracy_of_full": 0.95}
 """Limits for ``faithful``, over all prompts: mean KL at the first token at most 0.1 nats, mean KL along the answer at
@@ -69,8 +70,8 @@ class Identity:
     method: str
     """Its name."""
     method_settings: str
-    """JSON of the method's type and settings without the recompute ratio, with the digests of its chunk context and of
-    the auxiliary's head sets, if any."""
+    """JSON of the method's type and settings without recompute ratio and confidence gate, with the digests of its chunk
+    context and of the auxiliary's head sets, if any."""
     dtype: str
     device: str
     """Kind of device of both models, ``cpu`` or ``cuda+cpu``."""
@@ -107,6 +108,19 @@ class RatioFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class GateFigures:
+    """What a confidence gate does on the prompts, at the certificate's recompute ratio."""
+
+    min_confidence: float
+    first_token_agreement: float
+    """Share of prompts whose first token is full prefill's."""
+    charged_ratio: float
+    """Mean over prompts, both passes counted; 1.0 is the cost of full prefill."""
+    full_prefills: float
+    """Share of prompts that are prefilled in full after all."""
+
+
+@dataclass(frozen=True, slots=True)
 class Certificate:
     """Measured figures, and the verdict at the requested recompute ratio."""
 
@@ -122,6 +136,8 @@ class Certificate:
     needle_accuracy_of_full: float
     ratios: Sequence[RatioFigures]
     """Increasing ratios."""
+    gate: Sequence[GateFigures]
+    """Increasing confidences. All other figures are of the method without a gate."""
     thresholds: Mapping[str, float]
     prompts: int
     quick: bool
@@ -137,9 +153,12 @@ class Certificate:
         """Inverse of :meth:`to_dict`; raises KeyError, TypeError or ValueError on anything else."""
         if value["format"] != FORMAT_VERSION:
             raise ValueError(f"certificate format {value['format']!r}")
-        fields = {key: value[key] for key in value if key not in ("format", "identity", "ratios")}
+        fields = {key: value[key] for key in value if key not in ("format", "identity", "ratios", "gate")}
         certificate = cls(
-            identity=Identity(**value["identity"]), ratios=[RatioFigures(**row) for row in value["ratios"]], **fields
+            identity=Identity(**value["identity"]),
+            ratios=[RatioFigures(**row) for row in value["ratios"]],
+            gate=[GateFigures(**row) for row in value["gate"]],
+            **fields,
         )
         if certificate.verdict not in VERDICTS or any(row.verdict not in VERDICTS for row in certificate.ratios):
             raise ValueError("unknown verdict")
@@ -241,6 +260,7 @@ def identity_of(config: EngineConfig, method: Method, primary: ChunkCaches, scor
     context = method.context or CONTEXTS[config.chunk_context]
     settings = {**describe(_without_ratio(method)), "chunk_context_sha256": context.sha256}
     settings.pop("chunk_context")  # the digest of the context identifies it
+    settings.pop("min_confidence")  # a gate only brings answers nearer to full prefill
     if scorer and scorer.heads:
         settings["heads_sha256"] = scorer.heads.digest()
     if scorer and scorer.named:

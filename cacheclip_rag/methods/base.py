@@ -42,8 +42,9 @@ class Method(ABC):
     """Chunk context: ``prefix`` or ``passages`` (:mod:`cacheclip_rag.chunks.context`). None: the engine's setting
     ``chunk_context``."""
     min_confidence: float = field(default=0.0, kw_only=True)
-    """Least probability of the likeliest first token, 0 to 1. Below it, the prompt is recomputed at a higher ratio, and
-    at last prefilled in full (:mod:`cacheclip_rag.runtime.gate`). 0: the first pass decides."""
+    """Least difference between the probabilities of the two likeliest first tokens, 0 to 1. Below it, the prompt is
+    prefilled in full after all: reuse changes answers mostly where full prefill itself hardly prefers one token. 0:
+    never."""
 
     reuses_chunks: ClassVar[bool] = True
     """Whether the method uses stored chunk KV; if not, the store is not read."""

@@ -5,7 +5,7 @@ can too. Attributes say what a runtime can do, so that no code asks for its clas
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..clock import PhaseClock
     from ..types import Message, Plan, Trace
 
-__all__ = ["DTYPES", "Fused", "Runtime", "Scored", "State", "TokenizedText", "wait_for"]
+__all__ = ["DTYPES", "Fused", "Runtime", "State", "TokenizedText", "wait_for"]
 
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -63,10 +63,6 @@ class Fused:
     first_computed: int | None
     """Position of the first token that was computed; None if other prompts must not reuse this KV."""
     trace: Trace | None = None
-
-
-Scored = dict[Hashable, Any]
-"""Scores of the auxiliary model for one prompt, which several passes over this prompt share."""
 
 
 class Runtime(ABC):
@@ -152,23 +148,9 @@ class Runtime(ABC):
         raise AssertionError("prefill_from was called on a runtime whose keeps_prefixes is False")
 
     @abstractmethod
-    def fuse(
-        self,
-        plan: Plan,
-        sources: Any,
-        *,
-        capacity: int,
-        clock: PhaseClock,
-        trace: bool = False,
-        scored: Scored | None = None,
-    ) -> Fused | None:
+    def fuse(self, plan: Plan, sources: Any, *, capacity: int, clock: PhaseClock, trace: bool = False) -> Fused | None:
         """Carry out a plan that reuses chunks. Their KV comes from ``sources``
-        (:class:`~cacheclip_rag.chunks.sources.Sources`). None if no chunk could be read.
-
-        Args:
-            scored: filled by the first pass over a prompt and read by later ones, so that the auxiliary model scores a
-                prompt once.
-        """
+        (:class:`~cacheclip_rag.chunks.sources.Sources`). None if no chunk could be read."""
 
     @abstractmethod
     def decode_step(self, state: Any, token_id: int) -> torch.Tensor:

@@ -16,9 +16,8 @@ from ..clock import PhaseClock
 from ..prompt.layout import Layout, Span
 from ..types import FusionStats, Plan, Trace
 from .base import Fused, State, wait_for
-from .gate import Gated, confidence, fuse_until_sure
 
-__all__ = ["Keeping", "Prefilled", "prefill"]
+__all__ = ["Keeping", "Prefilled", "confidence", "prefill"]
 
 logger = logging.getLogger(__name__)
 
@@ -78,26 +77,48 @@ def prefill(plan: Plan, sources: Sources, *, params_tokens: int, clock: PhaseClo
         return _capture(plan, sources, capacity, clock)
     if not plan.reused:
         return _plain(plan, sources, capacity, clock)
-    gated = fuse_until_sure(sources.primary.runtime, plan, sources, capacity=capacity, clock=clock, trace=trace)
-    if gated.fused is not None:
-        return _fused(gated.fused, gated, sources, clock)
-    found = _plain(replace(plan.reusing(()), fallback=gated.fallback), sources, capacity, clock)
-    if not gated.passes:
-        return found
+    fused = sources.primary.runtime.fuse(plan, sources, capacity=capacity, clock=clock, trace=trace)
+    if fused is None:
+        why = f"no chunk of {len(plan.layout.chunks)} could be read"
+        return _plain(replace(plan.reusing(()), fallback=why), sources, capacity, clock)
+    sure, done, charged = confidence(fused.logits), fused.plan, fused.charged_tokens
+    if sure >= plan.method.min_confidence or done.exact == done.reused:
+        return _fused(fused, sources, clock)
+    del fused  # memory holds one prompt's KV at a time
+    return _after(done, sure, charged, sources, capacity, clock)
+
+
+def confidence(logits: torch.Tensor) -> float:
+    """How sure a model is of its next token, from ``(vocab_size,)`` logits: probability of the likeliest token minus
+    that of the second, 0 to 1."""
+    first, second = logits.float().softmax(-1).topk(2).values
+    return float(first - second)
+
+
+def _after(
+    plan: Plan, sure: float, charged: float, sources: Sources, capacity: int, clock: PhaseClock
+) -> Prefilled:
+    """Plain prefill because a fused one was not sure enough of the first token.
+
+    Args:
+        charged: chunk tokens that the fused prefill computed.
+    """
+    method = plan.method
+    why = f"confidence {sure:.2f} at recompute ratio {method.nominal_ratio:.2g}, below {method.min_confidence:.2g}"
+    found = _plain(replace(plan.reusing(()), fallback=why), sources, capacity, clock)
     stats = replace(
         found.stats,
         misses=len(plan.missing),
         missed_tokens=_chunk_tokens(plan.missing),
-        passes=gated.passes + 1,
-        charged_ratio=found.stats.charged_ratio + gated.charged_tokens / plan.chunk_tokens,
+        charged_ratio=found.stats.charged_ratio + charged / plan.chunk_tokens,
     )
     return replace(found, stats=stats, missing=tuple(span.segment.text for span in plan.missing))
 
 
-def _fused(fused: Fused, gated: Gated, sources: Sources, clock: PhaseClock) -> Prefilled:
+def _fused(fused: Fused, sources: Sources, clock: PhaseClock) -> Prefilled:
     plan = fused.plan
-    stats = _stats(plan, clock, fused.recomputed_tokens, gated.charged_tokens)
-    stats = replace(stats, passes=gated.passes, confidence=confidence(fused.logits))
+    stats = _stats(plan, clock, fused.recomputed_tokens, fused.charged_tokens)
+    stats = replace(stats, confidence=confidence(fused.logits))
     keeping = None if fused.first_computed is None else _keeping(plan, sources, fused.first_computed)
     missing = tuple(span.segment.text for span in plan.missing)
     return Prefilled(plan.layout, fused.state, fused.logits, stats, missing, keeping, fused.trace)

@@ -127,7 +127,9 @@ class FakeRuntime(Runtime):
         digest = hashlib.sha256(array("q", ids).tobytes()).digest()
         return " ".join(_ANSWER[byte % len(_ANSWER)] for byte in digest[1 : 5 + digest[0] % 7])
 
-    def fuse(self, plan: Plan, sources: Sources, *, capacity: int, clock: PhaseClock, **options: Any) -> Fused | None:
+    def fuse(
+        self, plan: Plan, sources: Sources, *, capacity: int, clock: PhaseClock, trace: bool = False
+    ) -> Fused | None:
         with clock.phase("read"):
             reused = tuple(span for span in plan.reused if self._is_whole(span, sources))
         if not reused:

@@ -1,4 +1,4 @@
-"""The confidence gate: more is recomputed where the first token hangs in the balance."""
+"""The confidence gate: where the first token hangs in the balance, the prompt is prefilled in full."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.base import Method
-from cacheclip_rag.runtime.gate import confidence, rounds
-from cacheclip_rag.selection.scoring import AuxiliaryScorer
+from cacheclip_rag.runtime.prefill import confidence
 from tests.engine.asking import SHORT, check_sums, logits, rag
 
 Make = Callable[..., CacheClipEngine]
 
 
-def gated(name: str, ratio: float, least: float) -> Method:
-    return replace(preset(name).at(ratio), min_confidence=least)
+def gated(name: str, least: float) -> Method:
+    return replace(preset(name), min_confidence=least)
 
 
 @pytest.fixture
@@ -30,68 +29,42 @@ def filled(make: Make, chunks: list[str]) -> CacheClipEngine:
     return engine
 
 
-def sureness(engine: CacheClipEngine, chunks: list[str], name: str, ratio: float) -> float:
-    return confidence(logits(engine, rag(chunks), preset(name).at(ratio)).logits)
-
-
 class TestConfidence:
-    def test_is_the_probability_of_the_likeliest_token(self) -> None:
-        assert confidence(torch.tensor([0.0, 0.0, 0.0, 0.0])) == pytest.approx(0.25)
-        assert confidence(torch.log(torch.tensor([0.1, 0.7, 0.2]))) == pytest.approx(0.7)
+    def test_is_the_lead_of_the_likeliest_token(self) -> None:
+        assert confidence(torch.tensor([0.0, 0.0, 0.0, 0.0])) == 0.0
+        assert confidence(torch.log(torch.tensor([0.1, 0.7, 0.2]))) == pytest.approx(0.5)
         assert confidence(torch.tensor([1000.0, -1000.0], dtype=torch.bfloat16)) == 1.0
 
 
-class TestRounds:
-    @pytest.mark.parametrize(
-        ("ratio", "expected"), [(0.05, [0.05, 0.1, 0.2, 0.4]), (0.2, [0.2, 0.4]), (0.3, [0.3]), (1.0, [1.0])]
-    )
-    def test_double_the_ratio(self, ratio: float, expected: list[float]) -> None:
-        assert [each.nominal_ratio for each in rounds(gated("epic", ratio, 0.5))] == pytest.approx(expected)
-
-    def test_end_at_once_without_a_gate_or_a_ratio(self) -> None:
-        assert len(list(rounds(preset("epic")))) == 1
-        assert len(list(rounds(replace(preset("direct"), min_confidence=0.5)))) == 1
-        assert len(list(rounds(gated("epic", 0.0, 0.5)))) == 1
-
-
 class TestGate:
-    def test_a_sure_answer_is_the_first_pass(self, filled: CacheClipEngine, chunks: list[str]) -> None:
-        found = sureness(filled, chunks, "cacheclip", 0.1)
-        plain = logits(filled, rag(chunks), preset("cacheclip").at(0.1))
-        same = logits(filled, rag(chunks), gated("cacheclip", 0.1, found))
-        assert torch.equal(plain.logits, same.logits)
-        assert (same.stats.passes, same.stats.confidence) == (1, pytest.approx(found))
-        assert same.stats.charged_ratio == plain.stats.charged_ratio
+    @pytest.mark.parametrize("name", ["cacheclip", "epic", "anchored", "cacheblend", "direct"])
+    def test_a_sure_answer_is_the_reusing_pass(self, filled: CacheClipEngine, chunks: list[str], name: str) -> None:
+        plain = logits(filled, rag(chunks), preset(name))
+        sure = confidence(plain.logits)
+        found = logits(filled, rag(chunks), gated(name, sure))
+        assert torch.equal(plain.logits, found.logits)
+        assert found.stats.confidence == plain.stats.confidence == sure > 0
+        assert found.stats.charged_ratio == plain.stats.charged_ratio and found.stats.fallback is None
 
-    @pytest.mark.parametrize("name", ["cacheclip", "epic", "anchored", "cacheblend"])
-    def test_stops_at_the_first_ratio_that_is_sure(self, filled: CacheClipEngine, chunks: list[str], name: str) -> None:
-        """Every pass is the method at its ratio, bit for bit."""
-        ratios = (0.1, 0.2, 0.4)
-        sure = [sureness(filled, chunks, name, ratio) for ratio in ratios]
-        best = max(range(len(ratios)), key=lambda number: sure[number])
-        expected = logits(filled, rag(chunks), preset(name).at(ratios[best]))
-        found = logits(filled, rag(chunks), gated(name, 0.1, sure[best]))
-        assert torch.equal(found.logits, expected.logits)
-        assert found.stats.passes == best + 1 and found.stats.method == name and found.stats.fallback is None
-        assert found.stats.effective_ratio == expected.stats.effective_ratio
-        assert found.stats.nominal_ratio == 0.1
-        charged = [logits(filled, rag(chunks), preset(name).at(r)).stats.charged_ratio for r in ratios[: best + 1]]
-        assert found.stats.charged_ratio == pytest.approx(sum(charged))
-
-    @pytest.mark.parametrize("name", ["cacheclip", "direct"])
-    def test_never_sure_is_full_prefill(self, filled: CacheClipEngine, chunks: list[str], name: str) -> None:
-        method = replace(preset(name), min_confidence=1.0)
-        full = logits(filled, rag(chunks), preset("full"))
+    @pytest.mark.parametrize("name", ["cacheclip", "epic", "anchored", "cacheblend", "direct"])
+    def test_an_unsure_one_is_full_prefill(self, filled: CacheClipEngine, chunks: list[str], name: str) -> None:
+        plain, full = (logits(filled, rag(chunks), preset(each)) for each in (name, "full"))
+        method = gated(name, confidence(plain.logits) + 1e-6)
         found = logits(filled, rag(chunks), method)
-        assert torch.equal(found.logits, full.logits)
-        stats, passes = found.stats, len(list(rounds(method)))
-        assert stats.passes == passes + 1 and stats.method == "full"
-        assert stats.fallback is not None and "below 1" in stats.fallback
+        assert torch.equal(found.logits, full.logits) and not torch.equal(found.logits, plain.logits)
+        stats = found.stats
+        assert stats.method == "full" and stats.confidence == full.stats.confidence
+        ratio = f"{method.nominal_ratio:.2g}"
+        assert stats.fallback is not None and f"at recompute ratio {ratio}, below" in stats.fallback
         assert (stats.hits, stats.misses, stats.missed_tokens, found.missing) == (0, 0, 0, ())
-        assert stats.charged_ratio == pytest.approx(1.0 + (0.2 + 0.4 if name == "cacheclip" else 0.0), abs=0.02)
+        assert stats.charged_ratio == pytest.approx(1.0 + plain.stats.charged_ratio)
         answer = filled.generate(rag(chunks), SHORT, method=method)
         check_sums(answer)
         assert answer.text == filled.generate(rag(chunks), SHORT, method="full").text
+
+    def test_the_time_counts_both_passes(self, filled: CacheClipEngine, chunks: list[str]) -> None:
+        phases = filled.generate(rag(chunks), SHORT, method=gated("cacheclip", 1.0)).stats.phases_s
+        assert phases["select"] > 0 and phases["assemble"] > 0 and phases["recompute"] > 0
 
     def test_a_missing_chunk_is_still_stored(self, make: Make, chunks: list[str]) -> None:
         engine = make(min_confidence=1.0)
@@ -100,41 +73,24 @@ class TestGate:
         assert (stats.misses, stats.method) == (1, "full") and stats.missed_tokens > 0
         assert engine.is_stored(chunks[-1])
 
-    def test_full_prefill_enters_the_prefix_cache(self, make: Make, chunks: list[str]) -> None:
+    def test_exact_chunks_need_no_second_pass(self, make: Make, chunks: list[str]) -> None:
+        """Full prefill enters the prefix cache, and the same prompt is exact from then on."""
         engine = make(min_confidence=1.0)
         engine.precompute(chunks)
-        stats = engine.generate(rag(chunks), SHORT).stats
-        again = engine.generate(rag(chunks), SHORT).stats
-        assert again.cached_prefix_tokens > 0.9 * stats.prompt_tokens
-        assert (stats.passes, again.passes, again.method) == (3, 1, "cacheclip")  # exact chunks need no more passes
-
-    def test_the_auxiliary_scores_once(
-        self, filled: CacheClipEngine, chunks: list[str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        calls = []
-        score = AuxiliaryScorer.score
-
-        def counted(*args: object, **options: object) -> object:
-            calls.append(1)
-            return score(*args, **options)  # type: ignore[arg-type]
-
-        monkeypatch.setattr(AuxiliaryScorer, "score", counted)
-        found = logits(filled, rag(chunks), gated("cacheclip", 0.05, 1.0))
-        assert found.stats.passes == 5 and len(calls) == 1
+        first, again = (engine.generate(rag(chunks), SHORT).stats for _ in range(2))
+        assert again.cached_prefix_tokens > 0.9 * first.prompt_tokens
+        assert (first.method, again.method, again.fallback) == ("full", "cacheclip", None)
 
     def test_setting_of_the_engine(self, make: Make, chunks: list[str]) -> None:
         """It holds for methods by name; an instance has its own."""
         engine = make(min_confidence=1.0, prefix_cache_bytes=0)
         engine.precompute(chunks)
-        assert engine.generate(rag(chunks), SHORT).stats.passes == 3
-        assert engine.generate(rag(chunks), SHORT, method="direct").stats.passes == 2
-        assert engine.generate(rag(chunks), SHORT, method=preset("cacheclip")).stats.passes == 1
-        assert engine.generate(rag(chunks), SHORT, method="full").stats.passes == 1
-
-    def test_hidden_with_hits(self, make: Make, chunks: list[str]) -> None:
-        engine = make(min_confidence=1.0, hide_hits=True)
-        engine.precompute(chunks)
-        assert engine.generate(rag(chunks), SHORT).stats.passes == 1
+        found = {
+            name: engine.generate(rag(chunks), SHORT, method=method).stats.method
+            for name, method in {"own": None, "direct": "direct", "instance": preset("cacheclip")}.items()
+        }
+        assert found == {"own": "full", "direct": "full", "instance": "cacheclip"}
+        assert engine.generate(rag(chunks), SHORT, method="full").stats.fallback is None
 
     @pytest.mark.parametrize("value", [-0.1, 1.1, True, "0.5", float("nan")])
     def test_refuses_what_is_no_probability(self, make: Make, value: object) -> None:

@@ -18,7 +18,7 @@ from cacheclip_rag import CacheClipEngine, EngineConfig, SamplingParams
 from cacheclip_rag.cli import app
 from cacheclip_rag.errors import CertificateError, ConfigurationError, UnsupportedModelError
 from cacheclip_rag.guards.certificate import find_certificate
-from cacheclip_rag.lab.evaluation.certify import RATIOS, certify
+from cacheclip_rag.lab.evaluation.certify import CONFIDENCES, RATIOS, certify
 from cacheclip_rag.lab.evaluation.exactness import check_exactness, noise_floor, reference_logits
 from cacheclip_rag.lab.evaluation.prompts import EvaluationPrompt, bundled_prompts
 from cacheclip_rag.methods import preset
@@ -157,6 +157,30 @@ class TestCertify:
         # a model of random weights that never saw the chunks together: far from full prefill, and it is told
         assert certificate.ratios[0].answer_kl["mean"] > certificate.thresholds["answer_kl"]
         assert certificate.ratios[0].verdict == "not faithful"
+
+    def test_the_gate_is_what_an_engine_with_it_does(self, config: EngineConfig) -> None:
+        """Brute force: an engine with each confidence, on the same prompts."""
+        certificate = certify(config, quick=True)
+        assert [each.min_confidence for each in certificate.gate] == list(CONFIDENCES)
+        prompts = module.bundled_prompts(2)
+        for figures in certificate.gate:
+            engine = CacheClipEngine(replace(config, min_confidence=figures.min_confidence, prefix_cache_bytes=0))
+            method, agreeing, stats = engine.make_method(), [], []
+            for prompt in prompts:
+                engine.precompute(prompt.chunks)
+                full = engine.prefill(prompt.text, method=preset("full"))
+                found = engine.prefill(prompt.text, method=method, question=prompt.question)
+                agreeing.append(float(found.logits.argmax() == full.logits.argmax()))
+                stats.append(found.stats)
+            assert figures.first_token_agreement == pytest.approx(sum(agreeing) / 2)
+            assert figures.charged_ratio == pytest.approx(sum(each.charged_ratio for each in stats) / 2, abs=0.01)
+            assert figures.full_prefills == sum(each.method == "full" for each in stats) / 2
+        assert certificate.gate[-1].full_prefills == 1.0 and certificate.gate[-1].first_token_agreement == 1.0
+
+    def test_it_covers_the_same_method_with_a_gate(self, config: EngineConfig) -> None:
+        engine = CacheClipEngine(config)
+        plain, gated = (replace(engine.make_method(), min_confidence=least) for least in (0.0, 0.5))
+        assert engine.parts.identity(plain) == engine.parts.identity(gated)
 
     def test_ratio_one_is_exact(self, config: EngineConfig) -> None:
         certificate = certify(replace(config, recompute_ratio=1.0), quick=True)

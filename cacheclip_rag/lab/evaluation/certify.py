@@ -17,7 +17,7 @@ from typing import Any
 from ...config import EngineConfig
 from ...engine import CacheClipEngine
 from ...errors import ConfigurationError, UnsupportedModelError
-from ...guards.certificate import THRESHOLDS, Certificate, RatioFigures, check_writable, verdict_at
+from ...guards.certificate import THRESHOLDS, Certificate, GateFigures, RatioFigures, check_writable, verdict_at
 from ...guards.fidelity import Fidelity
 from ...methods import preset
 from ...methods.base import Method
@@ -26,9 +26,11 @@ from .exactness import DIRECT, check_exactness, check_reuse
 from .prompts import EvaluationPrompt, bundled_prompts
 from .reference import Reference
 
-__all__ = ["RATIOS", "certify"]
+__all__ = ["CONFIDENCES", "RATIOS", "certify"]
 
 RATIOS = (0.05, 0.1, 0.2, 0.3, 0.5)
+CONFIDENCES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
+"""Values of ``min_confidence`` that are tried."""
 _EXACT_KL = 1e-4
 """Largest KL on any prompt for ``exact``, nats; in half precision, twice the noise floor if larger. Float32: 1e-7."""
 _PROMPTS, _QUICK_PROMPTS = 20, 4
@@ -43,6 +45,8 @@ class _Outcome:
     effective_ratio: float
     charged_ratio: float
     finds_needle: bool | None
+    confidence: float
+    """Of the first token."""
 
 
 def certify(config: EngineConfig, *, method: Method | None = None, quick: bool = False) -> Certificate:
@@ -64,6 +68,7 @@ def certify(config: EngineConfig, *, method: Method | None = None, quick: bool =
     started = time.perf_counter()
     check_writable()
     given = CacheClipEngine(replace(config, store=None, shadow_rate=0.0)).make_method(method)
+    given = replace(given, min_confidence=0.0)
     _check_method(given)
     auxiliary_name = config.auxiliary if given.needs_auxiliary else None
     config = replace(config, store=None, shadow_rate=0.0, auxiliary=auxiliary_name)
@@ -99,6 +104,7 @@ def certify(config: EngineConfig, *, method: Method | None = None, quick: bool =
         exactness=exactness,
         needle_accuracy_of_full=needles_of_full,
         ratios=rows,
+        gate=_gate(outcomes[given.nominal_ratio]),
         thresholds=dict(THRESHOLDS),
         prompts=len(prompts),
         quick=quick,
@@ -132,7 +138,8 @@ def _measure(engine: CacheClipEngine, prompt: EvaluationPrompt, method: Method, 
     prefilled = check_reuse(engine.prefill(prompt.text, method=method, question=prompt.question))
     followed = reference.follow(prefilled, answers=prompt.needle is not None)
     stats, found = prefilled.stats, _finds(prompt, followed.answer or "")
-    return _Outcome(followed.fidelity, stats.effective_ratio, stats.charged_ratio, found)
+    assert stats.confidence is not None, "every prefill says how sure it is"
+    return _Outcome(followed.fidelity, stats.effective_ratio, stats.charged_ratio, found, stats.confidence)
 
 
 def _finds(prompt: EvaluationPrompt, answer: str) -> bool | None:
@@ -170,6 +177,24 @@ def _figures(
         needle_accuracy=needles,
         verdict=verdict,
     )
+
+
+def _gate(outcomes: Sequence[_Outcome]) -> list[GateFigures]:
+    """What each value of ``min_confidence`` would have done."""
+    found = []
+    for least in CONFIDENCES:
+        in_full = [outcome.confidence < least for outcome in outcomes]
+        found.append(
+            GateFigures(
+                least,
+                statistics.mean(
+                    full or outcome.fidelity.first_agrees for full, outcome in zip(in_full, outcomes, strict=True)
+                ),
+                statistics.mean(outcome.charged_ratio for outcome in outcomes) + statistics.mean(in_full),
+                statistics.mean(in_full),
+            )
+        )
+    return found
 
 
 def _spread(outcomes: Sequence[_Outcome], of: Callable[[Fidelity], float]) -> dict[str, float]:

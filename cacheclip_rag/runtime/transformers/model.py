@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from ...chunks.sources import Sources
     from ...clock import PhaseClock
     from ...types import Plan
-    from ..base import Fused, Scored
+    from ..base import Fused
 
 __all__ = ["ModelRuntime", "Passes", "device_of"]
 
@@ -289,16 +289,9 @@ class ModelRuntime(TextModel):
         return cache, logits
 
     def fuse(
-        self,
-        plan: Plan,
-        sources: Sources,
-        *,
-        capacity: int,
-        clock: PhaseClock,
-        trace: bool = False,
-        scored: Scored | None = None,
+        self, plan: Plan, sources: Sources, *, capacity: int, clock: PhaseClock, trace: bool = False
     ) -> Fused | None:
-        return fuse(self, plan, sources, capacity=capacity, clock=clock, trace=trace, scored=scored)
+        return fuse(self, plan, sources, capacity=capacity, clock=clock, trace=trace)
 
     @torch.inference_mode()
     def run_rows(

@@ -16,6 +16,7 @@ from .architectures import has_pinned_rope, reuse_tokens
 from .text import TextModel
 
 if TYPE_CHECKING:
+    from ...clock import PhaseClock
     from ...types import Plan
     from ..base import Fused
 
@@ -86,7 +87,7 @@ class PlainRuntime(TextModel):
     def encode(self, ids: Sequence[int], context: torch.Tensor | None = None) -> torch.Tensor:
         raise AssertionError(f"KV of model {self.name!r} cannot be reused")
 
-    def fuse(self, plan: Plan, sources: Any, **options: Any) -> Fused | None:
+    def fuse(self, plan: Plan, sources: Any, *, capacity: int, clock: PhaseClock, trace: bool = False) -> Fused | None:
         return None
 
     @torch.inference_mode()
