@@ -18,8 +18,9 @@ from cacheclip_rag import CacheClipEngine, EngineConfig, SamplingParams
 from cacheclip_rag.cli import app
 from cacheclip_rag.errors import CertificateError, ConfigurationError, UnsupportedModelError
 from cacheclip_rag.guards.certificate import find_certificate
-from cacheclip_rag.lab.evaluation.certify import CONFIDENCES, RATIOS, certify
+from cacheclip_rag.lab.evaluation.certify import RATIOS, certify
 from cacheclip_rag.lab.evaluation.exactness import check_exactness, noise_floor, reference_logits
+from cacheclip_rag.lab.evaluation.gating import CONFIDENCES
 from cacheclip_rag.lab.evaluation.prompts import EvaluationPrompt, bundled_prompts
 from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.settings import vary

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from cacheclip_rag.errors import ConfigurationError, MissingExtraError
+from cacheclip_rag.lab.evaluation.gating import CONFIDENCES
 from cacheclip_rag.lab.evaluation.plots import linear_ticks, look, plots, tick_text, to_png
 from cacheclip_rag.lab.evaluation.records import Skipped
 from cacheclip_rag.lab.evaluation.report import (
@@ -246,6 +247,37 @@ class TestAgainst:
         assert row["first_token_agreement_interval"] == list(paired_bootstrap([1.0, 1.0, 0.0, 1.0]))
         assert summary["methods"]["full"]["equal_answers"] is None
         assert "Equal answers" in to_markdown(summary) and "50.0%" in to_markdown(summary)
+
+    def test_a_gate_takes_fulls_answer_where_the_method_is_unsure(self, comparison: Comparison) -> None:
+        sure = {"q1": 0.6, "q2": 0.04, "q3": 0.25, "q4": 0.15}
+        agreeing = {"q1": 1.0, "q2": 0.0, "q3": 1.0, "q4": 0.0}
+        items = [
+            replace(
+                one,
+                confidence=sure[one.id],
+                fidelity={"first_token_agreement": agreeing[one.id], "equal_answer": agreeing[one.id]},
+            )
+            if one.label == "clip 0.2"
+            else one
+            for one in comparison.items
+        ]
+        found = summarise(replace(comparison, items=items))
+        gate = {each["min_confidence"]: each for each in found["methods"]["clip 0.2"]["gate"]}
+        assert list(gate) == list(CONFIDENCES)
+        assert [each["full_prefills"] for each in gate.values()] == [0.0, 0.25, 0.25, 0.5, 0.75, 0.75, 1.0, 1.0]
+        assert gate[0.0]["first_token_agreement"] == 0.5 and gate[0.05]["first_token_agreement"] == 0.75
+        assert gate[0.2]["equal_answers"] == 1.0
+        # F1 by hand: 1, .5, 0, .5 without a gate; question 4 becomes full's 1.0 at 0.2
+        assert gate[0.0]["share_of_full"]["f1"][0] == pytest.approx(2.0 / 2.5)
+        assert gate[0.2]["share_of_full"]["f1"][0] == pytest.approx(1.0)
+        assert gate[0.0]["mean_ttft_s"] == (2 + 2 + 4 + 1) / 4 and gate[0.05]["mean_ttft_s"] == (2 + 6 + 4 + 1) / 4
+        assert gate[0.05]["speedup_of_means"] == pytest.approx(18 / 13)
+        assert gate[0.2]["charged_ratio"] == pytest.approx(0.25 + 0.5)
+        assert "## With a confidence gate" in to_markdown(found) and "| clip 0.2 | 0.05 | 25% |" in to_markdown(found)
+
+    def test_no_gate_without_confidences(self, comparison: Comparison, summary: dict[str, Any]) -> None:
+        assert all(row["gate"] == [] for row in summary["methods"].values())
+        assert "confidence gate" not in to_markdown(summary)
 
     def test_where_full_is_never_right_that_is_said(self, comparison: Comparison, summary: dict[str, Any]) -> None:
         told = "Full prefill answers no question rightly"

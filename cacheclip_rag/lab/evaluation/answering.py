@@ -183,4 +183,5 @@ def item_of(asked: AskedQuestion, label: str, answered: Answered, where: str) ->
         fallback=stats.fallback,
         measured_on=where,
         effective_ratio_of_stale=stats.effective_ratio_of_stale,
+        confidence=stats.confidence,
     )

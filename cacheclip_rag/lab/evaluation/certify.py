@@ -23,14 +23,13 @@ from ...methods import preset
 from ...methods.base import Method
 from ...progress import progress_bar
 from .exactness import DIRECT, check_exactness, check_reuse
+from .gating import CONFIDENCES
 from .prompts import EvaluationPrompt, bundled_prompts
 from .reference import Reference
 
-__all__ = ["CONFIDENCES", "RATIOS", "certify"]
+__all__ = ["RATIOS", "certify"]
 
 RATIOS = (0.05, 0.1, 0.2, 0.3, 0.5)
-CONFIDENCES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
-"""Values of ``min_confidence`` that are tried."""
 _EXACT_KL = 1e-4
 """Largest KL on any prompt for ``exact``, nats; in half precision, twice the noise floor if larger. Float32: 1e-7."""
 _PROMPTS, _QUICK_PROMPTS = 20, 4

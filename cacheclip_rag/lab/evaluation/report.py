@@ -17,6 +17,7 @@ from typing import Any
 
 from ...errors import ConfigurationError, MissingExtraError
 from ...paths import atomic_path
+from .gating import gated
 from .page import to_html
 from .plots import to_png
 from .records import Skipped
@@ -95,6 +96,8 @@ class ItemResult:
     """Machine, threads and library version of the times; empty: not recorded."""
     effective_ratio_of_stale: float | None = None
     """Recomputed tokens divided by chunk tokens that are not exact; None: not recorded."""
+    confidence: float | None = None
+    """How sure the prefill was of the first token, as :class:`~cacheclip_rag.types.FusionStats` says it."""
 
     @property
     def own(self) -> str | None:
@@ -127,7 +130,8 @@ def summarise(comparison: Comparison, *, against: str = "full") -> dict[str, Any
     the items that full prefill answers rightly: by the question's own metric, or, if any right answer counts, because
     the answer equals or contains one. A score is over the items that have it (``n_of_scores``,
     ``answerable_n_of_scores``). ``kl_ratio`` is the mean KL divided by the mean KL of the run labelled ``against``,
-    over the questions that both answered; full has none, because its KL is rounding. Intervals are from
+    over the questions that both answered; full has none, because its KL is rounding. ``gate`` says what a confidence
+    gate would have given (:mod:`~cacheclip_rag.lab.evaluation.gating`). Intervals are from
     :mod:`~cacheclip_rag.lab.evaluation.statistics`. ``tasks`` holds the figures per task, if there are several tasks.
 
     Raises:
@@ -243,6 +247,7 @@ def _row(
         if full
         else {},
         "answerable_n_of_scores": _counts(right, scores) if full else {},
+        "gate": [] if is_full else gated(pairs, scores),
     }
     if clash := row.keys() & set(scores):
         raise ConfigurationError(f"expected scores with names of their own, got {', '.join(sorted(clash))}. Rename it.")

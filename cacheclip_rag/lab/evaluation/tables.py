@@ -91,6 +91,7 @@ def to_markdown(summary: dict[str, Any]) -> str:
     lines += ["", *(f"- **{_plain(column.title)}**: {_plain(column.meaning)}." for column in columns)]
     for note in notes(summary):
         lines += ["", _plain(note)]
+    lines += _gate_lines(summary)
     for task in summary["tasks"]:
         lines += ["", f"## {_plain(task_title(summary, task))}", "", *_markdown_table(*table(summary, task))]
     if summary["skipped"]:
@@ -109,6 +110,49 @@ def _markdown_table(columns: list[Column], cells: dict[str, list[Cell]]) -> list
         "|:--" + "|--:" * len(columns) + "|",
         *("| " + " | ".join([_plain(label), *map(_markdown_cell, row)]) + " |" for label, row in cells.items()),
     ]
+
+
+def _gate_lines(summary: dict[str, Any]) -> list[str]:
+    """A table of what a confidence gate would have given, for each method with a recompute ratio."""
+    own: list[str] = summary["own_scores"]
+    titles = ["Method", "min_confidence", "Full prefills", "Mean TTFT (s)", "Full's mean over it"]
+    titles += ["Equal answers", "Equal first token", *(f"{score_title(name)} / full" for name in own)]
+    lines = []
+    for label, row in summary["methods"].items():
+        for each in row["gate"] if row["ratio"] is not None else []:
+            shares = [each["share_of_full"].get(name) for name in own]
+            cells = [
+                _plain(label),
+                number_text(each["min_confidence"]),
+                f"{each['full_prefills']:.0%}",
+                f"{each['mean_ttft_s']:.3f}",
+                _shown(each["speedup_of_means"], "{:.2f}x"),
+                *(_shown(each[name], "{:.1%}") for name in ("equal_answers", "first_token_agreement")),
+                *("-" if share is None else _with_interval(share) for share in shares),
+            ]
+            lines.append("| " + " | ".join(cells) + " |")
+    if not lines:
+        return []
+    heading = [
+        "",
+        "## With a confidence gate",
+        "",
+        "Prompts whose first token is less sure than `min_confidence` are prefilled in full after all, and cost both.",
+        "",
+        "| " + " | ".join(titles) + " |",
+        "|:--" + "|--:" * (len(titles) - 1) + "|",
+    ]
+    return [*heading, *lines]
+
+
+def _with_interval(share: Sequence[float | None]) -> str:
+    mean, *bounds = share
+    inside = ", ".join(f"{bound:.1%}" for bound in bounds if bound is not None)
+    return f"{mean:.1%}" + (f" [{inside}]" if inside else "")
+
+
+def _shown(value: float | None, shown: str) -> str:
+    return "-" if value is None else shown.format(value)
 
 
 def task_title(summary: dict[str, Any], task: str) -> str:

@@ -1,0 +1,68 @@
+"""What a confidence gate would have done, from answers without one.
+
+Below the gate a prompt is prefilled in full, so that the answer is full prefill's and the cost is that of both passes.
+No prompt has to be answered again to know what a value of ``min_confidence`` gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from .statistics import paired_ratio
+
+if TYPE_CHECKING:
+    from .report import ItemResult
+
+__all__ = ["CONFIDENCES", "gated"]
+
+CONFIDENCES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
+"""Values of ``min_confidence`` that are tried."""
+
+
+def gated(pairs: Sequence[tuple[ItemResult, ItemResult]], scores: Sequence[str]) -> list[dict[str, Any]]:
+    """Figures for each of :data:`CONFIDENCES`, ready for JSON; none if an item has no confidence.
+
+    Args:
+        pairs: items of a method, each with full prefill's item of the same question.
+        scores: metrics of which full prefill's share is given.
+    """
+    if not pairs or any(item.confidence is None for item, _ in pairs):
+        return []
+    return [_at(least, pairs, scores) for least in CONFIDENCES]
+
+
+def _at(least: float, pairs: Sequence[tuple[ItemResult, ItemResult]], scores: Sequence[str]) -> dict[str, Any]:
+    in_full = [item.confidence is not None and item.confidence < least for item, _ in pairs]
+    shown = [full if unsure else item for (item, full), unsure in zip(pairs, in_full, strict=True)]
+    seconds = [
+        item.ttft_s + (full.ttft_s if unsure else 0.0) for (item, full), unsure in zip(pairs, in_full, strict=True)
+    ]
+    shares = {}
+    for name in scores:
+        values = [
+            (own.scores[name], full.scores[name])
+            for own, (_, full) in zip(shown, pairs, strict=True)
+            if name in own.scores and name in full.scores
+        ]
+        if values and min(map(min, values)) >= 0 and (found := paired_ratio(*zip(*values, strict=True))):
+            shares[name] = list(found)
+    return {
+        "min_confidence": least,
+        "full_prefills": fmean(in_full),
+        "charged_ratio": fmean(item.charged_ratio for item, _ in pairs) + fmean(in_full),
+        "mean_ttft_s": fmean(seconds),
+        "speedup_of_means": fmean(full.ttft_s for _, full in pairs) / fmean(seconds) if fmean(seconds) else None,
+        "first_token_agreement": _share(pairs, in_full, "first_token_agreement"),
+        "equal_answers": _share(pairs, in_full, "equal_answer"),
+        "share_of_full": shares,
+    }
+
+
+def _share(pairs: Sequence[tuple[ItemResult, ItemResult]], in_full: Sequence[bool], name: str) -> float | None:
+    found = [
+        1.0 if unsure else item.fidelity.get(name) for (item, _), unsure in zip(pairs, in_full, strict=True)
+    ]
+    known = [value for value in found if value is not None]
+    return fmean(known) if len(known) == len(found) else None
