@@ -60,8 +60,8 @@ CONTEXTS: dict[str, ChunkContext] = {
 TRAINED = "trained"
 AUTO = "auto"
 CONTEXT_NAMES = (*CONTEXTS, TRAINED, AUTO)
-"""Values of the setting ``chunk_context``. ``trained`` is the primary's trained context; ``auto`` is the same if there is
-one, else ``passages``."""
+"""Values of the setting ``chunk_context``. ``trained`` is the primary's trained context; ``auto`` is the same if there
+is one, else ``passages``."""
 
 
 def check_chunk_context(name: object) -> None:

@@ -105,8 +105,8 @@ class TrainedContext:
 def find_trained_context(primary: Runtime) -> TrainedContext | None:
     """The trained context of a model: the first of these that exists, else None.
 
-    The context that ``cacheclip train-context`` wrote; :data:`CONTEXT_FILE` in the model's folder; the context that this
-    package ships for the model.
+    The context that ``cacheclip train-context`` wrote; :data:`CONTEXT_FILE` in the model's folder; the context that
+    this package ships for the model.
 
     Raises:
         ModelError: the file cannot be read, or was made for another model.
