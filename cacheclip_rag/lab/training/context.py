@@ -281,7 +281,7 @@ def train_context(
     Args:
         data: records (``.jsonl``, ``.jsonl.gz``) and documents to learn from, besides synthetic texts.
         folder: working folder; default ``training/`` and the first 16 digits of the primary in the cache folder.
-        minutes: stop after this time, between two steps. The same call continues.
+        minutes: stop after this time, between two steps, but not before the first. The same call continues.
 
     Raises:
         Interrupted: KeyboardInterrupt; the work so far is saved.
@@ -316,12 +316,14 @@ def train_context(
 
 
 def _train(training: _Training, until: float | None) -> None:
-    """All steps that are left, or as many as begin before the time ``until``. Every step is saved."""
-    settings = training.settings
+    """All steps that are left, or one and as many more as begin before the time ``until``. Every step is saved."""
+    settings, begun = training.settings, training.step
     with progress_bar("training", settings.steps, "steps", done=training.step) as advance:
         if not training.step and not training.history:
             training.check()
-        while training.step < settings.steps and (until is None or time.perf_counter() < until):
+        while training.step < settings.steps:
+            if until is not None and training.step > begun and time.perf_counter() >= until:
+                break
             training.advance()
             if training.step % settings.check_every == 0 or training.step == settings.steps:
                 training.check()
