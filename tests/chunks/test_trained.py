@@ -18,6 +18,7 @@ from cacheclip_rag.chunks.trained import CONTEXT_FILE, TrainedContext, find_trai
 from cacheclip_rag.errors import ConfigurationError, ModelError, PromptTooLongError
 from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.settings import vary
+from cacheclip_rag.plan.explain import explain_miss
 from cacheclip_rag.runtime.base import weights_digest
 from cacheclip_rag.store import chunk_key
 from cacheclip_rag.testing.fake import FakeRuntime
@@ -254,6 +255,20 @@ class TestChunks:
         epic = preset("epic")
         identities = [make(chunk_context=name).parts.identity(epic) for name in ("auto", "trained", "passages")]
         assert identities[0] == identities[1] != identities[2]
+
+
+class TestExplanations:
+    def test_a_text_behind_something_else(self, make: Make, trained: TrainedContext, tmp_path: Path) -> None:
+        store, prompt = str(tmp_path / "store"), rag_prompt(CHUNKS[:1])
+        make(store=store, chunk_context="passages").precompute(CHUNKS[:1])
+        found = explain_miss(make(store=store), prompt, CHUNKS[0])
+        assert "precomputed with chunk_context='passages'" in found.explanation
+        assert "reads chunks with chunk_context='trained'" in found.explanation
+        make(store=store).precompute(CHUNKS[:1])
+        assert explain_miss(make(store=store), prompt, CHUNKS[0]).is_hit
+        make(store=store).store.delete([make(store=store).parts.primary(CONTEXTS["passages"]).key(CHUNKS[0])])
+        found = explain_miss(make(store=store, chunk_context="passages"), prompt, CHUNKS[0])
+        assert "precomputed with chunk_context='trained'" in found.explanation
 
 
 class TestOtherRuntimes:

@@ -219,7 +219,7 @@ class _Page:
 
 def context_table(found: ContextTraining) -> Table:
     """Distance from full prefill before and after, one row per ratio."""
-    titles = ["recomputed", "KL behind passages", "behind the trained context", "change (95 %)", "first token", "after"]
+    titles = ["recomputed", "KL, passages", "KL, trained", "change (95 %)", "first token, passages", "trained"]
     return titles, [
         [
             f"{each.ratio:.0%}",
