@@ -136,7 +136,7 @@ class CacheClipEngine:
             ConfigurationError: an empty text.
             PromptTooLongError: a text longer than the model's context.
         """
-        return self._writer.precompute(texts, self.context_of(method), source, document or "")
+        return self._writer.precompute(texts, context_of(self.config, method), source, document or "")
 
     def release(self, texts: Iterable[str] = (), *, sources: Iterable[str] = (), keep: Iterable[str] = ()) -> int:
         """Delete the KV of chunk texts, and of texts that come only from these sources or documents.
@@ -195,9 +195,15 @@ class CacheClipEngine:
         return choose_method(self.config, method, recompute_ratio, lambda: self.parts.has_head_set)
 
     def context_of(self, method: str | Method | None = None) -> ChunkContext:
-        """The chunk context of a method (default the engine's method): its own, else the engine's setting. Loads no
-        model."""
-        return context_of(self.config, method) or self.parts.default_context
+        """The chunk context of a method (default the engine's method): its own, else the engine's setting.
+
+        Loads the primary if its trained context is asked for (``auto``, ``trained``): it belongs to the weights. An
+        engine reads the trained context once.
+
+        Raises:
+            ModelError: ``chunk_context`` is ``trained``, and the primary has no trained context.
+        """
+        return self.parts.context(context_of(self.config, method))
 
     def segment(self, prompt: Prompt, documents: Documents = (), *, date: str | None = None) -> list[Segment]:
         """Cut a prompt into stored chunks and fresh text, see :class:`~cacheclip_rag.prompt.segments.PromptReader`."""

@@ -10,10 +10,11 @@ from typing import cast
 
 from .chunks.caches import ChunkCaches
 from .chunks.captured import CapturedChunks
-from .chunks.context import CONTEXTS, ChunkContext
+from .chunks.context import AUTO, CONTEXTS, ChunkContext
 from .chunks.library import ChunkLibrary
 from .chunks.prefix_cache import PrefixCache
 from .chunks.sources import Sources
+from .chunks.trained import TrainedContext, find_trained_context, no_trained_context
 from .config import EngineConfig
 from .errors import ConfigurationError, ModelError
 from .guards.certificate import Identity, identity_of
@@ -51,6 +52,7 @@ class Parts:
         self._library: ChunkLibrary | None = None
         self._sources: dict[Hashable, Sources] = {}
         self._heads: tuple[HeadSet | None] | None = None
+        self._trained: tuple[TrainedContext | None] | None = None
         self._named_heads: dict[str, HeadSet] = {}
 
     # -- store --------------------------------------------------------------------------------------------------
@@ -148,7 +150,46 @@ class Parts:
             prefix_ids=PromptReader(runtime, config.system_prompt).prefix_ids(),
             codec=(config.codec or config.dtype) if role == "primary" else config.auxiliary_codec,
             context=context,
+            trained=self._trained_with(context.trained) if context.trained else None,
         )
+
+    # -- chunk contexts -----------------------------------------------------------------------------------------
+
+    @property
+    def trained_context(self) -> TrainedContext | None:
+        """The primary's trained context, read once: a file that changes later has no effect. None if there is none, or
+        if the primary's KV cannot be reused. Loads the model."""
+        with self._lock:
+            if self._trained is None:
+                primary = self.prefix_caches.runtime
+                self._trained = (find_trained_context(primary) if primary.can_reuse else None,)
+            return self._trained[0]
+
+    def context(self, given: ChunkContext | str | None = None) -> ChunkContext:
+        """The chunk context of a method.
+
+        Args:
+            given: the method's :attr:`~cacheclip_rag.methods.base.Method.context`; None: the engine's setting.
+
+        Raises:
+            ModelError: the trained context is wanted and missing, or cannot be read.
+        """
+        given = given or self.config.chunk_context
+        if isinstance(given, ChunkContext):
+            return given
+        if given in CONTEXTS:
+            return CONTEXTS[given]
+        if (trained := self.trained_context) is not None:
+            return ChunkContext(trained=trained.sha256)
+        primary = self.prefix_caches.runtime
+        if given == AUTO or not primary.can_reuse:
+            return CONTEXTS["passages"]
+        raise no_trained_context(primary)
+
+    def _trained_with(self, sha256: str) -> TrainedContext | None:
+        """The trained context if it has this digest. Chunks behind an earlier one can be found, but not computed."""
+        trained = self.trained_context
+        return trained if trained is not None and trained.sha256 == sha256 else None
 
     # -- head sets ----------------------------------------------------------------------------------------------
 
@@ -218,11 +259,6 @@ class Parts:
 
     # -- methods ------------------------------------------------------------------------------------------------
 
-    @property
-    def default_context(self) -> ChunkContext:
-        """The chunk context of methods without their own."""
-        return CONTEXTS[self.config.chunk_context]
-
     def scorer_of(self, method: Method | None) -> AuxiliaryScorer | None:
         """The auxiliary model with the method's head sets; None if the method needs no auxiliary model."""
         if method is None or not method.needs_auxiliary or (auxiliary := self.auxiliary) is None:
@@ -240,9 +276,8 @@ class Parts:
             return self._sources[wants]
 
     def _make_sources(self, method: Method | None) -> Sources:
-        context = (method.context if method is not None else None) or self.default_context
         return Sources(
-            primary=self.primary(context),
+            primary=self.primary(self.context(method.context if method is not None else None)),
             prefix=self.prefix_caches,
             auxiliary=self.scorer_of(method),
             captured=self.captured if method is not None and method.captures else None,
@@ -251,4 +286,5 @@ class Parts:
 
     def identity(self, method: Method) -> Identity:
         """Identity that a certificate needs to cover these models with this method."""
-        return identity_of(self.config, method, self.prefix_caches, self.scorer_of(method))
+        context = self.context(method.context)
+        return identity_of(self.config, method, self.prefix_caches, self.scorer_of(method), context)

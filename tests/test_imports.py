@@ -19,7 +19,7 @@ ROOT = Path(cacheclip_rag.__file__).parent
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     # the package itself (its version), and leaves
-    ("", "errors", "checks", "paths", "progress", "types", "clock", "sampling"),
+    ("", "errors", "checks", "paths", "progress", "types", "clock", "sampling", "tensor_files"),
     ("store",),
     # the protocol of a running model; attention, caches and rotary embedding of transformers models
     ("runtime", "models.packaged"),

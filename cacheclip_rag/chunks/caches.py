@@ -13,6 +13,7 @@ from ..prompt.segments import Chunk, Segment
 from ..runtime.base import DTYPES, Runtime, TokenizedText
 from ..store import ReadBuffer, StoredKV, TenantStore, chunk_key, decode, encode, frame_bytes, keeps
 from .context import ChunkContext
+from .trained import TrainedContext
 
 __all__ = ["ChunkCaches"]
 
@@ -33,13 +34,21 @@ class ChunkCaches:
         prefix_ids: Sequence[int],
         codec: str,
         context: ChunkContext,
+        trained: TrainedContext | None = None,
     ) -> None:
+        """
+        Args:
+            trained: the trained context of which ``context`` has the digest. Without it, keys can be made and stored KV
+                can be read, but no chunk can be computed.
+        """
+        assert trained is None or trained.sha256 == context.trained, "this is another trained context"
         self.runtime = runtime
         context_ids = runtime.tokenize(context.text).ids if context.text else ()
         self.prefix_ids = () if context.isolated else (*prefix_ids, *context_ids)
         self._store = store
         self.codec = codec
         self.context = context
+        self._trained = trained
         self._prefix: torch.Tensor | None = None
         self.tokenize = lru_cache(maxsize=_TOKENIZED_CHUNKS)(self._tokenize)
         self.key = lru_cache(maxsize=_TOKENIZED_CHUNKS)(self._key_of)
@@ -85,10 +94,25 @@ class ChunkCaches:
 
     @property
     def prefix(self) -> torch.Tensor:
-        """KV of the shared prefix, computed or read once. Its ``num_tokens`` is 0 for an empty prefix."""
+        """KV before every chunk, computed or read once: of the shared prefix and of the chunk context. Its
+        ``num_tokens`` is :attr:`num_prefix`."""
         if self._prefix is None:
-            self._prefix = self._read_or_encode_prefix()
+            self._prefix = self._with_trained(self._read_or_encode_prefix())
         return self._prefix
+
+    @property
+    def num_prefix(self) -> int:
+        """Positions before every chunk: those of :attr:`prefix_ids`, and of the trained context if there is one."""
+        return len(self.prefix_ids) + (self._trained.num_tokens if self._trained is not None else 0)
+
+    @property
+    def prefix_key(self) -> str:
+        """Store key of the KV of :attr:`prefix_ids`."""
+        return self._key((), self.prefix_ids)
+
+    def encode_prefix(self) -> torch.Tensor:
+        """:attr:`prefix`, computed without the store."""
+        return self._with_trained(self.runtime.encode(self.prefix_ids) if self.prefix_ids else self._no_kv())
 
     def tokenize_segment(self, segment: Segment) -> TokenizedText:
         """Tokens of a segment. Only chunks are cached, because other text is rarely repeated."""
@@ -98,7 +122,7 @@ class ChunkCaches:
 
     def _key_of(self, text: str) -> str:
         """Store key of a chunk's text."""
-        return self._key(self.prefix_ids, self.tokenize(text).ids)
+        return self._key(self.prefix_ids, self.tokenize(text).ids, self.context.trained)
 
     def __contains__(self, text: str) -> bool:
         """Whether the chunk is stored with at least the precision of this engine's codec."""
@@ -130,7 +154,7 @@ class ChunkCaches:
             return False
         self.check_length(text)
         tokens = self.tokenize(text)
-        kv = self.runtime.encode(tokens.ids, self.prefix if self.prefix_ids else None)
+        kv = self.runtime.encode(tokens.ids, self.prefix if self.prefix.shape[3] else None)
         self._store.put(self.key(text), kv, self.codec, text=text)
         return True
 
@@ -142,27 +166,41 @@ class ChunkCaches:
                 f"a chunk has no tokens for model {self.runtime.name!r}: the tokenizer drops all of {text[:40]!r}. "
                 "Leave the chunk out."
             )
-        room = self.runtime.reuse_tokens - len(self.prefix_ids)
+        room = self.runtime.reuse_tokens - self.num_prefix
         if self.can_reuse and len(tokens) > room:
             raise PromptTooLongError(
                 f"a chunk of {len(tokens)} tokens does not fit model {self.runtime.name!r}, which has room for {room} "
-                "after the shared prefix. Split the document into smaller chunks."
+                f"after {'the shared prefix' if not self.context.trained else 'shared prefix and trained context'}. "
+                "Split the document into smaller chunks."
             )
 
-    def _key(self, prefix_ids: Sequence[int], ids: Sequence[int]) -> str:
+    def _key(self, prefix_ids: Sequence[int], ids: Sequence[int], trained: str = "") -> str:
         return chunk_key(
             model_fingerprint=self.runtime.fingerprint,
             prefix_ids=prefix_ids,
             chunk_ids=ids,
             rope_pin=self.runtime.rope_pin,
             namespace=self._store.namespace,
+            context_sha256=trained,
         )
+
+    def _no_kv(self) -> torch.Tensor:
+        runtime = self.runtime
+        return torch.empty(runtime.num_layers, 2, runtime.num_kv_heads, 0, runtime.head_dim, dtype=runtime.dtype)
+
+    def _with_trained(self, prefix: torch.Tensor) -> torch.Tensor:
+        """The prefix's KV and the trained context's. The latter is in its own file: the store neither holds nor
+        quantises it."""
+        if not self.context.trained:
+            return prefix
+        assert self._trained is not None, "chunks behind a trained context need its KV"
+        return torch.cat((prefix, self._trained.kv.to(prefix.device, prefix.dtype)), dim=3)
 
     def _read_or_encode_prefix(self) -> torch.Tensor:
         runtime = self.runtime
         if not self.prefix_ids:
-            return torch.empty(runtime.num_layers, 2, runtime.num_kv_heads, 0, runtime.head_dim, dtype=runtime.dtype)
-        key = self._key((), self.prefix_ids)
+            return self._no_kv()
+        key = self.prefix_key
         # every prompt reads the prefix, and it is short: it is not quantised
         codec = self.codec if self.codec in DTYPES else self._compute_dtype
         if (stored := self._read(key, codec)) is not None:

@@ -26,14 +26,15 @@ class ChunkWriter:
         self._parts = parts
 
     def precompute(
-        self, texts: Iterable[str], context: ChunkContext, source: str | None = None, document: str = ""
+        self, texts: Iterable[str], context: ChunkContext | str | None, source: str | None = None, document: str = ""
     ) -> int:
-        """See :meth:`cacheclip_rag.engine.CacheClipEngine.precompute`."""
+        """See :meth:`cacheclip_rag.engine.CacheClipEngine.precompute`. ``context`` is as in
+        :meth:`cacheclip_rag.parts.Parts.context`; without texts, no model is loaded for it."""
         computed = 0
         for chunk in chunk_texts(texts):
             if not chunk:
                 raise ConfigurationError("a chunk must hold text, got an empty or blank string.")
-            models = self._parts.chunk_caches(context)
+            models = self._parts.chunk_caches(self._parts.context(context))
             for caches in models:
                 caches.check_length(chunk)  # for every model, before any model's KV is written
             # a list, not a generator: every model must run

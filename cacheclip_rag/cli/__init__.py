@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import typer
 
-from . import ask, bench, certify, evaluate, explain, ingest, models, store, training
+from . import ask, bench, certify, context, evaluate, explain, ingest, models, store, training
 from .common import guarded
 
 __all__ = ["app", "main"]
@@ -31,6 +31,7 @@ app.command("eval")(evaluate.evaluate)
 app.command("calibrate")(training.calibrate)
 app.command("explain-miss")(explain.explain_miss)
 app.command("finetune")(training.finetune)
+app.command("train-context")(context.train_context)
 
 
 def main() -> None:

@@ -6,7 +6,8 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,10 +33,13 @@ __all__ = [
     "RatioOption",
     "StoreOption",
     "VariantsOption",
+    "check_folder",
     "format_bytes",
     "guarded",
     "output",
     "print_json",
+    "print_tables",
+    "stoppable",
 ]
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")]
@@ -63,7 +67,8 @@ ChunkContextOption = Annotated[
     str | None,
     typer.Option(
         "--chunk-context",
-        help="Text before each chunk while it is precomputed: 'prefix' or 'passages'. [default: passages]",
+        help="What each chunk is precomputed behind: 'prefix', 'passages', 'trained' or 'auto'. [default: auto: "
+        "'trained' if the primary has a trained context, else 'passages']",
     ),
 ]
 RatioOption = Annotated[
@@ -91,6 +96,22 @@ def print_json(value: dict[str, Any]) -> None:
     sys.stdout.write(text.encode("utf-8", "replace").decode("utf-8") + "\n")
 
 
+def print_tables(tables: Mapping[str, tuple[Sequence[str], Sequence[Sequence[str]]]], *lines: str) -> None:
+    """Print tables by title, each the titles of its columns and its rows, then lines of text."""
+    from rich.table import Table
+
+    out = output()
+    for title, (titles, rows) in tables.items():
+        printed = Table(title=title)
+        for number, each in enumerate(titles):
+            printed.add_column(each, justify="left" if number == 0 else "right")
+        for row in rows:
+            printed.add_row(*row)
+        out.print(printed)
+    for line in lines:
+        out.print(line, soft_wrap=True)
+
+
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
@@ -106,6 +127,32 @@ def format_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
+
+
+def check_folder(path: Path | None, of: str) -> None:
+    """Raise ConfigurationError if the folder for ``of`` is a file."""
+    if path is not None and path.exists() and not path.is_dir():
+        raise ConfigurationError(f"expected a folder for {of}, and {path} is a file. Name another.")
+
+
+@contextmanager
+def stoppable(folder: Path | None = None) -> Iterator[None]:
+    """On Ctrl-C, print one line about kept work, and exit with code 130.
+
+    Args:
+        folder: where the work is kept; None: where the interrupted job says, if it says so.
+    """
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        folder = folder or getattr(stop, "folder", None)  # of an Interrupted
+        kept = (
+            "No work was saved."
+            if folder is None
+            else f"The work so far is saved in {folder}; the same command continues from there."
+        )
+        typer.echo(f"cacheclip: stopped. {kept}", err=True)
+        raise typer.Exit(130) from None
 
 
 def guarded(run: Callable[[], None]) -> None:

@@ -1,13 +1,15 @@
-"""``cacheclip ingest PATH… --store DIR``."""
+"""``cacheclip ingest PATH… --store DIR``, and ``cacheclip ingest --upgrade --store DIR``."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..errors import ConfigurationError
 from .common import (
     AuxiliaryOption,
     ChunkContextOption,
@@ -21,16 +23,21 @@ from .common import (
     StoreOption,
     format_bytes,
     print_json,
+    stoppable,
 )
 
 if TYPE_CHECKING:
+    from ..engine import CacheClipEngine
+    from ..ingest.library import Library
     from ..ingest.plan import IngestPlan
 
 
 def ingest(
     context: typer.Context,
-    paths: Annotated[list[str], typer.Argument(help="Text and Markdown files, or folders that contain them.")],
     store: StoreOption,
+    paths: Annotated[
+        list[str] | None, typer.Argument(help="Text and Markdown files, or folders that contain them.")
+    ] = None,
     primary: PrimaryOption = None,
     auxiliary: AuxiliaryOption = None,
     embedding: EmbeddingOption = None,
@@ -55,6 +62,13 @@ def ingest(
             "--dry-run", help="Print what would be done, and its cost (chunks, bytes, minutes); change nothing."
         ),
     ] = False,
+    upgrade: Annotated[
+        bool,
+        typer.Option(
+            "--upgrade",
+            help="Instead of documents: encode the stored passages again for the current (or another) --chunk-context.",
+        ),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Precompute the chunk caches of documents and index them for retrieval. A second run processes only changes."""
@@ -64,12 +78,14 @@ def ingest(
     from ..ingest.job import plan
     from ..ingest.library import Library
     from ..ingest.splitting import check_sizes
+    from ..ingest.upgrade import plan_upgrade
     from .settings import engine_config, merge_settings
 
     folder = Path(store).expanduser()
+    _check_paths(paths, upgrade)
     if dry_run and not folder.is_dir():  # a dry run must not create the folder
         folder = Path(context.with_resource(TemporaryDirectory()))
-    library = Library(folder)
+    library = Library.open(folder) if upgrade else Library(folder)
     settings = merge_settings(
         library,
         primary=primary,
@@ -79,20 +95,28 @@ def ingest(
         namespace=namespace,
         chunk_tokens=chunk_tokens,
         overlap_tokens=overlap,
-        chunk_context=chunk_context,
+        chunk_context=None if upgrade else chunk_context,
         codec=codec,
     )
+    if upgrade and chunk_context is not None:
+        settings = replace(settings, chunk_context=chunk_context)
     check_sizes(settings.chunk_tokens, settings.overlap_tokens)
     engine = CacheClipEngine(engine_config(settings, str(folder), device=device, fallback=fallback))
     limit = engine.store.store.limit if max_bytes is None else max_bytes or None
     if dry_run:
-        found = plan(paths, library=library, engine=engine, settings=settings, max_bytes=limit)
+        if upgrade:
+            found = plan_upgrade(library, engine, limit)
+        else:
+            found = plan(paths or (), library=library, engine=engine, settings=settings, max_bytes=limit)
         _print_plan(found, as_json)
         return
     if max_bytes is not None:
         engine.store.store.set_limit(limit)
+    if upgrade:
+        _upgrade(library, engine, store, limit, as_json)
+        return
     report = run(
-        paths,
+        paths or (),
         library=library,
         engine=engine,
         embedder=Embedder(settings.embedding, device),
@@ -106,16 +130,52 @@ def ingest(
             f"unchanged, {report.removed} removed; {report.chunks} chunks, {report.computed} computed"
         )
         _print_problems(report.failed, report.skipped)
-        if report.evicted:
-            size = format_bytes(limit) if limit is not None else "a limit"
-            typer.echo(
-                f"warning: {report.evicted} of these chunks are not stored any more, because the store is limited to "
-                f"{size}. Raise the limit with --max-bytes; what is missing is stored again after an answer that needs "
-                "it.",
-                err=True,
-            )
+        _print_evicted(report.evicted, limit)
+    if report.chunks and any(known != engine.context_of() for known in library.contexts()):
+        typer.echo(
+            "Some passages are stored behind another chunk context and are not found any more. Encode them again: "
+            f"cacheclip ingest --upgrade --store {store}",
+            err=True,
+        )
     if report.failed or report.evicted:
         raise typer.Exit(1)
+
+
+def _check_paths(paths: list[str] | None, upgrade: bool) -> None:
+    if upgrade and paths:
+        raise ConfigurationError(
+            f"--upgrade encodes what is stored and reads no documents, got {', '.join(paths)}. Run one after the other."
+        )
+    if not upgrade and not paths:
+        raise ConfigurationError("expected documents or folders, got none. Name some, or use --upgrade.")
+
+
+def _upgrade(library: Library, engine: CacheClipEngine, store: str, limit: int | None, as_json: bool) -> None:
+    from ..ingest.upgrade import upgrade as run
+
+    with stoppable(library.folder):
+        report = run(library, engine)
+    if as_json:
+        print_json({"store": store, **report.to_dict()})
+    else:
+        typer.echo(
+            f"{report.documents} documents, {report.chunks} chunks: {report.computed} computed; {report.removed} "
+            "entries behind earlier chunk contexts removed"
+        )
+        _print_evicted(report.evicted, limit)
+    if report.evicted:
+        raise typer.Exit(1)
+
+
+def _print_evicted(evicted: int, limit: int | None) -> None:
+    if not evicted:
+        return
+    size = format_bytes(limit) if limit is not None else "a limit"
+    typer.echo(
+        f"warning: {evicted} of these chunks are not stored any more, because the store is limited to {size}. Raise "
+        "the limit with --max-bytes; what is missing is stored again after an answer that needs it.",
+        err=True,
+    )
 
 
 def _print_plan(found: IngestPlan, as_json: bool) -> None:

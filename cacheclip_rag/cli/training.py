@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,14 +16,15 @@ from .common import (
     DtypeOption,
     JsonOption,
     PrimaryOption,
-    output,
+    check_folder,
     print_json,
+    print_tables,
+    stoppable,
 )
 
 if TYPE_CHECKING:
     from ..config import EngineConfig
     from ..lab.training.given import Given
-    from ..lab.training.report import Table
 
 DataOption = Annotated[
     list[str] | None,
@@ -62,10 +62,10 @@ def calibrate(
     from ..lab.training.calibrate import calibrate as run
     from ..lab.training.report import calibration_json, calibration_note, calibration_table, ranking_tables
 
-    _check_folder(work, "working files")
+    check_folder(work, "working files")
     config = _config(primary, auxiliary, dtype, device, auxiliary_device)
     path = _target(config, out, overwrite)
-    with _stoppable():
+    with stoppable():
         given = _given(config, data, data_limit, seed, work)
         found = run(
             config,
@@ -80,7 +80,7 @@ def calibrate(
         print_json({**calibration_json(found), "path": str(path)})
     else:
         tables = {**ranking_tables(found), "Heads of the auxiliary model": calibration_table(found)}
-        _print(tables, calibration_note(found), f"Head set: {path}")
+        print_tables(tables, calibration_note(found), f"Head set: {path}")
 
 
 def finetune(
@@ -122,13 +122,13 @@ def finetune(
     from ..lab.training.tuning import TuningSettings
     from ..selection.heads import HeadSet, shipped_path
 
-    _check_folder(report, "the report")
-    _check_folder(work, "working files")
+    check_folder(report, "the report")
+    check_folder(work, "working files")
     config = _config(primary, auxiliary, dtype, device, auxiliary_device)
     begin = HeadSet.load(heads) if heads else None
     settings = TuningSettings(rank=rank, learning_rate=learning_rate, epochs=epochs, sinks=SINKS, seed=seed)
     path = _target(config, out, overwrite, instead_of="calibrate")
-    with _stoppable():
+    with stoppable():
         given = _given(config, data, data_limit, seed, work)
         found = run(
             config,
@@ -159,28 +159,7 @@ def finetune(
     else:
         tables = {"On families and words never trained on": finetuning_table(found)}
         written = [] if kept else [f"Head set: {path}"]
-        _print(tables, finetuning_note(found), finetuning_verdict(found), *written)
-
-
-@contextmanager
-def _stoppable() -> Iterator[None]:
-    """On Ctrl-C, print one line about kept work, and exit with code 130."""
-    try:
-        yield
-    except KeyboardInterrupt as stop:
-        folder = getattr(stop, "folder", None)  # of an Interrupted
-        kept = (
-            "No work was saved."
-            if folder is None
-            else f"The work so far is saved in {folder}; the same command continues from there."
-        )
-        typer.echo(f"cacheclip: stopped. {kept}", err=True)
-        raise typer.Exit(130) from None
-
-
-def _check_folder(path: Path | None, of: str) -> None:
-    if path is not None and path.exists() and not path.is_dir():
-        raise ConfigurationError(f"expected a folder for {of}, and {path} is a file. Name another.")
+        print_tables(tables, finetuning_note(found), finetuning_verdict(found), *written)
 
 
 def _config(
@@ -241,18 +220,3 @@ def _target(config: EngineConfig, out: Path | None, overwrite: bool, *, instead_
                 "with --out."
             )
     return path
-
-
-def _print(tables: Mapping[str, Table], *lines: str) -> None:
-    from rich.table import Table as Printed
-
-    out = output()
-    for title, (titles, rows) in tables.items():
-        printed = Printed(title=title)
-        for number, each in enumerate(titles):
-            printed.add_column(each, justify="left" if number == 0 else "right")
-        for row in rows:
-            printed.add_row(*row)
-        out.print(printed)
-    for line in lines:
-        out.print(line, soft_wrap=True)

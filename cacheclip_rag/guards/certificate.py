@@ -20,7 +20,7 @@ import transformers
 
 from .. import __version__
 from ..chunks.caches import ChunkCaches
-from ..chunks.context import CONTEXTS
+from ..chunks.context import ChunkContext
 from ..chunks.sources import Sources
 from ..config import EngineConfig
 from ..errors import CertificateError
@@ -253,11 +253,12 @@ def verdict_at(certificate: Certificate, ratio: float) -> str:
     return below[-1].verdict if below else "not faithful"
 
 
-def identity_of(config: EngineConfig, method: Method, primary: ChunkCaches, scorer: AuxiliaryScorer | None) -> Identity:
-    """Identity that a certificate needs to cover an engine with these settings, models and method."""
+def identity_of(
+    config: EngineConfig, method: Method, primary: ChunkCaches, scorer: AuxiliaryScorer | None, context: ChunkContext
+) -> Identity:
+    """Identity that a certificate needs to cover an engine with these settings, models, method and chunk context."""
     auxiliary = scorer.caches if scorer else None
     caches = [primary] if auxiliary is None else [primary, auxiliary]
-    context = method.context or CONTEXTS[config.chunk_context]
     settings = {**describe(_without_ratio(method)), "chunk_context_sha256": context.sha256}
     settings.pop("chunk_context")  # the digest of the context identifies it
     settings.pop("min_confidence")  # a gate only brings answers nearer to full prefill
@@ -295,7 +296,8 @@ class CertificateGuard(Observer):
         method = _as_text(describe(plan.method))
         if self._covered.get(method) is sources:
             return
-        identity = identity_of(self._config, plan.method, sources.prefix, sources.auxiliary)
+        context = sources.primary.context
+        identity = identity_of(self._config, plan.method, sources.prefix, sources.auxiliary, context)
         check_certificate(self._config, plan.method, identity)
         self._covered[method] = sources
 

@@ -89,7 +89,7 @@ def _seconds_per_token(caches: ChunkCaches, texts: Sequence[str]) -> float:
     if not texts:
         return 0.0
     # computed directly, without the store
-    prefix = caches.runtime.encode(caches.prefix_ids) if caches.prefix_ids else None
+    prefix = caches.encode_prefix() if caches.num_prefix else None
     timed = sorted(texts, key=len)[len(texts) // 2 :][:_TIMED_CHUNKS]  # chunks of middle length
     caches.runtime.encode(caches.tokenize(timed[0]).ids, prefix)  # warm up: the first run of a shape takes longer
     started = time.perf_counter()

@@ -7,7 +7,7 @@ import re
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..chunks.context import CONTEXTS
+from ..chunks.context import CONTEXTS, ChunkContext, context_name
 from ..prompt.segments import Chunk, normalise_chunk
 from ..store.texts import WINDOW
 
@@ -101,15 +101,12 @@ def _stored(engine: CacheClipEngine, chunk: str) -> dict[str, bool]:
 
 def _missing(engine: CacheClipEngine, chunk: str, stored: dict[str, bool]) -> str:
     absent = [name for name, there in stored.items() if not there]
-    others = [
-        name
-        for name, context in CONTEXTS.items()
-        if name != engine.config.chunk_context and chunk in engine.chunk_caches(context, with_auxiliary=False)[0]
-    ]
+    others = [context for context in _other_contexts(engine) if chunk in engine.parts.primary(context)]
     if others:
         return (
-            f"the text was precomputed with chunk_context={others[0]!r}, but this engine reads chunks with "
-            f"chunk_context={engine.config.chunk_context!r}. Use the same setting, or precompute the text again."
+            f"the text was precomputed with chunk_context={context_name(others[0])!r}, but this engine reads chunks "
+            f"with chunk_context={context_name(engine.context_of())!r}. Use the same setting, or precompute the text "
+            "again ('cacheclip ingest --upgrade' does so for the documents of a store)."
         )
     limit = engine.config.max_bytes
     evicted = f", evicted to stay below max_bytes={limit}" if limit else ""
@@ -118,6 +115,13 @@ def _missing(engine: CacheClipEngine, chunk: str, stored: dict[str, bool]) -> st
         "damaged, or precomputed for other models, another system prompt or another dtype. The next answer with this "
         "text stores it again; or precompute it now."
     )
+
+
+def _other_contexts(engine: CacheClipEngine) -> list[ChunkContext]:
+    """Chunk contexts of the primary that the engine's method does not use."""
+    trained = engine.parts.trained_context
+    known = [*CONTEXTS.values(), *([ChunkContext(trained=trained.sha256)] if trained is not None else [])]
+    return [context for context in known if context != engine.context_of()]
 
 
 def _departure(chunk: str, written: str) -> str:

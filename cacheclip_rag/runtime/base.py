@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..clock import PhaseClock
     from ..types import Message, Plan, Trace
 
-__all__ = ["DTYPES", "Fused", "Runtime", "State", "TokenizedText", "wait_for"]
+__all__ = ["DTYPES", "Fused", "Runtime", "State", "TokenizedText", "wait_for", "weights_digest"]
 
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -163,3 +163,8 @@ def wait_for(logits: torch.Tensor) -> None:
         import torch
 
         torch.cuda.synchronize(logits.device)
+
+
+def weights_digest(fingerprint: str) -> str:
+    """The part of a model's fingerprint that identifies its weights, without the compute dtype."""
+    return fingerprint.partition(":")[0]

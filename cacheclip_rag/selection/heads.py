@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from ..errors import ConfigurationError, ModelError
-from ..paths import atomic_path, cache_home
+from ..paths import cache_home
+from ..runtime.base import weights_digest
+from ..tensor_files import READ_ERRORS, read_tensors, write_tensors
 from .question import pick_layers
 
 __all__ = [
@@ -164,8 +164,7 @@ class HeadSet:
             "about": json.dumps(self.about, sort_keys=True),
             "sha256": self.digest(),
         }
-        with atomic_path(path) as temporary:
-            save_file(self._tensors(), temporary, metadata=header)
+        write_tensors(path, self._tensors(), header)
 
     @classmethod
     def load(cls, path: Path) -> HeadSet:
@@ -175,11 +174,7 @@ class HeadSet:
             ModelError: the file is missing, damaged, of another version, or not a head set.
         """
         try:
-            with safe_open(path, framework="pt") as file:
-                header = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-            if header.get("format") != str(FORMAT_VERSION):
-                raise ValueError(f"its format is {header.get('format')}, this version reads {FORMAT_VERSION}")
+            tensors, header = read_tensors(path, version=FORMAT_VERSION)
             heads = tuple((int(layer), int(head)) for layer, head in json.loads(header["heads"]))
             queries, keys = (
                 LowRank(tensors[f"{name}.down"], tensors[f"{name}.up"]) if f"{name}.down" in tensors else None
@@ -192,7 +187,7 @@ class HeadSet:
             return found
         except FileNotFoundError:
             raise ModelError(f"no head set at {path}. Make one with 'cacheclip calibrate'.") from None
-        except (OSError, SafetensorError, ValueError, KeyError, TypeError, AssertionError) as error:
+        except READ_ERRORS as error:
             raise ModelError(
                 f"the head set {path} cannot be read: {error}. Make one with 'cacheclip calibrate'."
             ) from error
@@ -269,8 +264,3 @@ def head_set_path(auxiliary_sha256: str, primary_sha256: str) -> Path:
 def shipped_path(auxiliary_sha256: str) -> Path:
     """Path of the head set that this package ships for an auxiliary model; the file may not exist."""
     return _SHIPPED / f"{auxiliary_sha256[:16]}.safetensors"
-
-
-def weights_digest(fingerprint: str) -> str:
-    """The part of a model's fingerprint that identifies its weights, without the compute dtype."""
-    return fingerprint.partition(":")[0]

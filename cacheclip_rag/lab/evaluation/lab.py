@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ... import __version__
-from ...chunks.context import CONTEXTS
+from ...chunks.context import CONTEXTS, context_name
 from ...config import EngineConfig
 from ...engine import CacheClipEngine
 from ...errors import ConfigurationError, PromptTooLongError
@@ -239,6 +239,8 @@ class Lab:
         config, auxiliary = engine.config, engine.auxiliary
         heads = engine.head_set if auxiliary else None
         named = engine.parts.named_heads({name for planned in self.runs for name in planned.method.head_sets})
+        contexts = [engine.parts.context(own) for own in (None, *(planned.method.context for planned in self.runs))]
+        used = {context_name(context): context for context in contexts if context.trained}
         return {
             "dataset": self.name,
             "primary": config.primary,
@@ -252,7 +254,7 @@ class Lab:
             "auxiliary_device": (config.auxiliary_device or config.device) if auxiliary else None,
             "auxiliary_heads_sha256": (heads.digest() if heads else "none") if auxiliary else None,
             "auxiliary_named_heads_sha256": {name: named[name].digest() for name in sorted(named)},
-            "chunk_context": config.chunk_context,
+            "chunk_context": context_name(engine.parts.context()),
             "dtype": config.dtype,
             "device": config.device,
             "methods": {planned.run.label: describe(planned.method) for planned in self.runs},
@@ -262,7 +264,7 @@ class Lab:
             "metrics": list(self.metrics),
             "cacheclip_rag": __version__,
             "torch": torch.__version__,
-            "chunk_contexts_sha256": {name: context.sha256 for name, context in CONTEXTS.items()},
+            "chunk_contexts_sha256": {name: context.sha256 for name, context in {**CONTEXTS, **used}.items()},
         }
 
     def _comparison(self, engine: CacheClipEngine, journal: Journal) -> Comparison:

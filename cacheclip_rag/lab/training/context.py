@@ -16,37 +16,34 @@ import logging
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ... import __version__
 from ...chunks.context import CONTEXTS
+from ...chunks.trained import TrainedContext
 from ...config import EngineConfig
-from ...engine import CacheClipEngine
-from ...guards.fidelity import kl_divergence
-from ...prompt.layout import lay_out
-from ...runtime.transformers.model import ModelRuntime
-from ..evaluation.questions import ask
-from ..evaluation.records import Passage, Record
-from ..models import transformers_model
+from ...errors import ConfigurationError
+from ...paths import cache_home
+from ...progress import progress_bar
+from ...runtime.base import weights_digest
+from ..evaluation.statistics import paired_ratio
 from .folder import digest_of, load, resumable, save
-from .gradients import LayerKV, Part, Rows, encode_chunks, read_prompt
-from .reading import Reading, Readings
+from .reading import Readings
+from .teaching import TaughtPrompt, Teacher, choose_some, distances
 
-__all__ = ["ContextSettings", "Learned", "TaughtPrompt", "train_context"]
+__all__ = ["ContextSettings", "ContextTraining", "HeldOut", "Learned", "train_context"]
 
 logger = logging.getLogger(__name__)
 
-_ANSWER_TOKENS = 14
-_SYSTEM_PROMPTS = (
-    "Answer the question based on the given passages. Only give me the answer and do not output any other words.",
-    "You are a helpful assistant. Use the context to answer.",
-    "",
-)
-"""The learned KV follows the shared prefix, and must not depend on its words."""
+CHECKED_RATIOS = (0.0, 0.2)
+"""Shares of chunk tokens that are computed again in checks: none, and the engine's default."""
+_CONTEXT_TOKENS = 450
+"""Most tokens of a training prompt's chunks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,104 +56,74 @@ class ContextSettings:
     learning_rate: float = 1e-2
     """Of Adam, in standard deviations of each layer's keys and values; falls by a cosine."""
     warmup: int = 5
+    """Steps in which the learning rate rises."""
     average: float = 0.97
     """Decay of the moving average of the parameters, which is what is kept."""
     hidden_weight: float = 0.02
+    """Weight of the loss of hidden states."""
     correction: float = 0.5
+    """Share of the mean change that stale tokens get, as in the engine's default method."""
     held_out: int = 12
     """Prompts that decide whether the learned context is kept."""
     check_every: int = 40
     """Steps between checks."""
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "warmup", "held_out", "check_every"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"{name} must be 1 or more, got {getattr(self, name)}.")
+
 
 @dataclass(frozen=True, slots=True)
-class TaughtPrompt:
-    """A prompt with its teacher's logits and hidden states."""
+class HeldOut:
+    """Distance from full prefill on held-out prompts, behind the passages and behind the learned context."""
 
-    chunks: tuple[torch.Tensor, ...]
-    """Token ids of each chunk."""
-    starts: tuple[int, ...]
-    ids: torch.Tensor
-    """``(num_tokens,)``: the common part, up to the last chunk's end."""
-    num_prefix: int
-    prefix: Sequence[LayerKV]
-    endings: tuple[torch.Tensor, ...]
-    answers: torch.Tensor
-    """Rows of the endings whose logits are compared, counted over all endings."""
-    first: torch.Tensor
-    """``(num_answers,)`` bool: whether a row gives the first token of an answer."""
-    logits: torch.Tensor
-    hidden: tuple[torch.Tensor, ...]
-    """Of every second layer."""
+    ratio: float
+    """Share of chunk tokens that are computed again."""
+    before: tuple[float, ...]
+    """Per prompt the mean KL along its answers, in nats, behind the passages."""
+    after: tuple[float, ...]
+    """The same behind the learned context, as it is kept (bfloat16)."""
+    first_before: tuple[float, ...]
+    """The same as ``before``, at the first tokens of answers."""
+    first_after: tuple[float, ...]
 
-
-class Teacher:
-    """Makes prompts and reads them by full prefill."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        self.engines = [
-            CacheClipEngine(
-                config, store=None, max_bytes=None, auxiliary=None, method="full", system_prompt=prompt, heads="none"
-            )
-            for prompt in _SYSTEM_PROMPTS
-        ]
-        self.runtime: ModelRuntime = transformers_model(self.engines[0].primary)
-        for parameter in self.runtime.model.parameters():
-            parameter.requires_grad_(False)
-
-    def context(self) -> torch.Tensor:
-        """KV of the passages' tokens right after the first system prompt: where training begins."""
-        parts = self.engines[0].parts
-        num_prefix = len(parts.prefix_caches.prefix_ids)
-        return parts.primary(CONTEXTS["passages"]).prefix[:, :, :, num_prefix:].clone()
-
-    @torch.no_grad()
-    def read(self, reading: Reading, number: int) -> TaughtPrompt:
-        """The prompt of a reading, with full prefill's logits and hidden states."""
-        engine, runtime = self.engines[number % len(self.engines)], self.runtime
-        caches = engine.parts.prefix_caches
-        endings: list[torch.Tensor] = []
-        answers: list[torch.Tensor] = []
-        first: list[torch.Tensor] = []
-        row = 0
-        chunks = tuple(Passage("", chunk) for chunk in reading.chunks)
-        for question, answer in reading.questions:
-            asked = ask(engine, Record("", "", question, (answer,), chunks, {}))
-            layout = lay_out(asked.segments, caches.tokenize_segment, caches.prefix_ids)
-            end = layout.chunks[-1].stop
-            closing = layout.ids[end:]
-            along = list(runtime.tokenize(answer.strip()).ids)[:_ANSWER_TOKENS]
-            if len(along) < _ANSWER_TOKENS:
-                along += sorted(runtime.eos_ids)[:1]
-            ending = torch.cat((closing, torch.tensor(along[:-1], dtype=torch.int64)))
-            endings.append(ending)
-            answers.append(torch.arange(row + len(closing) - 1, row + len(ending)))
-            is_first = torch.zeros(len(answers[-1]), dtype=torch.bool)
-            is_first[0] = True
-            first.append(is_first)
-            row += len(ending)
-        ids, num_prefix = layout.ids[:end], layout.num_prefix
-        prefix = [(kv[0], kv[1]) for kv in caches.prefix[:, :, :, :num_prefix]]
-        rows = Rows(torch.arange(num_prefix, end), endings, end - num_prefix + torch.cat(answers))
-        base = [tuple(_padded(each, end) for each in kv) for kv in prefix]
-        logits, hidden = read_prompt(runtime, ids, base, rows)  # type: ignore[arg-type]
-        return TaughtPrompt(
-            tuple(torch.tensor(span.tokens.ids) for span in layout.chunks),
-            tuple(span.start for span in layout.chunks),
-            ids,
-            num_prefix,
-            prefix,
-            tuple(endings),
-            torch.cat(answers),
-            torch.cat(first),
-            logits,
-            tuple(hidden[1::2]),
-        )
+    @property
+    def change(self) -> tuple[float, float | None, float | None] | None:
+        """Mean of ``after`` divided by the mean of ``before``, and its 95 % interval; see
+        :func:`~cacheclip_rag.lab.evaluation.statistics.paired_ratio`."""
+        return paired_ratio(self.after, self.before)
 
 
-def _padded(kv: torch.Tensor, length: int) -> torch.Tensor:
-    return torch.cat((kv, kv.new_zeros(kv.shape[0], length - kv.shape[1], kv.shape[2])), dim=1)
+@dataclass(frozen=True, slots=True)
+class ContextTraining:
+    """Result of :func:`train_context`."""
+
+    context: TrainedContext | None
+    """What was learned; None if steps are left."""
+    figures: tuple[HeldOut, ...]
+    """Held-out check, one item per ratio; empty if steps are left."""
+    step: int
+    """Steps done."""
+    steps: int
+    history: list[dict[str, Any]]
+    """Checks while training."""
+    seconds: float
+    """Of this run."""
+    folder: Path
+    """The same call continues from this folder."""
+
+    @property
+    def is_better(self) -> bool:
+        """Whether the learned context is closer to full prefill than the passages: with nothing recomputed, beyond
+        doubt (the 95 % interval of the ratio is below 1); with recomputation, in the mean."""
+        if not self.figures:
+            return False
+        alone, *others = self.figures
+        change = alone.change
+        is_closer = change is not None and change[2] is not None and change[2] < 1
+        return is_closer and all(sum(each.after) <= sum(each.before) for each in others)
 
 
 class Learned(torch.nn.Module):
@@ -171,198 +138,209 @@ class Learned(torch.nn.Module):
         self.change = torch.nn.Parameter(torch.zeros_like(self.begin))
 
     def kv(self, change: torch.Tensor | None = None) -> torch.Tensor:
+        """KV with ``change`` (default the parameters), float32, in the shape of ``begin``."""
         return self.begin + self.unit * (self.change if change is None else change)
 
 
-def distances(
-    runtime: ModelRuntime,
-    prompt: TaughtPrompt,
-    context: torch.Tensor,
-    chosen: torch.Tensor,
-    correction: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """KL ``(num_answers,)`` and the relative error of hidden states, for chunks encoded behind ``context``.
+class _Training:
+    """A training in progress: parameters, their moving average, the optimizer, and the file that keeps them."""
 
-    Args:
-        chosen: ``(num_tokens,)`` bool: chunk tokens that are computed again.
-    """
-    own = context.to(runtime.dtype)
-    before = [
-        (torch.cat((keys, of_context[0]), dim=1), torch.cat((values, of_context[1]), dim=1))
-        for (keys, values), of_context in zip(prompt.prefix, own, strict=True)
-    ]
-    encoded = encode_chunks(runtime, prompt.chunks, before)
-    end = len(prompt.ids)
-    spans = [
-        torch.arange(start, start + len(chunk)) for start, chunk in zip(prompt.starts, prompt.chunks, strict=True)
-    ]
-    slots = torch.cat(spans)
-    base = []
-    for of_prefix, of_chunks in zip(prompt.prefix, encoded, strict=True):
-        pair = [
-            _padded(kv, end).index_copy(1, slots, stored) for kv, stored in zip(of_prefix, of_chunks, strict=True)
-        ]
-        base.append((pair[0], pair[1]))
-    computed = chosen.clone()
-    computed[prompt.num_prefix :] |= True
-    computed[slots] = chosen[slots]
-    context_rows = computed.nonzero().flatten()
-    parts = []
-    for span in spans:
-        of_chosen, of_stale = span[chosen[span]], span[~chosen[span]]
-        if correction and len(of_chosen) and len(of_stale):
-            parts.append(Part(of_chosen, torch.searchsorted(context_rows, of_chosen), of_stale))
-    rows = Rows(context_rows, prompt.endings, len(context_rows) + prompt.answers)
-    logits, hidden = read_prompt(runtime, prompt.ids, base, rows, parts, correction)
-    errors = [
-        (state.float() - taught.float()).square().sum() / taught.float().square().sum()
-        for state, taught in zip(hidden[1::2], prompt.hidden, strict=True)
-    ]
-    return kl_divergence(prompt.logits, logits), torch.stack(errors).mean()
+    def __init__(
+        self, teacher: Teacher, readings: Readings, settings: ContextSettings, path: Path, digest: str
+    ) -> None:
+        self.teacher, self.runtime, self.readings = teacher, teacher.runtime, readings
+        self.settings, self.path, self._digest = settings, path, digest
+        self.learned = Learned(teacher.passages(0))
+        self.step = 0
+        self.history: list[dict[str, Any]] = []
+        self._mean = torch.zeros_like(self.learned.change)
+        self._optimizer = torch.optim.Adam([self.learned.change], lr=settings.learning_rate, betas=(0.9, 0.98))
+        self._held_out: list[TaughtPrompt] | None = None
+        self._load()
 
+    @property
+    def kv(self) -> torch.Tensor:
+        """The moving average, as KV."""
+        return self.learned.kv(self._average).detach()
 
-def choose_some(prompt: TaughtPrompt, ratio: float, rng: random.Random) -> torch.Tensor:
-    """Chunk tokens as the engine's default method would choose them, but without an auxiliary model: half of the
-    budget for the starts of chunks, half for random spans of eight tokens."""
-    chosen = torch.zeros(len(prompt.ids), dtype=torch.bool)
-    total = sum(map(len, prompt.chunks))
-    budget = round(ratio * total)
-    if not budget:
-        return chosen
-    starts = max(1, budget // (2 * len(prompt.chunks)))
-    for start, chunk in zip(prompt.starts, prompt.chunks, strict=True):
-        chosen[start : start + min(starts, len(chunk))] = True
-    while int(chosen.sum()) < budget:
-        number = rng.randrange(len(prompt.chunks))
-        start, chunk = prompt.starts[number], prompt.chunks[number]
-        at = rng.randrange(len(chunk))
-        chosen[start + at : start + min(at + 8, len(chunk))] = True
-    return chosen
+    @property
+    def _average(self) -> torch.Tensor:
+        """The moving average of the parameters. It began at 0, which is corrected as in Adam."""
+        return self._mean / (1 - self.settings.average**self.step) if self.step else self._mean
 
+    # -- steps --------------------------------------------------------------------------------------------------
 
-def _loss(kl: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-    """Half for the first tokens of answers, half for all."""
-    return 0.5 * kl[first].mean() + 0.5 * kl.mean()
+    def advance(self) -> None:
+        """One step: the gradient of a batch of prompts, and an update."""
+        settings, step = self.settings, self.step
+        rate = min(1.0, (step + 1) / settings.warmup) * 0.5 * (1 + math.cos(math.pi * step / settings.steps))
+        self._optimizer.param_groups[0]["lr"] = settings.learning_rate * rate
+        self._optimizer.zero_grad()
+        losses = [self._backward(number) for number in range(step * settings.batch, (step + 1) * settings.batch)]
+        norm = torch.nn.utils.clip_grad_norm_([self.learned.change], 1.0)
+        self._optimizer.step()
+        self._mean = settings.average * self._mean + (1 - settings.average) * self.learned.change.detach()
+        self.step += 1
+        logger.info("step %d, gradient %.3f, losses %s", self.step, norm, [round(loss, 3) for loss in losses])
 
+    def _backward(self, number: int) -> float:
+        """Add the gradient of prompt ``number``; returns its loss. Half of the prompts recompute nothing."""
+        settings, rng = self.settings, random.Random(f"{self.settings.seed}/{number}/tokens")
+        prompt = self.teacher.read(self.readings[number], number)
+        ratio = 0.0 if rng.random() < 0.5 else rng.uniform(0.05, 0.3)
+        chosen = choose_some(prompt, ratio, rng)
+        kl, error = distances(self.runtime, prompt, self.learned.kv(), chosen, settings.correction)
+        # half for the first tokens of answers, half for all
+        loss = 0.5 * kl[prompt.first].mean() + 0.5 * kl.mean() + settings.hidden_weight * error
+        (loss / settings.batch).backward()
+        return float(loss.detach())
 
-@dataclass(slots=True)
-class _State:
-    step: int
-    change: torch.Tensor
-    mean: torch.Tensor
-    optimizer: torch.optim.Adam
-    history: list[dict[str, Any]]
+    # -- checks -------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Add a check of the moving average to the history."""
+        found: dict[str, Any] = {}
+        for ratio in CHECKED_RATIOS:
+            along, first = self.measure(lambda prompt: self.kv, ratio)
+            found[f"kl@{ratio}"], found[f"first@{ratio}"] = ([round(kl, 5) for kl in each] for each in (along, first))
+        self.history.append({"step": self.step, **found})
+        logger.info("step %d: %s", self.step, {name: round(sum(each) / len(each), 4) for name, each in found.items()})
+
+    @torch.no_grad()
+    def measure(
+        self, context_of: Callable[[TaughtPrompt], torch.Tensor], ratio: float
+    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Per held-out prompt the mean KL along answers, and at their first tokens, behind ``context_of(prompt)``."""
+        if self._held_out is None:
+            count = self.settings.held_out
+            self._held_out = [self.teacher.read(self.readings[-1 - number], number) for number in range(count)]
+        along, first = [], []
+        for number, prompt in enumerate(self._held_out):
+            chosen = choose_some(prompt, ratio, random.Random(number))
+            kl, _ = distances(self.runtime, prompt, context_of(prompt), chosen, self.settings.correction)
+            along.append(float(kl.mean()))
+            first.append(float(kl[prompt.first].mean()))
+        return tuple(along), tuple(first)
+
+    def figures(self) -> tuple[HeldOut, ...]:
+        """The held-out check that decides, saved once it is done."""
+        path = self.path.with_name(self.path.name.replace("context-", "figures-"))
+        loaded = load(path, self._digest)
+        if loaded is not None:
+            return tuple(_held_out(each) for each in json.loads(loaded[1]["figures"]))
+        found, kept = [], self.kv.bfloat16()
+        for ratio in CHECKED_RATIOS:
+            before, first_before = self.measure(lambda prompt: self.teacher.passages(prompt.number), ratio)
+            after, first_after = self.measure(lambda prompt: kept, ratio)
+            found.append(HeldOut(ratio, before, after, first_before, first_after))
+        save({}, {"digest": self._digest, "figures": json.dumps([asdict(each) for each in found])}, path)
+        return tuple(found)
+
+    # -- file ---------------------------------------------------------------------------------------------------
+
+    def keep(self) -> None:
+        """Save everything that the next step needs."""
+        state = self._optimizer.state[self.learned.change]
+        tensors = {
+            "change": self.learned.change.detach(),
+            "mean": self._mean,
+            "exp_avg": state["exp_avg"],
+            "exp_avg_sq": state["exp_avg_sq"],
+            "kv": self.kv,
+        }
+        numbers = json.dumps({"step": self.step, "history": self.history})
+        on_cpu = {name: tensor.cpu() for name, tensor in tensors.items()}
+        save(on_cpu, {"digest": self._digest, "numbers": numbers}, self.path)
+
+    def _load(self) -> None:
+        loaded = load(self.path, self._digest)
+        if loaded is None:
+            return
+        tensors, numbers = loaded[0], json.loads(loaded[1]["numbers"])
+        tensors = {name: tensor.to(self.learned.change.device) for name, tensor in tensors.items()}
+        self.step, self.history = numbers["step"], numbers["history"]
+        self.learned.change.data.copy_(tensors["change"])
+        self._mean = tensors["mean"]
+        self._optimizer.state[self.learned.change] = {
+            "step": torch.tensor(float(self.step)),
+            "exp_avg": tensors["exp_avg"],
+            "exp_avg_sq": tensors["exp_avg_sq"],
+        }
 
 
 def train_context(
     config: EngineConfig,
-    settings: ContextSettings,
+    settings: ContextSettings | None = None,
     *,
     data: Sequence[str | Path] = (),
-    folder: Path,
+    folder: Path | None = None,
     minutes: float | None = None,
-) -> Any:
-    """Train; continues from ``folder``."""
+) -> ContextTraining:
+    """Learn a chunk context for ``config.primary``. A training that was stopped continues from ``folder``.
+
+    Args:
+        data: records (``.jsonl``, ``.jsonl.gz``) and documents to learn from, besides synthetic texts.
+        folder: working folder; default ``training/`` and the first 16 digits of the primary in the cache folder.
+        minutes: stop after this time, between two steps, but not before the first. The same call continues.
+
+    Raises:
+        Interrupted: KeyboardInterrupt; the work so far is saved.
+        ConfigurationError: a setting is out of range, the data holds no text, or the model's KV cannot be reused.
+    """
+    settings, started = settings or ContextSettings(), time.perf_counter()
+    if minutes is not None and not minutes > 0:
+        raise ConfigurationError(f"minutes must be above 0, got {minutes}. Leave it out for no limit.")
     teacher = Teacher(config)
     runtime = teacher.runtime
-    readings = Readings(runtime, data, seed=settings.seed)
-    begin = teacher.context()
-    learned = Learned(begin)
-    optimizer = torch.optim.Adam([learned.change], lr=settings.learning_rate, betas=(0.9, 0.98))
-    about = {
-        "primary_sha256": runtime.fingerprint,
-        "settings": asdict(settings),
-        "data": [Path(path).name for path in data],
-        "begin": CONTEXTS["passages"].sha256,
-    }
-    digest = digest_of(about)
-    path = folder / f"context-{digest[:20]}.safetensors"
-    folder.mkdir(parents=True, exist_ok=True)
-    mean = torch.zeros_like(learned.change)
-    step, history = 0, []
-    loaded = load(path, digest)
-    if loaded is not None:
-        tensors, header = loaded
-        learned.change.data.copy_(tensors["change"])
-        mean = tensors["mean"]
-        numbers = json.loads(header["numbers"])
-        step, history = numbers["step"], numbers["history"]
-        optimizer.zero_grad()
-        learned.change.grad = torch.zeros_like(learned.change)
-        optimizer.step()  # makes the state that is loaded
-        learned.change.data.copy_(tensors["change"])
-        state = optimizer.state[learned.change]
-        state["exp_avg"].copy_(tensors["exp_avg"])
-        state["exp_avg_sq"].copy_(tensors["exp_avg_sq"])
-        state["step"] = torch.tensor(float(numbers["step"]))
-    held_out = [teacher.read(readings[-1 - n], n) for n in range(settings.held_out)]
-
-    @torch.no_grad()
-    def check(change: torch.Tensor) -> dict[str, Any]:
-        context = learned.kv(change)
-        found: dict[str, Any] = {}
-        for ratio in (0.0, 0.2):
-            means, firsts = [], []
-            for number, prompt in enumerate(held_out):
-                chosen = choose_some(prompt, ratio, random.Random(number))
-                kl, _ = distances(runtime, prompt, context, chosen, settings.correction)
-                means.append(float(kl.mean()))
-                firsts.append(float(kl[prompt.first].mean()))
-            found[f"kl@{ratio}"] = [round(x, 5) for x in means]
-            found[f"first@{ratio}"] = [round(x, 5) for x in firsts]
-        return found
-
-    def keep() -> None:
-        state = optimizer.state[learned.change]
-        numbers = {"step": step, "history": history}
-        tensors = {
-            "change": learned.change.detach(),
-            "mean": mean,
-            "exp_avg": state["exp_avg"],
-            "exp_avg_sq": state["exp_avg_sq"],
-            "kv": learned.kv(_unbiased(mean, step, settings.average)).detach(),
+    folder = folder or cache_home() / "training" / weights_digest(runtime.fingerprint)[:16]
+    room = min(_CONTEXT_TOKENS, runtime.reuse_tokens // 2)
+    readings = Readings(runtime, data, seed=settings.seed, context_tokens=room)
+    digest = digest_of(
+        {
+            "primary_sha256": runtime.fingerprint,
+            "settings": asdict(settings),
+            "data": [Path(path).name for path in data],
+            "begin": CONTEXTS["passages"].sha256,
         }
-        save(tensors, {"digest": digest, "numbers": json.dumps(numbers)}, path)
-
-    def say(found: dict[str, Any]) -> None:
-        history.append({"step": step, **found})
-        logger.info("step %d: %s", step, {k: round(sum(v) / len(v), 4) for k, v in found.items()})
-
-    started = time.perf_counter()
+    )
     with resumable(folder):
-        if not step:
-            say(check(torch.zeros_like(mean)))
-        while step < settings.steps:
-            if minutes is not None and time.perf_counter() - started > 60 * minutes:
+        training = _Training(teacher, readings, settings, folder / f"context-{digest[:20]}.safetensors", digest)
+        _train(training, until=None if minutes is None else started + 60 * minutes)
+        figures = training.figures() if training.step >= settings.steps else ()
+    found = None
+    if figures:
+        about = _about(settings, data, figures)
+        found = TrainedContext(weights_digest(runtime.fingerprint), training.kv.bfloat16().cpu(), about)
+    seconds = time.perf_counter() - started
+    return ContextTraining(found, figures, training.step, settings.steps, training.history, seconds, folder)
+
+
+def _train(training: _Training, until: float | None) -> None:
+    """All steps that are left, or one and as many more as begin before the time ``until``. Every step is saved."""
+    settings, begun = training.settings, training.step
+    with progress_bar("training", settings.steps, "steps", done=training.step) as advance:
+        if not training.step and not training.history:
+            training.check()
+        while training.step < settings.steps:
+            if until is not None and training.step > begun and time.perf_counter() >= until:
                 break
-            rate = min(1.0, (step + 1) / settings.warmup) * 0.5 * (1 + math.cos(math.pi * step / settings.steps))
-            for group in optimizer.param_groups:
-                group["lr"] = settings.learning_rate * rate
-            optimizer.zero_grad()
-            losses = []
-            for number in range(step * settings.batch, (step + 1) * settings.batch):
-                rng = random.Random(f"{settings.seed}/{number}/tokens")
-                prompt = teacher.read(readings[number], number)
-                ratio = 0.0 if rng.random() < 0.5 else rng.uniform(0.05, 0.3)
-                kl, error = distances(
-                    runtime, prompt, learned.kv(), choose_some(prompt, ratio, rng), settings.correction
-                )
-                loss = _loss(kl, prompt.first) + settings.hidden_weight * error
-                (loss / settings.batch).backward()
-                losses.append((ratio, float(kl.mean()), float(kl[prompt.first].mean()), float(error)))
-            norm = torch.nn.utils.clip_grad_norm_([learned.change], 1.0)
-            optimizer.step()
-            mean = settings.average * mean + (1 - settings.average) * learned.change.detach()
-            step += 1
-            logger.info("step %d, %.0f s, norm %.3f: %s", step, time.perf_counter() - started, norm,
-                        [tuple(round(x, 3) for x in each) for each in losses])
-            if step % settings.check_every == 0 or step == settings.steps:
-                say(check(_unbiased(mean, step, settings.average)))
-            if step % 5 == 0 or step == settings.steps:
-                keep()
-    return path
+            training.advance()
+            if training.step % settings.check_every == 0 or training.step == settings.steps:
+                training.check()
+            training.keep()
+            advance(training.step)
 
 
-def _unbiased(mean: torch.Tensor, step: int, decay: float) -> torch.Tensor:
-    """A moving average that began at 0, corrected as in Adam."""
-    return mean / (1 - decay**step) if step else mean
+def _about(settings: ContextSettings, data: Sequence[str | Path], figures: Sequence[HeldOut]) -> dict[str, Any]:
+    return {
+        "command": "train-context",
+        "data": [Path(path).name for path in data],
+        "settings": asdict(settings),
+        "held_out": [{"ratio": each.ratio, "change": each.change} for each in figures],
+        "cacheclip_rag": __version__,
+    }
+
+
+def _held_out(values: dict[str, Any]) -> HeldOut:
+    lists = (tuple(values[name]) for name in ("before", "after", "first_before", "first_after"))
+    return HeldOut(float(values["ratio"]), *lists)

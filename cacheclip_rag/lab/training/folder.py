@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 
 from ... import __version__
 from ...chunks.caches import ChunkCaches
+from ...chunks.context import context_name
 from ...engine import CacheClipEngine
-from ...paths import atomic_path
 from ...progress import progress_bar
+from ...tensor_files import read_tensors, write_tensors
 from .families import Sample
 from .features import LastLayer, Seen, look
 from .tuning import Learner, Trainee, TrainingState, learning_and_held_out, train
@@ -71,7 +71,7 @@ def digest_of(about: Any) -> str:
 
 def engine_inputs(engine: CacheClipEngine) -> dict[str, Any]:
     """Everything of an engine on which its models' outputs depend, without names and folders of models."""
-    config, auxiliary = engine.config, engine.parts.auxiliary_caches
+    config, auxiliary, context = engine.config, engine.parts.auxiliary_caches, engine.parts.context()
     return {
         "primary_sha256": engine.primary.fingerprint,
         "primary_tokenizer_sha256": engine.primary.tokenizer_sha256,
@@ -79,7 +79,7 @@ def engine_inputs(engine: CacheClipEngine) -> dict[str, Any]:
         "auxiliary_tokenizer_sha256": auxiliary.runtime.tokenizer_sha256,
         "prefix_ids": list(auxiliary.prefix_ids),
         "system_prompt": config.system_prompt,
-        "chunk_context": config.chunk_context,
+        "chunk_context": context.trained or context_name(context),
         "codecs": [config.codec, config.auxiliary_codec],
         "device": [config.device, config.auxiliary_device],
         "cacheclip_rag": __version__,
@@ -170,20 +170,16 @@ def _last_of(tensors: dict[str, torch.Tensor], numbers: dict[str, Any]) -> LastL
 
 def save(tensors: dict[str, torch.Tensor], header: dict[str, str], path: Path) -> None:
     """Write one safetensors file atomically."""
-    with atomic_path(path) as temporary:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, metadata=header)
+    write_tensors(path, tensors, header)
 
 
 def load(path: Path, digest: str) -> tuple[dict[str, torch.Tensor], dict[str, str]] | None:
     """Tensors and header of a file; None if it is missing, unreadable, or has another digest."""
     try:
-        with safe_open(path, framework="pt") as file:
-            header = dict(file.metadata() or {})
-            if header.get("digest") != digest:
-                return None
-            return {name: file.get_tensor(name) for name in file.keys()}, header  # noqa: SIM118 (not a dict)
+        tensors, header = read_tensors(path)
     except (OSError, SafetensorError):
         return None
+    return (tensors, header) if header.get("digest") == digest else None
 
 
 def save_trainee(trainee: Trainee, path: Path, digest: str) -> None:

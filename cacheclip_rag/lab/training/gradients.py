@@ -19,6 +19,9 @@ from ...runtime.transformers.rotary import Tables, rotate, unrotate
 
 __all__ = ["LayerKV", "Part", "Rows", "encode_chunks", "read_prompt"]
 
+_ROWS_PER_BLOCK = 128
+"""As in the engine's own plans, so that the sums are the same."""
+
 LayerKV = tuple[torch.Tensor, torch.Tensor]
 """Keys before RoPE and values of one layer, each ``(num_kv_heads, num_tokens, head_dim)``."""
 
@@ -48,7 +51,7 @@ class Rows:
 
 
 class _Layer(DynamicLayer):  # type: ignore[misc]
-    """Given KV of one layer, joined with the pass's rows."""
+    """Given KV of one layer, joined with the pass's rows. Given keys are before RoPE, joined keys after it."""
 
     def __init__(
         self,
@@ -59,11 +62,19 @@ class _Layer(DynamicLayer):  # type: ignore[misc]
         weight: float = 0.0,
         of_rows: Tables | None = None,
     ) -> None:
+        """
+        Args:
+            tables: rotary tables of the given tokens; None for a layer without RoPE.
+            index: ``(num_keys,)``: which of given and new tokens each key is.
+            parts, weight: as in :func:`read_prompt`.
+            of_rows: rotary tables of the rows.
+        """
         super().__init__()
         self.dtype, self.device, self.is_initialized = base[0].dtype, base[0].device, True
-        self._base, self._tables, self._index = base, tables, index
+        self._base, self._tables, self._index = base, tables, index.to(self.device)
         self._parts, self._weight, self._of_rows = parts, weight, of_rows
         self.new: LayerKV | None = None
+        """KV of the rows once they were computed, keys after RoPE."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         self.new = key_states[0], value_states[0]
@@ -81,12 +92,15 @@ class _Layer(DynamicLayer):  # type: ignore[misc]
             tables = None if self._of_rows is None else (self._of_rows[0][part.rows], self._of_rows[1][part.rows])
             for kv, rows in ((keys, unrotate(new_keys[:, part.rows], tables)), (values, new_values[:, part.rows])):
                 change = self._weight * (rows.float() - kv[:, part.chosen].float()).mean(1, keepdim=True)
-                corrected = kv.index_add(1, part.stale, change.expand(-1, len(part.stale), -1).to(kv.dtype))
+                stale = part.stale.to(kv.device)
+                corrected = kv.index_add(1, stale, change.expand(-1, len(stale), -1).to(kv.dtype))
                 if kv is keys:
                     keys = corrected
                 else:
                     values = corrected
         return keys, values
+
+    # what transformers asks a cache layer for
 
     def get_seq_length(self) -> int:
         return len(self._index)
@@ -104,11 +118,12 @@ def _run(
     answers: torch.Tensor | None,
     hidden: bool = False,
 ) -> Any:
+    """One pass of the model; without ``answers``, only its layers' KV is of interest."""
     model = runtime.model if answers is not None else runtime.model.base_model
-    arguments: dict[str, Any] = {} if answers is None else {"logits_to_keep": answers}
+    arguments: dict[str, Any] = {} if answers is None else {"logits_to_keep": answers.to(runtime.device)}
     return model(
-        input_ids=ids[None],
-        position_ids=positions[None],
+        input_ids=ids[None].to(runtime.device),
+        position_ids=positions[None].to(runtime.device),
         past_key_values=Cache(layers=layers),
         use_cache=True,
         cacheclip_plan=plan,
@@ -118,17 +133,25 @@ def _run(
 
 
 def encode_chunks(runtime: ModelRuntime, chunks: Sequence[torch.Tensor], before: Sequence[LayerKV]) -> list[LayerKV]:
-    """KV of all chunks, one after the other, each computed right behind ``before``; keys before RoPE."""
+    """KV of all chunks, one after the other, each computed right behind ``before``; keys before RoPE.
+
+    Args:
+        chunks: token ids of each chunk.
+        before: per layer the KV that every chunk sees, at least one token.
+
+    Returns:
+        Per layer the KV of all chunks' tokens, in the model's dtype.
+    """
     start = before[0][0].shape[1]
     index, blocks, row, slot = [], [], 0, 0
     for chunk in chunks:
         count = len(chunk)
         index += [torch.arange(start), start + torch.arange(row, row + count)]
-        for begin in range(0, count, 128):
-            size = min(128, count - begin)
+        for begin in range(0, count, _ROWS_PER_BLOCK):
+            size = min(_ROWS_PER_BLOCK, count - begin)
+            rows = slice(row + begin, row + begin + size)
             slots = start + torch.arange(begin, begin + size)
-            stop = start + begin + size
-            blocks.append(Block.of(slice(row + begin, row + begin + size), slice(slot, slot + stop), slots))
+            blocks.append(Block.of(rows, slice(slot, slot + start + begin + size), slots, runtime.device))
         row, slot = row + count, slot + start + count
     positions = torch.cat([start + torch.arange(len(chunk)) for chunk in chunks])
     of_before = runtime.rotary_tables(0, start)
@@ -159,23 +182,24 @@ def read_prompt(
     Args:
         ids: ``(num_tokens,)``, the common part.
         base: per layer its KV; slots in ``rows.context`` are overwritten.
-        parts, weight: chunks to correct, and the share of the mean change.
+        parts, weight: chunks to correct, and the share of the mean change that their stale tokens get.
+        hidden: whether hidden states are wanted.
 
     Returns:
-        Logits ``(num_answers, vocab_size)``, and per layer the hidden states of the endings' rows.
+        Logits ``(num_answers, vocab_size)``, and per layer the hidden states of the endings' rows, ``(num_rows,
+        hidden_size)``; an empty list if they are not wanted.
     """
     end, own = len(ids), len(rows.context)
     of_slots = torch.arange(end)
     of_slots[rows.context] = end + torch.arange(own)
     index, row, slot = [of_slots], own, end
-    plan = causal_plan(rows.context) if own else AttentionPlan([])
+    plan = causal_plan(rows.context, runtime.device) if own else AttentionPlan([])
     blocks = list(plan.blocks)
     for ending in rows.endings:
         count = len(ending)
         index += [of_slots, end + torch.arange(row, row + count)]
-        blocks.append(
-            Block.of(slice(row, row + count), slice(slot, slot + end + count), end + torch.arange(count))
-        )
+        keys = slice(slot, slot + end + count)
+        blocks.append(Block.of(slice(row, row + count), keys, end + torch.arange(count), runtime.device))
         row, slot = row + count, slot + end + count
     positions = torch.cat((rows.context, *(end + torch.arange(len(ending)) for ending in rows.endings)))
     joined = torch.cat(index)

@@ -23,7 +23,10 @@ from .families import synthetic_samples
 __all__ = ["Reading", "Readings"]
 
 _PASSAGE_TOKENS = 128
+"""Most tokens of a passage of a document."""
 _MAX_CHUNKS = 8
+_TRIES = 300
+"""Drafts of one prompt. Texts that leave no room for two chunks fail."""
 _ABOUT = (
     'What does the text that begins with "{opening}" say next?',
     'Repeat one fact from the text that begins with "{opening}".',
@@ -70,7 +73,7 @@ class Readings:
         datasets = [path for path in data if str(path).endswith((".jsonl", ".jsonl.gz"))]
         documents = [path for path in data if not str(path).endswith((".jsonl", ".jsonl.gz"))]
         self._records: list[Record] = [record for path in datasets for record in read_records(path).records]
-        self._passages = self._passages_of([path for path in find_files(documents)])
+        self._passages = self._passages_of(list(find_files(documents)))
         self._passages += [
             chunk.as_read.strip() for record in self._records for chunk in record.chunks if self._fits(chunk.as_read)
         ]
@@ -82,7 +85,7 @@ class Readings:
 
     def __getitem__(self, number: int) -> Reading:
         rng = random.Random(f"{self._seed}/{number}")
-        while True:
+        for _ in range(_TRIES):
             kind = rng.random()
             if self._records and kind < 0.5:
                 chunks, questions = self._of_record(rng)
@@ -93,9 +96,13 @@ class Readings:
             found = self._cut(rng, chunks, questions)
             if found is not None:
                 return found
+        raise ConfigurationError(
+            f"no prompt with two chunks fits {self._context_tokens} tokens of model {self._runtime.name!r}. Give data "
+            "with shorter passages, or train a model with a longer context."
+        )
 
     def _fits(self, text: str) -> bool:
-        return 20 <= len(text.split()) and len(self._runtime.tokenize(text)) <= self._context_tokens // 2
+        return len(text.split()) >= 20 and len(self._runtime.tokenize(text)) <= self._context_tokens // 2
 
     def _passages_of(self, files: Sequence[Path]) -> list[str]:
         splitter = Splitter(self._runtime.tokenizer, _PASSAGE_TOKENS)
@@ -119,7 +126,8 @@ class Readings:
 
     def _synthetic(self, rng: random.Random) -> tuple[list[str], list[tuple[str, str]]]:
         seed, count = rng.randrange(1 << 30), rng.randint(1, 2)
-        samples = synthetic_samples("train", 12, seed=seed, num_chunks=rng.randint(2, 4), chunk_words=rng.randint(20, 90))
+        num_chunks, chunk_words = rng.randint(2, 4), rng.randint(20, 90)
+        samples = synthetic_samples("train", 12, seed=seed, num_chunks=num_chunks, chunk_words=chunk_words)
         picked = rng.sample(samples, count)
         chunks = [chunk for sample in picked for chunk in sample.chunks]
         if self._passages and rng.random() < 0.5:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from ...paths import atomic_path
 from .calibrate import SHIPPED, Calibration
+from .context import ContextTraining
 from .finetune import FineTuning
 from .outcomes import SELECTOR
 
@@ -18,6 +19,9 @@ __all__ = [
     "calibration_json",
     "calibration_note",
     "calibration_table",
+    "context_json",
+    "context_table",
+    "context_verdict",
     "finetuning_json",
     "finetuning_note",
     "finetuning_table",
@@ -211,6 +215,52 @@ class _Page:
     figures: Table
     note: str
     sections: dict[str, Table]
+
+
+def context_table(found: ContextTraining) -> Table:
+    """Distance from full prefill before and after, one row per ratio."""
+    titles = ["recomputed", "KL, passages", "KL, trained", "change (95 %)", "first token, passages", "trained"]
+    return titles, [
+        [
+            f"{each.ratio:.0%}",
+            *(f"{statistics.fmean(values):.4f}" for values in (each.before, each.after)),
+            _change(each.change),
+            *(f"{statistics.fmean(values):.4f}" for values in (each.first_before, each.first_after)),
+        ]
+        for each in found.figures
+    ]
+
+
+def _change(change: tuple[float, float | None, float | None] | None) -> str:
+    """A ratio as a change in percent, with its interval."""
+    if change is None:
+        return "-"
+    ratio, low, high = (None if each is None else f"{each - 1:+.0%}" for each in change)
+    return str(ratio) if low is None or high is None else f"{ratio} ({low} to {high})"
+
+
+def context_verdict(found: ContextTraining) -> str:
+    """One sentence about the held-out check."""
+    verdict = "closer to full prefill than" if found.is_better else "not closer to full prefill, beyond doubt, than"
+    count = len(found.figures[0].before) if found.figures else 0
+    return (
+        f"Behind the trained context, reads are {verdict} behind the passages: KL in nats from full prefill along "
+        f"right answers, on {count} prompts that were not trained on."
+    )
+
+
+def context_json(found: ContextTraining) -> dict[str, Any]:
+    return {
+        "steps_done": found.step,
+        "steps": found.steps,
+        "is_complete": found.context is not None,
+        "is_better": found.is_better if found.figures else None,
+        "sha256": found.context.sha256 if found.context is not None else None,
+        "num_tokens": found.context.num_tokens if found.context is not None else None,
+        "held_out": [{**asdict(each), "change": each.change} for each in found.figures],
+        "seconds": found.seconds,
+        "folder": str(found.folder),
+    }
 
 
 def write_report(found: FineTuning, folder: Path) -> list[Path]:

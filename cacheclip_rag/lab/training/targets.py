@@ -148,7 +148,7 @@ class _Recording(Method):
         return self.inner.head_sets
 
     @property
-    def context(self) -> ChunkContext | None:
+    def context(self) -> ChunkContext | str | None:
         return self.inner.context
 
     def score(self, view: PromptView) -> list[torch.Tensor]:

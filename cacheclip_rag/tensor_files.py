@@ -1,0 +1,39 @@
+"""Small files of tensors with a header, written atomically: head sets, trained contexts, results of training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from .paths import atomic_path
+
+__all__ = ["READ_ERRORS", "read_tensors", "write_tensors"]
+
+READ_ERRORS = (OSError, SafetensorError, ValueError, KeyError, TypeError, AssertionError)
+"""What reading a damaged file, and taking its contents apart, may raise."""
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], header: Mapping[str, str]) -> None:
+    """Write one safetensors file atomically."""
+    with atomic_path(path) as temporary:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, metadata=dict(header))
+
+
+def read_tensors(path: Path, *, version: int | None = None) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Tensors and header of a file.
+
+    Args:
+        version: the header's ``format`` must be this number; None: it is not looked at.
+
+    Raises:
+        ValueError: another version. Other errors are those of :data:`READ_ERRORS`.
+    """
+    with safe_open(path, framework="pt") as file:
+        header = dict(file.metadata() or {})
+        if version is not None and header.get("format") != str(version):
+            raise ValueError(f"its format is {header.get('format')}, this version reads {version}")
+        return {name: file.get_tensor(name) for name in file.keys()}, header  # noqa: SIM118 (not a dict)

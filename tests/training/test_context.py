@@ -1,0 +1,343 @@
+"""Training of a chunk context on a tiny model: prompts, teacher, job and command."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from cacheclip_rag import CacheClipEngine, EngineConfig
+from cacheclip_rag.chunks.trained import TrainedContext, trained_context_path
+from cacheclip_rag.cli import app
+from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.lab.training import context as module
+from cacheclip_rag.lab.training.context import ContextSettings, ContextTraining, HeldOut, Learned, train_context
+from cacheclip_rag.lab.training.folder import Interrupted
+from cacheclip_rag.lab.training.reading import Reading, Readings
+from cacheclip_rag.lab.training.teaching import Teacher, choose_some, distances
+from cacheclip_rag.methods import preset
+from cacheclip_rag.runtime.base import weights_digest
+from tests.conftest import CHUNKS
+from tests.fusion.cases import BROKEN, gap
+from tests.training.stopping import stopper
+
+SETTINGS = ContextSettings(steps=4, batch=1, held_out=2, check_every=2)
+ROOM = 450
+
+
+@pytest.fixture(scope="module")
+def config(tiny_models: dict[str, str]) -> EngineConfig:
+    return EngineConfig(primary=tiny_models["llama"], auxiliary=None)
+
+
+@pytest.fixture(scope="module")
+def teacher(config: EngineConfig) -> Teacher:
+    return Teacher(config)
+
+
+@pytest.fixture(scope="module")
+def whole(config: EngineConfig, tmp_path_factory: pytest.TempPathFactory) -> ContextTraining:
+    """A run from end to end, for all tests that read it."""
+    return train_context(config, SETTINGS, folder=tmp_path_factory.mktemp("whole") / "work")
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> Path:
+    path = tmp_path / "records.jsonl"
+    passages = [{"title": "", "text": text} for text in CHUNKS]
+    record = {"id": "1", "task": "own", "question": "When was the lighthouse built?", "answers": ["1847"]}
+    path.write_text(json.dumps({**record, "chunks": passages, "meta": {}}) + "\n")
+    return path
+
+
+def kept_tensors(training: ContextTraining) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    (path,) = training.folder.glob("context-*.safetensors")
+    found: dict[str, torch.Tensor] = load_file(path)
+    return found
+
+
+class TestReadings:
+    def test_a_number_is_always_the_same_prompt(self, teacher: Teacher) -> None:
+        first, second = (Readings(teacher.runtime, seed=3) for _ in range(2))
+        assert [first[n] for n in (0, 5, -1)] == [second[n] for n in (0, 5, -1)]
+        assert first[0] != first[1] and first[0] != Readings(teacher.runtime, seed=4)[0]
+
+    def test_within_limits(self, teacher: Teacher, records: Path, tmp_path: Path) -> None:
+        notes = tmp_path / "notes.md"
+        notes.write_text("# Notes\n\n" + "\n\n".join(CHUNKS))
+        for data in ([], [records], [notes, records]):
+            readings = Readings(teacher.runtime, data, seed=1, context_tokens=ROOM)
+            for reading in (readings[n] for n in range(-4, 12)):
+                assert 2 <= len(reading.chunks) <= 8 and len(set(reading.chunks)) == len(reading.chunks)
+                assert sum(len(teacher.runtime.tokenize(chunk)) for chunk in reading.chunks) <= ROOM
+                assert len(reading.questions) == 3 and all(all(pair) for pair in reading.questions)
+
+    def test_data_is_used(self, teacher: Teacher, records: Path) -> None:
+        readings = Readings(teacher.runtime, [records], seed=1, context_tokens=ROOM)
+        found = [readings[n] for n in range(20)]
+        asked = [reading for reading in found if ("When was the lighthouse built?", "1847") in reading.questions]
+        assert asked and all(any("1847" in chunk for chunk in reading.chunks) for reading in asked)
+        assert any(set(reading.chunks) - set(CHUNKS) for reading in found), "and synthetic texts too"
+
+    def test_data_without_text(self, teacher: Teacher, tmp_path: Path) -> None:
+        (tmp_path / "short.txt").write_text("Too short.")
+        with pytest.raises(ConfigurationError, match="expected text to learn from in .*short.txt, found no passage"):
+            Readings(teacher.runtime, [tmp_path / "short.txt"])
+        with pytest.raises(ConfigurationError, match="no prompt with two chunks fits 20 tokens"):
+            _ = Readings(teacher.runtime, context_tokens=20)[0]
+
+
+class TestTeacher:
+    READING = Reading(tuple(CHUNKS[:3]), (("Who was the last keeper?", "Nobody knows."), ("When?", "1847")))
+
+    def test_it_reads_as_full_prefill(self, teacher: Teacher, config: EngineConfig) -> None:
+        for number in range(3):
+            prompt = teacher.read(self.READING, number)
+            engine = teacher._engine(number)
+            row = 0
+            for ending in prompt.endings:
+                ids = torch.cat((prompt.ids, ending))
+                _, logits = engine.primary.prefill(ids, len(ids))
+                row += len(ending)
+                at = int((prompt.answers == row - 1).nonzero())
+                assert gap(prompt.logits[at], logits) < 1e-4
+            assert int(prompt.first.sum()) == 2 and len(prompt.first) == len(prompt.answers) == len(prompt.logits)
+        assert teacher.read(self.READING, 0).num_prefix != teacher.read(self.READING, 1).num_prefix
+
+    def test_everything_recomputed_is_no_distance(self, teacher: Teacher) -> None:
+        prompt, context = teacher.read(self.READING, 0), teacher.passages(0)
+        with torch.no_grad():
+            everything = torch.ones(len(prompt.ids), dtype=torch.bool)
+            kl, error = distances(teacher.runtime, prompt, context, everything, 0.5)
+            assert float(kl.max()) < 1e-6 and float(error) < 1e-6
+            kl, error = distances(teacher.runtime, prompt, context, torch.zeros_like(everything), 0.5)
+            assert float(kl.mean()) > 1e-3 and float(error) > 1e-3
+
+    def test_nothing_recomputed_is_what_engines_answer_behind_it(
+        self, teacher: Teacher, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The KV that is trained and the KV that an engine puts before chunks have the same effect."""
+        monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path))
+        runtime, begin = teacher.runtime, teacher.passages(1)
+        moved = begin + 0.3 * torch.randn(begin.shape, generator=torch.Generator().manual_seed(0))
+        context = TrainedContext(weights_digest(runtime.fingerprint), moved.bfloat16())
+        context.save(trained_context_path(context.primary_sha256))
+        prompt = teacher.read(self.READING, 1)
+        seen: list[torch.Tensor] = []
+
+        def record(full: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+            seen.append(logits)
+            return torch.zeros(len(logits))
+
+        monkeypatch.setattr("cacheclip_rag.lab.training.teaching.kl_divergence", record)
+        with torch.no_grad():
+            nothing = torch.zeros(len(prompt.ids), dtype=torch.bool)
+            for kv in (context.kv, begin):
+                distances(runtime, prompt, kv, nothing, 0.0)
+        engine = CacheClipEngine(replace(teacher._engine(1).config, chunk_context="auto"))
+        from cacheclip_rag.lab.evaluation.questions import ask
+        from cacheclip_rag.lab.evaluation.records import Passage, Record
+
+        record_ = Record("", "", self.READING.questions[0][0], ("",), tuple(Passage("", c) for c in CHUNKS[:3]), {})
+        asked = ask(engine, record_)
+        engine.precompute(CHUNKS[:3], method="direct")
+        found = engine.prefill(asked.segments, method=preset("direct"))
+        assert found.stats.hits == 3
+        assert gap(seen[0][0], found.logits) < 1e-4 and gap(seen[1][0], found.logits) > BROKEN
+
+    def test_choices(self, teacher: Teacher) -> None:
+        prompt = teacher.read(self.READING, 0)
+        slots = torch.cat(prompt.spans)
+        assert not choose_some(prompt, 0.0, random.Random(0)).any()
+        for ratio in (0.05, 0.2, 0.3):
+            chosen = choose_some(prompt, ratio, random.Random(0))
+            assert torch.equal(chosen, choose_some(prompt, ratio, random.Random(0)))
+            count, budget = int(chosen.sum()), round(ratio * len(slots))
+            assert int(chosen[slots].sum()) == count and budget <= count < budget + 8
+            assert all(chosen[start] for start in prompt.starts)
+
+
+class TestLearned:
+    def test_it_begins_where_it_is_told(self) -> None:
+        begin = torch.randn(2, 2, 1, 6, 4)
+        learned = Learned(begin)
+        assert torch.equal(learned.kv(), begin)
+        assert learned.unit.shape == (2, 2, 1, 1, 1) and bool((learned.unit > 0).all())
+
+
+class TestJob:
+    def test_what_it_finds(self, whole: ContextTraining, teacher: Teacher) -> None:
+        assert (whole.step, whole.steps) == (4, 4) and [each["step"] for each in whole.history] == [0, 2, 4]
+        context = whole.context
+        assert context is not None and context.kv.shape == teacher.passages(0).shape
+        context.check(teacher.runtime)
+        assert not torch.equal(context.kv, teacher.passages(0).bfloat16())
+        assert context.about["command"] == "train-context" and context.about["settings"]["steps"] == 4
+        assert [each.ratio for each in whole.figures] == [0.0, 0.2]
+        for each in whole.figures:
+            assert len(each.before) == len(each.after) == 2 and each.before != each.after
+
+    def test_the_loss_falls_on_one_prompt(
+        self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What is learned by heart comes closer: the gradient points the right way."""
+        losses: list[float] = []
+        backward = module._Training._backward
+
+        def same(self: Any, number: int) -> float:
+            losses.append(backward(self, 0))
+            return losses[-1]
+
+        monkeypatch.setattr(module._Training, "_backward", same)
+        settings = replace(SETTINGS, steps=12, held_out=1, check_every=100, learning_rate=0.05)
+        train_context(config, settings, folder=tmp_path / "work")
+        assert losses[-1] < 0.9 * losses[0]
+
+    @pytest.mark.parametrize("at", [1, 2, 4])
+    def test_an_interrupted_run_goes_on_to_the_same_end(
+        self, config: EngineConfig, whole: ContextTraining, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+    ) -> None:
+        folder = tmp_path / "work"
+        with monkeypatch.context() as patch:
+            stop, _ = stopper(patch)
+            stop(module._Training, "_backward", at)
+            with pytest.raises(Interrupted, match="the work so far is saved"):
+                train_context(config, SETTINGS, folder=folder)
+        stop, counts = stopper(monkeypatch)
+        stop(module._Training, "_backward", 99)
+        again = train_context(config, SETTINGS, folder=folder)
+        assert counts["_backward"] == 5 - at
+        mine, theirs = kept_tensors(again), kept_tensors(whole)
+        assert mine.keys() == theirs.keys() == {"change", "mean", "exp_avg", "exp_avg_sq", "kv"}
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+        assert again.history == whole.history and again.figures == whole.figures
+        assert again.context is not None and whole.context is not None and again.context.sha256 == whole.context.sha256
+
+    def test_minutes_are_kept(self, config: EngineConfig, whole: ContextTraining, tmp_path: Path) -> None:
+        folder = tmp_path / "work"
+        for step in (1, 2, 3):
+            part = train_context(config, SETTINGS, folder=folder, minutes=1e-6)
+            assert (part.step, part.context, part.figures, part.is_better) == (step, None, (), False)
+        last = train_context(config, SETTINGS, folder=folder, minutes=1e-6)
+        assert last.context is not None and last.context.sha256 == whole.context.sha256  # type: ignore[union-attr]
+
+    def test_a_finished_run_computes_nothing(
+        self, config: EngineConfig, whole: ContextTraining, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        folder = Path(shutil.copytree(whole.folder, tmp_path / "work"))
+        monkeypatch.setattr(module, "distances", None)
+        again = train_context(config, SETTINGS, folder=folder)
+        assert again.figures == whole.figures and again.context.sha256 == whole.context.sha256  # type: ignore[union-attr]
+
+    def test_other_settings_begin_anew(self, config: EngineConfig, whole: ContextTraining, tmp_path: Path) -> None:
+        folder = Path(shutil.copytree(whole.folder, tmp_path / "work"))
+        other = train_context(config, replace(SETTINGS, seed=1), folder=folder, minutes=1e-6)
+        assert other.step == 1 and len(list(folder.glob("context-*"))) == 2
+
+    def test_damaged_work_is_done_again(self, config: EngineConfig, whole: ContextTraining, tmp_path: Path) -> None:
+        folder = Path(shutil.copytree(whole.folder, tmp_path / "work"))
+        for path in folder.glob("*.safetensors"):
+            path.write_bytes(path.read_bytes()[:-50])
+        assert train_context(config, SETTINGS, folder=folder, minutes=1e-6).step == 1
+
+    def test_the_usual_folder_is_the_models(
+        self, config: EngineConfig, teacher: Teacher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path))
+        found = train_context(config, SETTINGS, minutes=1e-6)
+        assert found.folder == tmp_path / "training" / teacher.runtime.fingerprint[:16] and found.folder.is_dir()
+
+    @pytest.mark.parametrize("name", ["steps", "batch", "held_out", "check_every", "warmup"])
+    def test_bad_settings(self, name: str) -> None:
+        with pytest.raises(ConfigurationError, match=f"{name} must be 1 or more, got 0"):
+            replace(SETTINGS, **{name: 0})
+
+    def test_bad_wishes(self, config: EngineConfig, tmp_path: Path) -> None:
+        with pytest.raises(ConfigurationError, match="minutes must be above 0, got 0"):
+            train_context(config, SETTINGS, minutes=0.0, folder=tmp_path)
+
+    @pytest.mark.parametrize("name", ["gemma3", "qwen2-sliding", "gpt-oss"])
+    def test_other_architectures(self, tiny_models: dict[str, str], tmp_path: Path, name: str) -> None:
+        settings = replace(SETTINGS, steps=1, held_out=1)
+        found = train_context(EngineConfig(primary=tiny_models[name], auxiliary=None), settings, folder=tmp_path)
+        assert found.context is not None and bool(found.context.kv.isfinite().all())
+
+
+class TestVerdict:
+    def training(self, whole: ContextTraining, alone: Sequence[float], recomputed: float) -> ContextTraining:
+        ones = (1.0,) * len(alone)
+        some = HeldOut(0.2, ones, (recomputed,) * len(alone), ones, ones)
+        return replace(whole, figures=(HeldOut(0.0, ones, tuple(alone), ones, ones), some))
+
+    def test_it_must_be_better_alone_and_not_worse_with_recomputation(self, whole: ContextTraining) -> None:
+        assert self.training(whole, [0.7, 0.8, 0.9], 1.0).is_better
+        assert not self.training(whole, [0.7, 0.8, 0.9], 1.01).is_better
+        assert not self.training(whole, [0.5, 0.9, 1.3], 0.5).is_better, "the interval reaches 1"
+        assert not replace(whole, figures=()).is_better
+
+
+class TestCommand:
+    def run(self, *args: str, code: int = 0) -> Any:
+        result = CliRunner().invoke(app, ["train-context", *args], catch_exceptions=False)
+        assert result.exit_code == code, result.output
+        return result
+
+    @pytest.fixture(autouse=True)
+    def home(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
+        return tmp_path / "home"
+
+    def test_from_training_to_use(self, config: EngineConfig, home: Path, records: Path) -> None:
+        small = ["--primary", config.primary, "--steps", "2", "--batch", "1", "--held-out", "2", "--data", str(records)]
+        stopped = json.loads(self.run(*small, "--minutes", "0.000001", "--json").stdout)
+        assert (stopped["steps_done"], stopped["is_complete"], stopped["path"]) == (1, False, None)
+        assert stopped["is_better"] is None and not CacheClipEngine(config).context_of().trained
+        done = json.loads(self.run(*small, "--overwrite", "--json").stdout)
+        path = trained_context_path(weights_digest(CacheClipEngine(config).primary.fingerprint))
+        assert done["is_complete"] and done["path"] == str(path) and len(done["held_out"]) == 2
+        assert CacheClipEngine(config).context_of().trained == done["sha256"] == TrainedContext.load(path).sha256
+        with pytest.raises(ConfigurationError, match="holds a trained context already. Replace it with --overwrite"):
+            self.run(*small)
+
+    @pytest.mark.parametrize("is_better", [True, False])
+    def test_it_is_kept_only_if_it_is_better(
+        self, config: EngineConfig, whole: ContextTraining, tmp_path: Path, monkeypatch: Any, is_better: bool
+    ) -> None:
+        after = (0.5, 0.6) if is_better else (1.5, 1.6)
+        held_out = HeldOut(0.0, (1.0, 1.0), after, (1.0, 1.0), after)
+        found = replace(whole, figures=(held_out, replace(held_out, ratio=0.2)))
+        monkeypatch.setattr(module, "train_context", lambda *_, **__: found)
+        out = tmp_path / "own.safetensors"
+        result = self.run("--primary", config.primary, "--out", str(out))
+        assert out.is_file() == is_better == (f"Trained context: {out}" in result.stdout)
+        assert ("It was not kept" in result.stdout) == (not is_better) == ("not closer to" in result.stdout)
+        assert "Distance from full prefill" in result.stdout and ("-45%" in result.stdout) == is_better
+        self.run("--primary", config.primary, "--out", str(out), "--overwrite")
+        assert out.is_file()
+
+    def test_stopped_by_hand(self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        stop, _ = stopper(monkeypatch)
+        stop(module._Training, "_backward", 2)
+        work = tmp_path / "work"
+        options = ["--steps", "3", "--batch", "1", "--held-out", "1", "--work", str(work)]
+        result = self.run("--primary", config.primary, *options, code=130)
+        assert result.stderr.splitlines()[-1] == (
+            f"cacheclip: stopped. The work so far is saved in {work}; the same command continues from there."
+        )
+
+    def test_bad_paths(self, config: EngineConfig, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("")
+        with pytest.raises(ConfigurationError, match="expected a folder for working files"):
+            self.run("--primary", config.primary, "--work", str(tmp_path / "file"))
+        with pytest.raises(ConfigurationError, match="a trained context is a file, but .* is a folder"):
+            self.run("--primary", config.primary, "--out", str(tmp_path))
