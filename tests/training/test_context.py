@@ -89,6 +89,34 @@ class TestReadings:
         assert asked and all(any("1847" in chunk for chunk in reading.chunks) for reading in asked)
         assert any(set(reading.chunks) - set(CHUNKS) for reading in found), "and synthetic texts too"
 
+    def test_what_is_held_out_is_in_no_training_prompt(self, teacher: Teacher, tmp_path: Path) -> None:
+        notes = tmp_path / "notes.txt"
+        words = "The keeper of lamp {n} rowed home at dawn, slept until noon, and wrote {n} letters to a brother. "
+        notes.write_text("\n\n".join(words.format(n=n) * 4 for n in range(100, 130)))
+        chunks = [{"title": "", "text": words.format(n=n) * 2} for n in range(3)]
+        lines = [
+            {"id": str(n), "task": "t", "question": f"Question {n}?", "answers": [str(n)], "chunks": chunks, "meta": {}}
+            for n in range(20)
+        ]
+        records = tmp_path / "records.jsonl"
+        records.write_text("\n".join(map(json.dumps, lines)))
+        learning, held_out = (
+            Readings(teacher.runtime, [notes, records], context_tokens=ROOM, held_out=part) for part in (False, True)
+        )
+        assert len(learning._records) == 18 and [record.id for record in held_out._records] == ["9", "19"]
+        of_records = {chunk["text"].strip() for chunk in chunks}
+        learned, judged = (set(readings._passages) - of_records for readings in (learning, held_out))
+        assert not learned & judged and len(judged) == (len(learned) + len(judged)) // 10 > 0
+        asked = [{q for n in range(40) for q, _ in readings[n].questions} for readings in (learning, held_out)]
+        of_held_out = {"Question 9?", "Question 19?"}
+        assert of_held_out <= asked[1] and not of_held_out & asked[0]
+        assert [q for q in asked[0] if q.startswith("Question ")]
+        assert not [q for q in asked[1] - of_held_out if q.startswith("Question ")]
+
+    def test_too_little_data_is_judged_by_synthetic_texts(self, teacher: Teacher, records: Path) -> None:
+        found = Readings(teacher.runtime, [records], context_tokens=ROOM, held_out=True)[0]
+        assert not set(found.chunks) & set(CHUNKS)
+
     def test_data_without_text(self, teacher: Teacher, tmp_path: Path) -> None:
         (tmp_path / "short.txt").write_text("Too short.")
         with pytest.raises(ConfigurationError, match="expected text to learn from in .*short.txt, found no passage"):

@@ -63,7 +63,7 @@ class ContextSettings:
     """Weight of the loss of hidden states."""
     correction: float = 0.5
     """Share of the mean change that stale tokens get, as in the engine's default method."""
-    held_out: int = 12
+    held_out: int = 24
     """Prompts that decide whether the learned context is kept."""
     check_every: int = 40
     """Steps between checks."""
@@ -146,9 +146,15 @@ class _Training:
     """A training in progress: parameters, their moving average, the optimizer, and the file that keeps them."""
 
     def __init__(
-        self, teacher: Teacher, readings: Readings, settings: ContextSettings, path: Path, digest: str
+        self,
+        teacher: Teacher,
+        readings: Readings,
+        held_out: Readings,
+        settings: ContextSettings,
+        path: Path,
+        digest: str,
     ) -> None:
-        self.teacher, self.runtime, self.readings = teacher, teacher.runtime, readings
+        self.teacher, self.runtime, self.readings, self.held_out = teacher, teacher.runtime, readings, held_out
         self.settings, self.path, self._digest = settings, path, digest
         self.learned = Learned(teacher.passages(0))
         self.step = 0
@@ -213,7 +219,7 @@ class _Training:
         """Per held-out prompt the mean KL along answers, and at their first tokens, behind ``context_of(prompt)``."""
         if self._held_out is None:
             count = self.settings.held_out
-            self._held_out = [self.teacher.read(self.readings[-1 - number], number) for number in range(count)]
+            self._held_out = [self.teacher.read(self.held_out[number], number) for number in range(count)]
         along, first = [], []
         for number, prompt in enumerate(self._held_out):
             chosen = choose_some(prompt, ratio, random.Random(number))
@@ -225,7 +231,8 @@ class _Training:
     def figures(self) -> tuple[HeldOut, ...]:
         """The held-out check that decides, saved once it is done."""
         path = self.path.with_name(self.path.name.replace("context-", "figures-"))
-        loaded = load(path, self._digest)
+        digest = digest_of([self._digest, self.settings.held_out])
+        loaded = load(path, digest)
         if loaded is not None:
             return tuple(_held_out(each) for each in json.loads(loaded[1]["figures"]))
         found, kept = [], self.kv.bfloat16()
@@ -233,7 +240,7 @@ class _Training:
             before, first_before = self.measure(lambda prompt: self.teacher.passages(prompt.number), ratio)
             after, first_after = self.measure(lambda prompt: kept, ratio)
             found.append(HeldOut(ratio, before, after, first_before, first_after))
-        save({}, {"digest": self._digest, "figures": json.dumps([asdict(each) for each in found])}, path)
+        save({}, {"digest": digest, "figures": json.dumps([asdict(each) for each in found])}, path)
         return tuple(found)
 
     # -- file ---------------------------------------------------------------------------------------------------
@@ -294,17 +301,21 @@ def train_context(
     runtime = teacher.runtime
     folder = folder or cache_home() / "training" / weights_digest(runtime.fingerprint)[:16]
     room = min(_CONTEXT_TOKENS, runtime.reuse_tokens // 2)
-    readings = Readings(runtime, data, seed=settings.seed, context_tokens=room)
+    readings, held_out = (
+        Readings(runtime, data, seed=settings.seed, context_tokens=room, held_out=part) for part in (False, True)
+    )
+    learning = {name: value for name, value in asdict(settings).items() if name not in ("held_out", "check_every")}
     digest = digest_of(
         {
             "primary_sha256": runtime.fingerprint,
-            "settings": asdict(settings),
+            "settings": learning,
             "data": [Path(path).name for path in data],
             "begin": CONTEXTS["passages"].sha256,
         }
     )
     with resumable(folder):
-        training = _Training(teacher, readings, settings, folder / f"context-{digest[:20]}.safetensors", digest)
+        path = folder / f"context-{digest[:20]}.safetensors"
+        training = _Training(teacher, readings, held_out, settings, path, digest)
         _train(training, until=None if minutes is None else started + 60 * minutes)
         figures = training.figures() if training.step >= settings.steps else ()
     found = None

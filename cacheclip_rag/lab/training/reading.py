@@ -11,20 +11,24 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from ...errors import ConfigurationError
 from ...ingest.documents import MARKDOWN_SUFFIXES, find_files, read_document
 from ...ingest.splitting import Splitter
 from ...runtime.base import Runtime
 from ...selection.sentences import sentence_spans
-from ..evaluation.records import Record, read_records
-from .families import synthetic_samples
+from ..evaluation.records import read_records
+from .families import Split, synthetic_samples
 
 __all__ = ["Reading", "Readings"]
 
 _PASSAGE_TOKENS = 128
 """Most tokens of a passage of a document."""
 _MAX_CHUNKS = 8
+_HELD_OUT = 10
+"""Every such record and passage is held out."""
+_T = TypeVar("_T")
 _TRIES = 300
 """Drafts of one prompt. Texts that leave no room for two chunks fail."""
 _ABOUT = (
@@ -56,6 +60,7 @@ class Readings:
         seed: int = 0,
         context_tokens: int = 450,
         num_questions: int = 3,
+        held_out: bool = False,
     ) -> None:
         """
         Args:
@@ -63,6 +68,8 @@ class Readings:
             data: records (``.jsonl``, ``.jsonl.gz``) and documents; none: synthetic texts only.
             context_tokens: most tokens of a prompt's chunks.
             num_questions: most questions of a prompt.
+            held_out: False: the texts to learn from; True: those to judge by, which are every tenth record, every tenth
+                passage of documents, and synthetic texts of the families for tests.
 
         Raises:
             ConfigurationError: the files hold no text to learn from.
@@ -70,14 +77,15 @@ class Readings:
         """
         self._runtime, self._seed = runtime, seed
         self._context_tokens, self._num_questions = context_tokens, num_questions
+        self._held_out = held_out
         datasets = [path for path in data if str(path).endswith((".jsonl", ".jsonl.gz"))]
         documents = [path for path in data if not str(path).endswith((".jsonl", ".jsonl.gz"))]
-        self._records: list[Record] = [record for path in datasets for record in read_records(path).records]
-        self._passages = self._passages_of(list(find_files(documents)))
+        self._records = self._own([record for path in datasets for record in read_records(path).records])
+        self._passages = self._own(self._passages_of(list(find_files(documents))))
         self._passages += [
             chunk.as_read.strip() for record in self._records for chunk in record.chunks if self._fits(chunk.as_read)
         ]
-        if data and not self._passages:
+        if data and not self._passages and not held_out:
             raise ConfigurationError(
                 f"expected text to learn from in {', '.join(map(str, data))}, found no passage of at most "
                 f"{context_tokens // 2} tokens. Give other data, or none."
@@ -100,6 +108,10 @@ class Readings:
             f"no prompt with two chunks fits {self._context_tokens} tokens of model {self._runtime.name!r}. Give data "
             "with shorter passages, or train a model with a longer context."
         )
+
+    def _own(self, found: list[_T]) -> list[_T]:
+        """The part of records or passages to learn from, or the part to judge by."""
+        return [each for number, each in enumerate(found, 1) if (number % _HELD_OUT == 0) is self._held_out]
 
     def _fits(self, text: str) -> bool:
         return len(text.split()) >= 20 and len(self._runtime.tokenize(text)) <= self._context_tokens // 2
@@ -127,7 +139,8 @@ class Readings:
     def _synthetic(self, rng: random.Random) -> tuple[list[str], list[tuple[str, str]]]:
         seed, count = rng.randrange(1 << 30), rng.randint(1, 2)
         num_chunks, chunk_words = rng.randint(2, 4), rng.randint(20, 90)
-        samples = synthetic_samples("train", 12, seed=seed, num_chunks=num_chunks, chunk_words=chunk_words)
+        split: Split = "test" if self._held_out else "train"
+        samples = synthetic_samples(split, 12, seed=seed, num_chunks=num_chunks, chunk_words=chunk_words)
         picked = rng.sample(samples, count)
         chunks = [chunk for sample in picked for chunk in sample.chunks]
         if self._passages and rng.random() < 0.5:
