@@ -26,7 +26,8 @@ __all__ = ["Resumed", "Verification", "Verified"]
 
 _BLOCK_ROWS = {"cpu": 16}
 """Prompt tokens computed after each decoded token, by device type. A decoded token reads all weights once, and so does
-a block: a block that takes no more arithmetic than that costs about one more token's time."""
+a block, so that a small block's arithmetic hides behind the reading. On a CPU core, 16 tokens took 1.8 times as long as
+a decoded token, and 4 tokens 1.3 times (smollm2-135m, float32): smaller blocks delay tokens little less."""
 _BLOCK_ROWS_OF_ACCELERATORS = 256
 """The same for device types not listed: accelerators compute hundreds of rows while they read the weights."""
 _LARGE_BLOCK_ROWS = 1024
