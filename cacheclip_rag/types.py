@@ -246,8 +246,8 @@ class Event:
     answer: Answer | None = None
     """Set on the last event only."""
     revised_from: int | None = None
-    """Set on a revision (``finish="revise"``), of which an answer has at most one. The answer's text from this character
-    on is withdrawn, and ``text`` takes its place: ``shown = shown[: event.revised_from] + event.text``. The same line
-    is right for other events, because ``shown[:None]`` is all of ``shown``."""
+    """Set on a revision (``finish="revise"``), of which an answer has at most one: the text from this character of the
+    answer on is withdrawn, and ``text`` takes its place. ``shown = shown[: event.revised_from] + event.text`` is right
+    for all events, because ``shown[:None]`` is all of ``shown``."""
     is_final: bool = True
     """False: a later event may withdraw text of this event or of earlier events. True: none will."""

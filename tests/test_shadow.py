@@ -176,7 +176,12 @@ class TestShadow:
     @pytest.mark.parametrize("rate", [0.0, 1.0])
     @pytest.mark.parametrize(("method", "ratio"), [("direct", 0.0), ("cacheclip", 0.3), ("cacheclip", 1.0)])
     def test_verified_answers_are_compared_without_a_prefill(
-        self, make: Callable[..., CacheClipEngine], monkeypatch: pytest.MonkeyPatch, method: str, ratio: float, rate: float
+        self,
+        make: Callable[..., CacheClipEngine],
+        monkeypatch: pytest.MonkeyPatch,
+        method: str,
+        ratio: float,
+        rate: float,
     ) -> None:
         """At any rate, once, and with the figures of a slow comparison."""
         engine = make(shadow_rate=rate, shadow_mode="inline", finish="verify")

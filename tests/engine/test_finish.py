@@ -1,8 +1,9 @@
-"""Verified finishing: answers from approximate KV, verified or corrected by the exact KV that is completed beside them."""
+"""Verified finishing: answers from approximate KV, verified or corrected by the exact KV completed beside them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -298,7 +299,7 @@ class TestVerify:
         assert answer is not None
         blocks, rest = read[: len(answer.token_ids) - 1], read[len(answer.token_ids) - 1 :]
         assert all(rows == AT_THE_END for _, rows in blocks)
-        assert [start for start, _ in read] == [read[0][0] + sum(rows for _, rows in read[:n]) for n in range(len(read))]
+        assert all(start + rows == after for (start, rows), (after, _) in pairwise(read)), "in prompt order"
         assert rest[0][0] + rest[0][1] == answer.stats.prompt_tokens
         assert rest[1:] == [(answer.stats.prompt_tokens, len(answer.token_ids) - 1)]
 
