@@ -66,10 +66,11 @@ class CacheClipLLM(ModelFields, CustomLLM):
 
     Each call accepts ``max_tokens`` (or ``max_new_tokens``), ``temperature``, ``top_p``, ``stop``, ``method``,
     ``recompute_ratio``, ``finish``, ``seed``, ``question`` (text that scores the chunks; default all text after the
-    last chunk), and ``documents`` (texts known to be in the prompt; they are stored even if they were never precomputed). If
-    ``documents`` maps texts to ``(node id, ref_doc_id)`` pairs, the texts are released with these nodes. Every answer
-    emits a :class:`CacheClipFusionEvent`. Async calls run the model in a separate thread, which stops before the next
-    token if the task is cancelled. The model's chat template renders messages; ``messages_to_prompt`` is not used.
+    last chunk), and ``documents`` (texts known to be in the prompt; they are stored even if they were never
+    precomputed). If ``documents`` maps texts to ``(node id, ref_doc_id)`` pairs, the texts are released with these
+    nodes. Every answer emits a :class:`CacheClipFusionEvent`. Async calls run the model in a separate thread, which
+    stops before the next token if the task is cancelled. The model's chat template renders messages;
+    ``messages_to_prompt`` is not used.
 
     Raises:
         ConfigurationError: an unknown field or call option, a value out of range, or a message that is not text.
