@@ -156,8 +156,8 @@ def decode(
         if verification is not None and not verification.is_settled:
             if (ended or len(ids) >= params.max_tokens) and (rest := stream.flush()):
                 yield Event(rest, is_final=not verification.may_revise)
-            changes = runtime.pinned_rope and num_tokens + len(ids) > runtime.reuse_tokens
-            resumed = verification.advance(ids, completely=is_over or repeats or changes)
+            is_last_chance = runtime.pinned_rope and num_tokens + len(ids) > runtime.reuse_tokens
+            resumed = verification.advance(ids, completely=is_over or is_last_chance)
             if resumed is not None:
                 cache, prefilled = resumed.state, replace(prefilled, keeping=verification.keeping)
                 most = min(params.max_tokens, runtime.context_tokens - num_tokens)

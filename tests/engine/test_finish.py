@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -14,6 +15,7 @@ from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.methods import PRESET_NAMES, preset
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime import verification
+from cacheclip_rag.runtime.decoding import TextStream
 from cacheclip_rag.types import Message
 from tests.conftest import CACHECLIP, CHUNKS, QUESTION, SENTENCES, rag_prompt
 from tests.engine.asking import SHORT, check_sums
@@ -166,15 +168,19 @@ class TestRevise:
         engine = finishing()
         method = preset("direct_gapped")
         tokens = engine.generate(PROMPT, SamplingParams(max_tokens=1)).stats.prompt_tokens
-        prompt = PROMPT + "\x00" * (engine.primary.context_tokens - tokens - 520)  # one token each
-        last = int(engine.prefill(prompt, method=method).cache.position_of(tokens))
-        params = SamplingParams(max_tokens=600)
+        gap = engine.prefill(PROMPT, method=method).cache.position_of(tokens) - tokens
+        prompt = PROMPT + "\x00" * (engine.primary.context_tokens - tokens - gap - 12)  # one token each
+        params = SamplingParams(max_tokens=40)
         full = fresh(engine, prompt, params, method="full")
         given = fresh(engine, prompt, params, method=method)
-        assert last > tokens and full.finish_reason == given.finish_reason == "length"
-        assert len(given.token_ids) < len(full.token_ids) < 600
+        assert gap > 40 and full.finish_reason == given.finish_reason == "length"
+        assert (len(given.token_ids), len(full.token_ids)) == (12, 40)
         revised = fresh(engine, prompt, params, method=method, finish="revise")
         assert revised.token_ids == full.token_ids
+        sampled = replace(params, temperature=0.8, seed=3)
+        given, longer = (fresh(engine, prompt, sampled, method=method, finish=mode) for mode in ("none", "verify"))
+        assert longer.token_ids[: len(given.token_ids)] == given.token_ids
+        assert len(longer.token_ids) == len(full.token_ids)
 
     @pytest.mark.parametrize("rows", [AT_THE_END, IN_THE_MIDDLE, AT_ONCE])
     def test_an_end_that_full_prefill_does_not_choose(
@@ -243,6 +249,8 @@ class TestRevise:
         assert withdrawn == given.text if rows == AT_THE_END else given.text.startswith(withdrawn)
         kept = withdrawn[: events[number].revised_from]
         assert full.text.startswith(kept) and engine.primary.decode_ids(full.token_ids[:at]).startswith(kept)
+        stream = TextStream(engine.primary.decode_ids, ())
+        assert [stream.push(token) for token in full.token_ids[: at + 1]][-1] == events[number].text, "it came at once"
 
 
 class TestVerify:
@@ -379,14 +387,18 @@ class TestSampled:
 
 
 class TestRotaryFrequenciesThatChange:
+    @staticmethod
+    def prompt(engine: CacheClipEngine) -> str:
+        """Four tokens shorter than the limit."""
+        tokens = engine.generate(PROMPT, SamplingParams(max_tokens=1)).stats.prompt_tokens
+        return PROMPT + "\x00" * (engine.primary.reuse_tokens - tokens - 4)
+
     @pytest.mark.parametrize("rows", [AT_THE_END, IN_THE_MIDDLE, AT_ONCE])
     @pytest.mark.parametrize("method", ["direct", "ape"])
     def test_revised_equals_full_across_the_limit(self, finishing: Make, method: str, rows: int) -> None:
         """The answer crosses the limit before the exact KV would be complete: it is completed there."""
         engine = finishing("phi3-longrope", rows=rows)
-        runtime = engine.primary
-        tokens = engine.generate(PROMPT, SamplingParams(max_tokens=1)).stats.prompt_tokens
-        prompt = PROMPT + "\x00" * (runtime.reuse_tokens - tokens - 4)
+        prompt, runtime = self.prompt(engine), engine.primary
         params = SamplingParams(max_tokens=16)
         full = fresh(engine, prompt, params, method="full")
         assert runtime.pinned_rope and full.stats.prompt_tokens + 4 == runtime.reuse_tokens
@@ -397,15 +409,46 @@ class TestRotaryFrequenciesThatChange:
         held = engine.prefixes.stats.blocks
         assert held == full.stats.prompt_tokens // 16, "what crosses the limit is not kept"
 
+    @pytest.mark.parametrize("rows", [AT_THE_END, IN_THE_MIDDLE, AT_ONCE])
+    def test_an_answer_that_agrees_crosses_the_limit(self, finishing: Make, rows: int) -> None:
+        engine = finishing("phi3-longrope", rows=rows)
+        prompt = self.prompt(engine)
+        full = fresh(engine, prompt, SamplingParams(max_tokens=16), method="full")
+        for finish in ("verify", "revise"):
+            found = fresh(
+                engine, prompt, SamplingParams(max_tokens=16), method="cacheclip", recompute_ratio=1.0, finish=finish
+            )
+            assert found.token_ids == full.token_ids
+            assert (found.stats.verified_tokens, found.stats.diverged_at) == (16, None)
+
+    def test_other_positions_cross_the_limit_where_the_exact_ones_do(
+        self, finishing: Make, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """APE's positions stay below it, and its own answer never changes the frequencies."""
+        engine = finishing("phi3-longrope")
+        prompt, runtime = self.prompt(engine), engine.primary
+        params = SamplingParams(max_tokens=16, temperature=0.8, seed=3)
+        prefill, read = type(runtime).prefill, []
+
+        def watched(self: Any, ids: torch.Tensor, capacity: int) -> Any:
+            read.append(len(ids))
+            return prefill(self, ids, capacity)
+
+        monkeypatch.setattr(type(runtime), "prefill", watched)
+        fresh(engine, prompt, params, method="ape")
+        assert read == []
+        fresh(engine, prompt, params, method="ape", finish="verify")
+        assert read == [runtime.reuse_tokens + 1]
+
     def test_verified_up_to_the_limit(self, finishing: Make) -> None:
         engine = finishing("phi3-longrope")
-        runtime = engine.primary
-        tokens = engine.generate(PROMPT, SamplingParams(max_tokens=1)).stats.prompt_tokens
-        prompt = PROMPT + "\x00" * (runtime.reuse_tokens - tokens - 4)
+        prompt = self.prompt(engine)
         given = fresh(engine, prompt, SamplingParams(max_tokens=16), method="direct")
         verified = fresh(engine, prompt, SamplingParams(max_tokens=16), method="direct", finish="verify")
         at = first_difference(given.token_ids[:5], choices(engine, prompt, given.token_ids[:5]))
         assert at is not None and verified.stats.diverged_at == at and verified.token_ids == given.token_ids
+        same = [a == b for a, b in zip(given.token_ids, choices(engine, prompt, given.token_ids[:5]), strict=False)]
+        assert engine.metrics.snapshot()["shadow_agreement_sum"] == pytest.approx(sum(same) / 5)
 
 
 class TestPrefixCache:
