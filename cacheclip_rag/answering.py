@@ -20,8 +20,9 @@ from .methods.composition import Composition, count_chunks
 from .parts import PREFIX, Parts
 from .plan.planner import make_plan
 from .prompt.segments import Segment, as_segments
-from .runtime.decoding import LogitsObserver, decode, room_for
-from .runtime.prefill import Prefilled, prefill
+from .runtime.decoding import LogitsObserver, decode, is_greedy, room_for
+from .runtime.prefill import Keeping, Prefilled, prefill
+from .runtime.verification import Verification
 from .sampling import SamplingParams
 from .types import Event, Plan, Request
 
@@ -44,9 +45,11 @@ class Answering:
             yield from self._compose(request)
             return
         sources, plan, prefilled = self._prefill(request, self.observers)
-        for event in decode(sources.primary.runtime, prefilled, request.params):
+        verification = _verification(request, sources, prefilled)
+        for event in decode(sources.primary.runtime, prefilled, request.params, verification=verification):
             if event.answer is not None:
-                self._observe(Answered(plan, event.answer, request.params, prefilled.logits))
+                verified = None if verification is None else verification.result
+                self._observe(Answered(plan, event.answer, request.params, prefilled.logits, verified))
             yield self._shown(event, request.method.name)
         self.writer.store_missing(prefilled.missing, request.documents, sources.primary.context)
 
@@ -108,3 +111,23 @@ class Answering:
     def _observe(self, answered: Answered) -> None:
         for observer in self.observers:
             observer.on_answer(answered)
+
+
+def _verification(request: Request, sources: Sources, prefilled: Prefilled) -> Verification | None:
+    """What verifies the answer; None if nobody asks for it, the KV is exact already, or the runtime cannot."""
+    runtime, stats, layout = sources.primary.runtime, prefilled.stats, prefilled.layout
+    exact_tokens = 0 if sources.primary.is_lossy else stats.exact_tokens
+    if request.finish == "none" or not runtime.can_extend or stats.chunk_tokens == exact_tokens:
+        return None
+    # the exact KV is that of plain prefill: the prefix cache takes and gives it even if the method uses no prefixes
+    keeps = runtime.keeps_prefixes
+    known = list(layout.token_ids[:-1]) if keeps else []
+    return Verification(
+        runtime,
+        layout.ids,
+        capacity=layout.num_tokens + room_for(request.params),
+        find_match=lambda: sources.prefixes.match(known),
+        keeping=Keeping(sources.prefixes, runtime.reuse_tokens) if keeps else None,
+        is_greedy=is_greedy(request.params),
+        revises=request.finish == "revise",
+    )

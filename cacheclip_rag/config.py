@@ -16,6 +16,7 @@ from .models.packaged.catalogue import DEFAULT_AUXILIARY, DEFAULT_PRIMARY
 if TYPE_CHECKING:
     from .methods.base import Method
 from .runtime.base import DTYPES
+from .sampling import FINISH_MODES
 
 __all__ = ["SHADOW_MODES", "EngineConfig"]
 
@@ -79,7 +80,8 @@ class EngineConfig:
     recently used chunk caches. None: the recorded limit, or no limit."""
     hide_hits: bool = False
     """True: statistics of answers do not tell which chunks were stored, for services whose users must not learn what
-    others of the same tenant have. Observers and metrics still see it. The time to the first token shows it too."""
+    others of the same tenant have. Observers and metrics still see it. The time to the first token shows it too, and so
+    does a revision (``finish="revise"``)."""
     prefix_cache_bytes: int = 2**28
     """Size of the prefix cache: exact KV that prompts with the same first tokens share. 0 switches it off."""
     on_miss: str = "store"
@@ -87,9 +89,13 @@ class EngineConfig:
     require_certificate: bool = False
     """True: refuse to reuse chunks without a certificate (``cacheclip certify``) for these models, method and ratio.
     False: warn once."""
+    finish: str = "none"
+    """What becomes of an answer from approximate KV: ``none`` leaves it as it is; ``verify`` completes the exact KV
+    while the answer is decoded, and states in the statistics how many tokens full prefill would choose too; ``revise``
+    also corrects a greedy answer from the first token that differs. The exact KV goes into the prefix cache."""
     shadow_rate: float = 0.0
     """Share of the answers, 0 to 1, that are compared with full prefill. Results go to metrics and log. Each comparison
-    costs a full prefill."""
+    costs a full prefill. Answers that ``finish`` verifies are always compared, at no further cost."""
     shadow_mode: str = "background"
     """When answers are compared: ``background`` (after the answer, in a thread) or ``inline`` (before the call
     returns)."""
@@ -107,6 +113,7 @@ class EngineConfig:
             "on_miss": _ON_MISS,
             "fallback": _FALLBACK,
             "shadow_mode": SHADOW_MODES,
+            "finish": FINISH_MODES,
         }
         for name, allowed in choices.items():
             _check_choice(name, getattr(self, name), allowed)

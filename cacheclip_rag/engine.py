@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from .answering import Answering
+from .checks import check_choice
 from .chunks.caches import ChunkCaches
 from .chunks.captured import CapturedChunks
 from .chunks.context import ChunkContext
@@ -29,7 +30,7 @@ from .plan.planner import choose_method, context_of
 from .prompt.segments import Segment, chunk_texts, normalise_chunk
 from .runtime.base import Runtime
 from .runtime.prefill import Prefilled
-from .sampling import SamplingParams
+from .sampling import FINISH_MODES, SamplingParams
 from .selection.heads import HeadSet
 from .store import ChunkStore, TenantStore
 from .types import Answer, Documents, Event, Plan, Prompt, Request
@@ -233,6 +234,7 @@ class CacheClipEngine:
         question: str | None = None,
         documents: Documents = (),
         trace: bool = False,
+        finish: str | None = None,
     ) -> Answer:
         """Answer a prompt. Arguments are as in :meth:`stream`."""
         answer = None
@@ -244,6 +246,7 @@ class CacheClipEngine:
             question=question,
             documents=documents,
             trace=trace,
+            finish=finish,
         ):
             answer = event.answer or answer
         assert answer is not None, "a stream ends with its answer"
@@ -259,6 +262,7 @@ class CacheClipEngine:
         question: str | None = None,
         documents: Documents = (),
         trace: bool = False,
+        finish: str | None = None,
     ) -> Iterator[Event]:
         """Answer a prompt as a stream of events; the last event carries the whole answer and its statistics.
 
@@ -273,6 +277,8 @@ class CacheClipEngine:
             documents: chunk texts known to be in the prompt. They become chunks even if they are not stored. A mapping
                 also names each text's sources. Ignored if ``prompt`` is a list of segments.
             trace: record scores, recomputed tokens and seconds per layer in the answer's ``trace``.
+            finish: ``none``, ``verify`` or ``revise``, see :attr:`EngineConfig.finish`; default the engine's setting.
+                With ``revise``, an event may withdraw text (:attr:`~cacheclip_rag.types.Event.revised_from`).
 
         Raises:
             ConfigurationError: a setting is out of range, or the method needs an auxiliary model and none is set.
@@ -285,8 +291,10 @@ class CacheClipEngine:
             raise ConfigurationError(f"params must be SamplingParams, got {type(params).__name__}.")
         if question is not None and not isinstance(question, str):
             raise ConfigurationError(f"the question must be a string, got {type(question).__name__}.")
+        finish = self.config.finish if finish is None else finish
+        check_choice("finish", finish, FINISH_MODES)
         chosen = self.make_method(method, recompute_ratio)
-        yield from self._answering.stream(Request(prompt, params, chosen, question, documents, trace))
+        yield from self._answering.stream(Request(prompt, params, chosen, question, documents, trace, finish))
 
     def prefill(
         self,

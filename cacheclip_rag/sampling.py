@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .checks import check_whole_number, is_whole_number
+from .checks import check_choice, check_whole_number, is_whole_number
 from .errors import ConfigurationError
 
-__all__ = ["CALL_OPTIONS", "SamplingParams", "merge_call_options"]
+__all__ = ["CALL_OPTIONS", "FINISH_MODES", "SamplingParams", "merge_call_options"]
 
 CALL_OPTIONS = (
     "max_tokens",
@@ -21,8 +21,11 @@ CALL_OPTIONS = (
     "method",
     "recompute_ratio",
     "question",
+    "finish",
 )
 """Options that a front end may set per call. ``max_new_tokens`` is another name for ``max_tokens``."""
+FINISH_MODES = ("none", "verify", "revise")
+"""What becomes of an approximate answer: left as it is, verified by full prefill, or corrected by it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,7 @@ def merge_call_options(own: Mapping[str, Any], options: Mapping[str, Any]) -> di
         options: options of the call; None means not given.
 
     Returns:
-        ``params``, ``method``, ``recompute_ratio`` and ``question``.
+        ``params``, ``method``, ``recompute_ratio``, ``question`` and ``finish``.
 
     Raises:
         ConfigurationError: an unknown option, or a value out of range.
@@ -86,5 +89,7 @@ def merge_call_options(own: Mapping[str, Any], options: Mapping[str, Any]) -> di
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         seed=merged["seed"],
     )
-    others = {name: merged.get(name) for name in ("method", "recompute_ratio", "question")}
+    others = {name: merged.get(name) for name in ("method", "recompute_ratio", "question", "finish")}
+    if others["finish"] is not None:
+        check_choice("finish", others["finish"], FINISH_MODES)
     return {"params": params, **others}

@@ -42,6 +42,8 @@ class Request:
     """Text that scores the chunks; None: the text after the last chunk."""
     documents: Documents = ()
     trace: bool = False
+    finish: str = "none"
+    """One of :data:`~cacheclip_rag.sampling.FINISH_MODES`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +162,15 @@ class FusionStats:
     prompts."""
     generated_tokens: int = 0
     decode_s: float = 0.0
-    """Seconds from the first to the last new token."""
+    """Seconds from the first new token to the end of the answer, ``verify_s`` included."""
+    verified_tokens: int | None = None
+    """Leading tokens of the answer that full prefill would choose too; None if the answer was not verified, because
+    ``finish`` is off, the answer is sampled, its KV is exact already, or the runtime cannot."""
+    diverged_at: int | None = None
+    """Number of the first token, from 0, of the answer as first given that full prefill would not choose; None if there
+    is none or the answer was not verified."""
+    verify_s: float = 0.0
+    """Seconds spent on completing the exact KV and on verifying."""
 
     @property
     def reused_tokens(self) -> int:
@@ -189,8 +199,9 @@ class FusionStats:
         """
         tokens = ("prefix_tokens", "chunk_tokens", "exact_tokens", "recomputed_tokens", "missed_tokens")
         zero: dict[str, Any] = dict.fromkeys((*tokens, "cached_prefix_tokens", "hits", "misses", "charged_ratio"), 0)
-        plain = replace(self, **zero, fresh_tokens=self.prompt_tokens, fallback=None, phases_s={})
-        return replace(plain, method=method)
+        unverified: dict[str, Any] = {"verified_tokens": None, "diverged_at": None, "verify_s": 0.0}
+        zero |= {"fresh_tokens": self.prompt_tokens, **unverified}
+        return replace(self, **zero, method=method, fallback=None, phases_s={})
 
     def to_dict(self) -> dict[str, Any]:
         """All fields and ratios, ready for JSON."""
@@ -234,6 +245,12 @@ class Event:
     """One step of a streamed answer."""
 
     text: str
-    """New text since the last event. All texts joined are the answer."""
+    """New text since the last event. All texts joined are the answer, if no event is a revision."""
     answer: Answer | None = None
     """Set on the last event only."""
+    revised_from: int | None = None
+    """Set on a revision (``finish="revise"``), of which an answer has at most one: the text from this character of the
+    answer on is withdrawn, and ``text`` takes its place. ``shown = shown[: event.revised_from] + event.text`` is right
+    for all events, because ``shown[:None]`` is all of ``shown``."""
+    is_final: bool = True
+    """False: a later event may withdraw text of this event or of earlier events. True: none will."""

@@ -173,6 +173,53 @@ class TestShadow:
             pass
         assert engine.metrics.snapshot()["shadow_checks_total"] == 1
 
+    @pytest.mark.parametrize("rate", [0.0, 1.0])
+    @pytest.mark.parametrize(("method", "ratio"), [("direct", 0.0), ("cacheclip", 0.3), ("cacheclip", 1.0)])
+    def test_verified_answers_are_compared_without_a_prefill(
+        self,
+        make: Callable[..., CacheClipEngine],
+        monkeypatch: pytest.MonkeyPatch,
+        method: str,
+        ratio: float,
+        rate: float,
+    ) -> None:
+        """At any rate, once, and with the figures of a slow comparison."""
+        engine = make(shadow_rate=rate, shadow_mode="inline", finish="verify")
+        engine.generate("Weights are loaded, and the shared prefix is stored.", PARAMS)
+
+        def refuse(*args: object, **options: object) -> None:
+            raise AssertionError("a prefill for the comparison")
+
+        ratios = {"recompute_ratio": ratio} if method == "cacheclip" else {}
+        with monkeypatch.context() as patch:
+            patch.setattr(type(engine.primary), "prefill", refuse)
+            patch.setattr(type(engine.primary), "prefill_from", refuse)
+            patch.setattr(ShadowChecker, "_compare", refuse)
+            answer = engine.generate(rag_prompt(CHUNKS), PARAMS, method=method, **ratios)
+        values = engine.metrics.snapshot()
+        engine.prefixes.clear()
+        kl, agreement = by_hand(engine, answer.token_ids, method, ratio)
+        assert values["shadow_checks_total"] == values["shadow_greedy_checks_total"] == 1
+        assert values.get("shadow_skipped_total", 0) == 0
+        assert values["shadow_first_token_kl_sum"] == pytest.approx(kl, abs=1e-4, rel=1e-3)
+        assert values["shadow_agreement_sum"] == pytest.approx(agreement)
+        assert agreement < 1.0 or ratio == 1.0
+
+    def test_a_revised_answer_counts_as_it_was_given(self, make: Callable[..., CacheClipEngine]) -> None:
+        """Its exact tokens say nothing about the method."""
+        verified, revised = (make(finish=finish, method="direct") for finish in ("verify", "revise"))
+        for engine in (verified, revised):
+            engine.generate(rag_prompt(CHUNKS), PARAMS)
+        expected, found = (engine.metrics.snapshot()["shadow_agreement_sum"] for engine in (verified, revised))
+        assert found == expected < 1.0
+
+    def test_a_sampled_answer_that_was_completed_has_no_agreement(self, make: Callable[..., CacheClipEngine]) -> None:
+        engine = make(finish="verify", recompute_ratio=1.0)
+        engine.generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=10, temperature=1.0, seed=3))
+        values = engine.metrics.snapshot()
+        assert values["shadow_checks_total"] == 1 and values["shadow_first_token_kl_sum"] < 1e-6
+        assert "shadow_agreement_sum" not in values
+
     @pytest.mark.parametrize(
         "options",
         [{"shadow_rate": 1.5}, {"shadow_rate": -0.1}, {"shadow_rate": "all"}, {"shadow_rate": True}]

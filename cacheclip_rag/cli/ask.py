@@ -63,6 +63,10 @@ def ask(
         bool,
         typer.Option("--require-certificate", help="Refuse models that 'cacheclip certify' has not found faithful."),
     ] = False,
+    finish: Annotated[
+        str,
+        typer.Option(help="Full prefill while the answer is shown: none, verify (compares it), revise (corrects it)."),
+    ] = "none",
     as_json: JsonOption = False,
 ) -> None:
     """Retrieve, fuse and stream the answer; then the sources and where the time went."""
@@ -100,16 +104,18 @@ def ask(
         heads=heads,
         fallback=fallback,
         require_certificate=require_certificate,
+        finish=finish,
     )
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
     engine = CacheClipEngine(config)
     passages = library.search(Embedder(settings.embedding, device).embed([question]), top_k)
     gc.collect()  # free the embedding model's memory before the large models load
     texts = [passage.text for passage in passages]
-    answer = None
+    answer, shown = None, ""
     for event in engine.stream(rag_prompt(texts, question), params, question=question, documents=texts):
-        if not as_json:
-            sys.stdout.write(event.text)
+        shown = shown[: event.revised_from] + event.text
+        if not as_json:  # what is printed cannot be withdrawn
+            sys.stdout.write(event.text if event.revised_from is None else f"\n\nrevised answer:\n{shown}")
             sys.stdout.flush()
         answer = event.answer
     assert answer is not None
@@ -144,3 +150,9 @@ def _print_details(answer: Answer, passages: list[Passage]) -> None:
         f"(ratio: nominal {stats.nominal_ratio:.3f}, effective {stats.effective_ratio:.3f}, charged "
         f"{stats.charged_ratio:.3f}), {stats.fresh_tokens} fresh; {stats.generated_tokens} generated"
     )
+    if stats.verified_tokens is not None:
+        first = "" if stats.diverged_at is None else f"; token {stats.diverged_at} of the first answer differs"
+        typer.echo(
+            f"  {stats.verified_tokens} of {stats.generated_tokens} tokens are full prefill's own{first} "
+            f"(verified in {stats.verify_s:.2f} s)"
+        )

@@ -9,6 +9,7 @@ import torch
 
 if TYPE_CHECKING:
     from ..chunks.sources import Sources
+    from ..runtime.verification import Verified
     from ..sampling import SamplingParams
     from ..types import Answer, Plan
 
@@ -25,6 +26,8 @@ class Answered:
     params: SamplingParams
     logits: torch.Tensor | None = None
     """Logits of the answer's first token, ``(vocab_size,)``; None for an answer made of several prompts."""
+    verified: Verified | None = None
+    """What full prefill chooses along the answer, if the answer was verified (``finish``)."""
 
 
 class Observer:

@@ -1,4 +1,5 @@
 """Self-check in production: compares a share of the answers with full prefill. Each comparison costs a full prefill.
+An answer that was verified (``finish``) is always compared: its exact KV is there already.
 
 The comparison never changes an answer. Mode ``background`` compares after the answer, in one thread, and shares the
 device with other work. Mode ``inline`` compares before the call returns (before the last event of a stream).
@@ -25,6 +26,7 @@ from .metrics import Metrics
 if TYPE_CHECKING:
     from ..runtime.base import Runtime
     from ..runtime.transformers.model import ModelRuntime
+    from ..runtime.verification import Verified
 
 __all__ = ["ShadowChecker", "ShadowRequest"]
 
@@ -66,9 +68,14 @@ class ShadowChecker(Observer):
         self._changed = threading.Condition()
 
     def on_answer(self, answered: Answered) -> None:
-        """Offer every answer that reused KV."""
+        """Record every answer that was verified, and offer every other answer that reused KV."""
         stats = answered.answer.stats
-        if not self._rate or answered.plan is None or answered.logits is None or stats.method == "full":
+        if answered.plan is None or answered.logits is None or stats.method == "full":
+            return
+        if answered.verified is not None:
+            self._record_verified(answered, answered.verified)
+            return
+        if not self._rate:
             return
         runtime = self._find_runtime()
         if runtime.can_reuse and runtime.can_score:  # the comparison needs logits at all tokens of an answer
@@ -124,14 +131,25 @@ class ShadowChecker(Observer):
             self._metrics.record_shadow_skipped()
             logger.warning("shadow: comparison with full prefill failed", exc_info=True)
             return
+        self._record(kl, agreement, len(request.answer_ids), request.stats)
+
+    def _record_verified(self, answered: Answered, verified: Verified) -> None:
+        """Compare the tokens that were chosen from approximate KV. Later tokens are exact, and say nothing about it."""
+        assert answered.logits is not None
+        kl = float(kl_divergence(verified.logits, answered.logits.to(verified.logits.device)))
+        equal = [given == choice for given, choice in zip(verified.given, verified.choices, strict=True)]
+        agreement = sum(equal) / len(equal) if is_greedy(answered.params) else None
+        self._record(kl, agreement, len(equal), answered.answer.stats)
+
+    def _record(self, kl: float, agreement: float | None, num_tokens: int, stats: FusionStats) -> None:
         self._metrics.record_shadow(kl, agreement)
         logger.log(
             logging.WARNING if kl > _ALARM_KL else logging.INFO,
             "shadow: first-token KL to full prefill %.4f nats%s (%s, effective ratio %.3f)",
             kl,
-            "" if agreement is None else f", {agreement:.0%} of {len(request.answer_ids)} tokens agree",
-            request.stats.method,
-            request.stats.effective_ratio,
+            "" if agreement is None else f", {agreement:.0%} of {num_tokens} tokens agree",
+            stats.method,
+            stats.effective_ratio,
         )
 
     @torch.inference_mode()

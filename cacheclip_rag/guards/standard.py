@@ -20,7 +20,5 @@ def standard_observers(config: EngineConfig, metrics: Metrics, find_runtime: Cal
     Args:
         find_runtime: returns the primary model's runtime; first called after the first answer.
     """
-    observers: list[Observer] = [CertificateGuard(config), metrics]
-    if config.shadow_rate:
-        observers.append(ShadowChecker(find_runtime, metrics, rate=config.shadow_rate, mode=config.shadow_mode))
-    return observers
+    shadow = ShadowChecker(find_runtime, metrics, rate=config.shadow_rate, mode=config.shadow_mode)
+    return [CertificateGuard(config), metrics, shadow]

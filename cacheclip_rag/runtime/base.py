@@ -80,6 +80,9 @@ class Runtime(ABC):
     """Whether attention weights can be read. An auxiliary model needs this."""
     keeps_prefixes: bool = True
     """Whether the engine's prefix cache can hold this runtime's KV."""
+    can_extend: bool = False
+    """Whether a prompt can be read block by block (:meth:`begin`, :meth:`extend`, :meth:`cut`). Verified finishing
+    needs this; without it, answers are not verified."""
     unsupported: str | None = None
     """Why the KV cannot be reused; None if it can."""
     context_tokens: int
@@ -146,6 +149,29 @@ class Runtime(ABC):
         """Plain prefill of ``ids`` that takes the KV of their first tokens from ``match``. Called only if
         ``keeps_prefixes``."""
         raise AssertionError("prefill_from was called on a runtime whose keeps_prefixes is False")
+
+    def begin(self, match: Match, capacity: int) -> State:
+        """A state that holds the KV of ``match``, with room for ``capacity`` tokens. Called only if ``can_extend``."""
+        raise AssertionError("begin was called on a runtime whose can_extend is False")
+
+    def extend(
+        self, state: Any, ids: torch.Tensor, start: int, *, head: bool = True, logits_to_keep: int = 1
+    ) -> torch.Tensor | None:
+        """Read ``ids`` right after the first ``start`` tokens of a state of :meth:`begin`. Called only if
+        ``can_extend``.
+
+        Args:
+            head: False skips the language-model head and returns None.
+            logits_to_keep: number of last tokens whose logits are returned.
+
+        Returns:
+            Logits of the last token, ``(vocab_size,)``, or ``(logits_to_keep, vocab_size)`` for several.
+        """
+        raise AssertionError("extend was called on a runtime whose can_extend is False")
+
+    def cut(self, state: Any, num_tokens: int) -> None:
+        """Drop all tokens of a state but the first ``num_tokens``. Called only if ``can_extend``."""
+        raise AssertionError("cut was called on a runtime whose can_extend is False")
 
     @abstractmethod
     def fuse(self, plan: Plan, sources: Any, *, capacity: int, clock: PhaseClock, trace: bool = False) -> Fused | None:

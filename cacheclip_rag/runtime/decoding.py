@@ -16,6 +16,7 @@ from ..types import Answer, Event
 if TYPE_CHECKING:
     from .base import Runtime
     from .prefill import Prefilled
+    from .verification import Verification
 
 __all__ = ["LogitsObserver", "Sampler", "TextStream", "decode", "is_greedy", "room_for"]
 
@@ -120,34 +121,68 @@ def room_for(params: SamplingParams) -> int:
 
 
 def decode(
-    runtime: Runtime, prefilled: Prefilled, params: SamplingParams, observe: LogitsObserver | None = None
+    runtime: Runtime,
+    prefilled: Prefilled,
+    params: SamplingParams,
+    observe: LogitsObserver | None = None,
+    verification: Verification | None = None,
 ) -> Iterator[Event]:
-    """Decode the answer of a prefilled prompt; the last event carries the whole answer."""
+    """Decode the answer of a prefilled prompt; the last event carries the whole answer.
+
+    Args:
+        verification: completes the prompt's exact KV between two tokens, and verifies the answer.
+    """
     cache, num_tokens = prefilled.cache, prefilled.layout.num_tokens
     started = PhaseClock()
     prefilled.keep_prefix(cache)  # before decoding, so that concurrent requests can use it
-    room = runtime.context_tokens - cache.position_of(num_tokens)
+    most = min(params.max_tokens, runtime.context_tokens - cache.position_of(num_tokens))
     sampler = Sampler(params, prefilled.logits.device, observe)
     stream = TextStream(runtime.decode_ids, params.stop)
     token = sampler.pick(prefilled.logits)
     stats = replace(prefilled.stats, ttft_s=prefilled.stats.ttft_s + started.elapsed())
     ids = [token]
-    while token not in runtime.eos_ids:
-        if piece := stream.push(token):
-            yield Event(piece)
-        if stream.stopped or len(ids) >= min(params.max_tokens, room):
+    revised_from = None
+    while True:
+        ended = token in runtime.eos_ids
+        if not ended:
+            piece = stream.push(token)
+            ended = stream.stopped
+            if piece or revised_from is not None:
+                yield Event(piece, None, revised_from, verification is None or not verification.may_revise)
+                revised_from = None
+        is_over = ended or len(ids) >= most
+        # the model's rotary frequencies change at this length
+        repeats = runtime.pinned_rope and cache.position_of(cache.get_seq_length()) == runtime.reuse_tokens
+        if verification is not None and not verification.is_settled:
+            if (ended or len(ids) >= params.max_tokens) and (rest := stream.flush()):
+                yield Event(rest, is_final=not verification.may_revise)
+            is_last_chance = runtime.pinned_rope and num_tokens + len(ids) > runtime.reuse_tokens
+            resumed = verification.advance(ids, completely=is_over or is_last_chance)
+            if resumed is not None:
+                cache, prefilled = resumed.state, replace(prefilled, keeping=verification.keeping)
+                most = min(params.max_tokens, runtime.context_tokens - num_tokens)
+                if resumed.ids != ids:
+                    ids = resumed.ids
+                    token, stream = ids[-1], TextStream(runtime.decode_ids, params.stop)
+                    revised_from = sum(len(stream.push(each)) for each in ids[:-1])
+                    continue
+                is_over = ended or len(ids) >= most
+                repeats = runtime.pinned_rope and cache.get_seq_length() == runtime.reuse_tokens
+        if is_over:
             break
-        if runtime.pinned_rope and cache.position_of(cache.get_seq_length()) == runtime.reuse_tokens:
-            # the model's rotary frequencies change at this length: prefill again, as transformers' generate does
+        if repeats:  # prefill again, as transformers' generate does
             read = torch.cat((prefilled.layout.ids, torch.tensor(ids)))
             cache, logits = runtime.prefill(read, num_tokens + room_for(params))
         else:
             logits = runtime.decode_step(cache, token)
         token = sampler.pick(logits)
         ids.append(token)
-    ended = stream.stopped or token in runtime.eos_ids
     rest = stream.flush()
     prefilled.keep_prefix(cache, ids)
+    if verification is not None:
+        verification.finish(ids)
+        stats = replace(stats, **verification.stats(ids))
     stats = replace(stats, generated_tokens=len(ids), decode_s=started.elapsed())
     logger.debug("answered: %s", stats)
-    yield Event(rest, Answer(stream.text, tuple(ids), "stop" if ended else "length", stats, prefilled.trace))
+    answer = Answer(stream.text, tuple(ids), "stop" if ended else "length", stats, prefilled.trace)
+    yield Event(rest, answer, revised_from)

@@ -119,6 +119,41 @@ class RuntimeConformance:
         others = [runtime.prefill(torch.cat((ids[n : n + 1], ids[1:])), len(ids))[1] for n in range(1, 6)]
         assert max(float((logits - expected).abs().max()) for logits in others) > self.tolerance
 
+    def test_reading_in_blocks_equals_the_reference(self, runtime: Runtime, engine: CacheClipEngine) -> None:
+        """A prompt read block by block, then two tokens at once, one of them read again. Only with ``can_extend``."""
+        if not runtime.can_extend:
+            engine.precompute(_CHUNKS)
+            stats = engine.generate(_PROMPT, _SHORT, finish="revise").stats
+            assert stats.hits == len(_CHUNKS) and stats.verified_tokens is None
+            return
+        ids = torch.tensor(runtime.tokenize(_PROMPT).ids)
+        with engine.prefixes.match([]) as nothing:
+            state = runtime.begin(nothing, len(ids))
+        assert state.get_seq_length() == 0
+        assert runtime.extend(state, ids[:7], 0, head=False) is None and state.get_seq_length() == 7
+        logits = runtime.extend(state, ids[7:], 7)
+        assert logits is not None and logits.dim() == 1
+        assert float((logits - self.reference_logits(runtime, ids, 0)).abs().max()) <= self.tolerance
+        more = torch.cat((ids, ids[:2]))
+        logits = runtime.extend(state, more[len(ids) :], len(ids), logits_to_keep=2)
+        assert logits is not None and logits.dim() == 2
+        for number, row in enumerate(logits, 1):
+            expected = self.reference_logits(runtime, more[: len(ids) + number], number)
+            assert float((row - expected).abs().max()) <= self.tolerance
+        runtime.cut(state, len(ids))
+        assert state.get_seq_length() == len(ids)
+        other = torch.cat((ids, ids[1:2]))
+        logits = runtime.decode_step(state, int(other[-1]))
+        assert float((logits - self.reference_logits(runtime, other, 1)).abs().max()) <= self.tolerance
+
+    def test_a_revised_answer_equals_plain_prefill(self, engine: CacheClipEngine) -> None:
+        engine.precompute(_CHUNKS)
+        full = engine.generate(_PROMPT, _SHORT, method="full")
+        engine.prefixes.clear()
+        revised = engine.generate(_PROMPT, _SHORT, finish="revise")
+        assert revised.stats.hits == len(_CHUNKS)
+        assert revised.token_ids == full.token_ids or not engine.primary.can_extend
+
     def test_a_chunk_right_behind_its_prefix_equals_plain_prefill(self, engine: CacheClipEngine) -> None:
         engine.precompute(_CHUNKS[:1])
         prompt = f"{_CHUNKS[0]}\n\nWhen?"

@@ -34,7 +34,7 @@ ALIASES = {
 
 _ENGINE = EngineConfig()
 _SAMPLING = SamplingParams()
-_PER_CALL = ("method", "recompute_ratio")
+_PER_CALL = ("method", "recompute_ratio", "finish")
 """Engine settings that are passed with each call. Models that differ only in these share one engine and its store."""
 
 
@@ -169,6 +169,9 @@ class ModelFields(EngineFields):
 
     recompute_ratio: float | None = _ENGINE.recompute_ratio
     """Share of chunk tokens to recompute, 0 to 1; None: the method's own ratio."""
+    finish: str = _ENGINE.finish
+    """What becomes of an answer from approximate KV: ``none``, ``verify`` or ``revise``. With ``revise``, a stream
+    holds text back until it is verified, because frameworks' streams cannot withdraw text."""
     max_tokens: int = _SAMPLING.max_tokens
     """Most new tokens of an answer. Also ``max_new_tokens``."""
     temperature: float = _SAMPLING.temperature

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from cacheclip_adapters import ModelFields
 from cacheclip_adapters.aio import iterate_in_thread
+from cacheclip_adapters.finishing import final_events
 from langchain_core.documents import Document
 from langchain_core.exceptions import ContextOverflowError
 from pydantic import model_validator
@@ -72,7 +73,7 @@ class LangChainFields(ModelFields):
 
         def events() -> Iterator[Event]:
             with langchain_errors():
-                yield from self.engine.stream(prompt, **arguments, documents=given)
+                yield from final_events(self.engine.stream(prompt, **arguments, documents=given))
 
         return events
 

@@ -109,9 +109,29 @@ def test_ask_methods_and_ratio_one_agree_with_full(cacheclip: Any, stored: Path)
     assert full["stats"]["method"] == "full" and exact["stats"]["method"] == "anchored"
 
 
+def test_ask_verifies_and_revises(cacheclip: Any, stored: Path) -> None:
+    ask = ("ask", "Who was the last keeper?", "--store", stored, "--max-tokens", "16", "--method", "direct")
+    full = cacheclip(*ask[:-1], "full", "--json").json["answer"]
+    given = cacheclip(*ask, "--json").json
+    assert given["answer"] != full and given["stats"]["verified_tokens"] is None
+    verified = cacheclip(*ask, "--finish", "verify", "--json").json
+    at = verified["stats"]["diverged_at"]
+    assert verified["answer"] == given["answer"] and verified["stats"]["verified_tokens"] == at < 16
+    corrected = cacheclip(*ask, "--finish", "revise", "--json").json
+    tokens = corrected["stats"]["generated_tokens"]
+    assert corrected["answer"] == full and corrected["stats"]["verified_tokens"] == tokens
+    plain = cacheclip(*ask, "--finish", "verify").out
+    assert plain.startswith(given["answer"]) and f"{at} of 16 tokens are full prefill's own" in plain
+    revised = cacheclip(*ask, "--finish", "revise").out
+    assert revised.startswith(f"{given['answer']}\n\nrevised answer:\n{full}\n")
+    assert f"{tokens} of {tokens} tokens are full prefill's own; token {at} of the first answer differs" in revised
+    assert "full prefill's own" not in cacheclip(*ask).out
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
+        (["--finish", "later"], 2, "finish must be one of none, verify, revise"),
         (["--ratio", "1.5"], 2, "between 0"),
         (["--method", "fastest"], 2, "full, prefix, direct, "),
         (["--variants", "none.toml"], 2, "cannot read the variants file none.toml"),

@@ -164,6 +164,8 @@ class ModelRuntime(TextModel):
     Stored KV has the shape ``(num_layers, 2, num_kv_heads, num_tokens, head_dim)``, keys before RoPE.
     """
 
+    can_extend = True
+
     def __init__(self, model: Any, tokenizer: Any, *, name: str, fingerprint: str) -> None:
         AttentionInterface.register(ATTENTION_NAME, _attention)
         model.set_attn_implementation(ATTENTION_NAME)
@@ -280,13 +282,20 @@ class ModelRuntime(TextModel):
     ) -> tuple[FusedCache, torch.Tensor]:
         start = match.num_tokens
         with clock.phase("assemble"):
-            cache = self.new_cache(capacity)
-            match.write_to(cache)
+            cache = self.begin(match, capacity)
         with clock.phase("recompute"):
             logits = self.extend(cache, ids[start:], start)
             assert logits is not None
             wait_for(logits)
         return cache, logits
+
+    def begin(self, match: Match, capacity: int) -> FusedCache:
+        cache = self.new_cache(capacity)
+        match.write_to(cache)
+        return cache
+
+    def cut(self, state: FusedCache, num_tokens: int) -> None:
+        state.cut(num_tokens)
 
     def fuse(
         self, plan: Plan, sources: Sources, *, capacity: int, clock: PhaseClock, trace: bool = False
@@ -335,11 +344,11 @@ class ModelRuntime(TextModel):
             cache.scatter(None)
 
     def extend(
-        self, cache: FusedCache, ids: torch.Tensor, start: int, *, head: bool = True, logits_to_keep: int = 1
+        self, state: FusedCache, ids: torch.Tensor, start: int, *, head: bool = True, logits_to_keep: int = 1
     ) -> torch.Tensor | None:
-        """Run ``ids`` right after the first ``start`` tokens of ``cache``, with causal attention."""
+        """Run ``ids`` right after the first ``start`` tokens of ``state``, with causal attention."""
         slots = torch.arange(start, start + len(ids))
-        return self.run_slots(cache, ids, slots, head=head, logits_to_keep=logits_to_keep)
+        return self.run_slots(state, ids, slots, head=head, logits_to_keep=logits_to_keep)
 
     def run_slots(
         self,

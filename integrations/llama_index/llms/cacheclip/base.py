@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from cacheclip_adapters import ModelFields
 from cacheclip_adapters.aio import iterate_in_thread
+from cacheclip_adapters.finishing import final_events
 from llama_index.core.base.llms.types import (
     ChatMessage,
     ChatResponse,
@@ -64,11 +65,12 @@ class CacheClipLLM(ModelFields, CustomLLM):
     ``raw["usage"]`` and fusion statistics in ``additional_kwargs["cacheclip"]``. In streams, the last chunk has both.
 
     Each call accepts ``max_tokens`` (or ``max_new_tokens``), ``temperature``, ``top_p``, ``stop``, ``method``,
-    ``recompute_ratio``, ``seed``, ``question`` (text that scores the chunks; default all text after the last chunk),
-    and ``documents`` (texts known to be in the prompt; they are stored even if they were never precomputed). If
-    ``documents`` maps texts to ``(node id, ref_doc_id)`` pairs, the texts are released with these nodes. Every answer
-    emits a :class:`CacheClipFusionEvent`. Async calls run the model in a separate thread, which stops before the next
-    token if the task is cancelled. The model's chat template renders messages; ``messages_to_prompt`` is not used.
+    ``recompute_ratio``, ``finish``, ``seed``, ``question`` (text that scores the chunks; default all text after the
+    last chunk), and ``documents`` (texts known to be in the prompt; they are stored even if they were never
+    precomputed). If ``documents`` maps texts to ``(node id, ref_doc_id)`` pairs, the texts are released with these
+    nodes. Every answer emits a :class:`CacheClipFusionEvent`. Async calls run the model in a separate thread, which
+    stops before the next token if the task is cancelled. The model's chat template renders messages;
+    ``messages_to_prompt`` is not used.
 
     Raises:
         ConfigurationError: an unknown field or call option, a value out of range, or a message that is not text.
@@ -186,7 +188,7 @@ class CacheClipLLM(ModelFields, CustomLLM):
 
         def events() -> Iterator[Event]:
             given = _merged(self._nodes, documents)
-            for event in self.engine.stream(prompt, **arguments, documents=given):
+            for event in final_events(self.engine.stream(prompt, **arguments, documents=given)):
                 if event.answer is not None:
                     dispatcher.event(self._fusion_event(event.answer.stats, _nodes_of(prompt, given)))
                 yield event

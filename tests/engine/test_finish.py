@@ -1,0 +1,563 @@
+"""Verified finishing: answers from approximate KV, verified or corrected by the exact KV completed beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from cacheclip_rag import Answer, CacheClipEngine, Event, SamplingParams
+from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.methods import PRESET_NAMES, preset
+from cacheclip_rag.models.load import load_model
+from cacheclip_rag.runtime import verification
+from cacheclip_rag.runtime.decoding import TextStream
+from cacheclip_rag.types import Message
+from tests.conftest import CACHECLIP, CHUNKS, QUESTION, SENTENCES, rag_prompt
+from tests.engine.asking import SHORT, check_sums
+
+AT_THE_END, IN_THE_MIDDLE, AT_ONCE = 16, 96, 4096
+"""Rows of a block: when the exact KV of :data:`PROMPT` is complete."""
+PROMPT = rag_prompt(CHUNKS)
+WAYS = [("direct", None), ("cacheclip", 0.1), ("cacheclip", 0.8), ("epic", None)]
+Make = Callable[..., CacheClipEngine]
+
+
+@pytest.fixture
+def finishing(tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Make:
+    """Engines on any tiny model that never ends its turn, with the chunks stored; ``rows`` of a block."""
+
+    def build(name: str = "llama", *, rows: int = AT_THE_END, **options: Any) -> CacheClipEngine:
+        monkeypatch.setattr(verification, "_BLOCK_ROWS", {"cpu": rows})
+        monkeypatch.setattr(load_model(tiny_models[name]), "eos_ids", frozenset())
+        models = {"primary": tiny_models[name], "auxiliary": tiny_models["auxiliary"]}
+        engine = CacheClipEngine(**{**models, **CACHECLIP, **options})
+        engine.precompute(CHUNKS)
+        return engine
+
+    return build
+
+
+@pytest.fixture
+def end_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[CacheClipEngine, int], None]:
+    """Make a token the end of the model's turn."""
+    return lambda engine, token: monkeypatch.setattr(engine.primary, "eos_ids", frozenset([token]))
+
+
+def apply(events: Iterable[Event]) -> tuple[str, Answer]:
+    """The text as a client shows it at last; what is final must never be withdrawn, and one revision is enough."""
+    shown, certain, answer, revisions = "", "", None, 0
+    for event in events:
+        assert answer is None, "an event after the answer"
+        assert event.revised_from is None or 0 <= event.revised_from <= len(shown)
+        revisions += event.revised_from is not None
+        shown = shown[: event.revised_from] + event.text
+        assert shown.startswith(certain)
+        certain = shown if event.is_final else certain
+        answer = event.answer
+    assert answer is not None and shown == certain and revisions <= 1
+    return shown, answer
+
+
+def fresh(engine: CacheClipEngine, *args: Any, **options: Any) -> Answer:
+    """An answer that finds nothing in the prefix cache."""
+    engine.prefixes.clear()
+    return engine.generate(*args, **options)
+
+
+def choices(engine: CacheClipEngine, prompt: Any, answer_ids: Iterable[int]) -> list[int]:
+    """Full prefill's choices along an answer the slow way: one forward pass a token."""
+    engine.prefixes.clear()
+    full: Any = engine.prefill(prompt, method=preset("full"))
+    found, logits = [], full.logits
+    for token in answer_ids:
+        found.append(int(logits.argmax()))
+        logits = engine.primary.decode_step(full.cache, token)
+    return found
+
+
+def first_difference(one: Iterable[int], other: Iterable[int]) -> int | None:
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), None)
+
+
+def divergent(engine: CacheClipEngine, **options: Any) -> tuple[Answer, Answer, int]:
+    """Approximate answer, full prefill's answer, and where they part: behind the first token and not at the end."""
+    params = SamplingParams(max_tokens=12)
+    given = fresh(engine, PROMPT, params, method="direct", **options)
+    full = fresh(engine, PROMPT, params, method="full")
+    at = first_difference(given.token_ids, full.token_ids)
+    assert at is not None and 0 < at < 10, "choose another prompt: this one shows nothing"
+    return given, full, at
+
+
+class TestRevise:
+    @pytest.mark.parametrize("rows", [AT_THE_END, IN_THE_MIDDLE, AT_ONCE])
+    @pytest.mark.parametrize(("method", "ratio"), WAYS)
+    @pytest.mark.parametrize("name", ["llama", "qwen2-sliding", "gemma2", "gpt-oss", "smollm3", "mixtral"])
+    def test_equals_full(self, finishing: Make, name: str, method: str, ratio: float | None, rows: int) -> None:
+        engine = finishing(name, rows=rows)
+        full = fresh(engine, PROMPT, SHORT, method="full")
+        given = fresh(engine, PROMPT, SHORT, method=method, recompute_ratio=ratio)
+        revised = fresh(engine, PROMPT, SHORT, method=method, recompute_ratio=ratio, finish="revise")
+        assert (revised.token_ids, revised.text) == (full.token_ids, full.text)
+        assert revised.stats.verified_tokens == len(full.token_ids)
+        assert revised.stats.method == method and revised.stats.hits == len(CHUNKS)
+        check_sums(revised)
+        if rows == AT_THE_END:
+            assert revised.stats.diverged_at == first_difference(given.token_ids, full.token_ids)
+
+    def test_the_models_above_do_diverge(self, finishing: Make) -> None:
+        """Twin: without a revision the answers differ, early and late."""
+        for name in ("llama", "qwen2-sliding", "gemma2", "gpt-oss", "smollm3", "mixtral"):
+            engine = finishing(name)
+            full = fresh(engine, PROMPT, SHORT, method="full")
+            given = [fresh(engine, PROMPT, SHORT, method=method, recompute_ratio=ratio) for method, ratio in WAYS]
+            assert any(answer.token_ids != full.token_ids for answer in given), name
+
+    @pytest.mark.parametrize(
+        "method", [name for name in PRESET_NAMES if name not in ("turborag", "link") and not preset(name).composes]
+    )
+    def test_every_method(self, finishing: Make, method: str) -> None:
+        """All but two that put tokens of their own into the prompt, so that it is not ``full``'s."""
+        engine = finishing()
+        engine.precompute(CHUNKS, method=method)
+        full = fresh(engine, PROMPT, SHORT, method="full")
+        if preset(method).captures:
+            fresh(engine, f"Before. {PROMPT}", SHORT, method=method)
+        revised = fresh(engine, PROMPT, SHORT, method=method, finish="revise")
+        assert (revised.token_ids, revised.text) == (full.token_ids, full.text)
+        assert (revised.stats.verified_tokens is None) == (not preset(method).reuses_chunks), "it was reused"
+
+    @pytest.mark.parametrize("method", ["direct_gapped", "ape"])
+    def test_methods_with_their_own_positions(self, finishing: Make, method: str) -> None:
+        """The exact KV has plain positions whatever the method's are."""
+        for rows in (AT_THE_END, AT_ONCE):
+            engine = finishing(rows=rows)
+            full = fresh(engine, PROMPT, SHORT, method="full")
+            assert fresh(engine, PROMPT, SHORT, method=method).token_ids != full.token_ids
+            revised = fresh(engine, PROMPT, SHORT, method=method, finish="revise")
+            assert revised.token_ids == full.token_ids
+
+    def test_all_chunks_but_one_are_missing(self, finishing: Make) -> None:
+        engine = finishing(on_miss="ignore")
+        engine.release(CHUNKS[1:])
+        prompt = rag_prompt(CHUNKS[::-1])
+        full = fresh(engine, prompt, SHORT, method="full")
+        engine.precompute(CHUNKS[2:3])
+        revised = fresh(engine, prompt, SHORT, method="direct", documents=CHUNKS, finish="revise")
+        assert (revised.stats.hits, revised.stats.misses) == (2, 2)
+        assert revised.token_ids == full.token_ids and revised.stats.verified_tokens == len(full.token_ids)
+
+    @pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 12])
+    def test_max_tokens(self, finishing: Make, max_tokens: int) -> None:
+        params = SamplingParams(max_tokens=max_tokens)
+        for name in ("llama", "mixtral", "gemma2"):
+            for rows in (AT_THE_END, AT_ONCE):
+                engine = finishing(name, rows=rows)
+                full = fresh(engine, PROMPT, params, method="full")
+                revised = fresh(engine, PROMPT, params, method="direct", finish="revise")
+                assert revised.token_ids == full.token_ids and revised.finish_reason == "length"
+                assert len(revised.token_ids) == max_tokens
+
+    def test_the_models_context_ends(self, finishing: Make) -> None:
+        """With gaps between chunks, positions end before full prefill's do: the exact KV goes on."""
+        engine = finishing()
+        method = preset("direct_gapped")
+        tokens = engine.generate(PROMPT, SamplingParams(max_tokens=1)).stats.prompt_tokens
+        gap = engine.prefill(PROMPT, method=method).cache.position_of(tokens) - tokens
+        prompt = PROMPT + "\x00" * (engine.primary.context_tokens - tokens - gap - 12)  # one token each
+        params = SamplingParams(max_tokens=40)
+        full = fresh(engine, prompt, params, method="full")
+        given = fresh(engine, prompt, params, method=method)
+        assert gap > 40 and full.finish_reason == given.finish_reason == "length"
+        assert (len(given.token_ids), len(full.token_ids)) == (12, 40)
+        revised = fresh(engine, prompt, params, method=method, finish="revise")
+        assert revised.token_ids == full.token_ids
+        sampled = replace(params, temperature=0.8, seed=3)
+        given, longer = (fresh(engine, prompt, sampled, method=method, finish=mode) for mode in ("none", "verify"))
+        assert longer.token_ids[: len(given.token_ids)] == given.token_ids
+        assert len(longer.token_ids) == len(full.token_ids)
+
+    @pytest.mark.parametrize("rows", [AT_THE_END, IN_THE_MIDDLE, AT_ONCE])
+    def test_an_end_that_full_prefill_does_not_choose(
+        self, finishing: Make, end_at: Callable[[CacheClipEngine, int], None], rows: int
+    ) -> None:
+        engine = finishing(rows=rows)
+        given, full, at = divergent(engine)
+        end_at(engine, given.token_ids[at])
+        assert given.token_ids[at] not in full.token_ids[: at + 1]
+        ended = fresh(engine, PROMPT, SHORT, method="direct")
+        assert ended.finish_reason == "stop" and ended.token_ids == given.token_ids[: at + 1]
+        expected = fresh(engine, PROMPT, SHORT, method="full")
+        engine.prefixes.clear()
+        text, answer = apply(engine.stream(PROMPT, SHORT, method="direct", finish="revise"))
+        assert answer.token_ids == expected.token_ids and text == answer.text == expected.text
+        assert answer.finish_reason == expected.finish_reason
+
+    @pytest.mark.parametrize("rows", [AT_THE_END, IN_THE_MIDDLE, AT_ONCE])
+    def test_an_end_that_full_prefill_chooses(
+        self, finishing: Make, end_at: Callable[[CacheClipEngine, int], None], rows: int
+    ) -> None:
+        """The first exact token may be the end: the answer ends there, and what came after is withdrawn."""
+        engine = finishing(rows=rows)
+        given, full, at = divergent(engine)
+        assert full.token_ids[at] not in given.token_ids
+        end_at(engine, full.token_ids[at])
+        engine.prefixes.clear()
+        text, answer = apply(engine.stream(PROMPT, SHORT, method="direct", finish="revise"))
+        assert answer.token_ids == full.token_ids[: at + 1] and answer.finish_reason == "stop"
+        assert text == answer.text == engine.primary.decode_ids(full.token_ids[:at])
+
+    @pytest.mark.parametrize("rows", [AT_THE_END, IN_THE_MIDDLE, AT_ONCE])
+    def test_stop_strings(self, finishing: Make, rows: int) -> None:
+        """Every stop string of either text, also such that lie across the revision, and beginnings of stop strings."""
+        engine = finishing(rows=rows)
+        given, full, _ = divergent(engine)
+        kept = next(n for n, (a, b) in enumerate(zip(given.text, full.text, strict=False)) if a != b)
+        found = 0
+        for text in (given.text, full.text):
+            for start in range(max(0, kept - 3), min(kept + 4, len(text) - 3)):
+                for stop in ((text[start : start + 3],), (text[start : start + 2] + "§",)):
+                    params = SamplingParams(max_tokens=12, stop=stop)
+                    expected = fresh(engine, PROMPT, params, method="full")
+                    engine.prefixes.clear()
+                    shown, answer = apply(engine.stream(PROMPT, params, method="direct", finish="revise"))
+                    assert answer.token_ids == expected.token_ids, stop
+                    assert shown == answer.text == expected.text and answer.finish_reason == expected.finish_reason
+                    found += expected.finish_reason == "stop"
+        assert found > 0
+
+    @pytest.mark.parametrize("rows", [AT_THE_END, IN_THE_MIDDLE, AT_ONCE])
+    def test_events(self, finishing: Make, rows: int) -> None:
+        engine = finishing(rows=rows)
+        given, full, at = divergent(engine)
+        engine.prefixes.clear()
+        events = list(engine.stream(PROMPT, SHORT, method="direct", finish="revise"))
+        text, answer = apply(events)
+        assert text == answer.text == full.text
+        revisions = [number for number, event in enumerate(events) if event.revised_from is not None]
+        if rows == AT_ONCE:  # the first token was verified alone
+            assert revisions == [] and answer.stats.diverged_at is None
+            return
+        [number] = revisions
+        assert not any(event.is_final for event in events[:number]) and all(e.is_final for e in events[number:])
+        withdrawn = "".join(event.text for event in events[:number])
+        assert withdrawn == given.text if rows == AT_THE_END else given.text.startswith(withdrawn)
+        kept = withdrawn[: events[number].revised_from]
+        assert full.text.startswith(kept) and engine.primary.decode_ids(full.token_ids[:at]).startswith(kept)
+        stream = TextStream(engine.primary.decode_ids, ())
+        assert [stream.push(token) for token in full.token_ids[: at + 1]][-1] == events[number].text, "it came at once"
+
+
+class TestVerify:
+    @pytest.mark.parametrize(("method", "ratio"), WAYS)
+    @pytest.mark.parametrize("name", ["llama", "qwen2-sliding", "gemma2", "gpt-oss"])
+    def test_says_what_a_slow_comparison_finds(
+        self, finishing: Make, name: str, method: str, ratio: float | None
+    ) -> None:
+        engine = finishing(name)
+        given = fresh(engine, PROMPT, SHORT, method=method, recompute_ratio=ratio)
+        at = first_difference(given.token_ids, choices(engine, PROMPT, given.token_ids))
+        verified = fresh(engine, PROMPT, SHORT, method=method, recompute_ratio=ratio, finish="verify")
+        assert (verified.token_ids, verified.text) == (given.token_ids, given.text)
+        assert verified.stats.diverged_at == at
+        assert verified.stats.verified_tokens == (len(given.token_ids) if at is None else at)
+        assert 0 < verified.stats.verify_s < verified.stats.decode_s
+        assert given.stats.verified_tokens is given.stats.diverged_at is None and given.stats.verify_s == 0
+
+    def test_an_answer_that_differs_stays(self, finishing: Make) -> None:
+        engine = finishing(rows=IN_THE_MIDDLE)
+        given, _, at = divergent(engine)
+        engine.prefixes.clear()
+        events = list(engine.stream(PROMPT, SHORT, method="direct", finish="verify"))
+        text, answer = apply(events)
+        assert text == given.text and answer.token_ids == given.token_ids
+        assert all(event.is_final and event.revised_from is None for event in events)
+        assert (answer.stats.verified_tokens, answer.stats.diverged_at) == (at, at)
+
+    def test_an_answer_that_agrees_goes_on_exactly(self, finishing: Make) -> None:
+        """Its first tokens are full prefill's; without the exact KV, a later one would not be."""
+        engine = finishing(rows=AT_ONCE)
+        given, full, _ = divergent(engine)
+        verified = fresh(engine, PROMPT, SHORT, method="direct", finish="verify")
+        assert verified.token_ids == full.token_ids != given.token_ids
+        assert (verified.stats.verified_tokens, verified.stats.diverged_at) == (len(full.token_ids), None)
+
+    def test_a_block_after_each_token(self, finishing: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Nothing before the first token, no more than a block between two tokens, the rest after the last one."""
+        engine = finishing()
+        engine.prefixes.clear()
+        runtime: Any = engine.primary
+        read: list[tuple[int, int]] = []
+        extend = type(runtime).extend
+
+        def watched(self: Any, state: Any, ids: torch.Tensor, start: int, **options: Any) -> Any:
+            read.append((start, len(ids)))
+            return extend(self, state, ids, start, **options)
+
+        stream = engine.stream(PROMPT, SHORT, method="direct", finish="verify")
+        monkeypatch.setattr(type(runtime), "extend", watched)
+        first = next(stream)
+        assert first.text and read == []
+        answer = [first, *stream][-1].answer
+        assert answer is not None
+        blocks, rest = read[: len(answer.token_ids) - 1], read[len(answer.token_ids) - 1 :]
+        assert all(rows == AT_THE_END for _, rows in blocks)
+        assert all(start + rows == after for (start, rows), (after, _) in pairwise(read)), "in prompt order"
+        assert rest[0][0] + rest[0][1] == answer.stats.prompt_tokens
+        assert rest[1:] == [(answer.stats.prompt_tokens, len(answer.token_ids) - 1)]
+
+    def test_long_answers_are_read_in_blocks(self, finishing: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(verification, "_ANSWER_BLOCK_ROWS", 3)
+        monkeypatch.setattr(verification, "_LARGE_BLOCK_ROWS", 50)
+        engine = finishing()
+        given, full, at = divergent(engine)
+        assert fresh(engine, PROMPT, SHORT, method="direct", finish="verify").stats.diverged_at == at
+        assert fresh(engine, PROMPT, SHORT, method="direct", finish="revise").token_ids == full.token_ids
+        assert given.token_ids != full.token_ids
+
+    def test_the_engines_setting_and_a_calls(self, finishing: Make) -> None:
+        engine = finishing(finish="verify", method="direct")
+        assert fresh(engine, PROMPT, SHORT).stats.verified_tokens is not None
+        assert fresh(engine, PROMPT, SHORT, finish="none").stats.verified_tokens is None
+        full = fresh(engine, PROMPT, SHORT, method="full")
+        assert fresh(engine, PROMPT, SHORT, finish="revise").token_ids == full.token_ids
+        assert finishing().config.finish == "none"
+
+    @pytest.mark.parametrize("finish", ["always", "", True, 1])
+    def test_senseless_settings(self, finishing: Make, finish: Any) -> None:
+        with pytest.raises(ConfigurationError, match="finish must be one of none, verify, revise"):
+            CacheClipEngine(finish=finish)
+        with pytest.raises(ConfigurationError, match="finish must be one of none, verify, revise"):
+            finishing().generate(PROMPT, SHORT, finish=finish)
+
+    def test_exact_answers_are_not_verified(self, finishing: Make) -> None:
+        """Neither plain prefill nor a chunk right behind its prefix, nor intermediate prompts."""
+        engine = finishing(finish="revise")
+        for method in ("full", "prefix", "map_reduce"):
+            assert fresh(engine, PROMPT, SHORT, method=method).stats.verified_tokens is None, method
+        alone = fresh(engine, rag_prompt(CHUNKS[:1]), SHORT, method="direct").stats
+        assert alone.exact_tokens == alone.chunk_tokens > 0 and alone.verified_tokens is None and alone.verify_s == 0
+        nothing = fresh(engine, "No chunk here.", SHORT).stats
+        assert nothing.fallback is not None and nothing.verified_tokens is None
+
+    def test_a_coarse_codec_is_verified_even_right_behind_the_prefix(self, finishing: Make) -> None:
+        engine = finishing(codec="int8", auxiliary_codec="int8")
+        prompt = rag_prompt(CHUNKS[:1])
+        full = fresh(engine, prompt, SHORT, method="full")
+        revised = fresh(engine, prompt, SHORT, method="direct", finish="revise")
+        assert revised.stats.verified_tokens == len(full.token_ids) and revised.token_ids == full.token_ids
+
+    def test_hidden_hits_stay_hidden(self, finishing: Make) -> None:
+        engine = finishing(hide_hits=True, finish="verify", on_miss="ignore")
+        seen = []
+        for _ in range(2):
+            stats = fresh(engine, PROMPT, SHORT, documents=CHUNKS).stats.to_dict()
+            seen.append({name: value for name, value in stats.items() if name not in ("ttft_s", "decode_s")})
+            engine.release(CHUNKS)
+        assert seen[0] == seen[1] and seen[0]["verified_tokens"] is None
+
+
+class TestSampled:
+    PARAMS = SamplingParams(max_tokens=12, temperature=0.8, seed=11)
+
+    @pytest.mark.parametrize("finish", ["verify", "revise"])
+    def test_goes_on_exactly_and_is_never_revised(self, finishing: Make, finish: str) -> None:
+        """From the token at which the exact KV is complete, tokens are drawn as full prefill would draw them."""
+        engine = finishing(rows=AT_ONCE, method="direct")
+        given, full = (fresh(engine, PROMPT, self.PARAMS, method=method) for method in ("direct", "full"))
+        assert given.token_ids[0] == full.token_ids[0] and given.token_ids != full.token_ids
+        engine.prefixes.clear()
+        events = list(engine.stream(PROMPT, self.PARAMS, finish=finish))
+        text, answer = apply(events)
+        assert answer.token_ids == full.token_ids and text == full.text
+        assert all(event.is_final and event.revised_from is None for event in events)
+        stats = answer.stats
+        assert stats.verified_tokens is stats.diverged_at is None and stats.verify_s > 0
+
+    def test_an_answer_that_is_over_stays(self, finishing: Make) -> None:
+        engine = finishing(rows=AT_THE_END, method="direct")
+        given = fresh(engine, PROMPT, self.PARAMS)
+        found = fresh(engine, PROMPT, self.PARAMS, finish="revise")
+        assert found.token_ids == given.token_ids and found.stats.verified_tokens is None
+
+
+class TestRotaryFrequenciesThatChange:
+    @staticmethod
+    def prompt(engine: CacheClipEngine) -> str:
+        """Four tokens shorter than the limit."""
+        tokens = engine.generate(PROMPT, SamplingParams(max_tokens=1)).stats.prompt_tokens
+        return PROMPT + "\x00" * (engine.primary.reuse_tokens - tokens - 4)
+
+    @pytest.mark.parametrize("rows", [AT_THE_END, IN_THE_MIDDLE, AT_ONCE])
+    @pytest.mark.parametrize("method", ["direct", "ape"])
+    def test_revised_equals_full_across_the_limit(self, finishing: Make, method: str, rows: int) -> None:
+        """The answer crosses the limit before the exact KV would be complete: it is completed there."""
+        engine = finishing("phi3-longrope", rows=rows)
+        prompt, runtime = self.prompt(engine), engine.primary
+        params = SamplingParams(max_tokens=16)
+        full = fresh(engine, prompt, params, method="full")
+        assert runtime.pinned_rope and full.stats.prompt_tokens + 4 == runtime.reuse_tokens
+        given = fresh(engine, prompt, params, method=method)
+        assert given.token_ids != full.token_ids and given.stats.hits == len(CHUNKS)
+        revised = fresh(engine, prompt, params, method=method, finish="revise")
+        assert revised.token_ids == full.token_ids
+        held = engine.prefixes.stats.blocks
+        assert held == full.stats.prompt_tokens // 16, "what crosses the limit is not kept"
+
+    @pytest.mark.parametrize("rows", [AT_THE_END, IN_THE_MIDDLE, AT_ONCE])
+    def test_an_answer_that_agrees_crosses_the_limit(self, finishing: Make, rows: int) -> None:
+        engine = finishing("phi3-longrope", rows=rows)
+        prompt = self.prompt(engine)
+        full = fresh(engine, prompt, SamplingParams(max_tokens=16), method="full")
+        for finish in ("verify", "revise"):
+            found = fresh(
+                engine, prompt, SamplingParams(max_tokens=16), method="cacheclip", recompute_ratio=1.0, finish=finish
+            )
+            assert found.token_ids == full.token_ids
+            assert (found.stats.verified_tokens, found.stats.diverged_at) == (16, None)
+
+    def test_other_positions_cross_the_limit_where_the_exact_ones_do(
+        self, finishing: Make, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """APE's positions stay below it, and its own answer never changes the frequencies."""
+        engine = finishing("phi3-longrope")
+        prompt, runtime = self.prompt(engine), engine.primary
+        params = SamplingParams(max_tokens=16, temperature=0.8, seed=3)
+        prefill, read = type(runtime).prefill, []
+
+        def watched(self: Any, ids: torch.Tensor, capacity: int) -> Any:
+            read.append(len(ids))
+            return prefill(self, ids, capacity)
+
+        monkeypatch.setattr(type(runtime), "prefill", watched)
+        fresh(engine, prompt, params, method="ape")
+        assert read == []
+        fresh(engine, prompt, params, method="ape", finish="verify")
+        assert read == [runtime.reuse_tokens + 1]
+
+    def test_verified_up_to_the_limit(self, finishing: Make) -> None:
+        engine = finishing("phi3-longrope")
+        prompt = self.prompt(engine)
+        given = fresh(engine, prompt, SamplingParams(max_tokens=16), method="direct")
+        verified = fresh(engine, prompt, SamplingParams(max_tokens=16), method="direct", finish="verify")
+        at = first_difference(given.token_ids[:5], choices(engine, prompt, given.token_ids[:5]))
+        assert at is not None and verified.stats.diverged_at == at and verified.token_ids == given.token_ids
+        same = [a == b for a, b in zip(given.token_ids, choices(engine, prompt, given.token_ids[:5]), strict=False)]
+        assert engine.metrics.snapshot()["shadow_agreement_sum"] == pytest.approx(sum(same) / 5)
+
+
+class TestPrefixCache:
+    CONTEXT = "\n\n".join(CHUNKS)
+
+    def turns(self, engine: CacheClipEngine, finish: str, method: str = "direct") -> tuple[Answer, Answer, Any]:
+        """Two turns of a conversation: both answers, and the prompt of the second."""
+        engine.prefixes.clear()
+        messages: list[Message] = [{"role": "user", "content": f"{self.CONTEXT}\n\n{QUESTION}"}]
+        first = engine.generate(messages, SHORT, method=method, finish=finish)
+        asked = [
+            *messages,
+            {"role": "assistant", "content": first.text},
+            {"role": "user", "content": SENTENCES[3]},
+        ]
+        return first, engine.generate(asked, SHORT, method=method, finish=finish), asked
+
+    @pytest.mark.parametrize("rows", [AT_THE_END, IN_THE_MIDDLE, AT_ONCE])
+    @pytest.mark.parametrize("finish", ["verify", "revise"])
+    def test_the_next_turn_is_an_exact_hit(self, finishing: Make, finish: str, rows: int) -> None:
+        engine = finishing(rows=rows)
+        first, second, asked = self.turns(engine, finish)
+        assert first.stats.verified_tokens is not None and first.stats.cached_prefix_tokens == 0
+        whole = (first.stats.prompt_tokens) // 16 * 16
+        assert second.stats.cached_prefix_tokens >= whole
+        assert second.stats.exact_tokens == second.stats.chunk_tokens > 0, "the chunks came from the prefix cache"
+        held = engine.prefill(asked, method=preset("prefix"))
+        engine.prefixes.clear()
+        full = engine.prefill(asked, method=preset("full"))
+        assert held.stats.cached_prefix_tokens >= whole, "and what was kept is exact"
+        assert float((held.logits - full.logits).abs().max()) < 1e-4
+
+    def test_without_it_the_next_turn_is_none(self, finishing: Make) -> None:
+        """Twin: approximate KV never goes in."""
+        engine = finishing()
+        first, second, _ = self.turns(engine, "none")
+        exact = first.stats.prefix_tokens + first.stats.exact_tokens
+        assert second.stats.cached_prefix_tokens <= exact < first.stats.prompt_tokens // 2
+
+    def test_the_answer_is_kept_too(self, finishing: Make) -> None:
+        """Also tokens that full prefill would not choose: the next prompt repeats them, and their KV is exact."""
+        engine = finishing()
+        for finish in ("verify", "revise"):
+            engine.prefixes.clear()
+            params = SamplingParams(max_tokens=40)
+            answer = engine.generate(PROMPT, params, method="direct", finish=finish)
+            assert answer.stats.diverged_at is not None
+            blocks = (answer.stats.prompt_tokens + len(answer.token_ids) - 1) // 16
+            layout = engine.plan(PROMPT).layout
+            with engine.prefixes.match([*layout.token_ids, *answer.token_ids]) as match:
+                assert match.num_tokens == blocks * 16 > answer.stats.prompt_tokens
+
+    def test_the_exact_kv_starts_from_it(self, finishing: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+        engine = finishing()
+        engine.prefixes.clear()
+        expected = engine.generate(PROMPT, SHORT, method="full")
+        plain = engine.generate(PROMPT, SHORT, method="prefix")
+        read = []
+        runtime: Any = engine.primary
+        extend = type(runtime).extend
+
+        def watched(self: Any, state: Any, ids: torch.Tensor, start: int, **options: Any) -> Any:
+            read.append(start)
+            return extend(self, state, ids, start, **options)
+
+        monkeypatch.setattr(type(runtime), "extend", watched)
+        answer = engine.generate(PROMPT, SHORT, method="direct_gapped", finish="revise")
+        assert answer.stats.cached_prefix_tokens == 0, "the method itself uses no prefixes"
+        assert read[0] == (plain.stats.prompt_tokens - 1) // 16 * 16
+        assert answer.token_ids == expected.token_ids
+
+    def test_without_a_prefix_cache(self, finishing: Make) -> None:
+        engine = finishing(prefix_cache_bytes=0)
+        full = engine.generate(PROMPT, SHORT, method="full")
+        revised = engine.generate(PROMPT, SHORT, method="direct", finish="revise")
+        assert revised.token_ids == full.token_ids and engine.prefixes.stats.blocks == 0
+
+
+class TestClosing:
+    @pytest.mark.parametrize("rows", [AT_THE_END, IN_THE_MIDDLE, AT_ONCE])
+    def test_a_stream_closed_anywhere_leaves_the_engine_usable(self, finishing: Make, rows: int) -> None:
+        engine = finishing(rows=rows)
+        _, full, _ = divergent(engine)
+        engine.prefixes.clear()
+        count = len(list(engine.stream(PROMPT, SHORT, method="direct", finish="revise")))
+        assert count > 8
+        for events in range(1, count):
+            engine.prefixes.clear()
+            stream = engine.stream(PROMPT, SHORT, method="direct", finish="revise")
+            for _ in range(events):
+                next(stream)
+            stream.close()
+            assert not torch.is_inference_mode_enabled()
+            engine.prefixes.clear()
+            assert engine.prefixes.stats.bytes == 0, "a block is still held"
+        assert fresh(engine, PROMPT, SHORT, method="direct", finish="revise").token_ids == full.token_ids
+
+    def test_two_streams_in_turns(self, finishing: Make) -> None:
+        engine = finishing(rows=IN_THE_MIDDLE)
+        prompts = [PROMPT, rag_prompt(CHUNKS[::-1], "When?")]
+        expected = [fresh(engine, prompt, SHORT, method="full").text for prompt in prompts]
+        streams = [engine.stream(prompt, SHORT, method="direct", finish="revise") for prompt in prompts]
+        shown = ["", ""]
+        running = {0, 1}
+        while running:
+            for number in sorted(running):
+                event = next(streams[number], None)
+                if event is None:
+                    running.discard(number)
+                else:
+                    shown[number] = shown[number][: event.revised_from] + event.text
+        assert shown == expected
