@@ -199,8 +199,8 @@ class FusionStats:
         """
         tokens = ("prefix_tokens", "chunk_tokens", "exact_tokens", "recomputed_tokens", "missed_tokens")
         zero: dict[str, Any] = dict.fromkeys((*tokens, "cached_prefix_tokens", "hits", "misses", "charged_ratio"), 0)
-        unverified: dict[str, Any] = {"verified_tokens": None, "diverged_at": None, "verify_s": 0.0}
-        zero |= {"fresh_tokens": self.prompt_tokens, **unverified}
+        unknown: dict[str, Any] = dict.fromkeys(("confidence", "verified_tokens", "diverged_at"))
+        zero |= {"fresh_tokens": self.prompt_tokens, "verify_s": 0.0, **unknown}
         return replace(self, **zero, method=method, fallback=None, phases_s={})
 
     def to_dict(self) -> dict[str, Any]:
