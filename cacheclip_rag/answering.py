@@ -50,7 +50,7 @@ class Answering:
             if event.answer is not None:
                 verified = None if verification is None else verification.result
                 self._observe(Answered(plan, event.answer, request.params, prefilled.logits, verified))
-            yield self._shown(event, request.method.name)
+            yield self._shown(event, request)
         self.writer.store_missing(prefilled.missing, request.documents, sources.primary.context)
 
     def plan(self, request: Request, sources: Sources, clock: PhaseClock) -> Plan:
@@ -98,14 +98,17 @@ class Answering:
         for event in request.method.compose(composition) if composition.chunks else composition.plain():
             if event.answer is not None:
                 self._observe(Answered(None, event.answer, request.params))
-            yield self._shown(event, request.method.name)
+            yield self._shown(event, request)
         self.writer.store_missing(tuple(missing), request.documents, PREFIX)
 
-    def _shown(self, event: Event, method: str) -> Event:
+    def _shown(self, event: Event, request: Request) -> Event:
         """The event as the caller sees it."""
-        if event.answer is None or not self.parts.config.hide_hits:
+        if not self.parts.config.hide_hits:
             return event
-        stats = event.answer.stats.without_hits(method)
+        if event.answer is None:  # only an answer from reused chunks may be revised
+            return replace(event, is_final=event.is_final and request.finish != "revise")
+        assert request.method is not None
+        stats = event.answer.stats.without_hits(request.method.name)
         return replace(event, answer=replace(event.answer, stats=stats, trace=None))
 
     def _observe(self, answered: Answered) -> None:

@@ -97,7 +97,9 @@ def _remove(engine: CacheClipEngine, text: str, models: list[ChunkCaches], earli
     """Delete the KV of a text behind earlier contexts, once it is stored behind the new one."""
     if not earlier or not _is_stored(text, models):
         return 0
-    return engine.store.delete([caches.key(text) for caches in earlier])
+    # an auxiliary model of the same weights may have its KV under the key of an earlier context
+    needed = {caches.key(text) for caches in models}
+    return engine.store.delete({caches.key(text) for caches in earlier} - needed)
 
 
 def _remove_prefixes(engine: CacheClipEngine, current: ChunkCaches, earlier: list[ChunkCaches]) -> None:

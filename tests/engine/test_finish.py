@@ -362,6 +362,19 @@ class TestVerify:
         assert seen[0] == seen[1] and seen[0]["verified_tokens"] is None
 
 
+    def test_finality_does_not_tell_hits(self, finishing: Make) -> None:
+        """Only an answer from reused chunks can be revised, but every stream says that it may be."""
+        engine = finishing(hide_hits=True, on_miss="ignore", method="direct")
+        seen = []
+        for _ in range(2):
+            engine.prefixes.clear()
+            events = list(engine.stream(PROMPT, SHORT, finish="revise", documents=CHUNKS))
+            assert events[-1].is_final
+            seen.append({event.is_final for event in events[:-1]})
+            engine.release(CHUNKS)
+        assert seen == [{False}, {False}]
+
+
 class TestSampled:
     PARAMS = SamplingParams(max_tokens=12, temperature=0.8, seed=11)
 

@@ -20,6 +20,7 @@ from cacheclip_rag.chunks.trained import TrainedContext, trained_context_path
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.engine import CacheClipEngine
 from cacheclip_rag.errors import ConfigurationError, MissingExtraError, ModelError
+from cacheclip_rag.lab.evaluation.gating import CONFIDENCES
 from cacheclip_rag.lab.evaluation.journal import open_journal
 from cacheclip_rag.lab.evaluation.lab import Lab, every_method, planned_runs
 from cacheclip_rag.lab.evaluation.questions import INSTRUCTION, ask
@@ -83,6 +84,9 @@ class TestRun:
         assert found["full"]["kl_to_full"] < 1e-6 and found["full"]["agreement_with_full"] == 1.0
         assert (found["full"]["equal_answers"], found["full"]["first_token_agreement"]) == (1.0, 1.0)
         texts = {(item.label, item.id): item.answer for item in comparison.items}
+        sure = {item.label: item.confidence for item in comparison.items}
+        assert sure["full"] is None and sure["direct"] is not None and sure["cacheclip@0.2"] is not None
+        assert found["full"]["gate"] == [] and len(found["cacheclip@0.2"]["gate"]) == len(CONFIDENCES)
         same = [texts["direct", each.id] == texts["full", each.id] for each in comparison.questions]
         assert found["direct"]["equal_answers"] == pytest.approx(sum(same) / 3)
         for name in ("epic", "cacheclip", "query_attention"):

@@ -76,6 +76,23 @@ def shop(tmp_path: Path, tiny_models: dict[str, str], chunks: list[str]) -> Upgr
     return made
 
 
+def test_an_auxiliary_of_the_same_weights_keeps_its_kv(
+    tmp_path: Path, tiny_models: dict[str, str], chunks: list[str]
+) -> None:
+    """The auxiliary's chunks stand behind the shared prefix, which was the primary's context before."""
+    models = {"llama": tiny_models["llama"], "auxiliary": tiny_models["llama"]}
+    shop = Upgraded(tmp_path, models)
+    shop.engine.close()
+    shop.engine = shop.open(chunk_context="prefix")
+    shop.settings = dataclasses.replace(shop.settings, chunk_context="prefix", auxiliary=models["auxiliary"])
+    shop.write("a.txt", "\n\n".join(chunks))
+    shop.run()
+    count = len(shop.texts)
+    assert upgrade(shop.library, shop.open()) == UpgradeReport(1, count, count, 0, 0)
+    assert all(shop.stored(PASSAGES)) and all(shop.stored(CONTEXTS["prefix"]))
+    assert upgrade(shop.library, shop.open()) == UpgradeReport(1, count, 0, 0, 0)
+
+
 def test_after_a_training_everything_is_encoded_again_and_the_old_goes(shop: Upgraded) -> None:
     entries, before = shop.engine.store.stats().entries, shop.answered()
     auxiliary = shop.engine.parts.auxiliary_caches

@@ -183,5 +183,5 @@ def item_of(asked: AskedQuestion, label: str, answered: Answered, where: str) ->
         fallback=stats.fallback,
         measured_on=where,
         effective_ratio_of_stale=stats.effective_ratio_of_stale,
-        confidence=stats.confidence,
+        confidence=stats.confidence if stats.fallback is None and stats.exact_tokens < stats.chunk_tokens else None,
     )

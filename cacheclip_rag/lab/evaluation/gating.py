@@ -22,13 +22,13 @@ CONFIDENCES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
 
 
 def gated(pairs: Sequence[tuple[ItemResult, ItemResult]], scores: Sequence[str]) -> list[dict[str, Any]]:
-    """Figures for each of :data:`CONFIDENCES`, ready for JSON; none if an item has no confidence.
+    """Figures for each of :data:`CONFIDENCES`, ready for JSON; none if no item has a confidence.
 
     Args:
         pairs: items of a method, each with full prefill's item of the same question.
         scores: metrics of which full prefill's share is given.
     """
-    if not pairs or any(item.confidence is None for item, _ in pairs):
+    if all(item.confidence is None for item, _ in pairs):
         return []
     return [_at(least, pairs, scores) for least in CONFIDENCES]
 

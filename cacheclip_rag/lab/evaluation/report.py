@@ -97,7 +97,8 @@ class ItemResult:
     effective_ratio_of_stale: float | None = None
     """Recomputed tokens divided by chunk tokens that are not exact; None: not recorded."""
     confidence: float | None = None
-    """How sure the prefill was of the first token, as :class:`~cacheclip_rag.types.FusionStats` says it."""
+    """How sure the prefill was of the first token, as :class:`~cacheclip_rag.types.FusionStats` says it; None if a
+    confidence gate would not look at it, because the prompt was prefilled in full or all its chunks are exact."""
 
     @property
     def own(self) -> str | None:

@@ -231,7 +231,7 @@ class _Training:
     def figures(self) -> tuple[HeldOut, ...]:
         """The held-out check that decides, saved once it is done."""
         path = self.path.with_name(self.path.name.replace("context-", "figures-"))
-        digest = digest_of([self._digest, self.settings.held_out])
+        digest = digest_of([self._digest, self.settings.held_out, self.held_out.sha256])
         loaded = load(path, digest)
         if loaded is not None:
             return tuple(_held_out(each) for each in json.loads(loaded[1]["figures"]))
@@ -309,7 +309,8 @@ def train_context(
         {
             "primary_sha256": runtime.fingerprint,
             "settings": learning,
-            "data": [Path(path).name for path in data],
+            "texts_sha256": readings.sha256,
+            "cacheclip_rag": __version__,
             "begin": CONTEXTS["passages"].sha256,
         }
     )

@@ -7,18 +7,18 @@ are compared.
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
 from ...errors import ConfigurationError
 from ...ingest.documents import MARKDOWN_SUFFIXES, find_files, read_document
 from ...ingest.splitting import Splitter
 from ...runtime.base import Runtime
 from ...selection.sentences import sentence_spans
-from ..evaluation.records import read_records
+from ..evaluation.records import Record, read_records
 from .families import Split, synthetic_samples
 
 __all__ = ["Reading", "Readings"]
@@ -27,8 +27,7 @@ _PASSAGE_TOKENS = 128
 """Most tokens of a passage of a document."""
 _MAX_CHUNKS = 8
 _HELD_OUT = 10
-"""Every such record and passage is held out."""
-_T = TypeVar("_T")
+"""One in so many passages is held out."""
 _TRIES = 300
 """Drafts of one prompt. Texts that leave no room for two chunks fail."""
 _ABOUT = (
@@ -47,6 +46,21 @@ class Reading:
     chunks: tuple[str, ...]
     questions: tuple[tuple[str, str], ...]
     """Each question with a text that answers it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A record's question, its right answers and its chunks; a chunk that holds an answer comes first, if any does."""
+
+    question: str
+    answers: tuple[str, ...]
+    chunks: tuple[str, ...]
+
+    @classmethod
+    def of(cls, record: Record) -> _Asked:
+        chunks = [chunk.as_read.strip() for chunk in record.chunks]
+        chunks.sort(key=lambda chunk: not any(answer.lower() in chunk.lower() for answer in record.answers))
+        return cls(record.question, record.answers, tuple(chunks))
 
 
 class Readings:
@@ -68,8 +82,9 @@ class Readings:
             data: records (``.jsonl``, ``.jsonl.gz``) and documents; none: synthetic texts only.
             context_tokens: most tokens of a prompt's chunks.
             num_questions: most questions of a prompt.
-            held_out: False: the texts to learn from; True: those to judge by, which are every tenth record, every tenth
-                passage of documents, and synthetic texts of the families for tests.
+            held_out: False: the texts to learn from; True: those to judge by, about every tenth passage and synthetic
+                texts of the families for tests. The digest of a passage decides, so that the same text in two records
+                or files is never in both parts. A record goes with the passage that holds its answer.
 
         Raises:
             ConfigurationError: the files hold no text to learn from.
@@ -80,11 +95,14 @@ class Readings:
         self._held_out = held_out
         datasets = [path for path in data if str(path).endswith((".jsonl", ".jsonl.gz"))]
         documents = [path for path in data if not str(path).endswith((".jsonl", ".jsonl.gz"))]
-        self._records = self._own([record for path in datasets for record in read_records(path).records])
-        self._passages = self._own(self._passages_of(list(find_files(documents))))
-        self._passages += [
-            chunk.as_read.strip() for record in self._records for chunk in record.chunks if self._fits(chunk.as_read)
+        records = [_Asked.of(record) for path in datasets for record in read_records(path).records]
+        self._records = [
+            replace(record, chunks=tuple(filter(self._is_own, record.chunks)))
+            for record in records
+            if self._is_own(record.chunks[0])
         ]
+        passages = [*self._passages_of(list(find_files(documents))), *(c for each in records for c in each.chunks)]
+        self._passages = [text for text in dict.fromkeys(passages) if self._is_own(text) and self._fits(text)]
         if data and not self._passages and not held_out:
             raise ConfigurationError(
                 f"expected text to learn from in {', '.join(map(str, data))}, found no passage of at most "
@@ -109,30 +127,38 @@ class Readings:
             "with shorter passages, or train a model with a longer context."
         )
 
-    def _own(self, found: list[_T]) -> list[_T]:
-        """The part of records or passages to learn from, or the part to judge by."""
-        return [each for number, each in enumerate(found, 1) if (number % _HELD_OUT == 0) is self._held_out]
+    @property
+    def sha256(self) -> str:
+        """Digest of all texts, for the identity of a training."""
+        found = hashlib.sha256()
+        for text in (*self._passages, *(str(record) for record in self._records)):
+            found.update(f"{len(text)}:{text}".encode("utf-8", "surrogatepass"))
+        return found.hexdigest()
+
+    def _is_own(self, text: str) -> bool:
+        """Whether a passage belongs to this part."""
+        number = int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "big")
+        return (number % _HELD_OUT == 0) is self._held_out
 
     def _fits(self, text: str) -> bool:
         return len(text.split()) >= 20 and len(self._runtime.tokenize(text)) <= self._context_tokens // 2
 
     def _passages_of(self, files: Sequence[Path]) -> list[str]:
         splitter = Splitter(self._runtime.tokenizer, _PASSAGE_TOKENS)
-        texts = [
+        return [
             passage
             for path in files
             for passage in splitter.split(read_document(path), markdown=path.suffix.lower() in MARKDOWN_SUFFIXES)
         ]
-        return [text for text in dict.fromkeys(texts) if self._fits(text)]
 
     def _of_record(self, rng: random.Random) -> tuple[list[str], list[tuple[str, str]]]:
         """The chunks with the answer first, so that they are not cut off."""
         record = rng.choice(self._records)
         answer = rng.choice(record.answers)
-        chunks = [chunk.as_read.strip() for chunk in record.chunks]
+        chunks = list(record.chunks)
         rng.shuffle(chunks)
         chunks.sort(key=lambda chunk: answer.lower() not in chunk.lower())
-        if rng.random() < 0.3:
+        if rng.random() < 0.3 or len(chunks) < 2:
             chunks = chunks[:3] + rng.sample(self._passages, min(5, len(self._passages)))
         return chunks, [(record.question, answer)]
 
