@@ -46,12 +46,15 @@ class Answering:
             return
         sources, plan, prefilled = self._prefill(request, self.observers)
         verification = _verification(request, sources, prefilled)
-        for event in decode(sources.primary.runtime, prefilled, request.params, verification=verification):
+        logits, missing = prefilled.logits, prefilled.missing
+        events = decode(sources.primary.runtime, prefilled, request.params, verification=verification)
+        del prefilled  # decoding drops its KV once it goes on from the exact KV
+        for event in events:
             if event.answer is not None:
                 verified = None if verification is None else verification.result
-                self._observe(Answered(plan, event.answer, request.params, prefilled.logits, verified))
+                self._observe(Answered(plan, event.answer, request.params, logits, verified))
             yield self._shown(event, request)
-        self.writer.store_missing(prefilled.missing, request.documents, sources.primary.context)
+        self.writer.store_missing(missing, request.documents, sources.primary.context)
 
     def plan(self, request: Request, sources: Sources, clock: PhaseClock) -> Plan:
         """Decide how to answer. Computes no tensor."""
@@ -118,9 +121,8 @@ class Answering:
 
 def _verification(request: Request, sources: Sources, prefilled: Prefilled) -> Verification | None:
     """What verifies the answer; None if nobody asks for it, the KV is exact already, or the runtime cannot."""
-    runtime, stats, layout = sources.primary.runtime, prefilled.stats, prefilled.layout
-    exact_tokens = 0 if sources.primary.is_lossy else stats.exact_tokens
-    if request.finish == "none" or not runtime.can_extend or stats.chunk_tokens == exact_tokens:
+    runtime, layout = sources.primary.runtime, prefilled.layout
+    if request.finish == "none" or not runtime.can_extend or prefilled.is_exact:
         return None
     # the exact KV is that of plain prefill: the prefix cache takes and gives it even if the method uses no prefixes
     keeps = runtime.keeps_prefixes

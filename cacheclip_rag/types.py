@@ -160,6 +160,8 @@ class FusionStats:
     confidence: float | None = None
     """Probability of the likeliest first token minus that of the second; None for an answer made of several
     prompts."""
+    gated: bool = False
+    """True: the prompt was prefilled in full after a reusing pass, whose confidence was below ``min_confidence``."""
     generated_tokens: int = 0
     decode_s: float = 0.0
     """Seconds from the first new token to the end of the answer, ``verify_s`` included."""
@@ -200,7 +202,7 @@ class FusionStats:
         tokens = ("prefix_tokens", "chunk_tokens", "exact_tokens", "recomputed_tokens", "missed_tokens")
         zero: dict[str, Any] = dict.fromkeys((*tokens, "cached_prefix_tokens", "hits", "misses", "charged_ratio"), 0)
         unknown: dict[str, Any] = dict.fromkeys(("confidence", "verified_tokens", "diverged_at"))
-        zero |= {"fresh_tokens": self.prompt_tokens, "verify_s": 0.0, **unknown}
+        zero |= {"fresh_tokens": self.prompt_tokens, "verify_s": 0.0, "gated": False, **unknown}
         return replace(self, **zero, method=method, fallback=None, phases_s={})
 
     def to_dict(self) -> dict[str, Any]:

@@ -145,7 +145,7 @@ class TestModels:
 
 OTHERS = {"v": "k", "single": "gradual"}
 """Of settings that take certain words only."""
-RATIOS = {"recompute_ratio", "ratio"}
+RATIOS = {"recompute_ratio", "ratio", "min_confidence"}
 """Settings that a certificate has figures for, one by one."""
 NAMES = ("cacheclip", "cacheblend", "epic", "query_attention", "ape", "direct")
 

@@ -147,7 +147,7 @@ def stoppable(folder: Path | None = None) -> Iterator[None]:
     except KeyboardInterrupt as stop:
         folder = folder or getattr(stop, "folder", None)  # of an Interrupted
         kept = (
-            "No work was saved."
+            "This run saved no work."
             if folder is None
             else f"The work so far is saved in {folder}; the same command continues from there."
         )

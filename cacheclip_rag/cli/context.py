@@ -30,9 +30,9 @@ def train_context(
         list[str] | None,
         typer.Option(help="Files to learn from besides synthetic texts: records as JSON lines, or documents."),
     ] = None,
-    steps: Annotated[int, typer.Option(help="Steps of training.")] = 160,
-    batch: Annotated[int, typer.Option(help="Prompts per step.")] = 4,
-    held_out: Annotated[int, typer.Option(help="Prompts of the check before and after.")] = 12,
+    steps: Annotated[int | None, typer.Option(help="Steps of training. [default: 160]")] = None,
+    batch: Annotated[int | None, typer.Option(help="Prompts per step. [default: 4]")] = None,
+    held_out: Annotated[int | None, typer.Option(help="Prompts of the check. [default: 24]")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 0,
     minutes: Annotated[
         float | None, typer.Option(help="Stop after this time; the same command continues. [default: no limit]")
@@ -42,7 +42,7 @@ def train_context(
     ] = None,
     work: Annotated[Path | None, typer.Option(help="Folder from which an interrupted run continues.")] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace an existing trained context, even by one that is not better.")
+        bool, typer.Option("--overwrite", help="Write the context even if it is not better.")
     ] = False,
     dtype: DtypeOption = None,
     device: DeviceOption = "cpu",
@@ -51,6 +51,7 @@ def train_context(
     """Learn what chunks of the primary are precomputed behind, so that answers come closer to full prefill. The model
     stays unchanged. Engines with this model and chunk context 'auto' then use it. An interrupted run continues where it
     stopped."""
+    from ..chunks.trained import TrainedContext
     from ..config import EngineConfig
     from ..lab.training.context import ContextSettings
     from ..lab.training.context import train_context as run
@@ -59,11 +60,14 @@ def train_context(
     check_folder(work, "working files")
     name, dtype = primary or DEFAULT_SETTINGS.primary, dtype or DEFAULT_SETTINGS.dtype
     config = EngineConfig(primary=name, auxiliary=None, dtype=dtype, device=device)
-    settings = ContextSettings(steps=steps, batch=batch, held_out=held_out, seed=seed)
-    path = _target(config, out, overwrite)
+    given = {"steps": steps, "batch": batch, "held_out": held_out, "seed": seed}
+    settings = ContextSettings(**{name: value for name, value in given.items() if value is not None})
+    path = _target(config, out)
+    rival = None if overwrite or not path.exists() else TrainedContext.load(path)
     with stoppable():
-        found = run(config, settings, data=data or (), folder=work, minutes=minutes)
-    kept = found.context is not None and (found.is_better or overwrite)
+        found = run(config, settings, data=data or (), folder=work, minutes=minutes, rival=rival)
+    is_in_use = rival is not None and found.context is not None and found.context.sha256 == rival.sha256
+    kept = found.context is not None and (found.is_better or is_in_use or overwrite)
     if kept and found.context is not None:
         found.context.save(path)
     if as_json:
@@ -71,10 +75,10 @@ def train_context(
 
         print_json({**context_json(found), "path": str(path) if kept else None})
     else:
-        _print(found, path if kept else None)
+        _print(found, path if kept else None, is_used=out is None)
 
 
-def _print(found: ContextTraining, path: Path | None) -> None:
+def _print(found: ContextTraining, path: Path | None, *, is_used: bool) -> None:
     from ..lab.training.report import context_table, context_verdict
 
     if found.context is None:
@@ -84,17 +88,20 @@ def _print(found: ContextTraining, path: Path | None) -> None:
             "command continues from there.",
         )
         return
-    lines = [
-        f"Trained context: {path}",
-        "Engines with this model and chunk context 'auto' use it from now on. Encode a store again with: cacheclip "
-        "ingest --upgrade --store DIR",
-    ]
+    lines = [f"Trained context: {path}"]
+    if is_used:
+        lines.append(
+            "New engines with this model and chunk context 'auto' use it. Encode a store again with: cacheclip ingest "
+            "--upgrade --store DIR (add --chunk-context auto if the store was made with another)."
+        )
+    else:
+        lines.append("No engine looks there: copy it to the model's folder as cacheclip-context.st to use it.")
     if path is None:
         lines = ["It was not kept. Write it with --overwrite; nothing is computed twice."]
     print_tables({"Distance from full prefill": context_table(found)}, context_verdict(found), *lines)
 
 
-def _target(config: EngineConfig, out: Path | None, overwrite: bool) -> Path:
+def _target(config: EngineConfig, out: Path | None) -> Path:
     """Path of the new context: ``out``, or the path where engines with this model look."""
     from ..chunks.trained import trained_context_path
     from ..engine import CacheClipEngine
@@ -105,8 +112,4 @@ def _target(config: EngineConfig, out: Path | None, overwrite: bool) -> Path:
     path = out or trained_context_path(weights_digest(primary.fingerprint))
     if path.is_dir():
         raise ConfigurationError(f"a trained context is a file, but {path} is a folder. Name a file with --out.")
-    if path.exists() and not overwrite:
-        raise ConfigurationError(
-            f"{path} holds a trained context already. Replace it with --overwrite, or name another file with --out."
-        )
     return path

@@ -159,7 +159,8 @@ def decode(
             is_last_chance = runtime.pinned_rope and num_tokens + len(ids) > runtime.reuse_tokens
             resumed = verification.advance(ids, completely=is_over or is_last_chance)
             if resumed is not None:
-                cache, prefilled = resumed.state, replace(prefilled, keeping=verification.keeping)
+                cache = resumed.state
+                prefilled = replace(prefilled, cache=cache, keeping=verification.keeping)  # frees the approximate KV
                 most = min(params.max_tokens, runtime.context_tokens - num_tokens)
                 if resumed.ids != ids:
                     ids = resumed.ids

@@ -57,6 +57,8 @@ class Prefilled:
     keeping: Keeping | None = None
     """None if the prefix cache may keep nothing of this prompt."""
     trace: Trace | None = None
+    is_exact: bool = True
+    """Whether all KV equals plain prefill's."""
 
     def keep_prefix(self, cache: State, answer: Sequence[int] = ()) -> None:
         """Insert the KV of prompt and answer into the prefix cache. The answer's last token has no KV in ``cache``."""
@@ -81,11 +83,12 @@ def prefill(plan: Plan, sources: Sources, *, params_tokens: int, clock: PhaseClo
     if fused is None:
         why = f"no chunk of {len(plan.layout.chunks)} could be read"
         return _plain(replace(plan.reusing(()), fallback=why), sources, capacity, clock)
-    sure, done, charged = confidence(fused.logits), fused.plan, fused.charged_tokens
-    if sure >= plan.method.min_confidence or done.exact == done.reused:
-        return _fused(fused, sources, clock)
-    del fused  # memory holds one prompt's KV at a time
-    return _after(done, sure, charged, sources, capacity, clock)
+    found = _fused(fused, sources, clock)
+    if found.is_exact or _sureness(found.stats) >= plan.method.min_confidence:
+        return found
+    tried, stats, seen = fused.plan, found.stats, found.trace
+    del fused, found  # memory holds one prompt's KV at a time
+    return replace(_after(tried, stats, sources, capacity, clock), trace=seen)
 
 
 def confidence(logits: torch.Tensor) -> float:
@@ -95,44 +98,59 @@ def confidence(logits: torch.Tensor) -> float:
     return float(first - second)
 
 
-def _after(
-    plan: Plan, sure: float, charged: float, sources: Sources, capacity: int, clock: PhaseClock
-) -> Prefilled:
-    """Plain prefill because a fused one was not sure enough of the first token.
+def _sureness(stats: FusionStats) -> float:
+    assert stats.confidence is not None, "every prefill has one"
+    return stats.confidence
 
-    Args:
-        charged: chunk tokens that the fused prefill computed.
-    """
+
+def _after(plan: Plan, tried: FusionStats, sources: Sources, capacity: int, clock: PhaseClock) -> Prefilled:
+    """Plain prefill, because a fused one with statistics ``tried`` was not sure enough of the first token."""
     method = plan.method
-    why = f"confidence {sure:.2f} at recompute ratio {method.nominal_ratio:.2g}, below {method.min_confidence:.2g}"
+    sure = f"confidence {_sureness(tried):.2f} at recompute ratio {method.nominal_ratio:.2g}"
+    why = f"{sure}, below {method.min_confidence:.2g}"
     found = _plain(replace(plan.reusing(()), fallback=why), sources, capacity, clock)
     stats = replace(
         found.stats,
-        misses=len(plan.missing),
-        missed_tokens=_chunk_tokens(plan.missing),
-        charged_ratio=found.stats.charged_ratio + charged / plan.chunk_tokens,
+        gated=True,
+        hits=tried.hits,
+        misses=tried.misses,
+        missed_tokens=tried.missed_tokens,
+        charged_ratio=found.stats.charged_ratio + tried.charged_ratio,
     )
     return replace(found, stats=stats, missing=tuple(span.segment.text for span in plan.missing))
 
 
 def _fused(fused: Fused, sources: Sources, clock: PhaseClock) -> Prefilled:
     plan = fused.plan
-    stats = _stats(plan, clock, fused.recomputed_tokens, fused.charged_tokens)
-    stats = replace(stats, confidence=confidence(fused.logits))
+    stats = _stats(plan, clock, fused.logits, fused.recomputed_tokens, fused.charged_tokens)
     keeping = None if fused.first_computed is None else _keeping(plan, sources, fused.first_computed)
     missing = tuple(span.segment.text for span in plan.missing)
-    return Prefilled(plan.layout, fused.state, fused.logits, stats, missing, keeping, fused.trace)
+    is_exact = _is_exact(fused, sources)
+    return Prefilled(plan.layout, fused.state, fused.logits, stats, missing, keeping, fused.trace, is_exact)
+
+
+def _is_exact(fused: Fused, sources: Sources) -> bool:
+    """Whether all KV is plain prefill's: every reused chunk's was, or was computed again."""
+    plan = fused.plan
+    if fused.first_computed is None:
+        return False
+    stale = _chunk_tokens([span for span in plan.reused if not _is_plain(plan, span, sources)])
+    return not stale or (plan.method.exact_at_one and fused.recomputed_tokens == stale)
+
+
+def _is_plain(plan: Plan, span: Span, sources: Sources) -> bool:
+    """Whether a reused chunk's KV equals plain prefill's. Exact KV differs from it if a codec coarser than the compute
+    dtype stored it."""
+    return plan.layout.is_cached(span) if sources.primary.is_lossy else plan.layout.is_exact(span)
 
 
 def _keeping(plan: Plan, sources: Sources, first_computed: int) -> Keeping | None:
     """What the prefix cache may keep: all tokens before the first reused chunk whose KV differs from plain prefill's.
-    Exact KV also differs if a codec coarser than the compute dtype stored it. None if the store holds those tokens
-    already."""
+    None if the store holds those tokens already."""
     layout, is_lossy, runtime = plan.layout, sources.primary.is_lossy, sources.primary.runtime
     if not sources.shares_prefixes(plan) or is_lossy and layout.num_prefix > layout.num_cached:
         return None
-    is_plain = layout.is_cached if is_lossy else layout.is_exact
-    num_plain = min((span.start for span in plan.reused if not is_plain(span)), default=None)
+    num_plain = min((span.start for span in plan.reused if not _is_plain(plan, span, sources)), default=None)
     if num_plain is not None and num_plain <= first_computed:
         return None
     return Keeping(sources.prefixes, runtime.reuse_tokens, num_plain)
@@ -152,7 +170,7 @@ def _plain(plan: Plan, sources: Sources, capacity: int, clock: PhaseClock) -> Pr
             with clock.phase("recompute"):
                 state, logits = runtime.prefill(layout.ids, capacity)
                 wait_for(logits)
-    stats = replace(_stats(used, clock), misses=0, missed_tokens=0, confidence=confidence(logits))
+    stats = replace(_stats(used, clock, logits), misses=0, missed_tokens=0)
     stats = replace(stats, charged_ratio=stats.effective_ratio)
     keeping = Keeping(sources.prefixes, runtime.reuse_tokens) if sources.shares_prefixes(plan) else None
     if not method.reuses_chunks:
@@ -175,12 +193,14 @@ def _capture(plan: Plan, sources: Sources, capacity: int, clock: PhaseClock) -> 
     with clock.phase("recompute"):
         state, logits, variants = capture(sources.primary.runtime, layout, capacity)  # type: ignore[arg-type]
         sources.captured.add(variants)
-    stats = replace(_stats(plan, clock), method="full", charged_ratio=1.0, misses=len(layout.chunks))
+    stats = replace(_stats(plan, clock, logits), method="full", charged_ratio=1.0, misses=len(layout.chunks))
     stats = replace(stats, prefix_tokens=0, fresh_tokens=layout.num_tokens, fallback=plan.fallback)
     return Prefilled(layout, state, logits, stats, ())
 
 
-def _stats(plan: Plan, clock: PhaseClock, recomputed: int = 0, charged: float = 0.0) -> FusionStats:
+def _stats(
+    plan: Plan, clock: PhaseClock, logits: torch.Tensor, recomputed: int = 0, charged: float = 0.0
+) -> FusionStats:
     """``charged``: chunk tokens that got fresh KV, as in :class:`~cacheclip_rag.runtime.base.Fused`."""
     layout, reused = plan.layout, plan.reused
     chunk_tokens = plan.chunk_tokens
@@ -202,6 +222,7 @@ def _stats(plan: Plan, clock: PhaseClock, recomputed: int = 0, charged: float = 
         ttft_s=clock.elapsed(),
         charged_ratio=charged / chunk_tokens if chunk_tokens else 0.0,
         cached_prefix_tokens=layout.num_cached,
+        confidence=confidence(logits),
     )
 
 

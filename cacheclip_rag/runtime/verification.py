@@ -9,6 +9,7 @@ whole answer, because the exact KV comes later than its first tokens.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from .prefill import Keeping
 
 __all__ = ["Resumed", "Verification", "Verified"]
+
+logger = logging.getLogger(__name__)
 
 _BLOCK_ROWS = {"cpu": 16}
 """Prompt tokens computed after each decoded token, by device type. A decoded token reads all weights once, and so does
@@ -110,6 +113,7 @@ class Verification:
         """Logits of the prompt's last token; None until the exact KV holds the prompt."""
         self._choices: list[int] = []
         self._resumed = False
+        self._failed = False
         device = runtime.device.type
         self._block_rows = _BLOCK_ROWS.get(device, _BLOCK_ROWS_OF_ACCELERATORS)
 
@@ -128,28 +132,32 @@ class Verification:
         Returns:
             How to go on from the exact KV; None: go on as before.
         """
-        with self._timed():
+        with self._timed(), self._survived():
             self._read_prompt(completely)
-            if self._logits is None:
-                return None
-            self._compare(answer)
-            assert self.result is not None
-            self.is_settled = True
-            differs_at = self.result.diverged_at if self._is_greedy else None
-            self._resumed = differs_at is None or self._revises
-            ids = list(answer)
-            if differs_at is not None and self._revises:
-                ids = [*answer[:differs_at], self._choices[differs_at]]
-                self._runtime.cut(self._state, len(self._ids) + differs_at)
-            self._keep(ids)
+            if self._logits is not None:
+                return self._settled(answer)
+        return None
+
+    def _settled(self, answer: Sequence[int]) -> Resumed | None:
+        """Compare the answer so far, and decide from which KV it goes on."""
+        self._compare(answer)
+        assert self.result is not None
+        self.is_settled = True
+        differs_at = self.result.diverged_at if self._is_greedy else None
+        self._resumed = differs_at is None or self._revises
+        ids = list(answer)
+        if differs_at is not None and self._revises:
+            ids = [*answer[:differs_at], self._choices[differs_at]]
+            self._runtime.cut(self._state, len(self._ids) + differs_at)
+        self._keep(ids)
         return Resumed(self._state, ids) if self._resumed else None
 
     def finish(self, answer: Sequence[int]) -> None:
         """Compare the rest of an answer that went on from the approximate KV, and keep its exact KV. Call it once, with
         all tokens of the answer."""
-        if self._resumed:
+        if self._resumed or self._failed:
             return
-        with self._timed():
+        with self._timed(), self._survived():
             self._compare(answer)
             self._keep(answer)
 
@@ -195,6 +203,16 @@ class Verification:
         if self.keeping is not None:
             ids = [*self._ids.tolist(), *answer]
             self.keeping.keep(ids[: self._state.get_seq_length()], self._state)
+
+    @contextmanager
+    def _survived(self) -> Iterator[None]:
+        """An answer must not fail because a second KV of its prompt has no room: it stays as it is, unverified."""
+        try:
+            yield
+        except RuntimeError as error:
+            logger.warning("the answer could not be verified: %s", error)
+            self.is_settled = self._failed = True
+            self.result = self._state = None
 
     @contextmanager
     def _timed(self) -> Iterator[None]:

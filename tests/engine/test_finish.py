@@ -16,6 +16,7 @@ from cacheclip_rag.methods import PRESET_NAMES, preset
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime import verification
 from cacheclip_rag.runtime.decoding import TextStream
+from cacheclip_rag.runtime.transformers.model import ModelRuntime
 from cacheclip_rag.types import Message
 from tests.conftest import CACHECLIP, CHUNKS, QUESTION, SENTENCES, rag_prompt
 from tests.engine.asking import SHORT, check_sums
@@ -23,7 +24,7 @@ from tests.engine.asking import SHORT, check_sums
 AT_THE_END, IN_THE_MIDDLE, AT_ONCE = 16, 96, 4096
 """Rows of a block: when the exact KV of :data:`PROMPT` is complete."""
 PROMPT = rag_prompt(CHUNKS)
-WAYS = [("direct", None), ("cacheclip", 0.1), ("cacheclip", 0.8), ("epic", None)]
+WAYS = [("direct", None), ("cacheclip", 0.1), ("cacheclip", 0.72), ("epic", None)]
 Make = Callable[..., CacheClipEngine]
 
 
@@ -362,6 +363,22 @@ class TestVerify:
         assert seen[0] == seen[1] and seen[0]["verified_tokens"] is None
 
 
+    @pytest.mark.parametrize("finish", ["verify", "revise"])
+    def test_an_answer_survives_when_the_exact_kv_has_no_room(
+        self, finishing: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, finish: str
+    ) -> None:
+        engine = finishing(method="direct")
+        plain = fresh(engine, PROMPT, SHORT, finish="none")
+
+        def full(*args: Any, **options: Any) -> Any:
+            raise RuntimeError("out of memory")
+
+        monkeypatch.setattr(ModelRuntime, "begin", full)
+        engine.prefixes.clear()
+        text, answer = apply(list(engine.stream(PROMPT, SHORT, finish=finish)))
+        assert text == answer.text == plain.text and answer.stats.verified_tokens is None
+        assert "could not be verified: out of memory" in caplog.text
+
     def test_finality_does_not_tell_hits(self, finishing: Make) -> None:
         """Only an answer from reused chunks can be revised, but every stream says that it may be."""
         engine = finishing(hide_hits=True, on_miss="ignore", method="direct")
@@ -429,7 +446,7 @@ class TestRotaryFrequenciesThatChange:
         full = fresh(engine, prompt, SamplingParams(max_tokens=16), method="full")
         for finish in ("verify", "revise"):
             found = fresh(
-                engine, prompt, SamplingParams(max_tokens=16), method="cacheclip", recompute_ratio=1.0, finish=finish
+                engine, prompt, SamplingParams(max_tokens=16), method="cacheclip", recompute_ratio=0.74, finish=finish
             )
             assert found.token_ids == full.token_ids
             assert (found.stats.verified_tokens, found.stats.diverged_at) == (16, None)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,8 @@ from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.base import Method
 from cacheclip_rag.runtime.prefill import confidence
+from cacheclip_rag.runtime.transformers.cache import FusedCache
+from cacheclip_rag.runtime.transformers.model import ModelRuntime
 from tests.engine.asking import SHORT, check_sums, logits, rag
 
 Make = Callable[..., CacheClipEngine]
@@ -56,11 +60,53 @@ class TestGate:
         assert stats.method == "full" and stats.confidence == full.stats.confidence
         ratio = f"{method.nominal_ratio:.2g}"
         assert stats.fallback is not None and f"at recompute ratio {ratio}, below" in stats.fallback
-        assert (stats.hits, stats.misses, stats.missed_tokens, found.missing) == (0, 0, 0, ())
+        assert (stats.hits, stats.misses, stats.missed_tokens, found.missing) == (len(chunks), 0, 0, ())
+        assert stats.gated and not plain.stats.gated and not full.stats.gated and found.is_exact
         assert stats.charged_ratio == pytest.approx(1.0 + plain.stats.charged_ratio)
         answer = filled.generate(rag(chunks), SHORT, method=method)
         check_sums(answer)
         assert answer.text == filled.generate(rag(chunks), SHORT, method="full").text
+
+    def test_memory_holds_one_kv_at_a_time(
+        self, filled: CacheClipEngine, chunks: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        prefill, held = ModelRuntime.prefill, []
+
+        def counting(self: ModelRuntime, *args: Any) -> Any:
+            gc.collect()
+            held.append(sum(type(each) is FusedCache for each in gc.get_objects()))
+            return prefill(self, *args)
+
+        monkeypatch.setattr(ModelRuntime, "prefill", counting)
+        for method in (preset("full"), gated("cacheclip", 1.0)):
+            logits(filled, rag(chunks), method)
+        assert held[0] == held[1]
+
+    def test_a_coarse_codec_is_not_exact(self, make: Make, chunks: list[str]) -> None:
+        """A chunk right after the prefix is exact as computed, and not as stored."""
+        for codec, gates in (("float32", False), ("int8", True)):
+            engine = make(codec=codec, chunk_context="prefix", method="direct", min_confidence=1.0)
+            engine.precompute(chunks[:1])
+            assert engine.generate(rag(chunks[:1]), SHORT).stats.gated == gates
+
+    def test_ratio_one_is_exact(self, filled: CacheClipEngine, chunks: list[str]) -> None:
+        found = logits(filled, rag(chunks), replace(preset("cacheclip").at(1.0), min_confidence=1.0))
+        assert not found.stats.gated and found.stats.fallback is None and found.is_exact
+
+    def test_the_trace_is_of_the_reusing_pass(self, filled: CacheClipEngine, chunks: list[str]) -> None:
+        plain, found = (
+            filled.generate(rag(chunks), SHORT, method=gated("cacheclip", least), trace=True).trace
+            for least in (0.0, 1.0)
+        )
+        assert plain is not None and found is not None and found.recomputed == plain.recomputed != ()
+
+    def test_metrics_tell_it_from_fallbacks(self, make: Make, chunks: list[str]) -> None:
+        engine = make(min_confidence=1.0)
+        engine.precompute(chunks)
+        engine.generate(rag(chunks), SHORT)
+        engine.generate("Nothing of this is stored.", SHORT)
+        found = engine.metrics.snapshot()
+        assert (found["gated_total"], found["fallbacks_total"], found["chunk_hits_total"]) == (1, 1, len(chunks))
 
     def test_the_time_counts_both_passes(self, filled: CacheClipEngine, chunks: list[str]) -> None:
         phases = filled.generate(rag(chunks), SHORT, method=gated("cacheclip", 1.0)).stats.phases_s

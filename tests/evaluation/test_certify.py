@@ -161,6 +161,7 @@ class TestCertify:
 
     def test_the_gate_is_what_an_engine_with_it_does(self, config: EngineConfig) -> None:
         """Brute force: an engine with each confidence, on the same prompts."""
+        config = replace(config, recompute_ratio=0.3)  # among others
         certificate = certify(config, quick=True)
         assert [each.min_confidence for each in certificate.gate] == list(CONFIDENCES)
         prompts = module.bundled_prompts(2)
@@ -177,6 +178,10 @@ class TestCertify:
             assert figures.charged_ratio == pytest.approx(sum(each.charged_ratio for each in stats) / 2, abs=0.01)
             assert figures.full_prefills == sum(each.method == "full" for each in stats) / 2
         assert certificate.gate[-1].full_prefills == 1.0 and certificate.gate[-1].first_token_agreement == 1.0
+
+    def test_a_gate_of_the_engine_is_left_out(self, config: EngineConfig) -> None:
+        found = certify(replace(config, min_confidence=1.0), quick=True)
+        assert [row.effective_ratio for row in found.ratios] == pytest.approx([0.0, 0.2], abs=0.01)
 
     def test_it_covers_the_same_method_with_a_gate(self, config: EngineConfig) -> None:
         engine = CacheClipEngine(config)

@@ -179,7 +179,10 @@ class TestOtherIds:
         tokenizer = make()
         if any(token in text for token in ("<think>", "</s>", "<eos>")):
             return
-        assert now(text_tokenizer(tokenizer, ()), text) == as_before(tokenizer, text)
+        before = as_before(tokenizer, text)
+        if tokenizer.eos_token_id in before[0]:
+            return  # "<|eos>" for a vocabulary without "|", which is dropped
+        assert now(text_tokenizer(tokenizer, ()), text) == before
 
     @pytest.mark.slow
     @pytest.mark.parametrize("name", ["qwen2.5-coder-0.5b", "smollm2-135m"])

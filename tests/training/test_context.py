@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import shutil
 from collections.abc import Sequence
@@ -17,8 +18,9 @@ from typer.testing import CliRunner
 from cacheclip_rag import CacheClipEngine, EngineConfig
 from cacheclip_rag.chunks.trained import TrainedContext, trained_context_path
 from cacheclip_rag.cli import app
-from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.errors import ConfigurationError, ModelError
 from cacheclip_rag.lab.training import context as module
+from cacheclip_rag.lab.training import reading as reading_module
 from cacheclip_rag.lab.training.context import ContextSettings, ContextTraining, HeldOut, Learned, train_context
 from cacheclip_rag.lab.training.folder import Interrupted
 from cacheclip_rag.lab.training.reading import Reading, Readings
@@ -117,6 +119,19 @@ class TestReadings:
         asked = [{q for n in range(60) for q, _ in readings[n].questions if q in questions} for readings in both]
         assert asked[0] and asked[1] and not asked[0] & asked[1]
         assert learning.sha256 != held_out.sha256
+
+    def test_synthetic_texts_are_of_other_kinds(self, teacher: Teacher, monkeypatch: pytest.MonkeyPatch) -> None:
+        made, splits = reading_module.synthetic_samples, []
+
+        def recorded(split: Any, *args: Any, **options: Any) -> Any:
+            splits.append(split)
+            return made(split, *args, **options)
+
+        monkeypatch.setattr(reading_module, "synthetic_samples", recorded)
+        for held_out, split in ((False, "train"), (True, "test")):
+            splits.clear()
+            _ = Readings(teacher.runtime, context_tokens=ROOM, held_out=held_out)[0]
+            assert set(splits) == {split}
 
     def test_too_little_data_is_judged_by_synthetic_texts(self, teacher: Teacher, records: Path) -> None:
         found = Readings(teacher.runtime, [records], context_tokens=ROOM, held_out=True)[0]
@@ -236,6 +251,79 @@ class TestJob:
         train_context(config, settings, folder=tmp_path / "work")
         assert losses[-1] < 0.9 * losses[0]
 
+    def test_the_steps_are_adams(self, config: EngineConfig, teacher: Teacher, tmp_path: Path) -> None:
+        """A reference that is written out: schedule, losses, average and what it begins with."""
+        settings = ContextSettings(
+            steps=3, batch=2, held_out=1, check_every=100, warmup=2, learning_rate=0.05, average=0.6, correction=0.4
+        )
+        found = train_context(config, settings, folder=tmp_path)
+        begin = teacher.passages(0).float()
+        unit = (begin - begin.mean(3, keepdim=True)).std(dim=(2, 3, 4), keepdim=True)
+        change = torch.zeros_like(begin, requires_grad=True)
+        first, second, average = (torch.zeros_like(begin) for _ in range(3))
+        readings = Readings(teacher.runtime, context_tokens=min(450, teacher.runtime.reuse_tokens // 2))
+        for step in range(3):
+            loss = torch.tensor(0.0)
+            for number in (2 * step, 2 * step + 1):
+                rng = random.Random(f"0/{number}/tokens")
+                prompt = teacher.read(readings[number], number)
+                ratio = 0.0 if rng.random() < 0.5 else rng.uniform(0.05, 0.3)
+                chosen = choose_some(prompt, ratio, rng)
+                kl, error = distances(teacher.runtime, prompt, begin + unit * change, chosen, 0.4)
+                loss = loss + (0.5 * kl[prompt.first].mean() + 0.5 * kl.mean() + 0.02 * error) / 2
+            (gradient,) = torch.autograd.grad(loss, change)
+            gradient = gradient * min(1.0, 1.0 / float(gradient.norm()))
+            rate = 0.05 * (0.5, 1.0, 1.0)[step] * 0.5 * (1 + math.cos(math.pi * step / 3))
+            first = 0.9 * first + 0.1 * gradient
+            second = 0.98 * second + 0.02 * gradient.square()
+            corrected = (second / (1 - 0.98 ** (step + 1))).sqrt() + 1e-8
+            with torch.no_grad():
+                change -= rate * first / (1 - 0.9 ** (step + 1)) / corrected
+            average = 0.6 * average + 0.4 * change.detach()
+        expected = begin + unit * average / (1 - 0.6**3)
+        kept = kept_tensors(found)
+        assert gap(kept["change"], change.detach()) < 1e-3 * float(change.detach().abs().max())
+        assert gap(kept["kv"], expected) < 1e-3 * float((expected - begin).abs().max())
+
+    def test_the_check_is_of_what_is_kept(self, config: EngineConfig, whole: ContextTraining, teacher: Teacher) -> None:
+        readings = Readings(
+            teacher.runtime, context_tokens=min(450, teacher.runtime.reuse_tokens // 2), held_out=True
+        )
+        kept = whole.context.kv  # type: ignore[union-attr]
+        for figures in whole.figures:
+            for number in range(2):
+                prompt = teacher.read(readings[number], number)
+                chosen = choose_some(prompt, figures.ratio, random.Random(number))
+                for context, seen in ((kept, figures.after), (teacher.passages(number), figures.before)):
+                    with torch.no_grad():
+                        kl, _ = distances(teacher.runtime, prompt, context, chosen, SETTINGS.correction)
+                    assert seen[number] == pytest.approx(float(kl.mean()), rel=1e-4)
+
+    def test_numbers_that_are_not_finite_end_it(
+        self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Before they are saved."""
+        backward = module._Training._backward
+
+        def broken(self: Any, number: int) -> float:
+            loss = backward(self, number)
+            if number == 2:
+                self.learned.change.grad[0] = float("nan")
+            return loss
+
+        with monkeypatch.context() as patch:
+            patch.setattr(module._Training, "_backward", broken)
+            with pytest.raises(ModelError, match="expected finite gradients at step 3, got nan: torch.float32"):
+                train_context(config, SETTINGS, folder=tmp_path)
+        assert train_context(config, SETTINGS, folder=tmp_path, minutes=1e-6).step == 3
+
+    def test_other_texts_begin_anew(self, config: EngineConfig, tmp_path: Path) -> None:
+        data, folder = tmp_path / "notes.txt", tmp_path / "work"
+        for number, words in enumerate(("At dawn the keeper rowed home. ", "At dusk the keeper rowed out. ")):
+            data.write_text("\n\n".join(f"{n} {words}" * 8 for n in range(30)))
+            train_context(config, SETTINGS, data=[data], folder=folder, minutes=1e-6)
+            assert len(list(folder.glob("context-*"))) == number + 1
+
     @pytest.mark.parametrize("at", [1, 2, 4])
     def test_an_interrupted_run_goes_on_to_the_same_end(
         self, config: EngineConfig, whole: ContextTraining, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
@@ -339,8 +427,19 @@ class TestCommand:
         path = trained_context_path(weights_digest(CacheClipEngine(config).primary.fingerprint))
         assert done["is_complete"] and done["path"] == str(path) and len(done["held_out"]) == 2
         assert CacheClipEngine(config).context_of().trained == done["sha256"] == TrainedContext.load(path).sha256
-        with pytest.raises(ConfigurationError, match="holds a trained context already. Replace it with --overwrite"):
-            self.run(*small)
+        again = json.loads(self.run(*small, "--json").stdout)
+        assert again["path"] == str(path) and again["sha256"] == done["sha256"], "it is in use already"
+
+    def test_it_is_judged_against_the_one_that_it_would_replace(
+        self, config: EngineConfig, whole: ContextTraining, home: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = trained_context_path(weights_digest(CacheClipEngine(config).primary.fingerprint))
+        whole.context.save(path)  # type: ignore[union-attr]
+        given = []
+        monkeypatch.setattr(module, "train_context", lambda *_, rival, **__: given.append(rival) or whole)
+        for option in ([], ["--overwrite"], ["--out", str(home / "other")]):
+            self.run("--primary", config.primary, *option)
+        assert [each and each.sha256 for each in given] == [whole.context.sha256, None, None]  # type: ignore[union-attr]
 
     @pytest.mark.parametrize("is_better", [True, False])
     def test_it_is_kept_only_if_it_is_better(
@@ -353,7 +452,8 @@ class TestCommand:
         out = tmp_path / "own.safetensors"
         result = self.run("--primary", config.primary, "--out", str(out))
         assert out.is_file() == is_better == (f"Trained context: {out}" in result.stdout)
-        assert ("It was not kept" in result.stdout) == (not is_better) == ("not closer to" in result.stdout)
+        assert ("It was not kept" in result.stdout) == (not is_better) == ("is not better" in result.stdout)
+        assert ("No engine looks there" in result.stdout) == is_better
         assert "Distance from full prefill" in result.stdout and ("-45%" in result.stdout) == is_better
         self.run("--primary", config.primary, "--out", str(out), "--overwrite")
         assert out.is_file()

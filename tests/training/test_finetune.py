@@ -463,7 +463,7 @@ class TestCommands:
         monkeypatch.setattr("cacheclip_rag.lab.training.given.given_samples", stopping)
         models = ["--primary", config.primary, "--auxiliary", str(config.auxiliary), "--out", str(tmp_path / "own")]
         stopped = CliRunner().invoke(app, ["calibrate", *models, "--data", "x.jsonl"], catch_exceptions=False)
-        assert stopped.exit_code == 130 and stopped.stderr == "cacheclip: stopped. No work was saved.\n"
+        assert stopped.exit_code == 130 and stopped.stderr == "cacheclip: stopped. This run saved no work.\n"
 
     def test_a_learning_rate_of_nothing_is_refused(self, config: EngineConfig, tmp_path: Path) -> None:
         options = ["--primary", config.primary, "--auxiliary", str(config.auxiliary), "--out", str(tmp_path / "out")]

@@ -1,4 +1,4 @@
-"""Training of a chunk context: the KV behind which chunks are encoded, so that full prefill's answers follow from them.
+"""Training of a chunk context: the KV after which chunks are encoded, so that full prefill's answers follow from them.
 
 Source: SemPIC (arXiv:2607.28069) and KV Packet (arXiv:2604.13226) train parameters that act only while chunks are
 encoded. Departure: here they are the KV of the neutral passages' tokens, so that ingestion runs the unmodified model
@@ -27,7 +27,7 @@ from ... import __version__
 from ...chunks.context import CONTEXTS
 from ...chunks.trained import TrainedContext
 from ...config import EngineConfig
-from ...errors import ConfigurationError
+from ...errors import ConfigurationError, ModelError
 from ...paths import cache_home
 from ...progress import progress_bar
 from ...runtime.base import weights_digest
@@ -77,14 +77,15 @@ class ContextSettings:
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """Distance from full prefill on held-out prompts, behind the passages and behind the learned context."""
+    """Distance from full prefill on held-out prompts, for chunks after the context in use and after the learned one.
+    In use is the trained context that would be replaced, or the passages."""
 
     ratio: float
     """Share of chunk tokens that are computed again."""
     before: tuple[float, ...]
-    """Per prompt the mean KL along its answers, in nats, behind the passages."""
+    """Per prompt the mean KL along its answers, in nats, with the context in use."""
     after: tuple[float, ...]
-    """The same behind the learned context, as it is kept (bfloat16)."""
+    """The same with the learned context, as it is kept (bfloat16)."""
     first_before: tuple[float, ...]
     """The same as ``before``, at the first tokens of answers."""
     first_after: tuple[float, ...]
@@ -116,7 +117,7 @@ class ContextTraining:
 
     @property
     def is_better(self) -> bool:
-        """Whether the learned context is closer to full prefill than the passages: with nothing recomputed, beyond
+        """Whether the learned context is closer to full prefill than the one in use: with nothing recomputed, beyond
         doubt (the 95 % interval of the ratio is below 1); with recomputation, in the mean."""
         if not self.figures:
             return False
@@ -184,6 +185,11 @@ class _Training:
         self._optimizer.zero_grad()
         losses = [self._backward(number) for number in range(step * settings.batch, (step + 1) * settings.batch)]
         norm = torch.nn.utils.clip_grad_norm_([self.learned.change], 1.0)
+        if not norm.isfinite():
+            raise ModelError(
+                f"expected finite gradients at step {step + 1}, got {float(norm)}: {self.runtime.dtype} has too small "
+                "a range for this model. Train with --dtype bfloat16 or float32; the result serves all dtypes."
+            )
         self._optimizer.step()
         self._mean = settings.average * self._mean + (1 - settings.average) * self.learned.change.detach()
         self.step += 1
@@ -228,16 +234,19 @@ class _Training:
             first.append(float(kl[prompt.first].mean()))
         return tuple(along), tuple(first)
 
-    def figures(self) -> tuple[HeldOut, ...]:
-        """The held-out check that decides, saved once it is done."""
+    def figures(self, rival: TrainedContext | None) -> tuple[HeldOut, ...]:
+        """The held-out check that decides, saved once it is done. ``rival``: the context in use; None: the passages."""
         path = self.path.with_name(self.path.name.replace("context-", "figures-"))
-        digest = digest_of([self._digest, self.settings.held_out, self.held_out.sha256])
+        used = rival.sha256 if rival is not None else ""
+        digest = digest_of([self._digest, self.settings.held_out, self.held_out.sha256, used])
         loaded = load(path, digest)
         if loaded is not None:
             return tuple(_held_out(each) for each in json.loads(loaded[1]["figures"]))
         found, kept = [], self.kv.bfloat16()
         for ratio in CHECKED_RATIOS:
-            before, first_before = self.measure(lambda prompt: self.teacher.passages(prompt.number), ratio)
+            before, first_before = self.measure(
+                lambda prompt: self.teacher.passages(prompt.number) if rival is None else rival.kv, ratio
+            )
             after, first_after = self.measure(lambda prompt: kept, ratio)
             found.append(HeldOut(ratio, before, after, first_before, first_after))
         save({}, {"digest": digest, "figures": json.dumps([asdict(each) for each in found])}, path)
@@ -282,6 +291,7 @@ def train_context(
     data: Sequence[str | Path] = (),
     folder: Path | None = None,
     minutes: float | None = None,
+    rival: TrainedContext | None = None,
 ) -> ContextTraining:
     """Learn a chunk context for ``config.primary``. A training that was stopped continues from ``folder``.
 
@@ -289,16 +299,20 @@ def train_context(
         data: records (``.jsonl``, ``.jsonl.gz``) and documents to learn from, besides synthetic texts.
         folder: working folder; default ``training/`` and the first 16 digits of the primary in the cache folder.
         minutes: stop after this time, between two steps, but not before the first. The same call continues.
+        rival: the trained context that the learned one would replace; None: it is compared with the passages.
 
     Raises:
         Interrupted: KeyboardInterrupt; the work so far is saved.
         ConfigurationError: a setting is out of range, the data holds no text, or the model's KV cannot be reused.
+        ModelError: ``rival`` was made for another model, or a gradient is not finite.
     """
     settings, started = settings or ContextSettings(), time.perf_counter()
     if minutes is not None and not minutes > 0:
         raise ConfigurationError(f"minutes must be above 0, got {minutes}. Leave it out for no limit.")
     teacher = Teacher(config)
     runtime = teacher.runtime
+    if rival is not None:
+        rival.check(runtime)
     folder = folder or cache_home() / "training" / weights_digest(runtime.fingerprint)[:16]
     room = min(_CONTEXT_TOKENS, runtime.reuse_tokens // 2)
     readings, held_out = (
@@ -318,7 +332,7 @@ def train_context(
         path = folder / f"context-{digest[:20]}.safetensors"
         training = _Training(teacher, readings, held_out, settings, path, digest)
         _train(training, until=None if minutes is None else started + 60 * minutes)
-        figures = training.figures() if training.step >= settings.steps else ()
+        figures = training.figures(rival) if training.step >= settings.steps else ()
     found = None
     if figures:
         about = _about(settings, data, figures)

@@ -219,7 +219,7 @@ class _Page:
 
 def context_table(found: ContextTraining) -> Table:
     """Distance from full prefill before and after, one row per ratio."""
-    titles = ["recomputed", "KL, passages", "KL, trained", "change (95 %)", "first token, passages", "trained"]
+    titles = ["recomputed", "KL, in use", "KL, learned", "change (95 %)", "first token, in use", "learned"]
     return titles, [
         [
             f"{each.ratio:.0%}",
@@ -240,12 +240,14 @@ def _change(change: tuple[float, float | None, float | None] | None) -> str:
 
 
 def context_verdict(found: ContextTraining) -> str:
-    """One sentence about the held-out check."""
-    verdict = "closer to full prefill than" if found.is_better else "not closer to full prefill, beyond doubt, than"
+    """What the held-out check says."""
     count = len(found.figures[0].before) if found.figures else 0
+    measured = f"KL from full prefill along right answers, in nats, on {count} prompts that were not trained on."
+    if found.is_better:
+        return f"The learned context is better than the one in use. {measured}"
     return (
-        f"Behind the trained context, reads are {verdict} behind the passages: KL in nats from full prefill along "
-        f"right answers, on {count} prompts that were not trained on."
+        "The learned context is not better: the interval of the change must be below 0 where nothing is recomputed, "
+        f"and the mean must not rise where something is. {measured}"
     )
 
 
