@@ -46,14 +46,14 @@ class EngineConfig:
     min_confidence: float | None = None
     """Least difference between the probabilities of the two likeliest first tokens, 0 to 1. Prompts below it are
     prefilled in full, after the reusing pass. ``cacheclip certify`` shows what a value gives and costs. 0: none. None:
-    the method's own."""
+    the method's own. It holds for methods given by name; a Method instance has its own."""
     heads: str | PathLike[str] = "auto"
     """Head set of the auxiliary model: a file, ``none`` or ``auto``. ``auto`` takes the head set that ``cacheclip
     calibrate`` or ``cacheclip finetune`` wrote for this pair of models, else the head set in the package."""
     chunk_context: str = "auto"
-    """What chunks are precomputed behind: ``prefix`` (the shared prefix), ``passages`` (the shared prefix and a few
+    """What chunks are precomputed after: ``prefix`` (the shared prefix), ``passages`` (the shared prefix and a few
     neutral paragraphs), ``trained`` (the shared prefix and KV that ``cacheclip train-context`` learned for the primary)
-    or ``auto`` (``trained`` if the primary has a trained context, else ``passages``). Behind more than the prefix, a
+    or ``auto`` (``trained`` if the primary has a trained context, else ``passages``). After more than the prefix, a
     chunk's KV is closer to its KV in the middle of a prompt, but a chunk right after the prefix is not exact. Some
     methods set their own chunk context. Chunks stored with one context are not found with another."""
     system_prompt: str | None = None

@@ -187,7 +187,7 @@ class Parts:
         raise no_trained_context(primary)
 
     def _trained_with(self, sha256: str) -> TrainedContext | None:
-        """The trained context if it has this digest. Chunks behind an earlier one can be found, but not computed."""
+        """The trained context if it has this digest. Chunks after an earlier one can be found, but not computed."""
         trained = self.trained_context
         return trained if trained is not None and trained.sha256 == sha256 else None
 

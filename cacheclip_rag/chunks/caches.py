@@ -193,7 +193,7 @@ class ChunkCaches:
         quantises it."""
         if not self.context.trained:
             return prefix
-        assert self._trained is not None, "chunks behind a trained context need its KV"
+        assert self._trained is not None, "chunks after a trained context need its KV"
         return torch.cat((prefix, self._trained.kv.to(prefix.device, prefix.dtype)), dim=3)
 
     def _read_or_encode_prefix(self) -> torch.Tensor:

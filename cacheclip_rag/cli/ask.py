@@ -67,10 +67,14 @@ def ask(
         str,
         typer.Option(help="Full prefill while the answer is shown: none, verify (compares it), revise (corrects it)."),
     ] = "none",
+    min_confidence: Annotated[
+        float | None,
+        typer.Option(help="Prefill in full if the two likeliest first tokens differ less in probability, 0 to 1."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Retrieve, fuse and stream the answer; then the sources and where the time went."""
-    from ..checks import check_ratio
+    from ..checks import check_probability, check_ratio
     from ..engine import CacheClipEngine
     from ..errors import ConfigurationError
     from ..ingest.embedding import Embedder
@@ -83,6 +87,8 @@ def ask(
         raise ConfigurationError("the question is empty.")
     if ratio is not None:
         check_ratio(ratio)
+    if min_confidence is not None:
+        check_probability("--min-confidence", min_confidence)
     chosen = method_named(method, read_variants(variants))
     library = Library.open(store)
     without_auxiliary = auxiliary == "none"  # for this question only: the store's settings stay unchanged
@@ -101,6 +107,7 @@ def ask(
         device=device,
         method=chosen,
         recompute_ratio=ratio,
+        min_confidence=min_confidence,
         heads=heads,
         fallback=fallback,
         require_certificate=require_certificate,

@@ -67,7 +67,7 @@ ChunkContextOption = Annotated[
     str | None,
     typer.Option(
         "--chunk-context",
-        help="What each chunk is precomputed behind: 'prefix', 'passages', 'trained' or 'auto'. [default: auto: "
+        help="What each chunk is precomputed after: 'prefix', 'passages', 'trained' or 'auto'. [default: auto: "
         "'trained' if the primary has a trained context, else 'passages']",
     ),
 ]

@@ -1,4 +1,4 @@
-"""``cacheclip train-context``: learn the KV behind which chunks of a primary model are precomputed."""
+"""``cacheclip train-context``: learn the KV after which chunks of a primary model are precomputed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def train_context(
     device: DeviceOption = "cpu",
     as_json: JsonOption = False,
 ) -> None:
-    """Learn what chunks of the primary are precomputed behind, so that answers come closer to full prefill. The model
+    """Learn what chunks of the primary are precomputed after, so that answers come closer to full prefill. The model
     stays unchanged. Engines with this model and chunk context 'auto' then use it. An interrupted run continues where it
     stopped."""
     from ..chunks.trained import TrainedContext

@@ -133,6 +133,8 @@ def evaluate(
     if dataset:
         found = read_together(_files(dataset), limit=limit, half=half)
         name, records, unreadable = found.name, list(found.records), found.skipped
+        if half is not None:
+            name += f" ({half} half)"
         config = replace(config, system_prompt=INSTRUCTION)
     else:
         assert ruler is not None

@@ -133,7 +133,7 @@ def ingest(
         _print_evicted(report.evicted, limit)
     if report.chunks and any(known != engine.context_of() for known in library.contexts()):
         typer.echo(
-            "Some passages are stored behind another chunk context and are not found any more. Encode them again: "
+            "Some passages are stored with another chunk context and are not found any more. Encode them again: "
             f"cacheclip ingest --upgrade --store {store}",
             err=True,
         )
@@ -160,7 +160,7 @@ def _upgrade(library: Library, engine: CacheClipEngine, store: str, limit: int |
     else:
         typer.echo(
             f"{report.documents} documents, {report.chunks} chunks: {report.computed} computed; {report.removed} "
-            "entries behind earlier chunk contexts removed"
+            "entries of earlier chunk contexts removed"
         )
         _print_evicted(report.evicted, limit)
     if report.evicted:

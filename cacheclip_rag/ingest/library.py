@@ -192,7 +192,7 @@ class Library:
         self._database.execute(sql, (value, _digest_of_settings(value)))
 
     def contexts(self) -> list[ChunkContext]:
-        """Chunk contexts behind which passages of this library were encoded, as far as they are known. Their entries
+        """Chunk contexts after which passages of this library were encoded, as far as they are known. Their entries
         may have been evicted since."""
         rows = self._database.query("SELECT value FROM meta WHERE name = 'contexts'")
         if rows:
@@ -204,12 +204,12 @@ class Library:
         return [CONTEXTS[settings.chunk_context]] if settings and settings.chunk_context in CONTEXTS else []
 
     def set_contexts(self, contexts: Iterable[ChunkContext]) -> None:
-        """Record the chunk contexts behind which passages are encoded."""
+        """Record the chunk contexts after which passages are encoded."""
         value = json.dumps([asdict(context) for context in contexts])
         self._database.execute("INSERT OR REPLACE INTO meta VALUES ('contexts', ?)", (value,))
 
     def add_context(self, context: ChunkContext) -> None:
-        """Record that passages are encoded behind ``context`` too."""
+        """Record that passages are encoded after ``context`` too."""
         known = self.contexts()
         if context not in known or not self._database.query("SELECT 1 FROM meta WHERE name = 'contexts'"):
             self.set_contexts(dict.fromkeys([*known, context]))

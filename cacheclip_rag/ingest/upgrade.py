@@ -1,6 +1,6 @@
 """Encoding a library again: after a context was trained, or for another chunk context.
 
-Text by text, what is missing is computed, and only then the KV behind earlier contexts is deleted. Both may be stored
+Text by text, what is missing is computed, and only then the KV with earlier contexts is deleted. Both may be stored
 meanwhile: answers are right at any time, and a text that is not encoded yet is computed as fresh text. If a run is
 killed, the next one finds what is done by its content.
 """
@@ -32,7 +32,7 @@ class UpgradeReport:
     computed: int = 0
     """Passages whose KV was computed."""
     removed: int = 0
-    """Entries behind earlier chunk contexts that were deleted."""
+    """Entries of earlier chunk contexts that were deleted."""
     evicted: int = 0
     """Passages whose KV is not stored at the end: the store's limit is too small."""
 
@@ -41,7 +41,7 @@ class UpgradeReport:
 
 
 def upgrade(library: Library, engine: CacheClipEngine) -> UpgradeReport:
-    """Encode all passages for the engine's models and chunk context, and delete their KV behind the contexts that the
+    """Encode all passages for the engine's models and chunk context, and delete their KV with the contexts that the
     library recorded before.
 
     Reads no document: passages and embeddings stay. Entries of other models, dtypes, system prompts and methods stay
@@ -49,7 +49,7 @@ def upgrade(library: Library, engine: CacheClipEngine) -> UpgradeReport:
 
     Raises:
         StoreError: the library or the store cannot be used.
-        PromptTooLongError: a passage does not fit behind the new chunk context. The passages before it are done.
+        PromptTooLongError: a passage does not fit after the new chunk context. The passages before it are done.
     """
     models, context = engine.chunk_caches(), engine.context_of()  # all models load before anything is changed
     known = library.contexts()
@@ -94,7 +94,7 @@ def _is_stored(text: str, models: list[ChunkCaches]) -> bool:
 
 
 def _remove(engine: CacheClipEngine, text: str, models: list[ChunkCaches], earlier: list[ChunkCaches]) -> int:
-    """Delete the KV of a text behind earlier contexts, once it is stored behind the new one."""
+    """Delete the KV of a text with earlier contexts, once it is stored with the new one."""
     if not earlier or not _is_stored(text, models):
         return 0
     # an auxiliary model of the same weights may have its KV under the key of an earlier context

@@ -244,7 +244,7 @@ class TestCommand:
         assert json.loads(out) == {"store": str(shop.store), **expected}
         assert all(shop.stored(trained))
         code, out, _ = cacheclip(*upgrade_store[:-1], "--chunk-context", "passages")
-        assert code == 0 and f"{count} computed; {count} entries behind earlier chunk contexts removed" in out
+        assert code == 0 and f"{count} computed; {count} entries of earlier chunk contexts removed" in out
         assert Library.open(shop.store).settings.chunk_context == "passages"  # type: ignore[union-attr]
 
     def test_stopped_by_hand(self, cacheclip: Any, shop: Upgraded, monkeypatch: pytest.MonkeyPatch) -> None:

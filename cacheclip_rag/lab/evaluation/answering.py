@@ -114,7 +114,7 @@ def answer_of(
     if method.composes:
         params = SamplingParams(max_tokens=asked.max_tokens)
         answer = engine.generate(asked.segments, params, method=method, question=asked.record.question)
-        return Answered(answer.text, {}, answer.stats)
+        return Answered(answer.text, {"equal_answer": float(answer.text == reference.answer)}, answer.stats)
     return followed(reference, engine.prefill(asked.segments, method=method, question=asked.record.question), gold_ids)
 
 

@@ -86,7 +86,7 @@ def check_exactness(engine: CacheClipEngine, prompt: EvaluationPrompt) -> dict[s
             behind_prefix.logits,
             reference_logits(runtime, behind_prefix.layout.ids),
             limit,
-            "logits of one chunk behind the shared prefix, nothing recomputed, against plain transformers",
+            "logits of one chunk after the shared prefix, nothing recomputed, against plain transformers",
         ),
         "no_future": _no_future(engine, prompt),
         "greedy": _same_text(runtime, full, everything, required=precise),

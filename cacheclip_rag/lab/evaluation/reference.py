@@ -58,7 +58,7 @@ class Reference:
 
     def follow(self, prefilled: Prefilled, *, answers: bool = True, gold_ids: Sequence[Sequence[int]] = ()) -> Followed:
         """Have ``prefilled`` read along the reference's answer, and right ones if tokens of any are given (each by
-        itself, right behind the prompt); its cache is used up."""
+        itself, right after the prompt); its cache is used up."""
         runtime, cache, end = self.runtime, _cache_of(prefilled), prefilled.layout.num_tokens
         along = read_along(runtime, cache, prefilled.logits, self.ids)
         answer = gold = None

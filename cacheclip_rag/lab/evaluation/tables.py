@@ -113,13 +113,13 @@ def _markdown_table(columns: list[Column], cells: dict[str, list[Cell]]) -> list
 
 
 def _gate_lines(summary: dict[str, Any]) -> list[str]:
-    """A table of what a confidence gate would have given, for each method with a recompute ratio."""
+    """A table of what a confidence gate would have given, for each method that a gate would look at."""
     own: list[str] = summary["own_scores"]
     titles = ["Method", "min_confidence", "Full prefills", "Mean TTFT (s)", "Full's mean over it"]
     titles += ["Equal answers", "Equal first token", *(f"{score_title(name)} / full" for name in own)]
     lines = []
     for label, row in summary["methods"].items():
-        for each in row["gate"] if row["ratio"] is not None else []:
+        for each in row["gate"]:
             shares = [each["share_of_full"].get(name) for name in own]
             cells = [
                 _plain(label),

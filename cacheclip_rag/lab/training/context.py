@@ -2,7 +2,7 @@
 
 Source: SemPIC (arXiv:2607.28069) and KV Packet (arXiv:2604.13226) train parameters that act only while chunks are
 encoded. Departure: here they are the KV of the neutral passages' tokens, so that ingestion runs the unmodified model
-behind another stored prefix. The model that reads, answers and decodes is unchanged, and so is its full prefill.
+after another stored prefix. The model that reads, answers and decodes is unchanged, and so is its full prefill.
 
 Loss: KL from full prefill along right answers, the first token counting half, plus a small loss of hidden states. An
 error of KV is no part of it: most of it depends on the other chunks and cannot be mended; KV can only be made to read
@@ -222,7 +222,7 @@ class _Training:
     def measure(
         self, context_of: Callable[[TaughtPrompt], torch.Tensor], ratio: float
     ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Per held-out prompt the mean KL along answers, and at their first tokens, behind ``context_of(prompt)``."""
+        """Per held-out prompt the mean KL along answers, and at their first tokens, after ``context_of(prompt)``."""
         if self._held_out is None:
             count = self.settings.held_out
             self._held_out = [self.teacher.read(self.held_out[number], number) for number in range(count)]

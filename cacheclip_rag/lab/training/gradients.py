@@ -1,4 +1,4 @@
-"""Forward passes of an unmodified model with gradients: chunks behind a context, and prompts over chunk KV.
+"""Forward passes of an unmodified model with gradients: chunks after a context, and prompts over chunk KV.
 
 The engine's fused cache is overwritten in place, which gradients cannot pass. Here each layer joins given KV and new
 rows out of place. Attention, masks and rotation are the engine's own.
@@ -133,7 +133,7 @@ def _run(
 
 
 def encode_chunks(runtime: ModelRuntime, chunks: Sequence[torch.Tensor], before: Sequence[LayerKV]) -> list[LayerKV]:
-    """KV of all chunks, one after the other, each computed right behind ``before``; keys before RoPE.
+    """KV of all chunks, one after the other, each computed right after ``before``; keys before RoPE.
 
     Args:
         chunks: token ids of each chunk.

@@ -151,7 +151,7 @@ def _padded_pair(kv: LayerKV, length: int) -> LayerKV:
 def distances(
     runtime: ModelRuntime, prompt: TaughtPrompt, context: torch.Tensor, chosen: torch.Tensor, correction: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """How far a read is from full prefill if its chunks are encoded behind ``context``.
+    """How far a read is from full prefill if its chunks are encoded after ``context``.
 
     Args:
         context: ``(num_layers, 2, num_kv_heads, num_tokens, head_dim)``, keys before RoPE.
