@@ -122,7 +122,7 @@ class TestRun:
         assert [item.label for item in comparison.items] == [one.run.label for one in planned]
         for item, one in zip(comparison.items, planned, strict=True):
             assert item.fallback is None, item.label
-            assert bool(item.fidelity) != one.method.composes, item.label
+            assert ("answer_kl" in item.fidelity) != one.method.composes and "equal_answer" in item.fidelity, item.label
             ratios = (item.nominal_ratio, item.effective_ratio, item.effective_ratio_of_stale, item.charged_ratio)
             assert all(isinstance(ratio, float) and 0.0 <= ratio <= 1.25 for ratio in ratios), item.label
         assert "| oracle@0.2 |" in to_markdown(summarise(comparison))
