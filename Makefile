@@ -34,7 +34,7 @@ test: setup
 # The oldest transformers that pyproject.toml allows, on the tests that touch it; an environment of its own.
 test-oldest:
 	$(MAKE) setup VENV=.venv-oldest PIN="transformers==5.0.0"
-	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest $(PARALLEL) tests/models tests/runtime tests/fusion tests/methods tests/evaluation tests/engine
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest $(PARALLEL) tests/models tests/runtime tests/fusion tests/methods tests/evaluation tests/engine tests/training/test_gradients.py tests/training/test_context.py
 
 lint: setup
 	$(BIN)/ruff check cacheclip_rag integrations examples tests benchmarks docs
