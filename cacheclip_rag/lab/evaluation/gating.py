@@ -15,7 +15,7 @@ from .statistics import paired_ratio
 if TYPE_CHECKING:
     from .report import ItemResult
 
-__all__ = ["CONFIDENCES", "gated"]
+__all__ = ["CONFIDENCES", "gated", "shares_of_full"]
 
 CONFIDENCES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
 """Values of ``min_confidence`` that are tried."""
@@ -35,19 +35,10 @@ def gated(pairs: Sequence[tuple[ItemResult, ItemResult]], scores: Sequence[str])
 
 def _at(least: float, pairs: Sequence[tuple[ItemResult, ItemResult]], scores: Sequence[str]) -> dict[str, Any]:
     in_full = [item.confidence is not None and item.confidence < least for item, _ in pairs]
-    shown = [full if unsure else item for (item, full), unsure in zip(pairs, in_full, strict=True)]
+    shown = [(full if unsure else item, full) for (item, full), unsure in zip(pairs, in_full, strict=True)]
     seconds = [
         item.ttft_s + (full.ttft_s if unsure else 0.0) for (item, full), unsure in zip(pairs, in_full, strict=True)
     ]
-    shares = {}
-    for name in scores:
-        values = [
-            (own.scores[name], full.scores[name])
-            for own, (_, full) in zip(shown, pairs, strict=True)
-            if name in own.scores and name in full.scores
-        ]
-        if values and min(map(min, values)) >= 0 and (found := paired_ratio(*zip(*values, strict=True))):
-            shares[name] = list(found)
     return {
         "min_confidence": least,
         "full_prefills": fmean(in_full),
@@ -56,8 +47,20 @@ def _at(least: float, pairs: Sequence[tuple[ItemResult, ItemResult]], scores: Se
         "speedup_of_means": fmean(full.ttft_s for _, full in pairs) / fmean(seconds) if fmean(seconds) else None,
         "first_token_agreement": _share(pairs, in_full, "first_token_agreement"),
         "equal_answers": _share(pairs, in_full, "equal_answer"),
-        "share_of_full": shares,
+        "share_of_full": shares_of_full(shown, scores),
     }
+
+
+def shares_of_full(
+    pairs: Sequence[tuple[ItemResult, ItemResult]], scores: Sequence[str]
+) -> dict[str, list[float | None]]:
+    """Mean of each score divided by full prefill's, and its interval, over the pairs that have the score."""
+    shares = {}
+    for name in scores:
+        values = [(a.scores[name], b.scores[name]) for a, b in pairs if name in a.scores and name in b.scores]
+        if values and min(map(min, values)) >= 0 and (found := paired_ratio(*zip(*values, strict=True))):
+            shares[name] = list(found)
+    return shares
 
 
 def _share(pairs: Sequence[tuple[ItemResult, ItemResult]], in_full: Sequence[bool], name: str) -> float | None:

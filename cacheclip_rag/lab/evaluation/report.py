@@ -17,7 +17,7 @@ from typing import Any
 
 from ...errors import ConfigurationError, MissingExtraError
 from ...paths import atomic_path
-from .gating import gated
+from .gating import gated, shares_of_full
 from .page import to_html
 from .plots import to_png
 from .records import Skipped
@@ -238,7 +238,7 @@ def _row(
         "phases_s": _phases(items),
         "speedup_vs_full": _median(other.ttft_s / item.ttft_s for item, other in pairs if item.ttft_s > 0),
         "difference_to_full": {} if is_full else _differences(pairs, scores),
-        "share_of_full": {} if is_full else _shares(pairs, scores),
+        "share_of_full": {} if is_full else shares_of_full(pairs, scores),
         "n_of_scores": _counts(items, scores),
         "answerable": {"n": len(right), **_means(right, scores), **_faithful(right, _mean)} if full else None,
         "answerable_intervals": {
@@ -310,15 +310,6 @@ def _difference(
     values = [(figures(a), figures(b)) for a, b in pairs]
     gaps = [a[name] - b[name] for a, b in values if name in a and name in b]
     return [fmean(gaps), *paired_bootstrap(gaps)] if gaps else None
-
-
-def _shares(pairs: Sequence[tuple[ItemResult, ItemResult]], scores: Sequence[str]) -> dict[str, list[float | None]]:
-    shares = {}
-    for name in scores:
-        values = [(a.scores[name], b.scores[name]) for a, b in pairs if name in a.scores and name in b.scores]
-        if values and min(map(min, values)) >= 0 and (found := paired_ratio(*zip(*values, strict=True))):
-            shares[name] = list(found)
-    return shares
 
 
 def _is_right(item: ItemResult) -> bool:

@@ -105,11 +105,14 @@ def to_markdown(summary: dict[str, Any]) -> str:
 
 
 def _markdown_table(columns: list[Column], cells: dict[str, list[Cell]]) -> list[str]:
-    return [
-        "| " + " | ".join(["Method", *(_plain(column.title) for column in columns)]) + " |",
-        "|:--" + "|--:" * len(columns) + "|",
-        *("| " + " | ".join([_plain(label), *map(_markdown_cell, row)]) + " |" for label, row in cells.items()),
-    ]
+    titles = ["Method", *(_plain(column.title) for column in columns)]
+    return _markdown_rows(titles, [[_plain(label), *map(_markdown_cell, row)] for label, row in cells.items()])
+
+
+def _markdown_rows(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table whose first column is aligned to the left."""
+    head = ["| " + " | ".join(titles) + " |", "|:--" + "|--:" * (len(titles) - 1) + "|"]
+    return [*head, *("| " + " | ".join(row) + " |" for row in rows)]
 
 
 def _gate_lines(summary: dict[str, Any]) -> list[str]:
@@ -130,7 +133,7 @@ def _gate_lines(summary: dict[str, Any]) -> list[str]:
                 *(_shown(each[name], "{:.1%}") for name in ("equal_answers", "first_token_agreement")),
                 *("-" if share is None else _with_interval(share) for share in shares),
             ]
-            lines.append("| " + " | ".join(cells) + " |")
+            lines.append(cells)
     if not lines:
         return []
     heading = [
@@ -139,10 +142,8 @@ def _gate_lines(summary: dict[str, Any]) -> list[str]:
         "",
         "Prompts whose first token is less sure than `min_confidence` are prefilled in full after all, and cost both.",
         "",
-        "| " + " | ".join(titles) + " |",
-        "|:--" + "|--:" * (len(titles) - 1) + "|",
     ]
-    return [*heading, *lines]
+    return [*heading, *_markdown_rows(titles, lines)]
 
 
 def _with_interval(share: Sequence[float | None]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,16 @@ from ..models import transformers_model
 from .families import FAMILIES, Sample, Span
 from .folder import Kept, engine_inputs, resumable
 
-__all__ = ["Candidates", "Given", "data_of", "given_samples", "sample_of_record", "samples_of_documents"]
+__all__ = [
+    "Candidates",
+    "Given",
+    "data_of",
+    "given_samples",
+    "passages_of",
+    "sample_of_record",
+    "samples_of_documents",
+    "told_apart",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -104,8 +113,7 @@ def given_samples(
         Interrupted: the user stopped the run; it can continue from the folder.
     """
     check_whole_number("limit", limit, least=1, of="samples")
-    datasets = [Path(path) for path in paths if str(path).endswith((".jsonl", ".jsonl.gz"))]
-    documents = [path for path in paths if not str(path).endswith((".jsonl", ".jsonl.gz"))]
+    datasets, documents = told_apart(paths)
     found: list[Sample] = []
     num_records = 0
     for path in datasets:
@@ -184,6 +192,22 @@ def _as_words(answer: str) -> str:
     return before + re.escape(answer) + after
 
 
+def told_apart(paths: Sequence[str | Path]) -> tuple[list[Path], list[str | Path]]:
+    """Files of records, and documents or folders of them."""
+    datasets = [Path(path) for path in paths if str(path).endswith((".jsonl", ".jsonl.gz"))]
+    return datasets, [path for path in paths if not str(path).endswith((".jsonl", ".jsonl.gz"))]
+
+
+def passages_of(tokenizer: Any, documents: Iterable[tuple[Path, str]]) -> list[str]:
+    """Passages of documents, each given with its path, in order."""
+    splitter = Splitter(tokenizer, _PASSAGE_TOKENS)
+    return [
+        passage
+        for path, text in documents
+        for passage in splitter.split(text, markdown=path.suffix.lower() in MARKDOWN_SUFFIXES)
+    ]
+
+
 class Candidates(NamedTuple):
     """Sentences of documents about which questions can be written."""
 
@@ -193,13 +217,7 @@ class Candidates(NamedTuple):
 
     @classmethod
     def of(cls, engine: CacheClipEngine, documents: Sequence[tuple[Path, str]]) -> Candidates:
-        splitter = Splitter(engine.primary.tokenizer, _PASSAGE_TOKENS)
-        passages = [
-            passage
-            for path, text in documents
-            for passage in splitter.split(text, markdown=path.suffix.lower() in MARKDOWN_SUFFIXES)
-        ]
-        passages = list(dict.fromkeys(passages))
+        passages = list(dict.fromkeys(passages_of(engine.primary.tokenizer, documents)))
         sentences = [
             (number, start, end)
             for number, passage in enumerate(passages)

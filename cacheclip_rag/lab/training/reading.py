@@ -14,17 +14,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...errors import ConfigurationError
-from ...ingest.documents import MARKDOWN_SUFFIXES, find_files, read_document
-from ...ingest.splitting import Splitter
+from ...ingest.documents import find_files, read_document
 from ...runtime.base import Runtime
 from ...selection.sentences import sentence_spans
 from ..evaluation.records import Record, read_records
 from .families import Split, synthetic_samples
+from .given import passages_of, told_apart
 
 __all__ = ["Reading", "Readings"]
 
-_PASSAGE_TOKENS = 128
-"""Most tokens of a passage of a document."""
 _MAX_CHUNKS = 8
 _HELD_OUT = 10
 """One in so many passages is held out."""
@@ -93,15 +91,15 @@ class Readings:
         self._runtime, self._seed = runtime, seed
         self._context_tokens, self._num_questions = context_tokens, num_questions
         self._held_out = held_out
-        datasets = [path for path in data if str(path).endswith((".jsonl", ".jsonl.gz"))]
-        documents = [path for path in data if not str(path).endswith((".jsonl", ".jsonl.gz"))]
+        datasets, documents = told_apart(data)
         records = [_Asked.of(record) for path in datasets for record in read_records(path).records]
         self._records = [
             replace(record, chunks=tuple(filter(self._is_own, record.chunks)))
             for record in records
             if self._is_own(record.chunks[0])
         ]
-        passages = [*self._passages_of(list(find_files(documents))), *(c for each in records for c in each.chunks)]
+        texts = ((path, read_document(path)) for path in find_files(documents))
+        passages = [*passages_of(runtime.tokenizer, texts), *(c for each in records for c in each.chunks)]
         self._passages = [text for text in dict.fromkeys(passages) if self._is_own(text) and self._fits(text)]
         if data and not self._passages and not held_out:
             raise ConfigurationError(
@@ -142,14 +140,6 @@ class Readings:
 
     def _fits(self, text: str) -> bool:
         return len(text.split()) >= 20 and len(self._runtime.tokenize(text)) <= self._context_tokens // 2
-
-    def _passages_of(self, files: Sequence[Path]) -> list[str]:
-        splitter = Splitter(self._runtime.tokenizer, _PASSAGE_TOKENS)
-        return [
-            passage
-            for path in files
-            for passage in splitter.split(read_document(path), markdown=path.suffix.lower() in MARKDOWN_SUFFIXES)
-        ]
 
     def _of_record(self, rng: random.Random) -> tuple[list[str], list[tuple[str, str]]]:
         """The chunks with the answer first, so that they are not cut off."""
