@@ -41,9 +41,7 @@ def train_context(
         Path | None, typer.Option(help="File of the trained context. [default: where engines with this model look]")
     ] = None,
     work: Annotated[Path | None, typer.Option(help="Folder from which an interrupted run continues.")] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Write the context even if it is not better.")
-    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Write the context even if it is not better.")] = False,
     dtype: DtypeOption = None,
     device: DeviceOption = "cpu",
     as_json: JsonOption = False,

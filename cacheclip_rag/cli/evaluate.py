@@ -52,7 +52,7 @@ def evaluate(
         typer.Option(
             help="Comma-separated names of presets and variants; 'all' for every preset except "
             "block, turborag and link (for specially trained checkpoints) and, without an auxiliary model, presets "
-            "that need one."
+            "that need one. 'full-again' is full prefill with its sums in another order: what rounding alone changes."
         ),
     ] = "full,direct,anchored,cacheclip",
     variants: VariantsOption = None,
@@ -64,6 +64,9 @@ def evaluate(
     half: Annotated[
         str | None,
         typer.Option(help="Every second question of each file: dev (to choose settings) or test (to judge them)."),
+    ] = None,
+    shuffle: Annotated[
+        int | None, typer.Option(help="Seed of another order of every question's chunks. [default: as in the file]")
     ] = None,
     against: Annotated[
         str,
@@ -89,7 +92,7 @@ def evaluate(
     from ..lab.evaluation.journal import check_folder
     from ..lab.evaluation.lab import Lab, every_method, planned_runs
     from ..lab.evaluation.questions import INSTRUCTION
-    from ..lab.evaluation.records import read_together
+    from ..lab.evaluation.records import read_together, shuffled
     from ..lab.evaluation.report import FILES, summarise, to_markdown, write_report
     from ..lab.evaluation.ruler import chosen_tasks
     from ..lab.evaluation.scores import check_metric
@@ -100,6 +103,8 @@ def evaluate(
         raise ConfigurationError("give either --dataset FILE or --ruler TASKS.")
     if half is not None and not dataset:
         raise ConfigurationError("--half divides the questions of files: give --dataset FILE, or another --seed.")
+    if shuffle is not None and not dataset:
+        raise ConfigurationError("--shuffle orders the chunks of files: give --dataset FILE.")
     if limit is not None and limit < 1:
         raise ConfigurationError(
             f"--limit must be 1 or more questions, got {limit}. Leave it out for the usual number."
@@ -135,6 +140,9 @@ def evaluate(
         name, records, unreadable = found.name, list(found.records), found.skipped
         if half is not None:
             name += f" ({half} half)"
+        if shuffle is not None:
+            name += f" (chunks shuffled by {shuffle})"
+            records = [shuffled(record, shuffle) for record in records]
         config = replace(config, system_prompt=INSTRUCTION)
     else:
         assert ruler is not None

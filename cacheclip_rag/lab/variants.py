@@ -30,11 +30,14 @@ from ..methods import DEFAULT_METHOD, PRESET_NAMES, preset
 from ..methods.base import Method
 from ..methods.settings import vary
 
-__all__ = ["method_named", "read_variants"]
+__all__ = ["AGAIN", "method_named", "read_variants"]
+
+AGAIN = "full-again"
+"""Full prefill in two pieces: the noise floor, because only the order of its sums differs."""
 
 _PRESET = "preset"
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
-_TAKEN = (*PRESET_NAMES, DEFAULT_METHOD, "all")
+_TAKEN = (*PRESET_NAMES, DEFAULT_METHOD, AGAIN, "all")
 
 
 def read_variants(path: Path | str | None) -> dict[str, Method]:

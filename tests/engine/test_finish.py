@@ -365,7 +365,6 @@ class TestVerify:
             engine.release(CHUNKS)
         assert seen[0] == seen[1] and seen[0]["verified_tokens"] is None
 
-
     @pytest.mark.parametrize("finish", ["verify", "revise"])
     def test_an_answer_survives_when_the_exact_kv_has_no_room(
         self, finishing: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, finish: str

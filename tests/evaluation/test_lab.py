@@ -115,6 +115,14 @@ class TestRun:
             assert answer.text == item.answer
             assert answer.stats.effective_ratio == item.effective_ratio
 
+    def test_full_prefill_again_differs_by_rounding_alone(self, config: EngineConfig) -> None:
+        comparison = lab(config, methods=["full-again", "direct"]).run()
+        rows = summarise(comparison)["methods"]
+        assert 0 < rows["full-again"]["kl_to_full"] < 1e-3 * rows["direct"]["kl_to_full"]
+        assert rows["full-again"]["equal_answers"] == 1
+        full = {item.id: item.answer for item in comparison.items if item.label == "full"}
+        assert {item.id: item.answer for item in comparison.items if item.label == "full-again"} == full
+
     def test_every_method_there_is(self, config: EngineConfig) -> None:
         planned = planned_runs(["all"], [0.2], config)
         comparison = Lab("tiny", RECORDS[:1], config, planned).run()
@@ -879,6 +887,7 @@ class TestCommand:
             (["--ruler", "niah_single_1", "--limit", "0"], "--limit must be 1 or more questions, got 0"),
             (["--ruler", "niah_single_1", "--limit", "-3"], "got -3. Leave it out"),
             (["--ruler", "niah_single_1", "--half", "dev"], "--half divides the questions of files"),
+            (["--ruler", "niah_single_1", "--shuffle", "1"], "--shuffle orders the chunks of files"),
             (["--dataset", "nowhere.jsonl", "--limit", "0"], "--limit must be 1 or more questions, got 0"),
         ],
     )

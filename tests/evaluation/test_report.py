@@ -277,9 +277,7 @@ class TestAgainst:
 
     def test_a_gate_does_not_look_at_answers_that_are_full_prefills(self, comparison: Comparison) -> None:
         sure = {"q1": 0.6, "q2": None, "q3": 0.25, "q4": None}
-        items = [
-            replace(one, confidence=sure[one.id]) if one.label == "clip 0.2" else one for one in comparison.items
-        ]
+        items = [replace(one, confidence=sure[one.id]) if one.label == "clip 0.2" else one for one in comparison.items]
         gate = summarise(replace(comparison, items=items))["methods"]["clip 0.2"]["gate"]
         assert [each["full_prefills"] for each in gate] == [0.0, 0.0, 0.0, 0.0, 0.25, 0.25, 0.5, 0.5]
 

@@ -118,9 +118,7 @@ def test_once_more_after_another_training(shop: Upgraded) -> None:
 
 
 @pytest.mark.parametrize("at", [1, 2, 4])
-def test_interrupted_nothing_is_lost_and_it_goes_on(
-    shop: Upgraded, monkeypatch: pytest.MonkeyPatch, at: int
-) -> None:
+def test_interrupted_nothing_is_lost_and_it_goes_on(shop: Upgraded, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     trained, count, calls = shop.train(), len(shop.texts), 0
     write = ChunkCaches.write
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import platform
 import re
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from ...methods.base import Method
 from ...runtime.prefill import Prefilled
 from ...sampling import SamplingParams
 from ...types import FusionStats
+from ..models import transformers_model
 from .questions import AskedQuestion
 from .reference import Reference
 from .report import ItemResult
@@ -41,6 +43,7 @@ __all__ = [
     "answering",
     "followed",
     "gold_ids_of",
+    "in_two_pieces",
     "item_of",
     "measured_on",
     "reason_of",
@@ -116,6 +119,23 @@ def answer_of(
         answer = engine.generate(asked.segments, params, method=method, question=asked.record.question)
         return Answered(answer.text, {"equal_answer": float(answer.text == reference.answer)}, answer.stats)
     return followed(reference, engine.prefill(asked.segments, method=method, question=asked.record.question), gold_ids)
+
+
+def in_two_pieces(engine: CacheClipEngine, full: Prefilled, max_tokens: int) -> Prefilled:
+    """Full prefill of the same prompt, which reads its second half in a pass of its own. The terms of every sum are
+    the same.
+
+    Args:
+        full: the prompt in one piece; its cache is not used.
+        max_tokens: most tokens of an answer.
+    """
+    runtime, ids, start = transformers_model(engine.primary), full.layout.ids, time.perf_counter()
+    half = len(ids) // 2
+    state, logits = runtime.prefill(ids[:half], len(ids) + max_tokens)
+    if (last := runtime.extend(state, ids[half:], half)) is not None:
+        logits = last
+    stats = replace(full.stats, ttft_s=time.perf_counter() - start, phases_s={})
+    return replace(full, cache=state, logits=logits, stats=stats)
 
 
 def followed(reference: Reference, prefilled: Prefilled, gold_ids: Sequence[Sequence[int]]) -> Answered:

@@ -64,8 +64,6 @@ def shares_of_full(
 
 
 def _share(pairs: Sequence[tuple[ItemResult, ItemResult]], in_full: Sequence[bool], name: str) -> float | None:
-    found = [
-        1.0 if unsure else item.fidelity.get(name) for (item, _), unsure in zip(pairs, in_full, strict=True)
-    ]
+    found = [1.0 if unsure else item.fidelity.get(name) for (item, _), unsure in zip(pairs, in_full, strict=True)]
     known = [value for value in found if value is not None]
     return fmean(known) if len(known) == len(found) else None

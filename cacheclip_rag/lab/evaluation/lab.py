@@ -29,6 +29,7 @@ from ...progress import progress_bar
 from ...prompt.segments import Chunk, Fresh, Segment
 from ...sampling import SamplingParams
 from ...selection.heads import load_named
+from ..variants import AGAIN
 from .answering import (
     FULL,
     NOT_THE_QUESTIONS,
@@ -37,6 +38,7 @@ from .answering import (
     answering,
     followed,
     gold_ids_of,
+    in_two_pieces,
     item_of,
     measured_on,
     reason_of,
@@ -89,7 +91,8 @@ def planned_runs(
     """Every method at every ratio (once, if it has no ratio). ``full`` always comes first.
 
     Args:
-        methods: names of presets and variants; ``all`` means the names of :func:`every_method`.
+        methods: names of presets and variants; ``all`` means the names of :func:`every_method`, and ``full-again``
+            full prefill with its sums in another order, which shows what rounding alone changes.
         ratios: recompute ratios, 0 to 1.
         variants: other methods by name (:func:`cacheclip_rag.lab.variants.read_variants`).
 
@@ -101,7 +104,7 @@ def planned_runs(
     names = [name for given in methods for name in (every if given == "all" else [given])]
     planned: dict[str, PlannedRun] = {}
     for name in [FULL, *names]:
-        named = (variants or {}).get(name) or preset(name)
+        named = (variants or {}).get(name) or preset(FULL if name == AGAIN else name)
         check_auxiliary(named, config.auxiliary)
         for heads in named.head_sets:
             load_named(heads)  # report errors before weights are loaded
@@ -217,7 +220,6 @@ class Lab:
                 full = engine.prefill(asked.segments, method=preset(FULL))
                 reference = Reference.of(engine, full, asked.max_tokens)
                 answered = followed(reference, full, gold_ids)
-            del full
             if runs[0].run.label == FULL:
                 yield item_of(asked, FULL, answered, measured_on(engine))
                 runs = runs[1:]
@@ -227,7 +229,10 @@ class Lab:
                     _clear_kept(engine)
                     if planned.method.learns:
                         _answer_first(engine, asked, planned.method)
-                    answered = answer_of(engine, asked, planned.method, reference, gold_ids)
+                    if planned.run.method == AGAIN:
+                        answered = followed(reference, in_two_pieces(engine, full, reference.max_tokens), gold_ids)
+                    else:
+                        answered = answer_of(engine, asked, planned.method, reference, gold_ids)
                 yield item_of(asked, planned.run.label, answered, measured_on(engine))
         finally:
             engine.release(asked.chunks)

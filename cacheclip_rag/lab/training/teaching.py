@@ -61,9 +61,7 @@ class TaughtPrompt:
     @property
     def spans(self) -> list[torch.Tensor]:
         """Slots of each chunk."""
-        return [
-            torch.arange(start, start + len(chunk)) for start, chunk in zip(self.starts, self.chunks, strict=True)
-        ]
+        return [torch.arange(start, start + len(chunk)) for start, chunk in zip(self.starts, self.chunks, strict=True)]
 
 
 class Teacher:
