@@ -68,8 +68,14 @@ class Plan:
 
     @property
     def missing(self) -> tuple[Span, ...]:
-        """Chunks that are computed as fresh text."""
-        return tuple(span for span in self.layout.chunks if span not in self.reused)
+        """Spans of chunks that are computed as fresh text."""
+        reused = set(self.reused)
+        return tuple(span for span in self.layout.chunks if span not in reused)
+
+    @property
+    def missing_texts(self) -> tuple[str, ...]:
+        """Texts to store after the answer: the whole texts of the missing chunks, each once."""
+        return tuple(dict.fromkeys(span.whole for span in self.missing))
 
     @property
     def exact(self) -> tuple[Span, ...]:

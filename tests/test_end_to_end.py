@@ -13,6 +13,7 @@ from cacheclip_rag.lab.evaluation.prompts import bundled_prompts
 from cacheclip_rag.prompt.layout import lay_out
 from cacheclip_rag.runtime.transformers.model import ModelRuntime
 from cacheclip_rag.selection.heads import _SHIPPED, HeadSet
+from tests.fusion.cases import stored_kv
 
 pytestmark = pytest.mark.slow
 
@@ -72,14 +73,12 @@ def test_logits_at_ratio_one_are_those_of_transformers_alone(engine: CacheClipEn
     runtime = engine.primary
     caches = engine.parts.auxiliary_caches
     segments = engine.segment(PROMPT)
-    layout = lay_out(
-        segments, lambda s: runtime.tokenize(s.text, control=getattr(s, "control", False)), caches.prefix_ids
-    )
+    layout = lay_out(segments, runtime, caches.tokenize, caches.prefix_ids)
     expected = reference_logits(runtime, layout.ids)
 
     def fused(rotten: int = 0) -> torch.Tensor:
         cache = runtime.new_cache(layout.num_tokens)
-        pieces = [(0, caches.prefix), *((span.start, caches.read(span.segment.text)) for span in layout.chunks)]
+        pieces = [(0, caches.prefix), *((span.start, stored_kv(caches, span)) for span in layout.chunks)]
         assemble(runtime, cache, pieces)
         keep = [] if rotten == 0 else [layout.chunks[0]]
         if rotten:

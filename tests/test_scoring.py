@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from cacheclip_rag import CacheClipEngine, EngineConfig
+from cacheclip_rag import CacheClipEngine, Chunk, EngineConfig
 from cacheclip_rag.clock import PhaseClock
 from cacheclip_rag.lab.training.measures import chosen, token_recall
+from cacheclip_rag.prompt.layout import Span
 from cacheclip_rag.selection import scoring as module
 from cacheclip_rag.selection.heads import HeadSet, weights_digest
 from cacheclip_rag.selection.scorers import AuxiliaryAttention
@@ -19,14 +18,6 @@ from cacheclip_rag.selection.scoring import MAX_QUESTION_TOKENS, AuxiliaryScorer
 from cacheclip_rag.selection.sentences import sentence_spans
 from tests.conftest import CHUNKS, QUESTION
 from tests.training.planted import PLANTED, build_planted
-
-
-@dataclass(frozen=True, eq=False)
-class Stretch:
-    """What the scorer reads of a chunk's span."""
-
-    segment: Any
-    tokens: Any
 
 
 class Asked:
@@ -49,7 +40,7 @@ class Asked:
     def __call__(self, chunks: list[str], question: str, **options: Any) -> list[torch.Tensor]:
         """Scores in the auxiliary's own tokens; the looks are those of this call."""
         self.looks.clear()
-        spans: Any = [Stretch(SimpleNamespace(text=text), self.caches.tokenize(text)) for text in chunks]
+        spans = [Span(Chunk(text), self.caches.tokenize(text), number) for number, text in enumerate(chunks)]
         return self.scorer.score(spans, question, AuxiliaryAttention(**options), PhaseClock())
 
 

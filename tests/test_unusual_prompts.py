@@ -103,7 +103,7 @@ class TestShapes:
     def test_chunks_of_one_token(self, primary: str, make: Callable[..., CacheClipEngine]) -> None:
         engine = make(primary=primary)
         letters = list("abcdefgh")
-        segments = [piece for letter in letters for piece in (Chunk(letter), Fresh("; "))]
+        segments = [piece for letter in letters for piece in (Chunk(letter), Fresh(";\n"))]
         engine.precompute(letters)
         assert all(len(engine.primary.tokenize(letter)) == 1 for letter in letters)
         assert exact_at_ratio_one(engine, primary, [*segments, Fresh("Which?")]).hits == 8

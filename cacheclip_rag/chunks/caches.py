@@ -9,7 +9,6 @@ from functools import lru_cache
 import torch
 
 from ..errors import ConfigurationError, PromptTooLongError, StoreError
-from ..prompt.segments import Chunk, Segment
 from ..runtime.base import DTYPES, Runtime, TokenizedText
 from ..store import ReadBuffer, StoredKV, TenantStore, chunk_key, decode, encode, frame_bytes, keeps
 from .context import ChunkContext
@@ -113,12 +112,6 @@ class ChunkCaches:
     def encode_prefix(self) -> torch.Tensor:
         """:attr:`prefix`, computed without the store."""
         return self._with_trained(self.runtime.encode(self.prefix_ids) if self.prefix_ids else self._no_kv())
-
-    def tokenize_segment(self, segment: Segment) -> TokenizedText:
-        """Tokens of a segment. Only chunks are cached, because other text is rarely repeated."""
-        if isinstance(segment, Chunk):
-            return self.tokenize(segment.text)
-        return self.runtime.tokenize(segment.text, control=segment.control)
 
     def _key_of(self, text: str) -> str:
         """Store key of a chunk's text."""

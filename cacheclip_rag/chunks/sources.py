@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ..prompt.layout import Span
     from ..selection.scoring import AuxiliaryScorer
     from ..types import Plan
     from .caches import ChunkCaches
@@ -30,11 +32,14 @@ class Sources:
     prefixes: PrefixCache
     """Exact KV of the first tokens of earlier prompts."""
 
-    def holds(self, text: str) -> bool:
-        """Whether the KV of a chunk is stored for every model that the method needs."""
+    def held(self, spans: Sequence[Span]) -> tuple[Span, ...]:
+        """The chunk spans whose KV is stored for every model that the method needs."""
         if self.captured is not None:
-            return text in self.captured
-        return text in self.primary and (self.auxiliary is None or text in self.auxiliary.caches)
+            return tuple(span for span in spans if span.segment.text in self.captured)
+        caches = [self.primary, *([self.auxiliary.caches] if self.auxiliary is not None else [])]
+        texts = dict.fromkeys(span.whole for span in spans)
+        held = {text for text in texts if all(text in each for each in caches)}
+        return tuple(span for span in spans if span.whole in held)
 
     def shares_prefixes(self, plan: Plan) -> bool:
         """Whether the method shares prefixes, and its KV is valid for every prompt with the same first tokens."""

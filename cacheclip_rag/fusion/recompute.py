@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +28,7 @@ from ..runtime.transformers.attention import Geometry
 from ..runtime.transformers.cache import FusedCache
 from ..runtime.transformers.row_filter import RowFilter
 from ..selection.scorers import AuxiliaryAttention
-from ..store import KV, ReadBuffer
+from ..store import KV, ReadBuffer, part_of
 from ..types import Plan, Trace
 
 if TYPE_CHECKING:
@@ -152,22 +153,25 @@ class _Pass:
 
         def pieces() -> Iterator[tuple[int, KV]]:
             if layout.num_prefix and not layout.num_cached:
-                yield 0, self.sources.prefix.prefix
-            for span in unread:
+                yield 0, part_of(self.sources.prefix.prefix, 0, layout.num_prefix)
+            for whole, spans in groupby(unread, key=lambda span: span.whole):
                 with self.clock.phase_within("read", "assemble"):
-                    kv = self._read(span, buffer)
-                if kv is not None:
-                    reused.append(span)
-                    yield span.start, kv
+                    read = None if self.sources.captured is not None else self.sources.primary.read(whole, buffer)
+                for span in spans:
+                    kv = self._part(span, read)
+                    if kv is not None:
+                        reused.append(span)
+                        yield span.start, kv
 
         assemble(self.runtime, cache, pieces())
         return reused
 
-    def _read(self, span: Span, buffer: ReadBuffer) -> KV | None:
+    def _part(self, span: Span, read: KV | None) -> KV | None:
+        """KV of the span's tokens. ``read``: KV of the whole chunk."""
         if self.sources.captured is not None:
             variant = self.captured.get(span.start)
             return None if variant is None else variant.kv
-        return self.sources.primary.read(span.segment.text, buffer)
+        return None if read is None else part_of(read, span.first, span.first + len(span.tokens))
 
 
 def _captured(layout: Layout, sources: Sources) -> Mapping[int, Variant]:

@@ -13,7 +13,7 @@ from ..methods import DEFAULT_METHOD, check_auxiliary, check_method, preset
 from ..methods.base import Method
 from ..methods.composition import exact_method
 from ..prompt.layout import Layout, Span, check_least_length, check_length, lay_out
-from ..prompt.segments import Segment
+from ..prompt.segments import Segment, without_parts
 from ..types import Plan
 
 __all__ = ["choose_method", "context_of", "make_plan"]
@@ -33,10 +33,13 @@ def make_plan(
         ConfigurationError: the method cannot take this prompt.
     """
     runtime = sources.primary.runtime
+    apart = sources.primary.context.isolated
+    if apart:
+        segments = without_parts(segments)
     if method is not None:
         segments = method.arrange(segments, runtime)
     check_least_length(segments, runtime)
-    layout = lay_out(segments, sources.primary.tokenize_segment, sources.prefix.prefix_ids)
+    layout = lay_out(segments, runtime, sources.primary.tokenize, sources.prefix.prefix_ids, apart=apart)
     exact = sources.primary.is_exact_after_prefix and sources.captured is None
     layout = replace(layout, exact_after_prefix=exact)
     check_length(layout, runtime.context_tokens, runtime.name)
@@ -47,7 +50,7 @@ def make_plan(
     obstacle = _obstacle(sources, layout)
     if obstacle is not None:
         return replace(plan, fallback=obstacle, obstructed=True)
-    found = tuple(span for span in layout.chunks if sources.holds(span.segment.text))
+    found = sources.held(layout.chunks)
     if sources.captured is not None and len(found) < len(layout.chunks):
         why = f"not all of the prompt's {len(layout.chunks)} chunks were captured before; this answer captures them"
         return replace(plan, fallback=why, captures=True)
@@ -56,7 +59,7 @@ def make_plan(
     obstacle = _obstacle_of_positions(chosen, layout, found, sources)
     if obstacle is not None:
         return replace(plan, fallback=obstacle, obstructed=True)
-    keys = () if sources.captured is not None else tuple(sources.primary.key(span.segment.text) for span in found)
+    keys = () if sources.captured is not None else tuple(sources.primary.key(span.whole) for span in found)
     return replace(plan, reused=found, keys=keys)
 
 

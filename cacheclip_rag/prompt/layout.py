@@ -1,30 +1,57 @@
-"""The layout of a prompt: each token's position, and the source of its KV (shared prefix, chunk cache, fresh)."""
+"""The layout of a prompt: each token's position, and the source of its KV (shared prefix, chunk cache, fresh).
+
+A prompt's text is tokenised as a whole, as by every other engine, so that ``full`` computes what anyone else computes.
+A stored chunk was tokenised by itself. Where its tokens stand in the prompt, with the same ids over the same
+characters, its KV can be reused; where a token differs (usually the first or the last one, which the text around it
+can change), the token is fresh.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ..errors import PromptTooLongError
-from .segments import Chunk, Segment
+from .segments import Chunk, Fresh, Segment, tokenize_whole
 
 if TYPE_CHECKING:
     from ..runtime.base import Runtime, TokenizedText
 
-__all__ = ["Layout", "Span", "check_least_length", "check_length", "lay_out", "question_slots"]
+__all__ = [
+    "LEAST_PART",
+    "Layout",
+    "Span",
+    "check_least_length",
+    "check_length",
+    "lay_out",
+    "question_slots",
+]
+
+LEAST_PART = 32
+"""Least tokens of a chunk that are reused if only a part of it stands in the prompt."""
+_LEAST_RUN = 4
+"""Least neighbouring tokens that are reused, if the chunk has more."""
+_NEAR = 16
+"""Most tokens between two runs of a chunk that are one piece of text: a quotation mark and a line end, not a cut."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One segment and its position in the prompt."""
+    """Neighbouring tokens of one segment, and their position in the prompt."""
 
     segment: Segment
+    """Its text is the text of these tokens."""
     tokens: TokenizedText
     start: int
-    """Position of the segment's first token."""
+    """Position of the first token."""
+    first: int = 0
+    """Number of the first token among the tokens of the whole chunk."""
+    continues: bool = False
+    """Whether the chunk goes on here after the span before, with only a few other tokens between them."""
 
     @property
     def stop(self) -> int:
@@ -34,6 +61,16 @@ class Span:
     def is_chunk(self) -> bool:
         return isinstance(self.segment, Chunk)
 
+    @property
+    def whole(self) -> str:
+        """The text that is stored, of which these tokens are a part."""
+        return self.segment.whole if isinstance(self.segment, Chunk) else self.segment.text
+
+    @property
+    def at(self) -> int:
+        """Where the segment's text begins in :attr:`whole`, in characters."""
+        return self.segment.at if isinstance(self.segment, Chunk) else 0
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -42,9 +79,9 @@ class Layout:
     token_ids: tuple[int, ...]
     spans: tuple[Span, ...]
     num_prefix: int
-    """Leading tokens that are the engine's shared prefix, exact as stored. 0 if the prompt begins differently."""
+    """Leading tokens that are those of the engine's shared prefix, exact as stored."""
     opens_with_prefix: bool
-    """Whether the prompt begins with the shared prefix; always True for an empty prefix."""
+    """Whether the prompt begins with the whole shared prefix; always True for an empty prefix."""
     exact_after_prefix: bool = True
     """Whether chunk caches were computed right after the shared prefix. A chunk right after the prefix is then
     exact."""
@@ -73,7 +110,7 @@ class Layout:
         """Whether a chunk's KV equals full prefill's: it comes right after the prefix it was computed with, or from the
         prefix cache."""
         after_prefix = self.exact_after_prefix and self.opens_with_prefix and span.start == self.num_prefix
-        return span.is_chunk and (after_prefix or self.is_cached(span))
+        return span.is_chunk and ((after_prefix and not span.first) or self.is_cached(span))
 
     def is_cached(self, span: Span) -> bool:
         """Whether all KV of a segment comes from the prefix cache."""
@@ -87,22 +124,163 @@ class Layout:
 
 
 def lay_out(
-    segments: Sequence[Segment], tokenize: Callable[[Segment], TokenizedText], prefix_ids: Sequence[int]
+    segments: Sequence[Segment],
+    runtime: Runtime,
+    tokenize_chunk: Callable[[str], TokenizedText],
+    prefix_ids: Sequence[int],
+    *,
+    apart: bool = False,
 ) -> Layout:
-    """Tokenise each segment separately and concatenate the ids."""
-    spans, position = [], 0
-    for segment in segments:
-        tokens = tokenize(segment)
-        if not len(tokens):
-            continue
-        spans.append(Span(segment, tokens, position))
-        position += len(tokens)
+    """Tokenise a prompt and find the tokens of its chunks.
+
+    Args:
+        tokenize_chunk: tokens of a whole chunk as it is stored.
+        apart: True tokenises every chunk apart from the text around it, for models that were trained so; there are no
+            parts of chunks then.
+    """
+    spans: list[Span] = []
+    for group in _groups(segments, apart or not runtime.has_offsets):
+        start = spans[-1].stop if spans else 0
+        first = group[0]
+        if isinstance(first, Chunk) and (apart or not runtime.has_offsets):
+            if len(tokens := tokenize_chunk(first.whole)):
+                spans.append(Span(first, tokens, start))
+        elif runtime.has_offsets:
+            spans += _spans(group, tokenize_whole(group, runtime), tokenize_chunk, start)
+        elif len(tokens := runtime.tokenize(first.text, control=first.control)):
+            spans.append(Span(first, tokens, start))
     ids = [token for span in spans for token in span.tokens.ids]
-    first_chunk = next((span.start for span in spans if span.is_chunk), position)
-    num_prefix = len(prefix_ids)
+    first_chunk = next((span.start for span in spans if span.is_chunk), len(ids))
     # at least one token must be computed: its logits give the first new token
-    opens_with_prefix = num_prefix <= min(first_chunk, position - 1) and ids[:num_prefix] == list(prefix_ids)
-    return Layout(tuple(ids), tuple(spans), num_prefix if opens_with_prefix else 0, opens_with_prefix)
+    most = max(0, min(len(prefix_ids), first_chunk, len(ids) - 1))
+    num_prefix = next((n for n in range(most) if ids[n] != prefix_ids[n]), most)
+    return Layout(tuple(ids), tuple(spans), num_prefix, num_prefix == len(prefix_ids))
+
+
+def _groups(segments: Sequence[Segment], apart: bool) -> Iterator[list[Segment]]:
+    """Segments that are tokenised together. ``apart``: each by itself."""
+    group: list[Segment] = []
+    for segment in segments:
+        group.append(segment)
+        if apart or segment.apart:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+class _Run(NamedTuple):
+    """Tokens ``[start, stop)`` of a text that are those of a chunk from token ``first`` on."""
+
+    start: int
+    stop: int
+    first: int
+    chunk: Chunk
+    begin: int
+    """Where the chunk's segment begins in the text."""
+    is_all: bool
+    """Whether these are all tokens of the whole chunk."""
+
+
+def _spans(
+    group: Sequence[Segment], tokens: TokenizedText, tokenize_chunk: Callable[[str], TokenizedText], start: int
+) -> Iterator[Span]:
+    """The tokens of a group as spans, from position ``start`` on: runs of chunks, and fresh text between them."""
+    text = "".join(segment.text for segment in group)
+    edges = np.cumsum([0, *(len(segment.text) for segment in group)])
+    offsets = tokens.columns[1]
+    runs = _runs(group, edges, tokens, tokenize_chunk)
+    owners = np.maximum(np.searchsorted(edges, offsets[:, 0], side="right") - 1, 0)
+    control = np.array([segment.control for segment in group])[np.minimum(owners, len(group) - 1)]
+    position, before = 0, None
+    for run in [*runs, None]:
+        stop = len(tokens) if run is None else run.start
+        while position < stop:
+            other = np.flatnonzero(control[position:stop] != control[position])
+            end = position + int(other[0]) if len(other) else stop
+            part = _part(tokens, position, end)
+            begin, last = part.offsets[0][0], max(offset for _, offset in part.offsets)
+            fresh = Fresh(text[begin:last], control=bool(control[position]))
+            yield Span(fresh, part.moved(-begin), start + position)
+            position = end
+        if run is not None:
+            yield _chunk_span(run, text, tokens, start, before)
+            position, before = run.stop, run
+
+
+def _chunk_span(run: _Run, text: str, tokens: TokenizedText, start: int, before: _Run | None) -> Span:
+    part = _part(tokens, run.start, run.stop)
+    begin, end = part.offsets[0][0], max(offset for _, offset in part.offsets)
+    chunk = run.chunk
+    if not run.is_all:
+        chunk = Chunk(text[begin:end], chunk.whole, begin - run.begin + chunk.at)
+    continues = (
+        before is not None
+        and before.chunk.whole == chunk.whole
+        and 0 <= run.first - (before.first + before.stop - before.start) <= _NEAR
+        and run.start - before.stop <= _NEAR
+    )
+    shift = run.begin if run.is_all else begin
+    return Span(chunk, part.moved(-shift), start + run.start, run.first, continues)
+
+
+def _part(tokens: TokenizedText, start: int, stop: int) -> TokenizedText:
+    return type(tokens)(tokens.ids[start:stop], tokens.offsets[start:stop])
+
+
+def _runs(
+    group: Sequence[Segment],
+    edges: np.ndarray[Any, Any],
+    tokens: TokenizedText,
+    tokenize_chunk: Callable[[str], TokenizedText],
+) -> list[_Run]:
+    """Runs of all chunks of a group, in order."""
+    found: list[_Run] = []
+    for number, segment in enumerate(group):
+        if not isinstance(segment, Chunk):
+            continue
+        begin, end = int(edges[number]), int(edges[number + 1])
+        source = tokenize_chunk(segment.whole)
+        is_whole = segment.of is None
+        for start, stop, first in _equal_runs(tokens, begin, end, source, segment.at):
+            is_all = is_whole and stop - start == len(source)
+            if is_all or stop - start >= _LEAST_RUN:
+                found.append(_Run(start, stop, first, segment, begin, is_all))
+    parts: dict[str, int] = {}
+    for run in found:
+        if run.chunk.of is not None:
+            parts[run.chunk.of] = parts.get(run.chunk.of, 0) + run.stop - run.start
+    return [run for run in found if run.chunk.of is None or parts[run.chunk.of] >= LEAST_PART]
+
+
+def _equal_runs(
+    tokens: TokenizedText, begin: int, end: int, source: TokenizedText, at: int
+) -> Iterator[tuple[int, int, int]]:
+    """Where tokens of ``source`` stand in a text: first token, token after the last one, first token in ``source``.
+
+    Characters ``[begin, end)`` of the text are those of the source from ``at`` on. Tokens are equal if their ids and
+    their characters are.
+    """
+    ids, offsets = tokens.columns
+    own_ids, own = source.columns
+    low = int(np.searchsorted(offsets[:, 0], begin))
+    high = int(np.searchsorted(offsets[:, 1], end, side="right"))
+    shift = at - begin
+    while low < high:
+        other = int(np.searchsorted(own[:, 0], offsets[low, 0] + shift))
+        while other < len(own_ids) and own[other, 0] == offsets[low, 0] + shift:
+            count = min(high - low, len(own_ids) - other)
+            same = (ids[low : low + count] == own_ids[other : other + count]) & (
+                offsets[low : low + count] + shift == own[other : other + count]
+            ).all(1)
+            length = count if same.all() else int(same.argmin())
+            if length:
+                yield low, low + length, other
+                low += length
+                break
+            other += 1
+        else:
+            low += 1
 
 
 def check_least_length(segments: Sequence[Segment], runtime: Runtime) -> None:

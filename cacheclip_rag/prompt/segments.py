@@ -1,7 +1,7 @@
 """A prompt as segments: text whose KV the store may hold, and text that must be computed now.
 
-Every prompt, from any framework or command, becomes a list of segments. Each segment is tokenised separately, and the
-ids are concatenated. Joined text is never tokenised again, so a chunk in a prompt has the same ids as in the store.
+Every prompt, from any framework or command, becomes a list of segments. Joined, they are the prompt's text, which is
+tokenised as a whole (:mod:`cacheclip_rag.prompt.layout`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..errors import ConfigurationError
 from ..types import Message, Prompt
 
 if TYPE_CHECKING:
-    from ..runtime.base import Runtime
+    from ..runtime.base import Runtime, TokenizedText
     from ..store.texts import TextIndex
 
 __all__ = [
@@ -30,6 +30,8 @@ __all__ = [
     "normalise_chunk",
     "segment_chat",
     "segment_text",
+    "tokenize_whole",
+    "without_parts",
 ]
 
 
@@ -40,14 +42,27 @@ class Fresh:
     text: str
     control: bool = False
     """True for text of the chat template, in which names of special tokens become special tokens."""
+    apart: bool = False
+    """True: the text is tokenised apart from what comes after it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A retrieved text exactly as the model reads it. Its KV is in the store, or will be stored after this answer."""
+    """A retrieved text, or a part of one, exactly as the model reads it. The KV of the whole text is in the store, or
+    will be stored after this answer."""
 
     text: str
+    of: str | None = None
+    """The whole text of which ``text`` is a part; None: ``text`` is the whole."""
+    at: int = 0
+    """Where the part begins in ``of``, in characters."""
     control: ClassVar[bool] = False
+    apart: ClassVar[bool] = False
+
+    @property
+    def whole(self) -> str:
+        """The text that is stored."""
+        return self.text if self.of is None else self.of
 
 
 Segment = Fresh | Chunk
@@ -73,13 +88,14 @@ def chunk_texts(texts: Iterable[str]) -> Iterator[str]:
 
 
 def segment_text(text: str, index: TextIndex | None, documents: Iterable[str] = ()) -> list[Segment]:
-    """Cut ``text`` into chunks (stored texts and ``documents``) and fresh text. Joined again, they equal ``text``."""
+    """Cut ``text`` into chunks (stored texts, ``documents``, and parts of them) and fresh text. Joined, they equal
+    ``text``."""
     segments: list[Segment] = []
     position = 0
     for match in index.find(text, chunk_texts(documents)) if index is not None else ():
         if match.start > position:
             segments.append(Fresh(text[position : match.start]))
-        segments.append(Chunk(text[match.start : match.stop]))
+        segments.append(Chunk(text[match.start : match.stop], match.source, match.at))
         position = match.stop
     if position < len(text):
         segments.append(Fresh(text[position:]))
@@ -181,13 +197,23 @@ def check_segments(segments: Iterable[Segment]) -> list[Segment]:
                 f"segments must be Fresh or Chunk, got {type(segment).__name__}. Make them with engine.segment(prompt)."
             )
         core = normalise_chunk(segment.text)
-        if isinstance(segment, Fresh) or segment.text == core:
+        if isinstance(segment, Fresh) or segment.of is not None or segment.text == core:
             checked.append(segment)
             continue
         start = segment.text.find(core)
         before, after = segment.text[:start], segment.text[start + len(core) :]
         checked += [Fresh(before), Chunk(core), Fresh(after)]
     return [segment for segment in checked if segment.text]
+
+
+def tokenize_whole(segments: Sequence[Segment], runtime: Runtime) -> TokenizedText:
+    """Tokens of joined segments, with offsets in the joined text."""
+    return runtime.tokenize_prompt([(segment.text, segment.control) for segment in segments])
+
+
+def without_parts(segments: Iterable[Segment]) -> list[Segment]:
+    """The segments with parts of chunks as fresh text, for methods that need whole chunks."""
+    return [Fresh(s.text) if isinstance(s, Chunk) and s.of is not None else s for s in segments]
 
 
 def as_segments(prompt: Prompt | Sequence[Segment]) -> list[Segment] | None:
@@ -249,7 +275,7 @@ class PromptReader:
             messages = [*self._system_messages(), {"role": "user", "content": content}]
             segments = segment_chat(messages, self._render(_PREFIX_DATE), None)  # stored texts do not change it
             opening = segments[: segments.index(Fresh(content))]
-        return [token for s in opening for token in self.runtime.tokenize(s.text, control=s.control).ids]
+        return list(tokenize_whole(opening, self.runtime).ids)
 
     def _render(self, date: str | None) -> Callable[[Iterable[Message]], str]:
         return lambda messages: self.runtime.render_chat(list(messages), date=date)
@@ -259,5 +285,5 @@ class PromptReader:
 
     def _opening(self) -> list[Segment]:
         """First segments of a prompt without a chat template: BOS, then the system prompt."""
-        opening = [Fresh(self.runtime.opening, control=True), Fresh(self.system_prompt or "")]
+        opening = [Fresh(self.runtime.opening, control=True), Fresh(self.system_prompt or "", apart=True)]
         return [segment for segment in opening if segment.text]

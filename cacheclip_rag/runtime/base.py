@@ -7,7 +7,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +27,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 """Compute dtypes of models, and dtypes that stored KV may have."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TokenizedText:
     """Token ids of one text, and the characters that each token covers."""
 
@@ -34,6 +38,15 @@ class TokenizedText:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    @cached_property
+    def columns(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """``(num_tokens,)`` ids and ``(num_tokens, 2)`` offsets, int64."""
+        return np.array(self.ids, np.int64), np.array(self.offsets, np.int64).reshape(-1, 2)
+
+    def moved(self, by: int) -> TokenizedText:
+        """The same tokens, ``by`` characters later in a text."""
+        return self if not by else TokenizedText(self.ids, tuple((a + by, b + by) for a, b in self.offsets))
 
 
 class State(Protocol):
@@ -107,10 +120,31 @@ class Runtime(ABC):
 
     # -- text ---------------------------------------------------------------------------------------------------
 
+    has_offsets: bool = True
+    """Whether tokens have character offsets."""
+
     @abstractmethod
     def tokenize(self, text: str, *, control: bool = False) -> TokenizedText:
         """Token ids of ``text``, with no special tokens added. Names of control tokens in the text become control
         tokens only if ``control`` is True."""
+
+    def tokenize_prompt(self, pieces: Sequence[tuple[str, bool]]) -> TokenizedText:
+        """Token ids of joined texts, each with its ``control`` as in :meth:`tokenize`. Offsets are those in the joined
+        text.
+
+        Here every change of ``control`` divides the text. A runtime overrides this to give the ids that other engines
+        give the whole text.
+        """
+        ids: list[int] = []
+        offsets: list[tuple[int, int]] = []
+        begin = 0
+        for control, run in groupby(pieces, key=lambda piece: piece[1]):
+            text = "".join(piece for piece, _ in run)
+            tokens = self.tokenize(text, control=control).moved(begin)
+            ids += tokens.ids
+            offsets += tokens.offsets
+            begin += len(text)
+        return TokenizedText(tuple(ids), tuple(offsets))
 
     def least_tokens(self, text: str) -> int:
         """A number of tokens that ``text`` has at least, known without tokenising it; 0 if none is known."""

@@ -117,16 +117,15 @@ def _after(plan: Plan, tried: FusionStats, sources: Sources, capacity: int, cloc
         missed_tokens=tried.missed_tokens,
         charged_ratio=found.stats.charged_ratio + tried.charged_ratio,
     )
-    return replace(found, stats=stats, missing=tuple(span.segment.text for span in plan.missing))
+    return replace(found, stats=stats, missing=plan.missing_texts)
 
 
 def _fused(fused: Fused, sources: Sources, clock: PhaseClock) -> Prefilled:
     plan = fused.plan
     stats = _stats(plan, clock, fused.logits, fused.recomputed_tokens, fused.charged_tokens)
     keeping = None if fused.first_computed is None else _keeping(plan, sources, fused.first_computed)
-    missing = tuple(span.segment.text for span in plan.missing)
     is_exact = _is_exact(fused, sources)
-    return Prefilled(plan.layout, fused.state, fused.logits, stats, missing, keeping, fused.trace, is_exact)
+    return Prefilled(plan.layout, fused.state, fused.logits, stats, plan.missing_texts, keeping, fused.trace, is_exact)
 
 
 def _is_exact(fused: Fused, sources: Sources) -> bool:
@@ -178,12 +177,12 @@ def _plain(plan: Plan, sources: Sources, capacity: int, clock: PhaseClock) -> Pr
     stats = replace(
         stats,
         method="prefix" if match.num_tokens else "full",
-        misses=len(layout.chunks),
+        misses=_pieces(layout.chunks),
         missed_tokens=_chunk_tokens(layout.chunks),
         fallback=plan.fallback,
     )
     logger.info("answered by plain prefill: %s", plan.fallback)
-    return Prefilled(layout, state, logits, stats, tuple(span.segment.text for span in layout.chunks), keeping)
+    return Prefilled(layout, state, logits, stats, plan.missing_texts, keeping)
 
 
 def _capture(plan: Plan, sources: Sources, capacity: int, clock: PhaseClock) -> Prefilled:
@@ -193,7 +192,7 @@ def _capture(plan: Plan, sources: Sources, capacity: int, clock: PhaseClock) -> 
     with clock.phase("recompute"):
         state, logits, variants = capture(sources.primary.runtime, layout, capacity)  # type: ignore[arg-type]
         sources.captured.add(variants)
-    stats = replace(_stats(plan, clock, logits), method="full", charged_ratio=1.0, misses=len(layout.chunks))
+    stats = replace(_stats(plan, clock, logits), method="full", charged_ratio=1.0, misses=_pieces(layout.chunks))
     stats = replace(stats, prefix_tokens=0, fresh_tokens=layout.num_tokens, fallback=plan.fallback)
     return Prefilled(layout, state, logits, stats, ())
 
@@ -214,9 +213,9 @@ def _stats(
         chunk_tokens=chunk_tokens,
         recomputed_tokens=recomputed,
         nominal_ratio=plan.method.nominal_ratio,
-        hits=len(reused),
+        hits=_pieces(reused),
         exact_tokens=_chunk_tokens(plan.exact),
-        misses=len(layout.chunks) - len(reused),
+        misses=_pieces(plan.missing),
         missed_tokens=_chunk_tokens(layout.chunks) - chunk_tokens,
         phases_s=clock.seconds,
         ttft_s=clock.elapsed(),
@@ -224,6 +223,11 @@ def _stats(
         cached_prefix_tokens=layout.num_cached,
         confidence=confidence(logits),
     )
+
+
+def _pieces(spans: Sequence[Span]) -> int:
+    """Number of chunks, or of parts of chunks, that stand in one piece."""
+    return sum(not span.continues for span in spans)
 
 
 def _chunk_tokens(spans: Sequence[Span]) -> int:

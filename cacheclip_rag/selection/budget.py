@@ -91,11 +91,12 @@ class Budget(TokenBudget):
         if among is None:
             among = [torch.ones(len(s), dtype=torch.bool) for s in scores]
         among = [a & (number >= skipped) for number, a in enumerate(among)]
-        num_first = max(self.first_tokens, self._num_start_tokens(view, len(scores) - skipped))
+        starts = [not span.continues for span in view.spans]
+        num_first = max(self.first_tokens, self._num_start_tokens(view, sum(starts[skipped:])))
         return self.grouping.take(
             scores,
             min(count, sum(int(a.sum()) for a in among)),
-            first=[torch.arange(len(s)) < num_first for s in scores],
+            first=[(torch.arange(len(s)) < num_first) & begins for s, begins in zip(scores, starts, strict=True)],
             among=among,
             sentences=_sentences(view) if self.grouping.needs_sentences else None,
         )
@@ -135,7 +136,10 @@ class FixedStarts(TokenBudget):
         masks = []
         for number, span in enumerate(view.spans):
             places = torch.arange(len(span.tokens))
-            chosen = (places < self.first) | (places >= len(places) - self.last)
+            goes_on = number + 1 < len(view.spans) and view.spans[number + 1].continues
+            chosen = ((places < self.first) & (not span.continues)) | (
+                (places >= len(places) - self.last) & (not goes_on)
+            )
             masks.append(chosen & (number >= skipped))
         return masks
 

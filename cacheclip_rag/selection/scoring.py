@@ -12,8 +12,8 @@ import torch
 from ..chunks.caches import ChunkCaches
 from ..clock import PhaseClock
 from ..prompt.layout import Span
-from ..runtime.base import Runtime
-from ..store import KV, ReadBuffer
+from ..runtime.base import Runtime, TokenizedText
+from ..store import KV, ReadBuffer, part_of
 from .auxiliary import score_chunks
 from .heads import HeadSet
 from .question import pick_layers
@@ -59,7 +59,8 @@ class AuxiliaryScorer:
         runtime, caches = self.runtime, self.caches
         asked = Question.of(runtime, question)
         least = min(len(asked.ids), _LEAST_QUESTION_TOKENS)
-        room = {s: runtime.reuse_tokens - len(caches.prefix_ids) - len(caches.tokenize(s.segment.text)) for s in spans}
+        pieces = self._pieces(spans)
+        room = {s: runtime.reuse_tokens - len(caches.prefix_ids) - len(pieces[s.whole].tokens) for s in spans}
         scorable = [span for span in spans if room[span] >= least]
         if len(scorable) < len(spans):
             logger.warning(
@@ -71,35 +72,46 @@ class AuxiliaryScorer:
         if not scorable or not asked.ids:
             return [torch.zeros(len(span.tokens)) for span in spans]
         asked = asked.last(min(room[span] for span in scorable))
-        texts = [span.segment.text for span in scorable]
-        raw = self._scores(texts, asked, scorer, clock)
+        texts = list(dict.fromkeys(span.whole for span in scorable))
+        chosen = [pieces[text] for text in texts]
+        raw = self._scores(chosen, asked, scorer, clock)
         if scorer.passes > 1:
             between = Question.of(runtime, "\n")
-            longer = asked.after(between.after(self._best_sentence(texts, raw)))
+            longer = asked.after(between.after(self._best_sentence(chosen, raw)))
             longer = longer.last(min(room[span] for span in scorable))
             if len(longer.ids) > len(asked.ids):  # otherwise there is no room for the sentence
-                again = self._scores(texts, longer, scorer, clock)
+                again = self._scores(chosen, longer, scorer, clock)
                 raw = [torch.maximum(one, other) for one, other in zip(raw, again, strict=True)]
+        found = dict(zip(texts, raw, strict=True))
         scores = {
-            span: map_scores(score, caches.tokenize(text).offsets, span.tokens.offsets)
-            for score, text, span in zip(raw, texts, scorable, strict=True)
+            span: map_scores(found[span.whole], pieces[span.whole].tokens.offsets, span.tokens.moved(span.at).offsets)
+            for span in scorable
         }
         return [scores[span] if span in scores else torch.zeros(len(span.tokens)) for span in spans]
 
+    def _pieces(self, spans: Sequence[Span]) -> dict[str, _Piece]:
+        """By whole text, what the auxiliary reads of it: its tokens from the first span's characters to the last's."""
+        edges: dict[str, tuple[int, int]] = {}
+        for span in spans:
+            start, stop = edges.get(span.whole, (span.at, 0))
+            edges[span.whole] = min(start, span.at), max(stop, span.at + len(span.segment.text))
+        return {text: _Piece.of(text, self.caches.tokenize(text), *ends) for text, ends in edges.items()}
+
     def _scores(
-        self, texts: Sequence[str], asked: Question, scorer: AuxiliaryAttention, clock: PhaseClock
+        self, pieces: Sequence[_Piece], asked: Question, scorer: AuxiliaryAttention, clock: PhaseClock
     ) -> list[torch.Tensor]:
-        """Per text ``(num_tokens,)`` scores of the auxiliary's tokens."""
+        """Per piece ``(num_tokens,)`` scores of the auxiliary's tokens."""
         runtime, caches = self.runtime, self.caches
 
         buffer = ReadBuffer()  # each chunk is written into a cache before the next is read
 
         def chunks() -> Iterator[KV]:
-            for text in texts:
+            for piece in pieces:
                 with clock.phase_within("read", "select"):
-                    kv = caches.read(text, buffer)
-                # damaged or evicted since the look-up: the auxiliary is small, so compute the chunk here
-                yield runtime.encode(caches.tokenize(text).ids, caches.prefix) if kv is None else kv
+                    kv: KV | None = caches.read(piece.text, buffer)
+                if kv is None:  # damaged or evicted since the look-up: the auxiliary is small, so compute it here
+                    kv = runtime.encode(caches.tokenize(piece.text).ids, caches.prefix)
+                yield part_of(kv, piece.first, piece.first + len(piece.tokens))
 
         layers = "last" if scorer.layers == "tuned" else scorer.layers
         return score_chunks(
@@ -107,7 +119,7 @@ class AuxiliaryScorer:
             caches.prefix,
             chunks(),
             asked.ids,
-            [len(caches.tokenize(text)) for text in texts],
+            [len(piece.tokens) for piece in pieces],
             layers=pick_layers(layers, runtime.num_layers),
             heads=self._head_set(scorer) or "mean",
             pooled=scorer.pooled,
@@ -119,14 +131,14 @@ class AuxiliaryScorer:
             return None
         return self.heads if scorer.heads == "auto" else self.named[scorer.heads]
 
-    def _best_sentence(self, texts: Sequence[str], scores: Sequence[torch.Tensor]) -> Question:
+    def _best_sentence(self, pieces: Sequence[_Piece], scores: Sequence[torch.Tensor]) -> Question:
         """The sentence with the highest mean score, as the chunk's own tokens; of a long sentence, the best part.
 
         The mean decides, because in an untrained model single tokens score high for every question."""
         best, found = -1.0, Question(())
-        for text, score in zip(texts, scores, strict=True):
-            tokens = self.caches.tokenize(text)
-            numbers = sentence_numbers(text, tokens.offsets)
+        for piece, score in zip(pieces, scores, strict=True):
+            tokens = piece.tokens
+            numbers = sentence_numbers(piece.text, tokens.offsets)
             for number in numbers.unique().tolist():
                 inside = (numbers == number).nonzero().flatten()
                 mean = float(score[inside].mean())
@@ -136,6 +148,27 @@ class AuxiliaryScorer:
                     stop = min(int(inside[-1]) + 1, start + _MAX_SENTENCE_TOKENS)
                     best, found = mean, Question(tokens.ids[start:stop])
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Neighbouring tokens of a text."""
+
+    text: str
+    tokens: TokenizedText
+    """Offsets are those in the whole text."""
+    first: int
+    """Number of the first token."""
+
+    @classmethod
+    def of(cls, text: str, tokens: TokenizedText, start: int, stop: int) -> _Piece:
+        """The tokens that share a character with ``[start, stop)``."""
+        offsets = tokens.columns[1]
+        inside = ((offsets[:, 0] < stop) & (offsets[:, 1] > start)).nonzero()[0]
+        first, last = (int(inside[0]), int(inside[-1]) + 1) if len(inside) else (0, len(tokens))
+        if (start, stop) == (0, len(text)):
+            first, last = 0, len(tokens)
+        return cls(text, TokenizedText(tokens.ids[first:last], tokens.offsets[first:last]), first)
 
 
 @dataclass(frozen=True, slots=True)

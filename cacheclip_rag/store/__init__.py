@@ -10,7 +10,7 @@ from __future__ import annotations
 from .backend import Backend, Sink
 from .catalog import Catalog, Entry
 from .chunk_store import ChunkStore, StoreStats, is_store
-from .codecs import CODECS, KV, FrameError, StoredKV, decode, encode, frame_bytes, keeps, layer_of
+from .codecs import CODECS, KV, FrameError, StoredKV, decode, encode, frame_bytes, keeps, layer_of, part_of
 from .disk import DiskBackend
 from .keys import chunk_key, text_digest
 from .memory import MemoryBackend
@@ -44,5 +44,6 @@ __all__ = [
     "is_store",
     "keeps",
     "layer_of",
+    "part_of",
     "text_digest",
 ]

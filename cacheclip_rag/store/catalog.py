@@ -27,7 +27,7 @@ from .texts import TextRow
 __all__ = ["FILE_NAME", "Catalog", "Entry", "Total"]
 
 FILE_NAME = "catalog.sqlite3"
-VERSION = 3
+VERSION = 4
 """Increase this number when a table changes."""
 
 _SCHEMA = f"""
@@ -323,9 +323,8 @@ class Catalog:
         Args:
             evict: deletes payloads.
         """
-        self.database.execute_many(
-            (f"DELETE FROM {table} WHERE namespace = ?", (namespace,)) for table in ("texts", "sources", "quotas")
-        )
+        tables = ("texts", "contents", "sources", "quotas")
+        self.database.execute_many((f"DELETE FROM {table} WHERE namespace = ?", (namespace,)) for table in tables)
         # writes that are going on count until their payloads are deleted
         mark = "UPDATE writes SET key = ? || key WHERE namespace = ? AND substr(key, 1, 1) != ?"
         self.database.execute(mark, (_DROPPED, namespace, _DROPPED))
@@ -371,12 +370,15 @@ class Catalog:
 
     def drop_unused_texts(self) -> int:
         """Remove texts that have neither an entry nor a source from the text index; returns how many."""
-        return self.database.execute(
-            "DELETE FROM texts WHERE NOT EXISTS "
-            "(SELECT 1 FROM entries WHERE entries.namespace = texts.namespace AND entries.digest = texts.digest) "
+        unused = (
+            "DELETE FROM {0} WHERE NOT EXISTS "
+            "(SELECT 1 FROM entries WHERE entries.namespace = {0}.namespace AND entries.digest = {0}.digest) "
             "AND NOT EXISTS "
-            "(SELECT 1 FROM sources WHERE sources.namespace = texts.namespace AND sources.digest = texts.digest)"
+            "(SELECT 1 FROM sources WHERE sources.namespace = {0}.namespace AND sources.digest = {0}.digest)"
         )
+        self.database.execute(unused.format("contents"))
+        self.database.execute("DELETE FROM anchors WHERE content NOT IN (SELECT id FROM contents)")
+        return self.database.execute(unused.format("texts"))
 
     def count_again(self) -> None:
         """Count all totals anew."""
@@ -391,7 +393,8 @@ class Catalog:
 
     def salvage(self, path: Path) -> None:
         """Copy limits, quotas, texts and sources from the file of a damaged catalog, as far as they can be read."""
-        copied = {"meta": "WHERE name = 'max_bytes'", "quotas": "", "texts": "", "sources": ""}
+        copied = {"meta": "WHERE name = 'max_bytes'", "quotas": "", "sources": ""}
+        copied |= dict.fromkeys(("texts", "contents", "anchors"), "")
         if not path.is_file():
             return
         with closing(sqlite3.connect(f"file:{quote(os.fsencode(path))}?mode=ro", uri=True)) as damaged:

@@ -17,7 +17,7 @@ import math
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -42,6 +42,7 @@ __all__ = [
     "frame_bytes",
     "keeps",
     "layer_of",
+    "part_of",
 ]
 
 FRAME_VERSION = 2
@@ -174,9 +175,11 @@ CODECS: dict[str, Codec] = {
 
 @dataclass(frozen=True, slots=True)
 class StoredKV:
-    """One chunk cache as it was stored. Layers are decoded when they are asked for."""
+    """One chunk cache as it was stored, or some of its tokens. Layers are decoded when they are asked for."""
 
     frame: Frame
+    tokens: slice = field(default_factory=lambda: slice(None))
+    """The tokens that :meth:`layer` gives."""
 
     @property
     def codec(self) -> str:
@@ -186,13 +189,16 @@ class StoredKV:
     @property
     def shape(self) -> tuple[int, ...]:
         """``(num_layers, 2, num_kv_heads, num_tokens, head_dim)``."""
-        return self.frame.shape
+        *before, num_tokens, head_dim = self.frame.shape
+        return (*before, len(range(num_tokens)[self.tokens]), head_dim)
 
     def layer(self, number: int, device: torch.device | str = "cpu") -> LayerKV:
         """KV of one layer, in the codec's dtype, or float32 from integers. It may share memory with the store: do not
         write to it."""
         data = self.frame.layer_bytes(number).to(device)  # before decoding, because fewer bytes move
-        return CODECS[self.codec].decode(data, self.shape[1:])
+        keys, values, scale = CODECS[self.codec].decode(data, self.frame.shape[1:])
+        chosen = self.tokens
+        return LayerKV(keys[:, chosen], values[:, chosen], None if scale is None else scale[:, chosen])
 
     def tensor(self) -> torch.Tensor:
         """KV of all layers, in memory of its own."""
@@ -201,6 +207,15 @@ class StoredKV:
 
 KV = torch.Tensor | StoredKV
 """KV of a chunk, ``(num_layers, 2, num_kv_heads, num_tokens, head_dim)``, computed or stored."""
+
+
+def part_of(kv: KV, start: int, stop: int) -> KV:
+    """The KV of tokens ``[start, stop)``, in the same memory."""
+    assert 0 <= start < stop <= kv.shape[3], f"tokens {start} to {stop} of {kv.shape[3]}"
+    if isinstance(kv, StoredKV):
+        first = kv.tokens.start or 0
+        return StoredKV(kv.frame, slice(first + start, first + stop))
+    return kv[:, :, :, start:stop]
 
 
 def layer_of(kv: KV, number: int, device: torch.device | str) -> LayerKV:

@@ -4,10 +4,10 @@ A framework passes one string to its language model, and the chunks are somewher
 characters has a hash. A text's anchor is the smallest hash among its first ``reach`` windows; the reach is a power of
 two. In a prompt that contains the text, the anchor is the smallest hash of ``reach`` neighbouring windows. Only these
 hashes are looked up in the store's catalog: about 2 / (reach + 1) of the prompt's windows. The place of an anchor gives
-the text's place; then a hash of the whole text is compared, and last its digest. So a match is never wrong, nothing is
-kept in memory, and the texts themselves need not be stored. (Source: winnowing, Schleimer et al., SIGMOD 2003. An
-automaton over all texts was rejected: 60 kB per chunk, and a rebuild at each insert. A table in memory was rejected:
-every process would read all of it before its first answer.)
+the text's place; then a hash of the whole text is compared, and last its digest. So a match is never wrong, and nothing
+is kept in memory. (Source: winnowing, Schleimer et al., SIGMOD 2003. An automaton over all texts was rejected: 60 kB
+per chunk, and a rebuild at each insert. A table in memory was rejected: every process would read all of it before its
+first answer.) Parts of texts are found by :mod:`~cacheclip_rag.store.excerpts`.
 
 Hostile texts and prompts can make every place a candidate. A search therefore stops with a warning after a number of
 comparisons; chunks that it did not find are computed as fresh text.
@@ -20,20 +20,21 @@ import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ..errors import StoreError
 from .database import Database
+from .excerpts import SCHEMA as EXCERPTS_SCHEMA
+from .excerpts import ExcerptIndex, TextMatch
 from .keys import text_digest
+from .winnowing import WINDOW, Column, code_points, smallest, window_hashes
 
 __all__ = ["REACH", "SCHEMA", "WINDOW", "WRITE", "TextIndex", "TextMatch", "TextRow", "text_row"]
 
 logger = logging.getLogger(__name__)
 
-WINDOW = 16
-"""Characters per window. Shorter texts are not matched, because reusing them would save nothing."""
 REACH = 256
 """Most windows at a text's start and at its end from which its anchor and its ending are chosen."""
 
@@ -49,7 +50,7 @@ _BLOCK, _LONGEST_BLOCK = 1 << 11, 1 << 14
 """Slices compared at once: few after a match, which may cover what comes next; never more than fit in a processor's
 cache."""
 
-SCHEMA = """
+SCHEMA = f"""{EXCERPTS_SCHEMA}
 CREATE TABLE IF NOT EXISTS texts (
     namespace TEXT NOT NULL, reach INTEGER NOT NULL, anchor INTEGER NOT NULL, ending INTEGER NOT NULL,
     digest BLOB NOT NULL, start INTEGER NOT NULL, length INTEGER NOT NULL, whole INTEGER NOT NULL,
@@ -71,16 +72,6 @@ _ROWS, _ROWS_OF_POPULAR = (
     f"AND {ending} IN (SELECT value FROM json_each(?)) AND length <= ? LIMIT ?"
     for ending in ("+ending", "ending")
 )
-
-_Column = np.ndarray[Any, np.dtype[Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class TextMatch:
-    """A stored text found in a prompt: ``prompt[start:stop]``."""
-
-    start: int
-    stop: int
 
 
 class TextRow(NamedTuple):
@@ -104,7 +95,7 @@ class TextRow(NamedTuple):
 
 def text_row(text: str) -> TextRow | None:
     """The row of a text; None if the text is shorter than ``WINDOW``."""
-    hashes = _window_hashes(text)
+    hashes = window_hashes(code_points(text))
     if not len(hashes):
         return None
     reach = min(REACH, 1 << (len(hashes).bit_length() - 1))
@@ -121,18 +112,23 @@ class TextIndex:
         """``database``: has the table of ``SCHEMA``."""
         self._database = database
         self._namespace = namespace
+        self._excerpts = ExcerptIndex(database, namespace)
         self._warned = False
 
     def add(self, texts: Iterable[str]) -> None:
         """Add texts. Texts shorter than ``WINDOW`` are left out. Raises StoreError if the catalog cannot be used."""
+        texts = list(texts)
         self.add_rows(_rows_of(texts))
+        self._excerpts.add(texts)
 
     def add_rows(self, rows: Iterable[TextRow]) -> None:
-        """Add texts by their rows, as :meth:`add`."""
+        """Add texts by their rows. They are found as a whole, but not in part."""
         self._database.execute_many([(WRITE, (self._namespace, *row)) for row in rows])
 
     def remove(self, texts: Iterable[str]) -> None:
         """Remove texts, for every process. Raises StoreError if the catalog cannot be used."""
+        texts = list(texts)
+        self._excerpts.remove(texts)
         self._database.execute_many([(f"DELETE {_THIS_ROW}", self._name(row)) for row in _rows_of(texts)])
 
     def known(self, text: str) -> bool:
@@ -144,20 +140,27 @@ class TextIndex:
         return bool(self._database.query(f"SELECT 1 {_THIS_ROW}", self._name(row)))
 
     def find(self, prompt: str, documents: Iterable[str] = ()) -> list[TextMatch]:
-        """Stored texts and ``documents`` that occur in ``prompt``: leftmost, longest, not overlapping, in order.
+        """Stored texts and ``documents`` that occur in ``prompt``, as a whole or in part: the longest first, not
+        overlapping, in order.
 
         If the catalog cannot be used, only ``documents`` are found, and the first search says so in a warning.
         """
+        documents = list(documents)
+        return self._excerpts.find(prompt, self.find_whole(prompt, documents), documents)
+
+    def find_whole(self, prompt: str, documents: Iterable[str] = ()) -> list[TextMatch]:
+        """Stored texts and ``documents`` that occur in ``prompt`` as a whole: leftmost, longest, not overlapping, in
+        order."""
         given = list(_rows_of(documents))
-        hashes = _window_hashes(prompt)
-        places = dict(_smallest(hashes))
+        hashes = window_hashes(code_points(prompt))
+        places = dict(smallest(hashes, REACH))
         rows = _Rows.of(given + self._stored(hashes, places))
         return _Search(prompt, hashes, rows).matches(places)
 
     def _name(self, row: TextRow) -> tuple[str, int, int, int, bytes]:
         return self._namespace, row.reach, row.anchor, row.ending, row.digest
 
-    def _stored(self, hashes: _Column, places: dict[int, _Column]) -> list[TextRow]:
+    def _stored(self, hashes: Column, places: dict[int, Column]) -> list[TextRow]:
         """Rows of stored texts that may be in a prompt."""
         try:
             reaches = self._database.query(_REACHES, (json.dumps([*places]), self._namespace))
@@ -170,7 +173,7 @@ class TextIndex:
         self._warned = False
         return found
 
-    def _rows(self, reach: int, hashes: _Column, places: _Column) -> Iterator[TextRow]:
+    def _rows(self, reach: int, hashes: Column, places: Column) -> Iterator[TextRow]:
         """Rows whose anchor and ending are both among the smallest hashes of a prompt."""
         smallest, most = json.dumps(np.unique(hashes[places]).tolist()), len(hashes) + WINDOW - 1
         counts = self._database.query(_ANCHORS, (self._namespace, reach, _POPULAR, smallest))
@@ -194,31 +197,6 @@ def _rows_of(texts: Iterable[str]) -> Iterator[TextRow]:
 # -- hashes ---------------------------------------------------------------------------------------------------------
 
 
-def _window_hashes(text: str) -> _Column:
-    """Hash of every window of ``WINDOW`` characters, in order: ``(len(text) - WINDOW + 1,)`` int64."""
-    codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32).astype(np.uint64)
-    count = len(codes) - WINDOW + 1
-    if count <= 0:
-        return np.empty(0, dtype=np.int64)
-    hashes = np.zeros(count, dtype=np.uint64)
-    for offset in range(WINDOW):  # a polynomial modulo 2**64; the finaliser below spreads the hashes
-        hashes = hashes * np.uint64(0x100000001B3) + codes[offset : offset + count]
-    hashes = (hashes ^ (hashes >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
-    return (hashes ^ (hashes >> np.uint64(32))).view(np.int64)
-
-
-def _smallest(hashes: _Column) -> Iterator[tuple[int, _Column]]:
-    """For each reach, the place of the first smallest hash among the windows ``[i, i + reach)``, for every ``i``."""
-    places, reach = np.arange(len(hashes)), 1
-    while len(places):
-        yield reach, places
-        if reach == REACH:
-            return
-        left, right = places[:-reach], places[reach:]
-        places = np.where(hashes[left] <= hashes[right], left, right)
-        reach *= 2
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Sums:
     """Sums of window hashes times powers of an odd number, modulo 2**64: hashes of slices in constant time.
@@ -226,20 +204,20 @@ class _Sums:
     Sums of window hashes and not of characters, because two different texts with equal sums of characters are known.
     """
 
-    powers: _Column
+    powers: Column
     """``(num_windows + 1,)`` int64."""
-    sums: _Column
+    sums: Column
     """``(num_windows + 1,)`` int64: sum over the windows before."""
 
     @classmethod
-    def of(cls, hashes: _Column) -> _Sums:
+    def of(cls, hashes: Column) -> _Sums:
         factors = np.full(len(hashes) + 1, 0x5851F42D4C957F2D, np.int64)
         factors[0] = 1
         powers, sums = np.cumprod(factors), np.zeros(len(hashes) + 1, np.int64)
         np.cumsum(hashes * powers[:-1], out=sums[1:])
         return cls(powers, sums)
 
-    def equal(self, starts: _Column, counts: _Column, stops: _Column, wholes: _Column) -> _Column:
+    def equal(self, starts: Column, counts: Column, stops: Column, wholes: Column) -> Column:
         """Which slices ``[start, stop)`` of ``WINDOW`` or more characters have the hash ``whole``.
 
         Args:
@@ -248,7 +226,7 @@ class _Sums:
         """
         found = self.sums.take(stops - (WINDOW - 1), mode="clip")
         found -= np.repeat(self.sums[starts], counts)
-        equal: _Column = np.flatnonzero(found == wholes * np.repeat(self.powers[starts], counts))
+        equal: Column = np.flatnonzero(found == wholes * np.repeat(self.powers[starts], counts))
         return equal
 
 
@@ -259,14 +237,14 @@ class _Sums:
 class _Rows:
     """Rows in columns, ordered by key."""
 
-    keys: _Column
+    keys: Column
     """int64: each key once."""
-    first: _Column
+    first: Column
     """First row of each key."""
-    counts: _Column
+    counts: Column
     """Rows of each key."""
-    lengths: _Column
-    wholes: _Column
+    lengths: Column
+    wholes: Column
     digests: list[bytes]
 
     @classmethod
@@ -278,29 +256,29 @@ class _Rows:
         keys, first, counts = np.unique(keys[order], return_index=True, return_counts=True)
         return cls(keys, first, counts, lengths[order], wholes[order], [rows[row].digest for row in order])
 
-    def at(self, keys: _Column) -> tuple[_Column, _Column]:
+    def at(self, keys: Column) -> tuple[Column, Column]:
         """Which of ``keys`` have rows, and the number of each of these among the keys of this table."""
         numbers = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
         known = np.flatnonzero(self.keys[numbers] == keys)
         return known, numbers[known]
 
 
-def _keys(reaches: _Column | int, anchors: _Column, starts: _Column) -> _Column:
+def _keys(reaches: Column | int, anchors: Column, starts: Column) -> Column:
     """One number for reach, anchor and start. Equal keys of different anchors only cost a comparison."""
-    keys: _Column = anchors + (starts + reaches * REACH)
+    keys: Column = anchors + (starts + reaches * REACH)
     return keys
 
 
 class _Search:
     """One search of a prompt."""
 
-    def __init__(self, prompt: str, hashes: _Column, rows: _Rows) -> None:
+    def __init__(self, prompt: str, hashes: Column, rows: _Rows) -> None:
         self._prompt, self._hashes, self._rows = prompt, hashes, rows
         self._sums = _Sums.of(hashes)
         self._compared = self._wrong = 0
 
-    def matches(self, places: dict[int, _Column]) -> list[TextMatch]:
-        """Matches from left to right. ``places``: see :func:`_smallest`."""
+    def matches(self, places: dict[int, Column]) -> list[TextMatch]:
+        """Matches from left to right. ``places``: see :func:`~cacheclip_rag.store.winnowing.smallest`."""
         found: list[TextMatch] = []
         if not len(self._rows.keys) or not places:
             return found
@@ -326,7 +304,7 @@ class _Search:
             )
         return found
 
-    def _candidates(self, places: dict[int, _Column]) -> tuple[_Column, _Column]:
+    def _candidates(self, places: dict[int, Column]) -> tuple[Column, Column]:
         """Where texts may start, in order, and the numbers of their keys."""
         found = [
             self._rows.at(_keys(reach, self._hashes[smallest], smallest - np.arange(len(smallest))))
@@ -337,7 +315,7 @@ class _Search:
         order = np.argsort(starts, kind="stable")
         return starts[order], numbers[order]
 
-    def _matches(self, starts: _Column, numbers: _Column, end: int) -> Iterator[TextMatch]:
+    def _matches(self, starts: Column, numbers: Column, end: int) -> Iterator[TextMatch]:
         """Matches that begin at some of ``starts``, and not before ``end``."""
         counts = self._rows.counts[numbers]
         rows = _ranges(self._rows.first[numbers], counts)
@@ -362,7 +340,7 @@ class _Search:
         return self._compared > _MOST_COMPARED or self._wrong > _MOST_WRONG
 
 
-def _ranges(first: _Column, counts: _Column) -> _Column:
+def _ranges(first: Column, counts: Column) -> Column:
     """Concatenated ranges: ``count`` whole numbers from each ``first`` on."""
     before = np.cumsum(counts) - counts
     return np.repeat(first - before, counts) + np.arange(counts.sum())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -28,7 +29,11 @@ class TestPrefix:
         messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": rag(chunks)}]
         answer = engine.generate(messages, SHORT)
         check_sums(answer)
-        assert answer.stats.prefix_tokens == 0 and answer.stats.hits == 4
+        common = os.path.commonprefix(
+            [list(engine.parts.prefix_caches.prefix_ids), list(engine.plan(messages).layout.token_ids)]
+        )
+        assert answer.stats.prefix_tokens == len(common) < len(engine.parts.prefix_caches.prefix_ids)
+        assert answer.stats.hits == 4 and answer.stats.exact_tokens == 0
         exact = engine.generate(messages, SHORT, recompute_ratio=1.0)
         assert exact.token_ids == engine.generate(messages, SHORT, method="full").token_ids
 
@@ -112,7 +117,8 @@ class TestTemplateWithADate:
         assert "01 Jan 2025" in engine.primary.decode_ids(caches.prefix_ids)
         fused = logits(engine, rag(chunks), preset("cacheclip").at(1.0))
         assert time.strftime("%Y") in engine.primary.decode_ids(fused.layout.ids.tolist())
-        assert (fused.stats.hits, fused.stats.prefix_tokens, fused.stats.exact_tokens) == (4, 0, 0)
+        assert 0 < fused.stats.prefix_tokens < len(caches.prefix_ids), "up to the date"
+        assert (fused.stats.hits, fused.stats.exact_tokens) == (4, 0)
         assert (fused.logits - logits(engine, rag(chunks), Full()).logits).abs().max() < 1e-4
 
 

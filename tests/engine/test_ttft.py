@@ -38,21 +38,24 @@ def timed(engine: CacheClipEngine, method: str) -> tuple[float, float]:
 
 @pytest.mark.parametrize("method", ["full", "direct"])
 def test_tokenising_counts(stored: CacheClipEngine, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    tokenizer = stored.primary.text_tokenizer
     question = "What is the magic number of the harbour master?"
 
     class Slow:
         """Takes its time for the question alone, which stands in no stored chunk."""
 
+        def __init__(self, tokenizer: Any) -> None:
+            self.tokenizer = tokenizer
+
         def __call__(self, text: str, **options: Any) -> Any:
             if question in text:
                 time.sleep(SLEEP_S)
-            return tokenizer(text, **options)
+            return self.tokenizer(text, **options)
 
         def __getattr__(self, name: str) -> Any:
-            return getattr(tokenizer, name)
+            return getattr(self.tokenizer, name)
 
-    monkeypatch.setattr(stored.primary, "text_tokenizer", Slow())
+    for name in ("tokenizer", "text_tokenizer"):
+        monkeypatch.setattr(stored.primary, name, Slow(getattr(stored.primary, name)))
     ttft_s, elapsed = timed(stored, method)
     assert SLEEP_S <= ttft_s <= elapsed
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache, DynamicLayer
 
-from cacheclip_rag import CacheClipEngine, Fresh, SamplingParams
+from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.fusion.recompute import assemble, choose_rows
 from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.base import Method
@@ -104,14 +104,15 @@ def make_case(
     engine.precompute(texts)
     prompt = opening + "\n\n".join(texts) + "\n\nQuestion: What is the magic number?"
     caches = engine.parts.prefix_caches
-    layout = lay_out(
-        engine.segment(prompt),
-        lambda s: caches.runtime.tokenize(s.text, control=isinstance(s, Fresh) and s.control),
-        caches.prefix_ids,
-    )
-    kv = {0: caches.prefix} | {s.start: caches.read(s.segment.text).tensor() for s in layout.chunks}
+    layout = lay_out(engine.segment(prompt), caches.runtime, caches.tokenize, caches.prefix_ids)
+    kv = {0: caches.prefix} | {span.start: stored_kv(caches, span) for span in layout.chunks}
     assert layout.num_prefix and len(layout.chunks) == len(texts) and all(v is not None for v in kv.values())
     return Case(folder, engine, layout, kv)
+
+
+def stored_kv(caches: Any, span: Any) -> torch.Tensor:
+    """The stored KV of a chunk's tokens in a prompt."""
+    return caches.read(span.whole).tensor()[:, :, :, span.first : span.first + len(span.tokens)]
 
 
 def prefilled(engine: CacheClipEngine, prompt: Any, method: str | Method, ratio: float = 0.2) -> Any:

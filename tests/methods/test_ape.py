@@ -22,7 +22,7 @@ class TestApe:
         opening, *_, closing = [
             span.segment for span in case.layout.spans if not span.is_chunk and span.segment.control
         ]
-        chunks = [span.segment.text for span in case.layout.chunks]
+        chunks = [span.whole for span in case.layout.chunks]
         ask = Fresh("\n\nWhat is the magic number?")
         ids = []
         for order in ((0, 1, 2), (2, 0, 1)):

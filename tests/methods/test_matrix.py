@@ -170,7 +170,7 @@ def test_with_chunk_caches_of_its_own(case_of: Any, name: str, preset_name: str,
     if method.captures:
         run(case, method)
     else:
-        case.engine.precompute([span.segment.text for span in case.layout.chunks], method=method)
+        case.engine.precompute([span.whole for span in case.layout.chunks], method=method)
     first, second = run(case, method), run(case, method)
     assert (first.stats.method, first.stats.hits) == (method.name, 3)
     assert torch.equal(first.logits, second.logits)
@@ -182,7 +182,7 @@ def test_with_chunk_caches_of_its_own(case_of: Any, name: str, preset_name: str,
 def test_a_store_of_half_a_prompt(case_of: Any) -> None:
     """Chunks that are not stored are fresh text for every method."""
     case = case_of("llama")
-    texts = [span.segment.text for span in case.layout.chunks]
+    texts = [span.whole for span in case.layout.chunks]
     case.engine.release([texts[1]])
     segments = [span.segment for span in case.layout.spans]
     for name in REUSING:

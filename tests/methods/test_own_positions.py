@@ -111,14 +111,14 @@ class TestOwnPositions:
     def test_a_damaged_chunk_is_placed_as_text(self, case_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         case = case_of("llama")
         caches = case.engine.parts.prefix_caches
-        lost = case.layout.chunks[1].segment.text
+        lost = case.layout.chunks[1].whole
         read = type(caches).read
         monkeypatch.setattr(
             type(caches), "read", lambda self, text, *buffer: None if text == lost else read(self, text, *buffer)
         )
         result = run(case, "ape")
         assert (result.stats.hits, result.stats.misses) == (2, 1) and result.missing == (lost,)
-        stored = [s for s in case.layout.chunks if s.segment.text != lost]
+        stored = [s for s in case.layout.chunks if s.whole != lost]
         assert torch.equal(result.cache.geometry.positions, made("ape").positions(case.layout, stored).positions)
 
     @pytest.mark.parametrize(

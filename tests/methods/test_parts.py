@@ -160,7 +160,7 @@ class TestChunkContexts:
         case = case_of("llama")
         method = made(name, chunk_context="passages")
         assert run(case, method).stats.fallback is not None
-        case.engine.precompute([span.segment.text for span in case.layout.chunks], method=method)
+        case.engine.precompute([span.whole for span in case.layout.chunks], method=method)
         other = run(case, method)
         assert other.stats.fallback is None and other.stats.hits == 3 and other.stats.exact_tokens == 0
         assert gap(other.logits, run(case, name).logits) > 0
@@ -169,24 +169,24 @@ class TestChunkContexts:
     def test_ratio_one_is_full_prefill(self, case_of: Any, name: str) -> None:
         case = case_of(name)
         epic = made("epic", 1.0, chunk_context="passages")
-        case.engine.precompute([span.segment.text for span in case.layout.chunks], method=epic)
+        case.engine.precompute([span.whole for span in case.layout.chunks], method=epic)
         fused = run(case, epic)
         assert fused.stats.effective_ratio == 1.0
         assert gap(fused.logits, reference_logits(case.folder, case.layout.ids)) < EXACT
 
     def test_stored_kv_is_that_of_the_chunk_behind_prefix_and_passages(self, case_of: Any) -> None:
         case, chunk = case_of("llama"), case_of("llama").layout.chunks[1]
-        case.engine.precompute([chunk.segment.text], method=made("direct", chunk_context="passages"))
+        case.engine.precompute([chunk.whole], method=made("direct", chunk_context="passages"))
         before, passages = (
             case.engine.chunk_caches(CONTEXTS[name], with_auxiliary=False)[0] for name in ("prefix", "passages")
         )
         context = case.runtime.tokenize(CONTEXTS["passages"].text).ids
         ids = torch.tensor([*before.prefix_ids, *context, *chunk.tokens.ids])
         full, _ = case.runtime.prefill(ids, len(ids))
-        stored = passages.read(chunk.segment.text)
+        stored = passages.read(chunk.whole)
         assert stored is not None
         assert gap(stored.tensor(), case.runtime.extract(full, len(ids) - len(chunk.tokens), len(ids))) < EXACT
-        behind_prefix = before.read(chunk.segment.text)
+        behind_prefix = before.read(chunk.whole)
         assert behind_prefix is not None and gap(stored.tensor(), behind_prefix.tensor()) > 1e-3
 
     @pytest.mark.parametrize("name", ["block", "turborag", "link"])

@@ -45,8 +45,8 @@ class TestPlan:
     def test_hits_and_budget(self, engine: CacheClipEngine) -> None:
         engine.precompute(CHUNKS[:2])
         plan = engine.plan(rag(CHUNKS), documents=CHUNKS, recompute_ratio=0.25)
-        assert [span.segment.text for span in plan.reused] == CHUNKS[:2]
-        assert [span.segment.text for span in plan.missing] == CHUNKS[2:]
+        assert [span.whole for span in plan.reused] == CHUNKS[:2]
+        assert [span.whole for span in plan.missing] == CHUNKS[2:]
         tokens = sum(len(engine.primary.tokenize(text)) for text in CHUNKS[:2])
         assert plan.chunk_tokens == tokens and plan.budget_tokens == round(0.25 * tokens)
         assert plan.fallback is None and plan.method.name == "epic"
@@ -61,7 +61,7 @@ class TestPlan:
         engine = make(chunk_context="prefix")
         engine.precompute(CHUNKS)
         plan = engine.plan(rag(CHUNKS))
-        assert [span.segment.text for span in plan.exact] == CHUNKS[:1]
+        assert [span.whole for span in plan.exact] == CHUNKS[:1]
         assert engine.plan("First:\n\n" + rag(CHUNKS)).exact == ()
 
     def test_planning_computes_nothing(self, engine: CacheClipEngine) -> None:

@@ -119,7 +119,7 @@ class TestControlTokens:
         ids=["added only", "as converted from GGUF", "sentencepiece", "unigram", "words", "made by merges"],
     )
     def test_none_comes_out_of_a_text(self, tokenizer: Any, texts: list[str]) -> None:
-        own = text_tokenizer(tokenizer, ())
+        own, _ = text_tokenizer(tokenizer, ())
         control = {tokenizer.convert_tokens_to_ids(text) for text in texts} - {tokenizer.convert_tokens_to_ids("<pad>")}
         for text in texts:
             assert len(ids_of(tokenizer, text)) == 1
@@ -130,14 +130,14 @@ class TestControlTokens:
     def test_tokens_of_the_template_are_control_tokens(self) -> None:
         tokenizer = sentencepiece("<table>", "<turn>", "\n")
         tokenizer.chat_template = "{{ '<turn>\n' }}{{ messages }}"
-        own = text_tokenizer(tokenizer, ())
+        own, _ = text_tokenizer(tokenizer, ())
         assert ids_of(own, "<table>\n") == ids_of(tokenizer, "<table>\n") and len(ids_of(own, "<turn>")) == 6
 
     def test_tokens_that_end_an_answer_are_control_tokens(self) -> None:
         tokenizer = sentencepiece("<table>", "<end>")
         (end,) = ids_of(tokenizer, "<end>")
-        assert end in ids_of(text_tokenizer(tokenizer, ()), "<end>")
-        assert end not in ids_of(text_tokenizer(tokenizer, (end,)), "<end>")
+        assert end in ids_of(text_tokenizer(tokenizer, ())[0], "<end>")
+        assert end not in ids_of(text_tokenizer(tokenizer, (end,))[0], "<end>")
 
     def test_with_a_runtime(self, tmp_path: Path) -> None:
         """``<tool_call>`` of Qwen: added, and not special."""
@@ -158,12 +158,12 @@ class TestOtherIds:
     @pytest.mark.parametrize("text", ["\n\n", "a\n\n\nb", "<table>", "a <table> b\n\n", " ", "<tab", "<table"])
     def test_added_tokens_of_the_base_vocabulary_are_text(self, text: str) -> None:
         tokenizer = sentencepiece("<table>", "\n", "\n\n")
-        assert now(text_tokenizer(tokenizer, ()), text) == as_before(tokenizer, text)
+        assert now(text_tokenizer(tokenizer, ())[0], text) == as_before(tokenizer, text)
 
     def test_runs_of_blanks_are_text(self) -> None:
         """Some tokenizers have them as added tokens outside the vocabulary; the tokens around are control tokens."""
         tokenizer = byte_level("<a>", "        ", "<b>", "\n\n\n", "<c>")
-        own = text_tokenizer(tokenizer, ())
+        own, _ = text_tokenizer(tokenizer, ())
         text = "x         y \n\n\n z"
         assert now(own, text) == as_before(tokenizer, text)
         assert {*ids_of(tokenizer, " " * 8), *ids_of(tokenizer, "\n\n\n")} <= set(ids_of(own, text))
@@ -182,7 +182,7 @@ class TestOtherIds:
         before = as_before(tokenizer, text)
         if tokenizer.eos_token_id in before[0]:
             return  # "<|eos>" for a vocabulary without "|", which is dropped
-        assert now(text_tokenizer(tokenizer, ()), text) == before
+        assert now(text_tokenizer(tokenizer, ())[0], text) == before
 
     @pytest.mark.slow
     @pytest.mark.parametrize("name", ["qwen2.5-coder-0.5b", "smollm2-135m"])
@@ -192,7 +192,7 @@ class TestOtherIds:
 
 def compare_on_varied_texts(tokenizer: Any, num_texts: int = 400) -> None:
     """Texts of many scripts, spacings and markup give the ids and offsets that they gave before."""
-    own = text_tokenizer(tokenizer, ())
+    own, _ = text_tokenizer(tokenizer, ())
     draw = random.Random(0)
     pieces = [
         *SENTENCES,
@@ -270,12 +270,12 @@ class TestLeastTokens:
             tokenizer = make_tokenizer(400)
             if normalizer is not None:
                 tokenizer.backend_tokenizer.normalizer = normalizer
-            own = text_tokenizer(tokenizer, ())
+            own, _ = text_tokenizer(tokenizer, ())
             least = LeastTokens.of(own)
             assert least is not None and least(text) <= len(ids_of(own, text))
 
     def test_is_reached(self) -> None:
-        own = text_tokenizer(make_tokenizer(400), ())
+        own, _ = text_tokenizer(make_tokenizer(400), ())
         least = LeastTokens.of(own)
         assert least is not None
         longest = max((text for text in own.get_vocab() if text.isascii() and text.isalpha()), key=len)

@@ -90,7 +90,7 @@ def laid(tiny_models: dict[str, str]) -> Callable[[str], Laid]:
         engine.precompute(TEXTS)
         segments = engine.segment(PROMPT)
         caches = engine.parts.prefix_caches
-        layout = lay_out(segments, caches.tokenize_segment, caches.prefix_ids)
+        layout = lay_out(segments, engine.primary, caches.tokenize, caches.prefix_ids)
         before = engine.parts.primary(CONTEXTS[PASSAGES]).prefix
         for parameter in engine.primary.model.parameters():
             parameter.requires_grad_(False)

@@ -197,9 +197,9 @@ def _no_future(engine: CacheClipEngine, prompt: EvaluationPrompt) -> Check:
     border = layout.chunks[-1].start
     pieces = {0: caches.prefix} if layout.num_prefix else {}
     for span in layout.chunks:
-        kv = caches.read(span.segment.text)
+        kv = caches.read(span.whole)
         assert kv is not None, "its chunks were precomputed"
-        pieces[span.start] = kv.tensor()
+        pieces[span.start] = kv.tensor()[:, :, :, span.first : span.first + len(span.tokens)]
     masks = [(span, torch.arange(len(span.tokens)) % 3 == 0) for span in layout.chunks]
     rows = choose_rows(layout, layout.chunks, masks)
     generator = torch.Generator().manual_seed(0)

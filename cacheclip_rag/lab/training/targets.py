@@ -111,7 +111,8 @@ def _recorded(
     engine: CacheClipEngine, sample: Sample, method: Method, ratio: float, *, scores: bool
 ) -> dict[str, tuple[torch.Tensor, Offsets]]:
     """By chunk text, a method's scores or masks, and the offsets of the chunk's tokens; empty if there is nothing to
-    choose. The recompute itself is skipped. Chunks that were not stored before are released."""
+    choose. A token that differs in the prompt has score 0, and counts as recomputed. The recompute itself is skipped.
+    Chunks that were not stored before are released."""
     assert isinstance(method, Recompute), "the method must score tokens"
     recording = _Recording(method.at(ratio), scores, name=method.name)
     missing = [chunk for chunk in sample.chunks if not engine.is_stored(chunk)]
@@ -123,7 +124,14 @@ def _recorded(
     finally:
         engine.release(missing)
         engine.prefixes.clear()
-    return recording.found
+    found: dict[str, tuple[torch.Tensor, Offsets]] = {}
+    for chunk, parts in recording.found.items():
+        offsets = engine.primary.tokenize(chunk).offsets
+        values = torch.full((len(offsets),), 0.0 if scores else True, dtype=torch.float32 if scores else torch.bool)
+        for first, part in parts:
+            values[first : first + part.shape[-1]] = part.to(values.dtype)
+        found[chunk] = (values, offsets)
+    return found
 
 
 class _Recorded(Exception):
@@ -137,7 +145,8 @@ class _Recording(Method):
     inner: Recompute
     scores: bool
     """True: record scores; False: record masks."""
-    found: dict[str, tuple[torch.Tensor, Offsets]] = field(default_factory=dict, compare=False)
+    found: dict[str, list[tuple[int, torch.Tensor]]] = field(default_factory=dict, compare=False)
+    """By chunk text: the first token of each part in the prompt, and what was recorded of the part."""
 
     @property
     def needs_auxiliary(self) -> bool:
@@ -158,6 +167,6 @@ class _Recording(Method):
         if self.scores and not self.inner.budget.is_open(view):
             raise _Recorded
         kept = self.inner.scorer.late(view, scores) if self.scores else self.inner.select(view, scores)
-        spans = zip(view.spans, kept, strict=True)
-        self.found.update({span.segment.text: (tensor, span.tokens.offsets) for span, tensor in spans})
+        for span, tensor in zip(view.spans, kept, strict=True):
+            self.found.setdefault(span.whole, []).append((span.first, tensor))
         raise _Recorded

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -38,9 +39,11 @@ class TaughtPrompt:
     number: int
     """Number of the prompt, which decides the system prompt."""
     chunks: tuple[torch.Tensor, ...]
-    """Token ids of each chunk."""
+    """Token ids of each chunk as it is stored."""
+    parts: tuple[slice, ...]
+    """The tokens of each chunk that stand in the prompt."""
     starts: tuple[int, ...]
-    """First slot of each chunk."""
+    """First slot of each part."""
     ids: torch.Tensor
     """``(num_tokens,)``: the common part, up to the last chunk's end."""
     num_prefix: int
@@ -61,7 +64,17 @@ class TaughtPrompt:
     @property
     def spans(self) -> list[torch.Tensor]:
         """Slots of each chunk."""
-        return [torch.arange(start, start + len(chunk)) for start, chunk in zip(self.starts, self.chunks, strict=True)]
+        return [
+            torch.arange(start, start + part.stop - part.start)
+            for start, part in zip(self.starts, self.parts, strict=True)
+        ]
+
+    @property
+    def kept(self) -> torch.Tensor:
+        """Which tokens of all chunks, one after the other, stand in the prompt."""
+        before = accumulate((len(chunk) for chunk in self.chunks), initial=0)
+        parts = zip(before, self.parts, strict=False)
+        return torch.cat([torch.arange(begin + part.start, begin + part.stop) for begin, part in parts])
 
 
 class Teacher:
@@ -99,7 +112,7 @@ class Teacher:
         row = 0
         for question, answer in reading.questions:
             asked = ask(self._engine(number), _as_record(reading.chunks, question, answer))
-            layout = lay_out(asked.segments, caches.tokenize_segment, caches.prefix_ids)
+            layout = lay_out(asked.segments, runtime, caches.tokenize, caches.prefix_ids)
             end = layout.chunks[-1].stop
             ending, first = self._ending(layout.ids[end:], answer)
             endings.append(ending)
@@ -111,7 +124,8 @@ class Teacher:
         logits, hidden = read_prompt(runtime, ids, [_padded_pair(kv, end) for kv in prefix], rows)
         return TaughtPrompt(
             number,
-            tuple(torch.tensor(span.tokens.ids) for span in layout.chunks),
+            tuple(torch.tensor(caches.tokenize(span.whole).ids) for span in layout.chunks),
+            tuple(slice(span.first, span.first + len(span.tokens)) for span in layout.chunks),
             tuple(span.start for span in layout.chunks),
             ids,
             num_prefix,
@@ -162,9 +176,12 @@ def distances(
     encoded = encode_chunks(runtime, prompt.chunks, _joined(prompt.prefix, context.to(runtime.dtype)))
     end, spans = len(prompt.ids), prompt.spans
     slots = torch.cat(spans)
-    on_device = slots.to(runtime.device)
+    on_device, kept = slots.to(runtime.device), prompt.kept.to(runtime.device)
     base = [
-        (keys.index_copy(1, on_device, of_chunks[0]), values.index_copy(1, on_device, of_chunks[1]))
+        (
+            keys.index_copy(1, on_device, of_chunks[0].index_select(1, kept)),
+            values.index_copy(1, on_device, of_chunks[1].index_select(1, kept)),
+        )
         for (keys, values), of_chunks in zip((_padded_pair(kv, end) for kv in prompt.prefix), encoded, strict=True)
     ]
     computed = chosen.clone()
@@ -202,15 +219,15 @@ def choose_some(prompt: TaughtPrompt, ratio: float, rng: random.Random) -> torch
     """Chunk tokens as the engine's default method would choose them, but without an auxiliary model: half of the budget
     for the starts of chunks, half for random spans. ``(num_tokens,)`` bool."""
     chosen = torch.zeros(len(prompt.ids), dtype=torch.bool)
-    budget = round(ratio * sum(map(len, prompt.chunks)))
+    spans = prompt.spans
+    budget = round(ratio * sum(map(len, spans)))
     if not budget:
         return chosen
-    starts = max(1, budget // (2 * len(prompt.chunks)))
-    for start, chunk in zip(prompt.starts, prompt.chunks, strict=True):
-        chosen[start : start + min(starts, len(chunk))] = True
+    starts = max(1, budget // (2 * len(spans)))
+    for span in spans:
+        chosen[span[:starts]] = True
     while int(chosen.sum()) < budget:
-        number = rng.randrange(len(prompt.chunks))
-        start, chunk = prompt.starts[number], prompt.chunks[number]
-        at = rng.randrange(len(chunk))
-        chosen[start + at : start + min(at + _CHOSEN_SPAN, len(chunk))] = True
+        span = spans[rng.randrange(len(spans))]
+        at = rng.randrange(len(span))
+        chosen[span[at : at + _CHOSEN_SPAN]] = True
     return chosen

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from jinja2 import TemplateError
 
@@ -55,8 +56,11 @@ class TextModel(Runtime):
         self.has_offsets: bool = getattr(tokenizer, "is_fast", False)
         self.name = name
         self.eos_ids: frozenset[int] = self._find_eos_ids()
-        self.text_tokenizer = text_tokenizer(tokenizer, self.eos_ids) if self.has_offsets else tokenizer
+        self.text_tokenizer, control = (
+            text_tokenizer(tokenizer, self.eos_ids) if self.has_offsets else (tokenizer, frozenset())
+        )
         """Tokenizer of text that users and documents wrote. A tokenizer without offsets serves itself."""
+        self._control_ids = sorted(control)
 
     @property
     def model(self) -> Any:
@@ -83,6 +87,20 @@ class TextModel(Runtime):
             verbose=False,
         )
         return TokenizedText(tuple(encoded["input_ids"]), tuple(map(tuple, encoded.get("offset_mapping", ()))))
+
+    def tokenize_prompt(self, pieces: Sequence[tuple[str, bool]]) -> TokenizedText:
+        """The ids that transformers gives the whole text. If text of users or documents would yield a control token so,
+        it is tokenised apart from the control text."""
+        if not self.has_offsets or all(control for _, control in pieces) or not any(control for _, control in pieces):
+            return super().tokenize_prompt(pieces)
+        tokens = self.tokenize("".join(text for text, _ in pieces), control=True)
+        edges = np.cumsum([0, *(len(text) for text, _ in pieces)])
+        users = [(a, b) for a, b, (_, control) in zip(edges, edges[1:], pieces, strict=False) if not control and b > a]
+        ids, offsets = tokens.columns
+        for start, stop in offsets[np.isin(ids, self._control_ids)].tolist():
+            if any(start < last and stop > first for first, last in users):
+                return super().tokenize_prompt(pieces)
+        return tokens
 
     def least_tokens(self, text: str) -> int:
         return self._least_tokens(text) if self._least_tokens is not None else 0

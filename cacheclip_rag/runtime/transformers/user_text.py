@@ -20,8 +20,8 @@ from typing import Any
 __all__ = ["LeastTokens", "text_tokenizer"]
 
 
-def text_tokenizer(tokenizer: Any, end_ids: Collection[int]) -> Any:
-    """A copy of a fast tokenizer that gives no control token for any text.
+def text_tokenizer(tokenizer: Any, end_ids: Collection[int]) -> tuple[Any, frozenset[int]]:
+    """A copy of a fast tokenizer that gives no control token for any text, and the ids of the control tokens.
 
     Args:
         end_ids: tokens that end an answer; those among the added tokens are control tokens.
@@ -45,7 +45,7 @@ def text_tokenizer(tokenizer: Any, end_ids: Collection[int]) -> Any:
             own.add_tokens([AddedToken(f"{unguessable}{number}", normalized=False)])
     twin = copy.copy(tokenizer)
     twin._tokenizer = own
-    return twin
+    return twin, frozenset(control)
 
 
 def _control_ids(

@@ -29,5 +29,10 @@ class ChunkStart(PromptScorer):
         check_whole_number("within", self.within, of="tokens")
 
     def score(self, view: PromptView) -> list[torch.Tensor]:
-        places = [torch.arange(len(span.tokens), dtype=torch.float32) for span in view.spans]
+        places: list[torch.Tensor] = []
+        begin = 0
+        for span in view.spans:
+            begin = begin if span.continues else 0
+            places.append(torch.arange(begin, begin + len(span.tokens), dtype=torch.float32))
+            begin += len(span.tokens)
         return [-place.clamp(max=self.within) if self.within else -place for place in places]
