@@ -61,6 +61,9 @@ _FOUND = "SELECT anchor, content, place FROM anchors WHERE anchor IN (SELECT val
 _FOUND_AT = "SELECT anchor, content, place FROM anchors WHERE anchor = ? LIMIT ?"
 _CONTENTS = "SELECT id, text FROM contents WHERE namespace = ? AND id IN (SELECT value FROM json_each(?))"
 
+_LEAST_STRETCH = 8
+"""Least characters of a match: shorter ones hold too few whole tokens."""
+
 _SKIPPED = np.array(
     [*range(9, 14), *map(ord, ' \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000\ufeff">\\'), *range(0x2000, 0x200C)],
     dtype=np.uint32,
@@ -356,4 +359,4 @@ def _without_overlap(found: Iterable[TextMatch]) -> list[TextMatch]:
                 match = TextMatch(match.start + cut, match.stop, match.source, match.at + cut)
         if match.start < match.stop:
             ordered.append(match)
-    return [match for match in ordered if match.start < match.stop]
+    return [match for match in ordered if match.source is None or match.stop - match.start >= _LEAST_STRETCH]

@@ -1,0 +1,253 @@
+"""Parts of stored texts in prompts: all that are long enough, none that are not there."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cacheclip_rag.store import Catalog, TextIndex, excerpts
+from cacheclip_rag.store.excerpts import LEAST_SURE, TextMatch
+from cacheclip_rag.store.keys import text_digest
+
+
+def prose(seed: int, words: int = 150) -> str:
+    """Words that no other seed has, in sentences and paragraphs."""
+    rng = random.Random(seed)
+    made = ["".join(rng.choices("abcdefghijklmnop", k=rng.randint(2, 9))) for _ in range(words)]
+    lines = [" ".join(made[n : n + 12]).capitalize() + "." for n in range(0, words, 12)]
+    return "".join(line + (" ", "\n")[rng.random() < 0.3] for line in lines).strip()
+
+
+def index_of(*texts: str, namespace: str = "ours", catalog: Catalog | None = None) -> TextIndex:
+    index = TextIndex((catalog or Catalog()).database, namespace)
+    index.add(texts)
+    return index
+
+
+def bare(text: str) -> str:
+    """A text without what is not compared."""
+    return "".join(c for c in text if not c.isspace() and c not in '">\\')
+
+
+def check(prompt: str, matches: list[TextMatch], texts: list[str]) -> None:
+    """Every match says what stands in the prompt; no two overlap."""
+    assert all(a.stop <= b.start for a, b in zip(matches, matches[1:], strict=False))
+    for match in matches:
+        found = prompt[match.start : match.stop]
+        if match.source is None:
+            assert found in texts
+        else:
+            assert match.source in texts
+            assert bare(found) == bare(match.source[match.at : match.at + len(found)])
+
+
+def covered(matches: list[TextMatch]) -> int:
+    return sum(match.stop - match.start for match in matches)
+
+
+REWRITES: dict[str, Callable[[str], str]] = {
+    "cut at both ends": lambda text: text[len(text) // 5 : -len(text) // 5],
+    "without its first line": lambda text: text.partition(" ")[2],
+    "quoted": lambda text: "\n".join(f"> {line}" for line in textwrap.wrap(text, 80)),
+    "as JSON": lambda text: json.dumps({"text": text}),
+    "wrapped": lambda text: "\n".join(textwrap.wrap(text, 60)),
+    "on one line": lambda text: " ".join(text.split()),
+}
+
+
+class TestFinding:
+    def test_a_whole_text_is_a_whole_text(self) -> None:
+        texts = [prose(1), prose(2)]
+        prompt = f"Read: {texts[1]} and\n{texts[0]}"
+        assert [m.source for m in index_of(*texts).find(prompt)] == [None, None]
+
+    @pytest.mark.parametrize("name", REWRITES)
+    def test_a_text_that_was_rewritten(self, name: str) -> None:
+        texts = [prose(number) for number in range(4)]
+        written = [REWRITES[name](text) for text in texts[:3]]
+        prompt = "Use these.\n\n" + "\n\n".join(written) + "\n\nWho was it?"
+        matches = index_of(*texts).find(prompt)
+        check(prompt, matches, texts)
+        assert {match.source for match in matches} == set(texts[:3])
+        assert covered(matches) > 0.95 * sum(len(bare(text)) for text in written)
+
+    def test_parts_of_several_texts_joined_without_a_gap(self) -> None:
+        texts = [prose(1), prose(2), prose(3)]
+        prompt = texts[0][300:700] + texts[1][100:500] + texts[2]
+        matches = index_of(*texts).find(prompt)
+        check(prompt, matches, texts)
+        assert [m.source for m in matches] == [texts[0], texts[1], None]
+        assert covered(matches) >= len(prompt) - 8, "characters that both have by chance may fall to either"
+
+    def test_a_part_that_comes_twice(self) -> None:
+        text = prose(1)
+        prompt = f"{text[100:500]}\n--\n{text[300:700]}"
+        assert [(m.at, m.stop - m.start) for m in index_of(text).find(prompt)] == [(100, 400), (300, 400)]
+
+    def test_the_longest_wins(self) -> None:
+        parent = prose(1, 400)
+        child = parent[600:900].strip()
+        index = index_of(parent, child)
+        assert [m.source for m in index.find(f"See {parent[200:1500]}!")] == [parent]
+        assert [m.source for m in index.find(f"See {child}!")] == [None]
+        assert [m.source for m in index.find(f"See {parent}!")] == [None]
+
+    def test_a_given_text_is_found_in_part_too(self) -> None:
+        text = prose(1)
+        [match] = index_of().find(f"See {text[50:600]}", [text])
+        assert (match.source, match.at) == (text, 50)
+
+    def test_short_parts_are_left_alone(self) -> None:
+        text = prose(1)
+        assert index_of(text).find(f"It says {text[40:80]!r}, and no more.") == []
+
+    def test_chinese(self) -> None:
+        rng = random.Random(0)
+        text = "".join(chr(rng.randrange(0x4E00, 0x9000)) for _ in range(300))
+        prompt = f"请读：{text[60:220]}。谁？"
+        [match] = index_of(text).find(prompt)
+        assert prompt[match.start : match.stop] == text[60:220] and match.at == 60
+
+    @settings(max_examples=60, deadline=None)
+    @given(data=st.data())
+    def test_every_common_part_that_is_long_enough(self, data: Any) -> None:
+        texts = [prose(seed, 80) for seed in range(3)]
+        index = index_of(*texts)
+        pieces, least = [], 0
+        for _ in range(data.draw(st.integers(1, 4))):
+            text = data.draw(st.sampled_from(texts))
+            start = data.draw(st.integers(0, len(text) - 1))
+            piece = text[start : start + data.draw(st.integers(1, 300))]
+            pieces.append(piece)
+            least += len(bare(piece)) >= LEAST_SURE
+        prompt = data.draw(st.sampled_from(["\n", " -- ", "", "\\n> "])).join(pieces)
+        matches = index.find(prompt)
+        check(prompt, matches, texts)
+        for piece in pieces:
+            if len(bare(piece)) < LEAST_SURE:
+                continue
+            places = [n for n in range(len(prompt)) if prompt.startswith(piece, n)]
+            most = max(sum(max(0, min(m.stop, n + len(piece)) - max(m.start, n)) for m in matches) for n in places)
+            assert most >= len(piece) - LEAST_SURE, "other parts may take its edges"
+
+    @settings(max_examples=60, deadline=None)
+    @given(prompt=st.text(max_size=400), texts=st.lists(st.text(max_size=300), max_size=3))
+    def test_any_text_in_any_prompt(self, prompt: str, texts: list[str]) -> None:
+        given = [text for text in texts if text]
+        check(prompt, index_of(*given).find(prompt), given)
+        both = prompt + "".join(given)
+        check(both, index_of(*given).find(both, [prompt]), [*given, prompt])
+
+
+class TestSharing:
+    def test_a_released_text_is_found_no_more(self) -> None:
+        text, other = prose(1), prose(2)
+        index = index_of(text, other)
+        index.remove([text])
+        assert index.find(text[50:600]) == []
+        assert [m.source for m in index.find(other[50:600])] == [other]
+        assert index._database.query("SELECT count(*) FROM contents") == [(1,)]
+        (left,) = index._database.query("SELECT count(DISTINCT content) FROM anchors")
+        assert left == (1,)
+
+    def test_tenants_do_not_see_each_other(self) -> None:
+        catalog, text = Catalog(), prose(1)
+        index_of(text, catalog=catalog)
+        assert index_of(namespace="theirs", catalog=catalog).find(text[50:600]) == []
+
+    def test_another_process_finds_it(self, tmp_path: Path) -> None:
+        text = prose(1)
+        index_of(text, catalog=Catalog(tmp_path))
+        [match] = index_of(catalog=Catalog(tmp_path)).find(text[50:600])
+        assert match.source == text
+
+    def test_a_dropped_tenant_leaves_nothing_that_is_found(self, tmp_path: Path) -> None:
+        catalog, text = Catalog(tmp_path), prose(1)
+        index = index_of(text, catalog=catalog)
+        catalog.drop("ours", lambda keys: None)
+        assert index.find(text[50:600]) == []
+        catalog.drop_unused_texts()
+        assert catalog.database.query("SELECT count(*) FROM anchors") == [(0,)]
+
+    def test_texts_that_nobody_uses_are_collected(self) -> None:
+        catalog, texts = Catalog(), [prose(1), prose(2)]
+        index = index_of(*texts, catalog=catalog)
+        catalog.add_source("ours", "node", texts[0])
+        catalog.drop_unused_texts()
+        assert index.find(texts[1][50:600]) == []
+        assert [m.source for m in index.find(texts[0][50:600])] == [texts[0]]
+
+    def test_a_text_added_twice_is_stored_once(self) -> None:
+        index = index_of(prose(1), prose(1))
+        index.add([prose(1)])
+        assert index._database.query("SELECT count(*) FROM contents") == [(1,)]
+
+
+class TestDamage:
+    @pytest.mark.parametrize("content", [b"nonsense", "words", None, 7])
+    def test_a_damaged_text_is_not_found(self, content: object, caplog: pytest.LogCaptureFixture) -> None:
+        text = prose(1)
+        index = index_of(text, prose(2))
+        sql = "UPDATE OR IGNORE contents SET text = ? WHERE digest = ?"
+        index._database.execute(sql, (content if content is not None else b"", text_digest(text)))
+        assert index.find(text[50:600]) == []
+        assert [m.source for m in index.find(prose(2)[50:600])] == [prose(2)]
+        assert "damaged" in caplog.text
+
+    def test_a_place_that_is_wrong_gives_no_wrong_match(self) -> None:
+        text = prose(1)
+        index = index_of(text)
+        index._database.execute("UPDATE anchors SET place = place + 7")
+        matches = index.find(text[50:600])
+        check(text[50:600], matches, [text])
+        assert matches == []
+
+    def test_a_catalog_that_cannot_be_read_is_told_once(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        text = prose(1)
+        index = index_of(text, catalog=Catalog(tmp_path))
+        index._database.execute("DROP TABLE anchors")
+        with caplog.at_level(logging.WARNING):
+            for _ in range(2):
+                assert [m.source for m in index.find(f"{text[50:600]}\n{prose(2)[9:500]}", [prose(2)])] == [prose(2)]
+        assert caplog.text.count("parts of stored texts are not found") == 1
+
+
+class TestHostileTexts:
+    def test_boilerplate_of_many_texts(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It is found in one of them; a text's own words are found in this text."""
+        head = prose(0, 60)
+        texts = [f"{head}\n{prose(number, 60)}" for number in range(1, 300)]
+        index, looked = index_of(*texts), []
+        original = index._excerpts._contents
+        monkeypatch.setattr(index._excerpts, "_contents", lambda wanted: looked.append(len(wanted)) or original(wanted))
+        prompt = f"{head}\n{texts[217][len(head) + 60 :]}\n\nWho?"
+        matches = index.find(prompt)
+        check(prompt, matches, texts)
+        assert covered(matches) > 0.9 * (len(prompt) - 8)
+        assert texts[217] in [match.source for match in matches]
+        assert max(looked) < 100, "few texts are read"
+
+    def test_the_comparison_is_bounded(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+        monkeypatch.setattr(excerpts, "_MOST_COMPARED", 2000)
+        texts = [prose(number) for number in range(6)]
+        prompt = "\n".join(text[100:700] for text in texts)
+        matches = index_of(*texts).find(prompt)
+        check(prompt, matches, texts)
+        assert 0 < len(matches) < 6 and "too many places look alike" in caplog.text
+
+    @pytest.mark.parametrize("text", ["a" * 3000, "ab" * 2000, "x" * 999 + "\n" * 999])
+    def test_repeated_letters(self, text: str) -> None:
+        index = index_of(text, text[:2500], text[:2000])
+        prompt = f"{text[:1000]}! {text[:900]}"
+        matches = index.find(prompt)
+        assert all(a.stop <= b.start for a, b in zip(matches, matches[1:], strict=False))
+        assert covered(matches) >= 900
