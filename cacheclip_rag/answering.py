@@ -19,7 +19,7 @@ from .guards.base import Answered, Observer
 from .methods.composition import Composition, count_chunks
 from .parts import PREFIX, Parts
 from .plan.planner import make_plan
-from .prompt.segments import Segment, as_segments
+from .prompt.segments import Segment, as_segments, given_texts
 from .runtime.decoding import LogitsObserver, decode, is_greedy, room_for
 from .runtime.prefill import Keeping, Prefilled, prefill
 from .runtime.verification import Verification
@@ -59,8 +59,9 @@ class Answering:
     def plan(self, request: Request, sources: Sources, clock: PhaseClock) -> Plan:
         """Decide how to answer. Computes no tensor."""
         with clock.phase("lookup"):
-            segments = self._segments(request)
-            return make_plan(segments, request.method, sources, question=request.question)
+            given = given_texts(request.documents)
+            segments = self._segments(request, given)
+            return make_plan(segments, request.method, sources, question=request.question, given=given)
 
     @torch.inference_mode()
     def prefill(self, request: Request) -> Prefilled:
@@ -76,11 +77,11 @@ class Answering:
         room = room_for(request.params)
         return sources, plan, prefill(plan, sources, params_tokens=room, clock=clock, trace=request.trace)
 
-    def _segments(self, request: Request) -> list[Segment]:
+    def _segments(self, request: Request, given: Sequence[str]) -> list[Segment]:
         segments = as_segments(request.prompt)
         if segments is not None:
             return segments
-        return self.parts.segment(request.prompt, request.documents)  # type: ignore[arg-type]
+        return self.parts.segment(request.prompt, given)  # type: ignore[arg-type]
 
     def _compose(self, request: Request) -> Iterator[Event]:
         """Answer by a composing method: several prompts, each answered exactly."""
@@ -96,7 +97,8 @@ class Answering:
             yield from decode(runtime, replace(prefilled, stats=counted), params, observe)
 
         clock = PhaseClock()
-        composition = Composition(self._segments(request), request.params, ask, clock)
+        segments = self._segments(request, given_texts(request.documents))
+        composition = Composition(segments, request.params, ask, clock)
         assert request.method is not None
         for event in request.method.compose(composition) if composition.chunks else composition.plain():
             if event.answer is not None:

@@ -65,6 +65,10 @@ class Plan:
     question: str | None = None
     keys: tuple[str, ...] = ()
     """Store keys of the ``reused`` chunks."""
+    unusable: int = 0
+    """Missing texts that are stored, but for another model, dtype, system prompt or chunk context."""
+    not_found: int = 0
+    """Given documents of which no part stands in the prompt."""
 
     @property
     def missing(self) -> tuple[Span, ...]:
@@ -163,6 +167,14 @@ class FusionStats:
     """Prompt tokens taken from the prefix cache. ``prefix_tokens`` and ``chunk_tokens`` include them."""
     missed_tokens: int = 0
     """Tokens of the chunks that were not found in the store."""
+    unusable: int = 0
+    """Texts among the misses that are stored, but for another model, dtype, system prompt or chunk context."""
+    not_found: int = 0
+    """Given documents of which no part stands in the prompt."""
+    partial_hits: int = 0
+    """Hits of which a tenth or more of the chunk's tokens does not stand in the prompt, or not with the same ids."""
+    partial_share: float | None = None
+    """Mean share of the chunk's tokens that were found, over the partial hits; None without one."""
     confidence: float | None = None
     """Probability of the likeliest first token minus that of the second; None for an answer made of several
     prompts."""
@@ -206,8 +218,9 @@ class FusionStats:
             method: the requested method, because the method that answered depends on hits.
         """
         tokens = ("prefix_tokens", "chunk_tokens", "exact_tokens", "recomputed_tokens", "missed_tokens")
-        zero: dict[str, Any] = dict.fromkeys((*tokens, "cached_prefix_tokens", "hits", "misses", "charged_ratio"), 0)
-        unknown: dict[str, Any] = dict.fromkeys(("confidence", "verified_tokens", "diverged_at"))
+        counts = ("cached_prefix_tokens", "hits", "misses", "unusable", "not_found", "partial_hits", "charged_ratio")
+        zero: dict[str, Any] = dict.fromkeys((*tokens, *counts), 0)
+        unknown: dict[str, Any] = dict.fromkeys(("confidence", "verified_tokens", "diverged_at", "partial_share"))
         zero |= {"fresh_tokens": self.prompt_tokens, "verify_s": 0.0, "gated": False, **unknown}
         return replace(self, **zero, method=method, fallback=None, phases_s={})
 

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from cacheclip_rag import CacheClipEngine, EngineConfig
+from cacheclip_rag import CacheClipEngine, EngineConfig, SamplingParams
 from cacheclip_rag.cli import app
-from cacheclip_rag.plan.explain import MissReport, explain_miss
+from cacheclip_rag.plan.explain import MissReport, explain_miss, plausible
+from tests.conftest import SENTENCES
 from tests.models.test_architectures import build
 
 TEXT = "The keeper of Brindle Point logged <three> ships & a storm on the night of the 4th of May, 1871, before dawn."
@@ -97,6 +98,61 @@ class TestReasons:
         assert found.reason == "cannot_reuse" and "plain prefill" in found.explanation
 
 
+class TestParts:
+    LONG = " ".join(SENTENCES[:6])
+    HEADER = "file_name: log book.md\npage: 7"
+
+    def test_which_part_is_reused(self, engine: CacheClipEngine) -> None:
+        engine.precompute([self.LONG])
+        found = explain_miss(engine, asked(self.LONG[:300]), self.LONG)
+        assert found.reason == "part" and found.is_hit and 0.4 < found.share < 0.7
+        assert re.search(r"\d\d% of the text's tokens .*first 300 of \d+ characters and is cut off", found.explanation)
+
+    def test_a_header_that_the_prompt_lacks(self, engine: CacheClipEngine) -> None:
+        text = f"{self.HEADER}\n\n{self.LONG}"
+        engine.precompute([text])
+        found = explain_miss(engine, asked(self.LONG[:500]), text)
+        assert found.reason == "part" and "metadata header is not in the prompt: 'file_name" in found.explanation
+
+    def test_texts_that_share_a_header_are_not_all_explained(self) -> None:
+        texts = [f"{self.HEADER}\n\n{sentence}" for sentence in SENTENCES]
+        assert plausible(texts, asked(texts[3])) == [texts[3]]
+        assert plausible(texts, asked(SENTENCES[4])) == [texts[4]]
+        assert plausible(texts, asked(self.HEADER)) == []
+        assert plausible([], asked("x")) == [] and plausible(["", "?!"], asked("x")) == []
+
+
+class TestStatistics:
+    def test_stored_for_other_settings(self, engine: CacheClipEngine, config: EngineConfig) -> None:
+        other = CacheClipEngine(replace(config, system_prompt="Another system prompt."))
+        answer = other.generate(asked(TEXT), SamplingParams(max_tokens=1))
+        assert (answer.stats.hits, answer.stats.misses, answer.stats.unusable) == (0, 1, 1)
+        assert "for another model, dtype, system prompt" in str(answer.stats.fallback)
+        assert other.generate(asked(TEXT), SamplingParams(max_tokens=1)).stats.unusable == 0, "it was stored meanwhile"
+
+    def test_given_and_not_in_the_prompt(self, engine: CacheClipEngine) -> None:
+        given = [TEXT, "A text that this prompt does not hold, of some length.", " "]
+        answer = engine.generate(asked(TEXT), SamplingParams(max_tokens=1), documents=given)
+        assert (answer.stats.hits, answer.stats.misses, answer.stats.not_found) == (1, 0, 1)
+
+    def test_partial_hits(self, engine: CacheClipEngine) -> None:
+        engine.precompute([TestParts.LONG])
+        stats = engine.generate(asked(TestParts.LONG[:300]), SamplingParams(max_tokens=1)).stats
+        assert (stats.hits, stats.partial_hits) == (1, 1) and 0.4 < (stats.partial_share or 0) < 0.7
+        stats = engine.generate(asked(TEXT), SamplingParams(max_tokens=1)).stats
+        assert (stats.hits, stats.partial_hits, stats.partial_share) == (1, 0, None)
+
+    def test_a_store_of_no_use_is_said_once(self, engine: CacheClipEngine, caplog: pytest.LogCaptureFixture) -> None:
+        for _ in range(2):
+            engine.generate("What was logged?", SamplingParams(max_tokens=1), documents=["Something else altogether."])
+        assert caplog.text.count("reuses nothing of this store") == 1
+        assert "no stored chunk found in the prompt, and 1 given documents are not in it" in caplog.text
+
+    def test_an_empty_store_is_not(self, config: EngineConfig, caplog: pytest.LogCaptureFixture) -> None:
+        CacheClipEngine(config).generate("What was logged?", SamplingParams(max_tokens=1))
+        assert "reuses nothing" not in caplog.text
+
+
 class TestCommand:
     def run(self, engine: CacheClipEngine, tmp_path: Path, prompt: str, *more: str) -> Any:
         file = tmp_path / "prompt.txt"
@@ -109,7 +165,7 @@ class TestCommand:
         assert good.exit_code == 0, good.output
         assert [each["reason"] for each in json.loads(good.stdout)["texts"]] == ["hit"]
         cut = self.run(engine, tmp_path, asked(TEXT[:60]))
-        assert cut.exit_code == 1 and "miss" in cut.output and "keep them whole" in cut.output
+        assert cut.exit_code == 1 and "miss" in cut.output and "Parts of 32" in cut.output
         none = self.run(engine, tmp_path, "Nothing of it.")
         assert none.exit_code == 1 and "--text FILE" in none.output
 

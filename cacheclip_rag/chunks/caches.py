@@ -124,6 +124,15 @@ class ChunkCaches:
         codec = self._store.codec_of(self.key(text))
         return codec is not None and keeps(codec, self.codec)
 
+    def is_known(self, text: str) -> bool:
+        """Whether the store has KV of a text, for any model and settings."""
+        return self._store.holds_text(text)
+
+    @property
+    def has_texts(self) -> bool:
+        """Whether the store has KV of any text of this tenant."""
+        return self._store.has_texts
+
     def read(self, text: str, buffer: ReadBuffer | None = None) -> StoredKV | None:
         """Stored KV of a chunk, or None.
 

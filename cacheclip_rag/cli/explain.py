@@ -19,8 +19,8 @@ from .common import (
     print_json,
 )
 
-_BEGINNING = 40
-"""A known text is checked if so many of its first characters are in the prompt."""
+_MOST_TEXTS = 20
+"""Most stored texts that are explained if none is named."""
 
 
 def explain_miss(
@@ -37,11 +37,12 @@ def explain_miss(
     system_prompt: Annotated[str | None, typer.Option(help="The engine's system prompt, if it has one.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Explain why texts were, or were not, reused in a prompt. Without --text, checks stored texts whose beginning is
-    in the prompt. Exit code 1 if a text is not reused."""
+    """Explain why texts were, or were not, reused in a prompt. Without --text, checks the stored texts that share most
+    words with the prompt. Exit code 1 if a text is not reused."""
     from ..engine import CacheClipEngine
     from ..ingest.library import Library
     from ..plan.explain import explain_miss as explain
+    from ..plan.explain import plausible
     from ..store import is_store
     from .settings import engine_config, merge_settings
 
@@ -55,15 +56,16 @@ def explain_miss(
     engine = CacheClipEngine(engine_config(settings, store, device="cpu", system_prompt=system_prompt))
     written = _read(prompt)
     known = [*engine.library.texts(), *(passage for _, _, passage in (library.passages() if library else ()))]
-    texts = [_read(path) for path in text or []] or [each for each in known if each[:_BEGINNING] in written]
+    texts = [_read(path) for path in text or []] or plausible(known, written)[:_MOST_TEXTS]
     reports = [explain(engine, written, each) for each in dict.fromkeys(texts)]
     if as_json:
         print_json({"store": store, "texts": [report.to_dict() for report in reports]})
     else:
         for report in reports:
-            typer.echo(f"{'hit ' if report.is_hit else 'miss'}  {report.text!r}\n      {report.explanation}")
+            label = {"hit": "hit ", "part": "part"}.get(report.reason, "miss")
+            typer.echo(f"{label}  {report.text!r}\n      {report.explanation}")
         if not reports:
-            typer.echo("the prompt contains the beginning of no stored text. Name the expected text with --text FILE.")
+            typer.echo("no stored text resembles a part of the prompt. Name the expected text with --text FILE.")
     if not reports or not all(report.is_hit for report in reports):
         raise typer.Exit(1)
 

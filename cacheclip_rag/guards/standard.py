@@ -9,16 +9,17 @@ from ..runtime.base import Runtime
 from .base import Observer
 from .certificate import CertificateGuard
 from .metrics import Metrics
+from .misses import MissWarning
 from .shadow import ShadowChecker
 
 __all__ = ["standard_observers"]
 
 
 def standard_observers(config: EngineConfig, metrics: Metrics, find_runtime: Callable[[], Runtime]) -> list[Observer]:
-    """Certificate checks, metrics and comparison with full prefill.
+    """Certificate checks, a warning where nothing is reused, metrics and comparison with full prefill.
 
     Args:
         find_runtime: returns the primary model's runtime; first called after the first answer.
     """
     shadow = ShadowChecker(find_runtime, metrics, rate=config.shadow_rate, mode=config.shadow_mode)
-    return [CertificateGuard(config), metrics, shadow]
+    return [CertificateGuard(config), MissWarning(), metrics, shadow]

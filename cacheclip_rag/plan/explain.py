@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import html
 import re
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..chunks.context import CONTEXTS, ChunkContext, context_name
-from ..prompt.segments import Chunk, normalise_chunk
+from ..prompt.segments import normalise_chunk
+from ..runtime.prefill import MOST_PARTIAL
 from ..store.texts import WINDOW
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ..engine import CacheClipEngine
+    from ..prompt.layout import Span
     from ..types import Prompt
 
-__all__ = ["MissReport", "explain_miss"]
+__all__ = ["MissReport", "explain_miss", "plausible"]
 
+_HEADER = re.compile(r"(?:[\w .-]{1,40}:[^\n]*\n?)+")
+"""Lines of metadata that frameworks put before a text: ``file_name: a.md``."""
+_RUN = 4
+_MOST_SHARING = 3
+_PLAUSIBLE = 0.3
 _SHOWN = 30
 """Characters of a text that are shown where prompt and text begin to differ."""
 
@@ -29,10 +40,12 @@ class MissReport:
     """Its beginning."""
     is_hit: bool
     reason: str
-    """One of ``hit``, ``too_short``, ``not_in_prompt``, ``not_precomputed``, ``evicted``,
+    """One of ``hit``, ``part``, ``too_short``, ``not_in_prompt``, ``not_precomputed``, ``evicted``,
     ``inside_another``, ``cannot_reuse``."""
     explanation: str
     """Message for people: expected, found, what to do."""
+    share: float = 0.0
+    """Share of the text's tokens that stand in the prompt as they are stored."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -51,8 +64,8 @@ def explain_miss(engine: CacheClipEngine, prompt: Prompt, text: str) -> MissRepo
     chunk = normalise_chunk(text)
     written = prompt if isinstance(prompt, str) else "\n\n".join(message["content"] for message in prompt)
 
-    def report(reason: str, explanation: str) -> MissReport:
-        return MissReport(chunk[:80], reason == "hit", reason, explanation)
+    def report(reason: str, explanation: str, share: float = 0.0) -> MissReport:
+        return MissReport(chunk[:80], reason in ("hit", "part"), reason, explanation, share)
 
     if len(chunk) < WINDOW:
         return report(
@@ -63,14 +76,19 @@ def explain_miss(engine: CacheClipEngine, prompt: Prompt, text: str) -> MissRepo
     primary = engine.primary
     if primary.unsupported:
         return report("cannot_reuse", f"{primary.unsupported} Every answer of this model is plain prefill.")
+    stored = _stored(engine, chunk)
+    chunks = engine.plan(prompt).layout.chunks
+    spans = [span for span in chunks if span.whole == chunk]
+    if spans:
+        share = min(1.0, sum(len(span.tokens) for span in spans) / spans[0].whole_tokens)
+        if not all(stored.values()):
+            return report("evicted", _missing(engine, chunk, stored), share)
+        if share > MOST_PARTIAL:
+            return report("hit", "the text is in the prompt, known, and its KV is stored: it is reused.", share)
+        return report("part", _partly(chunk, written, spans, share), share)
     if chunk not in written:
         return report("not_in_prompt", _departure(chunk, written))
-    found = [segment.text for segment in engine.segment(prompt) if isinstance(segment, Chunk)]
-    stored = _stored(engine, chunk)
-    if chunk in found:
-        if all(stored.values()):
-            return report("hit", "the text is in the prompt, known, and its KV is stored: it is reused.")
-        return report("evicted", _missing(engine, chunk, stored))
+    found = [span.whole for span in chunks]
     around = [other for other in found if chunk in other]
     if around:
         return report(
@@ -90,6 +108,18 @@ def explain_miss(engine: CacheClipEngine, prompt: Prompt, text: str) -> MissRepo
         "different, or is in another store. Compare store and namespace, and compare the text with the one that was "
         "precomputed (it includes metadata that a framework adds).",
     )
+
+
+def _partly(chunk: str, written: str, spans: Sequence[Span], share: float) -> str:
+    """Which part is reused, and why the rest is not."""
+    reused = f"{share:.0%} of the text's tokens are in the prompt as they are stored, and are reused."
+    first = min(span.at for span in spans)
+    if first and _HEADER.fullmatch(chunk[:first].strip()):
+        return (
+            f"{reused} Its metadata header is not in the prompt: {chunk[:first].strip()[:_SHOWN]!r}... To store texts "
+            "without it, precompute what the prompt shows."
+        )
+    return f"{reused} Of the rest: {_departure(chunk, written)}"
 
 
 def _stored(engine: CacheClipEngine, chunk: str) -> dict[str, bool]:
@@ -146,7 +176,7 @@ def _departure(chunk: str, written: str) -> str:
         return (
             f"the prompt has the text's first {length} of {len(chunk)} characters and {cut}: expected "
             f"{chunk[length : length + _SHOWN]!r}, got {written[end : end + _SHOWN]!r}. A splitter that runs after "
-            "precomputing, or a synthesizer whose prompts are full, cuts chunks: keep them whole."
+            "precomputing, or a synthesizer whose prompts are full, cuts chunks. Parts of 32 or more tokens are reused."
         )
     return (
         "neither the text nor its beginning is in the prompt: it was not retrieved, it was summarised or rewritten, or "
@@ -165,3 +195,23 @@ def _longest_start(chunk: str, written: str) -> int:
 
 def _words(text: str) -> str:
     return re.sub(r"\s+", " ", text)
+
+
+def plausible(texts: Iterable[str], written: str) -> list[str]:
+    """The texts that may have been meant to stand in a prompt, the likeliest first: three tenths or more of their runs
+    of four words are there. Runs that more than a few texts share, such as a common header, do not count."""
+    runs = {text: _word_runs(text) for text in dict.fromkeys(texts)}
+    sharing = Counter(run for found in runs.values() for run in found)
+    there = _word_runs(written)
+    shares = {}
+    for text, found in runs.items():
+        own = [run for run in found if sharing[run] <= _MOST_SHARING] or list(found)
+        if own and (share := sum(run in there for run in own) / len(own)) >= _PLAUSIBLE:
+            shares[text] = share
+    return sorted(shares, key=lambda text: -shares[text])
+
+
+def _word_runs(text: str) -> set[tuple[str, ...]]:
+    words = re.findall(r"\w+", text.casefold())
+    size = min(_RUN, len(words))
+    return {tuple(words[n : n + size]) for n in range(len(words) - size + 1)} if words else set()

@@ -20,13 +20,19 @@ __all__ = ["choose_method", "context_of", "make_plan"]
 
 
 def make_plan(
-    segments: Sequence[Segment], method: Method | None, sources: Sources, *, question: str | None = None
+    segments: Sequence[Segment],
+    method: Method | None,
+    sources: Sources,
+    *,
+    question: str | None = None,
+    given: Sequence[str] = (),
 ) -> Plan:
     """Decide how a prompt is answered.
 
     Args:
         method: None for the cheapest exact method.
         question: text that scores the chunks; default the text after the last chunk.
+        given: texts that should stand in the prompt.
 
     Raises:
         PromptTooLongError: the prompt does not fit the model's context.
@@ -44,7 +50,8 @@ def make_plan(
     layout = replace(layout, exact_after_prefix=exact)
     check_length(layout, runtime.context_tokens, runtime.name)
     chosen = method or exact_method(layout)
-    plan = Plan(layout, chosen, question=question)
+    absent = set(given).difference(span.whole for span in layout.chunks)
+    plan = Plan(layout, chosen, question=question, not_found=len(absent))
     if not chosen.reuses_chunks:
         return plan
     obstacle = _obstacle(sources, layout)
@@ -54,8 +61,11 @@ def make_plan(
     if sources.captured is not None and len(found) < len(layout.chunks):
         why = f"not all of the prompt's {len(layout.chunks)} chunks were captured before; this answer captures them"
         return replace(plan, fallback=why, captures=True)
+    if sources.captured is None:
+        missing = replace(plan, reused=found).missing_texts
+        plan = replace(plan, unusable=sum(map(sources.primary.is_known, missing)))
     if not found:
-        return replace(plan, fallback=_nothing_found(layout))
+        return replace(plan, fallback=_nothing_found(plan))
     obstacle = _obstacle_of_positions(chosen, layout, found, sources)
     if obstacle is not None:
         return replace(plan, fallback=obstacle, obstructed=True)
@@ -63,10 +73,14 @@ def make_plan(
     return replace(plan, reused=found, keys=keys)
 
 
-def _nothing_found(layout: Layout) -> str:
-    if layout.chunks:
-        return f"none of the prompt's {len(layout.chunks)} chunks is in the store"
-    return "no stored chunk found in the prompt"
+def _nothing_found(plan: Plan) -> str:
+    texts = len(plan.missing_texts)
+    if not texts:
+        return "no stored chunk found in the prompt"
+    if plan.unusable:
+        others = "for another model, dtype, system prompt or chunk context"
+        return f"none of the prompt's {texts} chunks is in the store for these settings; {plan.unusable} are {others}"
+    return f"none of the prompt's {texts} chunks is in the store"
 
 
 def _obstacle(sources: Sources, layout: Layout) -> str | None:

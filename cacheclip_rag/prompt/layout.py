@@ -52,6 +52,8 @@ class Span:
     """Number of the first token among the tokens of the whole chunk."""
     continues: bool = False
     """Whether the chunk goes on here after the span before, with only a few other tokens between them."""
+    whole_tokens: int = 0
+    """Tokens of the whole chunk; 0 for fresh text."""
 
     @property
     def stop(self) -> int:
@@ -144,7 +146,7 @@ def lay_out(
         first = group[0]
         if isinstance(first, Chunk) and (apart or not runtime.has_offsets):
             if len(tokens := tokenize_chunk(first.whole)):
-                spans.append(Span(first, tokens, start))
+                spans.append(Span(first, tokens, start, whole_tokens=len(tokens)))
         elif runtime.has_offsets:
             spans += _spans(group, tokenize_whole(group, runtime), tokenize_chunk, start)
         elif len(tokens := runtime.tokenize(first.text, control=first.control)):
@@ -178,8 +180,10 @@ class _Run(NamedTuple):
     chunk: Chunk
     begin: int
     """Where the chunk's segment begins in the text."""
+    whole_tokens: int
+    """Tokens of the whole chunk."""
     is_all: bool
-    """Whether these are all tokens of the whole chunk."""
+    """Whether these are all of them."""
 
 
 def _spans(
@@ -221,7 +225,7 @@ def _chunk_span(run: _Run, text: str, tokens: TokenizedText, start: int, before:
         and run.start - before.stop <= _NEAR
     )
     shift = run.begin if run.is_all else begin
-    return Span(chunk, part.moved(-shift), start + run.start, run.first, continues)
+    return Span(chunk, part.moved(-shift), start + run.start, run.first, continues, run.whole_tokens)
 
 
 def _part(tokens: TokenizedText, start: int, stop: int) -> TokenizedText:
@@ -245,7 +249,7 @@ def _runs(
         for start, stop, first in _equal_runs(tokens, begin, end, source, segment.at):
             is_all = is_whole and stop - start == len(source)
             if is_all or stop - start >= _LEAST_RUN:
-                found.append(_Run(start, stop, first, segment, begin, is_all))
+                found.append(_Run(start, stop, first, segment, begin, len(source), is_all))
     parts: dict[str, int] = {}
     for run in found:
         if run.chunk.of is not None:

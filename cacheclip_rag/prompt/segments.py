@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from ..errors import ConfigurationError
-from ..types import Message, Prompt
+from ..types import Documents, Message, Prompt
 
 if TYPE_CHECKING:
     from ..runtime.base import Runtime, TokenizedText
@@ -27,6 +27,7 @@ __all__ = [
     "check_messages",
     "check_segments",
     "chunk_texts",
+    "given_texts",
     "normalise_chunk",
     "segment_chat",
     "segment_text",
@@ -85,6 +86,11 @@ def chunk_texts(texts: Iterable[str]) -> Iterator[str]:
         found = "one string: put it in a list" if isinstance(texts, str) else type(texts).__name__
         raise ConfigurationError(f"expected a list of texts, got {found}.")
     return map(normalise_chunk, texts)
+
+
+def given_texts(documents: Documents) -> list[str]:
+    """The texts of documents that a caller gives with a prompt, normalised, each once, without empty ones."""
+    return [text for text in dict.fromkeys(chunk_texts(documents)) if text]
 
 
 def segment_text(text: str, index: TextIndex | None, documents: Iterable[str] = ()) -> list[Segment]:

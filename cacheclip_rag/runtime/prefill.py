@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -17,9 +18,12 @@ from ..prompt.layout import Layout, Span
 from ..types import FusionStats, Plan, Trace
 from .base import Fused, State, wait_for
 
-__all__ = ["Keeping", "Prefilled", "confidence", "prefill"]
+__all__ = ["MOST_PARTIAL", "Keeping", "Prefilled", "confidence", "prefill"]
 
 logger = logging.getLogger(__name__)
+
+MOST_PARTIAL = 0.9
+"""Largest share of a chunk's tokens in a partial hit. Whole chunks lack a token at either end at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +207,7 @@ def _stats(
     """``charged``: chunk tokens that got fresh KV, as in :class:`~cacheclip_rag.runtime.base.Fused`."""
     layout, reused = plan.layout, plan.reused
     chunk_tokens = plan.chunk_tokens
+    partial = [share for share in _shares(reused) if share <= MOST_PARTIAL]
     prefix_tokens = layout.num_exact - _chunk_tokens([span for span in reused if layout.is_cached(span)])
     return FusionStats(
         method=plan.method.name,
@@ -222,12 +227,28 @@ def _stats(
         charged_ratio=charged / chunk_tokens if chunk_tokens else 0.0,
         cached_prefix_tokens=layout.num_cached,
         confidence=confidence(logits),
+        unusable=plan.unusable,
+        not_found=plan.not_found,
+        partial_hits=len(partial),
+        partial_share=fmean(partial) if partial else None,
     )
 
 
 def _pieces(spans: Sequence[Span]) -> int:
     """Number of chunks, or of parts of chunks, that stand in one piece."""
     return sum(not span.continues for span in spans)
+
+
+def _shares(spans: Sequence[Span]) -> list[float]:
+    """For each chunk, or part of a chunk, that stands in one piece: the share of the chunk's tokens."""
+    shares: list[float] = []
+    for span in spans:
+        share = len(span.tokens) / span.whole_tokens
+        if span.continues and shares:
+            shares[-1] += share
+        else:
+            shares.append(share)
+    return shares
 
 
 def _chunk_tokens(spans: Sequence[Span]) -> int:

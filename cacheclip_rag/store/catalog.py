@@ -156,6 +156,12 @@ class Catalog:
         sql = "SELECT key FROM entries WHERE namespace = ? AND digest = ?"
         return [key for (key,) in self.database.query(sql, (namespace, digest)) if is_key(key)]
 
+    def has_texts(self, namespace: str) -> bool:
+        """Whether a tenant has an entry of any text."""
+        return bool(
+            self.database.query("SELECT 1 FROM entries WHERE namespace = ? AND digest >= x'' LIMIT 1", (namespace,))
+        )
+
     def record(self, entry: Entry) -> None:
         """Record an entry, as the most recently used."""
         with self.database.transaction() as run:

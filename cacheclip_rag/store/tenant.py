@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -200,6 +201,19 @@ class TenantStore:
         """Remove every entry of these texts, for every model and chunk context. Returns how many texts had an entry."""
         keys = [self.catalog.keys_of(self.namespace, text_digest(text)) for text in texts]
         return sum([self.delete(of_text) > 0 for of_text in keys])
+
+    def holds_text(self, text: str) -> bool:
+        """Whether there is an entry of a text. False if the catalog cannot be used."""
+        with suppress(StoreError):
+            return bool(self.catalog.keys_of(self.namespace, text_digest(text)))
+        return False
+
+    @property
+    def has_texts(self) -> bool:
+        """Whether there is an entry of any text. False if the catalog cannot be used."""
+        with suppress(StoreError):
+            return self.catalog.has_texts(self.namespace)
+        return False
 
     def codec_of(self, key: str) -> str | None:
         """Codec of a key's entry, or None. Reads no payload, and does not count as a use for eviction."""
