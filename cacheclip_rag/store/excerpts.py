@@ -37,9 +37,9 @@ REACH = 64
 LEAST_SURE = REACH + WINDOW - 1
 """Bytes of a common part that is always found. Shorter parts of texts are not looked for."""
 
-_SHARED_BY = 64
-"""Most places of one anchor in stored texts that are looked at: boilerplate that more texts share need not be found in
-each of them."""
+_SHARED_BY = 8
+"""Most places of one anchor that are looked at, in stored texts and in the prompt: boilerplate that more texts share
+need not be found in each of them. A text's own words lead to it, and the comparison then covers the boilerplate too."""
 _PER_ANCHOR = 4
 """Most texts that are compared with the prompt for each of its anchors: those that share the most anchors with it."""
 _MOST_COMPARED = 1 << 24
@@ -57,18 +57,21 @@ CREATE TABLE IF NOT EXISTS anchors (
 ) WITHOUT ROWID;
 """
 _OF_CONTENT = "SELECT id FROM contents WHERE namespace = ? AND digest = ?"
-_FOUND = "SELECT anchor, content, place FROM anchors WHERE anchor IN (SELECT value FROM json_each(?)) LIMIT ?"
+_COUNTS = (
+    "SELECT value, (SELECT count(*) FROM (SELECT 1 FROM anchors WHERE anchor = value LIMIT ?)) AS number "
+    "FROM json_each(?) WHERE number"
+)
+_FOUND = "SELECT anchor, content, place FROM anchors WHERE anchor IN (SELECT value FROM json_each(?))"
 _FOUND_AT = "SELECT anchor, content, place FROM anchors WHERE anchor = ? LIMIT ?"
 _CONTENTS = "SELECT id, text FROM contents WHERE namespace = ? AND id IN (SELECT value FROM json_each(?))"
 
 _LEAST_STRETCH = 8
 """Least characters of a match: shorter ones hold too few whole tokens."""
 
-_SKIPPED = np.array(
-    [*range(9, 14), *map(ord, ' \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000\ufeff">\\'), *range(0x2000, 0x200C)],
-    dtype=np.uint32,
-)
-"""Characters that are not compared."""
+_SKIPPED = np.zeros(1 << 16, dtype=bool)
+"""By code point (the last for all above): whether the character is not compared."""
+_SKIPPED[[*range(9, 14), *map(ord, ' \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000\ufeff">\\')]] = True
+_SKIPPED[0x2000:0x200C] = True
 _ESCAPED = np.array([*map(ord, "nrt")], dtype=np.uint32)
 """After a backslash, these are not compared either: JSON writes line ends so."""
 
@@ -90,8 +93,9 @@ class _Compared:
 
     def __init__(self, text: str) -> None:
         codes = code_points(text)
-        kept = ~np.isin(codes, _SKIPPED)
-        kept[1:] &= ~((codes[:-1] == ord("\\")) & np.isin(codes[1:], _ESCAPED))
+        kept = ~_SKIPPED[np.minimum(codes, len(_SKIPPED) - 1)]
+        escaped = np.flatnonzero(codes[:-1] == ord("\\")) + 1
+        kept[escaped[np.isin(codes[escaped], _ESCAPED)]] = False
         self.text = text
         places = np.flatnonzero(kept)
         codes = codes[places]
@@ -125,7 +129,8 @@ class _Part(NamedTuple):
 
     start: int
     stop: int
-    source: _Compared
+    source: _Compared | None
+    """None: a whole text, which the prompt has itself."""
     shift: int
 
 
@@ -193,10 +198,7 @@ class ExcerptIndex:
         places = [*_places_of(anchors, sources), *self._places(anchors)]
         chosen = _chosen(anchors, places)
         sources.update(self._contents({content for content, _ in chosen if content >= 0}))
-        parts = [_Part(*compared.range_of(m.start, m.stop), _Compared(prompt[m.start : m.stop]), 0) for m in whole]
-        parts = [part._replace(shift=part.start) for part in parts]
-        parts += self._parts(compared, chosen, sources)
-        return _cover(compared, parts, whole)
+        return _cover(compared, [*self._parts(compared, chosen, sources)], whole)
 
     def _given(self, given: Iterable[str], found: set[str]) -> Iterator[tuple[int, _Compared]]:
         """Given texts that were not found as a whole, numbered from -1 down: stored texts have numbers from 1 up."""
@@ -209,12 +211,13 @@ class ExcerptIndex:
     def _places(self, anchors: Mapping[int, list[int]]) -> list[tuple[int, int, int]]:
         """Anchor, content and place of stored texts, for anchors of the prompt."""
         salt = int(self._salt)
-        salted = [anchor ^ salt for anchor in anchors]
-        most = _SHARED_BY * len(salted)
+        query = self._database.query
         try:
-            rows = self._database.query(_FOUND, (json.dumps(salted), most))
-            if len(rows) == most:  # some are popular
-                rows = [row for anchor in salted for row in self._database.query(_FOUND_AT, (anchor, _SHARED_BY))]
+            counts = query(_COUNTS, (_SHARED_BY + 1, json.dumps([anchor ^ salt for anchor in anchors])))
+            rows = query(_FOUND, (json.dumps([anchor for anchor, count in counts if count <= _SHARED_BY]),))
+            for anchor, count in counts:
+                if count > _SHARED_BY:
+                    rows += query(_FOUND_AT, (anchor, _SHARED_BY))
         except StoreError as error:
             self._warn(error)
             return []
@@ -304,13 +307,16 @@ def _cover(compared: _Compared, parts: Iterable[_Part], whole: Sequence[TextMatc
     free = np.ones(len(compared), dtype=bool)
     is_whole = {compared.range_of(match.start, match.stop): match for match in whole}
     found: list[TextMatch] = []
-    order = sorted(parts, key=lambda p: (p.start - p.stop, (p.start, p.stop) not in is_whole, p.start))
-    for part in order:
+    every = [*parts, *(_Part(start, stop, None, start) for start, stop in is_whole)]
+    for part in sorted(every, key=lambda p: (p.start - p.stop, p.source is not None, p.start)):
         room = free[part.start : part.stop]
-        if room.all() and part.shift == part.start and (part.start, part.stop) in is_whole:
-            found.append(is_whole[part.start, part.stop])
-            room[:] = False
-            continue
+        if part.source is None:
+            match = is_whole[part.start, part.stop]
+            if room.all():
+                found.append(match)
+                room[:] = False
+                continue
+            part = part._replace(source=_Compared(compared.text[match.start : match.stop]))
         edges = np.flatnonzero(np.diff(np.concatenate(([False], room, [False])).astype(np.int8)))
         for first, last in edges.reshape(-1, 2).tolist():
             if last - first >= LEAST_SURE:
@@ -322,6 +328,7 @@ def _cover(compared: _Compared, parts: Iterable[_Part], whole: Sequence[TextMatc
 def _matches(compared: _Compared, part: _Part) -> Iterator[TextMatch]:
     """The characters of a part: one match for each stretch in which both texts have equally many characters that are
     not compared."""
+    assert part.source is not None, "a whole text is one match"
     ours, theirs = compared.characters, part.source.characters
     start, stop = part.start, part.stop
     # whole characters only
