@@ -1,0 +1,289 @@
+"""Stock components of LlamaIndex and LangChain: how much of the documents' text in their prompts is reused, and how
+much sooner their first tokens come than with full prefill.
+
+    python benchmarks/components.py --primary smollm2-135m --auxiliary smollm2-135m --json table.json
+
+The documents are those of the examples, split and precomputed once. Every component then asks one question, with the
+default method and with ``full``. Where a component needs an answer of a certain form (a selection, sub-questions), the
+model's answer is replaced by one that is written here, after the model was run. ``of documents``: characters of the
+prompts that come from the documents. ``reused``: the share of them whose KV was reused. ``sooner``: seconds to the
+first token of all of a component's prompts, ``full`` over the default method.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+
+from common import CORPUS, FILES, LangChainMiniLM, LlamaIndexMiniLM
+from langchain_cacheclip import ChatCacheClip
+from langchain_classic.chains import create_history_aware_retriever, create_retrieval_chain
+from langchain_classic.chains.combine_documents import create_stuff_documents_chain
+from langchain_classic.retrievers import ContextualCompressionRetriever, MultiQueryRetriever, ParentDocumentRetriever
+from langchain_classic.retrievers.document_compressors import LLMChainExtractor
+from langchain_classic.storage import InMemoryStore
+from langchain_core.documents import Document
+from langchain_core.messages import AIMessage, HumanMessage
+from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder
+from langchain_core.vectorstores import InMemoryVectorStore
+from langchain_text_splitters import RecursiveCharacterTextSplitter
+from llama_index.core import Document as LlamaDocument
+from llama_index.core import StorageContext, VectorStoreIndex
+from llama_index.core.node_parser import (
+    HierarchicalNodeParser,
+    SentenceSplitter,
+    SentenceWindowNodeParser,
+    get_leaf_nodes,
+)
+from llama_index.core.postprocessor import LLMRerank, MetadataReplacementPostProcessor
+from llama_index.core.query_engine import (
+    CitationQueryEngine,
+    RetrieverQueryEngine,
+    RouterQueryEngine,
+    SubQuestionQueryEngine,
+)
+from llama_index.core.question_gen import LLMQuestionGenerator
+from llama_index.core.retrievers import AutoMergingRetriever
+from llama_index.core.selectors import LLMSingleSelector
+from llama_index.core.storage.docstore import SimpleDocumentStore
+from llama_index.core.tools import QueryEngineTool, ToolMetadata
+from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform
+
+from cacheclip_rag import CacheClipEngine
+from cacheclip_rag.guards.base import Answered, Observer
+from cacheclip_rag.store import Catalog, TextIndex
+from cacheclip_rag.types import FusionStats, Plan
+
+QUESTION = "What must be done with modified files?"
+EARLIER = "What does the licence say about patents?"
+
+
+@dataclass
+class Watch(Observer):
+    """What an engine was asked since the last :meth:`clear`."""
+
+    plans: list[Plan] = field(default_factory=list)
+    stats: list[FusionStats] = field(default_factory=list)
+    says: list[str] = field(default_factory=list)
+    """Answers to the next prompts, instead of the model's."""
+
+    def on_plan(self, plan: Plan, sources: Any) -> None:
+        self.plans.append(plan)
+
+    def on_answer(self, answered: Answered) -> None:
+        self.stats.append(answered.answer.stats)
+
+    def clear(self) -> None:
+        self.plans.clear()
+        self.stats.clear()
+        self.says.clear()
+
+
+def watch(engine: CacheClipEngine) -> Watch:
+    seen = Watch()
+    engine.observers.append(seen)
+    generate, stream = engine.generate, engine.stream
+
+    def said(*args: Any, **options: Any) -> Any:
+        answer = generate(*args, **options)
+        return replace(answer, text=seen.says.pop(0)) if seen.says else answer
+
+    def streamed(*args: Any, **options: Any) -> Iterator[Any]:
+        if not seen.says:
+            yield from stream(*args, **options)
+            return
+        *_, last = stream(*args, **options)
+        text = seen.says.pop(0)
+        yield replace(last, text=text, answer=replace(last.answer, text=text))
+
+    engine.generate, engine.stream = said, streamed  # type: ignore[method-assign]
+    return seen
+
+
+@dataclass
+class Case:
+    """One component. ``run`` asks it once; ``says`` are the answers that it needs in a certain form, in order."""
+
+    framework: str
+    name: str
+    run: Callable[[], object]
+    says: tuple[str, ...] = ()
+
+
+def llama_index_cases(llm: CacheClipLLM, texts: list[str]) -> Iterator[Case]:
+    documents = [LlamaDocument(text=text, metadata={"file_name": f"{number}.txt"}) for number, text in enumerate(texts)]
+    embedding, transform = LlamaIndexMiniLM(), CacheClipTransform.from_llm(llm)
+    nodes = transform(SentenceSplitter(chunk_size=256, chunk_overlap=0)(documents))
+    index = VectorStoreIndex(nodes, embed_model=embedding)
+
+    def query(**options: Any) -> Callable[[], object]:
+        return lambda: index.as_query_engine(llm=llm, similarity_top_k=4, **options).query(QUESTION)
+
+    for mode in ("compact", "refine", "tree_summarize", "accumulate"):
+        yield Case("LlamaIndex", f"response mode `{mode}`", query(response_mode=mode))
+    citing = CitationQueryEngine.from_args(index, llm=llm, similarity_top_k=4, citation_chunk_size=128)
+    yield Case("LlamaIndex", "`CitationQueryEngine`", lambda: citing.query(QUESTION))
+    for mode in ("context", "condense_plus_context"):
+
+        def chat(mode: str = mode) -> None:
+            engine = index.as_chat_engine(chat_mode=mode, llm=llm, similarity_top_k=4)  # type: ignore[arg-type]
+            engine.chat(EARLIER)
+            engine.chat(QUESTION)
+
+        yield Case("LlamaIndex", f"chat mode `{mode}`, two turns", chat)
+    tool = QueryEngineTool(
+        index.as_query_engine(llm=llm, similarity_top_k=4), ToolMetadata(name="licences", description="Licences.")
+    )
+    asked = {"items": [{"sub_question": text, "tool_name": "licences"} for text in (QUESTION, EARLIER)]}
+    parts = SubQuestionQueryEngine.from_defaults(
+        [tool], llm=llm, question_gen=LLMQuestionGenerator.from_defaults(llm=llm), use_async=False, verbose=False
+    )
+    script = f"```json\n{json.dumps(asked)}\n```"
+    yield Case("LlamaIndex", "`SubQuestionQueryEngine`", lambda: parts.query(QUESTION), (script,))
+    router = RouterQueryEngine(LLMSingleSelector.from_defaults(llm=llm), [tool, tool], llm=llm)
+    choice = '[{"choice": 1, "reason": "it fits"}]'
+    yield Case("LlamaIndex", "`RouterQueryEngine`", lambda: router.query(QUESTION), (choice,))
+    ranking = "\n".join(f"Doc: {n}, Relevance: {10 - n}" for n in range(1, 5))
+    yield Case("LlamaIndex", "`LLMRerank`", query(node_postprocessors=[LLMRerank(llm=llm, top_n=3)]), (ranking,))
+    windows = VectorStoreIndex(SentenceWindowNodeParser.from_defaults(window_size=3)(documents), embed_model=embedding)
+    replacing = MetadataReplacementPostProcessor(target_metadata_key="window")
+    yield Case(
+        "LlamaIndex",
+        "sentence windows",
+        lambda: windows.as_query_engine(llm=llm, similarity_top_k=4, node_postprocessors=[replacing]).query(QUESTION),
+    )
+    levels = HierarchicalNodeParser.from_defaults(chunk_sizes=[512, 128], chunk_overlap=0)(documents)
+    transform(levels)
+    docstore = SimpleDocumentStore()
+    docstore.add_documents(levels)
+    storage = StorageContext.from_defaults(docstore=docstore)
+    leaves = VectorStoreIndex(get_leaf_nodes(levels), storage_context=storage, embed_model=embedding)
+    merging = AutoMergingRetriever(leaves.as_retriever(similarity_top_k=8), storage, simple_ratio_thresh=0.3)
+    merged = RetrieverQueryEngine.from_args(merging, llm=llm)
+    yield Case("LlamaIndex", "`AutoMergingRetriever`", lambda: merged.query(QUESTION))
+
+
+def langchain_cases(chat: ChatCacheClip, texts: list[str]) -> Iterator[Case]:
+    whole = [Document(text, metadata={"source": str(number)}) for number, text in enumerate(texts)]
+    splitter = RecursiveCharacterTextSplitter(chunk_size=1000, chunk_overlap=0)
+    pieces = splitter.split_documents(whole)
+    chat.engine.precompute(piece.page_content for piece in pieces)
+    vectors = InMemoryVectorStore.from_documents(pieces, LangChainMiniLM())
+    retriever = vectors.as_retriever(search_kwargs={"k": 4})
+    prompt = ChatPromptTemplate.from_messages(
+        [("human", "Answer from this context.\n\n{context}\n\nQuestion: {input}")]
+    )
+    stuff = create_stuff_documents_chain(chat, prompt)
+
+    def ask(found: Any) -> Callable[[], object]:
+        return lambda: create_retrieval_chain(found, stuff).invoke({"input": QUESTION})
+
+    yield Case("LangChain", "retrieval chain", ask(retriever))
+    rephrase = ChatPromptTemplate.from_messages([MessagesPlaceholder("chat_history"), ("human", "{input} Rephrase.")])
+    aware = create_history_aware_retriever(chat, retriever, rephrase)
+    history = [HumanMessage(EARLIER), AIMessage("It grants a patent licence.")]
+    yield Case(
+        "LangChain",
+        "history-aware retriever",
+        lambda: create_retrieval_chain(aware, stuff).invoke({"input": QUESTION, "chat_history": history}),
+        (QUESTION,),
+    )
+    many = MultiQueryRetriever.from_llm(retriever, chat)
+    yield Case("LangChain", "`MultiQueryRetriever`", ask(many), (f"{QUESTION}\n{EARLIER}",))
+    compressing = ContextualCompressionRetriever(
+        base_compressor=LLMChainExtractor.from_llm(chat), base_retriever=retriever
+    )
+    kept = tuple(piece.page_content[100:700] for piece in retriever.invoke(QUESTION))
+    yield Case("LangChain", "contextual compression", ask(compressing), kept)
+    parents = ParentDocumentRetriever(
+        vectorstore=InMemoryVectorStore(LangChainMiniLM()),
+        docstore=InMemoryStore(),
+        child_splitter=RecursiveCharacterTextSplitter(chunk_size=300, chunk_overlap=0),
+        parent_splitter=RecursiveCharacterTextSplitter(chunk_size=2000, chunk_overlap=0),
+    )
+    parents.add_documents(whole)
+    yield Case("LangChain", "`ParentDocumentRetriever`", ask(parents))
+
+
+def characters(plan: Plan, corpus: TextIndex) -> tuple[int, int]:
+    """Characters of a prompt that come from the documents, and those of them whose KV is reused."""
+    text, reused, reused_spans = "", set[int](), set(plan.reused)
+    for span in plan.layout.spans:
+        if span in reused_spans:
+            reused.update(range(len(text), len(text) + len(span.segment.text)))
+        text += span.segment.text
+    matches = corpus.find(text)
+    return (
+        sum(match.stop - match.start for match in matches),
+        sum(len(reused.intersection(range(match.start, match.stop))) for match in matches),
+    )
+
+
+def measure(case: Case, llms: list[tuple[Any, Watch]], corpus: TextIndex) -> dict[str, Any]:
+    """One component with each method in turn."""
+    found: dict[str, Any] = {"framework": case.framework, "component": case.name}
+    seconds = []
+    for method in (None, "full"):
+        for llm, seen in llms:
+            seen.clear()
+            seen.says.extend(case.says)
+            llm.engine.prefixes.clear()
+            llm.method = method or "cacheclip"
+        case.run()
+        plans = [plan for _, seen in llms for plan in seen.plans]
+        stats = [one for _, seen in llms for one in seen.stats]
+        seconds.append(sum(one.ttft_s for one in stats))
+        if method is None:
+            pairs = [characters(plan, corpus) for plan in plans]
+            of_documents, reused = (sum(column) for column in zip(*pairs, strict=True))
+            found |= {
+                "prompts": len(plans),
+                "prompt_tokens": sum(one.prompt_tokens for one in stats),
+                "hits": sum(one.hits for one in stats),
+                "of_documents": of_documents,
+                "reused": reused / of_documents if of_documents else None,
+            }
+    found["sooner"] = seconds[1] / seconds[0]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--primary", default="qwen2.5-coder-0.5b")
+    parser.add_argument("--auxiliary", default="smollm2-135m")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    arguments = parser.parse_args()
+    texts = [(CORPUS / name).read_text(encoding="utf-8") for name in FILES]
+    corpus = TextIndex(Catalog().database, "documents")
+    corpus.add(texts)
+    options = {"primary": arguments.primary, "auxiliary": arguments.auxiliary, "dtype": arguments.dtype}
+    rows = []
+    print("| | component | prompts | tokens | hits | reused | sooner |\n|---|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        for make, cases in ((CacheClipLLM, llama_index_cases), (ChatCacheClip, langchain_cases)):
+            llm: Any = make(**options, store=f"{folder}/{make.__name__}", max_tokens=24)
+            seen = watch(llm.engine)
+            for case in cases(llm, texts):
+                row = measure(case, [(llm, seen)], corpus)
+                rows.append(row)
+                share = "-" if row["reused"] is None else f"{row['reused']:.0%}"
+                print(
+                    f"| {row['framework']} | {row['component']} | {row['prompts']} | {row['prompt_tokens']:,} "
+                    f"| {row['hits']} | {share} | {row['sooner']:.1f}x |",
+                    flush=True,
+                )
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
