@@ -18,12 +18,12 @@ from ..prompt.layout import Layout, Span
 from ..types import FusionStats, Plan, Trace
 from .base import Fused, State, wait_for
 
-__all__ = ["MOST_PARTIAL", "Keeping", "Prefilled", "confidence", "prefill"]
+__all__ = ["MOST_PARTIAL", "Keeping", "Prefilled", "confidence", "prefill", "shares_of_chunks"]
 
 logger = logging.getLogger(__name__)
 
 MOST_PARTIAL = 0.9
-"""Largest share of a chunk's tokens in a partial hit. Whole chunks lack a token at either end at most."""
+"""Largest share of a chunk's tokens in a partial hit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +207,7 @@ def _stats(
     """``charged``: chunk tokens that got fresh KV, as in :class:`~cacheclip_rag.runtime.base.Fused`."""
     layout, reused = plan.layout, plan.reused
     chunk_tokens = plan.chunk_tokens
-    partial = [share for share in _shares(reused) if share <= MOST_PARTIAL]
+    partial = [share for share in shares_of_chunks(reused) if share <= MOST_PARTIAL]
     prefix_tokens = layout.num_exact - _chunk_tokens([span for span in reused if layout.is_cached(span)])
     return FusionStats(
         method=plan.method.name,
@@ -239,16 +239,14 @@ def _pieces(spans: Sequence[Span]) -> int:
     return sum(not span.continues for span in spans)
 
 
-def _shares(spans: Sequence[Span]) -> list[float]:
-    """For each chunk, or part of a chunk, that stands in one piece: the share of the chunk's tokens."""
-    shares: list[float] = []
+def shares_of_chunks(spans: Sequence[Span]) -> list[float]:
+    """For each chunk, or part of a chunk, that stands in one piece: the share of the chunk's tokens. The token at
+    either end does not count as missing: the text around a chunk often changes it."""
+    found: list[tuple[int, int]] = []
     for span in spans:
-        share = len(span.tokens) / span.whole_tokens
-        if span.continues and shares:
-            shares[-1] += share
-        else:
-            shares.append(share)
-    return shares
+        before = found.pop()[0] if span.continues and found else 0
+        found.append((before + len(span.tokens), span.whole_tokens))
+    return [1.0 if tokens + 2 >= whole else tokens / whole for tokens, whole in found]
 
 
 def _chunk_tokens(spans: Sequence[Span]) -> int:
