@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, repeat
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -154,9 +154,13 @@ class _Pass:
         def pieces() -> Iterator[tuple[int, KV]]:
             if layout.num_prefix and not layout.num_cached:
                 yield 0, part_of(self.sources.prefix.prefix, 0, layout.num_prefix)
-            for whole, spans in groupby(unread, key=lambda span: span.whole):
+            runs = [(whole, [*spans]) for whole, spans in groupby(unread, key=lambda span: span.whole)]
+            reads: Iterator[KV | None] = repeat(None)
+            if self.sources.captured is None:
+                reads = self.sources.primary.read_each([whole for whole, _ in runs], buffer)
+            for _, spans in runs:
                 with self.clock.phase_within("read", "assemble"):
-                    read = None if self.sources.captured is not None else self.sources.primary.read(whole, buffer)
+                    read = next(reads)
                 for span in spans:
                     kv = self._part(span, read)
                     if kv is not None:
@@ -223,12 +227,14 @@ def _trace(
 
 
 def assemble(primary: ModelRuntime, cache: FusedCache, pieces: Iterable[tuple[int, KV]]) -> None:
-    """Write stored KV into ``cache``; each piece ``(start position, kv)`` is rotated to its true positions.
+    """Write stored KV into ``cache``; each piece ``(start slot, kv)`` is rotated to its true positions.
 
-    Pieces are taken one at a time, so that memory holds at most one chunk beside the fused cache.
+    Pieces are taken one at a time and put side by side (:func:`~cacheclip_rag.store.join`), so that the number of
+    tensor operations does not depend on their number, and memory holds at most ``JOINED_BYTES`` beside the fused cache
+    and the piece that is read. They must come in the order of their slots. Slots between them are not exact: they
+    belong to rows that are computed.
     """
-    for start, kv in pieces:
-        primary.fill(cache, kv, slot=start, position=cache.position_of(start))
+    primary.fill_all(cache, pieces, None if cache.geometry is None else cache.geometry.positions_of)
 
 
 def choose_rows(layout: Layout, reused: Iterable[Span], selected: Iterable[tuple[Span, torch.Tensor]]) -> torch.Tensor:
