@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby, repeat
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from ..chunks.captured import Variant, digest_before
@@ -117,7 +118,7 @@ class _Pass:
         if row_filter is not None:
             rows, charged = rows[row_filter.alive], charged + row_filter.charged
         else:
-            charged += runtime.num_layers * sum(int(mask.sum()) for mask in masks)
+            charged += runtime.num_layers * int(torch.cat([*masks, torch.zeros(0, dtype=torch.bool)]).sum())
         chosen = _chunk_rows(rows, reused)
         first = int(rows[0]) if cache.geometry is None else None
         trace = _trace(plan, scorable, recorded, chosen, starts or [], clock) if self.trace else None
@@ -156,7 +157,7 @@ class _Pass:
                 yield 0, part_of(self.sources.prefix.prefix, 0, layout.num_prefix)
             runs = [(whole, [*spans]) for whole, spans in groupby(unread, key=lambda span: span.whole)]
             reads: Iterator[KV | None] = repeat(None)
-            if self.sources.captured is None:
+            if self.sources.captured is None and runs:
                 reads = self.sources.primary.read_each([whole for whole, _ in runs], buffer)
             for _, spans in runs:
                 with self.clock.phase_within("read", "assemble"):
@@ -200,10 +201,10 @@ def _question_in(layout: Layout) -> str:
 
 def _chunk_rows(rows: torch.Tensor, reused: Sequence[Span]) -> list[int]:
     """The rows that belong to reused chunks."""
-    inside = torch.zeros(len(rows), dtype=torch.bool)
-    for span in reused:
-        inside |= (rows >= span.start) & (rows < span.stop)
-    found: list[int] = rows[inside].tolist()
+    numbers = rows.numpy()
+    borders = np.array([edge for span in reused for edge in (span.start, span.stop)])
+    inside = np.searchsorted(borders, numbers, side="right") % 2 == 1
+    found: list[int] = numbers[inside].tolist()
     return found
 
 
@@ -249,14 +250,18 @@ def choose_rows(layout: Layout, reused: Iterable[Span], selected: Iterable[tuple
     Returns:
         Strictly increasing int64 positions.
     """
-    active = torch.ones(layout.num_tokens, dtype=torch.bool)
+    active = np.ones(layout.num_tokens, np.bool_)
     active[: layout.num_exact] = False
     for span in reused:
         active[span.start : span.stop] = False
-    for span, mask in selected:
-        active[span.start : span.stop] |= mask
+    chosen = [*selected]
+    if chosen:  # all masks at once: a conversion of each would cost an operation
+        lengths = [len(span.tokens) for span, _ in chosen]
+        masks = np.split(torch.cat([mask for _, mask in chosen]).numpy(), np.cumsum(lengths)[:-1])
+        for (span, _), mask in zip(chosen, masks, strict=True):
+            active[span.start : span.stop] |= mask
     active[-1] = True
-    return active.nonzero().flatten()
+    return torch.from_numpy(active.nonzero()[0])
 
 
 def recompute(

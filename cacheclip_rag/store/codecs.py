@@ -115,8 +115,8 @@ class Codec(ABC):
     def decode(self, data: torch.Tensor, shape: Sequence[int]) -> LayerKV:
         """The layer from its bytes, on the device of ``data``. The result may share memory with ``data``."""
         parts = self.parts(shape)
-        pieces = data.split([part.num_bytes for part in parts])
-        return self.combine([piece.view(part.dtype).view(part.shape) for piece, part in zip(pieces, parts, strict=True)])
+        pieces = zip(data.split([part.num_bytes for part in parts]), parts, strict=True)
+        return self.combine([piece.view(part.dtype).view(part.shape) for piece, part in pieces])
 
 
 @dataclass(frozen=True, slots=True)

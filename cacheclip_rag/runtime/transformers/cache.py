@@ -128,6 +128,11 @@ class FusedCache(Cache):  # type: ignore[misc]
         for layer in self.layers:
             layer.cut(length)
 
+    def clear(self, slots: torch.Tensor, num_layers: int | None = None) -> None:
+        """Set the KV of slots to 0, in the first ``num_layers`` layers (default all)."""
+        for layer in self.layers[:num_layers]:
+            layer.clear(slots.to(layer.device))
+
     def scatter(self, slots: torch.Tensor | None) -> None:
         """Write the next pass's rows to these slots (strictly increasing); None: append them."""
         if slots is None:
