@@ -56,7 +56,9 @@ def test_first_come_first_token(engine: CacheClipEngine, chunks: list[str]) -> N
     assert engine.generate(asked(engine, 0, chunks), PARAMS).stats.queued_s < 0.1
 
 
-def test_who_raises_holds_up_nobody(engine: CacheClipEngine, chunks: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_raises_holds_up_nobody(
+    engine: CacheClipEngine, chunks: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine.precompute(chunks)
     fuse = type(engine.primary).fuse
     failed: list[int] = []
