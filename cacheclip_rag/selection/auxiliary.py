@@ -236,15 +236,16 @@ def without_sinks(logits: torch.Tensor, sinks: int) -> torch.Tensor:
 def _updating(heads: HeadSet, packed: PackedChunks, auxiliary: ModelRuntime) -> Adjust:
     """Function that applies the head set's low-rank updates to queries and keys of its last layer."""
     last = heads.layers[-1]
+    # before the pass, because a pass inside a pass may wait forever
+    of_rows, of_keys = (
+        [auxiliary.rotary_tables_at(positions(number))[last] for number in range(len(packed.blocks))]
+        for positions in (packed.positions_of_rows, packed.positions_of_keys)
+    )
 
     def adjust(layer: int, number: int, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if layer != last:
             return query, key
-        of_rows, of_keys = (
-            auxiliary.rotary_tables_at(positions)[layer]
-            for positions in (packed.positions_of_rows(number), packed.positions_of_keys(number))
-        )
-        return updated(query, heads.queries, of_rows), updated(key, heads.keys, of_keys)
+        return updated(query, heads.queries, of_rows[number]), updated(key, heads.keys, of_keys[number])
 
     return adjust
 

@@ -29,6 +29,7 @@ from tests.fusion.cases import gap, make_engine
 CODECS = ("float32", "bfloat16", "int8")
 KEY = "0" * 64
 CAPACITY = 400
+ONE_OF_EACH = ("llama", "llama-rope-dynamic", "qwen2-sliding", "gemma3", "gpt-oss")
 
 
 def stored(kv: torch.Tensor, codec: str) -> KV:
@@ -164,7 +165,7 @@ class TestScores:
             for number, ours in zip(order, found, strict=True):
                 assert gap(ours, alone[number]) < 1e-5 and len(ours) == self.LENGTHS[number]
 
-    @pytest.mark.parametrize("primary", ["llama", "qwen2-sliding", "gemma3", "gpt-oss"], indirect=True)
+    @pytest.mark.parametrize("primary", ONE_OF_EACH, indirect=True)
     @pytest.mark.parametrize("is_updated", [False, True])
     def test_one_softmax_over_all_whatever_their_order(self, primary: str, is_updated: bool) -> None:
         runtime = load_model(primary)

@@ -86,14 +86,17 @@ def look(
     found: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
     queries: list[torch.Tensor] = []
     tables = None if keep is None else packed.tables(runtime, keep)
+    turned: list[Tables | None] = []
+    if keep is not None:
+        blocks = range(len(packed.blocks))
+        turned = [runtime.rotary_tables_at(packed.positions_of_rows(number))[keep] for number in blocks]
 
     def record(layer: int, number: int, logits: torch.Tensor) -> None:
         found[layer].append(packed.of_tokens(number, logits))
 
     def adjust(layer: int, number: int, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if layer == keep:
-            turned = runtime.rotary_tables_at(packed.positions_of_rows(number))[layer]
-            plain = unrotate(query, turned).cpu()
+            plain = unrotate(query, turned[number]).cpu()
             queries.extend(plain.unflatten(1, (packed.blocks[number].count, -1)).unbind(1))
         return query, key
 
