@@ -2,13 +2,14 @@
 
     request -> segments -> plan (no tensors) -> prefill (fused, or plain if nothing is stored) -> first token -> decode
 
-After the answer, missing chunks are stored.
+After the answer, missing chunks are stored. Several requests take turns (:mod:`cacheclip_rag.runtime.turns`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import torch
 
@@ -22,6 +23,7 @@ from .plan.planner import make_plan
 from .prompt.segments import Segment, as_segments, given_texts
 from .runtime.decoding import LogitsObserver, decode, is_greedy, room_for
 from .runtime.prefill import Keeping, Prefilled, prefill
+from .runtime.turns import Turns
 from .runtime.verification import Verification
 from .sampling import SamplingParams
 from .types import Event, Plan, Request
@@ -36,6 +38,7 @@ class Answering:
     parts: Parts
     writer: ChunkWriter
     observers: Sequence[Observer]
+    turns: Turns = field(default_factory=Turns)
 
     @torch.inference_mode()
     def stream(self, request: Request) -> Iterator[Event]:
@@ -44,12 +47,18 @@ class Answering:
         if request.method.composes:
             yield from self._compose(request)
             return
-        sources, plan, prefilled = self._prefill(request, self.observers)
-        verification = _verification(request, sources, prefilled)
-        logits, missing = prefilled.logits, prefilled.missing
-        events = decode(sources.primary.runtime, prefilled, request.params, verification=verification)
-        del prefilled  # decoding drops its KV once it goes on from the exact KV
-        for event in events:
+        sources = self.parts.sources(request.method)  # weights are loaded before the clock starts
+        clock = PhaseClock()
+        with self.turns.prompt():  # until the first token is there
+            plan, prefilled = self._prefill(request, sources, clock, self.observers)
+            verification = _verification(request, sources, prefilled)
+            logits, missing = prefilled.logits, prefilled.missing
+            events = decode(
+                sources.primary.runtime, prefilled, request.params, verification=verification, turn=self.turns.token
+            )
+            del prefilled  # decoding drops its KV once it goes on from the exact KV
+            first = next(events)
+        for event in chain((first,), events):
             if event.answer is not None:
                 verified = None if verification is None else verification.result
                 self._observe(Answered(plan, event.answer, request.params, logits, verified))
@@ -66,16 +75,21 @@ class Answering:
     @torch.inference_mode()
     def prefill(self, request: Request) -> Prefilled:
         """Prefill up to the first token's logits. Calls no observer and stores nothing."""
-        return self._prefill(request, ())[2]
-
-    def _prefill(self, request: Request, observers: Sequence[Observer]) -> tuple[Sources, Plan, Prefilled]:
         sources = self.parts.sources(request.method)  # weights are loaded before the clock starts
         clock = PhaseClock()
+        with self.turns.prompt():
+            return self._prefill(request, sources, clock, ())[1]
+
+    def _prefill(
+        self, request: Request, sources: Sources, clock: PhaseClock, observers: Sequence[Observer]
+    ) -> tuple[Plan, Prefilled]:
+        queued_s = clock.elapsed()
         plan = self.plan(request, sources, clock)
         for observer in observers:
             observer.on_plan(plan, sources)
         room = room_for(request.params)
-        return sources, plan, prefill(plan, sources, params_tokens=room, clock=clock, trace=request.trace)
+        found = prefill(plan, sources, params_tokens=room, clock=clock, trace=request.trace)
+        return plan, replace(found, stats=replace(found.stats, queued_s=queued_s))
 
     def _segments(self, request: Request, given: Sequence[str]) -> list[Segment]:
         segments = as_segments(request.prompt)
@@ -91,10 +105,15 @@ class Answering:
         def ask(
             segments: Sequence[Segment], params: SamplingParams, observe: LogitsObserver | None = None
         ) -> Iterator[Event]:
-            prefilled = self.prefill(Request(segments, params, None))
-            missing.update(dict.fromkeys(prefilled.missing))
-            counted = count_chunks(prefilled.stats, prefilled.layout)
-            yield from decode(runtime, replace(prefilled, stats=counted), params, observe)
+            came = PhaseClock()
+            with self.turns.prompt():
+                queued_s = came.elapsed()
+                prefilled = self.prefill(Request(segments, params, None))
+                missing.update(dict.fromkeys(prefilled.missing))
+                counted = replace(count_chunks(prefilled.stats, prefilled.layout), queued_s=queued_s)
+                events = decode(runtime, replace(prefilled, stats=counted), params, observe, turn=self.turns.token)
+                first = next(events)
+            yield from chain((first,), events)
 
         clock = PhaseClock()
         segments = self._segments(request, given_texts(request.documents))

@@ -180,6 +180,9 @@ class FusionStats:
     prompts."""
     gated: bool = False
     """True: the prompt was prefilled in full after a reusing pass, whose confidence was below ``min_confidence``."""
+    queued_s: float = 0.0
+    """Seconds of ``ttft_s`` in which the request waited for others that came before it. The waits of an answer made of
+    several prompts are added up."""
     generated_tokens: int = 0
     decode_s: float = 0.0
     """Seconds from the first new token to the end of the answer, ``verify_s`` included."""

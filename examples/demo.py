@@ -190,7 +190,8 @@ def label(path: str, ordinal: int) -> str:
 
 
 def print_table(engine: CacheClipEngine, outcomes: list[Outcome]) -> None:
-    """Measure every other prompt from above with each method, and print medians."""
+    """Measure every other prompt from above with each method, and print medians. The spread shows how even the machine
+    was: a method is only faster if its range is."""
     outcomes = outcomes[::2]
     print(f"Measuring {len(outcomes)} of these prompts with each method, ordinary prefill among them ...", flush=True)
     one_token = SamplingParams(max_tokens=1)
@@ -201,7 +202,8 @@ def print_table(engine: CacheClipEngine, outcomes: list[Outcome]) -> None:
             engine.prefixes.clear()  # otherwise the next method would find this method's KV
             stats.append(engine.generate(messages, one_token, method=method).stats.to_dict())
     table = Table(title=f"{engine.config.primary} + {engine.config.auxiliary}, {len(outcomes)} prompts, medians")
-    for column in ("method", "TTFT", "against full", "effective ratio", "tokens reused", "tokens recomputed"):
+    counts = ("effective ratio", "tokens reused", "tokens recomputed")
+    for column in ("method", "TTFT", "min-max", "against full", *counts):
         table.add_column(column, justify="left" if column == "method" else "right")
     full_s = median(rows["full"], "ttft_s")
     for method, stats in rows.items():
@@ -209,9 +211,9 @@ def print_table(engine: CacheClipEngine, outcomes: list[Outcome]) -> None:
         ratio, reused, recomputed = (
             median(stats, k) for k in ("effective_ratio", "reused_tokens", "recomputed_tokens")
         )
-        table.add_row(
-            method, f"{ttft_s:.2f} s", f"{full_s / ttft_s:.2f}x", f"{ratio:.3f}", f"{reused:.0f}", f"{recomputed:.0f}"
-        )
+        seconds = [float(s["ttft_s"]) for s in stats]
+        times = f"{ttft_s:.2f} s", f"{min(seconds):.2f}-{max(seconds):.2f} s", f"{full_s / ttft_s:.2f}x"
+        table.add_row(method, *times, f"{ratio:.3f}", f"{reused:.0f}", f"{recomputed:.0f}")
     Console(width=100).print(table)
 
 

@@ -41,7 +41,12 @@ class Asked:
         """Scores in the auxiliary's own tokens; the looks are those of this call."""
         self.looks.clear()
         spans = [Span(Chunk(text), self.caches.tokenize(text), number) for number, text in enumerate(chunks)]
-        return self.scorer.score(spans, question, AuxiliaryAttention(**options), PhaseClock())
+        found = self.scorer.score(spans, question, AuxiliaryAttention(**options), PhaseClock())
+        order = sorted(range(len(chunks)), key=lambda number: len(spans[number].tokens))  # as it looks at them
+        self.looks = [
+            (ids, [scores[order.index(number)] for number in range(len(chunks))]) for ids, scores in self.looks
+        ]
+        return found
 
 
 @pytest.fixture
@@ -163,7 +168,9 @@ class TestDamage:
         expected = asked(CHUNKS, QUESTION)
         read = type(asked.caches).read
         monkeypatch.setattr(
-            type(asked.caches), "read", lambda self, text, *rest: None if text == CHUNKS[1] else read(self, text, *rest)
+            type(asked.caches),
+            "read_each",
+            lambda self, texts, *rest: (None if text == CHUNKS[1] else read(self, text, *rest) for text in texts),
         )
         found = asked(CHUNKS, QUESTION)
         for ours, theirs in zip(found, expected, strict=True):

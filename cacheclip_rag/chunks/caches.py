@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 
 import torch
@@ -119,10 +119,16 @@ class ChunkCaches:
 
     def __contains__(self, text: str) -> bool:
         """Whether the chunk is stored with at least the precision of this engine's codec."""
+        return bool(self.held([text]))
+
+    def held(self, texts: Iterable[str]) -> set[str]:
+        """The chunks among ``texts`` that are stored with at least the precision of this engine's codec. One query asks
+        the store for all of them."""
         if not self.can_reuse:
-            return False
-        codec = self._store.codec_of(self.key(text))
-        return codec is not None and keeps(codec, self.codec)
+            return set()
+        keys = {text: self.key(text) for text in texts}
+        codecs = self._store.codecs_of([*keys.values()])
+        return {text for text, key in keys.items() if key in codecs and keeps(codecs[key], self.codec)}
 
     def is_known(self, text: str) -> bool:
         """Whether the store has KV of a text, for any model and settings."""
@@ -141,8 +147,17 @@ class ChunkCaches:
         """
         return self._read(self.key(text), self.codec, buffer)
 
+    def read_each(self, texts: Sequence[str], buffer: ReadBuffer | None = None) -> Iterator[StoredKV | None]:
+        """As :meth:`read`, for many chunks in order. One query asks the store for all of them; each is read when it is
+        asked for."""
+        for stored in self._store.get_each([self.key(text) for text in texts], buffer):
+            yield self._usable(stored, self.codec)
+
     def _read(self, key: str, codec: str, buffer: ReadBuffer | None = None) -> StoredKV | None:
-        stored = self._store.get(key, buffer)
+        return self._usable(self._store.get(key, buffer), codec)
+
+    @staticmethod
+    def _usable(stored: StoredKV | None, codec: str) -> StoredKV | None:
         # an engine with this model as auxiliary may have stored it with a coarser codec than ours
         return stored if stored is not None and keeps(stored.codec, codec) else None
 

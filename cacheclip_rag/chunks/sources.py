@@ -37,8 +37,9 @@ class Sources:
         if self.captured is not None:
             return tuple(span for span in spans if span.segment.text in self.captured)
         caches = [self.primary, *([self.auxiliary.caches] if self.auxiliary is not None else [])]
-        texts = dict.fromkeys(span.whole for span in spans)
-        held = {text for text in texts if all(text in each for each in caches)}
+        held = {span.whole for span in spans}
+        for each in caches:
+            held = each.held(held)
         return tuple(span for span in spans if span.whole in held)
 
     def shares_prefixes(self, plan: Plan) -> bool:

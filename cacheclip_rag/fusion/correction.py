@@ -9,9 +9,9 @@ a layer estimate the offset of that layer.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from ..prompt.layout import Span
@@ -33,76 +33,108 @@ class ResidualCorrection:
 
     def install(self, spans: Sequence[Span]) -> None:
         """Correct the chunks at ``spans`` during the next pass, which recomputes some of their tokens."""
-        parts = []
-        for span in spans:
-            start = self._cache.position_of(span.start)
-            parts.append(_Part(span, self._runtime.rotary_tables(start, start + len(span.tokens))))
-        for number, layer in enumerate(self._cache.layers):
-            layer.before_scatter = self._corrector(number, parts)
+        if not spans:
+            return
+        chunks = _Chunks(spans)
+        slots = torch.arange(chunks.start, chunks.stop)
+        geometry = self._cache.geometry
+        tables = self._runtime.rotary_tables_at(slots if geometry is None else geometry.positions_of(slots))
+        for layer, of_layer in zip(self._cache.layers, tables, strict=True):
+            layer.before_scatter = self._corrector(chunks, of_layer)
 
     def _corrector(
-        self, number: int, parts: Sequence[_Part]
+        self, chunks: _Chunks, tables: Tables | None
     ) -> Callable[[FusedLayer, torch.Tensor, torch.Tensor], None]:
         def correct(layer: FusedLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
             layer.before_scatter = None  # for this pass only
             assert layer.slots is not None
-            for part in parts:
-                split = part.split(layer.slots)
-                if split is None:
-                    continue
-                of_chosen, of_stale = split.tables(part.tables[number])
-                change = keys[0, :, split.rows].float() - layer.keys[0, :, split.chosen].float()
-                offset = self._weight * unrotate(change, of_chosen).mean(1, keepdim=True)
-                layer.keys[0, :, split.stale] += rotate(offset.expand(-1, len(split.stale), -1), of_stale).to(
-                    keys.dtype
-                )
-                change = values[0, :, split.rows].float() - layer.values[0, :, split.chosen].float()
-                layer.values[0, :, split.stale] += (self._weight * change.mean(1, keepdim=True)).to(values.dtype)
+            split = chunks.split(layer.slots)
+            if split is None:
+                return
+            of_chosen = None if tables is None else split.tables(tables)
+            own = slice(chunks.start, chunks.stop)
+            for fresh, stored, is_key in ((keys[0], layer.keys[0], True), (values[0], layer.values[0], False)):
+                change = fresh.index_select(1, split.rows).float() - stored.index_select(1, split.chosen).float()
+                if is_key:
+                    change = unrotate(change, of_chosen)
+                # one row per chunk, and one of zeros for slots that are not corrected
+                offsets = (self._weight * split.means) @ change
+                added = offsets.index_select(1, split.chunk_of_slot)
+                if is_key:
+                    added = rotate(added, tables)
+                stored[:, own] += added.to(stored.dtype)
 
         return correct
 
 
-@dataclass(frozen=True, slots=True)
 class _Split:
-    """A chunk's recomputed and stale tokens, valid for all layers that compute the same rows."""
+    """Recomputed and stale tokens of all chunks, valid for all layers that compute the same rows."""
 
-    start: int
-    """Slot of the chunk's first token."""
-    rows: torch.Tensor
-    """``(num_chosen,)`` rows of the pass."""
-    chosen: torch.Tensor
-    """``(num_chosen,)`` slots of these rows."""
-    stale: torch.Tensor
-    """``(num_stale,)`` slots of the tokens that are corrected."""
+    def __init__(self, rows: torch.Tensor, chosen: torch.Tensor, means: torch.Tensor, chunk_of_slot: torch.Tensor):
+        self.rows = rows
+        """``(num_chosen,)`` rows of the pass."""
+        self.chosen = chosen
+        """``(num_chosen,)`` slots of these rows."""
+        self.means = means
+        """``(num_chunks + 1, num_chosen)`` float32: takes the mean of each chunk's rows; the last row is 0."""
+        self.chunk_of_slot = chunk_of_slot
+        """``(num_slots,)`` from the first chunk's start to the last one's end: number of the chunk whose mean a slot
+        gets; the last row of ``means`` for slots that are not stale."""
+        self._start = 0
+        self._tables: dict[int, Tables] = {}
 
-    def tables(self, tables: Tables | None) -> tuple[Tables | None, Tables | None]:
-        """The rows of a chunk's rotary tables for the chosen tokens, and for the stale tokens."""
-        if tables is None:
-            return None, None
-        cos, sin = tables
-        at, of = self.chosen - self.start, self.stale - self.start
-        return (cos[at], sin[at]), (cos[of], sin[of])
+    @classmethod
+    def of(cls, numbers: torch.Tensor, start: int, num_chunks: int, slots: torch.Tensor) -> _Split | None:
+        """None if no chunk has both chosen and stale tokens.
+
+        Args:
+            numbers: ``(num_slots,)`` number of each slot's chunk from slot ``start`` on, ``num_chunks`` between chunks.
+            slots: ``(num_rows,)`` slots that the pass computes.
+        """
+        numbers = numbers.to(slots.device)
+        is_inside = (slots >= start) & (slots < start + len(numbers))
+        rows = is_inside.nonzero().flatten()
+        at = slots[rows] - start
+        of_rows = numbers[at]
+        counts = torch.bincount(of_rows, minlength=num_chunks + 1)
+        sizes = torch.bincount(numbers, minlength=num_chunks + 1)
+        is_split = (counts > 0) & (counts < sizes)
+        is_split[num_chunks] = False
+        kept = is_split[of_rows].nonzero().flatten()
+        if not len(kept):
+            return None
+        chunk_of_slot = numbers.masked_fill(~is_split[numbers], num_chunks)
+        chunk_of_slot[at] = num_chunks
+        means = torch.zeros(num_chunks + 1, len(kept), device=slots.device)
+        of_kept = of_rows[kept]
+        means[of_kept, torch.arange(len(kept), device=slots.device)] = 1.0 / counts[of_kept].float()
+        found = cls(rows[kept], at[kept] + start, means, chunk_of_slot)
+        found._start = start
+        return found
+
+    def tables(self, tables: Tables) -> Tables:
+        """The rows of the chunks' rotary tables for the chosen tokens. Layers of one kind share them."""
+        key = id(tables[0])
+        if key not in self._tables:
+            cos, sin = (table.index_select(0, self.chosen - self._start) for table in tables)
+            self._tables[key] = cos, sin
+        return self._tables[key]
 
 
-class _Part:
-    """One chunk in a pass."""
+class _Chunks:
+    """The chunks of a pass."""
 
-    def __init__(self, span: Span, tables: list[Tables | None]) -> None:
-        self.tables = tables
-        self._span = span
+    def __init__(self, spans: Sequence[Span]) -> None:
+        self.start, self.stop = spans[0].start, max(span.stop for span in spans)
+        numbers = np.full(self.stop - self.start, len(spans), np.int64)
+        for number, span in enumerate(spans):
+            numbers[span.start - self.start : span.stop - self.start] = number
+        self._numbers, self._count = torch.from_numpy(numbers), len(spans)
         self._known: tuple[torch.Tensor | None, _Split | None] = (None, None)
 
     def split(self, slots: torch.Tensor) -> _Split | None:
-        """The split for a layer that computes ``slots``; None if the chunk has no chosen or no stale token. Layers that
-        share one ``slots`` tensor share the split; it is made again after rows left the pass or the device changed."""
+        """The split for a layer that computes ``slots``. Layers that share one ``slots`` tensor share the split; it is
+        made again after rows left the pass or the device changed."""
         if self._known[0] is not slots:
-            self._known = (slots, self._find(slots))
+            self._known = slots, _Split.of(self._numbers, self.start, self._count, slots)
         return self._known[1]
-
-    def _find(self, slots: torch.Tensor) -> _Split | None:
-        own = torch.arange(self._span.start, self._span.stop, device=slots.device)
-        is_chosen = torch.isin(own, slots)
-        chosen, stale = own[is_chosen], own[~is_chosen]
-        if not len(chosen) or not len(stale):
-            return None
-        return _Split(self._span.start, torch.searchsorted(slots, chosen), chosen, stale)

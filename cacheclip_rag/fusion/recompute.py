@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, repeat
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from ..chunks.captured import Variant, digest_before
@@ -117,7 +118,7 @@ class _Pass:
         if row_filter is not None:
             rows, charged = rows[row_filter.alive], charged + row_filter.charged
         else:
-            charged += runtime.num_layers * sum(int(mask.sum()) for mask in masks)
+            charged += runtime.num_layers * int(torch.cat([*masks, torch.zeros(0, dtype=torch.bool)]).sum())
         chosen = _chunk_rows(rows, reused)
         first = int(rows[0]) if cache.geometry is None else None
         trace = _trace(plan, scorable, recorded, chosen, starts or [], clock) if self.trace else None
@@ -154,9 +155,13 @@ class _Pass:
         def pieces() -> Iterator[tuple[int, KV]]:
             if layout.num_prefix and not layout.num_cached:
                 yield 0, part_of(self.sources.prefix.prefix, 0, layout.num_prefix)
-            for whole, spans in groupby(unread, key=lambda span: span.whole):
+            runs = [(whole, [*spans]) for whole, spans in groupby(unread, key=lambda span: span.whole)]
+            reads: Iterator[KV | None] = repeat(None)
+            if self.sources.captured is None and runs:
+                reads = self.sources.primary.read_each([whole for whole, _ in runs], buffer)
+            for _, spans in runs:
                 with self.clock.phase_within("read", "assemble"):
-                    read = None if self.sources.captured is not None else self.sources.primary.read(whole, buffer)
+                    read = next(reads)
                 for span in spans:
                     kv = self._part(span, read)
                     if kv is not None:
@@ -196,10 +201,10 @@ def _question_in(layout: Layout) -> str:
 
 def _chunk_rows(rows: torch.Tensor, reused: Sequence[Span]) -> list[int]:
     """The rows that belong to reused chunks."""
-    inside = torch.zeros(len(rows), dtype=torch.bool)
-    for span in reused:
-        inside |= (rows >= span.start) & (rows < span.stop)
-    found: list[int] = rows[inside].tolist()
+    numbers = rows.numpy()
+    borders = np.array([edge for span in reused for edge in (span.start, span.stop)])
+    inside = np.searchsorted(borders, numbers, side="right") % 2 == 1
+    found: list[int] = numbers[inside].tolist()
     return found
 
 
@@ -223,12 +228,14 @@ def _trace(
 
 
 def assemble(primary: ModelRuntime, cache: FusedCache, pieces: Iterable[tuple[int, KV]]) -> None:
-    """Write stored KV into ``cache``; each piece ``(start position, kv)`` is rotated to its true positions.
+    """Write stored KV into ``cache``; each piece ``(start slot, kv)`` is rotated to its true positions.
 
-    Pieces are taken one at a time, so that memory holds at most one chunk beside the fused cache.
+    Pieces are taken one at a time and put side by side (:func:`~cacheclip_rag.store.join`), so that the number of
+    tensor operations does not depend on their number, and memory holds at most ``JOINED_BYTES`` beside the fused cache
+    and the piece that is read. They must come in the order of their slots. Slots between them are not exact: they
+    belong to rows that are computed.
     """
-    for start, kv in pieces:
-        primary.fill(cache, kv, slot=start, position=cache.position_of(start))
+    primary.fill_all(cache, pieces, None if cache.geometry is None else cache.geometry.positions_of)
 
 
 def choose_rows(layout: Layout, reused: Iterable[Span], selected: Iterable[tuple[Span, torch.Tensor]]) -> torch.Tensor:
@@ -243,14 +250,18 @@ def choose_rows(layout: Layout, reused: Iterable[Span], selected: Iterable[tuple
     Returns:
         Strictly increasing int64 positions.
     """
-    active = torch.ones(layout.num_tokens, dtype=torch.bool)
+    active = np.ones(layout.num_tokens, np.bool_)
     active[: layout.num_exact] = False
     for span in reused:
         active[span.start : span.stop] = False
-    for span, mask in selected:
-        active[span.start : span.stop] |= mask
+    chosen = [*selected]
+    if chosen:  # all masks at once: a conversion of each would cost an operation
+        lengths = [len(span.tokens) for span, _ in chosen]
+        masks = np.split(torch.cat([mask for _, mask in chosen]).numpy(), np.cumsum(lengths)[:-1])
+        for (span, _), mask in zip(chosen, masks, strict=True):
+            active[span.start : span.stop] |= mask
     active[-1] = True
-    return active.nonzero().flatten()
+    return torch.from_numpy(active.nonzero()[0])
 
 
 def recompute(

@@ -120,7 +120,8 @@ class Method(ABC):
 
         The engine calls this before it reads the primary's KV, so that memory never holds the KV of both models.
         """
-        return [torch.zeros(len(span.tokens)) for span in view.spans]
+        lengths = [len(span.tokens) for span in view.spans]
+        return list(torch.zeros(sum(lengths)).split(lengths))
 
     @abstractmethod
     def select(self, view: CacheView, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -145,4 +146,5 @@ class Method(ABC):
 
 def recompute_nothing(view: CacheView) -> list[torch.Tensor]:
     """Empty masks, for methods that use chunk caches unchanged."""
-    return [torch.zeros(len(span.tokens), dtype=torch.bool) for span in view.spans]
+    lengths = [len(span.tokens) for span in view.spans]
+    return list(torch.zeros(sum(lengths), dtype=torch.bool).split(lengths))

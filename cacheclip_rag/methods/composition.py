@@ -113,7 +113,7 @@ def count_chunks(stats: FusionStats, layout: Layout) -> FusionStats:
 
 _SUMS = (
     *("prompt_tokens", "prefix_tokens", "fresh_tokens", "chunk_tokens", "exact_tokens", "recomputed_tokens"),
-    *("hits", "misses", "missed_tokens", "cached_prefix_tokens", "generated_tokens", "decode_s"),
+    *("hits", "misses", "missed_tokens", "cached_prefix_tokens", "queued_s", "generated_tokens", "decode_s"),
 )
 
 

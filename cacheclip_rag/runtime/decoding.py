@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -126,11 +127,13 @@ def decode(
     params: SamplingParams,
     observe: LogitsObserver | None = None,
     verification: Verification | None = None,
+    turn: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Iterator[Event]:
     """Decode the answer of a prefilled prompt; the last event carries the whole answer.
 
     Args:
         verification: completes the prompt's exact KV between two tokens, and verifies the answer.
+        turn: taken for each computation of the model, and given back before an event is yielded.
     """
     cache, num_tokens = prefilled.cache, prefilled.layout.num_tokens
     started = PhaseClock()
@@ -157,7 +160,8 @@ def decode(
             if (ended or len(ids) >= params.max_tokens) and (rest := stream.flush()):
                 yield Event(rest, is_final=not verification.may_revise)
             is_last_chance = runtime.pinned_rope and num_tokens + len(ids) > runtime.reuse_tokens
-            resumed = verification.advance(ids, completely=is_over or is_last_chance)
+            with turn():
+                resumed = verification.advance(ids, completely=is_over or is_last_chance)
             if resumed is not None:
                 cache = resumed.state
                 prefilled = replace(prefilled, cache=cache, keeping=verification.keeping)  # frees the approximate KV
@@ -171,11 +175,12 @@ def decode(
                 repeats = runtime.pinned_rope and cache.get_seq_length() == runtime.reuse_tokens
         if is_over:
             break
-        if repeats:  # prefill again, as transformers' generate does
-            read = torch.cat((prefilled.layout.ids, torch.tensor(ids)))
-            cache, logits = runtime.prefill(read, num_tokens + room_for(params))
-        else:
-            logits = runtime.decode_step(cache, token)
+        with turn():
+            if repeats:  # prefill again, as transformers' generate does
+                read = torch.cat((prefilled.layout.ids, torch.tensor(ids)))
+                cache, logits = runtime.prefill(read, num_tokens + room_for(params))
+            else:
+                logits = runtime.decode_step(cache, token)
         token = sampler.pick(logits)
         ids.append(token)
     rest = stream.flush()

@@ -8,13 +8,14 @@ low-rank updates (:mod:`cacheclip_rag.selection.heads`), and no score for sinks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
-from ..runtime.transformers.attention import AttentionPlan, Block, Probe
+from ..runtime.transformers.attention import AttentionPlan, Probe, SideBySide
 from ..runtime.transformers.cache import FusedCache
 from ..runtime.transformers.rotary import Tables, rotate, unrotate
 from ..store import KV
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 __all__ = ["PackedChunks", "pack_chunks", "score_chunks", "updated", "without_sinks"]
 
+_WIDER = 1.5
+"""Most times that one chunk's segment may be as wide as another one's with which it is computed: padding costs as much
+as tokens."""
 Adjust = Callable[[int, int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -46,6 +50,8 @@ def score_chunks(
 
     The cache holds ``prefix | chunk | question`` once per chunk, side by side. All copies of the question run together,
     and each sees only its own segment. Only the question's rows are computed; chunks and prefix come from the store.
+    Neighbouring chunks of similar length are computed together, so that the number of tensor operations does not depend
+    on the number of chunks if they come sorted by length.
 
     Args:
         prefix: KV of the auxiliary's shared prefix, ``(num_layers, 2, num_kv_heads, num_prefix_tokens, head_dim)``.
@@ -68,46 +74,43 @@ def score_chunks(
     else:
         chosen = frozenset(layers) if layers is not None else frozenset([auxiliary.num_layers - 1])
     packed = pack_chunks(auxiliary, prefix, chunks, question_ids, lengths, num_layers=max(chosen) + 1)
-    lengths, num_prefix = packed.lengths, packed.num_prefix
-    scores = [torch.zeros(length) for length in lengths]
+    hidden = packed.sinks(sinks, spare=pooled)
+    scores = torch.zeros(sum(packed.lengths))
     waiting: list[torch.Tensor] = []
 
-    def add(number: int, layer: int, weights: torch.Tensor) -> None:
-        """``weights``: ``(num_heads, num_question_tokens, num_chunk_tokens)``."""
+    def record(layer: int, number: int, found: torch.Tensor) -> None:
+        waiting.append(packed.of_tokens(number, found))
+        if len(waiting) < len(packed.blocks):
+            return
+        weights = torch.cat(waiting, dim=-1)  # (num_heads, num_question_tokens, num_tokens of all chunks)
+        waiting.clear()
+        of_device = hidden.to(weights.device)
+        if pooled:  # a window may hide every chunk from a row
+            weights = weights.masked_fill_(of_device, float("-inf")).softmax(-1).nan_to_num()
+        else:
+            weights.masked_fill_(of_device, 0.0)
         if isinstance(heads, HeadSet):
             counts = heads.weights_of(layer, len(weights)).to(weights.device)
             reduced = (weights * counts[:, None, None]).sum(0)
         else:
             reduced = (weights.mean(0) if heads == "mean" else weights.amax(0)) / len(chosen)
-        scores[number] += (reduced.mean(0) if queries == "mean" else reduced.amax(0)).cpu()
-
-    def record(layer: int, number: int, found: torch.Tensor) -> None:
-        found = found[..., num_prefix : num_prefix + lengths[number]]
-        if not pooled:
-            found[..., :sinks] = 0.0
-            add(number, layer, found)
-            return
-        waiting.append(without_sinks(found, sinks))
-        if len(waiting) == len(lengths):
-            weights = torch.cat(waiting, dim=-1).softmax(-1).nan_to_num()  # a window may hide every chunk from a row
-            for index, part in enumerate(weights.split(list(lengths), dim=-1)):
-                add(index, layer, part)
-            waiting.clear()
+        scores.add_((reduced.mean(0) if queries == "mean" else reduced.amax(0)).cpu())
 
     probe = Probe(chosen, packed.blocks, record, stop=max(chosen), logits=pooled)
     if isinstance(heads, HeadSet) and heads.is_updated:
-        probe.adjust = _updating(heads, packed.tables(auxiliary, max(chosen)))
+        probe.adjust = _updating(heads, packed, auxiliary)
     packed.run(auxiliary, probe)
-    return scores
+    return list(scores.split(packed.lengths))
 
 
 @dataclass(frozen=True, slots=True)
 class PackedChunks:
-    """A cache with ``prefix | chunk | question`` once per chunk, side by side. The questions have not run yet."""
+    """A cache with ``padding | prefix | chunk | question`` once per chunk, side by side. The questions have not run
+    yet."""
 
     cache: FusedCache
-    blocks: list[Block]
-    """Per chunk the rows of its copy of the question, and the keys that they see."""
+    blocks: list[SideBySide]
+    """Neighbouring chunks of similar length: they are padded to one width."""
     ids: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
@@ -125,6 +128,38 @@ class PackedChunks:
         """Rotary tables of a layer for all positions in use, from 0 on."""
         return auxiliary.rotary_tables(0, self.num_prefix + max(self.lengths) + self.num_question)[layer]
 
+    def lengths_of(self, number: int) -> list[int]:
+        """Tokens of the chunks of a block."""
+        start = sum(block.count for block in self.blocks[:number])
+        return self.lengths[start : start + self.blocks[number].count]
+
+    def of_tokens(self, number: int, found: torch.Tensor) -> torch.Tensor:
+        """The chunks' tokens of a block's attention, ``(num_heads, num_question_tokens, num_tokens)``."""
+        block = self.blocks[number]
+        ends = block.width * np.arange(1, block.count + 1) - self.num_question
+        runs = zip(ends, self.lengths_of(number), strict=True)
+        where = np.concatenate([np.arange(end - length, end) for end, length in runs])
+        flat = found.permute(1, 2, 0, 3).flatten(2)
+        return flat.index_select(2, torch.from_numpy(where).to(flat.device))
+
+    def sinks(self, count: int, *, spare: bool) -> torch.Tensor:
+        """``(num_tokens,)`` bool over all chunks: the first ``count`` tokens of each.
+
+        Args:
+            spare: leave out chunks without other tokens.
+        """
+        firsts = [np.arange(n) < (count if n > count or not spare else 0) for n in self.lengths]
+        return torch.from_numpy(np.concatenate(firsts))
+
+    def positions_of_rows(self, number: int) -> torch.Tensor:
+        """``(num_all_rows,)`` positions of a block's rows."""
+        return self.positions[self.blocks[number].rows]
+
+    def positions_of_keys(self, number: int) -> torch.Tensor:
+        """``(num_slots,)`` positions of a block's keys; 0 for padding."""
+        block = self.blocks[number]
+        return (torch.arange(block.width) - block.padding[:, None]).clamp_min(0).flatten()
+
 
 def pack_chunks(
     auxiliary: ModelRuntime,
@@ -141,29 +176,52 @@ def pack_chunks(
     if lengths is None:
         chunks = list(chunks)
         lengths = [chunk.shape[3] for chunk in chunks]
-    cache = auxiliary.new_cache(sum(num_prefix + n + num_question for n in lengths))
-    blocks, positions, slots = [], [], []
-    start = 0
-    for number, (chunk, length) in enumerate(zip(chunks, lengths, strict=True)):
-        context = num_prefix + length
-        auxiliary.fill(cache, prefix, slot=start, position=0, num_layers=num_layers)
-        auxiliary.fill(cache, chunk, slot=start + num_prefix, position=num_prefix, num_layers=num_layers)
-        rows = torch.arange(context, context + num_question)
-        blocks.append(
-            Block.of(
-                slice(number * num_question, (number + 1) * num_question),
-                slice(start, start + context + num_question),
-                rows,
-                auxiliary.device,
-            )
-        )
-        positions.append(rows)
-        slots.append(rows + start)
-        start += context + num_question
+    sizes = np.array(lengths)
+    around = num_prefix + num_question
+    blocks, stops, start, row = [], [], 0, 0
+    for first, stop in _alike([around + length for length in lengths]):
+        count, width = stop - first, int(sizes[first:stop].max()) + around
+        rows = slice(row, row := row + count * num_question)
+        stops.append(start + width * np.arange(1, count + 1))
+        padding = torch.from_numpy(width - around - sizes[first:stop])
+        blocks.append(SideBySide(rows, slice(start, start := start + count * width), padding))
+    cache = auxiliary.new_cache(start)
+    ends = np.concatenate(stops) - num_question
+    begins = ends - sizes  # slots of the chunks' first tokens
+
+    def pieces() -> Iterator[tuple[int, KV]]:
+        yield from zip(begins.tolist(), chunks, strict=True)
+
+    position_of_slot = np.zeros(start, np.int64)
+    of_tokens = np.concatenate([np.arange(begin, end) for begin, end in zip(begins, ends, strict=True)])
+    position_of_slot[of_tokens] = of_tokens - begins.repeat(sizes) + num_prefix
+    known = torch.from_numpy(position_of_slot)
+    auxiliary.fill_all(cache, pieces(), lambda slots: known[slots], num_layers=num_layers)
+    copies = torch.from_numpy(begins[:, None] + np.arange(-num_prefix, 0))
+    auxiliary.repeat(cache, prefix, copies, position=0, num_layers=num_layers)
+    padded = np.concatenate([block.padding.numpy() for block in blocks])
+    if padded.any():
+        before = begins - num_prefix
+        empty = np.concatenate([np.arange(stop - count, stop) for stop, count in zip(before, padded, strict=True)])
+        cache.clear(torch.from_numpy(empty), num_layers)
     ids = torch.tensor(list(question_ids) * len(lengths))
-    return PackedChunks(
-        cache, blocks, ids, torch.cat(positions), torch.cat(slots), list(lengths), num_prefix, num_question
-    )
+    places = np.arange(num_question)
+    positions = torch.from_numpy((sizes[:, None] + num_prefix + places).flatten())
+    slots = torch.from_numpy((ends[:, None] + places).flatten())
+    return PackedChunks(cache, blocks, ids, positions, slots, list(lengths), num_prefix, num_question)
+
+
+def _alike(widths: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Runs of neighbours of which the widest is at most half wider than the narrowest."""
+    first = 0
+    while first < len(widths):
+        low = high = widths[first]
+        stop = first + 1
+        while stop < len(widths) and max(high, widths[stop]) <= _WIDER * min(low, widths[stop]):
+            low, high = min(low, widths[stop]), max(high, widths[stop])
+            stop += 1
+        yield first, stop
+        first = stop
 
 
 def without_sinks(logits: torch.Tensor, sinks: int) -> torch.Tensor:
@@ -175,30 +233,27 @@ def without_sinks(logits: torch.Tensor, sinks: int) -> torch.Tensor:
     return logits.masked_fill(torch.arange(num_tokens, device=logits.device) < sinks, float("-inf"))
 
 
-def _updating(heads: HeadSet, tables: Tables | None) -> Adjust:
-    """Function that applies the head set's low-rank updates to queries and keys of its last layer. Slot = position in
-    every block."""
+def _updating(heads: HeadSet, packed: PackedChunks, auxiliary: ModelRuntime) -> Adjust:
+    """Function that applies the head set's low-rank updates to queries and keys of its last layer."""
     last = heads.layers[-1]
+    # before the pass, because a pass inside a pass may wait forever
+    of_rows, of_keys = (
+        [auxiliary.rotary_tables_at(positions(number))[last] for number in range(len(packed.blocks))]
+        for positions in (packed.positions_of_rows, packed.positions_of_keys)
+    )
 
     def adjust(layer: int, number: int, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if layer != last:
             return query, key
-        start = key.shape[1] - query.shape[1]  # the question comes last
-        return updated(query, heads.queries, tables, start), updated(key, heads.keys, tables, 0)
+        return updated(query, heads.queries, of_rows[number]), updated(key, heads.keys, of_keys[number])
 
     return adjust
 
 
-def updated(heads: torch.Tensor, update: LowRank | None, tables: Tables | None, start: int) -> torch.Tensor:
+def updated(heads: torch.Tensor, update: LowRank | None, tables: Tables | None) -> torch.Tensor:
     """Queries or keys ``(num_heads, num_tokens, head_dim)`` after RoPE, with a low-rank update applied before RoPE.
 
     Args:
-        tables: rotary tables from position 0 on.
-        start: position of the first token.
+        tables: rotary tables of the tokens; None for a layer without RoPE.
     """
-    if update is None:
-        return heads
-    if tables is not None:
-        cos, sin = (table[start : start + heads.shape[1]] for table in tables)
-        tables = (cos, sin)
-    return rotate(update(unrotate(heads, tables)), tables)
+    return heads if update is None else rotate(update(unrotate(heads, tables)), tables)

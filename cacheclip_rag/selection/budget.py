@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from ..checks import check_flag, check_ratio, check_share, check_whole_number
@@ -73,7 +74,8 @@ class Budget(TokenBudget):
     def select(self, view: PromptView, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if self.is_open(view):
             return self.choose(view, scores, self.num_tokens(view))
-        return [torch.full((len(span.tokens),), self.takes_all(view)) for span in view.spans]
+        lengths = [len(span.tokens) for span in view.spans]
+        return list(torch.full((sum(lengths),), self.takes_all(view)).split(lengths))
 
     def choose(
         self,
@@ -88,15 +90,18 @@ class Budget(TokenBudget):
             among: per span a bool mask of candidates; default every token. Tokens of a skipped chunk never are.
         """
         skipped = self.num_skipped(view)
-        if among is None:
-            among = [torch.ones(len(s), dtype=torch.bool) for s in scores]
-        among = [a & (number >= skipped) for number, a in enumerate(among)]
+        lengths = [len(s) for s in scores]
+        if skipped or among is not None:
+            open_ = torch.ones(sum(lengths), dtype=torch.bool) if among is None else torch.cat([*among])
+            open_[: sum(lengths[:skipped])] = False
+            among = open_.split(lengths)
+            count = min(count, int(open_.sum()))
         starts = [not span.continues for span in view.spans]
         num_first = max(self.first_tokens, self._num_start_tokens(view, sum(starts[skipped:])))
         return self.grouping.take(
             scores,
-            min(count, sum(int(a.sum()) for a in among)),
-            first=[(torch.arange(len(s)) < num_first) & begins for s, begins in zip(scores, starts, strict=True)],
+            min(count, sum(lengths)),
+            first=_first_tokens(lengths, [num_first if begins else 0 for begins in starts]),
             among=among,
             sentences=_sentences(view) if self.grouping.needs_sentences else None,
         )
@@ -142,6 +147,14 @@ class FixedStarts(TokenBudget):
             )
             masks.append(chosen & (number >= skipped))
         return masks
+
+
+def _first_tokens(lengths: Sequence[int], counts: Sequence[int]) -> list[torch.Tensor] | None:
+    """Per span a bool mask of its first tokens; None if there are none."""
+    if not any(counts):
+        return None
+    masks = [np.arange(length) < count for length, count in zip(lengths, counts, strict=True)]
+    return list(torch.from_numpy(np.concatenate(masks)).split(list(lengths)))
 
 
 def _num_skipped(view: PromptView) -> int:

@@ -9,10 +9,11 @@ its budget.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from ..checks import check_whole_number
@@ -50,7 +51,7 @@ class Grouping(ABC):
                 so that the tokens on both sides of them become neighbours.
             sentences: per chunk ``(num_tokens,)`` int64, increasing: number of the token's sentence within the chunk.
         """
-        if among is None:
+        if not among:
             return self._take(scores, count, first, sentences)
         chosen = self._take(
             _only(scores, among),
@@ -58,7 +59,8 @@ class Grouping(ABC):
             None if first is None else _only(first, among),
             None if sentences is None else _only(sentences, among),
         )
-        return [torch.zeros_like(a).masked_scatter(a, c) for a, c in zip(among, chosen, strict=True)]
+        kept = _joined(among)
+        return list(torch.zeros_like(kept).masked_scatter(kept, _joined(chosen)).split([len(a) for a in among]))
 
     @abstractmethod
     def _take(self, scores: Scores, count: int, first: Scores | None, sentences: Scores | None) -> Masks: ...
@@ -88,7 +90,7 @@ class Windows(Grouping):
         check_whole_number("size", self.size, least=1, of="tokens")
 
     def _take(self, scores: Scores, count: int, first: Scores | None, sentences: Scores | None) -> Masks:
-        return _take_first(scores, _ahead(_best_window_rank(scores, self.size, None), first), count)
+        return _take_first(scores, _ahead(_best_window_rank(scores, self.size), first), count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +109,13 @@ class Votes(Grouping):
         _check_threshold(self.size, self.threshold)
 
     def _take(self, scores: Scores, count: int, first: Scores | None, sentences: Scores | None) -> Masks:
-        top = _top_tokens(scores, count, first)
-        qualifying = [_windows(mask.float(), self.size).sum(-1) > self.threshold for mask in top]
+        top = _joined(_top_tokens(scores, count, first)).float()
+
+        def qualifying(runs: _Runs) -> torch.Tensor:
+            return runs.reduce(top, lambda values: values.sum(-1)) > self.threshold
+
         rank = _ahead(_best_window_rank(scores, self.size, qualifying), first)
-        covered = sum(int((r < _NEVER).sum()) for r in rank)
+        covered = int((rank < _NEVER).sum())
         return _take_first(scores, rank, min(count, covered))
 
 
@@ -168,47 +173,85 @@ def _check_threshold(size: int, threshold: int) -> None:
 
 
 def _only(values: Scores, among: Scores) -> list[torch.Tensor]:
-    return [v[a] for v, a in zip(values, among, strict=True)]
+    kept = _joined(among)
+    sums = np.append(0, kept.numpy().cumsum(dtype=np.int64))
+    starts = _starts(among)
+    counts = sums[starts + [len(a) for a in among]] - sums[starts]
+    return list(_joined(values)[kept].split(counts.tolist()))
 
 
 _NEVER = torch.iinfo(torch.int64).max
 
 
-def _windows(values: torch.Tensor, window: int) -> torch.Tensor:
-    """Every run of ``window`` consecutive values, ``(num_windows, window)``; a shorter chunk gives one shorter run."""
-    return values.unfold(0, min(window, len(values)), 1)
+def _joined(values: Scores) -> torch.Tensor:
+    return torch.cat(list(values)) if values else torch.empty(0)
 
 
-def _best_window_rank(scores: Scores, window: int, qualifying: Sequence[torch.Tensor] | None) -> list[torch.Tensor]:
-    """Per chunk ``(num_tokens,)`` int64: rank over all chunks of the best (qualifying) window that contains the
-    token."""
-    means = [_windows(s, window).mean(-1) if len(s) else s for s in scores]
-    flat = torch.cat(means) if means else torch.empty(0)
-    rank = torch.empty(len(flat), dtype=torch.int64)
-    rank[flat.argsort(descending=True, stable=True)] = torch.arange(len(flat))
-    ranks, start = [], 0
-    for number, (score, mean) in enumerate(zip(scores, means, strict=True)):
-        own = rank[start : start + len(mean)].clone()
-        start += len(mean)
-        if qualifying is not None and len(own):
-            own[~qualifying[number]] = _NEVER
-        ranks.append(_min_over_windows(own, len(score), window))
-    return ranks
+def _starts(values: Scores) -> np.ndarray[Any, Any]:
+    """Of each chunk the number of its first token among all."""
+    lengths = np.array([len(v) for v in values], np.int64)
+    return lengths.cumsum() - lengths
 
 
-def _min_over_windows(values: torch.Tensor, num_tokens: int, window: int) -> torch.Tensor:
-    """``(num_tokens,)``: smallest value among the windows that contain the token."""
-    if num_tokens == 0:
-        return torch.empty(0, dtype=torch.int64)
-    others = min(window, num_tokens) - 1
-    padding = torch.full((others,), _NEVER, dtype=torch.int64)
-    return torch.cat((padding, values, padding)).unfold(0, others + 1, 1).amin(-1)
+class _Runs:
+    """All windows of some chunks: every run of ``size`` consecutive tokens, and each shorter chunk as a whole. All
+    chunks are computed at once, because one by one they would cost hundreds of small operations."""
+
+    def __init__(self, scores: Scores, size: int) -> None:
+        lengths, starts = np.array([len(s) for s in scores], np.int64), _starts(scores)
+        self._size, self._num_tokens = size, int(lengths.sum())
+        self._short = [(n, starts[lengths == n]) for n in sorted({*lengths.tolist()}) if 0 < n < size]
+        counts = np.where(lengths >= size, lengths - size + 1, (lengths > 0).astype(np.int64))
+        within = np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
+        self._first = starts.repeat(counts) + within  # token at which each window begins, in order
+        self._is_long = (lengths >= size).repeat(counts)
+
+    def reduce(self, flat: torch.Tensor, by: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """``(num_windows,)``, in order of chunks and tokens.
+
+        Args:
+            flat: ``(num_tokens,)`` values.
+            by: from ``(num_windows, window)`` values to one for each window.
+        """
+        found: torch.Tensor | None = None
+        if self._is_long.any():
+            found = by(flat.unfold(0, self._size, 1))[torch.from_numpy(np.where(self._is_long, self._first, 0))]
+        for length, starts in self._short:
+            values = by(flat[torch.from_numpy(starts[:, None] + np.arange(length))])
+            if found is None:
+                found = values.new_zeros(len(self._first))
+            found[torch.from_numpy(np.searchsorted(self._first, starts))] = values
+        return flat.new_zeros(0) if found is None else found
+
+    def smallest(self, values: torch.Tensor) -> torch.Tensor:
+        """``(num_tokens,)``: smallest value, int64, among the windows that contain each token."""
+        others = self._size - 1
+        padded = torch.full((self._num_tokens + others,), _NEVER, dtype=torch.int64)
+        padded[torch.from_numpy(self._first[self._is_long] + others)] = values[torch.from_numpy(self._is_long)]
+        found = padded.unfold(0, self._size, 1).amin(-1) if self._num_tokens else padded[:0]
+        for length, starts in self._short:
+            own = values[torch.from_numpy(np.searchsorted(self._first, starts))]
+            found[torch.from_numpy(starts[:, None] + np.arange(length))] = own[:, None].expand(-1, length)
+        return found
 
 
-def _sentence_rank(scores: Scores, sentences: Scores) -> list[torch.Tensor]:
-    """Per chunk ``(num_tokens,)`` int64: rank over all chunks of the token's sentence, by the sentence's best score."""
+def _best_window_rank(
+    scores: Scores, window: int, qualifying: Callable[[_Runs], torch.Tensor] | None = None
+) -> torch.Tensor:
+    """``(num_tokens,)`` int64: rank over all chunks of the best (qualifying) window that contains the token."""
+    runs = _Runs(scores, window)
+    means = runs.reduce(_joined(scores), lambda values: values.mean(-1))
+    rank = torch.empty(len(means), dtype=torch.int64)
+    rank[means.argsort(descending=True, stable=True)] = torch.arange(len(means))
+    if qualifying is not None:
+        rank = rank.masked_fill(~qualifying(runs), _NEVER)
+    return runs.smallest(rank)
+
+
+def _sentence_rank(scores: Scores, sentences: Scores) -> torch.Tensor:
+    """``(num_tokens,)`` int64: rank over all chunks of the token's sentence, by the sentence's best score."""
     if not scores:
-        return []
+        return torch.empty(0, dtype=torch.int64)
     apart, start = [], 0
     for numbers in sentences:
         apart.append(numbers + start)
@@ -218,26 +261,26 @@ def _sentence_rank(scores: Scores, sentences: Scores) -> list[torch.Tensor]:
     best = torch.full((len(known),), -torch.inf, dtype=torch.float64).scatter_reduce(0, of, flat.double(), "amax")
     rank = torch.empty(len(known), dtype=torch.int64)
     rank[best.argsort(descending=True, stable=True)] = torch.arange(len(known))
-    return list(rank[of].split([len(s) for s in scores]))
+    return rank[of]
 
 
 def _top_tokens(scores: Scores, budget: int, first: Scores | None) -> Masks:
-    return _take_first(scores, _ahead([torch.zeros(len(s), dtype=torch.int64) for s in scores], first), budget)
+    return _take_first(scores, _ahead(torch.zeros(sum(map(len, scores)), dtype=torch.int64), first), budget)
 
 
-def _ahead(ranks: list[torch.Tensor], first: Scores | None) -> list[torch.Tensor]:
+def _ahead(rank: torch.Tensor, first: Scores | None) -> torch.Tensor:
     """Ranks with the tokens of ``first`` before all others."""
-    return ranks if first is None else [r.masked_fill(f, -1) for r, f in zip(ranks, first, strict=True)]
+    return rank.masked_fill(_joined(first), -1) if first else rank
 
 
-def _take_first(scores: Scores, rank: Sequence[torch.Tensor], budget: int) -> Masks:
+def _take_first(scores: Scores, rank: torch.Tensor, budget: int) -> Masks:
     """The first ``budget`` tokens by (rank ascending, score descending, index ascending)."""
     lengths = [len(s) for s in scores]
     if not lengths:
         return []
-    flat_scores, flat_rank = torch.cat(list(scores)), torch.cat(list(rank))
+    flat_scores = _joined(scores)
     by_score = flat_scores.argsort(descending=True, stable=True)
-    order = by_score[flat_rank[by_score].argsort(stable=True)]
+    order = by_score[rank[by_score].argsort(stable=True)]
     mask = torch.zeros(len(flat_scores), dtype=torch.bool)
     mask[order[: max(0, budget)]] = True
     return list(mask.split(lengths))

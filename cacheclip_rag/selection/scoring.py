@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 
 from ..chunks.caches import ChunkCaches
@@ -82,12 +83,7 @@ class AuxiliaryScorer:
             if len(longer.ids) > len(asked.ids):  # otherwise there is no room for the sentence
                 again = self._scores(chosen, longer, scorer, clock)
                 raw = [torch.maximum(one, other) for one, other in zip(raw, again, strict=True)]
-        found = dict(zip(texts, raw, strict=True))
-        scores = {
-            span: map_scores(found[span.whole], pieces[span.whole].tokens.offsets, span.tokens.moved(span.at).offsets)
-            for span in scorable
-        }
-        return [scores[span] if span in scores else torch.zeros(len(span.tokens)) for span in spans]
+        return _mapped(spans, dict(zip(texts, raw, strict=True)), pieces)
 
     def _pieces(self, spans: Sequence[Span]) -> dict[str, _Piece]:
         """By whole text, what the auxiliary reads of it: its tokens from the first span's characters to the last's."""
@@ -102,29 +98,34 @@ class AuxiliaryScorer:
     ) -> list[torch.Tensor]:
         """Per piece ``(num_tokens,)`` scores of the auxiliary's tokens."""
         runtime, caches = self.runtime, self.caches
-
-        buffer = ReadBuffer()  # each chunk is written into a cache before the next is read
+        # by length, because chunks of similar length are computed together
+        order = sorted(range(len(pieces)), key=lambda number: len(pieces[number].tokens))
+        chosen = [pieces[number] for number in order]
+        buffer = ReadBuffer()  # each chunk is copied before the next is read
+        reads = caches.read_each([piece.text for piece in chosen], buffer)
 
         def chunks() -> Iterator[KV]:
-            for piece in pieces:
+            for piece in chosen:
                 with clock.phase_within("read", "select"):
-                    kv: KV | None = caches.read(piece.text, buffer)
+                    kv: KV | None = next(reads)
                 if kv is None:  # damaged or evicted since the look-up: the auxiliary is small, so compute it here
                     kv = runtime.encode(caches.tokenize(piece.text).ids, caches.prefix)
                 yield part_of(kv, piece.first, piece.first + len(piece.tokens))
 
         layers = "last" if scorer.layers == "tuned" else scorer.layers
-        return score_chunks(
+        scores = score_chunks(
             runtime,
             caches.prefix,
             chunks(),
             asked.ids,
-            [len(piece.tokens) for piece in pieces],
+            [len(piece.tokens) for piece in chosen],
             layers=pick_layers(layers, runtime.num_layers),
             heads=self._head_set(scorer) or "mean",
             pooled=scorer.pooled,
             sinks=scorer.sinks,
         )
+        by_number = dict(zip(order, scores, strict=True))
+        return [by_number[number] for number in range(len(pieces))]
 
     def _head_set(self, scorer: AuxiliaryAttention) -> HeadSet | None:
         if scorer.layers != "tuned" or scorer.heads == "none":
@@ -204,16 +205,57 @@ def map_scores(scores: torch.Tensor, source: Offsets, target: Offsets) -> torch.
         ``(num_target_tokens,)``; 0, the lowest possible attention, for tokens that share no character.
     """
     assert len(scores) == len(source), f"{len(scores)} scores for {len(source)} tokens"
-    values = scores.tolist()
-    result = []
-    first = 0
-    for start, end in target:
-        while first < len(source) and source[first][1] <= start:
-            first += 1
-        best, position = 0.0, first
-        while position < len(source) and source[position][0] < end:
-            if source[position][1] > start and source[position][1] > source[position][0]:
-                best = max(best, values[position])
-            position += 1
-        result.append(best if end > start else 0.0)
-    return torch.tensor(result, dtype=scores.dtype)
+    largest = _largest(scores.numpy(), _columns(source), _columns(target))
+    return torch.from_numpy(largest).to(scores.dtype)
+
+
+def _mapped(
+    spans: Sequence[Span], scores: Mapping[str, torch.Tensor], pieces: Mapping[str, _Piece]
+) -> list[torch.Tensor]:
+    """:func:`map_scores` for the tokens of all spans at once; zeros for a span whose text has no scores.
+
+    Args:
+        scores: by whole text, of the tokens of its piece.
+    """
+    sources, targets, values, end = [], [], [], 0  # texts behind one another
+    at: dict[str, int] = {}
+    for text, found in scores.items():
+        at[text] = end
+        sources.append(pieces[text].tokens.columns[1] + end)
+        values.append(found.numpy())
+        end += len(text)
+    if not values:
+        return [torch.zeros(len(span.tokens)) for span in spans]
+    for span in spans:
+        offsets = span.tokens.columns[1]
+        targets.append(offsets + (at[span.whole] + span.at) if span.whole in at else np.zeros_like(offsets))
+    joined = _largest(np.concatenate(values), np.concatenate(sources), np.concatenate(targets))
+    return list(torch.from_numpy(joined).split([len(span.tokens) for span in spans]))
+
+
+def _columns(offsets: Offsets) -> np.ndarray[Any, Any]:
+    return np.array(offsets, np.int64).reshape(-1, 2)
+
+
+def _largest(
+    scores: np.ndarray[Any, Any], source: np.ndarray[Any, Any], target: np.ndarray[Any, Any]
+) -> np.ndarray[Any, Any]:
+    """For each target token the largest score of the source tokens that share a character with it, or 0.
+
+    Args:
+        source, target: ``(num_tokens, 2)`` start and end in characters; the source in order.
+    """
+    wide = source[:, 1] > source[:, 0]
+    scores, source = scores[wide], source[wide]
+    found = np.zeros(len(target), scores.dtype)
+    if not len(scores):
+        return found
+    # those that end after the target's start, and begin before its end
+    first = np.searchsorted(np.maximum.accumulate(source[:, 1]), target[:, 0], side="right")
+    stop = np.searchsorted(np.minimum.accumulate(source[::-1, 0])[::-1], target[:, 1], side="left")
+    shared = (first < stop) & (target[:, 1] > target[:, 0])
+    bounds = np.stack((first[shared], stop[shared]), 1).flatten()
+    if len(bounds):
+        padded = np.append(scores, scores.dtype.type(0))  # a bound may be the end
+        found[shared] = np.maximum(np.maximum.reduceat(padded, bounds)[::2], 0)
+    return found

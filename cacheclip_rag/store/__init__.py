@@ -12,6 +12,7 @@ from .catalog import Catalog, Entry
 from .chunk_store import ChunkStore, StoreStats, is_store
 from .codecs import CODECS, KV, FrameError, StoredKV, decode, encode, frame_bytes, keeps, layer_of, part_of
 from .disk import DiskBackend
+from .joined import Joined, join
 from .keys import chunk_key, text_digest
 from .memory import MemoryBackend
 from .tenant import ReadBuffer, TenantStats, TenantStore
@@ -27,6 +28,7 @@ __all__ = [
     "DiskBackend",
     "Entry",
     "FrameError",
+    "Joined",
     "MemoryBackend",
     "ReadBuffer",
     "Sink",
@@ -42,6 +44,7 @@ __all__ = [
     "encode",
     "frame_bytes",
     "is_store",
+    "join",
     "keeps",
     "layer_of",
     "part_of",

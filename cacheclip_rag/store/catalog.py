@@ -74,6 +74,8 @@ _ENTRY = "key, namespace, digest, CAST(bytes AS INTEGER), num_tokens, codec"
 _SOURCE = "digest, CAST(text AS BLOB)"  # as bytes: SQLite refuses a query that finds text that is not UTF-8
 _TOTAL = "CAST(entries AS INTEGER), CAST(bytes AS INTEGER)"
 
+_MOST_ARGUMENTS = 500
+"""Most keys of one query; SQLite's own limit is 999 or more."""
 _DROPPED = "-"
 """Before the key of a write whose tenant was dropped while it went on."""
 
@@ -137,6 +139,16 @@ class Catalog:
         sql = f"SELECT {_ENTRY} FROM entries WHERE key = ? AND namespace = ?"
         rows = self.database.query(sql, (key, namespace))
         return Entry(*rows[0]) if rows else None
+
+    def entries_of(self, namespace: str, keys: Sequence[str]) -> dict[str, Entry]:
+        """The entries of the keys that the tenant has, by key."""
+        found: dict[str, Entry] = {}
+        for start in range(0, len(keys), _MOST_ARGUMENTS):
+            some = keys[start : start + _MOST_ARGUMENTS]
+            marks = ", ".join("?" * len(some))
+            sql = f"SELECT {_ENTRY} FROM entries WHERE key IN ({marks}) AND namespace = ?"
+            found |= {row[0]: Entry(*row) for row in self.database.query(sql, (*some, namespace))}
+        return found
 
     def entries(self) -> Iterator[Entry]:
         """All entries, ordered by key."""

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 import xxhash
 
@@ -36,6 +37,7 @@ __all__ = [
     "Frame",
     "FrameError",
     "LayerKV",
+    "Part",
     "StoredKV",
     "decode",
     "encode",
@@ -70,6 +72,19 @@ class LayerKV(NamedTuple):
         return torch.stack((self.keys, self.values if self.scale is None else self.values * self.scale))
 
 
+class Part(NamedTuple):
+    """One array of numbers in the bytes of a layer."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    axis: int
+    """The axis of tokens. Its size is 1 for numbers that hold for all tokens of a chunk."""
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
 class Codec(ABC):
     """Turns the KV of one layer, ``(2, num_kv_heads, num_tokens, head_dim)``, into bytes and back."""
 
@@ -77,16 +92,31 @@ class Codec(ABC):
     """Bits per number, to compare the precision of codecs."""
 
     @abstractmethod
-    def num_bytes(self, shape: Sequence[int]) -> int:
-        """Bytes of a layer of this shape."""
+    def parts(self, shape: Sequence[int]) -> tuple[Part, ...]:
+        """The arrays of a layer of this shape, one after the other in its bytes."""
 
     @abstractmethod
     def encode(self, layer: torch.Tensor) -> torch.Tensor:
         """The layer's bytes: a uint8 tensor of one dimension, on the CPU."""
 
     @abstractmethod
+    def combine(self, arrays: Sequence[torch.Tensor]) -> LayerKV:
+        """The layer from its arrays, on their device. The result may share memory with them.
+
+        Args:
+            arrays: one for each of :meth:`parts`. If tokens of several chunks stand side by side, an array that holds
+                for all tokens of a chunk has one entry per token, too.
+        """
+
+    def num_bytes(self, shape: Sequence[int]) -> int:
+        """Bytes of a layer of this shape."""
+        return sum(part.num_bytes for part in self.parts(shape))
+
     def decode(self, data: torch.Tensor, shape: Sequence[int]) -> LayerKV:
         """The layer from its bytes, on the device of ``data``. The result may share memory with ``data``."""
+        parts = self.parts(shape)
+        pieces = zip(data.split([part.num_bytes for part in parts]), parts, strict=True)
+        return self.combine([piece.view(part.dtype).view(part.shape) for piece, part in pieces])
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +129,14 @@ class FloatCodec(Codec):
     def bits(self) -> int:  # type: ignore[override]
         return self.dtype.itemsize * 8
 
-    def num_bytes(self, shape: Sequence[int]) -> int:
-        return math.prod(shape) * self.dtype.itemsize
+    def parts(self, shape: Sequence[int]) -> tuple[Part, ...]:
+        return (Part(self.dtype, tuple(shape), 2),)
 
     def encode(self, layer: torch.Tensor) -> torch.Tensor:
         return layer.to("cpu", self.dtype).contiguous().flatten().view(torch.uint8)
 
-    def decode(self, data: torch.Tensor, shape: Sequence[int]) -> LayerKV:
-        return LayerKV(*data.view(self.dtype).view(*shape))
+    def combine(self, arrays: Sequence[torch.Tensor]) -> LayerKV:
+        return LayerKV(*arrays[0])
 
 
 class Int8Codec(Codec):
@@ -123,8 +153,13 @@ class Int8Codec(Codec):
 
     bits = 8
 
-    def num_bytes(self, shape: Sequence[int]) -> int:
-        return sum(self._parts(shape))
+    def parts(self, shape: Sequence[int]) -> tuple[Part, ...]:
+        _, heads, tokens, width = shape
+        return (
+            Part(torch.int8, (2, heads, tokens, width), 2),
+            Part(torch.float32, (2, heads, 1, width), 2),
+            Part(torch.float32, (heads, tokens, 1), 1),
+        )
 
     def encode(self, layer: torch.Tensor) -> torch.Tensor:
         layer = layer.to("cpu", torch.float32)
@@ -146,19 +181,11 @@ class Int8Codec(Codec):
         )
         return torch.cat([part.contiguous().flatten().view(torch.uint8) for part in parts])
 
-    def decode(self, data: torch.Tensor, shape: Sequence[int]) -> LayerKV:
-        _, heads, tokens, width = shape
-        numbers, of_keys, of_values = data.split(list(self._parts(shape)))
-        keys, values = numbers.view(torch.int8).view(2, heads, tokens, width)
-        middle, key_step = of_keys.view(torch.float32).view(2, heads, 1, width)
+    def combine(self, arrays: Sequence[torch.Tensor]) -> LayerKV:
+        (keys, values), (middle, key_step), value_step = arrays
         keys = keys.float()  # converting first is 1.5 times as fast as multiplying integers with floats
         torch.addcmul(middle, keys, key_step, out=keys)
-        return LayerKV(keys, values, of_values.view(torch.float32).view(heads, tokens, 1))
-
-    def _parts(self, shape: Sequence[int]) -> tuple[int, int, int]:
-        """Bytes of the integers, of the keys' middles and steps, of the values' steps."""
-        _, heads, tokens, width = shape
-        return math.prod(shape), 2 * heads * width * 4, heads * tokens * 4
+        return LayerKV(keys, values, value_step)
 
 
 def _quantise(numbers: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
@@ -199,6 +226,21 @@ class StoredKV:
         keys, values, scale = CODECS[self.codec].decode(data, self.frame.shape[1:])
         chosen = self.tokens
         return LayerKV(keys[:, chosen], values[:, chosen], None if scale is None else scale[:, chosen])
+
+    def arrays(self) -> list[np.ndarray[Any, Any]]:
+        """The codec's arrays (:meth:`Codec.parts`) of all layers and all tokens of the chunk, whatever :attr:`tokens`
+        are: each ``(num_layers, *shape)`` integers of the size of its numbers, in the memory of the store."""
+        frame = self.frame
+        views, offset = [], frame.start
+        for part in CODECS[self.codec].parts(frame.shape[1:]):
+            size = part.dtype.itemsize
+            steps = [size * math.prod(part.shape[axis + 1 :]) for axis in range(len(part.shape))]
+            view: np.ndarray[Any, Any] = np.ndarray(
+                (frame.shape[0], *part.shape), f"i{size}", frame.data, offset, (frame.layer_size, *steps)
+            )
+            views.append(view)
+            offset += part.num_bytes
+        return views
 
     def tensor(self) -> torch.Tensor:
         """KV of all layers, in memory of its own."""
@@ -297,7 +339,7 @@ class Frame:
 
     def layer_bytes(self, number: int) -> torch.Tensor:
         """Bytes of one layer: a uint8 view of the frame's memory."""
-        size = self._layer_size
+        size = self.layer_size
         return torch.frombuffer(self.data, dtype=torch.uint8, count=size, offset=self.start + number * size)
 
     def verify(self, first: int = 0, num_bytes: int | None = None) -> int:
@@ -313,7 +355,7 @@ class Frame:
         Raises:
             FrameError: a layer is damaged.
         """
-        size = self._layer_size
+        size = self.layer_size
         stop = len(self.checksums) if num_bytes is None else max(first, (num_bytes - self.start) // size)
         for number in range(first, stop):
             layer = self.data[self.start + number * size : self.start + (number + 1) * size]
@@ -322,7 +364,8 @@ class Frame:
         return stop
 
     @property
-    def _layer_size(self) -> int:
+    def layer_size(self) -> int:
+        """Bytes of a layer."""
         return CODECS[self.codec].num_bytes(self.shape[1:])
 
 

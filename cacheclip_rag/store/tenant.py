@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
@@ -116,17 +116,24 @@ class TenantStore:
         Args:
             buffer: memory to read into. The KV is then valid until the next read into it.
         """
-        stored = self._get(key, buffer)
-        if stored is None:
-            self._misses += 1
-        else:
-            self._hits += 1
-            self._record_use(key)
-        return stored
+        return next(self.get_each([key], buffer))
 
-    def _get(self, key: str, buffer: ReadBuffer | None) -> StoredKV | None:
+    def get_each(self, keys: Sequence[str], buffer: ReadBuffer | None = None) -> Iterator[StoredKV | None]:
+        """As :meth:`get`, for many keys in order. One query asks the catalog for all of them; payloads are read one by
+        one, when they are asked for."""
+        known, entries = self._entries(keys)
+        for key in keys:
+            stored = self._get(key, buffer, known, entries.get(key))
+            if stored is None:
+                self._misses += 1
+            else:
+                self._hits += 1
+                self._record_use(key)
+            yield stored
+
+    def _get(self, key: str, buffer: ReadBuffer | None, known: bool, entry: Entry | None) -> StoredKV | None:
+        """``known``: whether the catalog could be asked for ``entry``."""
         tiers = self.store.tiers
-        known, entry = self._entry(key)
         if known and entry is None:
             tiers.drop_copies([key])  # another process may have deleted it
             return None
@@ -156,7 +163,8 @@ class TenantStore:
         if entry is not None and entry.codec != frame.codec:
             if tier < len(tiers.backends) - 1:  # another process has replaced it
                 tiers.drop_copies([key])
-                return self._get(key, buffer)
+                known, entries = self._entries([key])
+                return self._get(key, buffer, known, entries.get(key))
             self._correct(key)
         tiers.promote(key, data, tier)
         return StoredKV(frame)
@@ -217,13 +225,16 @@ class TenantStore:
 
     def codec_of(self, key: str) -> str | None:
         """Codec of a key's entry, or None. Reads no payload, and does not count as a use for eviction."""
-        known, entry = self._entry(key)
-        if entry is not None:
-            return entry.codec if entry.codec in CODECS else None
+        return self.codecs_of([key]).get(key)
+
+    def codecs_of(self, keys: Sequence[str]) -> dict[str, str]:
+        """As :meth:`codec_of`, for many keys by one query of the catalog. Keys without an entry are left out."""
+        known, entries = self._entries(keys)
         if known:
-            return None
-        frame = self.store.header(key)
-        return frame.codec if frame is not None and frame.namespace == self.namespace else None
+            return {key: entry.codec for key, entry in entries.items() if entry.codec in CODECS}
+        frames = {key: self.store.header(key) for key in keys}
+        own = {key: frame for key, frame in frames.items() if frame is not None and frame.namespace == self.namespace}
+        return {key: frame.codec for key, frame in own.items()}
 
     def __contains__(self, key: object) -> bool:
         return isinstance(key, str) and self.codec_of(key) is not None
@@ -263,14 +274,14 @@ class TenantStore:
         if full:
             self.flush()
 
-    def _entry(self, key: str) -> tuple[bool, Entry | None]:
-        """Whether the catalog could be asked, and the entry."""
+    def _entries(self, keys: Sequence[str]) -> tuple[bool, dict[str, Entry]]:
+        """Whether the catalog could be asked, and the entries by key."""
         try:
-            return True, self.catalog.entry(self.namespace, key)
+            return True, self.catalog.entries_of(self.namespace, keys)
         except StoreError as error:
             message = "the store's catalog cannot be used; chunk caches are read without it. %s"
             self.store.warn_once("catalog", message, error)
-            return False, None
+            return False, {}
 
     def _is_own(self, key: str) -> bool:
         """Whether an entry, or a payload without an entry, is the tenant's or nobody's."""

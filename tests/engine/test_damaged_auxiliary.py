@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import repeat
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ def test_it_is_computed_in_its_own_context(
 
     whole = asked()
     monkeypatch.setattr(
-        engine.parts.auxiliary_caches, "read", lambda text, *buffer: None
+        engine.parts.auxiliary_caches, "read_each", lambda texts, *buffer: repeat(None, len(texts))
     )  # as of an entry whose checksum is wrong
     for damaged, expected in zip(asked(), whole, strict=True):
         assert gap(damaged, expected) < 1e-5

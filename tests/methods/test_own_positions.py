@@ -114,7 +114,9 @@ class TestOwnPositions:
         lost = case.layout.chunks[1].whole
         read = type(caches).read
         monkeypatch.setattr(
-            type(caches), "read", lambda self, text, *buffer: None if text == lost else read(self, text, *buffer)
+            type(caches),
+            "read_each",
+            lambda self, texts, *buffer: (None if text == lost else read(self, text, *buffer) for text in texts),
         )
         result = run(case, "ape")
         assert (result.stats.hits, result.stats.misses) == (2, 1) and result.missing == (lost,)

@@ -13,7 +13,7 @@ from ...runtime.base import TokenizedText
 from ...runtime.transformers.attention import Probe
 from ...runtime.transformers.model import ModelRuntime
 from ...runtime.transformers.rotary import Tables, unrotate
-from ...selection.auxiliary import pack_chunks, without_sinks
+from ...selection.auxiliary import pack_chunks
 from ...selection.scoring import Question
 from ...selection.sentences import Offsets
 from ..models import transformers_model
@@ -82,24 +82,27 @@ def look(
     question = Question.of(runtime, sample.question).ids
     packed = pack_chunks(runtime, caches.prefix, kv, question)
     num_prefix, lengths = packed.num_prefix, packed.lengths
+    hidden = packed.sinks(sinks, spare=True)
     found: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
     queries: list[torch.Tensor] = []
     tables = None if keep is None else packed.tables(runtime, keep)
+    turned: list[Tables | None] = []
+    if keep is not None:
+        blocks = range(len(packed.blocks))
+        turned = [runtime.rotary_tables_at(packed.positions_of_rows(number))[keep] for number in blocks]
 
     def record(layer: int, number: int, logits: torch.Tensor) -> None:
-        found[layer].append(without_sinks(logits[..., num_prefix : num_prefix + lengths[number]], sinks))
+        found[layer].append(packed.of_tokens(number, logits))
 
     def adjust(layer: int, number: int, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if layer == keep:
-            start = num_prefix + lengths[number]
-            turned = (
-                None if tables is None else (tables[0][start:][: len(question)], tables[1][start:][: len(question)])
-            )
-            queries.append(unrotate(query, turned).cpu())
+            plain = unrotate(query, turned[number]).cpu()
+            queries.extend(plain.unflatten(1, (packed.blocks[number].count, -1)).unbind(1))
         return query, key
 
     packed.run(runtime, Probe(frozenset(layers), packed.blocks, record, stop=layers[-1], logits=True, adjust=adjust))
-    scores = torch.stack([torch.cat(found[layer], dim=-1).softmax(-1).nan_to_num().mean(1).cpu() for layer in layers])
+    joined = (torch.cat(found[layer], dim=-1).cpu().masked_fill(hidden, float("-inf")) for layer in layers)
+    scores = torch.stack([logits.softmax(-1).nan_to_num().mean(1) for logits in joined])
     kept = None
     if keep is not None:
         keys = torch.cat([each[keep, 0].float().cpu() for each in kv], dim=1)

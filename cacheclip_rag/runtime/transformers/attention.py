@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ __all__ = [
     "Block",
     "Geometry",
     "Probe",
+    "SideBySide",
     "block_attention",
     "causal_plan",
     "query_attention",
@@ -128,16 +129,74 @@ class Block:
         return self.geometry is None or (self.geometry.contexts is None and rule.window is None)
 
 
+@dataclass(frozen=True, slots=True)
+class SideBySide:
+    """Rows of several sequences of equal width, side by side. Each row sees its own sequence only, by slots: itself and
+    what is before it. A sequence ends with its rows, and may begin with padding, which no row sees.
+
+    One block of this kind costs as many operations as one sequence.
+    """
+
+    rows: slice
+    """Rows of the query tensor: the same number for each sequence."""
+    keys: slice
+    """Slots of the key tensor: the same number for each sequence."""
+    padding: torch.Tensor
+    """``(num_sequences,)`` int64: slots of padding at the start of each sequence."""
+    masks: dict[Any, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
+    """Masks that were computed already, because layers share them."""
+
+    @property
+    def count(self) -> int:
+        """Number of sequences."""
+        return len(self.padding)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of one sequence."""
+        return int(self.rows.stop - self.rows.start) // self.count
+
+    @property
+    def width(self) -> int:
+        """Slots of one sequence."""
+        return int(self.keys.stop - self.keys.start) // self.count
+
+    def split_rows(self, query: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+        """``(num_heads, num_all_rows, head_dim)`` to ``(num_sequences, num_kv_heads, groups, num_rows, head_dim)``."""
+        by_head: torch.Tensor = query.unflatten(0, (num_kv_heads, -1)).unflatten(2, (self.count, self.num_rows))
+        return by_head.permute(2, 0, 1, 3, 4)
+
+    def split_keys(self, key: torch.Tensor) -> torch.Tensor:
+        """``(num_kv_heads, num_slots, head_dim)`` to ``(num_sequences, num_kv_heads, width, head_dim)``."""
+        by_sequence: torch.Tensor = key.unflatten(1, (self.count, self.width))
+        return by_sequence.transpose(0, 1)
+
+    def mask(self, rule: AttentionRule, like: torch.Tensor) -> torch.Tensor:
+        """Additive mask ``(num_sequences, 1, num_rows, width)``, with dtype and device of ``like``."""
+        known = rule.window, like.dtype, like.device
+        if known not in self.masks:
+            slots = torch.arange(self.width)
+            own = slots[-self.num_rows :, None]
+            hidden = slots > own
+            if rule.window is not None:
+                hidden = hidden | (slots <= own - rule.window)
+            unseen = hidden | (slots < self.padding[:, None, None])
+            mask = torch.zeros(unseen.shape, dtype=like.dtype).masked_fill_(unseen, float("-inf"))
+            self.masks[known] = mask[:, None].to(like.device)
+        return self.masks[known]
+
+
 @dataclass(slots=True)
 class Probe:
     """Reads attention weights while a pass runs."""
 
     layers: frozenset[int]
     """Layers whose attention weights are read."""
-    blocks: Sequence[Block]
+    blocks: Sequence[Block | SideBySide]
     """Rows whose attention weights are computed, and the keys of each."""
     record: Callable[[int, int, torch.Tensor], None]
-    """Called with layer, number of the block and its weights ``(num_heads, num_rows, num_keys)`` float32."""
+    """Called with layer, number of the block and its weights ``(num_heads, num_rows, num_keys)`` float32. The weights
+    of :class:`SideBySide` are ``(num_sequences, num_heads, num_rows, width)``."""
     stop: int | None = None
     """Last layer that is needed. Its attention output is not computed; zeros are returned instead."""
     logits: bool = False
@@ -152,7 +211,7 @@ class Probe:
 class AttentionPlan:
     """Blocks that cover every row once, with an optional probe and row filter."""
 
-    blocks: Sequence[Block]
+    blocks: Sequence[Block | SideBySide]
     probe: Probe | None = None
     layer_starts: list[float] | None = None
     """Gets ``time.perf_counter()`` at the beginning of each layer; None: not recorded."""
@@ -186,7 +245,11 @@ def causal_plan(
 
 
 def block_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, blocks: Sequence[Block], rule: AttentionRule
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    blocks: Sequence[Block | SideBySide],
+    rule: AttentionRule,
 ) -> torch.Tensor:
     """Attention of each block's rows over its keys.
 
@@ -202,6 +265,10 @@ def block_attention(
     groups = num_heads // num_kv_heads
     output = query.new_empty(1, num_rows, num_heads, head_dim)
     for block in blocks:
+        if isinstance(block, SideBySide):
+            own_keys, own_values = key[0, :, block.keys], value[0, :, block.keys]
+            output[0, block.rows] = _side_by_side(query[0, :, block.rows], own_keys, own_values, block, rule)
+            continue
         rows = query[0, :, block.rows].unflatten(0, (num_kv_heads, groups))  # (num_kv_heads, groups, rows, head_dim)
         if not block.is_plain(rule):
             attended = _positioned_attention(rows, key[0, :, block.keys], value[0, :, block.keys], block, rule)
@@ -223,21 +290,26 @@ def block_attention(
 
 
 def query_attention(
-    query: torch.Tensor, key: torch.Tensor, block: Block, rule: AttentionRule, *, logits: bool = False
+    query: torch.Tensor, key: torch.Tensor, block: Block | SideBySide, rule: AttentionRule, *, logits: bool = False
 ) -> torch.Tensor:
-    """Attention weights (or logits) of one block's rows: ``(num_heads, num_rows, num_keys)`` float32.
+    """Attention weights (or logits) of one block's rows: float32, in the shape that :attr:`Probe.record` takes.
 
     Args:
         query: ``(num_heads, num_rows, head_dim)``, queries of the block's rows.
         key: ``(num_kv_heads, num_keys, head_dim)``, the block's keys.
     """
+    if isinstance(block, SideBySide):
+        rows, keys = block.split_rows(query, key.shape[0]).float(), block.split_keys(key).float().unsqueeze(2)
+        mask = block.mask(rule, rows).unsqueeze(2)
+        found = _logits(rows, keys, rule) + mask if logits else _weights(rows, keys, mask, rule)
+        return found.flatten(1, 2)
     rows = query.unflatten(0, (key.shape[0], -1)).float()  # (num_kv_heads, groups, rows, head_dim)
     keys = key.float().unsqueeze(1)  # (num_kv_heads, 1, num_keys, head_dim)
-    mask = _additive_mask(block, 0, rule, rows) if block.is_plain(rule) else _positioned_mask(block, rule, rows)
+    seen = _additive_mask(block, 0, rule, rows) if block.is_plain(rule) else _positioned_mask(block, rule, rows)
     if logits:
         found = _logits(rows, keys, rule)
-        return (found if mask is None else found + mask).flatten(0, 1)
-    return _weights(rows, keys, mask, rule).flatten(0, 1)
+        return (found if seen is None else found + seen).flatten(0, 1)
+    return _weights(rows, keys, seen, rule).flatten(0, 1)
 
 
 def sdpa_backends(device: torch.device) -> AbstractContextManager[object]:
@@ -272,8 +344,27 @@ def _logits(rows: torch.Tensor, keys: torch.Tensor, rule: AttentionRule) -> torc
 
 
 def _sink_logits(rows: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """``(num_kv_heads, groups, num_rows, 1)``"""
-    return sinks.float().view(*rows.shape[:2], 1, 1).expand(*rows.shape[:3], 1)
+    """``(..., num_kv_heads, groups, num_rows, 1)``"""
+    return sinks.float().view(*rows.shape[-4:-2], 1, 1).expand(*rows.shape[:-1], 1)
+
+
+def _side_by_side(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: SideBySide, rule: AttentionRule
+) -> torch.Tensor:
+    """Attention of each sequence's rows over its keys: ``(num_all_rows, num_heads, head_dim)``."""
+    attended: torch.Tensor
+    rows = block.split_rows(query, key.shape[0])
+    keys, values, mask = block.split_keys(key), block.split_keys(value), block.mask(rule, query)
+    if rule.is_dense:
+        groups, num_rows = rows.shape[2:4]
+        with sdpa_backends(query.device):  # rows of all heads of a group, because they see the same keys
+            attended = scaled_dot_product_attention(
+                rows.flatten(2, 3), keys, values, attn_mask=mask.repeat(1, 1, groups, 1), scale=rule.scaling
+            ).unflatten(2, (groups, num_rows))
+    else:
+        weights = _weights(rows, keys.unsqueeze(2), mask.unsqueeze(2), rule)
+        attended = weights.to(values.dtype) @ values.unsqueeze(2)
+    return attended.permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)
 
 
 def _positioned_attention(

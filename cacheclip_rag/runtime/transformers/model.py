@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ...fusion.recompute import fuse
-from ...store import KV, layer_of
+from ...store import KV, join, layer_of
 from ..base import wait_for
 from .architectures import SUPPORTED, has_pinned_rope, reuse_tokens, rope_pin
 from .attention import (
@@ -215,18 +215,25 @@ class ModelRuntime(TextModel):
     def rotary_tables(self, start: int, stop: int) -> list[Tables | None]:
         """Per layer the model's float32 cos and sin, each ``(stop - start, rotary_dim)``, for positions start to
         stop - 1; None for layers without RoPE. Layers of the same kind share one pair of tensors."""
+        return self.rotary_tables_at(torch.arange(start, stop))
+
+    def rotary_tables_at(self, positions: torch.Tensor) -> list[Tables | None]:
+        """As :meth:`rotary_tables`, for any positions, ``(num_tokens,)`` int64, at least one."""
         with self.passes.shared():
-            by_kind = {kind: self._tables(kind, start, stop) for kind in set(self._layer_kinds) if kind is not None}
+            by_kind = {kind: self._tables(kind, positions) for kind in set(self._layer_kinds) if kind is not None}
+        shared: dict[tuple[str, torch.device], Tables] = {}
         tables: list[Tables | None] = []
         for kind, device in zip(self._layer_kinds, self.layer_devices, strict=True):
-            tables.append(None if kind is None else (by_kind[kind][0].to(device), by_kind[kind][1].to(device)))
+            if kind is not None and (kind, device) not in shared:
+                shared[kind, device] = by_kind[kind][0].to(device), by_kind[kind][1].to(device)
+            tables.append(None if kind is None else shared[kind, device])
         return tables
 
-    def _tables(self, kind: str, start: int, stop: int) -> Tables:
+    def _tables(self, kind: str, positions: torch.Tensor) -> Tables:
         rotary = self.model.base_model.rotary_emb
         device = next(rotary.buffers()).device
         probe = torch.empty(1, dtype=torch.float32, device=device)
-        positions = torch.arange(start, stop, device=device)[None]
+        positions = positions.to(device)[None]
         cos, sin = rotary(probe, positions, kind) if kind else rotary(probe, positions)
         if self._architecture.half_tables:
             cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
@@ -244,6 +251,52 @@ class ModelRuntime(TextModel):
         for number, (layer, of_layer) in enumerate(list(zip(cache.layers, tables, strict=True))[:num_layers]):
             keys, values, scale = layer_of(kv, number, layer.device)
             layer.write(slot, rotate(keys, of_layer), values, scale)
+
+    def fill_all(
+        self,
+        cache: FusedCache,
+        pieces: Iterable[tuple[int, KV]],
+        positions_of: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        *,
+        num_layers: int | None = None,
+    ) -> None:
+        """Write many pieces of stored KV, each from its slot on. The same as :meth:`fill` for each of them, but the
+        number of tensor operations does not depend on the number of pieces.
+
+        Slots between the pieces get KV of other tokens: compute or fill them afterwards.
+
+        Args:
+            pieces: slot of the first token, and KV; in order of slots, without overlap. Taken one at a time.
+            positions_of: position of each slot, ``(num_slots,)`` int64; default slot = position.
+            num_layers: as in :meth:`fill`.
+        """
+        for joined in join(pieces):
+            slots = joined.places
+            first = int(slots[0])
+            tables = self.rotary_tables_at(slots if positions_of is None else positions_of(slots))
+            source = torch.zeros(int(slots[-1]) + 1 - first, dtype=torch.int64)
+            source[slots - first] = torch.arange(len(slots))
+            sources = {device: source.to(device) for device in set(self.layer_devices)}
+            for number, (layer, of_layer) in enumerate(list(zip(cache.layers, tables, strict=True))[:num_layers]):
+                keys, values, scale = joined.layer(number, layer.device)
+                keys = rotate(keys, of_layer).to(self.dtype)
+                values = (values if scale is None else values * scale).to(self.dtype)
+                layer.write_at(first, keys, values, sources[layer.device])
+
+    def repeat(
+        self, cache: FusedCache, kv: KV, slots: torch.Tensor, *, position: int, num_layers: int | None = None
+    ) -> None:
+        """Write stored KV several times: as :meth:`fill` for each row of ``slots``, ``(num_copies, num_tokens)``."""
+        if not slots.numel():
+            return
+        tables = self.rotary_tables(position, position + kv.shape[3])
+        places = {device: slots.flatten().to(device) for device in set(self.layer_devices)}
+        for number, (layer, of_layer) in enumerate(list(zip(cache.layers, tables, strict=True))[:num_layers]):
+            keys, values, scale = layer_of(kv, number, layer.device)
+            keys = rotate(keys, of_layer).to(self.dtype)
+            values = (values if scale is None else values * scale).to(self.dtype)
+            copies = (1, len(slots), 1)
+            layer.copy_to(places[layer.device], keys.repeat(copies), values.repeat(copies))
 
     def extract(self, cache: FusedCache, start: int, stop: int) -> torch.Tensor:
         """Position-free KV of slots start to stop - 1 (slot = position): the inverse of :meth:`fill`."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .attention import AttentionPlan, causal_plan
+from .attention import AttentionPlan, Block, causal_plan
 from .cache import FusedCache
 
 __all__ = ["RowFilter", "install_row_filter_hooks"]
@@ -54,7 +54,9 @@ class RowFilter(ABC):
             slots = self.slots[self.alive]
             self.cache.scatter(slots)
             old: AttentionPlan = kwargs["cacheclip_plan"]
-            self._plan = causal_plan(slots, old.blocks[0].positions.device, self.cache.geometry)
+            first = old.blocks[0]
+            assert isinstance(first, Block), "rows are removed from causal plans only"
+            self._plan = causal_plan(slots, first.positions.device, self.cache.geometry)
             self._plan.row_filter, self._plan.layer_starts = self, old.layer_starts
         if self._plan is None:
             return hidden, kwargs

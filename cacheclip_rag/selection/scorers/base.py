@@ -65,7 +65,8 @@ class CacheScorer(Scorer):
         """Per span ``(num_tokens,)`` float scores."""
 
     def early(self, view: PromptView) -> list[torch.Tensor]:
-        return [torch.zeros(len(span.tokens)) for span in view.spans]
+        lengths = [len(span.tokens) for span in view.spans]
+        return list(torch.zeros(sum(lengths)).split(lengths))
 
     def late(self, view: CacheView, early: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return self.score(view)

@@ -1,0 +1,103 @@
+"""Who computes when several questions are asked at once: prompts one by one, first come, first token.
+
+Prompts that are computed beside one another finish together, and late: four at once have their first tokens when the
+last of four in a row would have it, and on shared cores their threads hinder one another. So a prompt waits until those
+before it have their first tokens. Tokens of running answers are not computed beside a prompt either, but between two
+prompts every answer that waits gets one: no stream of questions can stop an answer, and no answer delays a first token
+by more than the time of one token. Tokens of several answers are computed side by side.
+
+A turn ends before anything is given to the caller, so that an answer that nobody reads on holds up no other one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["Turns"]
+
+
+class Turns:
+    """The order of computations of one engine. Safe to share between threads; a thread that has a turn may take
+    another one inside it, which does not wait."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._prompts: deque[object] = deque()
+        """Prompts that wait, in the order of their arrival; the running one first."""
+        self._is_running = False
+        """Whether a prompt has its turn."""
+        self._tokens = 0
+        """Tokens that are being computed."""
+        self._waiting = 0
+        """Tokens that wait for the running prompt, or for the next one."""
+        self._ended = 0
+        """Prompts that had their turn."""
+        self._invited = 0
+        """Tokens that waited for a prompt, and go before the next one."""
+        self._own = threading.local()
+
+    @contextmanager
+    def prompt(self) -> Iterator[None]:
+        """The turn of a prompt: waits for all prompts that came before, and for tokens that are being computed."""
+        if getattr(self._own, "has_turn", False):
+            yield
+            return
+        ticket = object()
+        with self._changed:
+            self._prompts.append(ticket)
+            try:
+                self._changed.wait_for(lambda: self._is_next(ticket))
+            except BaseException:
+                self._prompts.remove(ticket)
+                self._changed.notify_all()
+                raise
+            self._is_running = True
+        self._own.has_turn = True
+        try:
+            yield
+        finally:
+            self._own.has_turn = False
+            with self._changed:
+                self._prompts.popleft()
+                self._is_running = False
+                self._ended += 1
+                self._invited += self._waiting
+                self._waiting = 0
+                self._changed.notify_all()
+
+    @contextmanager
+    def token(self) -> Iterator[None]:
+        """The turn of one token of an answer: waits for a prompt that is being computed, or that came before."""
+        if getattr(self._own, "has_turn", False):
+            yield
+            return
+        with self._changed:
+            if self._prompts:
+                self._wait_for_one_prompt()
+            self._tokens += 1
+        self._own.has_turn = True
+        try:
+            yield
+        finally:
+            self._own.has_turn = False
+            with self._changed:
+                self._tokens -= 1
+                self._changed.notify_all()
+
+    def _is_next(self, ticket: object) -> bool:
+        return self._prompts[0] is ticket and not (self._is_running or self._tokens or self._invited)
+
+    def _wait_for_one_prompt(self) -> None:
+        came = self._ended
+        self._waiting += 1
+        try:
+            self._changed.wait_for(lambda: self._ended > came or not self._prompts)
+        finally:
+            if self._ended > came:
+                self._invited -= 1
+            else:
+                self._waiting -= 1
+            self._changed.notify_all()

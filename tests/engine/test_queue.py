@@ -1,0 +1,155 @@
+"""Several questions at once: first come, first token; nobody waits for an answer that is not read, or that failed."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from cacheclip_rag import CacheClipEngine, SamplingParams
+from cacheclip_rag.types import Answer
+from tests.conftest import rag_prompt
+from tests.runtime.test_turns import Threads, until
+
+PARAMS = SamplingParams(max_tokens=4)
+
+
+def asked(engine: CacheClipEngine, number: int, chunks: list[str]) -> list[dict[str, str]]:
+    return [{"role": "user", "content": rag_prompt(chunks, f"Question number {number}?")}]
+
+
+def waiting(engine: CacheClipEngine) -> int:
+    return len(engine._answering.turns._prompts)
+
+
+def first_tokens(engine: CacheClipEngine, chunks: list[str], count: int = 4) -> tuple[list[int], list[Answer]]:
+    """Who got a first token, in order, when all asked while another prompt was computed; and all answers."""
+    order: list[int] = []
+    answers: list[Answer] = []
+    threads = Threads()
+
+    def ask(number: int) -> None:
+        for count_, event in enumerate(engine.stream(asked(engine, number, chunks), PARAMS)):
+            if not count_:
+                order.append(number)
+            if event.answer is not None:
+                answers.append(event.answer)
+
+    with engine._answering.turns.prompt():
+        for number in range(count):
+            threads.start(lambda number=number: ask(number))  # type: ignore[misc]
+            until(lambda number=number: waiting(engine) == number + 2)  # type: ignore[misc]
+    threads.join()
+    return order, answers
+
+
+def test_first_come_first_token(engine: CacheClipEngine, chunks: list[str]) -> None:
+    engine.precompute(chunks)
+    alone = {n: engine.generate(asked(engine, n, chunks), PARAMS).token_ids for n in range(4)}
+    order, answers = first_tokens(engine, chunks)
+    assert order == [0, 1, 2, 3]
+    assert {answer.token_ids for answer in answers} == {*alone.values()}
+    waited = [answer.stats.queued_s for answer in sorted(answers, key=lambda answer: answer.stats.ttft_s)]
+    assert all(0 < answer.stats.queued_s < answer.stats.ttft_s for answer in answers) and waited == sorted(waited)
+    assert engine.generate(asked(engine, 0, chunks), PARAMS).stats.queued_s < 0.1
+
+
+def test_who_raises_holds_up_nobody(
+    engine: CacheClipEngine, chunks: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.precompute(chunks)
+    fuse = type(engine.primary).fuse
+    failed: list[int] = []
+
+    def fails(self: Any, plan: Any, *arguments: Any, **options: Any) -> Any:
+        if "number 1?" in self.decode_ids(plan.layout.token_ids):
+            failed.append(1)
+            raise ZeroDivisionError
+        return fuse(self, plan, *arguments, **options)
+
+    monkeypatch.setattr(type(engine.primary), "fuse", fails)
+    with pytest.raises(AssertionError, match="ZeroDivisionError"):
+        first_tokens(engine, chunks, 3)
+    assert failed == [1]
+    assert engine.generate(asked(engine, 0, chunks), PARAMS).token_ids and waiting(engine) == 0
+
+
+def test_an_answer_that_nobody_reads_on_holds_up_nobody(engine: CacheClipEngine, chunks: list[str]) -> None:
+    engine.precompute(chunks)
+    left = engine.stream(asked(engine, 9, chunks), SamplingParams(max_tokens=50))
+    next(left)
+    assert first_tokens(engine, chunks)[0] == [0, 1, 2, 3]
+    left.close()
+    assert first_tokens(engine, chunks, 2)[0] == [0, 1]
+
+
+def test_an_observer_may_ask_itself(engine: CacheClipEngine, chunks: list[str]) -> None:
+    from cacheclip_rag.guards.base import Observer
+
+    engine.precompute(chunks)
+    found: list[Answer] = []
+
+    class Asking(Observer):
+        def on_plan(self, plan: Any, sources: Any) -> None:
+            if not found:
+                found.append(None)  # type: ignore[arg-type]
+                found.append(engine.generate(asked(engine, 5, chunks), PARAMS))
+
+    engine.observers.append(Asking())
+    threads = Threads()
+    threads.start(lambda: engine.generate(asked(engine, 1, chunks), PARAMS))
+    threads.join()
+    assert found[1].stats.hits == len(chunks)
+
+
+def test_map_reduce_beside_others(engine: CacheClipEngine, chunks: list[str]) -> None:
+    """It takes a turn for each of its prompts."""
+    engine.precompute(chunks)
+    threads, answers = Threads(), list[Answer]()
+    for method in ("map_reduce", "cacheclip", "map_reduce", "full"):
+        threads.start(
+            lambda method=method: answers.append(  # type: ignore[misc]
+                engine.generate(asked(engine, 1, chunks), PARAMS, method=method)
+            )
+        )
+    threads.join()
+    assert len(answers) == 4 and waiting(engine) == 0
+
+
+def test_asynchronous_questions(engine: CacheClipEngine, chunks: list[str]) -> None:
+    """As both adapters ask: a thread for each answer. One of them is given up at its first token."""
+    from cacheclip_adapters.aio import iterate_in_thread
+
+    engine.precompute(chunks)
+    order: list[int] = []
+
+    async def ask(number: int) -> None:
+        stream = iterate_in_thread(lambda: engine.stream(asked(engine, number, chunks), PARAMS))
+        async for _ in stream:
+            order.append(number)
+            if number == 1:
+                break
+        await stream.aclose()
+
+    async def all_of_them() -> None:
+        held = threading.Event()
+        holder = threading.Thread(target=hold, args=(held,))
+        holder.start()
+        until(lambda: waiting(engine) == 1)
+        tasks = []
+        for number in range(4):
+            tasks.append(asyncio.create_task(ask(number)))
+            while waiting(engine) < number + 2:
+                await asyncio.sleep(0.001)
+        held.set()
+        await asyncio.wait_for(asyncio.gather(*tasks), 60)
+        holder.join()
+
+    def hold(held: threading.Event) -> None:
+        with engine._answering.turns.prompt():
+            held.wait(60)
+
+    asyncio.run(all_of_them())
+    assert list(dict.fromkeys(order)) == [0, 1, 2, 3] and order.count(1) == 1

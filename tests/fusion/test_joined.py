@@ -1,0 +1,284 @@
+"""Chunks are written, corrected and scored together: the same as one by one, and no more operations for more chunks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cacheclip_rag import CacheClipEngine, SamplingParams
+from cacheclip_rag.fusion.correction import ResidualCorrection
+from cacheclip_rag.fusion.recompute import assemble
+from cacheclip_rag.models.load import load_model
+from cacheclip_rag.prompt.layout import Span
+from cacheclip_rag.prompt.segments import Chunk
+from cacheclip_rag.runtime.base import TokenizedText
+from cacheclip_rag.runtime.transformers.attention import Geometry
+from cacheclip_rag.runtime.transformers.rotary import rotate, unrotate
+from cacheclip_rag.selection.auxiliary import score_chunks
+from cacheclip_rag.selection.heads import HeadSet, LowRank
+from cacheclip_rag.store import KV, decode, encode, join, part_of
+from cacheclip_rag.store import joined as module
+from tests.conftest import SENTENCES, rag_prompt
+from tests.fusion.cases import gap, make_engine
+
+CODECS = ("float32", "bfloat16", "int8")
+KEY = "0" * 64
+CAPACITY = 400
+ONE_OF_EACH = ("llama", "llama-rope-dynamic", "qwen2-sliding", "gemma3", "gpt-oss")
+
+
+def stored(kv: torch.Tensor, codec: str) -> KV:
+    return decode(encode(kv, codec, KEY, namespace="t"), KEY)
+
+
+def random_kv(runtime: Any, num_tokens: int, seed: int) -> torch.Tensor:
+    shape = (runtime.num_layers, 2, runtime.num_kv_heads, num_tokens, runtime.head_dim)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def pieces_of(runtime: Any, codec: str, seed: int) -> list[tuple[int, KV]]:
+    """Parts of a few chunks, some of one chunk, at random slots in order."""
+    choice, start, found = random.Random(seed), 0, list[tuple[int, KV]]()
+    whole: KV = random_kv(runtime, 9, seed)
+    for number in range(choice.randint(1, 7)):
+        if number == 0 or choice.random() < 0.7:
+            whole = stored(random_kv(runtime, choice.randint(1, 60), seed + number), codec)
+        first = choice.randrange(whole.shape[3])
+        stop = choice.randint(first + 1, whole.shape[3])
+        start += choice.randint(0, 9)
+        found.append((start, part_of(whole, first, stop)))
+        start += stop - first
+    return found
+
+
+def one_by_one(runtime: Any, pieces: Sequence[tuple[int, KV]], geometry: Geometry | None = None) -> Any:
+    cache = runtime.new_cache(CAPACITY)
+    cache.geometry = geometry
+    for start, kv in pieces:
+        runtime.fill(cache, kv, slot=start, position=cache.position_of(start))
+    return cache
+
+
+def together(runtime: Any, pieces: Sequence[tuple[int, KV]], geometry: Geometry | None = None) -> Any:
+    cache = runtime.new_cache(CAPACITY)
+    cache.geometry = geometry
+    assemble(runtime, cache, iter(pieces))
+    return cache
+
+
+def assert_same(found: Any, expected: Any, pieces: Sequence[tuple[int, KV]]) -> None:
+    """Bit for bit, in the slots of the pieces."""
+    for ours, theirs in zip(found.layers, expected.layers, strict=True):
+        assert ours.length == theirs.length
+        for start, kv in pieces:
+            own = slice(start, start + kv.shape[3])
+            assert torch.equal(ours.keys[0, :, own], theirs.keys[0, :, own])
+            assert torch.equal(ours.values[0, :, own], theirs.values[0, :, own])
+
+
+class TestAssemble:
+    @pytest.mark.parametrize("codec", CODECS)
+    def test_as_one_by_one(self, primary: str, codec: str) -> None:
+        runtime = load_model(primary)
+        for seed in range(6):
+            pieces = pieces_of(runtime, codec, seed)
+            assert_same(together(runtime, pieces), one_by_one(runtime, pieces), pieces)
+
+    @pytest.mark.parametrize("codec", CODECS)
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+    def test_in_pieces_of_any_size(
+        self, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch, codec: str, dtype: str
+    ) -> None:
+        """However little is held side by side."""
+        runtime = load_model(tiny_models["gemma3"], dtype=dtype)
+        one = runtime.num_layers * 2 * runtime.num_kv_heads * runtime.head_dim * 4
+        for seed, size in enumerate((1, one, 7 * one, 50 * one, 1 << 26)):
+            monkeypatch.setattr(module, "JOINED_BYTES", size)
+            pieces = pieces_of(runtime, codec, seed)
+            assert_same(together(runtime, pieces), one_by_one(runtime, pieces), pieces)
+
+    def test_computed_and_stored_with_several_codecs(self, tiny_models: dict[str, str]) -> None:
+        runtime = load_model(tiny_models["llama"])
+        pieces: list[tuple[int, KV]] = [(0, random_kv(runtime, 5, 0)), (5, random_kv(runtime, 4, 1))]
+        for number, codec in enumerate(("int8", "float32", "float32", "int8", "bfloat16")):
+            pieces.append((10 + 30 * number, stored(random_kv(runtime, 20, number), codec)))
+        assert_same(together(runtime, pieces), one_by_one(runtime, pieces), pieces)
+
+    def test_at_positions_of_a_geometry(self, tiny_models: dict[str, str]) -> None:
+        runtime = load_model(tiny_models["qwen2"])
+        geometry = Geometry(torch.arange(300) + torch.arange(300) // 40 * 11)
+        pieces = [(start, stored(random_kv(runtime, 30, start), "float32")) for start in (0, 40, 120, 200)]
+        found = together(runtime, pieces, geometry)
+        assert_same(found, one_by_one(runtime, pieces, geometry), pieces)
+        plain = together(runtime, pieces)
+        assert gap(plain.layers[0].keys[..., 120:150, :], found.layers[0].keys[..., 120:150, :]) > 1e-2
+
+    def test_memory_of_a_piece_may_be_used_again(self, tiny_models: dict[str, str]) -> None:
+        """As of chunks that are read into one buffer."""
+        runtime = load_model(tiny_models["llama"])
+        frames = [encode(random_kv(runtime, 12, seed), "bfloat16", KEY, namespace="t") for seed in range(4)]
+        buffer = bytearray(len(frames[0]))
+
+        def read() -> Iterator[tuple[int, KV]]:
+            for number, frame in enumerate(frames):
+                buffer[:] = frame
+                yield 20 * number, decode(buffer, KEY)
+
+        pieces = [(20 * number, decode(frame, KEY)) for number, frame in enumerate(frames)]
+        cache = runtime.new_cache(CAPACITY)
+        assemble(runtime, cache, read())
+        assert_same(cache, one_by_one(runtime, pieces), pieces)
+
+    def test_pieces_out_of_order(self, tiny_models: dict[str, str]) -> None:
+        kv = random_kv(load_model(tiny_models["llama"]), 5, 0)
+        with pytest.raises(AssertionError, match="in order"):
+            list(join([(10, kv), (3, kv)]))
+
+    def test_nothing(self, tiny_models: dict[str, str]) -> None:
+        assert together(load_model(tiny_models["llama"]), []).get_seq_length() == 0
+
+
+class TestScores:
+    LENGTHS = (3, 40, 41, 55, 60, 90, 200)
+    """More than half wider than others, and not."""
+
+    def kv(self, runtime: Any) -> tuple[torch.Tensor, list[torch.Tensor], tuple[int, ...]]:
+        choice = random.Random(0)
+        prefix = runtime.encode(runtime.tokenize("You answer questions.").ids)
+        ids = [[choice.randrange(3, 290) for _ in range(length)] for length in self.LENGTHS]
+        return prefix, [runtime.encode(each, prefix) for each in ids], runtime.tokenize(SENTENCES[5]).ids
+
+    @pytest.mark.parametrize(
+        "options", [{}, {"sinks": 4, "heads": "max"}, {"layers": (0, 1), "queries": "max"}], ids=str
+    )
+    def test_chunks_of_any_length_as_each_alone(self, primary: str, options: dict[str, Any]) -> None:
+        runtime = load_model(primary)
+        prefix, kv, question = self.kv(runtime)
+        alone = [score_chunks(runtime, prefix, [each], question, **options)[0] for each in kv]
+        for order in (range(len(kv)), (5, 0, 6, 2, 1, 4, 3)):
+            found = score_chunks(runtime, prefix, [kv[n] for n in order], question, **options)
+            for number, ours in zip(order, found, strict=True):
+                assert gap(ours, alone[number]) < 1e-5 and len(ours) == self.LENGTHS[number]
+
+    @pytest.mark.parametrize("primary", ONE_OF_EACH, indirect=True)
+    @pytest.mark.parametrize("is_updated", [False, True])
+    def test_one_softmax_over_all_whatever_their_order(self, primary: str, is_updated: bool) -> None:
+        runtime = load_model(primary)
+        prefix, kv, question = self.kv(runtime)
+        generator = torch.Generator().manual_seed(1)
+        heads_of = runtime.model.config.num_attention_heads
+
+        def update(count: int) -> LowRank:
+            width = count * runtime.head_dim
+            return LowRank(*(torch.randn(s, generator=generator) / 9 for s in ((2, width), (width, 2))))
+
+        updates = (update(heads_of), update(runtime.num_kv_heads)) if is_updated else ()
+        heads = HeadSet("0" * 64, ((0, 1), (1, 0), (1, 2)), torch.tensor([0.5, 0.25, 0.25]), *updates, sinks=3)
+        sorted_ = score_chunks(runtime, prefix, kv, question, heads=heads)
+        order = (5, 0, 6, 2, 1, 4, 3)
+        found = score_chunks(runtime, prefix, [kv[n] for n in order], question, heads=heads)
+        for number, ours in zip(order, found, strict=True):
+            assert gap(ours, sorted_[number]) < 1e-5
+        assert 0.5 < float(torch.cat(sorted_).sum()) < 1.001  # less where a window hides all chunks from a row
+        assert all(bool((score[:3] == 0).all()) == (len(score) > 3) for score in sorted_)
+
+
+def correct_one_by_one(
+    runtime: Any, spans: Sequence[Span], weight: float, rows: torch.Tensor, kv: torch.Tensor, fresh: torch.Tensor
+) -> torch.Tensor:
+    """What the correction promises, chunk by chunk and in float64: KV ``(2, num_kv_heads, num_slots, head_dim)``."""
+    found = kv.double()
+    for span in spans:
+        own = torch.arange(span.start, span.stop)
+        is_chosen = torch.isin(own, rows)
+        chosen, stale = own[is_chosen], own[~is_chosen]
+        if not len(chosen) or not len(stale):
+            continue
+        tables = runtime.rotary_tables(0, span.stop)[0]
+        of = [None if tables is None else (tables[0][at], tables[1][at]) for at in (chosen, stale)]
+        change = fresh[:, :, torch.isin(rows, chosen)].float() - kv[:, :, chosen].float()
+        offset = weight * unrotate(change[0], of[0]).mean(1, keepdim=True)
+        found[0][:, stale] += rotate(offset.expand(-1, len(stale), -1), of[1])
+        found[1][:, stale] += weight * change[1].mean(1, keepdim=True)
+    return found
+
+
+class TestCorrection:
+    def test_as_one_by_one(self, primary: str) -> None:
+        runtime = load_model(primary)
+        heads, width = runtime.num_kv_heads, runtime.head_dim
+        for seed in range(8):
+            choice, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+            spans, start = [], choice.randint(0, 5)
+            for _ in range(choice.randint(1, 6)):
+                length = choice.randint(1, 40)
+                spans.append(Span(Chunk("text"), TokenizedText((0,) * length, ((0, 0),) * length), start))
+                start += length + choice.randint(0, 4)
+            num_slots = start + 7
+            chance = choice.choice((0.02, 0.3, 0.9))
+            rows = (torch.rand(num_slots, generator=generator) < chance).nonzero().flatten()
+            rows = torch.cat((rows[rows < num_slots - 1], torch.tensor([num_slots - 1])))
+            cache = runtime.new_cache(num_slots)
+            kv = torch.randn(2, heads, num_slots, width, generator=generator)
+            fresh = torch.randn(2, heads, len(rows), width, generator=generator)
+            layer = cache.layers[0]
+            layer.write(0, kv[0], kv[1])
+            ResidualCorrection(runtime, cache, 0.6).install(spans)
+            cache.scatter(rows)
+            layer.update(fresh[0][None], fresh[1][None])
+            expected = correct_one_by_one(runtime, spans, 0.6, rows, kv, fresh)
+            stays = ~torch.isin(torch.arange(num_slots), rows)
+            inside = torch.zeros(num_slots, dtype=torch.bool)
+            for span in spans:
+                inside[span.start : span.stop] = True
+            assert gap(layer.keys[0][:, stays & inside].double(), expected[0][:, stays & inside]) < 1e-5
+            assert gap(layer.values[0][:, stays & inside].double(), expected[1][:, stays & inside]) < 1e-5
+            assert torch.equal(layer.keys[0][:, stays & ~inside], kv[0][:, stays & ~inside])
+            assert torch.equal(layer.keys[0][:, rows], fresh[0])
+            assert layer.before_scatter is None
+
+
+class Counted(TorchDispatchMode):
+    """Counts tensor operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+class TestOperations:
+    """The whole way to the first token: read, assemble, score, select, correct, and the models' own passes."""
+
+    @staticmethod
+    def operations(engine: CacheClipEngine, words: Sequence[str], num_chunks: int) -> int:
+        each = len(words) // num_chunks
+        chunks = [" ".join(words[n * each : (n + 1) * each]) for n in range(num_chunks)]
+        engine.precompute(chunks)
+        prompt = rag_prompt(chunks)
+        engine.generate(prompt, SamplingParams(max_tokens=1))  # what is made once
+        engine.prefixes.clear()
+        method = engine.make_method()
+        with Counted() as counted:
+            found = engine.prefill(prompt, SamplingParams(max_tokens=1), method=method)
+        assert found.stats.hits == num_chunks and found.stats.effective_ratio == pytest.approx(0.2, abs=0.01)
+        return counted.count
+
+    @pytest.mark.parametrize("primary", ["llama", "gemma3", "gpt-oss"], indirect=True)
+    @pytest.mark.parametrize("codec", ["float32", "int8"])
+    def test_they_do_not_grow_with_the_number_of_chunks(
+        self, primary: str, tiny_models: dict[str, str], codec: str
+    ) -> None:
+        choice = random.Random(0)
+        words = [choice.choice(" ".join(SENTENCES).split()) for _ in range(320)]
+        engine = make_engine(primary, tiny_models["auxiliary"], recompute_ratio=0.2, codec=codec, auxiliary_codec=codec)
+        few, many = (self.operations(engine, words, count) for count in (8, 32))
+        assert many <= 1.1 * few, f"{few} operations for 8 chunks, {many} for 32"
