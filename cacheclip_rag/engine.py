@@ -235,8 +235,12 @@ class CacheClipEngine:
         documents: Documents = (),
         trace: bool = False,
         finish: str | None = None,
+        **sampling: Any,
     ) -> Answer:
-        """Answer a prompt. Arguments are as in :meth:`stream`."""
+        """Answer a prompt. Arguments are as in :meth:`stream`.
+
+        >>> engine.generate(prompt, max_tokens=40, stop="\\n").text
+        """
         answer = None
         for event in self.stream(
             prompt,
@@ -247,6 +251,7 @@ class CacheClipEngine:
             documents=documents,
             trace=trace,
             finish=finish,
+            **sampling,
         ):
             answer = event.answer or answer
         assert answer is not None, "a stream ends with its answer"
@@ -263,6 +268,7 @@ class CacheClipEngine:
         documents: Documents = (),
         trace: bool = False,
         finish: str | None = None,
+        **sampling: Any,
     ) -> Iterator[Event]:
         """Answer a prompt as a stream of events; the last event carries the whole answer and its statistics.
 
@@ -279,6 +285,8 @@ class CacheClipEngine:
             trace: record scores, recomputed tokens and seconds per layer in the answer's ``trace``.
             finish: ``none``, ``verify`` or ``revise``, see :attr:`EngineConfig.finish`; default the engine's setting.
                 With ``revise``, an event may withdraw text (:attr:`~cacheclip_rag.types.Event.revised_from`).
+            sampling: fields of :class:`~cacheclip_rag.sampling.SamplingParams` by name (``max_tokens``,
+                ``temperature``, ``top_p``, ``stop``, ``seed``), as in the adapters; they override ``params``.
 
         Raises:
             ConfigurationError: a setting is out of range, or the method needs an auxiliary model and none is set.
@@ -289,6 +297,7 @@ class CacheClipEngine:
         params = params or SamplingParams()
         if not isinstance(params, SamplingParams):
             raise ConfigurationError(f"params must be SamplingParams, got {type(params).__name__}.")
+        params = params.with_options(sampling)
         if question is not None and not isinstance(question, str):
             raise ConfigurationError(f"the question must be a string, got {type(question).__name__}.")
         finish = self.config.finish if finish is None else finish

@@ -19,7 +19,7 @@ from .config import EngineConfig
 from .errors import ConfigurationError, ModelError
 from .guards.certificate import Identity, identity_of
 from .methods.base import Method
-from .models.load import load_any
+from .models.load import check_name, load_any
 from .prompt.segments import PromptReader, Segment
 from .runtime.transformers.model import ModelRuntime
 from .selection.heads import HeadSet, find_head_set, load_named
@@ -143,6 +143,8 @@ class Parts:
     def _make_caches(self, name: str, role: str, context: ChunkContext) -> ChunkCaches:
         config = self.config
         device = config.device if role == "primary" else config.auxiliary_device or config.device
+        for each in filter(None, (config.primary, config.auxiliary)):
+            check_name(each)  # of both, before the weights of one are loaded
         runtime = load_any(name, dtype=config.dtype, device=device, fallback=config.fallback)
         return ChunkCaches(
             runtime,
