@@ -13,6 +13,7 @@ try:
 except ImportError as error:
     raise MissingExtraError("langchain-core", "langchain") from error
 
+from .callbacks import CacheClipStatsHandler, collect_cacheclip_stats
 from .chat_models import ChatCacheClip
 from .documents import CacheClipDocumentTransformer, create_cacheclip_documents_chain
 from .llms import CacheClipLLM
@@ -21,7 +22,9 @@ from .vectorstores import CacheClipVectorStore
 __all__ = [
     "CacheClipDocumentTransformer",
     "CacheClipLLM",
+    "CacheClipStatsHandler",
     "CacheClipVectorStore",
     "ChatCacheClip",
+    "collect_cacheclip_stats",
     "create_cacheclip_documents_chain",
 ]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from cacheclip_adapters import ModelFields
 from cacheclip_adapters.aio import iterate_in_thread
 from cacheclip_adapters.finishing import final_events
+from cacheclip_adapters.usage import telemetry
 from langchain_core.documents import Document
 from langchain_core.exceptions import ContextOverflowError
 from pydantic import model_validator
@@ -105,7 +106,7 @@ class LangChainFields(ModelFields):
 
 def ending(answer: Answer) -> dict[str, Any]:
     """Response metadata of a finished answer."""
-    return {"finish_reason": answer.finish_reason, "cacheclip": answer.stats.to_dict()}
+    return {"finish_reason": answer.finish_reason, "cacheclip": answer.stats.to_dict(), **telemetry(answer)}
 
 
 def last_answer(events: Iterable[Event]) -> Answer:

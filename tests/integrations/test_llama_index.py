@@ -325,6 +325,27 @@ def test_usage_is_what_the_engine_counted(llm: CacheClipLLM) -> None:
     assert usage["prompt_tokens"] == stats["prompt_tokens"]
     assert usage["completion_tokens"] == stats["generated_tokens"]
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == stats["reused_tokens"]
+
+
+@pytest.mark.parametrize("hide_hits", [False, True])
+async def test_reused_tokens_are_in_the_standard_fields(
+    llm: CacheClipLLM, chunks: list[str], question: str, hide_hits: bool
+) -> None:
+    llm = llm.model_copy(update={"engine_kwargs": {**llm.engine_kwargs, "hide_hits": hide_hits}})
+    llm.engine.precompute(chunks)
+    prompt = "\n\n".join([*chunks, question])
+    messages = [ChatMessage(role="user", content=prompt)]
+    *_, completed = llm.stream_complete(prompt)
+    *_, chatted = llm.stream_chat(messages)
+    last = [response async for response in await llm.astream_chat(messages)][-1]
+    for response in (llm.complete(prompt), llm.chat(messages), await llm.achat(messages), completed, chatted, last):
+        found, usage = response.additional_kwargs, response.raw["usage"]
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        assert found["gen_ai.usage.cache_read.input_tokens"] == cached == found["cacheclip"]["reused_tokens"]
+        assert found["gen_ai.usage.input_tokens"] == usage["prompt_tokens"]
+        assert found["gen_ai.usage.output_tokens"] == usage["completion_tokens"]
+        assert cached == 0 if hide_hits else cached > 0
 
 
 def test_llama_index_token_counter_reads_it(llm: CacheClipLLM) -> None:

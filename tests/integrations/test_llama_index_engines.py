@@ -79,6 +79,28 @@ class TestEngines:
         assert len(engine.query(question).source_nodes) == 3
         assert [(event.hits, len(event.node_ids)) for event in seen.fusions] == [(3, 3)]
 
+    async def test_the_statistics_are_in_the_metadata(
+        self, index: VectorStoreIndex, llm: CacheClipLLM, question: str, seen: Seen
+    ) -> None:
+        def engine(mode: str = "compact", **options: Any) -> Any:
+            synthesizer = CacheClipSynthesizer(llm=llm, response_mode=mode, **options)
+            return index.as_query_engine(
+                llm=llm, similarity_top_k=3, response_synthesizer=synthesizer, streaming=options.get("streaming", False)
+            )
+
+        response = engine().query(question)
+        (stats,) = response.metadata["cacheclip"]
+        assert stats == seen.fusions[-1].stats and stats["hits"] == 3
+        assert set(response.metadata) == {"cacheclip", *(node.node_id for node in response.source_nodes)}
+        streamed = engine(streaming=True).query(question)
+        assert "".join(streamed.response_gen) and [s["hits"] for s in streamed.metadata["cacheclip"]] == [3]
+        async_streamed = await engine(streaming=True).aquery(question)
+        assert [token async for token in async_streamed.async_response_gen()]
+        assert [s["hits"] for s in async_streamed.metadata["cacheclip"]] == [3]
+        assert [s["hits"] for s in (await engine("refine").aquery(question)).metadata["cacheclip"]] == [1, 1, 1]
+        assert engine("no_text").query(question).metadata["cacheclip"] == []
+        json.dumps(response.metadata["cacheclip"])
+
     def test_sub_questions(self, index: VectorStoreIndex, llm: CacheClipLLM, question: str, seen: Seen) -> None:
         items = [{"sub_question": text, "tool_name": "island"} for text in (question, "Who kept the lamp?")]
         asked = scripted(llm, f"```json\n{json.dumps({'items': items})}\n```", "7316042", "Tom Garrow", "Both.")
