@@ -115,7 +115,7 @@ class CacheClipEngine:
 
     def precompute(
         self,
-        texts: Iterable[str],
+        texts: Documents,
         *,
         method: str | Method | None = None,
         source: str | None = None,
@@ -123,9 +123,11 @@ class CacheClipEngine:
     ) -> int:
         """Compute and store the KV of chunk texts for the primary model, and for the auxiliary model if there is one.
 
-        Idempotent: a stored chunk costs a look-up only. A killed run loses at most one chunk.
+        Idempotent: a stored chunk costs a look-up only. Short texts are computed together, so give many at once. A
+        killed run loses at most one text, or the short texts of one batch.
 
         Args:
+            texts: texts, or a mapping of texts to their ``(source, document)`` pairs.
             method: method whose chunk context is used (:meth:`context_of`); default the engine's method.
             source: source of the texts (the id of a node or record), for :meth:`release`.
             document: document to which the source belongs.

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..chunks.batches import in_batches
 from ..engine import CacheClipEngine
 from ..errors import DocumentError
 from ..progress import progress_bar
@@ -152,10 +153,12 @@ def _ingest(
     with progress_bar("ingesting", sum(item.num_bytes for item in survey.work)) as advance:
         before = 0
         for item, passages in _passages(survey, engine, settings):
-            for number, passage in enumerate(passages):
-                report.computed += engine.precompute([passage])
-                report.chunks += 1
-                advance(before + item.num_bytes * (number + 1) / len(passages))
+            done_here = 0
+            for batch in in_batches(passages, lambda passage: passage):
+                report.computed += engine.precompute(batch)
+                report.chunks += len(batch)
+                done_here += len(batch)
+                advance(before + item.num_bytes * done_here / len(passages))
             before += item.num_bytes
             _record(item, passages, library, engine, embedder, settings, report)
             done.append(str(item.path))

@@ -82,20 +82,19 @@ class LangChainFields(ModelFields):
         deque(self._precomputing(documents), maxlen=0)
 
     async def _aprecompute(self, documents: Iterable[Document]) -> None:
-        """Like :meth:`_precompute`, in a separate thread. A cancelled call stops at the next document."""
+        """Like :meth:`_precompute`, in a separate thread. A cancelled call stops at the next batch of documents."""
         async for _ in iterate_in_thread(lambda: self._precomputing(documents)):
             pass
 
     def _precomputing(self, documents: Iterable[Document]) -> Iterator[None]:
-        """Store the KV of documents that are not blank, and the sources of documents with an id."""
+        """Store the KV of documents that are not blank, and the sources of documents with an id. Short documents are
+        computed together."""
+        from cacheclip_rag.chunks.batches import in_batches
+
         engine = self.engine
         with langchain_errors():
-            for document in documents:
-                if document.page_content.strip():
-                    source, whole = origin(document)
-                    engine.precompute(
-                        [document.page_content], method=self.method, source=source or None, document=whole
-                    )
+            for batch in in_batches(documents, lambda document: document.page_content):
+                engine.precompute(_texts(batch), method=self.method)
                 yield
 
     def _stored_tokens(self, answer: Answer) -> int:

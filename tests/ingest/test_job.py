@@ -138,6 +138,7 @@ def test_a_document_that_turns_unreadable_keeps_its_last_good_version(workshop: 
 def test_a_run_stopped_in_the_middle_is_resumed_without_computing_again(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("cacheclip_rag.chunks.batches._TEXTS", 1)
     real, calls = workshop.engine.precompute, []
 
     def stops_at_the_third(texts: list[str]) -> int:

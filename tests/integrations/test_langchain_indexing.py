@@ -153,12 +153,14 @@ class TestOrder:
         llm.engine.release(sources=["file-1"])
         assert stored(llm, documents[:2]) == [True, False]
 
-    async def test_cancelled_it_stops_at_the_next_document(
+    async def test_cancelled_it_stops_at_the_next_batch(
         self,
         store: CacheClipVectorStore,
         llm: ChatCacheClip,
         documents: list[Document],
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
+        monkeypatch.setattr("cacheclip_rag.chunks.batches._TEXTS", 1)
         runtime = watched(llm.engine)
         for adding in (store.aadd_documents, CacheClipDocumentTransformer(llm).atransform_documents):
             llm.engine.release([document.page_content for document in documents])

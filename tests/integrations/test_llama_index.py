@@ -264,6 +264,23 @@ def test_progress_is_shown_where_asked_for(
     assert "Precomputing chunks: 100%" in capsys.readouterr().err
 
 
+async def test_progress_is_shown_inside_the_bar_of_a_pipeline(
+    llm: CacheClipLLM, chunks: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """LlamaIndex keeps ``show_progress`` to itself."""
+    pipeline = IngestionPipeline(transformations=[CacheClipTransform.from_llm(llm)], disable_cache=True)
+    nodes = [TextNode(text=chunk) for chunk in chunks[:2]]
+    pipeline.run(nodes=nodes)
+    assert "Precomputing" not in capsys.readouterr().err
+    pipeline.run(nodes=nodes, show_progress=True)
+    shown = capsys.readouterr().err
+    assert "Applying transformations" in shown and "Precomputing chunks: 100%" in shown and "2/2" in shown
+    await pipeline.arun(nodes=nodes, show_progress=True)
+    assert "Precomputing chunks: 100%" in capsys.readouterr().err
+    pipeline.run(nodes=nodes)
+    assert "Precomputing" not in capsys.readouterr().err, "the bars are closed"
+
+
 def test_pipeline_cache_tells_transforms_apart(llm: CacheClipLLM) -> None:
     transform = CacheClipTransform.from_llm(llm)
     changes = {
@@ -406,7 +423,10 @@ async def test_cancelling_a_call_stops_the_model(llm: CacheClipLLM, call: str) -
     assert runtime.steps == 1 < len(whole)
 
 
-async def test_cancelling_a_transform_stops_it_before_the_next_node(llm: CacheClipLLM) -> None:
+async def test_cancelling_a_transform_stops_it_before_the_next_batch(
+    llm: CacheClipLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cacheclip_rag.chunks.batches._TEXTS", 1)
     runtime = watched(llm.engine)
     runtime.encoding = Gate()
     nodes = [TextNode(text=f"Lamp {n} was lit.") for n in range(3)]
