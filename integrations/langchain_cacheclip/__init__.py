@@ -15,11 +15,13 @@ except ImportError as error:
 
 from .callbacks import CacheClipStatsHandler, collect_cacheclip_stats
 from .chat_models import ChatCacheClip
+from .docstores import CacheClipDocumentStore
 from .documents import CacheClipDocumentTransformer, create_cacheclip_documents_chain
 from .llms import CacheClipLLM
 from .vectorstores import CacheClipVectorStore
 
 __all__ = [
+    "CacheClipDocumentStore",
     "CacheClipDocumentTransformer",
     "CacheClipLLM",
     "CacheClipStatsHandler",

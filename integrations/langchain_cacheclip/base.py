@@ -97,6 +97,17 @@ class LangChainFields(ModelFields):
                 engine.precompute(_texts(batch), method=self.method)
                 yield
 
+    def _settle(self, documents: Sequence[Document]) -> None:
+        """After documents were stored under their ids: release older texts under the same ids."""
+        from cacheclip_rag.prompt.segments import normalise_chunk  # imported late, because its package loads torch
+
+        engine, texts = self.engine, [document.page_content for document in documents]
+        engine.release(sources=[document.id for document in documents if document.id], keep=texts)
+        for document in documents:
+            source, whole = origin(document)
+            if source and document.page_content.strip():
+                engine.library.add_source(normalise_chunk(document.page_content), source, whole)
+
     def _stored_tokens(self, answer: Answer) -> int:
         """Tokens of missing chunks that are stored after the answer."""
         stores = self._engine_config().on_miss == "store" and not self.engine.primary.unsupported

@@ -103,7 +103,7 @@ def _read(nodes: Iterable[BaseNode]) -> Iterator[tuple[BaseNode, str]]:
 def _bar_is_shown() -> bool:
     """Whether LlamaIndex shows its bar of transformations in this process, so that it was asked for progress."""
     try:
-        from tqdm.auto import tqdm
+        from tqdm.auto import tqdm  # type: ignore[import-untyped]
     except ImportError:
         return False
     shown = [str(getattr(bar, "desc", "")) for bar in getattr(tqdm, "_instances", ())]
