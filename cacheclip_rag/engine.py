@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -33,7 +34,7 @@ from .runtime.prefill import Prefilled
 from .sampling import FINISH_MODES, SamplingParams
 from .selection.heads import HeadSet
 from .store import ChunkStore, TenantStore
-from .types import Answer, Documents, Event, Plan, Prompt, Request
+from .types import Answer, Documents, Event, Plan, Prompt, Request, WarmUp
 
 __all__ = ["CacheClipEngine", "get_engine"]
 
@@ -167,6 +168,36 @@ class CacheClipEngine:
         """
         models = self.chunk_caches(self.context_of(method))
         return sum([all([caches.prefetch(text) for caches in models]) for text in chunk_texts(texts)])
+
+    def warm_up(self, *, read_chunks: bool = True) -> WarmUp:
+        """Do now what the first answer would wait for. Call it when a server starts.
+
+        It loads the weights of primary and auxiliary and the head set, opens the store and its text index, reads (or
+        computes) the KV before every chunk, reads the most recently used chunk caches into the memory tier, and answers
+        a short prompt with one token. That answer is not counted, observed or stored. Calling it again is cheap.
+
+        Args:
+            read_chunks: False reads no chunk caches. Without a ``store`` folder or ``memory_bytes``, none are read.
+
+        Raises:
+            The errors of a first answer: of a model that cannot be loaded, of a store that cannot be opened. A missing
+            auxiliary is only logged, if the method works without it.
+        """
+        started = time.perf_counter()
+        method = self.make_method()
+        context = self.context_of()
+        loaded = list(self.parts.usable(context))
+        if len(loaded) > 1:
+            _ = self.head_set
+        for caches in (self.parts.prefix_caches, *loaded):
+            if caches.can_reuse:
+                _ = caches.prefix
+        self.library.find("Is the text index open?")
+        read, num_bytes = self.parts.read_hot() if read_chunks else (0, 0)
+        plain = self.make_method("full") if method.composes else method
+        ready = self._answering.prefill(Request("Ready?", SamplingParams(max_tokens=1), plain))
+        self.primary.decode_step(ready.cache, int(ready.logits.argmax()))
+        return WarmUp(time.perf_counter() - started, tuple(each.runtime.name for each in loaded), read, num_bytes)
 
     def is_stored(self, text: str, *, needs_auxiliary: bool = True) -> bool:
         """Whether the KV of this chunk text is stored for every model that a method needs."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from cacheclip_rag.engine import CacheClipEngine
+    from cacheclip_rag.types import WarmUp
 
 __all__ = ["ALIASES", "EngineFields", "ModelFields"]
 
@@ -145,6 +146,12 @@ class EngineFields(BaseModel):
         config = self._engine_config()
         given: CacheClipEngine | None = self._engine
         return given if given is not None and _without_per_call(given.config) == config else get_engine(config)
+
+    def warm_up(self, *, read_chunks: bool = True) -> WarmUp:
+        """Do now what the first answer would wait for: load weights, open the store, read the hot chunks; see
+        :meth:`~cacheclip_rag.engine.CacheClipEngine.warm_up`. It blocks for seconds: in an event loop, run it in a
+        thread (``await asyncio.to_thread(llm.warm_up)``)."""
+        return self.engine.warm_up(read_chunks=read_chunks)
 
     def _check(self) -> None:
         self._full_config()

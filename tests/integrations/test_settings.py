@@ -98,6 +98,12 @@ def test_every_setting_of_the_engine_has_the_same_name(kind: Any) -> None:
         kind(auxilary="smollm2-135m")
 
 
+@pytest.mark.parametrize("kind", [*MODELS, CacheClipTransform])
+def test_warm_up(kind: Any, tiny_models: dict[str, str]) -> None:
+    component = kind(primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"])
+    assert component.warm_up().models == (tiny_models["llama"], tiny_models["auxiliary"])
+
+
 def test_call_options_are_arguments_of_the_engine() -> None:
     import inspect
 
