@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import os
+from collections.abc import Collection, Iterable
+from difflib import get_close_matches
 from typing import Any
 
 from .errors import ConfigurationError
@@ -16,8 +18,27 @@ __all__ = [
     "check_probability",
     "check_share",
     "check_whole_number",
+    "did_you_mean",
     "is_whole_number",
+    "path_as_text",
 ]
+
+
+def did_you_mean(given: str | Iterable[str], known: Iterable[str]) -> str:
+    """`` Did you mean 'X'?`` with the nearest known name of each unknown one; empty if none is near.
+
+    Args:
+        given: an unknown name, or several.
+    """
+    known = list(known)
+    several = [given] if isinstance(given, str) else given
+    close = [match for name in several for match in get_close_matches(name, known, 1)]
+    return f" Did you mean {', '.join(map(repr, dict.fromkeys(close)))}?" if close else ""
+
+
+def path_as_text(value: Any) -> Any:
+    """A path as a string; other values as they are."""
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def is_whole_number(value: Any) -> bool:
@@ -71,7 +92,8 @@ def check_probability(name: str, value: Any) -> None:
 def check_choice(name: str, value: Any, allowed: Collection[str]) -> None:
     """Raise ConfigurationError unless ``value`` is one of the ``allowed`` strings."""
     if not isinstance(value, str) or value not in allowed:
-        raise ConfigurationError(f"{name} must be one of {', '.join(allowed)}, got {value!r}.")
+        hint = did_you_mean(value, allowed) if isinstance(value, str) else ""
+        raise ConfigurationError(f"{name} must be one of {', '.join(allowed)}, got {value!r}.{hint}")
 
 
 def check_flag(name: str, value: Any) -> None:

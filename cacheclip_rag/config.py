@@ -7,7 +7,17 @@ from dataclasses import dataclass, fields, replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from .checks import check_namespace, check_probability, check_ratio, check_whole_number
+from .checks import (
+    check_choice,
+    check_flag,
+    check_namespace,
+    check_number,
+    check_probability,
+    check_ratio,
+    check_whole_number,
+    did_you_mean,
+    path_as_text,
+)
 from .chunks.context import check_chunk_context
 from .errors import ConfigurationError
 from .methods import DEFAULT_METHOD, check_method
@@ -18,11 +28,11 @@ if TYPE_CHECKING:
 from .runtime.base import DTYPES
 from .sampling import FINISH_MODES
 
-__all__ = ["SHADOW_MODES", "EngineConfig"]
+__all__ = ["FALLBACK_MODES", "SHADOW_MODES", "EngineConfig"]
 
 _CODECS = (*DTYPES, "int8")
 _ON_MISS = ("store", "ignore")
-_FALLBACK = ("error", "full")
+FALLBACK_MODES = ("error", "full")
 SHADOW_MODES = ("background", "inline")
 
 
@@ -31,7 +41,7 @@ class EngineConfig:
     """All settings of an engine. Unknown or invalid settings raise ConfigurationError."""
 
     primary: str = DEFAULT_PRIMARY
-    """Model that answers: local folder, packaged name or hub id."""
+    """Model that answers: local folder (a string or a ``Path``), packaged name or hub id."""
     auxiliary: str | None = DEFAULT_AUXILIARY
     """Small model that scores tokens; None for methods that need none."""
     store: str | PathLike[str] | None = None
@@ -101,6 +111,8 @@ class EngineConfig:
     returns)."""
 
     def __post_init__(self) -> None:
+        for name in ("primary", "auxiliary"):
+            object.__setattr__(self, name, path_as_text(getattr(self, name)))
         if self.recompute_ratio is not None:
             check_ratio(self.recompute_ratio)
         if self.min_confidence is not None:
@@ -111,21 +123,17 @@ class EngineConfig:
             "dtype": DTYPES,
             "auxiliary_codec": _CODECS,
             "on_miss": _ON_MISS,
-            "fallback": _FALLBACK,
+            "fallback": FALLBACK_MODES,
             "shadow_mode": SHADOW_MODES,
             "finish": FINISH_MODES,
         }
         for name, allowed in choices.items():
-            _check_choice(name, getattr(self, name), allowed)
-        if isinstance(self.shadow_rate, bool) or not isinstance(self.shadow_rate, int | float):
-            raise ConfigurationError(f"shadow_rate must be a number from 0 to 1, got {self.shadow_rate!r}.")
-        if not 0.0 <= self.shadow_rate <= 1.0:
-            raise ConfigurationError(f"shadow_rate must be between 0 (none) and 1 (all), got {self.shadow_rate!r}.")
+            check_choice(name, getattr(self, name), allowed)
+        check_number("shadow_rate", self.shadow_rate, "a number from 0 (none) to 1 (all)", most=1.0)
         for name in ("require_certificate", "hide_hits"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigurationError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+            check_flag(name, getattr(self, name))
         if self.codec is not None:
-            _check_choice("codec", self.codec, _CODECS)
+            check_choice("codec", self.codec, _CODECS)
         if self.store is not None:
             if not isinstance(self.store, str | PathLike) or not str(self.store):
                 raise ConfigurationError(f"store must be a folder, or None for memory only, got {self.store!r}.")
@@ -160,10 +168,6 @@ class EngineConfig:
         known = [field.name for field in fields(cls)]
         unknown = sorted(set(options) - set(known))
         if unknown:
-            raise ConfigurationError(f"unknown option {', '.join(unknown)}. Known: {', '.join(known)}.")
+            hint = did_you_mean(unknown, known)
+            raise ConfigurationError(f"unknown option {', '.join(unknown)}.{hint} Known: {', '.join(known)}.")
         return replace(config or cls(), **options)
-
-
-def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigurationError(f"{name} must be one of {', '.join(allowed)}, got {value!r}.")

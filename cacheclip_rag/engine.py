@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -33,7 +34,7 @@ from .runtime.prefill import Prefilled
 from .sampling import FINISH_MODES, SamplingParams
 from .selection.heads import HeadSet
 from .store import ChunkStore, TenantStore
-from .types import Answer, Documents, Event, Plan, Prompt, Request
+from .types import Answer, Documents, Event, Plan, Prompt, Request, WarmUp
 
 __all__ = ["CacheClipEngine", "get_engine"]
 
@@ -115,7 +116,7 @@ class CacheClipEngine:
 
     def precompute(
         self,
-        texts: Iterable[str],
+        texts: Documents,
         *,
         method: str | Method | None = None,
         source: str | None = None,
@@ -123,9 +124,11 @@ class CacheClipEngine:
     ) -> int:
         """Compute and store the KV of chunk texts for the primary model, and for the auxiliary model if there is one.
 
-        Idempotent: a stored chunk costs a look-up only. A killed run loses at most one chunk.
+        Idempotent: a stored chunk costs a look-up only. Short texts are computed together, so give many at once. A
+        killed run loses at most one text, or the short texts of one batch.
 
         Args:
+            texts: texts, or a mapping of texts to their ``(source, document)`` pairs.
             method: method whose chunk context is used (:meth:`context_of`); default the engine's method.
             source: source of the texts (the id of a node or record), for :meth:`release`.
             document: document to which the source belongs.
@@ -165,6 +168,36 @@ class CacheClipEngine:
         """
         models = self.chunk_caches(self.context_of(method))
         return sum([all([caches.prefetch(text) for caches in models]) for text in chunk_texts(texts)])
+
+    def warm_up(self, *, read_chunks: bool = True) -> WarmUp:
+        """Do now what the first answer would wait for. Call it when a server starts.
+
+        It loads the weights of primary and auxiliary and the head set, opens the store and its text index, reads (or
+        computes) the KV before every chunk, reads the most recently used chunk caches into the memory tier, and answers
+        a short prompt with one token. That answer is not counted, observed or stored. Calling it again is cheap.
+
+        Args:
+            read_chunks: False reads no chunk caches. Without a ``store`` folder or ``memory_bytes``, none are read.
+
+        Raises:
+            The errors of a first answer: of a model that cannot be loaded, of a store that cannot be opened. A missing
+            auxiliary is only logged, if the method works without it.
+        """
+        started = time.perf_counter()
+        method = self.make_method()
+        context = self.context_of()
+        loaded = list(self.parts.usable(context))
+        if len(loaded) > 1:
+            _ = self.head_set
+        for caches in (self.parts.prefix_caches, *loaded):
+            if caches.can_reuse:
+                _ = caches.prefix
+        self.library.find("Is the text index open?")
+        read, num_bytes = self.parts.read_hot() if read_chunks else (0, 0)
+        plain = self.make_method("full") if method.composes else method
+        ready = self._answering.prefill(Request("Ready?", SamplingParams(max_tokens=1), plain))
+        self.primary.decode_step(ready.cache, int(ready.logits.argmax()))
+        return WarmUp(time.perf_counter() - started, tuple(each.runtime.name for each in loaded), read, num_bytes)
 
     def is_stored(self, text: str, *, needs_auxiliary: bool = True) -> bool:
         """Whether the KV of this chunk text is stored for every model that a method needs."""
@@ -235,8 +268,12 @@ class CacheClipEngine:
         documents: Documents = (),
         trace: bool = False,
         finish: str | None = None,
+        **sampling: Any,
     ) -> Answer:
-        """Answer a prompt. Arguments are as in :meth:`stream`."""
+        """Answer a prompt. Arguments are as in :meth:`stream`.
+
+        >>> engine.generate(prompt, max_tokens=40, stop="\\n").text
+        """
         answer = None
         for event in self.stream(
             prompt,
@@ -247,6 +284,7 @@ class CacheClipEngine:
             documents=documents,
             trace=trace,
             finish=finish,
+            **sampling,
         ):
             answer = event.answer or answer
         assert answer is not None, "a stream ends with its answer"
@@ -263,6 +301,7 @@ class CacheClipEngine:
         documents: Documents = (),
         trace: bool = False,
         finish: str | None = None,
+        **sampling: Any,
     ) -> Iterator[Event]:
         """Answer a prompt as a stream of events; the last event carries the whole answer and its statistics.
 
@@ -279,6 +318,8 @@ class CacheClipEngine:
             trace: record scores, recomputed tokens and seconds per layer in the answer's ``trace``.
             finish: ``none``, ``verify`` or ``revise``, see :attr:`EngineConfig.finish`; default the engine's setting.
                 With ``revise``, an event may withdraw text (:attr:`~cacheclip_rag.types.Event.revised_from`).
+            sampling: fields of :class:`~cacheclip_rag.sampling.SamplingParams` by name (``max_tokens``,
+                ``temperature``, ``top_p``, ``stop``, ``seed``), as in the adapters; they override ``params``.
 
         Raises:
             ConfigurationError: a setting is out of range, or the method needs an auxiliary model and none is set.
@@ -289,6 +330,7 @@ class CacheClipEngine:
         params = params or SamplingParams()
         if not isinstance(params, SamplingParams):
             raise ConfigurationError(f"params must be SamplingParams, got {type(params).__name__}.")
+        params = params.with_options(sampling)
         if question is not None and not isinstance(question, str):
             raise ConfigurationError(f"the question must be a string, got {type(question).__name__}.")
         finish = self.config.finish if finish is None else finish

@@ -46,7 +46,10 @@ class MissingExtraError(CacheClipError, ImportError):
     """An optional dependency is not installed."""
 
     def __init__(self, what: str, extra: str) -> None:
-        super().__init__(f"{what} is not installed. Install it with: pip install 'cacheclip-rag[{extra}]'")
+        super().__init__(
+            f"{what} is not installed. Install it with: pip install 'cacheclip-rag[{extra}]'; in a clone: "
+            f"pip install -e '.[{extra}]'"
+        )
 
 
 class ModelError(CacheClipError):

@@ -19,12 +19,12 @@ from .config import EngineConfig
 from .errors import ConfigurationError, ModelError
 from .guards.certificate import Identity, identity_of
 from .methods.base import Method
-from .models.load import load_any
+from .models.load import check_name, load_any
 from .prompt.segments import PromptReader, Segment
 from .runtime.transformers.model import ModelRuntime
 from .selection.heads import HeadSet, find_head_set, load_named
 from .selection.scoring import AuxiliaryScorer
-from .store import ChunkStore, TenantStore, TierStats
+from .store import ChunkStore, ReadBuffer, TenantStore, TierStats
 from .types import Documents, Prompt
 
 __all__ = ["Parts"]
@@ -67,6 +67,26 @@ class Parts:
                 store = self._store or ChunkStore.open(folder, config.max_bytes, config.memory_bytes)
                 self._tenant = store.tenant(config.namespace)
             return self._tenant
+
+    def read_hot(self) -> tuple[int, int]:
+        """Read the tenant's most recently used entries into the memory tier, as many as fit into ``memory_bytes``.
+
+        Returns:
+            Number of entries, and their bytes in the store. Zeros without a memory tier before a disk.
+        """
+        store, room = self.store, self.config.memory_bytes if self.config.store else 0
+        chosen: list[str] = []
+        taken = 0
+        for key in reversed(store.catalog.keys(self.config.namespace)) if room else ():
+            entry = store.catalog.entry(self.config.namespace, key)
+            if entry is None:
+                continue
+            if taken + entry.num_bytes > room:
+                break
+            chosen.append(key)
+            taken += entry.num_bytes
+        # the least recently used first, so that the order of use stays
+        return sum([store.get(key, ReadBuffer()) is not None for key in reversed(chosen)]), taken
 
     def tier_stats(self) -> Sequence[TierStats]:
         """Counters of the store's tiers; none before the store's first use."""
@@ -143,6 +163,8 @@ class Parts:
     def _make_caches(self, name: str, role: str, context: ChunkContext) -> ChunkCaches:
         config = self.config
         device = config.device if role == "primary" else config.auxiliary_device or config.device
+        for each in filter(None, (config.primary, config.auxiliary)):
+            check_name(each)  # of both, before the weights of one are loaded
         runtime = load_any(name, dtype=config.dtype, device=device, fallback=config.fallback)
         return ChunkCaches(
             runtime,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from .checks import check_choice, check_whole_number, is_whole_number
+from .checks import check_choice, check_whole_number, did_you_mean, is_whole_number
 from .errors import ConfigurationError
 
 __all__ = ["CALL_OPTIONS", "FINISH_MODES", "SamplingParams", "merge_call_options"]
@@ -58,6 +58,28 @@ class SamplingParams:
         if self.seed is not None and (not is_whole_number(self.seed) or not -(2**63) <= self.seed < 2**63):
             raise ConfigurationError(f"seed must be a whole number of 64 bits or None, got {self.seed!r}.")
 
+    def with_options(self, options: Mapping[str, Any]) -> SamplingParams:
+        """These settings overridden by ``options``, by name. ``stop`` may be a string or a list.
+
+        Raises:
+            ConfigurationError: an unknown option, or a value out of range.
+        """
+        known = [each.name for each in fields(self)]
+        unknown = sorted(set(options) - set(known))
+        if unknown:
+            hint = did_you_mean(unknown, (*known, *CALL_OPTIONS))
+            raise ConfigurationError(f"unknown call option {', '.join(unknown)}.{hint} Known: {', '.join(known)}.")
+        given = dict(options)
+        if "stop" in given:
+            given["stop"] = _stops(given["stop"])
+        return replace(self, **given)
+
+
+def _stops(stop: Any) -> tuple[str, ...]:
+    if not isinstance(stop or (), str | list | tuple | set | frozenset):
+        raise ConfigurationError(f"stop must be a string or a list of strings, got {stop!r}.")
+    return (stop,) if isinstance(stop, str) and stop else tuple(stop or ())
+
 
 def merge_call_options(own: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """A front end's settings overridden by a call's options, as keyword arguments of ``engine.generate``.
@@ -74,19 +96,17 @@ def merge_call_options(own: Mapping[str, Any], options: Mapping[str, Any]) -> di
     """
     unknown = sorted(set(options) - set(CALL_OPTIONS))
     if unknown:
-        raise ConfigurationError(f"unknown call option {', '.join(unknown)}. Known: {', '.join(CALL_OPTIONS)}.")
+        hint = did_you_mean(unknown, CALL_OPTIONS)
+        raise ConfigurationError(f"unknown call option {', '.join(unknown)}.{hint} Known: {', '.join(CALL_OPTIONS)}.")
     given = {name: value for name, value in options.items() if value is not None}
     if "max_new_tokens" in given:
         given.setdefault("max_tokens", given.pop("max_new_tokens"))
     merged = {**own, **given}
-    stop = merged["stop"] or ()
-    if not isinstance(stop, str | list | tuple | set | frozenset):
-        raise ConfigurationError(f"stop must be a string or a list of strings, got {stop!r}.")
     params = SamplingParams(
         max_tokens=merged["max_tokens"],
         temperature=merged["temperature"],
         top_p=merged["top_p"],
-        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        stop=_stops(merged["stop"]),
         seed=merged["seed"],
     )
     others = {name: merged.get(name) for name in ("method", "recompute_ratio", "question", "finish")}

@@ -16,7 +16,19 @@ if TYPE_CHECKING:
     from .prompt.segments import Segment
     from .sampling import SamplingParams
 
-__all__ = ["PHASES", "Answer", "Documents", "Event", "FusionStats", "Message", "Plan", "Prompt", "Request", "Trace"]
+__all__ = [
+    "PHASES",
+    "Answer",
+    "Documents",
+    "Event",
+    "FusionStats",
+    "Message",
+    "Plan",
+    "Prompt",
+    "Request",
+    "Trace",
+    "WarmUp",
+]
 
 Message = dict[str, str]
 """A chat message: ``{"role": "user", "content": "…"}``."""
@@ -232,6 +244,19 @@ class FusionStats:
         names = ("effective_ratio", "effective_ratio_of_stale")
         ratios = {name: getattr(self, name) for name in names}
         return {**asdict(self), "reused_tokens": self.reused_tokens, **ratios}
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """What :meth:`~cacheclip_rag.engine.CacheClipEngine.warm_up` did."""
+
+    seconds: float
+    models: tuple[str, ...]
+    """Names of the loaded models, the primary's first."""
+    chunks_read: int
+    """Chunk caches that were read into the memory tier, over all models."""
+    bytes_read: int
+    """Their bytes in the store."""
 
 
 @dataclass(frozen=True, slots=True)

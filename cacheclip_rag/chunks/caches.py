@@ -167,13 +167,21 @@ class ChunkCaches:
 
     def write(self, text: str) -> bool:
         """Compute and store a chunk's KV unless it is stored already or cannot be reused; True if it was computed."""
-        if not self.can_reuse or text in self:
-            return False
-        self.check_length(text)
-        tokens = self.tokenize(text)
-        kv = self.runtime.encode(tokens.ids, self.prefix if self.prefix.shape[3] else None)
-        self._store.put(self.key(text), kv, self.codec, text=text)
-        return True
+        return self.write_many([text])[0]
+
+    def write_many(self, texts: Sequence[str]) -> list[bool]:
+        """Like :meth:`write`, for several texts; short ones are computed together. False for a repeated text."""
+        missing = [text for text in dict.fromkeys(texts) if text not in self] if self.can_reuse else []
+        if missing:
+            for text in missing:
+                self.check_length(text)
+            prefix = self.prefix if self.prefix.shape[3] else None
+            encoded = self.runtime.encode_many([self.tokenize(text).ids for text in missing], prefix)
+            for text, kv in zip(missing, encoded, strict=True):
+                self._store.put(self.key(text), kv, self.codec, text=text)
+        written = set(missing)
+        firsts = {text: number for number, text in reversed(list(enumerate(texts)))}
+        return [text in written and firsts[text] == number for number, text in enumerate(texts)]
 
     def check_length(self, text: str) -> None:
         """Raise PromptTooLongError unless the chunk fits after the prefix, ConfigurationError if it has no tokens."""

@@ -11,7 +11,7 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 
-from ..errors import ConfigurationError
+from ..checks import check_choice
 
 __all__ = ["AUTO", "CONTEXTS", "CONTEXT_NAMES", "TRAINED", "ChunkContext", "check_chunk_context", "context_name"]
 
@@ -66,8 +66,7 @@ is one, else ``passages``."""
 
 def check_chunk_context(name: object) -> None:
     """Raise ConfigurationError unless ``name`` is a chunk context's name."""
-    if not isinstance(name, str) or name not in CONTEXT_NAMES:
-        raise ConfigurationError(f"chunk_context must be one of {', '.join(CONTEXT_NAMES)}, got {name!r}.")
+    check_choice("chunk_context", name, CONTEXT_NAMES)
 
 
 def context_name(context: ChunkContext) -> str:

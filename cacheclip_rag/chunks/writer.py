@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from ..errors import CacheClipError, ConfigurationError
 from ..prompt.segments import chunk_texts, normalise_chunk
 from ..types import Documents
+from .batches import in_batches
+from .caches import ChunkCaches
 from .context import ChunkContext
 
 if TYPE_CHECKING:
@@ -26,21 +28,36 @@ class ChunkWriter:
         self._parts = parts
 
     def precompute(
-        self, texts: Iterable[str], context: ChunkContext | str | None, source: str | None = None, document: str = ""
+        self, texts: Documents, context: ChunkContext | str | None, source: str | None = None, document: str = ""
     ) -> int:
         """See :meth:`cacheclip_rag.engine.CacheClipEngine.precompute`. ``context`` is as in
         :meth:`cacheclip_rag.parts.Parts.context`; without texts, no model is loaded for it."""
-        computed = 0
-        for chunk in chunk_texts(texts):
-            if not chunk:
-                raise ConfigurationError("a chunk must hold text, got an empty or blank string.")
-            models = self._parts.chunk_caches(self._parts.context(context))
-            for caches in models:
-                caches.check_length(chunk)  # for every model, before any model's KV is written
-            # a list, not a generator: every model must run
-            computed += any([caches.write(chunk) for caches in models])
+        origins = _origins(texts)
+        return sum(
+            self._write(batch, context, origins, source, document)
+            for batch in in_batches(chunk_texts(texts), lambda text: text)
+        )
+
+    def _write(
+        self,
+        batch: Sequence[str],
+        context: ChunkContext | str | None,
+        origins: Mapping[str, Sequence[tuple[str, str]]],
+        source: str | None,
+        document: str,
+    ) -> int:
+        """Store a batch of chunks and their sources. If one cannot be stored, those before it are."""
+        models = self._parts.chunk_caches(self._parts.context(context))
+        good, error = _checked(batch, models)
+        # lists, not generators: every model must run
+        written = [caches.write_many(good) for caches in models] if good else []
+        for chunk in good:
             self._parts.library.add(chunk, source, document)
-        return computed
+            for name, whole in origins.get(chunk, ()):
+                self._parts.library.add_source(chunk, name, whole)
+        if error is not None:
+            raise error
+        return sum(any(each) for each in zip(*written, strict=True))
 
     def release(self, texts: Iterable[str]) -> int:
         """See :meth:`cacheclip_rag.engine.CacheClipEngine.release`."""
@@ -78,6 +95,19 @@ class ChunkWriter:
                     self._parts.library.add_source(chunk, source, document)
             except CacheClipError as error:
                 logger.warning("a chunk of this prompt could not be stored: %s", error)
+
+
+def _checked(batch: Sequence[str], models: Sequence[ChunkCaches]) -> tuple[list[str], CacheClipError | None]:
+    """The chunks before the first that cannot be stored for every model, and why it cannot."""
+    for number, chunk in enumerate(batch):
+        try:
+            if not chunk:
+                raise ConfigurationError("a chunk must hold text, got an empty or blank string.")
+            for caches in models:
+                caches.check_length(chunk)
+        except CacheClipError as error:
+            return list(batch[:number]), error
+    return list(batch), None
 
 
 def _origins(documents: Documents) -> dict[str, list[tuple[str, str]]]:

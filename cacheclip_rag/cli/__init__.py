@@ -7,8 +7,11 @@ not be read), 2 bad usage.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
+from .. import __version__
 from . import ask, bench, certify, context, evaluate, explain, ingest, models, store, training
 from .common import guarded
 
@@ -21,6 +24,23 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"cacheclip {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Answers over your documents, with the first token several times sooner."""
+
+
 app.add_typer(models.app, name="models")
 app.add_typer(store.app, name="store")
 app.command("ingest")(ingest.ingest)

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..methods import DEFAULT_METHOD
+from ..methods import DEFAULT_METHOD, check_method
 from .common import (
     AuxiliaryOption,
     DeviceOption,
     DtypeOption,
     EmbeddingOption,
+    ExistingStoreOption,
     FallbackOption,
     HeadsOption,
     JsonOption,
     PrimaryOption,
     RatioOption,
-    StoreOption,
     VariantsOption,
     print_json,
 )
@@ -40,7 +40,7 @@ def rag_prompt(passages: list[str], question: str) -> str:
 
 def ask(
     question: Annotated[str, typer.Argument(help="What to ask of the documents.")],
-    store: StoreOption,
+    store: ExistingStoreOption,
     method: Annotated[
         str,
         typer.Option(
@@ -74,21 +74,27 @@ def ask(
     as_json: JsonOption = False,
 ) -> None:
     """Retrieve, fuse and stream the answer; then the sources and where the time went."""
-    from ..checks import check_probability, check_ratio
-    from ..engine import CacheClipEngine
+    from ..checks import check_choice, check_probability, check_ratio
     from ..errors import ConfigurationError
-    from ..ingest.embedding import Embedder
-    from ..ingest.library import Library
-    from ..lab.variants import method_named, read_variants
-    from ..sampling import SamplingParams
-    from .settings import engine_config, merge_settings
+    from ..sampling import FINISH_MODES, SamplingParams
 
+    # what can be refused without torch, which takes seconds to import
     if not question.strip():
         raise ConfigurationError("the question is empty.")
     if ratio is not None:
         check_ratio(ratio)
     if min_confidence is not None:
         check_probability("--min-confidence", min_confidence)
+    if variants is None:
+        check_method(method)
+    check_choice("finish", finish, FINISH_MODES)
+
+    from ..engine import CacheClipEngine
+    from ..ingest.embedding import Embedder
+    from ..ingest.library import Library
+    from ..lab.variants import method_named, read_variants
+    from .settings import engine_config, merge_settings
+
     chosen = method_named(method, read_variants(variants))
     library = Library.open(store)
     without_auxiliary = auxiliary == "none"  # for this question only: the store's settings stay unchanged

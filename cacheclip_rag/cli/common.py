@@ -13,7 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import CacheClipError, ConfigurationError, DocumentError, UnknownModelError
+from ..checks import check_choice
+from ..chunks.context import CONTEXT_NAMES
+from ..config import FALLBACK_MODES
+from ..errors import CacheClipError, ConfigurationError, DocumentError, StoreError, UnknownModelError
+from ..runtime.base import DTYPES
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,6 +29,7 @@ __all__ = [
     "DeviceOption",
     "DtypeOption",
     "EmbeddingOption",
+    "ExistingStoreOption",
     "FallbackOption",
     "HeadsOption",
     "JsonOption",
@@ -34,6 +39,7 @@ __all__ = [
     "StoreOption",
     "VariantsOption",
     "check_folder",
+    "existing_store",
     "format_bytes",
     "guarded",
     "output",
@@ -42,13 +48,47 @@ __all__ = [
     "stoppable",
 ]
 
+
+def _checked_model(name: str | None) -> str | None:
+    """Refuse a name that no model can have before anything is imported or loaded."""
+    if name is not None and name != "none":
+        from ..models.load import check_name
+
+        check_name(name)
+    return name
+
+
+def existing_store(store: str) -> str:
+    """Refuse a folder that does not exist, before anything is imported or loaded."""
+    if not Path(store).expanduser().is_dir():
+        raise StoreError(
+            f"there is no store at {store}. Give the folder that ingest or the engine used, or make one: cacheclip "
+            f"ingest PATH --store {store}"
+        )
+    return store
+
+
+def _one_of(name: str, allowed: Sequence[str]) -> Callable[[str | None], str | None]:
+    def check(value: str | None) -> str | None:
+        if value is not None:
+            check_choice(name, value, allowed)
+        return value
+
+    return check
+
+
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")]
 StoreOption = Annotated[str, typer.Option("--store", help="Folder of chunk caches and documents.")]
+ExistingStoreOption = Annotated[
+    str, typer.Option("--store", callback=existing_store, help="Folder of chunk caches and documents.")
+]
 PrimaryOption = Annotated[
-    str | None, typer.Option("--primary", help="Model that answers: folder, packaged name, hub id.")
+    str | None,
+    typer.Option("--primary", callback=_checked_model, help="Model that answers: folder, packaged name, hub id."),
 ]
 AuxiliaryOption = Annotated[
-    str | None, typer.Option("--auxiliary", help="Small model that scores tokens; 'none' for none.")
+    str | None,
+    typer.Option("--auxiliary", callback=_checked_model, help="Small model that scores tokens; 'none' for none."),
 ]
 AuxiliaryDeviceOption = Annotated[str | None, typer.Option(help="Device of the auxiliary model. [default: --device]")]
 HeadsOption = Annotated[
@@ -57,16 +97,27 @@ HeadsOption = Annotated[
         "--heads", help="Head set of the auxiliary model: a file, auto, or none (its last layer, for cacheclip)."
     ),
 ]
-EmbeddingOption = Annotated[str | None, typer.Option("--embedding", help="sentence-transformers model for retrieval.")]
-DtypeOption = Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16 or float16.")]
+EmbeddingOption = Annotated[
+    str | None,
+    typer.Option("--embedding", callback=_checked_model, help="sentence-transformers model for retrieval."),
+]
+DtypeOption = Annotated[
+    str | None, typer.Option("--dtype", callback=_one_of("dtype", DTYPES), help="float32, bfloat16 or float16.")
+]
 DeviceOption = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1; auto spreads the layers.")]
 FallbackOption = Annotated[
-    str, typer.Option("--fallback", help="'full': models that cannot be reused answer by plain prefill.")
+    str,
+    typer.Option(
+        "--fallback",
+        callback=_one_of("fallback", FALLBACK_MODES),
+        help="'full': models that cannot be reused answer by plain prefill.",
+    ),
 ]
 ChunkContextOption = Annotated[
     str | None,
     typer.Option(
         "--chunk-context",
+        callback=_one_of("chunk_context", CONTEXT_NAMES),
         help="What each chunk is precomputed after: 'prefix', 'passages', 'trained' or 'auto'. [default: auto: "
         "'trained' if the primary has a trained context, else 'passages']",
     ),

@@ -12,10 +12,10 @@ from .common import (
     AuxiliaryOption,
     ChunkContextOption,
     DtypeOption,
+    ExistingStoreOption,
     JsonOption,
     NamespaceOption,
     PrimaryOption,
-    StoreOption,
     print_json,
 )
 
@@ -25,7 +25,7 @@ _MOST_TEXTS = 20
 
 def explain_miss(
     prompt: Annotated[Path, typer.Argument(help="File with the prompt as the model got it.")],
-    store: StoreOption,
+    store: ExistingStoreOption,
     text: Annotated[
         list[Path] | None, typer.Option(help="File with a text that should be reused; may be repeated.")
     ] = None,

@@ -21,6 +21,7 @@ from .common import (
     NamespaceOption,
     PrimaryOption,
     StoreOption,
+    existing_store,
     format_bytes,
     print_json,
     stoppable,
@@ -31,12 +32,15 @@ if TYPE_CHECKING:
     from ..ingest.library import Library
     from ..ingest.plan import IngestPlan
 
+_SHOWN = 20
+"""Most failed or skipped paths in output for people."""
+
 
 def ingest(
     context: typer.Context,
     store: StoreOption,
     paths: Annotated[
-        list[str] | None, typer.Argument(help="Text and Markdown files, or folders that contain them.")
+        list[str] | None, typer.Argument(help="Text, Markdown and PDF files, or folders that contain them.")
     ] = None,
     primary: PrimaryOption = None,
     auxiliary: AuxiliaryOption = None,
@@ -72,17 +76,24 @@ def ingest(
     as_json: JsonOption = False,
 ) -> None:
     """Precompute the chunk caches of documents and index them for retrieval. A second run processes only changes."""
+    from ..config import EngineConfig
+
+    _check_paths(paths, upgrade)
+    if codec is not None:
+        EngineConfig(codec=codec)  # refused before torch is imported, which takes seconds
+    if upgrade:
+        existing_store(store)
+
     from ..engine import CacheClipEngine
     from ..ingest.embedding import Embedder
     from ..ingest.job import ingest as run
-    from ..ingest.job import plan
+    from ..ingest.job import plan, undone_if_failed
     from ..ingest.library import Library
     from ..ingest.splitting import check_sizes
     from ..ingest.upgrade import plan_upgrade
     from .settings import engine_config, merge_settings
 
     folder = Path(store).expanduser()
-    _check_paths(paths, upgrade)
     if dry_run and not folder.is_dir():  # a dry run must not create the folder
         folder = Path(context.with_resource(TemporaryDirectory()))
     library = Library.open(folder) if upgrade else Library(folder)
@@ -110,18 +121,19 @@ def ingest(
             found = plan(paths or (), library=library, engine=engine, settings=settings, max_bytes=limit)
         _print_plan(found, as_json)
         return
-    if max_bytes is not None:
-        engine.store.store.set_limit(limit)
-    if upgrade:
-        _upgrade(library, engine, store, limit, as_json)
-        return
-    report = run(
-        paths or (),
-        library=library,
-        engine=engine,
-        embedder=Embedder(settings.embedding, device),
-        settings=settings,
-    )
+    with undone_if_failed(library, engine):
+        if max_bytes is not None:
+            engine.store.store.set_limit(limit)
+        if upgrade:
+            _upgrade(library, engine, store, limit, as_json)
+            return
+        report = run(
+            paths or (),
+            library=library,
+            engine=engine,
+            embedder=Embedder(settings.embedding, device),
+            settings=settings,
+        )
     if as_json:
         print_json({"store": store, **report.to_dict()})
     else:
@@ -198,5 +210,7 @@ def _print_plan(found: IngestPlan, as_json: bool) -> None:
 
 def _print_problems(failed: list[dict[str, str]], skipped: list[dict[str, str]]) -> None:
     for kind, problems in (("failed", failed), ("skipped", skipped)):
-        for problem in problems:
+        for problem in problems[:_SHOWN]:
             typer.echo(f"{kind}: {problem['error']}", err=True)
+        if len(problems) > _SHOWN:
+            typer.echo(f"{kind}: and {len(problems) - _SHOWN} more (all of them: --json)", err=True)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import ConfigurationError
-from .common import JsonOption, NamespaceOption, StoreOption, format_bytes, print_json
+from .common import ExistingStoreOption, JsonOption, NamespaceOption, format_bytes, print_json
 
 app = typer.Typer(help="The chunk-cache store.", no_args_is_help=True)
 
@@ -17,7 +17,7 @@ _SHOWN = 20
 
 
 @app.command("stats")
-def stats(store: StoreOption, as_json: JsonOption = False) -> None:
+def stats(store: ExistingStoreOption, as_json: JsonOption = False) -> None:
     """Entries, bytes, limit, tenants and documents of a store."""
     from ..ingest.library import Library
     from ..store.care import open_store
@@ -44,7 +44,7 @@ def stats(store: StoreOption, as_json: JsonOption = False) -> None:
 
 @app.command("limit")
 def limit(
-    store: StoreOption,
+    store: ExistingStoreOption,
     max_bytes: Annotated[int, typer.Argument(min=0, help="Bytes; 0: no limit.", metavar="BYTES")],
     namespace: NamespaceOption = None,
     as_json: JsonOption = False,
@@ -62,7 +62,7 @@ def limit(
 
 
 @app.command("verify")
-def verify(store: StoreOption, as_json: JsonOption = False) -> None:
+def verify(store: ExistingStoreOption, as_json: JsonOption = False) -> None:
     """Read everything and compare it with its checksums; exit code 1 if anything is wrong. Mends nothing."""
     from ..ingest.library import check_library
     from ..store.care import verify as run
@@ -87,7 +87,7 @@ def verify(store: StoreOption, as_json: JsonOption = False) -> None:
 
 
 @app.command("repair")
-def repair(store: StoreOption, as_json: JsonOption = False) -> None:
+def repair(store: ExistingStoreOption, as_json: JsonOption = False) -> None:
     """Delete what is damaged, and make catalog and files agree. Stop other users of the store before."""
     from ..ingest.library import repair_library
     from ..store.care import repair as run
@@ -108,7 +108,7 @@ def repair(store: StoreOption, as_json: JsonOption = False) -> None:
 
 
 @app.command("gc")
-def gc(store: StoreOption, as_json: JsonOption = False) -> None:
+def gc(store: ExistingStoreOption, as_json: JsonOption = False) -> None:
     """Remove what nobody can use: what killed processes left, payloads and texts without an entry."""
     from ..store.care import collect_garbage
 
@@ -124,7 +124,7 @@ def gc(store: StoreOption, as_json: JsonOption = False) -> None:
 
 @app.command("clear")
 def clear(
-    store: StoreOption,
+    store: ExistingStoreOption,
     namespace: NamespaceOption = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     as_json: JsonOption = False,

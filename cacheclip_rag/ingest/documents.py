@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import codecs
 import hashlib
+import importlib.util
+import io
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator
@@ -11,13 +13,26 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from ..errors import DocumentError
+from ..errors import DocumentError, MissingExtraError
 
-__all__ = ["MARKDOWN_SUFFIXES", "SUFFIXES", "digest_file", "find_files", "printable", "read_document"]
+__all__ = [
+    "MARKDOWN_SUFFIXES",
+    "PDF_SUFFIX",
+    "SUFFIXES",
+    "digest_file",
+    "find_files",
+    "is_read",
+    "printable",
+    "read_document",
+]
 
 MARKDOWN_SUFFIXES = frozenset({".md", ".markdown"})
-SUFFIXES = MARKDOWN_SUFFIXES | {".txt", ".text", ".rst"}
-"""File types read from folders. A file that is named itself is read with any suffix."""
+PDF_SUFFIX = ".pdf"
+SUFFIXES = MARKDOWN_SUFFIXES | {".txt", ".text", ".rst", PDF_SUFFIX}
+"""File types read from folders. A file that is named itself is read with any suffix: as PDF if it is ``.pdf``, else as
+text."""
+
+_PYPDF = "pypdf (needed for PDF files)"
 
 Tell = Callable[[Path, str], None]
 """Is told a path that is left out, and why."""
@@ -30,12 +45,14 @@ def _nobody(path: Path, reason: str) -> None:
 
 
 def find_files(paths: Iterable[str | Path], skipped: Tell = _nobody, failed: Tell = _nobody) -> Iterator[Path]:
-    """The given files, and text and Markdown files in the given folders (without hidden files), each once, in order.
+    """The given files, and text, Markdown and PDF files in the given folders, each once, in order. Hidden files and
+    folders are left out without a word.
 
     Links to folders are not followed. A path that is given itself may be a link.
 
     Args:
-        skipped: is told links that lead out of the given folder or to nothing, devices, pipes and sockets.
+        skipped: is told files of other types, PDF files if pypdf is not installed, links that lead out of the given
+            folder or to nothing, devices, pipes and sockets.
         failed: is told folders that cannot be read.
 
     Raises:
@@ -47,9 +64,12 @@ def find_files(paths: Iterable[str | Path], skipped: Tell = _nobody, failed: Tel
         if not path.is_dir() and not path.is_file():
             what = "is neither a file nor a folder" if path.exists() else "no such file or folder"
             raise DocumentError(
-                f"{what}: {printable(given)}. Give text or Markdown files, or folders that contain them."
+                f"{what}: {printable(given)}. Give text, Markdown or PDF files, or folders that contain them."
             )
         for file in [path] if path.is_file() else sorted(_files_in(path, skipped, failed)):
+            if file.suffix.lower() == PDF_SUFFIX and (missing := _no_pdf()):
+                skipped(file, f"{printable(file)} is not read: {missing}")
+                continue
             real = os.path.realpath(file)
             if real not in seen:  # not a link to a file that is read already
                 seen.add(real)
@@ -63,9 +83,13 @@ def _files_in(root: Path, skipped: Tell, failed: Tell) -> Iterator[Path]:
     for folder, folders, names in os.walk(root, onerror=unreadable):
         folders[:] = [name for name in folders if not name.startswith(".")]
         links = [name for name in folders if Path(folder, name).is_symlink()]
-        wanted = [n for n in names if not n.startswith(".") and Path(n).suffix.lower() in SUFFIXES]
-        for path in (Path(folder, name) for name in [*links, *wanted]):
-            if reason := _reason_to_skip(path, root):
+        for path in (Path(folder, name) for name in [*links, *sorted(names)]):
+            if path.name.startswith("."):
+                continue
+            if path.name not in links and path.suffix.lower() not in SUFFIXES:
+                kind = f"of type {printable(path.suffix)}" if path.suffix else "without a type"
+                skipped(path, f"{printable(path)} is a file {kind}, which is not read from a folder.")
+            elif reason := _reason_to_skip(path, root):
                 skipped(path, f"{printable(path)} {reason}.")
             elif path.is_file():
                 yield path
@@ -82,6 +106,39 @@ def _reason_to_skip(path: Path, root: Path) -> str:
         if any(part.startswith(".") for part in target.relative_to(root).parts):
             return "is a link to a hidden file"
     return "" if path.is_file() or path.is_dir() else "is a device, pipe or socket"
+
+
+def is_read(path: Path) -> bool:
+    """Whether files of this type are read from folders, as far as this installation can."""
+    return path.suffix.lower() in SUFFIXES and not (path.suffix.lower() == PDF_SUFFIX and _no_pdf())
+
+
+def _no_pdf() -> str:
+    """Why PDF files cannot be read; empty if they can."""
+    if importlib.util.find_spec("pypdf") is not None:
+        return ""
+    return str(MissingExtraError(_PYPDF, "pdf"))
+
+
+def _pdf_text(path: Path, data: bytes) -> str:
+    """Text of a PDF file; pages are separated by a blank line."""
+    try:
+        from pypdf import PdfReader
+    except ImportError as error:
+        raise MissingExtraError(_PYPDF, "pdf") from error
+    try:
+        reader = PdfReader(io.BytesIO(data))
+        if reader.is_encrypted and not reader.decrypt(""):
+            raise DocumentError(f"{path} is encrypted. Save it without a password.")
+        pages = [page.extract_text().strip() for page in reader.pages]
+    except DocumentError:
+        raise
+    except Exception as error:  # damaged files raise many kinds
+        raise DocumentError(f"{path} is no PDF file that pypdf can read ({type(error).__name__}: {error}).") from error
+    text = "\n\n".join(filter(None, pages))
+    if not text:
+        raise DocumentError(f"{path} has no text on its {len(pages)} pages; if they are scanned, run OCR first.")
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def printable(path: str | Path) -> str:
@@ -120,18 +177,22 @@ def digest_file(path: Path) -> tuple[str, int]:
 
 
 def read_document(path: Path, digest: str | None = None) -> str:
-    """Text of a file: UTF-8, or UTF-16 with a byte-order mark.
+    """Text of a file: UTF-8, UTF-16 with a byte-order mark, or the text of a PDF file.
 
     Args:
         digest: what :func:`digest_file` gave before.
 
     Raises:
-        DocumentError: the file is unreadable, empty, binary, in another encoding, or has another digest.
+        DocumentError: the file is unreadable, empty, binary, in another encoding, encrypted, without text, or has
+            another digest.
+        MissingExtraError: a PDF file, and pypdf is not installed.
     """
     with _opened(path) as file:
         data = file.read()
     if digest is not None and hashlib.sha256(data).hexdigest() != digest:
         raise DocumentError(f"{path} was changed while the run was going on. Run ingest again.")
+    if path.suffix.lower() == PDF_SUFFIX:
+        return _pdf_text(path, data)
     encoding = next((name for bom, name in _BOMS.items() if data.startswith(bom)), "utf-8")
     if encoding == "utf-8" and b"\x00" in data[:65536]:
         raise DocumentError(f"{path} looks binary (it contains zero bytes); convert it to text or Markdown first.")

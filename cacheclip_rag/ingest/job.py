@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..chunks.batches import in_batches
 from ..engine import CacheClipEngine
 from ..errors import DocumentError
 from ..progress import progress_bar
-from .documents import MARKDOWN_SUFFIXES, digest_file, find_files, printable, read_document
+from .documents import MARKDOWN_SUFFIXES, SUFFIXES, digest_file, find_files, is_read, printable, read_document
 from .embedding import Embedder
 from .library import Library, LibrarySettings
 from .plan import IngestPlan, price
 from .splitting import Splitter
 
-__all__ = ["IngestReport", "ingest", "plan"]
+__all__ = ["IngestReport", "ingest", "plan", "undone_if_failed"]
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +54,8 @@ class IngestReport:
     failed: Problems = field(default_factory=list)
     """Documents that could not be read: ``{"path", "error"}``. The other documents were ingested."""
     skipped: Problems = field(default_factory=list)
-    """Paths that are left out on purpose, such as links that lead out of the given folder: ``{"path", "error"}``."""
+    """Paths that are left out on purpose, such as files of other types, and links that lead out of the given folder:
+    ``{"path", "error"}``."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -89,7 +93,8 @@ def ingest(
 ) -> IngestReport:
     """Bring the library up to date with ``paths``. Only new, changed and damaged documents are processed.
 
-    Documents that were ingested from a given folder and no longer exist there are removed.
+    Documents that were ingested from a given folder and no longer exist there are removed. A first run that stores no
+    document leaves no store (:func:`undone_if_failed`).
 
     Args:
         settings: recorded with the first document; a later run with other settings is refused.
@@ -99,6 +104,47 @@ def ingest(
         ConfigurationError: the library was made with other settings.
         StoreError: the library or the store cannot be used.
     """
+    with undone_if_failed(library, engine):
+        return _ingest(paths, library, engine, embedder, settings)
+
+
+@contextmanager
+def undone_if_failed(library: Library, engine: CacheClipEngine) -> Iterator[None]:
+    """Remove what the block left in a new store, if it stored no document. A folder that was there stays, empty.
+
+    After an interruption (Ctrl-C), chunk caches stay, because the next run finds them.
+    """
+    folder = library.folder
+    existed, is_new = folder.is_dir(), not folder.is_dir() or not any(folder.iterdir())
+    is_own = engine.config.store == os.path.abspath(folder)
+    try:
+        yield
+    except Exception:
+        if is_new and is_own:
+            _remove_if_empty(library, engine, existed)
+        raise
+    if is_new and is_own:
+        _remove_if_empty(library, engine, existed)
+
+
+def _remove_if_empty(library: Library, engine: CacheClipEngine, keep_folder: bool) -> None:
+    """Remove the files of a store without documents."""
+    if not library.folder.is_dir() or library.documents():
+        return
+    engine.close()
+    library.close()
+    shutil.rmtree(library.folder, ignore_errors=True)
+    if keep_folder:
+        library.folder.mkdir(exist_ok=True)
+
+
+def _ingest(
+    paths: Iterable[str | Path],
+    library: Library,
+    engine: CacheClipEngine,
+    embedder: Embedder,
+    settings: LibrarySettings,
+) -> IngestReport:
     survey = _survey(paths, library, engine, settings)
     report = IngestReport(unchanged=len(survey.unchanged), failed=survey.failed, skipped=survey.skipped)
     for path in survey.unchanged:
@@ -107,10 +153,12 @@ def ingest(
     with progress_bar("ingesting", sum(item.num_bytes for item in survey.work)) as advance:
         before = 0
         for item, passages in _passages(survey, engine, settings):
-            for number, passage in enumerate(passages):
-                report.computed += engine.precompute([passage])
-                report.chunks += 1
-                advance(before + item.num_bytes * (number + 1) / len(passages))
+            done_here = 0
+            for batch in in_batches(passages, lambda passage: passage):
+                report.computed += engine.precompute(batch)
+                report.chunks += len(batch)
+                done_here += len(batch)
+                advance(before + item.num_bytes * done_here / len(passages))
             before += item.num_bytes
             _record(item, passages, library, engine, embedder, settings, report)
             done.append(str(item.path))
@@ -157,10 +205,11 @@ def _survey(
     _ = engine.store  # refuses a store of an older format before anything is read
     survey = _Survey([Path(os.path.realpath(Path(path).expanduser())) for path in paths])
     survey.files = list(find_files(survey.roots, _reporter(survey.skipped), _reporter(survey.failed)))
-    if not (survey.files or survey.skipped or survey.failed) and not _known_under(library, survey.roots):
+    if not (survey.files or survey.failed) and not _known_under(library, survey.roots):
+        reasons = "".join(f" Skipped: {problem['error']}" for problem in survey.skipped[:3])
         raise DocumentError(
-            f"no text or Markdown files in {', '.join(map(printable, survey.roots))}. Expected .txt, .md, .markdown, "
-            ".text or .rst."
+            f"no documents in {', '.join(map(printable, survey.roots))}. Expected {', '.join(sorted(SUFFIXES))}."
+            f"{reasons}"
         )
     library.check_settings(settings)
     known, damaged = library.documents(), library.damaged()
@@ -238,7 +287,7 @@ def _remove_gone(library: Library, engine: CacheClipEngine, survey: _Survey, rep
 def _gone(library: Library, survey: _Survey) -> Iterator[str]:
     """Documents that were ingested from one of the roots and no longer exist, or are skipped now."""
     present = {str(file) for file in survey.files}
-    skipped = {problem["path"] for problem in survey.skipped}
+    skipped = {problem["path"] for problem in survey.skipped if is_read(Path(problem["path"]))}
     for path in _known_under(library, survey.roots):
         # a file named itself may have a suffix that folders skip
         if path not in present and (path in skipped or not _exists(path)):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
 
+from ..chunks.batches import in_batches
 from ..chunks.caches import ChunkCaches
 from ..engine import CacheClipEngine
 from ..prompt.segments import chunk_texts
@@ -17,8 +19,8 @@ from ..store import text_digest
 __all__ = ["IngestPlan", "price"]
 
 _SAMPLED_CHUNKS = 64
-_TIMED_CHUNKS = 3
-"""Chunks of middle length among the first ``_SAMPLED_CHUNKS``."""
+_TIMED_BATCHES = 3
+"""Batches of chunks of middle length among the first ``_SAMPLED_CHUNKS``."""
 
 
 @dataclass(slots=True)
@@ -90,9 +92,12 @@ def _seconds_per_token(caches: ChunkCaches, texts: Sequence[str]) -> float:
         return 0.0
     # computed directly, without the store
     prefix = caches.encode_prefix() if caches.num_prefix else None
-    timed = sorted(texts, key=len)[len(texts) // 2 :][:_TIMED_CHUNKS]  # chunks of middle length
-    caches.runtime.encode(caches.tokenize(timed[0]).ids, prefix)  # warm up: the first run of a shape takes longer
+    middle = sorted(texts, key=len)[len(texts) // 2 :]
+    batches = [
+        [caches.tokenize(text).ids for text in batch] for batch in islice(in_batches(middle, str), _TIMED_BATCHES)
+    ]
+    caches.runtime.encode_many(batches[0], prefix)  # warm up: the first run of a shape takes longer
     started = time.perf_counter()
-    for text in timed:
-        caches.runtime.encode(caches.tokenize(text).ids, prefix)
-    return (time.perf_counter() - started) / sum(len(caches.tokenize(text)) for text in timed)
+    for batch in batches:
+        caches.runtime.encode_many(batch, prefix)
+    return (time.perf_counter() - started) / sum(len(ids) for batch in batches for ids in batch)

@@ -6,9 +6,9 @@ torch, so that front ends can check names quickly.
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
+from ..checks import did_you_mean
 from ..errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -67,10 +67,9 @@ def check_method(method: object) -> None:
     if isinstance(method, str):
         if method == DEFAULT_METHOD or method in PRESET_NAMES:
             return
-        close = get_close_matches(method, PRESET_NAMES, 1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
         raise ConfigurationError(
-            f"method must be {DEFAULT_METHOD}, a Method or one of {', '.join(PRESET_NAMES)}, got {method!r}.{hint}"
+            f"method must be {DEFAULT_METHOD}, a Method or one of {', '.join(PRESET_NAMES)}, got {method!r}."
+            f"{did_you_mean(method, PRESET_NAMES)}"
         )
     from .base import Method  # a Method instance means that torch is loaded already
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
-from difflib import get_close_matches
 from inspect import isabstract
 from typing import Any
 
+from ..checks import did_you_mean
 from ..errors import ConfigurationError
 from ..selection.budget import TokenBudget
 from ..selection.grouping import Grouping
@@ -87,7 +87,8 @@ def _check_fields(cls: type, given: Mapping[str, Any], where: str) -> None:
     for name in given:
         if name not in known:
             raise ConfigurationError(
-                f"{where} has no field {name!r}.{_hint(name, known)} Fields of {cls.__name__}: {', '.join(known)}."
+                f"{where} has no field {name!r}.{did_you_mean(name, known)} Fields of {cls.__name__}: "
+                f"{', '.join(known)}."
             )
 
 
@@ -97,7 +98,7 @@ def _type_of(family: type | None, wanted: object, where: str) -> type:
         known.update((_type_name(each), each) for each in _concrete(base))
     if not isinstance(wanted, str) or wanted not in known:
         raise ConfigurationError(
-            f"{where} must be of type {', '.join(sorted(known))}, got {wanted!r}.{_hint(str(wanted), list(known))}"
+            f"{where} must be of type {', '.join(sorted(known))}, got {wanted!r}.{did_you_mean(str(wanted), known)}"
         )
     return known[wanted]
 
@@ -118,8 +119,3 @@ def _concrete(base: type) -> Iterator[type]:
 def _type_name(cls: type) -> str:
     is_ours = cls.__module__.partition(".")[0] == __name__.partition(".")[0]
     return cls.__name__ if is_ours else f"{cls.__module__}.{cls.__qualname__}"
-
-
-def _hint(name: str, known: list[str]) -> str:
-    close = get_close_matches(name, known, 1)
-    return f" Did you mean {close[0]!r}?" if close else ""

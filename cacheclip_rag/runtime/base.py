@@ -172,6 +172,11 @@ class Runtime(ABC):
         """Position-free KV of ``ids``, ``(num_layers, 2, num_kv_heads, num_tokens, head_dim)``, computed right after
         ``context`` (stored KV of the same layout; None if nothing comes before)."""
 
+    def encode_many(self, chunks: Sequence[Sequence[int]], context: torch.Tensor | None = None) -> list[torch.Tensor]:
+        """KV of several chunks, each as :meth:`encode` gives it. A runtime overrides this where one pass over many
+        short chunks is cheaper than a pass each."""
+        return [self.encode(ids, context) for ids in chunks]
+
     @abstractmethod
     def prefill(self, ids: torch.Tensor, capacity: int) -> tuple[State, torch.Tensor]:
         """Plain prefill of ``ids``, ``(num_tokens,)``. Returns a state with room for ``capacity`` tokens, and the

@@ -255,7 +255,7 @@ class SynthesizerConformance:
         whole, streaming = make(), make(streaming=True)
         answer = whole.synthesize(PROMPT, nodes)
         assert isinstance(answer, Response) and str(answer)
-        assert answer.source_nodes == nodes and set(answer.metadata or {}) == {each.node_id for each in nodes}
+        assert answer.source_nodes == nodes and {each.node_id for each in nodes} <= set(answer.metadata or {})
         assert str(await whole.asynthesize(PROMPT, nodes)) == str(answer)
         streamed = streaming.synthesize(QueryBundle(PROMPT), nodes)
         assert isinstance(streamed, StreamingResponse) and "".join(streamed.response_gen) == str(answer)

@@ -4,7 +4,6 @@ defaults. It needs pydantic, which both frameworks install.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import fields as fields_of
 from dataclasses import replace
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
+from cacheclip_rag.checks import did_you_mean, path_as_text
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.sampling import SamplingParams, merge_call_options
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from cacheclip_rag.engine import CacheClipEngine
+    from cacheclip_rag.types import WarmUp
 
 __all__ = ["ALIASES", "EngineFields", "ModelFields"]
 
@@ -38,10 +39,6 @@ _PER_CALL = ("method", "recompute_ratio", "finish")
 """Engine settings that are passed with each call. Models that differ only in these share one engine and its store."""
 
 
-def _path_as_text(value: Any) -> Any:
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
-
-
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value or []
 
@@ -50,7 +47,8 @@ class EngineFields(BaseModel):
     """Settings of a component's engine. Weights load when the engine is first used.
 
     Components with equal fields share one engine per process, including a store in memory. Names and defaults of fields
-    are those of :class:`~cacheclip_rag.config.EngineConfig`; :data:`ALIASES` are accepted too.
+    are those of :class:`~cacheclip_rag.config.EngineConfig`; :data:`ALIASES` are accepted too. Its other settings
+    (``codec``, ``fallback``, ``max_bytes``, ...) may be given by name as well, and are kept in ``engine_kwargs``.
 
     Raises:
         ConfigurationError: a field or one of ``engine_kwargs`` is unknown, given twice, or out of range.
@@ -58,11 +56,11 @@ class EngineFields(BaseModel):
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
-    primary: str = _ENGINE.primary
+    primary: Annotated[str, BeforeValidator(path_as_text)] = _ENGINE.primary
     """Model that answers: local folder, packaged name or hub id. Also ``model`` or ``model_name``."""
-    auxiliary: str | None = _ENGINE.auxiliary
+    auxiliary: Annotated[str | None, BeforeValidator(path_as_text)] = _ENGINE.auxiliary
     """Small model that scores tokens; None for methods that need none. Also ``auxiliary_model_name``."""
-    store: Annotated[str | None, BeforeValidator(_path_as_text)] = _ENGINE.store  # type: ignore[assignment]
+    store: Annotated[str | None, BeforeValidator(path_as_text)] = _ENGINE.store  # type: ignore[assignment]
     """Folder of the chunk-cache store; None keeps chunk caches in memory only."""
     namespace: str = _ENGINE.namespace
     """Tenant. Two namespaces never share an entry."""
@@ -77,7 +75,8 @@ class EngineFields(BaseModel):
     device: str = _ENGINE.device
     """Device of both models."""
     engine_kwargs: Mapping[str, Any] = Field(default_factory=dict)
-    """Further settings of :class:`~cacheclip_rag.config.EngineConfig`, such as ``max_bytes`` or ``fallback``."""
+    """Settings of :class:`~cacheclip_rag.config.EngineConfig` without a field here, such as ``max_bytes`` or
+    ``fallback``. Giving them to the constructor by name is the same."""
 
     _engine: Any = PrivateAttr(default=None)
 
@@ -90,13 +89,22 @@ class EngineFields(BaseModel):
 
     @classmethod
     def _named(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """``given`` with aliases replaced by the names of fields."""
+        """``given`` with aliases replaced by the names of fields, and settings without a field in ``engine_kwargs``."""
         aliases = {alias: name for alias, name in ALIASES.items() if name in cls.model_fields}
-        unknown = sorted(set(given) - set(cls.model_fields) - set(aliases))
+        others = {each.name for each in fields_of(EngineConfig)} - set(cls.model_fields) - set(_PER_CALL)
+        unknown = sorted(set(given) - set(cls.model_fields) - set(aliases) - others)
         if unknown:
-            known = ", ".join(sorted({*cls.model_fields, *aliases}))
-            raise ConfigurationError(f"unknown field {', '.join(unknown)}. Known: {known}.")
+            known = sorted({*cls.model_fields, *aliases, *others})
+            hint = did_you_mean(unknown, known)
+            raise ConfigurationError(f"unknown field {', '.join(unknown)}.{hint} Known: {', '.join(known)}.")
+        further = {name: given[name] for name in given if name in others}
+        doubled = sorted(set(further).intersection(given.get("engine_kwargs") or ()))
+        if doubled:
+            raise ConfigurationError(f"{', '.join(doubled)} was given twice, once in engine_kwargs. Give it once.")
         named: dict[str, Any] = {}
+        if further:
+            given = {name: value for name, value in given.items() if name not in others}
+            given["engine_kwargs"] = {**(given.get("engine_kwargs") or {}), **further}
         for alias, value in given.items():
             name = aliases.get(alias, alias)
             if name in named:
@@ -111,7 +119,9 @@ class EngineFields(BaseModel):
         Copies (``model_copy``) keep the engine. A component made again from its fields, as by LangChain's configurable
         fields, uses the process-wide engine with equal settings instead.
         """
-        component = cls(**{**cls._fields_from(engine.config), **cls._named(fields)})
+        own, given = cls._fields_from(engine.config), cls._named(fields)
+        further = {**own["engine_kwargs"], **given.get("engine_kwargs", {})}
+        component = cls(**{**own, **given, "engine_kwargs": further})
         component._engine = engine
         return component
 
@@ -136,6 +146,12 @@ class EngineFields(BaseModel):
         config = self._engine_config()
         given: CacheClipEngine | None = self._engine
         return given if given is not None and _without_per_call(given.config) == config else get_engine(config)
+
+    def warm_up(self, *, read_chunks: bool = True) -> WarmUp:
+        """Do now what the first answer would wait for: load weights, open the store, read the hot chunks; see
+        :meth:`~cacheclip_rag.engine.CacheClipEngine.warm_up`. It blocks for seconds: in an event loop, run it in a
+        thread (``await asyncio.to_thread(llm.warm_up)``)."""
+        return self.engine.warm_up(read_chunks=read_chunks)
 
     def _check(self) -> None:
         self._full_config()

@@ -13,15 +13,20 @@ try:
 except ImportError as error:
     raise MissingExtraError("langchain-core", "langchain") from error
 
+from .callbacks import CacheClipStatsHandler, collect_cacheclip_stats
 from .chat_models import ChatCacheClip
+from .docstores import CacheClipDocumentStore
 from .documents import CacheClipDocumentTransformer, create_cacheclip_documents_chain
 from .llms import CacheClipLLM
 from .vectorstores import CacheClipVectorStore
 
 __all__ = [
+    "CacheClipDocumentStore",
     "CacheClipDocumentTransformer",
     "CacheClipLLM",
+    "CacheClipStatsHandler",
     "CacheClipVectorStore",
     "ChatCacheClip",
+    "collect_cacheclip_stats",
     "create_cacheclip_documents_chain",
 ]

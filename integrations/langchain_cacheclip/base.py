@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from cacheclip_adapters import ModelFields
 from cacheclip_adapters.aio import iterate_in_thread
 from cacheclip_adapters.finishing import final_events
+from cacheclip_adapters.usage import telemetry
 from langchain_core.documents import Document
 from langchain_core.exceptions import ContextOverflowError
 from pydantic import model_validator
@@ -81,21 +82,31 @@ class LangChainFields(ModelFields):
         deque(self._precomputing(documents), maxlen=0)
 
     async def _aprecompute(self, documents: Iterable[Document]) -> None:
-        """Like :meth:`_precompute`, in a separate thread. A cancelled call stops at the next document."""
+        """Like :meth:`_precompute`, in a separate thread. A cancelled call stops at the next batch of documents."""
         async for _ in iterate_in_thread(lambda: self._precomputing(documents)):
             pass
 
     def _precomputing(self, documents: Iterable[Document]) -> Iterator[None]:
-        """Store the KV of documents that are not blank, and the sources of documents with an id."""
+        """Store the KV of documents that are not blank, and the sources of documents with an id. Short documents are
+        computed together."""
+        from cacheclip_rag.chunks.batches import in_batches
+
         engine = self.engine
         with langchain_errors():
-            for document in documents:
-                if document.page_content.strip():
-                    source, whole = origin(document)
-                    engine.precompute(
-                        [document.page_content], method=self.method, source=source or None, document=whole
-                    )
+            for batch in in_batches(documents, lambda document: document.page_content):
+                engine.precompute(_texts(batch), method=self.method)
                 yield
+
+    def _settle(self, documents: Sequence[Document]) -> None:
+        """After documents were stored under their ids: release older texts under the same ids."""
+        from cacheclip_rag.prompt.segments import normalise_chunk  # imported late, because its package loads torch
+
+        engine, texts = self.engine, [document.page_content for document in documents]
+        engine.release(sources=[document.id for document in documents if document.id], keep=texts)
+        for document in documents:
+            source, whole = origin(document)
+            if source and document.page_content.strip():
+                engine.library.add_source(normalise_chunk(document.page_content), source, whole)
 
     def _stored_tokens(self, answer: Answer) -> int:
         """Tokens of missing chunks that are stored after the answer."""
@@ -105,7 +116,7 @@ class LangChainFields(ModelFields):
 
 def ending(answer: Answer) -> dict[str, Any]:
     """Response metadata of a finished answer."""
-    return {"finish_reason": answer.finish_reason, "cacheclip": answer.stats.to_dict()}
+    return {"finish_reason": answer.finish_reason, "cacheclip": answer.stats.to_dict(), **telemetry(answer)}
 
 
 def last_answer(events: Iterable[Event]) -> Answer:

@@ -41,7 +41,8 @@ class ChatCacheClip(LangChainFields, BaseChatModel):
     Existing chains only need this model. Precompute documents once with :class:`CacheClipVectorStore`,
     :class:`CacheClipDocumentTransformer` or ``llm.engine.precompute(texts, method=llm.method)``; the model then finds
     them in every prompt. ``usage_metadata["input_token_details"]["cache_read"]`` counts reused tokens, and
-    ``response_metadata["cacheclip"]`` holds the fusion statistics. In streams, the last chunk has both.
+    ``response_metadata["cacheclip"]`` holds the fusion statistics. In streams, the last chunk has both. For a chain
+    that keeps only the text, :func:`collect_cacheclip_stats` collects them.
 
     Each call accepts ``max_tokens`` (or ``max_new_tokens``), ``temperature``, ``top_p``, ``stop``, ``method``,
     ``recompute_ratio``, ``finish``, ``seed``, ``question`` (text that scores the chunks; default all text after the

@@ -54,7 +54,8 @@ class CacheClipDocumentTransformer(BaseDocumentTransformer):
         return documents
 
     async def atransform_documents(self, documents: Sequence[Document], **kwargs: Any) -> Sequence[Document]:
-        """Like :meth:`transform_documents`, in a separate thread. A cancelled call stops at the next document."""
+        """Like :meth:`transform_documents`, in a separate thread. A cancelled call stops at the next batch
+        of documents."""
         await self.llm._aprecompute(map(_named, documents))
         return documents
 

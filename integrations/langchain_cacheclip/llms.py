@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from cacheclip_adapters.aio import iterate_in_thread
+from cacheclip_adapters.usage import token_usage
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models.llms import BaseLLM
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
@@ -22,7 +23,8 @@ class CacheClipLLM(LangChainFields, BaseLLM):
     """A local text model that reuses the precomputed KV of documents found in its prompts, like :class:`ChatCacheClip`.
 
     For a model with a chat template, the prompt is one user message. Fusion statistics are in
-    ``generation_info["cacheclip"]``. Calls accept the same options as the chat model's calls.
+    ``generation_info["cacheclip"]``, reused tokens also in ``generation_info["gen_ai.usage.cache_read.input_tokens"]``.
+    Calls accept the same options as the chat model's calls.
 
     Raises:
         ConfigurationError: an unknown field or call option, or a value out of range.
@@ -85,11 +87,12 @@ class CacheClipLLM(LangChainFields, BaseLLM):
             yield chunk
 
     def _results(self, answers: list[Answer]) -> LLMResult:
-        usage = {
-            "prompt_tokens": sum(answer.stats.prompt_tokens for answer in answers),
-            "completion_tokens": sum(len(answer.token_ids) for answer in answers),
+        counts = [token_usage(answer) for answer in answers]
+        usage: dict[str, Any] = {
+            name: sum(each[name] for each in counts) for name in ("prompt_tokens", "completion_tokens", "total_tokens")
         }
-        usage["total_tokens"] = sum(usage.values())
+        cached = sum(each["prompt_tokens_details"]["cached_tokens"] for each in counts)
+        usage["prompt_tokens_details"] = {"cached_tokens": cached}
         return LLMResult(
             generations=[[Generation(text=answer.text, generation_info=ending(answer))] for answer in answers],
             llm_output={"token_usage": usage, "model_name": self.primary},

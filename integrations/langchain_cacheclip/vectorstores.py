@@ -12,7 +12,7 @@ from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
 from cacheclip_rag.errors import ConfigurationError
 
-from .base import langchain_errors, origin
+from .base import langchain_errors
 
 if TYPE_CHECKING:
     from typing import Self
@@ -127,14 +127,7 @@ class CacheClipVectorStore(VectorStore):
 
     def _settled(self, ids: list[str], documents: Sequence[Document]) -> list[str]:
         """Release older texts under the same ids, which the store no longer holds."""
-        from cacheclip_rag.prompt.segments import normalise_chunk  # imported late, because its package loads torch
-
-        engine, texts = self.llm.engine, [document.page_content for document in documents]
-        engine.release(sources=ids, keep=texts)
-        for document in _with_ids(documents, ids):
-            source, whole = origin(document)
-            if source and document.page_content.strip():
-                engine.library.add_source(normalise_chunk(document.page_content), source, whole)
+        self.llm._settle(_with_ids(documents, ids))
         return ids
 
     def _release(self, ids: list[str] | None) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sqlite3
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cacheclip_rag import __version__
 from cacheclip_rag.cli import main
+from tests.ingest.pdf import pdf
 
 
 class Result:
@@ -137,7 +141,7 @@ def test_ask_verifies_and_revises(cacheclip: Any, stored: Path) -> None:
         (["--variants", "none.toml"], 2, "cannot read the variants file none.toml"),
         (["--top-k", "0"], 2, "1 or more"),
         (["--max-tokens", "0"], 2, "1 or more"),
-        (["--primary", "other"], 2, "was made with"),
+        (["--primary", "nobody/other"], 2, "was made with"),
         (["--device", "abacus"], 2, "abacus"),
     ],
 )
@@ -331,12 +335,108 @@ def test_bench_shows_all_three_ratios(
 
 def test_bench_without_an_auxiliary(cacheclip: Any, tiny_models: dict[str, str]) -> None:
     """Its model is not even looked for unless a method needs it; a method that does is refused before any work."""
-    bench = ("bench", "--primary", tiny_models["llama"], "--embedding", "any", "--runs", "1", "--json")
+    bench = ("bench", "--primary", tiny_models["llama"], "--runs", "1", "--json")
     sizes = ("--context-tokens", "64", "--chunk-tokens", "32")
-    result = cacheclip(*bench, *sizes, "--auxiliary", "no-such-model", "--methods", "full,direct")
+    result = cacheclip(*bench, *sizes, "--auxiliary", "nobody/no-such", "--methods", "full,direct")
     assert list(result.json["methods"]) == ["full", "direct"]
     refused = cacheclip(*bench, *sizes, "--auxiliary", "none", "--methods", "full,cacheclip")
     assert refused.code == 2 and "full, prefix, direct" in refused.err and refused.out == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("ask", "Who?", "--store", "{none}"), 1, "there is no store at"),
+        (("explain-miss", "prompt.txt", "--store", "{none}"), 1, "there is no store at"),
+        (("store", "verify", "--store", "{none}"), 1, "there is no store at"),
+        (("ingest", "--upgrade", "--store", "{none}"), 1, "there is no store at"),
+        (("ask", "Who?", "--store", "{here}", "--method", "caheclip"), 2, "Did you mean 'cacheclip'?"),
+        (("ask", "Who?", "--store", "{here}", "--finish", "verfy"), 2, "Did you mean 'verify'?"),
+        (("ask", "Who?", "--store", "{here}", "--auxiliary", "smollm-135m"), 2, "Did you mean 'smollm2-135m'?"),
+        (("ask", "Who?", "--store", "{here}", "--primary", "model.gguf"), 1, "is a GGUF file"),
+        (("ingest", "{here}", "--store", "{none}", "--dtype", "float23"), 2, "Did you mean 'float32'?"),
+        (("ingest", "{here}", "--store", "{none}", "--codec", "int9"), 2, "codec must be one of"),
+        (("ingest", "{here}", "--store", "{none}", "--fallback", "ful"), 2, "Did you mean 'full'?"),
+        (("ingest", "{here}", "--store", "{none}", "--chunk-context", "passage"), 2, "Did you mean 'passages'?"),
+        (("ingest", "{here}", "--store", "{none}", "--embedding", "all-MiniLM"), 2, "Did you mean 'all-MiniLM-L6-v2'?"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_heavy_is_imported(
+    arguments: tuple[str, ...], code: int, message: str, tmp_path: Path
+) -> None:
+    """In a process of its own, in which torch cannot be imported."""
+    here = tmp_path / "here"
+    here.mkdir()
+    given = [each.format(none=tmp_path / "none", here=here) for each in arguments]
+    program = "import sys; sys.modules['torch'] = None; from cacheclip_rag.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", program, *given], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (code, ""), done.stderr
+    assert message in done.stderr and len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "none").exists()
+
+
+def test_version(cacheclip: Any) -> None:
+    assert cacheclip("--version").out == f"cacheclip {__version__}\n"
+
+
+class TestFirstIngest:
+    @pytest.mark.parametrize("existed", [False, True])
+    def test_a_failed_one_leaves_nothing(
+        self, cacheclip: Any, models: list[str], tmp_path: Path, chunks: list[str], existed: bool
+    ) -> None:
+        corpus, store, wrong = tmp_path / "corpus", tmp_path / "store", tmp_path / "wrong"
+        corpus.mkdir()
+        wrong.mkdir()
+        (wrong / "config.json").write_text("{}")
+        (corpus / "a.txt").write_text(chunks[0])
+        if existed:
+            store.mkdir()
+        arguments = ("ingest", corpus, "--store", store, *models[:4], "--max-bytes", "1000000000")
+        failed = cacheclip(*arguments, "--embedding", wrong)
+        assert failed.code == 1 and "sentence-transformers" in failed.err
+        assert store.is_dir() == existed and not (existed and list(store.iterdir()))
+        assert cacheclip(*arguments, *models[4:], "--json").json["computed"] == 1
+        (corpus / "a.txt").write_text(chunks[1])
+        later = cacheclip(*arguments, "--embedding", wrong)
+        assert later.code != 0 and (store / "library.sqlite3").is_file(), "a store with documents stays"
+
+    def test_one_without_a_readable_document_leaves_nothing(
+        self, cacheclip: Any, models: list[str], tmp_path: Path
+    ) -> None:
+        (tmp_path / "corpus").mkdir()
+        (tmp_path / "corpus" / "bad.txt").write_bytes(b"\xff\xfe\x00")
+        failed = cacheclip("ingest", tmp_path / "corpus", "--store", tmp_path / "store", *models, "--json")
+        assert failed.code == 1 and len(failed.json["failed"]) == 1 and not (tmp_path / "store").exists()
+
+
+def test_skipped_files_are_listed_with_reasons(
+    cacheclip: Any, models: list[str], tmp_path: Path, chunks: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    (corpus / "a.txt").write_text(chunks[0])
+    (corpus / "b.docx").write_text("x")
+    (corpus / "c.pdf").write_bytes(pdf("The harbour master keeps a parrot."))
+    find_spec = importlib.util.find_spec
+
+    def without_pypdf(name: str, *rest: Any) -> Any:
+        return None if name == "pypdf" else find_spec(name, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", without_pypdf)
+        result = cacheclip("ingest", corpus, "--store", tmp_path / "store", *models)
+        planned = cacheclip("ingest", corpus, "--store", tmp_path / "other", *models, "--dry-run", "--json").json
+    assert result.code == 0 and "b.docx is a file of type .docx, which is not read from a folder" in result.err
+    assert "c.pdf is not read: pypdf" in result.err and "pip install 'cacheclip-rag[pdf]'" in result.err
+    assert [Path(each["path"]).name for each in planned["skipped"]] == ["b.docx", "c.pdf"]
+    again = cacheclip("ingest", corpus, "--store", tmp_path / "store", *models, "--json").json
+    assert (again["added"], again["computed"], [Path(each["path"]).name for each in again["skipped"]]) == (
+        1,
+        1,
+        ["b.docx"],
+    )
+    asked = cacheclip("ask", "Who keeps a parrot?", "--store", tmp_path / "store", "--max-tokens", "2", "--json").json
+    assert Path(asked["sources"][0]["path"]).name == "c.pdf"
 
 
 def test_usage_errors_exit_with_two(cacheclip: Any) -> None:

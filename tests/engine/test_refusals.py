@@ -9,9 +9,16 @@ from typing import Any
 import pytest
 
 from cacheclip_rag import CacheClipEngine, CacheClipError, Chunk, EngineConfig, Fresh, SamplingParams, get_engine
-from cacheclip_rag.errors import ConfigurationError, PromptTooLongError, UnknownModelError
+from cacheclip_rag.errors import (
+    ConfigurationError,
+    DownloadError,
+    PromptTooLongError,
+    UnknownModelError,
+    UnsupportedModelError,
+)
 from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.recompute import Recompute
+from cacheclip_rag.models.load import load_model
 from tests.engine.asking import SHORT, rag
 
 
@@ -121,7 +128,7 @@ class TestRefusals:
 
     def test_unknown_option_lists_the_known(self) -> None:
         with pytest.raises(
-            ConfigurationError, match=r"unknown option recompute_ration\. Known: primary.*recompute_ratio"
+            ConfigurationError, match=r"option recompute_ration\. Did you mean .* Known: primary.*recompute_ratio"
         ):
             CacheClipEngine(recompute_ration=0.2)
         with pytest.raises(ConfigurationError, match="unknown option"):
@@ -190,7 +197,7 @@ class TestRefusals:
         default: str,
         method: str | None,
     ) -> None:
-        engine = make(auxiliary="no-such-model", method=default)
+        engine = make(auxiliary="nobody/no-such-model", method=default)
         first = engine.generate(rag(chunks), SHORT, method=method, documents=chunks)
         assert (first.stats.hits, first.stats.misses) == (0, 4)
         assert "without the auxiliary" in caplog.text
@@ -198,10 +205,64 @@ class TestRefusals:
         assert (again.hits, again.method) == (4, method or "anchored")
         assert engine.is_stored(chunks[0], needs_auxiliary=False)
         assert engine.release(chunks) == 4
-        with pytest.raises(UnknownModelError):
+        with pytest.raises(DownloadError):
             engine.generate(rag(chunks), SHORT, method="cacheclip")
-        with pytest.raises(UnknownModelError):
+        with pytest.raises(DownloadError):
             engine.precompute(chunks)
+
+    @pytest.mark.parametrize(
+        ("name", "error", "message"),
+        [
+            ("smollm-135m", UnknownModelError, r"Did you mean 'smollm2-135m'\? Packaged names"),
+            ("/models/model.GGUF", UnsupportedModelError, "is a GGUF file"),
+        ],
+    )
+    def test_a_name_that_no_auxiliary_can_have_is_refused_before_the_primary_loads(
+        self,
+        make: Callable[..., CacheClipEngine],
+        chunks: list[str],
+        name: str,
+        error: type[Exception],
+        message: str,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        loaded: list[str] = []
+        monkeypatch.setattr("cacheclip_rag.parts.load_any", lambda name, **options: loaded.append(name))
+        engine = make(auxiliary=name)
+        for call in (lambda: engine.generate(rag(chunks), SHORT), lambda: engine.precompute(chunks)):
+            with pytest.raises(error, match=message):
+                call()
+        assert loaded == []
+
+    def test_call_options_have_the_adapters_names(self, engine: CacheClipEngine, chunks: list[str]) -> None:
+        short = engine.generate(rag(chunks), max_tokens=2, seed=1)
+        assert len(short.token_ids) == 2
+        assert engine.generate(rag(chunks), SamplingParams(max_tokens=9), max_tokens=2).token_ids == short.token_ids
+        *_, last = engine.stream(rag(chunks), max_tokens=2, stop=None)
+        assert last.answer is not None and last.answer.token_ids == short.token_ids
+        with pytest.raises(ConfigurationError, match=r"unknown call option max_token\. Did you mean 'max_tokens'\?"):
+            engine.generate("Hello", max_token=2)
+        with pytest.raises(ConfigurationError, match="stop must be a string or a list"):
+            engine.generate("Hello", stop=5)
+
+    @pytest.mark.parametrize(
+        ("options", "near"),
+        [
+            ({"recompute_ration": 0.2}, "recompute_ratio"),
+            ({"method": "caheclip"}, "cacheclip"),
+            ({"dtype": "bflaot16"}, "bfloat16"),
+            ({"chunk_context": "passage"}, "passages"),
+        ],
+    )
+    def test_near_misses_are_named(self, options: dict[str, Any], near: str) -> None:
+        with pytest.raises(ConfigurationError, match=f"Did you mean '{near}'"):
+            EngineConfig(**options) if "recompute_ration" not in options else CacheClipEngine(**options)
+
+    def test_models_may_be_paths(self, tiny_models: dict[str, str]) -> None:
+        folder, other = Path(tiny_models["llama"]), Path(tiny_models["auxiliary"])
+        engine = CacheClipEngine(primary=folder, auxiliary=other)
+        assert engine.config == EngineConfig(primary=str(folder), auxiliary=str(other))
+        assert engine.primary is load_model(folder)
 
     def test_unknown_model_only_when_used(self) -> None:
         engine = CacheClipEngine(primary="no-such-model")

@@ -8,6 +8,7 @@ import pytest
 
 from cacheclip_rag.errors import DocumentError
 from cacheclip_rag.ingest.documents import find_files, read_document
+from tests.ingest.pdf import pdf
 
 
 def test_folders_give_text_and_markdown_once_in_order(tmp_path: Path) -> None:
@@ -22,6 +23,28 @@ def test_a_named_file_is_taken_whatever_its_suffix(tmp_path: Path) -> None:
     log = tmp_path / "notes.log"
     log.write_text("hello")
     assert list(find_files([log])) == [log]
+
+
+def test_pdf_files_give_the_text_of_their_pages(tmp_path: Path) -> None:
+    file = tmp_path / "a.PDF"
+    file.write_bytes(pdf("The lighthouse was built in 1847.", "", "Its lamp burned whale oil."))
+    assert list(find_files([tmp_path])) == [file]
+    assert read_document(file) == "The lighthouse was built in 1847.\n\nIts lamp burned whale oil."
+    file.write_bytes(pdf("", ""))
+    with pytest.raises(DocumentError, match="no text on its 2 pages; if they are scanned"):
+        read_document(file)
+    file.write_bytes(b"%PDF-1.4 and nothing more")
+    with pytest.raises(DocumentError, match="is no PDF file that pypdf can read"):
+        read_document(file)
+
+
+def test_skipped_files_are_told_with_their_reason(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.docx", "LICENSE", ".hidden"):
+        (tmp_path / name).write_text("x")
+    told: dict[str, str] = {}
+    assert [path.name for path in find_files([tmp_path], lambda path, why: told.update({path.name: why}))] == ["a.txt"]
+    assert set(told) == {"b.docx", "LICENSE"}
+    assert "of type .docx" in told["b.docx"] and "without a type" in told["LICENSE"]
 
 
 def test_missing_path_is_an_error(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,7 @@ def test_a_document_that_turns_unreadable_keeps_its_last_good_version(workshop: 
 def test_a_run_stopped_in_the_middle_is_resumed_without_computing_again(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("cacheclip_rag.chunks.batches._TEXTS", 1)
     real, calls = workshop.engine.precompute, []
 
     def stops_at_the_third(texts: list[str]) -> int:
@@ -160,8 +162,38 @@ def test_other_settings_than_the_store_was_made_with_are_refused(workshop: Works
         workshop.run(chunk_tokens=64)
 
 
+def test_a_document_that_was_named_stays_when_its_folder_skips_its_type(workshop: Workshop) -> None:
+    workshop.write("notes.log", "Some notes of some length about the harbour.")
+    common: Any = {"library": workshop.library, "engine": workshop.engine, "settings": workshop.settings}
+    ingest([workshop.corpus / "notes.log"], embedder=LetterEmbedder("letters"), **common)
+    report = workshop.run()
+    assert (report.added, report.removed, report.documents) == (2, 0, 3)
+    assert [Path(each["path"]).name for each in report.skipped] == ["notes.log"]
+
+
+def test_a_first_run_that_fails_leaves_no_store(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Embedder, texts: Sequence[str]) -> Vectors:
+        raise StoreError("the disk is full")
+
+    def stop(self: Embedder, texts: Sequence[str]) -> Vectors:
+        raise KeyboardInterrupt
+
+    for error, embed in ((KeyboardInterrupt, stop), (StoreError, refuse)):
+        with monkeypatch.context() as patch:
+            patch.setattr(LetterEmbedder, "embed", embed)
+            with pytest.raises(error):
+                workshop.run()
+        if error is KeyboardInterrupt:
+            assert workshop.store.is_dir(), "the next run continues from here"
+            workshop.engine.close()
+            workshop.library.close()
+            shutil.rmtree(workshop.store)
+    assert not workshop.store.exists()
+    assert workshop.run().computed >= 4
+
+
 def test_nothing_to_ingest_is_an_error(tmp_path: Path, tiny_models: dict[str, str]) -> None:
-    with pytest.raises(DocumentError, match="no text or Markdown files"):
+    with pytest.raises(DocumentError, match=r"no documents in .* Expected .markdown, .md, .pdf"):
         Workshop(tmp_path, tiny_models).run()
 
 

@@ -261,4 +261,4 @@ class TestCommand:
         code, _, err = cacheclip("ingest", "--store", shop.store)
         assert code == 2 and "expected documents or folders, got none" in err
         code, _, err = cacheclip("ingest", "--upgrade", "--store", tmp_path / "none")
-        assert code == 1 and "no documents are stored in" in err and not (tmp_path / "none").exists()
+        assert code == 1 and "there is no store at" in err and not (tmp_path / "none").exists()

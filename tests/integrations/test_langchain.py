@@ -176,11 +176,13 @@ async def test_message_and_stream_metadata(llm: ChatCacheClip) -> None:
     assert usage["output_tokens"] == stats["generated_tokens"]
     assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
     assert usage["input_token_details"]["cache_read"] == stats["reused_tokens"]
+    assert message.response_metadata["gen_ai.usage.cache_read.input_tokens"] == stats["reused_tokens"]
     for chunks in (list(llm.stream(PROMPT)), [chunk async for chunk in llm.astream(PROMPT)]):
         assert chunks[0].response_metadata["model_name"] == llm.primary
         assert sum("model_name" in chunk.response_metadata for chunk in chunks) == 1
         assert [chunk for chunk in chunks if chunk.chunk_position == "last"] == chunks[-1:]
         assert "cacheclip" in chunks[-1].response_metadata
+        assert "gen_ai.usage.cache_read.input_tokens" in chunks[-1].response_metadata
         assert "".join(chunk.content for chunk in chunks) == message.content
         assert sum(chunk.usage_metadata is not None for chunk in chunks) == 1
 

@@ -11,16 +11,20 @@ import pytest
 from langchain_cacheclip import (
     CacheClipDocumentTransformer,
     CacheClipLLM,
+    CacheClipStatsHandler,
     CacheClipVectorStore,
     ChatCacheClip,
+    collect_cacheclip_stats,
     create_cacheclip_documents_chain,
 )
 from langchain_classic.chains import create_history_aware_retriever, create_retrieval_chain
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
+from langchain_core.callbacks import get_usage_metadata_callback
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
 from langchain_core.indexing import InMemoryRecordManager, index
 from langchain_core.language_models.chat_models import BaseChatModel
+from langchain_core.language_models.fake_chat_models import GenericFakeChatModel
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.messages.content import create_plaintext_block, create_text_block
 from langchain_core.output_parsers import StrOutputParser
@@ -52,6 +56,44 @@ def found(recorder: Recorder) -> list[tuple[int, int]]:
         (message.response_metadata["cacheclip"]["hits"], message.response_metadata["cacheclip"]["misses"])
         for message in recorder.messages
     ]
+
+
+class TestStatisticsOfAChain:
+    """A chain that gives a string drops the message; its statistics are collected all the same."""
+
+    @pytest.mark.parametrize("hide_hits", [False, True])
+    async def test_four_ways(
+        self, llm: ChatCacheClip, documents: list[Document], question: str, hide_hits: bool
+    ) -> None:
+        llm = llm.model_copy(update={"engine_kwargs": {"hide_hits": hide_hits}})
+        llm.engine.precompute([document.page_content for document in documents[:2]])
+        stock = create_stuff_documents_chain(llm, RAG_PROMPT)
+        ours: Runnable[Any, Any] = create_cacheclip_documents_chain(llm, RAG_PROMPT)
+        given = {"context": documents[:2], "input": question}
+        hits = 0 if hide_hits else 2
+        for chain in (stock, ours):
+            with collect_cacheclip_stats() as collected:
+                assert isinstance(chain.invoke(given), str)
+                assert isinstance(await chain.ainvoke(given), str)
+                assert "".join(chain.stream(given))
+                assert "".join([part async for part in chain.astream(given)])
+                assert len(chain.batch([given, given])) == 2
+            assert [stats["hits"] for stats in collected.stats] == [hits] * 6
+            assert all(bool(stats["reused_tokens"]) is not hide_hits for stats in collected.stats)
+            chain.invoke(given)
+            assert len(collected.stats) == 6, "nothing is collected after the block"
+        with get_usage_metadata_callback() as counted:
+            stock.invoke(given)
+        details = counted.usage_metadata[llm.primary]["input_token_details"]
+        assert bool(details["cache_read"]) is not hide_hits
+
+    def test_as_a_callback_and_of_the_text_model(self, llm: ChatCacheClip, documents: list[Document]) -> None:
+        handler = CacheClipStatsHandler()
+        text_llm = CacheClipLLM(primary=llm.primary, auxiliary=llm.auxiliary, store=llm.store, max_tokens=2)
+        text_llm.engine.precompute([documents[0].page_content])
+        for each in (llm, text_llm, GenericFakeChatModel(messages=iter([AIMessage("No.")]))):
+            each.invoke(f"{documents[0].page_content}\n\nWhat?", config={"callbacks": [handler]})
+        assert [stats["hits"] for stats in handler.stats] == [1, 1]
 
 
 class TestChain:
@@ -314,6 +356,10 @@ class TestTextModel:
         assert [each[0].generation_info["cacheclip"]["hits"] for each in result.generations] == [1, 1]
         usage = result.llm_output["token_usage"]
         assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"] > 0
+        infos = [each[0].generation_info for each in result.generations]
+        reused = [info["gen_ai.usage.cache_read.input_tokens"] for info in infos]
+        assert reused == [info["cacheclip"]["reused_tokens"] for info in infos] and all(reused)
+        assert usage["prompt_tokens_details"] == {"cached_tokens": sum(reused)}
 
     def test_options_and_fields(self, text_llm: CacheClipLLM, chunks: list[str]) -> None:
         prompt = f"{chunks[0]}\n\nWhat?"

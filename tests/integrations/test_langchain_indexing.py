@@ -13,18 +13,22 @@ from typing import Any
 
 import pytest
 from langchain_cacheclip import (
+    CacheClipDocumentStore,
     CacheClipDocumentTransformer,
     CacheClipVectorStore,
     ChatCacheClip,
     create_cacheclip_documents_chain,
 )
 from langchain_classic.indexes import SQLRecordManager
+from langchain_classic.retrievers import ParentDocumentRetriever
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
 from langchain_core.exceptions import ContextOverflowError
 from langchain_core.indexing import IndexingResult, InMemoryRecordManager, index
 from langchain_core.messages import HumanMessage, ToolMessage
+from langchain_core.stores import InMemoryStore
 from langchain_core.vectorstores import InMemoryVectorStore
+from langchain_text_splitters import CharacterTextSplitter
 
 from cacheclip_rag.errors import ConfigurationError, PromptTooLongError
 from cacheclip_rag.methods import preset
@@ -109,6 +113,57 @@ class TestMethods:
         assert hits(llm, documents[:2], method="anchored") == 2
 
 
+class TestParents:
+    """Children are searched, parents are read: parents alone are precomputed."""
+
+    @pytest.fixture
+    def retriever(self, llm: ChatCacheClip) -> ParentDocumentRetriever:
+        return ParentDocumentRetriever(
+            vectorstore=InMemoryVectorStore(DeterministicFakeEmbedding(size=8)),
+            docstore=CacheClipDocumentStore(InMemoryStore(), llm),
+            child_splitter=CharacterTextSplitter(separator=". ", chunk_size=40, chunk_overlap=0),
+            search_kwargs={"k": 2},
+        )
+
+    @pytest.mark.parametrize("asynchronous", [False, True])
+    async def test_parents_are_precomputed_and_hit(
+        self,
+        retriever: ParentDocumentRetriever,
+        llm: ChatCacheClip,
+        documents: list[Document],
+        asynchronous: bool,
+        question: str,
+    ) -> None:
+        encoded = watched(llm.engine).encoding_threads
+        if asynchronous:
+            await retriever.aadd_documents(documents, ids=[f"parent-{n}" for n in range(4)])
+        else:
+            retriever.add_documents(documents, ids=[f"parent-{n}" for n in range(4)])
+        children = list(retriever.vectorstore.store.values())
+        assert len(children) > 4 and not any(llm.engine.is_stored(each["text"]) for each in children)
+        assert stored(llm, documents) == [True] * 4 and len(encoded) == 4 + 1, "parents and the shared prefix"
+        read = await retriever.ainvoke(question) if asynchronous else retriever.invoke(question)
+        assert hits(llm, read) == len(read) > 0
+        assert sorted(retriever.docstore.yield_keys()) == [f"parent-{n}" for n in range(4)]
+
+    async def test_deleted_and_changed_parents_are_released(
+        self, llm: ChatCacheClip, documents: list[Document]
+    ) -> None:
+        store = CacheClipDocumentStore(InMemoryStore(), llm)
+        store.mset([("a", documents[0]), ("b", documents[1])])
+        store.mset([("a", documents[2])])
+        assert stored(llm, documents) == [False, True, True, False]
+        await store.amset([("c", documents[1])])
+        store.mdelete(["b"])
+        assert stored(llm, documents) == [False, True, True, False], "c has the same text"
+        await store.amdelete(["c", "a"])
+        assert stored(llm, documents) == [False] * 4 and store.mget(["a", "b", "c"]) == [None] * 3
+        with pytest.raises(ContextOverflowError):
+            store.mset([("d", Document(TOO_LONG))])
+        assert [key async for key in store.ayield_keys()] == [] == await store.amget([])
+        assert store.store == {}, "other attributes are the wrapped store's"
+
+
 class TestOrder:
     """Precomputed, added, then older texts released."""
 
@@ -153,12 +208,14 @@ class TestOrder:
         llm.engine.release(sources=["file-1"])
         assert stored(llm, documents[:2]) == [True, False]
 
-    async def test_cancelled_it_stops_at_the_next_document(
+    async def test_cancelled_it_stops_at_the_next_batch(
         self,
         store: CacheClipVectorStore,
         llm: ChatCacheClip,
         documents: list[Document],
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
+        monkeypatch.setattr("cacheclip_rag.chunks.batches._TEXTS", 1)
         runtime = watched(llm.engine)
         for adding in (store.aadd_documents, CacheClipDocumentTransformer(llm).atransform_documents):
             llm.engine.release([document.page_content for document in documents])

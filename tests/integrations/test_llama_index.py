@@ -264,6 +264,23 @@ def test_progress_is_shown_where_asked_for(
     assert "Precomputing chunks: 100%" in capsys.readouterr().err
 
 
+async def test_progress_is_shown_inside_the_bar_of_a_pipeline(
+    llm: CacheClipLLM, chunks: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """LlamaIndex keeps ``show_progress`` to itself."""
+    pipeline = IngestionPipeline(transformations=[CacheClipTransform.from_llm(llm)], disable_cache=True)
+    nodes = [TextNode(text=chunk) for chunk in chunks[:2]]
+    pipeline.run(nodes=nodes)
+    assert "Precomputing" not in capsys.readouterr().err
+    pipeline.run(nodes=nodes, show_progress=True)
+    shown = capsys.readouterr().err
+    assert "Applying transformations" in shown and "Precomputing chunks: 100%" in shown and "2/2" in shown
+    await pipeline.arun(nodes=nodes, show_progress=True)
+    assert "Precomputing chunks: 100%" in capsys.readouterr().err
+    pipeline.run(nodes=nodes)
+    assert "Precomputing" not in capsys.readouterr().err, "the bars are closed"
+
+
 def test_pipeline_cache_tells_transforms_apart(llm: CacheClipLLM) -> None:
     transform = CacheClipTransform.from_llm(llm)
     changes = {
@@ -325,6 +342,27 @@ def test_usage_is_what_the_engine_counted(llm: CacheClipLLM) -> None:
     assert usage["prompt_tokens"] == stats["prompt_tokens"]
     assert usage["completion_tokens"] == stats["generated_tokens"]
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == stats["reused_tokens"]
+
+
+@pytest.mark.parametrize("hide_hits", [False, True])
+async def test_reused_tokens_are_in_the_standard_fields(
+    llm: CacheClipLLM, chunks: list[str], question: str, hide_hits: bool
+) -> None:
+    llm = llm.model_copy(update={"engine_kwargs": {**llm.engine_kwargs, "hide_hits": hide_hits}})
+    llm.engine.precompute(chunks)
+    prompt = "\n\n".join([*chunks, question])
+    messages = [ChatMessage(role="user", content=prompt)]
+    *_, completed = llm.stream_complete(prompt)
+    *_, chatted = llm.stream_chat(messages)
+    last = [response async for response in await llm.astream_chat(messages)][-1]
+    for response in (llm.complete(prompt), llm.chat(messages), await llm.achat(messages), completed, chatted, last):
+        found, usage = response.additional_kwargs, response.raw["usage"]
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        assert found["gen_ai.usage.cache_read.input_tokens"] == cached == found["cacheclip"]["reused_tokens"]
+        assert found["gen_ai.usage.input_tokens"] == usage["prompt_tokens"]
+        assert found["gen_ai.usage.output_tokens"] == usage["completion_tokens"]
+        assert cached == 0 if hide_hits else cached > 0
 
 
 def test_llama_index_token_counter_reads_it(llm: CacheClipLLM) -> None:
@@ -385,7 +423,10 @@ async def test_cancelling_a_call_stops_the_model(llm: CacheClipLLM, call: str) -
     assert runtime.steps == 1 < len(whole)
 
 
-async def test_cancelling_a_transform_stops_it_before_the_next_node(llm: CacheClipLLM) -> None:
+async def test_cancelling_a_transform_stops_it_before_the_next_batch(
+    llm: CacheClipLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cacheclip_rag.chunks.batches._TEXTS", 1)
     runtime = watched(llm.engine)
     runtime.encoding = Gate()
     nodes = [TextNode(text=f"Lamp {n} was lit.") for n in range(3)]

@@ -20,6 +20,7 @@ from llama_index.core.node_parser import (
     SentenceWindowNodeParser,
     get_leaf_nodes,
 )
+from llama_index.core.node_parser.text.utils import split_by_sentence_tokenizer
 from llama_index.core.postprocessor import LLMRerank, MetadataReplacementPostProcessor, SimilarityPostprocessor
 from llama_index.core.query_engine import RetrieverQueryEngine, RouterQueryEngine, SubQuestionQueryEngine
 from llama_index.core.question_gen import LLMQuestionGenerator
@@ -78,6 +79,28 @@ class TestEngines:
         )
         assert len(engine.query(question).source_nodes) == 3
         assert [(event.hits, len(event.node_ids)) for event in seen.fusions] == [(3, 3)]
+
+    async def test_the_statistics_are_in_the_metadata(
+        self, index: VectorStoreIndex, llm: CacheClipLLM, question: str, seen: Seen
+    ) -> None:
+        def engine(mode: str = "compact", **options: Any) -> Any:
+            synthesizer = CacheClipSynthesizer(llm=llm, response_mode=mode, **options)
+            return index.as_query_engine(
+                llm=llm, similarity_top_k=3, response_synthesizer=synthesizer, streaming=options.get("streaming", False)
+            )
+
+        response = engine().query(question)
+        (stats,) = response.metadata["cacheclip"]
+        assert stats == seen.fusions[-1].stats and stats["hits"] == 3
+        assert set(response.metadata) == {"cacheclip", *(node.node_id for node in response.source_nodes)}
+        streamed = engine(streaming=True).query(question)
+        assert "".join(streamed.response_gen) and [s["hits"] for s in streamed.metadata["cacheclip"]] == [3]
+        async_streamed = await engine(streaming=True).aquery(question)
+        assert [token async for token in async_streamed.async_response_gen()]
+        assert [s["hits"] for s in async_streamed.metadata["cacheclip"]] == [3]
+        assert [s["hits"] for s in (await engine("refine").aquery(question)).metadata["cacheclip"]] == [1, 1, 1]
+        assert engine("no_text").query(question).metadata["cacheclip"] == []
+        json.dumps(response.metadata["cacheclip"])
 
     def test_sub_questions(self, index: VectorStoreIndex, llm: CacheClipLLM, question: str, seen: Seen) -> None:
         items = [{"sub_question": text, "tool_name": "island"} for text in (question, "Who kept the lamp?")]
@@ -176,7 +199,7 @@ class TestWhatTheModelReads:
         question: str,
         seen: Seen,
     ) -> None:
-        """A window is no node: nothing can precompute it beforehand. It is stored after its first answer."""
+        """Without chunks of the document, a window is another text. It is stored after its first answer."""
         parser = SentenceWindowNodeParser.from_defaults(window_size=2)
         nodes = parser.get_nodes_from_documents([Document(text=" ".join(chunks[:2]))])
         index = VectorStoreIndex(nodes, embed_model=WordEmbedding())
@@ -189,6 +212,33 @@ class TestWhatTheModelReads:
         engine.query(question)
         engine.query(question)
         assert [(event.hits, event.misses) for event in seen.fusions] == [(0, 1), (1, 0)]
+
+    def test_sentence_windows_are_parts_of_the_documents_chunks(
+        self, tiny_models: dict[str, str], chunks: list[str], question: str, seen: Seen
+    ) -> None:
+        """The way of the tutorial, on a model with tokens: the sentences are indexed, the document is precomputed."""
+        llm = CacheClipLLM(primary=tiny_models["llama"], auxiliary=None, method="anchored", max_tokens=2)
+        documents = [Document(text=" ".join(chunks[:3]), metadata={"file": "island.txt"})]
+        split = split_by_sentence_tokenizer()
+        parser = SentenceWindowNodeParser.from_defaults(
+            window_size=2, sentence_splitter=lambda text: [sentence.strip() for sentence in split(text)]
+        )
+        windows = parser.get_nodes_from_documents(documents)
+        engine = RetrieverQueryEngine.from_args(
+            VectorStoreIndex(windows, embed_model=WordEmbedding()).as_retriever(similarity_top_k=2),
+            llm=llm,
+            node_postprocessors=[MetadataReplacementPostProcessor(target_metadata_key="window")],
+        )
+        response = engine.query(question)
+        assert seen.fusions[-1].hits == 0
+        CacheClipTransform.from_llm(llm)(SentenceSplitter(chunk_size=512, chunk_overlap=0)(documents))
+        llm.engine.prefixes.clear()
+        engine.query(question)
+        stats = seen.fusions[-1].stats
+        assert stats["hits"] == stats["partial_hits"] == 2
+        read = [each.node.get_content(metadata_mode=MetadataMode.NONE) for each in response.source_nodes]
+        tokens = sum(len(llm.engine.primary.tokenize(window)) for window in read)
+        assert stats["chunk_tokens"] >= 0.9 * tokens
 
     def test_merged_parents_hit_if_they_were_precomputed(
         self,

@@ -16,6 +16,7 @@ from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform
 from cacheclip_rag import CacheClipEngine, EngineConfig, SamplingParams
 from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.methods import preset
+from cacheclip_rag.sampling import CALL_OPTIONS
 
 MODELS: list[Any] = [CacheClipLLM, ChatCacheClip, LangChainLLM]
 PROMPT = "Where did the keeper live?"
@@ -68,6 +69,47 @@ def test_a_store_may_be_a_path(kind: Any, tmp_path: Path) -> None:
     assert component.store == str(tmp_path / "store")
     assert component.engine is kind(store=str(tmp_path / "store")).engine
     assert json.dumps(component.store)
+
+
+@pytest.mark.parametrize("kind", [*MODELS, CacheClipTransform])
+def test_models_may_be_paths(kind: Any, tmp_path: Path) -> None:
+    component = kind(model_name=tmp_path / "model", auxiliary=tmp_path / "small")
+    assert (component.primary, component.auxiliary) == (str(tmp_path / "model"), str(tmp_path / "small"))
+
+
+@pytest.mark.parametrize("kind", [*MODELS, CacheClipTransform])
+def test_every_setting_of_the_engine_has_the_same_name(kind: Any) -> None:
+    """Also those without a field: they are kept with ``engine_kwargs``."""
+    per_call = {"method", "recompute_ratio", "finish"} if kind is CacheClipTransform else set()
+    for each in fields(EngineConfig):
+        if each.name not in per_call:
+            kind(**{each.name: getattr(EngineConfig(), each.name)})
+    component = kind(codec="int8", engine_kwargs={"memory_bytes": 5})
+    assert component.engine_kwargs == {"codec": "int8", "memory_bytes": 5}
+    assert component.engine is kind(engine_kwargs={"codec": "int8", "memory_bytes": 5}).engine
+    assert kind.from_engine(component.engine, fallback="full").engine_kwargs == {
+        "codec": "int8",
+        "memory_bytes": 5,
+        "fallback": "full",
+    }
+    with pytest.raises(ConfigurationError, match="codec was given twice"):
+        kind(codec="int8", engine_kwargs={"codec": "int8"})
+    with pytest.raises(ConfigurationError, match=r"unknown field auxilary\. Did you mean 'auxiliary'\?"):
+        kind(auxilary="smollm2-135m")
+
+
+@pytest.mark.parametrize("kind", [*MODELS, CacheClipTransform])
+def test_warm_up(kind: Any, tiny_models: dict[str, str]) -> None:
+    component = kind(primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"])
+    assert component.warm_up().models == (tiny_models["llama"], tiny_models["auxiliary"])
+
+
+def test_call_options_are_arguments_of_the_engine() -> None:
+    import inspect
+
+    arguments = {*inspect.signature(CacheClipEngine.stream).parameters, *(each.name for each in fields(SamplingParams))}
+    assert set(CALL_OPTIONS) - {"max_new_tokens"} <= arguments
+    assert arguments - set(CALL_OPTIONS) == {"self", "prompt", "params", "documents", "trace", "sampling"}
 
 
 @pytest.mark.parametrize("kind", MODELS)

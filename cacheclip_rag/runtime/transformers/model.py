@@ -32,6 +32,7 @@ from .attention import (
     sdpa_backends,
 )
 from .cache import FusedCache, FusedLayer
+from .packing import encode_packed, packs
 from .rotary import Tables, rotate, unrotate
 from .row_filter import RowFilter, install_row_filter_hooks
 from .text import TextModel
@@ -318,6 +319,14 @@ class ModelRuntime(TextModel):
             self.fill(cache, context, slot=0, position=0)
         self.extend(cache, torch.tensor(ids), start, head=False)
         return self.extract(cache, start, start + len(ids))
+
+    @torch.inference_mode()
+    def encode_many(self, chunks: Sequence[Sequence[int]], context: torch.Tensor | None = None) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = []
+        for each in packs([len(chunk) for chunk in chunks], 0 if context is None else context.shape[3]):
+            group = chunks[each]
+            found += encode_packed(self, group, context) if len(group) > 1 else [self.encode(group[0], context)]
+        return found
 
     # -- forward passes -----------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from cacheclip_adapters import ModelFields
 from cacheclip_adapters.aio import iterate_in_thread
 from cacheclip_adapters.finishing import final_events
+from cacheclip_adapters.usage import telemetry, token_usage
 from llama_index.core.base.llms.types import (
     ChatMessage,
     ChatResponse,
@@ -62,7 +63,9 @@ class CacheClipLLM(ModelFields, CustomLLM):
 
     Existing query engines and synthesizers only need this LLM. Precompute texts once with :class:`CacheClipTransform`
     or ``llm.engine.precompute``; the LLM then finds them in every prompt. Responses have token counts in
-    ``raw["usage"]`` and fusion statistics in ``additional_kwargs["cacheclip"]``. In streams, the last chunk has both.
+    ``raw["usage"]`` (reused tokens as ``prompt_tokens_details["cached_tokens"]``) and fusion statistics in
+    ``additional_kwargs["cacheclip"]``, beside the counts under OpenTelemetry's names
+    (``gen_ai.usage.cache_read.input_tokens``). In streams, the last chunk has both.
 
     Each call accepts ``max_tokens`` (or ``max_new_tokens``), ``temperature``, ``top_p``, ``stop``, ``method``,
     ``recompute_ratio``, ``finish``, ``seed``, ``question`` (text that scores the chunks; default all text after the
@@ -89,21 +92,26 @@ class CacheClipLLM(ModelFields, CustomLLM):
     """Texts known to be in the prompts, and their nodes."""
     _question: str | None = PrivateAttr(default=None)
     """The question of the prompts, if it is known."""
+    _told: list[dict[str, Any]] | None = PrivateAttr(default=None)
+    """Gets the statistics of each answer."""
 
     @classmethod
     def class_name(cls) -> str:
         return "CacheClipLLM"
 
-    def with_nodes(self, nodes: Origins, *, question: str | None = None) -> Self:
+    def with_nodes(
+        self, nodes: Origins, *, question: str | None = None, told: list[dict[str, Any]] | None = None
+    ) -> Self:
         """A copy of this LLM for prompts that contain the texts of these nodes. Texts that were never precomputed are
         stored after their first answer, and released with these nodes.
 
         Args:
             nodes: texts, each with its ``(node id, ref_doc_id)`` pairs.
             question: the user's question, which scores the chunks.
+            told: gets the statistics of each answer, when the answer is complete.
         """
         llm = self.model_copy()
-        llm._nodes, llm._question = dict(nodes), question
+        llm._nodes, llm._question, llm._told = dict(nodes), question, told
         return llm
 
     def _shared_system_prompt(self) -> str | None:
@@ -190,6 +198,8 @@ class CacheClipLLM(ModelFields, CustomLLM):
             given = _merged(self._nodes, documents)
             for event in final_events(self.engine.stream(prompt, **arguments, documents=given)):
                 if event.answer is not None:
+                    if self._told is not None:
+                        self._told.append(event.answer.stats.to_dict())
                     dispatcher.event(self._fusion_event(event.answer.stats, _nodes_of(prompt, given)))
                 yield event
 
@@ -246,10 +256,8 @@ def _nodes_of(prompt: str | Sequence[Mapping[str, str]], given: Origins) -> list
 
 def _details(answer: Answer) -> dict[str, Any]:
     """Token counts (for LlamaIndex's token counter) and fusion statistics."""
-    prompt, completion = answer.stats.prompt_tokens, len(answer.token_ids)
-    usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-    extra = {"cacheclip": answer.stats.to_dict(), "finish_reason": answer.finish_reason}
-    return {"raw": {"usage": usage}, "additional_kwargs": extra}
+    extra = {"cacheclip": answer.stats.to_dict(), "finish_reason": answer.finish_reason, **telemetry(answer)}
+    return {"raw": {"usage": token_usage(answer)}, "additional_kwargs": extra}
 
 
 def _completion(answer: Answer) -> CompletionResponse:

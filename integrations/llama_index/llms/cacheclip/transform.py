@@ -29,7 +29,8 @@ class CacheClipTransform(EngineFields, TransformComponent):
     deleting a store, clear the cache too, or call the transform on the nodes. With ``num_workers`` each worker process
     loads the weights; give a ``store`` folder then, because a store in memory stays in its process.
 
-    A killed run loses at most one chunk. In the next run, stored chunks cost a look-up only.
+    Short nodes are computed together. A killed run loses at most one batch of them, or one long node. In the next run,
+    stored chunks cost a look-up only.
 
     Raises:
         PromptTooLongError: a node is longer than the model's context.
@@ -51,22 +52,29 @@ class CacheClipTransform(EngineFields, TransformComponent):
         """Precompute the nodes, except blank nodes.
 
         Args:
-            kwargs: ``show_progress=True`` shows LlamaIndex's bar; other arguments of the pipeline are ignored.
+            kwargs: ``show_progress=True`` shows a bar of nodes. A pipeline or an index with ``show_progress=True`` does
+                not pass it on, but its own bar is noticed, and ours is shown inside it. Other arguments are ignored.
         """
         for _ in self._precompute(nodes, **kwargs):
             pass
         return nodes
 
     async def acall(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
-        """Like a direct call, in a separate thread. A cancelled task stops before the next node."""
+        """Like a direct call, in a separate thread. A cancelled task stops before the next batch of nodes."""
         async with aclosing(iterate_in_thread(lambda: self._precompute(nodes, **kwargs))) as done:
             async for _ in done:
                 pass
         return nodes
 
     def _precompute(self, nodes: Sequence[BaseNode], show_progress: bool = False, **_: Any) -> Iterator[None]:
-        for node, text in get_tqdm_iterable(list(_read(nodes)), show_progress, "Precomputing chunks"):
-            self.engine.precompute([text], method=self.method, source=node.node_id, document=node.ref_doc_id)
+        from cacheclip_rag.chunks.batches import in_batches
+
+        shown = get_tqdm_iterable(list(_read(nodes)), show_progress or _bar_is_shown(), "Precomputing chunks")
+        for batch in in_batches(shown, lambda pair: pair[1]):
+            origins: dict[str, list[tuple[str, str]]] = {}
+            for node, text in batch:
+                origins.setdefault(text, []).append((node.node_id, node.ref_doc_id or ""))
+            self.engine.precompute(origins, method=self.method)
             yield
 
     def plan(self, nodes: Sequence[BaseNode]) -> IngestPlan:
@@ -90,3 +98,13 @@ def _read(nodes: Iterable[BaseNode]) -> Iterator[tuple[BaseNode, str]]:
         text = node.get_content(metadata_mode=MetadataMode.LLM)
         if text.strip():
             yield node, text
+
+
+def _bar_is_shown() -> bool:
+    """Whether LlamaIndex shows its bar of transformations in this process, so that it was asked for progress."""
+    try:
+        from tqdm.auto import tqdm  # type: ignore[import-untyped]
+    except ImportError:
+        return False
+    shown = [str(getattr(bar, "desc", "")) for bar in getattr(tqdm, "_instances", ())]
+    return any(title.startswith("Applying transformations") for title in shown)

@@ -1,0 +1,73 @@
+"""Warming up: what the first answer would wait for is done before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cacheclip_rag import CacheClipEngine
+from cacheclip_rag.errors import UnknownModelError
+from cacheclip_rag.runtime.base import Runtime
+from tests.engine.asking import SHORT, rag
+
+
+def test_everything_is_loaded_and_nothing_is_counted(make: Callable[..., CacheClipEngine], tmp_path: Path) -> None:
+    engine = make(store=tmp_path / "store")
+    done = engine.warm_up()
+    assert engine.auxiliary is not None
+    assert done.models == (engine.primary.name, engine.auxiliary.name)
+    assert done.seconds > 0 and (done.chunks_read, done.bytes_read) == (0, 0)
+    lines = [line for line in engine.metrics.to_prometheus().splitlines() if not line.startswith("#")]
+    assert all("_store_" in line for line in lines), "no answer is counted"
+
+
+def test_the_first_answer_loads_and_reads_nothing_more(
+    make: Callable[..., CacheClipEngine], tmp_path: Path, chunks: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(store=tmp_path).precompute(chunks)
+    engine = make(store=tmp_path, memory_bytes=1 << 26)
+    done = engine.warm_up()
+    assert done.chunks_read == engine.store.stats().entries > 8 and done.bytes_read > 0
+    before = engine.parts.tier_stats()[1].hits
+    with monkeypatch.context() as patch:
+        patch.setattr("cacheclip_rag.parts.load_any", lambda *given, **options: pytest.fail("a model is loaded"))
+        answer = engine.generate(rag(chunks), SHORT)
+    assert answer.stats.hits == len(chunks)
+    assert engine.parts.tier_stats()[1].hits == before, "the disk was not read again"
+    assert answer.token_ids == make(store=tmp_path).generate(rag(chunks), SHORT).token_ids
+
+
+def test_the_most_recently_used_chunks_are_read_as_far_as_there_is_room(
+    make: Callable[..., CacheClipEngine], tmp_path: Path, chunks: list[str]
+) -> None:
+    engine = make(store=tmp_path, auxiliary=None, method="anchored")
+    engine.precompute(chunks)
+    engine.prefetch(chunks[:1])  # used last
+    engine.close()
+    caches = engine.chunk_caches()[0]
+    entry = engine.store.catalog.entry("default", caches.key(chunks[0]))
+    assert entry is not None
+    small = make(store=tmp_path, auxiliary=None, method="anchored", memory_bytes=entry.num_bytes)
+    assert small.warm_up(read_chunks=False).chunks_read == 0
+    done = make(store=tmp_path, auxiliary=None, method="anchored", memory_bytes=entry.num_bytes).warm_up()
+    assert (done.chunks_read, done.bytes_read) == (1, entry.num_bytes)
+    assert make(auxiliary=None, method="anchored", memory_bytes=1 << 26).warm_up().chunks_read == 0, "a store in memory is warm"
+
+
+@pytest.mark.parametrize("method", ["full", "direct", "map_reduce", "cacheblend"])
+def test_every_kind_of_method(
+    make: Callable[..., CacheClipEngine], method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, steps = make(method=method), []
+    runtime: Runtime = engine.primary
+    real = runtime.decode_step
+    monkeypatch.setattr(runtime, "decode_step", lambda state, token: steps.append(token) or real(state, token))
+    assert engine.warm_up().models and len(steps) == 1
+    assert engine.warm_up().seconds > 0, "again is allowed"
+
+
+def test_a_wrong_model_is_refused_when_the_server_starts(make: Callable[..., CacheClipEngine]) -> None:
+    with pytest.raises(UnknownModelError):
+        make(primary="no-such-model").warm_up()
