@@ -51,7 +51,8 @@ class SamplingParams:
     """Makes sampling repeatable."""
     json_schema: Any = None
     """The answer is JSON that follows this JSON schema, a dict or JSON text: before each token, all tokens that cannot
-    come next are ruled out. Needs the extra ``structured``; not with ``finish``. ``max_tokens`` may cut the answer."""
+    come next are ruled out. Objects have only the properties that the schema names, unless it says
+    ``additionalProperties``. Needs the extra ``structured``; not with ``finish``. ``max_tokens`` may cut the answer."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "json_schema", _schema_text(self.json_schema))

@@ -69,8 +69,7 @@ def check_tools(tools: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The definitions as a list. A definition may lack the outer ``{"type": "function", "function": …}``.
 
     Raises:
-        ConfigurationError: a definition lacks a name, has a name that is more than a word, or holds something that is
-            not JSON; or two have one name.
+        ConfigurationError: a definition lacks a name, or has a name that is more than a word.
     """
     if isinstance(tools, str | Mapping) or not isinstance(tools, Iterable):
         raise ConfigurationError(f"tools must be a list of definitions, got {type(tools).__name__}.")
@@ -81,9 +80,6 @@ def check_tools(tools: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         whole = dict(tool) if isinstance(tool.get("function"), Mapping) else {"function": dict(tool)}
         checked.append({"type": "function", **whole})
         check_name("a tool's name", whole["function"].get("name"))
-    names = tool_names(checked)
-    if len(set(names)) < len(names):
-        raise ConfigurationError(f"each tool needs a name of its own, got {', '.join(names)}.")
     return checked
 
 
@@ -248,14 +244,11 @@ def call_schema(tools: Sequence[Mapping[str, Any]], only: str | None = None) -> 
     calls: list[dict[str, Any]] = []
     shared: dict[str, Any] = {}
     for number, function in enumerate(wanted):
-        given = function.get("parameters") or {"type": "object", "properties": {}}
-        parameters = {"additionalProperties": False, **_moved(given, f"#/$defs/{number}.")}
+        parameters = _moved(function.get("parameters") or {"type": "object", "properties": {}}, f"#/$defs/{number}.")
         for key in _SHARED:  # references start at the root of the whole schema
             shared |= {f"{number}.{name}": each for name, each in parameters.pop(key, {}).items()}
         properties = {"name": {"const": function["name"]}, "arguments": parameters}
-        calls.append(
-            {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
-        )
+        calls.append({"type": "object", "properties": properties, "required": [*properties]})
     schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
     return {**schema, "$defs": shared} if shared else schema
 

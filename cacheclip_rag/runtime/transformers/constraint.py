@@ -7,6 +7,7 @@ millisecond with 49,152 tokens.
 from __future__ import annotations
 
 import copy
+import json
 import threading
 from collections.abc import Collection
 from functools import cached_property
@@ -17,7 +18,7 @@ import torch
 
 from ...errors import ConfigurationError, MissingExtraError, ModelError
 
-__all__ = ["Grammars", "SchemaConstraint"]
+__all__ = ["Grammars", "SchemaConstraint", "closed"]
 
 _WRITING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as Python and chat templates write it, on one line: a model could write white space without end."""
@@ -45,7 +46,7 @@ class Grammars:
             raise MissingExtraError("llguidance, which json_schema needs,", "structured") from error
         with self._lock:
             vocabulary = self._vocabulary
-        grammar = LLMatcher.grammar_from_json_schema(json_schema, defaults=_WRITING)
+        grammar = LLMatcher.grammar_from_json_schema(closed(json.loads(json_schema)), defaults=_WRITING)
         matcher = LLMatcher(vocabulary, grammar, log_level=0)
         if matcher.is_error():
             raise ConfigurationError(
@@ -65,6 +66,23 @@ class Grammars:
         backend.no_padding()
         backend.no_truncation()
         return LLTokenizer(backend.to_str(), eos_token=self._eos_ids)
+
+
+def closed(schema: Any) -> Any:
+    """The schema without further properties in objects that name some, unless it says something about them."""
+    if isinstance(schema, list):
+        return [closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: each if key in _NOT_CLOSED else closed(each) for key, each in schema.items()}
+    if isinstance(schema.get("properties"), dict) and not _OPENING & schema.keys():
+        found["additionalProperties"] = False
+    return found
+
+
+_NOT_CLOSED = frozenset({"allOf", "enum", "const", "default", "examples"})
+"""Parts of one object, of which each may name properties of its own; and values that are no schemas."""
+_OPENING = frozenset({"additionalProperties", "unevaluatedProperties", "patternProperties", "allOf", "$ref"})
 
 
 class SchemaConstraint:
