@@ -155,6 +155,7 @@ def tool_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     for text, number in vocabulary.items():
         if text.endswith('"'):
             weights["model.embed_tokens.weight"][number, 0] = -30.0
-        weights["lm_head.weight"][number, 0] = {'"': 6.0, "}": 3.0, "]": 3.0, "3": 2.0}.get(text, 0.0)
+        likes = {'"': 14.0, "}": 10.0, ",": 9.0, "]": 6.0, "3": 6.0, "Ġ": 6.0}
+        weights["lm_head.weight"][number, 0] = likes.get(text, 0.0)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return str(folder)

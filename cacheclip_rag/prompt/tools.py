@@ -324,7 +324,7 @@ class CallReader:
             at, opening = min(places)
             self._give(given, at)
             read = _calls_after(opening, self._held[len(opening) :], last)
-            if read is None and not last and not self._is_hopeless(opening):
+            if read is None and not last:
                 break
             if read is None:
                 self._give(given, len(opening))
@@ -333,10 +333,6 @@ class CallReader:
             self._held = self._held[len(opening) + read[1] :]
             self._began = self._after_call = True
         return "".join(given), calls
-
-    def _is_hopeless(self, opening: str) -> bool:
-        """Whether no more text can make a call of what begins with ``opening``."""
-        return opening == "<tool_call>" and "</tool_call>" in self._held
 
     def _give(self, given: list[str], length: int) -> None:
         piece, self._held = self._held[:length], self._held[length:]

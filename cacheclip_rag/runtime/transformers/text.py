@@ -140,8 +140,8 @@ class TextModel(Runtime):
     @cached_property
     def _call_markers(self) -> dict[int, str]:
         """Special tokens that mark calls of tools."""
-        found = zip(map(int, self.tokenizer.all_special_ids), self.tokenizer.all_special_tokens, strict=True)
-        return {number: text for number, text in found if text in CALL_MARKERS}
+        special = {n: token.content for n, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        return {number: text for number, text in special.items() if text in CALL_MARKERS}
 
     def constrain(self, json_schema: str) -> SchemaConstraint:
         return self._grammars.constraint(json_schema)
