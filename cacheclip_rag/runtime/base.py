@@ -123,6 +123,8 @@ class Runtime(ABC):
     can_extend: bool = False
     """Whether a prompt can be read block by block (:meth:`begin`, :meth:`extend`, :meth:`cut`). Verified finishing
     needs this; without it, answers are not verified."""
+    can_constrain: bool = False
+    """Whether answers can follow a JSON schema (:meth:`constrain`)."""
     unsupported: str | None = None
     """Why the KV cannot be reused; None if it can."""
     context_tokens: int
@@ -187,7 +189,8 @@ class Runtime(ABC):
         return self.decode_ids(ids)
 
     def constrain(self, json_schema: str) -> Constraint:
-        """A constraint on one answer, which must be JSON that follows ``json_schema``.
+        """A constraint on one answer, which must be JSON that follows ``json_schema``. A runtime with ``can_constrain``
+        overrides this.
 
         Raises:
             ConfigurationError: this runtime cannot constrain answers, or the schema is not supported.

@@ -16,7 +16,7 @@ from langchain_core.language_models.chat_models import BaseChatModel
 from langchain_core.messages import LC_AUTO_PREFIX, AIMessage, AIMessageChunk, BaseMessage, ToolMessage
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.messages.tool import tool_call, tool_call_chunk
-from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
+from langchain_core.output_parsers import BaseOutputParser, JsonOutputParser, PydanticOutputParser
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
 from langchain_core.tools import BaseTool
@@ -161,8 +161,9 @@ class ChatCacheClip(LangChainFields, BaseChatModel):
             ls_structured_output_format={"kwargs": {"method": method}, "schema": wanted},
             **kwargs,
         )
-        is_class = isinstance(schema, type) and is_basemodel_subclass(schema)
-        parser: Any = PydanticOutputParser(pydantic_object=schema) if is_class else JsonOutputParser()
+        parser: BaseOutputParser[Any] = JsonOutputParser()
+        if isinstance(schema, type) and is_basemodel_subclass(schema):
+            parser = PydanticOutputParser(pydantic_object=schema)
         if not include_raw:
             return llm | parser
         parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)

@@ -56,6 +56,7 @@ class TextModel(Runtime):
         self._process = os.getpid()
         self.tokenizer = tokenizer
         self.has_offsets: bool = getattr(tokenizer, "is_fast", False)
+        self.can_constrain: bool = self.has_offsets
         self.name = name
         self.eos_ids: frozenset[int] = self._find_eos_ids()
         self.text_tokenizer, control = (

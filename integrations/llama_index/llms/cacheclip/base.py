@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
@@ -250,12 +251,16 @@ class CacheClipLLM(ModelFields, FunctionCallingLLM):
         llm_kwargs: dict[str, Any] | None = None,
         **prompt_args: Any,
     ) -> Any:
-        options = self._told(output_cls, llm_kwargs)
+        options = await asyncio.to_thread(self._told, output_cls, llm_kwargs)
         return await super().astructured_predict(output_cls, prompt, options, **prompt_args)
+
+    def _can_constrain(self) -> bool:
+        """Whether answers can follow a schema. Loads the model."""
+        return can_constrain() and self.engine.primary.can_constrain
 
     def _told(self, output_cls: type[BaseModel], options: dict[str, Any] | None) -> dict[str, Any]:
         """Options of a call whose answer is an ``output_cls``. A required tool call has its schema already."""
-        constrained = can_constrain() and not self._calls_functions()
+        constrained = self._can_constrain() and not self._calls_functions()
         return {**(options or {}), **({"json_schema": output_cls.model_json_schema()} if constrained else {})}
 
     def _structured_stream_call(
@@ -266,7 +271,7 @@ class CacheClipLLM(ModelFields, FunctionCallingLLM):
         **prompt_args: Any,
     ) -> Generator[Any, None, None]:
         """Partial objects from JSON as it is written."""
-        if not can_constrain():
+        if not self._can_constrain():
             yield from super()._structured_stream_call(output_cls, prompt, llm_kwargs, **prompt_args)
             return
         messages = self._extend_messages(prompt.format_messages(llm=self, **prompt_args))
@@ -281,7 +286,7 @@ class CacheClipLLM(ModelFields, FunctionCallingLLM):
         llm_kwargs: dict[str, Any] | None = None,
         **prompt_args: Any,
     ) -> AsyncGenerator[Any, None]:
-        if not can_constrain():
+        if not await asyncio.to_thread(self._can_constrain):
             return await super()._structured_astream_call(output_cls, prompt, llm_kwargs, **prompt_args)
         messages = self._extend_messages(prompt.format_messages(llm=self, **prompt_args))
         found = _Partial(output_cls)
@@ -368,7 +373,7 @@ def _calls(message: ChatMessage) -> list[dict[str, Any]]:
     named = message.additional_kwargs.get("tool_calls")
     if named:
         return [call if isinstance(call, dict) else call.model_dump() for call in named]
-    blocks = [block for block in message.blocks if type(block).__name__ == "ToolCallBlock"]
+    blocks: list[Any] = [block for block in message.blocks if type(block).__name__ == "ToolCallBlock"]
     return [
         {"id": block.tool_call_id, "function": {"name": block.tool_name, "arguments": block.tool_kwargs}}
         for block in blocks
