@@ -67,6 +67,36 @@ def index() -> TextIndex:
     return TextIndex(Catalog().database, "ours")
 
 
+TEMPLATES = {
+    "llama": (
+        "{% set ns = namespace(first=true) %}{% for m in messages %}{% if m.role == 'system' %}S:{{ m.content | trim }}"
+        "{% elif m.role == 'user' %}{% if tools and ns.first %}{% for t in tools %}{{ t | tojson(indent=4) }}"
+        "{% endfor %}{% set ns.first = false %}{% endif %}U:{{ m.content | trim }}"
+        "{% elif 'tool_calls' in m %}{% if m.tool_calls | length > 1 %}{{ raise_exception('one call') }}{% endif %}"
+        "{% set c = m.tool_calls[0].function %}"
+        "{{ '{\"name\": \"' + c.name + '\", \"parameters\": ' }}{{ c.arguments | tojson }}{{ '}' }}"
+        "{% else %}{{ {'output': m.content} | tojson }}{% endif %}<|im_end|>{% endfor %}"
+    ),
+    "mistral": (
+        "{% for m in messages %}{% if m.role == 'user' %}{% if tools %}[{% for t in tools %}"
+        "{% for key, val in t.function.items() %}{% if val is string %}{{ key + ': ' + val }}"
+        "{% else %}{{ key }}: {{ val | tojson }}{% endif %}{% endfor %}{% endfor %}]{% endif %}"
+        "[INST] {{ m.content }}[/INST]{% elif m.tool_calls is defined %}[TOOL_CALLS] [{% for c in m.tool_calls %}"
+        "{% set out = c.function | tojson %}{{ out[:-1] }}"
+        "{% if c.id | length != 9 %}{{ raise_exception('nine') }}{% endif %}, \"id\": \"{{ c.id }}\"}"
+        "{% endfor %}]{% elif m.role == 'tool' %}[TOOL_RESULTS] {{ m.content }}, {{ m.tool_call_id }}{% endif %}"
+        "<|im_end|>{% endfor %}"
+    ),
+    "xml": (
+        "{% for t in tools or [] %}<name>{{ t.function.name }}</name>{{ t.function.description | trim }}"
+        "{% for n, p in t.function.parameters.properties | items %}{{ n ~ p.title }}{% endfor %}{% endfor %}"
+        "{% for m in messages %}<|im_start|>{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "<function={{ c.function.name }}>{% for n, v in c.function.arguments | items %}<parameter={{ n }}>"
+        "{{ v | string if v is string else v | tojson }}</parameter>{% endfor %}{% endfor %}<|im_end|>{% endfor %}"
+    ),
+}
+
+
 class TestPrompt:
     def test_the_template_writes_tools_and_calls(self, runtime: ModelRuntime, index: TextIndex) -> None:
         messages = [user("Where?"), calling(query="the lamp"), result("On the rock.")]
@@ -121,6 +151,38 @@ class TestPrompt:
         messages = [user("x"), {**calling(), "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]
         segments = segment_chat(messages, runtime.render_chat, TextIndex(Catalog().database, "ours"))
         assert "".join(s.text for s in segments) == runtime.render_chat(messages)
+
+    @pytest.mark.parametrize("template", ["llama", "mistral", "xml"])
+    def test_habits_of_published_templates(self, runtime: ModelRuntime, index: TextIndex, template: str) -> None:
+        """Results as JSON, tools within the user's message, contents dropped beside calls (Llama 3); calls cut and
+        completed, ids of nine characters, a system message that is left out (Mistral); arguments one by one (Qwen 3
+        Coder). The text is what the template writes, whatever it holds."""
+        template = TEMPLATES[template]
+
+        def render(messages: Any, tools: Any = None) -> str:
+            tokenizer = runtime.tokenizer
+            return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, chat_template=template))
+
+        for text in ("harmless", EVIL, "two\nlines", "\\", "é\u2063"):
+            named = {"name": "search", "description": text, "parameters": {"properties": {"query": {"title": text}}}}
+            messages = [
+                {"role": "system", "content": "Be brief."},
+                user(text),
+                {**calling(query=text, other=[text, 1]), "content": "Wait."},
+                result(text),
+            ]
+            tools = check_tools([named])
+            segments = segment_chat(messages, render, index, tools=tools)
+            assert "".join(segment.text for segment in segments) == render(messages, tools)
+            control = "".join(segment.text for segment in segments if segment.control)
+            assert text not in control and json.dumps(text)[1:-1] not in control.replace("'", "")
+
+    def test_the_name_of_an_answering_tool_is_that_of_the_call(self, runtime: ModelRuntime, index: TextIndex) -> None:
+        """Hermes' template writes it, and frameworks leave it out."""
+        answered = {"role": "tool", "tool_call_id": "abc123def", "content": "x"}
+        write = lambda messages, **_: " ".join(f"{m['content']}{m.get('tool_calls')}{m.get('name')}" for m in messages)  # noqa: E731
+        segments = segment_chat([user("y"), calling(), answered], write, index)
+        assert segments[-1].text.endswith("Nonesearch")
 
     def test_results_are_searched_for_chunks(
         self, runtime: ModelRuntime, index: TextIndex, chunks: list[str]

@@ -6,6 +6,7 @@ tokenised as a whole (:mod:`cacheclip_rag.prompt.layout`).
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -142,8 +143,10 @@ def segment_chat(
         messages = [calls_as_text(message) for message in messages]
     cores = [message["content"].strip() for message in messages]
     around = [m["content"].split(c, 1) if c else (m["content"], "") for m, c in zip(messages, cores, strict=True)]
-    sentinel = "\u2063" + marks.nonce + "{}\u2063"
-    marked = [f"{lead}{sentinel.format(n)}{trail}" for n, (lead, trail) in enumerate(around)]
+    # the quote shows whether the template writes results of tools as JSON (Llama 3, Hermes)
+    quotes = ['"' if message["role"] == "tool" else "" for message in messages]
+    sentinels = [f"\u2063{marks.nonce}{n}{quote}\u2063" for n, quote in enumerate(quotes)]
+    marked = [f"{lead}{sentinel}{trail}" for sentinel, (lead, trail) in zip(sentinels, around, strict=True)]
     # a template may ask whether a message with calls has a content, and may drop the content
     calling = {number for number, message in enumerate(messages) if "tool_calls" in message}
     marked = ["" if n in calling and not cores[n] else text for n, text in enumerate(marked)]
@@ -156,21 +159,25 @@ def segment_chat(
                 "this model's chat template does not use tools, so the model cannot be told of them. Use a model that "
                 "was trained to call tools (such as Qwen 2.5, Llama 3 or Mistral), or describe the tools in a message."
             )
-    pieces = re.split(sentinel.format("([0-9]+)"), rendered)
-    for number in set(range(len(messages))) - calling - set(map(int, pieces[1::2])):
+    found = re.split(f'\u2063{marks.nonce}([0-9]+)((?:\\\\*")?)\u2063', rendered)
+    pieces, numbers, escapes = found[::3], list(map(int, found[1::3])), found[2::3]
+    # Mistral's templates leave the system message out behind results of tools
+    left_out = {n for n, message in enumerate(messages) if calling and message["role"] == "system"}
+    for number in set(range(len(messages))) - calling - left_out - set(numbers):
         raise ConfigurationError(
             f"this model's chat template drops a message of role {messages[number]['role']!r}. Use roles it knows "
             "(usually system, user, assistant, in alternation), or pass the prompt as one string."
         )
     segments: list[Segment] = []
-    for position in range(1, len(pieces), 2):
-        number = int(pieces[position])
+    for position, (number, escape) in enumerate(zip(numbers, escapes, strict=True)):
         text, (lead, trail) = cores[number], around[number]
-        if lead and pieces[position - 1].endswith(lead):
-            pieces[position - 1], text = pieces[position - 1].removesuffix(lead), lead + text
+        for _ in range(len(escape).bit_length() - 1):  # a backslash for JSON, three for JSON in JSON
+            text = json.dumps(text, ensure_ascii=False)[1:-1]
+        if lead and pieces[position].endswith(lead):
+            pieces[position], text = pieces[position].removesuffix(lead), lead + text
         if trail and pieces[position + 1].startswith(trail):
             pieces[position + 1], text = pieces[position + 1].removeprefix(trail), text + trail
-        segments += _template_segments(pieces[position - 1], marks)
+        segments += _template_segments(pieces[position], marks)
         whole = messages[number]["content"] in verbatim
         segments.extend([Fresh(text)] if whole else segment_text(text, index, documents))
     segments += _template_segments(pieces[-1], marks)
@@ -197,6 +204,7 @@ def check_messages(messages: Sequence[Message]) -> list[Message]:
     if not messages:
         raise ConfigurationError("a chat prompt needs at least one message, got none.")
     checked: list[Message] = []
+    names: dict[str, str] = {}
     for message in messages:
         if not isinstance(message, dict):
             raise ConfigurationError(f"each message must be a dict, got {type(message).__name__}.")
@@ -225,6 +233,9 @@ def check_messages(messages: Sequence[Message]) -> list[Message]:
             check_name(f"{name} of a message", fields[name])
         if "tool_calls" in fields:
             fields["tool_calls"] = check_calls(fields["tool_calls"])
+            names |= {call["id"]: call["function"]["name"] for call in fields["tool_calls"] if "id" in call}
+        if "name" not in fields and fields.get("tool_call_id") in names:
+            fields["name"] = names[fields["tool_call_id"]]
         checked.append({"role": message["role"], "content": content, **fields})
     return checked
 
