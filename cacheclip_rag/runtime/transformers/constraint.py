@@ -1,7 +1,8 @@
 """Answers that follow a JSON schema: a mask over the vocabulary before each token, from llguidance.
 
-llguidance (MIT, no dependencies) compiles the schema while the answer is written. A mask takes about a tenth of a
-millisecond with 49,152 tokens.
+llguidance (MIT, no dependencies) compiles the schema in 2 ms and then lazily. With 49,152 tokens on one CPU core, a
+mask takes 0.04 ms (median), and 0.16 ms until it is applied. xgrammar's masks take 0.002 ms after 6 ms of compiling,
+but it needs Triton and an FFI library, and either is little beside a decoded token.
 """
 
 from __future__ import annotations
