@@ -87,9 +87,7 @@ def measure(args: argparse.Namespace, dtype: str) -> list[dict[str, Any]]:
     one_token = SamplingParams(max_tokens=1)
     with tempfile.TemporaryDirectory(prefix="cacheclip-contention-") as store:
         engine = CacheClipEngine(
-            EngineConfig(
-                primary=args.primary, auxiliary=args.auxiliary, dtype=dtype, store=store, prefix_cache_bytes=0
-            )
+            EngineConfig(primary=args.primary, auxiliary=args.auxiliary, dtype=dtype, store=store, prefix_cache_bytes=0)
         )
         texts = make_texts(engine.primary.tokenize, args.chunks, args.tokens // args.chunks)
         with progress_bar(f"precomputing ({dtype})", len(texts), "chunks") as advance:

@@ -16,11 +16,13 @@ import torch
 from .chunks.sources import Sources
 from .chunks.writer import ChunkWriter
 from .clock import PhaseClock
+from .errors import ConfigurationError
 from .guards.base import Answered, Observer
 from .methods.composition import Composition, count_chunks
 from .parts import PREFIX, Parts
 from .plan.planner import make_plan
 from .prompt.segments import Segment, as_segments, given_texts
+from .prompt.tools import names_in, read_calls
 from .runtime.decoding import LogitsObserver, decode, is_greedy, room_for
 from .runtime.prefill import Keeping, Prefilled, prefill
 from .runtime.turns import Turns
@@ -40,21 +42,35 @@ class Answering:
     observers: Sequence[Observer]
     turns: Turns = field(default_factory=Turns)
 
-    @torch.inference_mode()
     def stream(self, request: Request) -> Iterator[Event]:
         """Stream the answer; the last event carries the whole answer."""
+        _check(request)
+        events = self._stream(request)
+        return read_calls(events, names_in(request.tools)) if request.tools else events
+
+    @torch.inference_mode()
+    def _stream(self, request: Request) -> Iterator[Event]:
         assert request.method is not None, "an engine chooses a method before it answers"
         if request.method.composes:
             yield from self._compose(request)
             return
         sources = self.parts.sources(request.method)  # weights are loaded before the clock starts
+        runtime, schema = sources.primary.runtime, request.params.json_schema
+        constraint = runtime.constrain(schema) if schema else None
+        text_of = runtime.decode_calls if request.tools else None
         clock = PhaseClock()
         with self.turns.prompt():  # until the first token is there
             plan, prefilled = self._prefill(request, sources, clock, self.observers)
             verification = _verification(request, sources, prefilled)
             logits, missing = prefilled.logits, prefilled.missing
             events = decode(
-                sources.primary.runtime, prefilled, request.params, verification=verification, turn=self.turns.token
+                runtime,
+                prefilled,
+                request.params,
+                verification=verification,
+                turn=self.turns.token,
+                constraint=constraint,
+                text_of=text_of,
             )
             del prefilled  # decoding drops its KV once it goes on from the exact KV
             first = next(events)
@@ -70,7 +86,7 @@ class Answering:
         with clock.phase("lookup"):
             given = given_texts(request.documents)
             segments = self._segments(request, given)
-            return make_plan(segments, request.method, sources, question=request.question, given=given)
+            return make_plan(segments, request.method, sources, question=_question(request), given=given)
 
     @torch.inference_mode()
     def prefill(self, request: Request) -> Prefilled:
@@ -95,7 +111,7 @@ class Answering:
         segments = as_segments(request.prompt)
         if segments is not None:
             return segments
-        return self.parts.segment(request.prompt, given)  # type: ignore[arg-type]
+        return self.parts.segment(request.prompt, given, tools=request.tools)  # type: ignore[arg-type]
 
     def _compose(self, request: Request) -> Iterator[Event]:
         """Answer by a composing method: several prompts, each answered exactly."""
@@ -138,6 +154,31 @@ class Answering:
     def _observe(self, answered: Answered) -> None:
         for observer in self.observers:
             observer.on_answer(answered)
+
+
+def _check(request: Request) -> None:
+    """Raise ConfigurationError for what cannot be combined."""
+    schema, method = request.params.json_schema, request.method
+    if schema and request.finish != "none":
+        raise ConfigurationError(
+            f"json_schema cannot be combined with finish={request.finish!r}, which compares the answer with what full "
+            "prefill would choose without a schema. Set finish='none' for this call."
+        )
+    if (schema or request.tools) and method is not None and method.composes:
+        raise ConfigurationError(
+            f"method {method.name!r} answers by several prompts, and takes neither tools nor a json_schema. Choose "
+            "another method for this call."
+        )
+
+
+def _question(request: Request) -> str | None:
+    """The text that scores the chunks. Behind results of tools there is no question: it is the user's last message."""
+    if request.question is not None or isinstance(request.prompt, str):
+        return request.question
+    messages = [message for message in request.prompt if isinstance(message, dict)]
+    if not messages or messages[-1]["role"] != "tool":
+        return None
+    return next((m["content"] for m in reversed(messages) if m["role"] == "user"), None)
 
 
 def _verification(request: Request, sources: Sources, prefilled: Prefilled) -> Verification | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from .answering import Answering
@@ -29,6 +29,7 @@ from .methods.base import Method
 from .parts import Parts
 from .plan.planner import choose_method, context_of
 from .prompt.segments import Segment, chunk_texts, normalise_chunk
+from .prompt.tools import check_tools
 from .runtime.base import Runtime
 from .runtime.prefill import Prefilled
 from .sampling import FINISH_MODES, SamplingParams
@@ -239,9 +240,16 @@ class CacheClipEngine:
         """
         return self.parts.context(context_of(self.config, method))
 
-    def segment(self, prompt: Prompt, documents: Documents = (), *, date: str | None = None) -> list[Segment]:
+    def segment(
+        self,
+        prompt: Prompt,
+        documents: Documents = (),
+        *,
+        date: str | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> list[Segment]:
         """Cut a prompt into stored chunks and fresh text, see :class:`~cacheclip_rag.prompt.segments.PromptReader`."""
-        return self.parts.segment(prompt, documents, date=date)
+        return self.parts.segment(prompt, documents, date=date, tools=tools)
 
     def plan(
         self,
@@ -251,10 +259,11 @@ class CacheClipEngine:
         recompute_ratio: float | None = None,
         question: str | None = None,
         documents: Documents = (),
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> Plan:
         """What :meth:`generate` would do with this prompt: hits, exact chunks, budget, fallback. Computes no tensor."""
         chosen = self.make_method(method, recompute_ratio)
-        request = Request(prompt, SamplingParams(), chosen, question, documents)
+        request = Request(prompt, SamplingParams(), chosen, question, documents, tools=tools)
         return self._answering.plan(request, self.parts.sources(chosen), PhaseClock())
 
     def generate(
@@ -268,6 +277,7 @@ class CacheClipEngine:
         documents: Documents = (),
         trace: bool = False,
         finish: str | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
         **sampling: Any,
     ) -> Answer:
         """Answer a prompt. Arguments are as in :meth:`stream`.
@@ -284,6 +294,7 @@ class CacheClipEngine:
             documents=documents,
             trace=trace,
             finish=finish,
+            tools=tools,
             **sampling,
         ):
             answer = event.answer or answer
@@ -301,6 +312,7 @@ class CacheClipEngine:
         documents: Documents = (),
         trace: bool = False,
         finish: str | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
         **sampling: Any,
     ) -> Iterator[Event]:
         """Answer a prompt as a stream of events; the last event carries the whole answer and its statistics.
@@ -318,11 +330,16 @@ class CacheClipEngine:
             trace: record scores, recomputed tokens and seconds per layer in the answer's ``trace``.
             finish: ``none``, ``verify`` or ``revise``, see :attr:`EngineConfig.finish`; default the engine's setting.
                 With ``revise``, an event may withdraw text (:attr:`~cacheclip_rag.types.Event.revised_from`).
+            tools: definitions of tools that the model may call, in OpenAI's function format. The chat template tells
+                the model of them; calls are in ``tool_calls`` of events and answer, and no longer in their text. Text
+                that may be a call, or be withdrawn, is held back. Segments are not changed.
             sampling: fields of :class:`~cacheclip_rag.sampling.SamplingParams` by name (``max_tokens``,
                 ``temperature``, ``top_p``, ``stop``, ``seed``), as in the adapters; they override ``params``.
 
         Raises:
-            ConfigurationError: a setting is out of range, or the method needs an auxiliary model and none is set.
+            ConfigurationError: a setting is out of range, the method needs an auxiliary model and none is set, the chat
+                template does not use tools, or ``json_schema`` or tools cannot be combined with method or finish.
+            MissingExtraError: ``json_schema`` is set, and the extra ``structured`` is not installed.
             PromptTooLongError: the prompt does not fit the model's context.
             UnsupportedModelError: the model's KV cannot be reused exactly, and ``fallback`` is not ``"full"``.
             CertificateError: ``require_certificate`` is set, and no certificate covers models, method and ratio.
@@ -336,7 +353,9 @@ class CacheClipEngine:
         finish = self.config.finish if finish is None else finish
         check_choice("finish", finish, FINISH_MODES)
         chosen = self.make_method(method, recompute_ratio)
-        yield from self._answering.stream(Request(prompt, params, chosen, question, documents, trace, finish))
+        yield from self._answering.stream(
+            Request(prompt, params, chosen, question, documents, trace, finish, tuple(check_tools(tools)))
+        )
 
     def prefill(
         self,

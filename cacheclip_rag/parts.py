@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from .chunks.caches import ChunkCaches
 from .chunks.captured import CapturedChunks
@@ -148,10 +148,17 @@ class Parts:
         if auxiliary is not None:
             yield auxiliary
 
-    def segment(self, prompt: Prompt, documents: Documents = (), *, date: str | None = None) -> list[Segment]:
+    def segment(
+        self,
+        prompt: Prompt,
+        documents: Documents = (),
+        *,
+        date: str | None = None,
+        tools: Iterable[Mapping[str, Any]] = (),
+    ) -> list[Segment]:
         """Cut a prompt for the primary model into stored chunks and fresh text; see :class:`PromptReader`."""
         reader = PromptReader(self.prefix_caches.runtime, self.config.system_prompt)
-        return reader.segments(prompt, self.library.index, documents, date=date)
+        return reader.segments(prompt, self.library.index, documents, date=date, tools=tools)
 
     def _caches_of(self, name: str, context: ChunkContext) -> ChunkCaches:
         with self._lock:

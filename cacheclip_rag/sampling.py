@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -22,6 +23,8 @@ CALL_OPTIONS = (
     "recompute_ratio",
     "question",
     "finish",
+    "json_schema",
+    "tools",
 )
 """Options that a front end may set per call. ``max_new_tokens`` is another name for ``max_tokens``."""
 FINISH_MODES = ("none", "verify", "revise")
@@ -46,8 +49,13 @@ class SamplingParams:
     """The answer ends before the first of these strings."""
     seed: int | None = None
     """Makes sampling repeatable."""
+    json_schema: Any = None
+    """The answer is JSON that follows this JSON schema, a dict or JSON text: before each token, all tokens that cannot
+    come next are ruled out. Objects have only the properties that the schema names, unless it says
+    ``additionalProperties``. Needs the extra ``structured``; not with ``finish``. ``max_tokens`` may cut the answer."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "json_schema", _schema_text(self.json_schema))
         check_whole_number("max_tokens", self.max_tokens, least=1)
         if not isinstance(self.temperature, int | float) or not 0.0 <= self.temperature <= 100.0:
             raise ConfigurationError(f"temperature must be between 0 (greedy) and 100, got {self.temperature!r}.")
@@ -81,15 +89,28 @@ def _stops(stop: Any) -> tuple[str, ...]:
     return (stop,) if isinstance(stop, str) and stop else tuple(stop or ())
 
 
+def _schema_text(schema: Any) -> str | None:
+    """A JSON schema as JSON text, so that settings can be compared and hashed."""
+    if schema is None:
+        return None
+    try:
+        found = json.loads(schema) if isinstance(schema, str) else schema
+        if isinstance(found, Mapping):
+            return json.dumps(found, ensure_ascii=False)
+    except (TypeError, ValueError):
+        pass
+    raise ConfigurationError(f"json_schema must be a JSON schema, as a dict or as JSON text, got {str(schema)[:80]!r}.")
+
+
 def merge_call_options(own: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """A front end's settings overridden by a call's options, as keyword arguments of ``engine.generate``.
 
     Args:
-        own: values of all :data:`CALL_OPTIONS` except ``max_new_tokens`` and ``question``.
+        own: values of all :data:`CALL_OPTIONS` except ``max_new_tokens``, ``question`` and ``tools``.
         options: options of the call; None means not given.
 
     Returns:
-        ``params``, ``method``, ``recompute_ratio``, ``question`` and ``finish``.
+        ``params``, ``method``, ``recompute_ratio``, ``question``, ``finish`` and ``tools``.
 
     Raises:
         ConfigurationError: an unknown option, or a value out of range.
@@ -108,8 +129,9 @@ def merge_call_options(own: Mapping[str, Any], options: Mapping[str, Any]) -> di
         top_p=merged["top_p"],
         stop=_stops(merged["stop"]),
         seed=merged["seed"],
+        json_schema=merged["json_schema"],
     )
     others = {name: merged.get(name) for name in ("method", "recompute_ratio", "question", "finish")}
     if others["finish"] is not None:
         check_choice("finish", others["finish"], FINISH_MODES)
-    return {"params": params, **others}
+    return {"params": params, **others, "tools": merged.get("tools") or ()}

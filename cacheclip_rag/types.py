@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .methods.base import Method
     from .prompt.layout import Layout, Span
     from .prompt.segments import Segment
+    from .prompt.tools import ToolCall
     from .sampling import SamplingParams
 
 __all__ = [
@@ -30,8 +31,9 @@ __all__ = [
     "WarmUp",
 ]
 
-Message = dict[str, str]
-"""A chat message: ``{"role": "user", "content": "…"}``."""
+Message = dict[str, Any]
+"""A chat message: ``{"role": "user", "content": "…"}``. An assistant's message may have ``tool_calls``, and a tool's
+message ``tool_call_id`` and ``name`` (:mod:`cacheclip_rag.prompt.tools`)."""
 Prompt = str | Sequence[Message]
 Documents = Iterable[str] | Mapping[str, Iterable[tuple[str, str]]]
 """Chunk texts known to be in a prompt. A mapping also gives each text's ``(source, document)`` pairs, as in
@@ -56,6 +58,8 @@ class Request:
     trace: bool = False
     finish: str = "none"
     """One of :data:`~cacheclip_rag.sampling.FINISH_MODES`."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Definitions of tools that the model may call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +291,8 @@ class Answer:
     stats: FusionStats
     trace: Trace | None = None
     """Set if the request has ``trace`` and chunks were reused."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """Calls that the model asks for, if the request has tools. ``text`` does not contain them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,3 +309,5 @@ class Event:
     for all events, because ``shown[:None]`` is all of ``shown``."""
     is_final: bool = True
     """False: a later event may withdraw text of this event or of earlier events. True: none will."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """Calls that are complete since the last event, if the request has tools. They come after ``text``."""

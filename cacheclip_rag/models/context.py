@@ -1,14 +1,16 @@
-"""A model's context length, without loading the model."""
+"""A model's context length, and whether it knows tools, without loading the model."""
 
 from __future__ import annotations
 
 import json
+import re
 from functools import lru_cache
 from pathlib import Path
 
 from .packaged.catalogue import PACKAGED_MODELS
+from .packaged.pull import model_folder
 
-__all__ = ["known_context"]
+__all__ = ["known_context", "knows_tools"]
 
 
 def known_context(name: str) -> int | None:
@@ -24,15 +26,37 @@ def known_context(name: str) -> int | None:
     return _read_context(file) if file else None
 
 
+def knows_tools(name: str) -> bool:
+    """Whether the chat template of a model mentions tools. False if the model is not on this machine. Opens no
+    connection."""
+    where = str(model_folder(name)) if name in PACKAGED_MODELS and not Path(name).is_dir() else name
+    files = (_file(where, "chat_template.jinja"), _file(where, "tokenizer_config.json"))
+    return any(file is not None and _mentions_tools(file) for file in files)
+
+
+@lru_cache
+def _mentions_tools(file: str) -> bool:
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+        template = json.loads(text).get("chat_template") or "" if file.endswith(".json") else text
+    except (OSError, ValueError):
+        return False
+    return re.search(r"\btools\b", str(template)) is not None
+
+
 def _config_file(name: str) -> str | None:
-    local = Path(name).expanduser() / "config.json"
+    return _file(name, "config.json")
+
+
+def _file(name: str, file: str) -> str | None:
+    local = Path(name).expanduser() / file
     if local.is_file():
         return str(local.resolve())
     if name.count("/") != 1:
         return None
     from huggingface_hub import try_to_load_from_cache
 
-    cached = try_to_load_from_cache(name, "config.json")
+    cached = try_to_load_from_cache(name, file)
     return cached if isinstance(cached, str) else None
 
 

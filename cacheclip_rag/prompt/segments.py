@@ -6,13 +6,15 @@ tokenised as a whole (:mod:`cacheclip_rag.prompt.layout`).
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import ConfigurationError
 from ..types import Documents, Message, Prompt
+from .tools import Marks, calls_as_text, check_calls, check_name, check_tools, unmarked
 
 if TYPE_CHECKING:
     from ..runtime.base import Runtime, TokenizedText
@@ -110,49 +112,81 @@ def segment_text(text: str, index: TextIndex | None, documents: Iterable[str] = 
 
 def segment_chat(
     messages: Sequence[Message],
-    render: Callable[[Sequence[Message]], str],
+    render: Callable[..., str],
     index: TextIndex | None,
     documents: Iterable[str] = (),
     verbatim: Collection[str] = (),
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[Segment]:
     """Segments of a chat: the template's text as control segments, each content cut by :func:`segment_text`.
 
     The template is rendered with a sentinel in place of each content, and split there. So the template cannot change
     contents, and no content can imitate the template. White space around a content does pass through the template,
     because some templates strip it. Contents in ``verbatim`` are not searched for chunks.
+
+    Templates write arguments of calls and definitions of tools as JSON. Strings in them are marked, pass through the
+    template, and become fresh text that is no control text. Calls that the template does not write become text of
+    their message.
+
+    Args:
+        render: writes messages with the chat template; with ``tools=``, if there are tools.
+
+    Raises:
+        ConfigurationError: the template drops a message, or does not use tools.
     """
     messages = check_messages(messages)
     documents = list(chunk_texts(documents))
+    marks = Marks()
+    if any("tool_calls" in message for message in messages) and marks.nonce not in render(
+        [marks.renamed(message) for message in messages]
+    ):
+        messages = [calls_as_text(message) for message in messages]
     cores = [message["content"].strip() for message in messages]
     around = [m["content"].split(c, 1) if c else (m["content"], "") for m, c in zip(messages, cores, strict=True)]
-    marked = [f"{lead}{_sentinel(n)}{trail}" for n, (lead, trail) in enumerate(around)]
-    rendered = render([{**message, "content": text} for message, text in zip(messages, marked, strict=True)])
-    pieces = _SENTINEL.split(rendered)
-    for number in set(range(len(messages))) - set(map(int, pieces[1::2])):
+    # the quote shows whether the template writes results of tools as JSON (Llama 3, Hermes)
+    quotes = ['"' if message["role"] == "tool" else "" for message in messages]
+    sentinels = [f"\u2063{marks.nonce}{n}{quote}\u2063" for n, quote in enumerate(quotes)]
+    marked = [f"{lead}{sentinel}{trail}" for sentinel, (lead, trail) in zip(sentinels, around, strict=True)]
+    # a template may ask whether a message with calls has a content, and may drop the content
+    calling = {number for number, message in enumerate(messages) if "tool_calls" in message}
+    marked = ["" if n in calling and not cores[n] else text for n, text in enumerate(marked)]
+    shown = [{**marks.calls(message), "content": text} for message, text in zip(messages, marked, strict=True)]
+    rendered = render(shown)
+    if tools:
+        without, rendered = rendered, render(shown, tools=[marks.definition(tool) for tool in tools])
+        if rendered == without:
+            raise ConfigurationError(
+                "this model's chat template does not use tools, so the model cannot be told of them. Use a model that "
+                "was trained to call tools (such as Qwen 2.5, Llama 3 or Mistral), or describe the tools in a message."
+            )
+    found = re.split(f'\u2063{marks.nonce}([0-9]+)((?:\\\\*")?)\u2063', rendered)
+    pieces, numbers, escapes = found[::3], list(map(int, found[1::3])), found[2::3]
+    # Mistral's templates leave the system message out behind results of tools
+    left_out = {n for n, message in enumerate(messages) if calling and message["role"] == "system"}
+    for number in set(range(len(messages))) - calling - left_out - set(numbers):
         raise ConfigurationError(
             f"this model's chat template drops a message of role {messages[number]['role']!r}. Use roles it knows "
             "(usually system, user, assistant, in alternation), or pass the prompt as one string."
         )
     segments: list[Segment] = []
-    for position in range(1, len(pieces), 2):
-        number = int(pieces[position])
+    for position, (number, escape) in enumerate(zip(numbers, escapes, strict=True)):
         text, (lead, trail) = cores[number], around[number]
-        if lead and pieces[position - 1].endswith(lead):
-            pieces[position - 1], text = pieces[position - 1].removesuffix(lead), lead + text
+        for _ in range(len(escape).bit_length() - 1):  # a backslash for JSON, three for JSON in JSON
+            text = json.dumps(text, ensure_ascii=False)[1:-1]
+        if lead and pieces[position].endswith(lead):
+            pieces[position], text = pieces[position].removesuffix(lead), lead + text
         if trail and pieces[position + 1].startswith(trail):
             pieces[position + 1], text = pieces[position + 1].removeprefix(trail), text + trail
-        segments.append(Fresh(pieces[position - 1], control=True))
+        segments += _template_segments(pieces[position], marks)
         whole = messages[number]["content"] in verbatim
         segments.extend([Fresh(text)] if whole else segment_text(text, index, documents))
-    segments.append(Fresh(pieces[-1], control=True))
+    segments += _template_segments(pieces[-1], marks)
     return [segment for segment in segments if segment.text]
 
 
-_SENTINEL = re.compile("\u2063cacheclip([0-9]+)\u2063")
-
-
-def _sentinel(number: int) -> str:
-    return f"\u2063cacheclip{number}\u2063"
+def _template_segments(text: str, marks: Marks) -> list[Segment]:
+    """Segments of text that the template wrote: control text, except for what was marked."""
+    return [Fresh(piece, control=control) for piece, control in marks.split(text)]
 
 
 _ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -160,18 +194,24 @@ _ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def check_messages(messages: Sequence[Message]) -> list[Message]:
-    """The messages as a list, with role and content only: the chat template can write other fields as control text.
+    """The messages as a list, with role and content, and what belongs to calls of tools: the chat template can write
+    other fields as control text.
 
     Raises:
-        ConfigurationError: a message lacks a role or a content string, its role is more than a word, or another field
-            holds something.
+        ConfigurationError: a message lacks a role or a content string, its role is more than a word, a call is
+            malformed, or another field holds something.
     """
     if not messages:
         raise ConfigurationError("a chat prompt needs at least one message, got none.")
+    checked: list[Message] = []
+    names: dict[str, str] = {}
     for message in messages:
         if not isinstance(message, dict):
             raise ConfigurationError(f"each message must be a dict, got {type(message).__name__}.")
-        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+        content = message.get("content")
+        if content is None and message.get("tool_calls"):
+            content = ""
+        if not isinstance(message.get("role"), str) or not isinstance(content, str):
             raise ConfigurationError(
                 "each message must be a dict with string 'role' and 'content', got "
                 f"{ {k: type(v).__name__ for k, v in message.items()} }."
@@ -181,13 +221,27 @@ def check_messages(messages: Sequence[Message]) -> list[Message]:
                 f"a role must be a word of letters, digits, '_' and '-' such as 'user', got {message['role'][:80]!r}. "
                 "Names of control tokens are not accepted in roles."
             )
-        others = sorted(str(key) for key, value in message.items() if key not in ("role", "content") and value)
+        known = ("role", "content", *_FIELDS.get(message["role"], ()))
+        others = sorted(str(key) for key, value in message.items() if key not in known and value)
         if others:
             raise ConfigurationError(
-                f"a message has 'role' and 'content' only, got also {', '.join(map(repr, others))}. Write what the "
-                "model should read into the content."
+                f"a message of role {message['role']!r} has {', '.join(map(repr, known))} only, got also "
+                f"{', '.join(map(repr, others))}. Write what the model should read into the content."
             )
-    return [{"role": message["role"], "content": message["content"]} for message in messages]
+        fields = {name: message[name] for name in known[2:] if message.get(name)}
+        for name in fields.keys() - {"tool_calls"}:
+            check_name(f"{name} of a message", fields[name])
+        if "tool_calls" in fields:
+            fields["tool_calls"] = check_calls(fields["tool_calls"])
+            names |= {call["id"]: call["function"]["name"] for call in fields["tool_calls"] if "id" in call}
+        if "name" not in fields and fields.get("tool_call_id") in names:
+            fields["name"] = names[fields["tool_call_id"]]
+        checked.append({"role": message["role"], "content": content, **fields})
+    return checked
+
+
+_FIELDS = {"assistant": ("tool_calls",), "tool": ("tool_call_id", "name")}
+"""Fields that a message may have beside role and content, by role."""
 
 
 def check_segments(segments: Iterable[Segment]) -> list[Segment]:
@@ -252,7 +306,13 @@ class PromptReader:
     """None: the chat template's default system prompt."""
 
     def segments(
-        self, prompt: Prompt, texts: TextIndex, documents: Iterable[str] = (), *, date: str | None = None
+        self,
+        prompt: Prompt,
+        texts: TextIndex,
+        documents: Iterable[str] = (),
+        *,
+        date: str | None = None,
+        tools: Iterable[Mapping[str, Any]] = (),
     ) -> list[Segment]:
         """Cut a prompt into chunks and fresh text.
 
@@ -262,16 +322,21 @@ class PromptReader:
             texts: stored texts to find.
             documents: chunk texts known to be in the prompt, stored or not.
             date: for chat templates that state the date; default today.
+            tools: definitions of tools that the model may call, in OpenAI's function format.
+
+        Raises:
+            ConfigurationError: the prompt or a definition is malformed, or the chat template does not use tools.
         """
+        tools = self._checked_tools(tools)
         runtime, own = self.runtime, self.system_prompt
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else check_messages(prompt)
         if not runtime.has_chat_template:
-            text = "\n\n".join(message["content"] for message in messages)
+            text = "\n\n".join(calls_as_text(message)["content"] for message in messages)
             return self._opening() + segment_text(text, texts, documents)
         if all(message["role"] != "system" for message in messages):
             messages = [*self._system_messages(), *messages]
         # the system prompt belongs to the prefix: do not search it for chunks
-        return segment_chat(messages, self._render(date), texts, documents, verbatim=(own,) if own else ())
+        return segment_chat(messages, self._render(date), texts, documents, (own,) if own else (), tools)
 
     def prefix_ids(self) -> list[int]:
         """Token ids of the shared prefix: the chat template's text up to the user's first word."""
@@ -283,8 +348,24 @@ class PromptReader:
             opening = segments[: segments.index(Fresh(content))]
         return list(tokenize_whole(opening, self.runtime).ids)
 
-    def _render(self, date: str | None) -> Callable[[Iterable[Message]], str]:
-        return lambda messages: self.runtime.render_chat(list(messages), date=date)
+    def _checked_tools(self, tools: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The definitions, whose names and keys the template may write as control text."""
+        checked = check_tools(tools)
+        if checked and not self.runtime.has_chat_template:
+            raise ConfigurationError(
+                f"model {self.runtime.name!r} has no chat template, so it cannot be told of tools. Use a model that "
+                "was trained to call tools, or describe the tools in the prompt."
+            )
+        for name in unmarked(checked):
+            if self.runtime.tokenize(name, control=True).ids != self.runtime.tokenize(name).ids:
+                raise ConfigurationError(
+                    f"a definition of a tool has the name or key {name[:80]!r}, which holds the name of a control "
+                    "token of this model. Rename it."
+                )
+        return checked
+
+    def _render(self, date: str | None) -> Callable[..., str]:
+        return lambda messages, **tools: self.runtime.render_chat(list(messages), date=date, **tools)
 
     def _system_messages(self) -> list[Message]:
         return [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []

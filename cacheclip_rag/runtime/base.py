@@ -5,13 +5,15 @@ can too. Attributes say what a runtime can do, so that no code asks for its clas
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+
+from ..errors import ConfigurationError
 
 if TYPE_CHECKING:
     import torch
@@ -20,11 +22,26 @@ if TYPE_CHECKING:
     from ..clock import PhaseClock
     from ..types import Message, Plan, Trace
 
-__all__ = ["DTYPES", "Fused", "Runtime", "State", "TokenizedText", "wait_for", "weights_digest"]
+__all__ = [
+    "CALL_MARKERS",
+    "DTYPES",
+    "Constraint",
+    "Fused",
+    "Runtime",
+    "State",
+    "TokenizedText",
+    "wait_for",
+    "weights_digest",
+]
 
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Compute dtypes of models, and dtypes that stored KV may have."""
+
+
+CALL_MARKERS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>")
+"""What models write around calls of tools. In some tokenizers these are special tokens, which the text of an answer
+lacks."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +64,16 @@ class TokenizedText:
     def moved(self, by: int) -> TokenizedText:
         """The same tokens, ``by`` characters later in a text."""
         return self if not by else TokenizedText(self.ids, tuple((a + by, b + by) for a, b in self.offsets))
+
+
+class Constraint(Protocol):
+    """Follows one answer and says which tokens may come next."""
+
+    def allowed(self, logits: torch.Tensor) -> torch.Tensor:
+        """``(vocab_size,)`` logits with those of tokens that must not come next at minus infinity."""
+
+    def accept(self, token_id: int) -> None:
+        """Take the chosen token into account."""
 
 
 class State(Protocol):
@@ -96,6 +123,8 @@ class Runtime(ABC):
     can_extend: bool = False
     """Whether a prompt can be read block by block (:meth:`begin`, :meth:`extend`, :meth:`cut`). Verified finishing
     needs this; without it, answers are not verified."""
+    can_constrain: bool = False
+    """Whether answers can follow a JSON schema (:meth:`constrain`)."""
     unsupported: str | None = None
     """Why the KV cannot be reused; None if it can."""
     context_tokens: int
@@ -154,6 +183,21 @@ class Runtime(ABC):
     def decode_ids(self, ids: Sequence[int]) -> str:
         """Text of token ids, without special tokens."""
 
+    def decode_calls(self, ids: Sequence[int]) -> str:
+        """Like :meth:`decode_ids`, with the special tokens that mark calls of tools
+        (:data:`CALL_MARKERS`). A runtime whose tokenizer has such tokens overrides this."""
+        return self.decode_ids(ids)
+
+    def constrain(self, json_schema: str) -> Constraint:
+        """A constraint on one answer, which must be JSON that follows ``json_schema``. A runtime with ``can_constrain``
+        overrides this.
+
+        Raises:
+            ConfigurationError: this runtime cannot constrain answers, or the schema is not supported.
+            MissingExtraError: the extra ``structured`` is not installed.
+        """
+        raise ConfigurationError(f"model {self.name!r} runs in a runtime that cannot follow a json_schema.")
+
     @property
     @abstractmethod
     def has_chat_template(self) -> bool:
@@ -161,9 +205,15 @@ class Runtime(ABC):
 
     @abstractmethod
     def render_chat(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, date: str | None = None
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        date: str | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
-        """Messages rendered by the chat template. ``date`` is used by templates that state the date (default today)."""
+        """Messages rendered by the chat template. ``date`` is used by templates that state the date (default today).
+        ``tools`` are definitions in OpenAI's function format; a template that does not use tools ignores them."""
 
     # -- KV -----------------------------------------------------------------------------------------------------
 

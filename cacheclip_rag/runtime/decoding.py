@@ -15,7 +15,7 @@ from ..sampling import SamplingParams
 from ..types import Answer, Event
 
 if TYPE_CHECKING:
-    from .base import Runtime
+    from .base import Constraint, Runtime
     from .prefill import Prefilled
     from .verification import Verification
 
@@ -40,10 +40,17 @@ def is_greedy(params: SamplingParams) -> bool:
 class Sampler:
     """Picks the next token from logits."""
 
-    def __init__(self, params: SamplingParams, device: torch.device, observe: LogitsObserver | None = None) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        device: torch.device,
+        observe: LogitsObserver | None = None,
+        constraint: Constraint | None = None,
+    ) -> None:
         from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
         self._observe = observe
+        self._constraint = constraint
         self._greedy = is_greedy(params)
         self._warpers = LogitsProcessorList()
         if not self._greedy:
@@ -58,7 +65,9 @@ class Sampler:
 
     def pick(self, logits: torch.Tensor) -> int:
         """Token id chosen from ``(vocab_size,)`` logits."""
-        token = self._choose(logits)
+        token = self._choose(logits if self._constraint is None else self._constraint.allowed(logits))
+        if self._constraint is not None:
+            self._constraint.accept(token)
         if self._observe is not None:
             self._observe(logits, token)
         return token
@@ -128,19 +137,24 @@ def decode(
     observe: LogitsObserver | None = None,
     verification: Verification | None = None,
     turn: Callable[[], AbstractContextManager[None]] = nullcontext,
+    constraint: Constraint | None = None,
+    text_of: Callable[[Sequence[int]], str] | None = None,
 ) -> Iterator[Event]:
     """Decode the answer of a prefilled prompt; the last event carries the whole answer.
 
     Args:
         verification: completes the prompt's exact KV between two tokens, and verifies the answer.
         turn: taken for each computation of the model, and given back before an event is yielded.
+        constraint: says which tokens may come next; not with ``verification``, which compares free choices.
+        text_of: the answer's text from its token ids; default the runtime's ``decode_ids``.
     """
     cache, num_tokens = prefilled.cache, prefilled.layout.num_tokens
     started = PhaseClock()
     prefilled.keep_prefix(cache)  # before decoding, so that concurrent requests can use it
     most = min(params.max_tokens, runtime.context_tokens - cache.position_of(num_tokens))
-    sampler = Sampler(params, prefilled.logits.device, observe)
-    stream = TextStream(runtime.decode_ids, params.stop)
+    text_of = text_of or runtime.decode_ids
+    sampler = Sampler(params, prefilled.logits.device, observe, constraint)
+    stream = TextStream(text_of, params.stop)
     token = sampler.pick(prefilled.logits)
     stats = replace(prefilled.stats, ttft_s=prefilled.stats.ttft_s + started.elapsed())
     ids = [token]
@@ -168,7 +182,7 @@ def decode(
                 most = min(params.max_tokens, runtime.context_tokens - num_tokens)
                 if resumed.ids != ids:
                     ids = resumed.ids
-                    token, stream = ids[-1], TextStream(runtime.decode_ids, params.stop)
+                    token, stream = ids[-1], TextStream(text_of, params.stop)
                     revised_from = sum(len(stream.push(each)) for each in ids[:-1])
                     continue
                 is_over = ended or len(ids) >= most

@@ -12,9 +12,10 @@ are counted, not computed.
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -97,9 +98,18 @@ class FakeRuntime(Runtime):
         return True
 
     def render_chat(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, date: str | None = None
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        date: str | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
-        turns = "".join(f"[{message['role']}] {message['content']} [end]\n" for message in messages)
+        turns = f"[tools] {json.dumps(list(tools), ensure_ascii=False)} [end]\n" if tools else ""
+        for message in messages:
+            calls = message.get("tool_calls")
+            called = f" [calls] {json.dumps(calls, ensure_ascii=False)}" if calls else ""
+            turns += f"[{message['role']}] {message['content']}{called} [end]\n"
         return turns + ("[assistant]" if add_generation_prompt else "")
 
     def _id_of(self, word: str) -> int:

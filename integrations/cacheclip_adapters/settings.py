@@ -16,6 +16,8 @@ from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.sampling import SamplingParams, merge_call_options
 
+from .tools import with_tool_choice
+
 if TYPE_CHECKING:
     from typing import Self
 
@@ -198,6 +200,9 @@ class ModelFields(EngineFields):
     """The answer ends before the first of these strings. A single string is accepted. Also ``stop_sequences``."""
     seed: int | None = _SAMPLING.seed
     """Makes sampling repeatable."""
+    json_schema: Any = _SAMPLING.json_schema
+    """The answer is JSON that follows this JSON schema, a dict or JSON text. Needs the extra ``structured``; not with
+    ``finish``."""
 
     def _check(self) -> None:
         super()._check()
@@ -209,6 +214,7 @@ class ModelFields(EngineFields):
         Raises:
             ConfigurationError: an unknown option, or a value out of range.
         """
+        options = with_tool_choice(options)
         own = {name: getattr(self, name) for name in (*self._sampling_names(), *_PER_CALL)}
         if not isinstance(options.get("method") or self.method, str):
             own["recompute_ratio"] = None  # an instance has its own ratio

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from cacheclip_adapters.aio import iterate_in_thread
+from cacheclip_adapters.tools import with_tool_choice
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.documents import Document
-from langchain_core.language_models import ModelProfile
+from langchain_core.language_models import LanguageModelInput, ModelProfile
 from langchain_core.language_models.chat_models import BaseChatModel
 from langchain_core.messages import LC_AUTO_PREFIX, AIMessage, AIMessageChunk, BaseMessage, ToolMessage
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+from langchain_core.messages.tool import tool_call, tool_call_chunk
+from langchain_core.output_parsers import BaseOutputParser, JsonOutputParser, PydanticOutputParser
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
+from langchain_core.tools import BaseTool
+from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
+from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import Field, SecretStr
 
 from cacheclip_rag.errors import ConfigurationError
@@ -23,6 +31,7 @@ from .base import LangChainFields, ending, last_answer, last_answer_async
 
 if TYPE_CHECKING:
     from cacheclip_rag import Answer, Event
+    from cacheclip_rag.prompt.tools import ToolCall
 
 __all__ = ["ChatCacheClip"]
 
@@ -54,9 +63,9 @@ class ChatCacheClip(LangChainFields, BaseChatModel):
     call stops before the next token.
 
     The constructor only checks settings. Weights load at the first call, and models with equal settings share them.
-    The model reads the text of messages, ignores reasoning, and refuses other content. It cannot call tools, so there
-    is no ``bind_tools``. Tool messages are rendered by the chat template. Earlier tool calls are written as JSON
-    between ``<tool_call>`` and ``</tool_call>``, the format of Hermes and Qwen models, for all models.
+    The model reads the text of messages, ignores reasoning, and refuses other content. Tools, calls and tool messages
+    are rendered by the chat template. If the template does not write earlier calls, they become text of their message:
+    JSON between ``<tool_call>`` and ``</tool_call>``. A model whose template does not use tools refuses ``tools``.
 
     Raises:
         ConfigurationError: an unknown field or call option, a value out of range, or a message that is not text.
@@ -86,12 +95,81 @@ class ChatCacheClip(LangChainFields, BaseChatModel):
 
     def _resolve_model_profile(self) -> ModelProfile | None:
         """Profile for agents and trimmers. It has the context length if this is known without loading the model."""
-        profile = ModelProfile(text_inputs=True, text_outputs=True, image_inputs=False, tool_calling=False)
+        profile = ModelProfile(text_inputs=True, text_outputs=True, image_inputs=False)  # tools: the template says
         try:
             tokens = known_context(self.primary)
         except (OSError, ValueError):  # loading the model reports the reason
             tokens = None
         return {**profile, "max_input_tokens": tokens} if tokens else profile
+
+    # -- tools and structured output ----------------------------------------------------------------------------
+
+    def bind_tools(
+        self,
+        tools: Sequence[dict[str, Any] | type | Callable[..., Any] | BaseTool],
+        *,
+        tool_choice: dict[str, Any] | str | bool | None = None,
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, AIMessage]:
+        """This model with tools that it may call.
+
+        Args:
+            tools: functions, LangChain tools, pydantic classes, or definitions in OpenAI's function format.
+            tool_choice: ``any`` (also ``required``, True): the answer is a call of one of them; a name: of this one;
+                ``none``: no call; default the model decides. A forced call needs the extra ``structured``.
+            strict: ignored: arguments of forced calls always follow their schema, and others may not.
+
+        Raises:
+            ConfigurationError: a malformed definition, or the choice of an unknown tool. At the first call: the
+                model's chat template does not use tools.
+        """
+        options = {**kwargs, "tools": [convert_to_openai_tool(tool) for tool in tools], "tool_choice": tool_choice}
+        with_tool_choice(options)  # report what is wrong now, not at the first call
+        return self.bind(**options)
+
+    def with_structured_output(
+        self,
+        schema: dict[str, Any] | type,
+        *,
+        include_raw: bool = False,
+        method: str = "json_schema",
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, Any]:
+        """This model with answers of a given structure. Needs the extra ``structured``.
+
+        Args:
+            schema: a pydantic class (answers are its instances), a typed dict or a JSON schema (answers are dicts).
+            include_raw: answers are dicts with ``raw`` (the message), ``parsed`` and ``parsing_error``.
+            method: ``json_schema``: the answer is JSON that follows the schema, with every model; the prompt does not
+                contain the schema. ``function_calling``: the answer is a call of a tool with this schema, with models
+                whose chat template uses tools. ``json_mode``: the answer is any JSON object, and the prompt must say
+                which.
+            strict: ignored: the schema is always followed.
+
+        Raises:
+            ConfigurationError: an unknown method.
+        """
+        if method == "function_calling":
+            return super().with_structured_output(schema, include_raw=include_raw, **kwargs)
+        if method not in ("json_schema", "json_mode"):
+            raise ConfigurationError(f"method must be json_schema, function_calling or json_mode, got {method!r}.")
+        is_json = isinstance(schema, dict) and not {"name", "function", "parameters"} & schema.keys()
+        wanted = schema if is_json else convert_to_json_schema(schema)
+        llm = self.bind(
+            json_schema=wanted if method == "json_schema" else {"type": "object"},
+            ls_structured_output_format={"kwargs": {"method": method}, "schema": wanted},
+            **kwargs,
+        )
+        parser: BaseOutputParser[Any] = JsonOutputParser()
+        if isinstance(schema, type) and is_basemodel_subclass(schema):
+            parser = PydanticOutputParser(pydantic_object=schema)
+        if not include_raw:
+            return llm | parser
+        parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
+        failed = RunnablePassthrough.assign(parsed=lambda _: None)
+        return RunnableMap(raw=llm) | parsed.with_fallbacks([failed], exception_key="parsing_error")
 
     # -- LangChain's four calls ---------------------------------------------------------------------------------
 
@@ -148,7 +226,10 @@ class ChatCacheClip(LangChainFields, BaseChatModel):
     def _result(self, answer: Answer) -> ChatResult:
         metadata = {"model_name": self.primary, **ending(answer)}
         message = AIMessage(
-            content=answer.text, response_metadata=metadata, usage_metadata=_usage(answer, self._stored_tokens(answer))
+            content=answer.text,
+            tool_calls=[tool_call(name=call.name, args=call.arguments, id=call.id) for call in answer.tool_calls],
+            response_metadata=metadata,
+            usage_metadata=_usage(answer, self._stored_tokens(answer)),
         )
         return ChatResult(generations=[ChatGeneration(message=message)])
 
@@ -156,14 +237,22 @@ class ChatCacheClip(LangChainFields, BaseChatModel):
         """LangChain adds chunks up, so the model's name is on the first chunk only, and counts on the last chunk
         only."""
         metadata: dict[str, Any] = {"model_name": self.primary}
+        called = 0
         for event in events():
-            message = AIMessageChunk(content=event.text, response_metadata=metadata)
+            chunks = [_call_chunk(call, called + number) for number, call in enumerate(event.tool_calls)]
+            called += len(chunks)
+            message = AIMessageChunk(content=event.text, tool_call_chunks=chunks, response_metadata=metadata)
             if event.answer:
                 message.response_metadata = {**metadata, **ending(event.answer)}
                 message.usage_metadata = _usage(event.answer, self._stored_tokens(event.answer))
                 message.chunk_position = "last"
             yield ChatGenerationChunk(message=message)
             metadata = {}
+
+
+def _call_chunk(call: ToolCall, index: int) -> Any:
+    """A whole call as a chunk of a stream."""
+    return tool_call_chunk(name=call.name, args=json.dumps(call.arguments, ensure_ascii=False), id=call.id, index=index)
 
 
 def _usage(answer: Answer, stored: int) -> UsageMetadata:
@@ -176,9 +265,18 @@ def _usage(answer: Answer, stored: int) -> UsageMetadata:
     )
 
 
-def _messages(messages: Sequence[BaseMessage]) -> list[dict[str, str]]:
+def _messages(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
     """Messages in the engine's format. Raises ConfigurationError for unknown roles and for content without text."""
-    return [{"role": _role(message), "content": _content(message)} for message in messages]
+    return [{"role": _role(message), "content": _content(message), **_calling(message)} for message in messages]
+
+
+def _calling(message: BaseMessage) -> dict[str, Any]:
+    """What a message says of calls: an AI message the calls, a tool message which call it answers."""
+    if isinstance(message, ToolMessage):
+        return {"tool_call_id": message.tool_call_id, "name": message.name}
+    calls = getattr(message, "tool_calls", None) or ()
+    named = [{"id": c["id"], "function": {"name": c["name"], "arguments": c["args"]}} for c in calls]
+    return {"tool_calls": named} if named else {}
 
 
 def _role(message: BaseMessage) -> str:
@@ -194,7 +292,7 @@ def _role(message: BaseMessage) -> str:
 
 
 def _content(message: BaseMessage) -> str:
-    """The text of a message, block by block. Documents and tool calls are separate paragraphs."""
+    """The text of a message, block by block. Documents are separate paragraphs."""
     paragraphs = [""]
     for block in _blocks(message):
         kind = block.get("type")
@@ -207,11 +305,8 @@ def _content(message: BaseMessage) -> str:
                 f"ChatCacheClip reads text only, got a block of type {kind!r} in a message of type {message.type!r}. "
                 "Leave the block out, or put its text in a text block."
             )
-    for call in getattr(message, "tool_calls", None) or ():
-        written = json.dumps({"name": call["name"], "arguments": call["args"]}, ensure_ascii=False)
-        paragraphs.append(f"<tool_call>\n{written}\n</tool_call>")
     text = "\n\n".join(filter(None, paragraphs))
-    if message.content and not text:
+    if message.content and not text and not getattr(message, "tool_calls", None):
         raise ConfigurationError(f"ChatCacheClip reads text only, got a message of type {message.type!r} without text.")
     return text
 

@@ -7,8 +7,9 @@ import functools
 import hashlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ import torch
 from jinja2 import TemplateError
 
 from ...errors import ConfigurationError, ModelError
-from ..base import Runtime, TokenizedText
+from ..base import CALL_MARKERS, Runtime, TokenizedText
+from .constraint import Grammars, SchemaConstraint
 from .user_text import LeastTokens, text_tokenizer
 
 __all__ = ["TextModel", "TokenizedText", "check_encodable", "check_process", "quiet_transformers"]
@@ -54,6 +56,7 @@ class TextModel(Runtime):
         self._process = os.getpid()
         self.tokenizer = tokenizer
         self.has_offsets: bool = getattr(tokenizer, "is_fast", False)
+        self.can_constrain: bool = self.has_offsets
         self.name = name
         self.eos_ids: frozenset[int] = self._find_eos_ids()
         self.text_tokenizer, control = (
@@ -128,15 +131,41 @@ class TextModel(Runtime):
     def decode_ids(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
+    def decode_calls(self, ids: Sequence[int]) -> str:
+        markers = self._call_markers
+        if not markers:
+            return self.decode_ids(ids)
+        runs = groupby(ids, key=lambda token: markers.get(token))
+        return "".join(marker * len(list(run)) if marker else self.decode_ids(list(run)) for marker, run in runs)
+
+    @cached_property
+    def _call_markers(self) -> dict[int, str]:
+        """Special tokens that mark calls of tools."""
+        special = {n: token.content for n, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        return {number: text for number, text in special.items() if text in CALL_MARKERS}
+
+    def constrain(self, json_schema: str) -> SchemaConstraint:
+        return self._grammars.constraint(json_schema)
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        return Grammars(self.tokenizer, self.eos_ids, self.name)
+
     @property
     def has_chat_template(self) -> bool:
         return bool(getattr(self.tokenizer, "chat_template", None))
 
     def render_chat(
-        self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool = True, date: str | None = None
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        date: str | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """Messages rendered by the chat template. ``date`` is used by templates that state the date (default today)."""
-        template = self.tokenizer.get_chat_template()
+        definitions = list(tools) or None
+        template = self.tokenizer.get_chat_template(tools=definitions)
         if date is not None:  # transformers gives templates this function; a macro of the same name replaces it
             template = f"{{% macro strftime_now(format) %}}{date}{{% endmacro %}}{template}"
         try:
@@ -146,9 +175,10 @@ class TextModel(Runtime):
                     tokenize=False,
                     add_generation_prompt=add_generation_prompt,
                     chat_template=template,
+                    tools=definitions,
                 )
             )
-        except TemplateError as error:  # a template raises for unknown roles or orders
+        except (TemplateError, TypeError) as error:  # a template raises for unknown roles or orders
             roles = ", ".join(message["role"] for message in messages)
             raise ConfigurationError(
                 f"the chat template of model {self.name!r} refuses messages of roles {roles}: {error}. Change roles or "

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from cacheclip_adapters import ModelFields
 from cacheclip_adapters.aio import iterate_in_thread
 from cacheclip_adapters.finishing import final_events
+from cacheclip_adapters.tools import can_constrain
 from cacheclip_adapters.usage import telemetry, token_usage
 from llama_index.core.base.llms.types import (
     ChatMessage,
@@ -26,17 +29,24 @@ from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index.core.constants import DEFAULT_CONTEXT_WINDOW
 from llama_index.core.instrumentation import get_dispatcher  # type: ignore[attr-defined]
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
-from llama_index.core.llms.custom import CustomLLM
+from llama_index.core.llms.function_calling import FunctionCallingLLM
+from llama_index.core.llms.llm import ToolSelection
+from llama_index.core.program.utils import process_streaming_objects
 
 from cacheclip_rag.errors import ConfigurationError
-from cacheclip_rag.models.context import known_context
+from cacheclip_rag.models.context import known_context, knows_tools
 
 from .events import CacheClipFusionEvent
 
 if TYPE_CHECKING:
     from typing import Self
 
+    from llama_index.core.prompts import PromptTemplate
+    from llama_index.core.tools.types import BaseTool
+    from pydantic import BaseModel
+
     from cacheclip_rag import Answer, Event, FusionStats
+    from cacheclip_rag.prompt.tools import ToolCall
 
 Origins = Mapping[str, Sequence[tuple[str, str]]]
 """Texts with their ``(node id, ref_doc_id)`` pairs; ``""`` if a node has no document."""
@@ -55,10 +65,12 @@ _ROLES = {
     MessageRole.ASSISTANT: "assistant",
     MessageRole.CHATBOT: "assistant",
     MessageRole.MODEL: "assistant",
+    MessageRole.TOOL: "tool",
+    MessageRole.FUNCTION: "tool",
 }
 
 
-class CacheClipLLM(ModelFields, CustomLLM):
+class CacheClipLLM(ModelFields, FunctionCallingLLM):
     """A local model that reuses the precomputed KV of chunks found in its prompts.
 
     Existing query engines and synthesizers only need this LLM. Precompute texts once with :class:`CacheClipTransform`
@@ -73,7 +85,12 @@ class CacheClipLLM(ModelFields, CustomLLM):
     precomputed). If ``documents`` maps texts to ``(node id, ref_doc_id)`` pairs, the texts are released with these
     nodes. Every answer emits a :class:`CacheClipFusionEvent`. Async calls run the model in a separate thread, which
     stops before the next token if the task is cancelled. The model's chat template renders messages;
-    ``messages_to_prompt`` is not used.
+    ``messages_to_prompt`` is not used. Tools, calls and results of tools are rendered by the chat template too; a model
+    whose template does not use tools refuses them. Calls are in ``additional_kwargs["tool_calls"]`` of a response's
+    message, in OpenAI's format.
+
+    Structured output (``structured_predict``, ``as_structured_llm``) follows its schema where the extra ``structured``
+    is installed, with every model.
 
     Raises:
         ConfigurationError: an unknown field or call option, a value out of range, or a message that is not text.
@@ -87,6 +104,9 @@ class CacheClipLLM(ModelFields, CustomLLM):
     """Tokens of prompt and answer; None: the model's context."""
     is_chat_model: bool = True
     """Whether LlamaIndex sends messages instead of one text."""
+    is_function_calling_model: bool | None = None
+    """Whether LlamaIndex gives the model tools, and makes it call one for structured output. None: if the chat template
+    of a model on this machine uses tools, and the extra ``structured`` is installed."""
 
     _nodes: Origins = PrivateAttr(default_factory=dict)
     """Texts known to be in the prompts, and their nodes."""
@@ -126,7 +146,13 @@ class CacheClipLLM(ModelFields, CustomLLM):
             num_output=self.max_tokens,
             is_chat_model=self.is_chat_model,
             model_name=self.primary,
+            is_function_calling_model=self._calls_functions(),
         )
+
+    def _calls_functions(self) -> bool:
+        if self.is_function_calling_model is not None:
+            return self.is_function_calling_model
+        return self.is_chat_model and can_constrain() and knows_tools(self.primary)
 
     # -- completion ---------------------------------------------------------------------------------------------
 
@@ -165,6 +191,120 @@ class CacheClipLLM(ModelFields, CustomLLM):
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
         events = self._events(_messages(messages), kwargs)
         return iterate_in_thread(lambda: _chats(events()))
+
+    # -- tools and structured output ----------------------------------------------------------------------------
+
+    def _prepare_chat_with_tools(
+        self,
+        tools: Sequence[BaseTool],
+        user_msg: str | ChatMessage | None = None,
+        chat_history: list[ChatMessage] | None = None,
+        verbose: bool = False,
+        allow_parallel_tool_calls: bool = False,
+        tool_required: bool = False,
+        tool_choice: Any = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Arguments of :meth:`chat`. A required tool call follows the tool's schema and needs the extra
+        ``structured``."""
+        asking = ChatMessage(role=MessageRole.USER, content=user_msg) if isinstance(user_msg, str) else user_msg
+        return {
+            "messages": [*(chat_history or ()), *([asking] if asking is not None else ())],
+            "tools": [tool.metadata.to_openai_tool(skip_length_check=True) for tool in tools] or None,
+            "tool_choice": tool_choice or ("any" if tool_required else None),
+            **kwargs,
+        }
+
+    def _validate_chat_with_tools_response(
+        self, response: ChatResponse, tools: Sequence[BaseTool], allow_parallel_tool_calls: bool = False, **kwargs: Any
+    ) -> ChatResponse:
+        calls = response.message.additional_kwargs.get("tool_calls")
+        if calls and not allow_parallel_tool_calls:
+            response.message.additional_kwargs["tool_calls"] = calls[:1]
+        return response
+
+    def get_tool_calls_from_response(
+        self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
+    ) -> list[ToolSelection]:
+        """The calls in a response.
+
+        Raises:
+            ValueError: there is none, and ``error_on_no_tool_call`` is set.
+        """
+        calls = _calls(response.message)
+        if not calls and error_on_no_tool_call:
+            raise ValueError(f"expected at least one tool call, got {response.message.content!r}.")
+        return [
+            ToolSelection(
+                tool_id=call["id"],
+                tool_name=call["function"]["name"],
+                tool_kwargs=_arguments(call["function"]["arguments"]),
+            )
+            for call in calls
+        ]
+
+    def structured_predict(
+        self,
+        output_cls: type[Any],
+        prompt: PromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> Any:
+        return super().structured_predict(output_cls, prompt, self._told(output_cls, llm_kwargs), **prompt_args)
+
+    async def astructured_predict(
+        self,
+        output_cls: type[Any],
+        prompt: PromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> Any:
+        options = await asyncio.to_thread(self._told, output_cls, llm_kwargs)
+        return await super().astructured_predict(output_cls, prompt, options, **prompt_args)
+
+    def _can_constrain(self) -> bool:
+        """Whether answers can follow a schema. Loads the model."""
+        return can_constrain() and self.engine.primary.can_constrain
+
+    def _told(self, output_cls: type[BaseModel], options: dict[str, Any] | None) -> dict[str, Any]:
+        """Options of a call whose answer is an ``output_cls``. A required tool call has its schema already."""
+        constrained = self._can_constrain() and not self._calls_functions()
+        return {**(options or {}), **({"json_schema": output_cls.model_json_schema()} if constrained else {})}
+
+    def _structured_stream_call(
+        self,
+        output_cls: type[Any],
+        prompt: PromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> Generator[Any, None, None]:
+        """Partial objects from JSON as it is written."""
+        if not self._can_constrain():
+            yield from super()._structured_stream_call(output_cls, prompt, llm_kwargs, **prompt_args)
+            return
+        messages = self._extend_messages(prompt.format_messages(llm=self, **prompt_args))
+        found = _Partial(output_cls)
+        for response in self.stream_chat(messages, **{**(llm_kwargs or {}), "json_schema": found.schema}):
+            yield found.after(response)
+
+    async def _structured_astream_call(
+        self,
+        output_cls: type[Any],
+        prompt: PromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> AsyncGenerator[Any, None]:
+        if not await asyncio.to_thread(self._can_constrain):
+            return await super()._structured_astream_call(output_cls, prompt, llm_kwargs, **prompt_args)
+        messages = self._extend_messages(prompt.format_messages(llm=self, **prompt_args))
+        found = _Partial(output_cls)
+
+        async def objects() -> AsyncGenerator[Any, None]:
+            options = {**(llm_kwargs or {}), "json_schema": found.schema}
+            async for response in await self.astream_chat(messages, **options):
+                yield found.after(response)
+
+        return objects()
 
     # -- the engine's two calls ---------------------------------------------------------------------------------
 
@@ -211,17 +351,55 @@ class CacheClipLLM(ModelFields, CustomLLM):
         return CacheClipFusionEvent(model_name=self.primary, node_ids=node_ids, stats=found, **named)
 
 
-def _messages(messages: Sequence[ChatMessage]) -> list[dict[str, str]]:
-    """Messages in the engine's format. Raises ConfigurationError for tool messages and for content without text."""
-    return [{"role": _role(message), "content": _content(message)} for message in messages]
+class _Partial:
+    """Objects from answers that are not complete yet."""
+
+    def __init__(self, output_cls: type[Any]) -> None:
+        self.schema = output_cls.model_json_schema()
+        self._output_cls = output_cls
+        self._found: Any = None
+
+    def after(self, response: ChatResponse) -> Any:
+        """The object as far as it is written."""
+        found = process_streaming_objects(response, self._output_cls, self._found and [self._found])
+        self._found = found[0] if isinstance(found, list) else found
+        return self._found
+
+
+def _messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Messages in the engine's format. Raises ConfigurationError for content without text."""
+    return [{"role": (role := _role(m)), "content": _content(m), **_calling(m, role)} for m in messages]
+
+
+def _calling(message: ChatMessage, role: str) -> dict[str, Any]:
+    """What a message says of calls: an assistant's message the calls, a tool message which call it answers."""
+    if role == "tool":
+        return {name: message.additional_kwargs.get(name) for name in ("tool_call_id", "name")}
+    return {"tool_calls": _calls(message)} if role == "assistant" else {}
+
+
+def _calls(message: ChatMessage) -> list[dict[str, Any]]:
+    """A message's calls in OpenAI's format: from ``additional_kwargs``, else from its blocks."""
+    named = message.additional_kwargs.get("tool_calls")
+    if named:
+        return [call if isinstance(call, dict) else call.model_dump() for call in named]
+    blocks: list[Any] = [block for block in message.blocks if type(block).__name__ == "ToolCallBlock"]
+    return [
+        {"id": block.tool_call_id, "function": {"name": block.tool_name, "arguments": block.tool_kwargs}}
+        for block in blocks
+    ]
+
+
+def _arguments(given: Any) -> dict[str, Any]:
+    return dict(json.loads(given) if isinstance(given, str) else given or {})
 
 
 def _role(message: ChatMessage) -> str:
     role = _ROLES.get(message.role)
     if role is None:
         raise ConfigurationError(
-            f"CacheClipLLM takes system, user and assistant messages, got role {message.role.value!r}. Tool calling is "
-            "not supported: give the tool's result as a user message."
+            f"CacheClipLLM takes system, user, assistant and tool messages, got role {message.role.value!r}. Give its "
+            "content as a user message."
         )
     return role
 
@@ -265,8 +443,13 @@ def _completion(answer: Answer) -> CompletionResponse:
 
 
 def _chat(answer: Answer) -> ChatResponse:
-    message = ChatMessage(role=MessageRole.ASSISTANT, content=answer.text)
-    return ChatResponse(message=message, **_details(answer))
+    return ChatResponse(message=_said(answer.text, answer.tool_calls), **_details(answer))
+
+
+def _said(text: str, calls: Iterable[ToolCall]) -> ChatMessage:
+    named = [call.to_dict() for call in calls]
+    extra = {"additional_kwargs": {"tool_calls": named}} if named else {}
+    return ChatMessage(role=MessageRole.ASSISTANT, content=text, **extra)
 
 
 def _completions(events: Iterator[Event]) -> CompletionResponseGen:
@@ -279,8 +462,9 @@ def _completions(events: Iterator[Event]) -> CompletionResponseGen:
 
 def _chats(events: Iterator[Event]) -> ChatResponseGen:
     text = ""
+    calls: list[ToolCall] = []
     for event in events:
         text += event.text
+        calls += event.tool_calls
         details = _details(event.answer) if event.answer else {}
-        message = ChatMessage(role=MessageRole.ASSISTANT, content=text)
-        yield ChatResponse(message=message, delta=event.text, **details)
+        yield ChatResponse(message=_said(text, calls), delta=event.text, **details)

@@ -1,0 +1,58 @@
+"""Calls of tools that must happen, and what frameworks say about them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any
+
+from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.prompt.tools import call_schema, check_tools
+
+__all__ = ["can_constrain", "forced_tool", "with_tool_choice"]
+
+
+def can_constrain() -> bool:
+    """Whether the extra ``structured`` is installed."""
+    return find_spec("llguidance") is not None
+
+
+def with_tool_choice(options: Mapping[str, Any]) -> dict[str, Any]:
+    """A call's options with ``tool_choice`` turned into ``json_schema``: an answer that must be a call is constrained
+    to be one. ``none`` leaves the tools out.
+
+    Raises:
+        ConfigurationError: a choice without tools, of an unknown tool, or beside a ``json_schema``.
+    """
+    options = dict(options)
+    choice = options.pop("tool_choice", None)
+    if choice == "none":
+        options.pop("tools", None)
+    forced, only = forced_tool(choice)
+    if forced:
+        if options.get("json_schema") is not None:
+            raise ConfigurationError("tool_choice and json_schema both say what the answer must be. Give one of them.")
+        options["json_schema"] = call_schema(check_tools(options.get("tools") or ()), only)
+    return options
+
+
+def forced_tool(choice: Any) -> tuple[bool, str | None]:
+    """Whether a tool must be called, and which; None: any of them.
+
+    Args:
+        choice: None, ``auto`` and ``none``: none must; ``any``, ``required`` and True: any; a name or an OpenAI dict
+            with a name: this one.
+    """
+    if isinstance(choice, Mapping):
+        function = choice.get("function")
+        named = (function if isinstance(function, Mapping) else choice).get("name")
+        if not isinstance(named, str):
+            raise ConfigurationError(f"tool_choice must name a tool, got {dict(choice)}.")
+        return True, named
+    if choice is True or choice in ("any", "required"):
+        return True, None
+    if isinstance(choice, str) and choice not in ("auto", "none"):
+        return True, choice
+    if choice in (None, False, "auto", "none"):
+        return False, None
+    raise ConfigurationError(f"tool_choice must be any, auto, none or the name of a tool, got {choice!r}.")
