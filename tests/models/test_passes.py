@@ -71,7 +71,9 @@ class TestModels:
     def test_pinned_rotary_modules_have_each_pass_for_themselves(
         self, tiny_models: dict[str, str], name: str, meets: bool
     ) -> None:
-        engine = CacheClipEngine(primary=tiny_models[name], auxiliary=None, method="full", prefix_cache_bytes=0)
+        # two engines share the weights, but not the turns
+        options = {"primary": tiny_models[name], "auxiliary": None, "method": "full", "prefix_cache_bytes": 0}
+        engine, other = CacheClipEngine(**options), CacheClipEngine(**options)
         barrier = threading.Barrier(2, timeout=30 if meets else 0.5)
         met = []
 
@@ -86,7 +88,7 @@ class TestModels:
         engine.generate("Before.", params)
         hook = engine.primary.model.register_forward_pre_hook(wait)
         try:
-            run(*(lambda n=n: engine.generate(f"What is {n}?", params) for n in range(2)))  # type: ignore[misc]
+            run(*(lambda each=each: each.generate("What is it?", params) for each in (engine, other)))  # type: ignore[misc]
         finally:
             hook.remove()
         assert met == [meets, meets]
