@@ -49,6 +49,9 @@ class ChunkWriter:
         """Store a batch of chunks and their sources. If one cannot be stored, those before it are."""
         models = self._parts.chunk_caches(self._parts.context(context))
         good, error = _checked(batch, models)
+        for caches in models:
+            if caches.can_reuse and any(chunk not in caches for chunk in good):
+                _ = caches.prefix  # before another model's chunks may evict it from a store that is full
         # lists, not generators: every model must run
         written = [caches.write_many(good) for caches in models] if good else []
         for chunk in good:

@@ -53,9 +53,8 @@ def test_the_most_recently_used_chunks_are_read_as_far_as_there_is_room(
     assert small.warm_up(read_chunks=False).chunks_read == 0
     done = make(store=tmp_path, auxiliary=None, method="anchored", memory_bytes=entry.num_bytes).warm_up()
     assert (done.chunks_read, done.bytes_read) == (1, entry.num_bytes)
-    assert make(auxiliary=None, method="anchored", memory_bytes=1 << 26).warm_up().chunks_read == 0, (
-        "a store in memory is warm"
-    )
+    in_memory = make(auxiliary=None, method="anchored", memory_bytes=1 << 26)
+    assert in_memory.warm_up().chunks_read == 0, "a store in memory is warm"
 
 
 @pytest.mark.parametrize("method", ["full", "direct", "map_reduce", "cacheblend"])

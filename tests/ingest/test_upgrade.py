@@ -120,17 +120,17 @@ def test_once_more_after_another_training(shop: Upgraded) -> None:
 @pytest.mark.parametrize("at", [1, 2, 4])
 def test_interrupted_nothing_is_lost_and_it_goes_on(shop: Upgraded, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     trained, count, calls = shop.train(), len(shop.texts), 0
-    write = ChunkCaches.write
+    write = ChunkCaches.write_many
 
-    def stopping(self: ChunkCaches, text: str) -> bool:
+    def stopping(self: ChunkCaches, texts: list[str]) -> list[bool]:
         nonlocal calls
         if self.context == trained:
             calls += 1
             if calls == at:
                 raise KeyboardInterrupt
-        return write(self, text)
+        return write(self, texts)
 
-    monkeypatch.setattr(ChunkCaches, "write", stopping)
+    monkeypatch.setattr(ChunkCaches, "write_many", stopping)
     with pytest.raises(KeyboardInterrupt):
         upgrade(shop.library, shop.open())
     new, old = shop.stored(trained), shop.stored(PASSAGES)
@@ -144,7 +144,8 @@ def test_interrupted_nothing_is_lost_and_it_goes_on(shop: Upgraded, monkeypatch:
 
 def test_the_old_goes_only_when_the_new_is_there(shop: Upgraded, monkeypatch: pytest.MonkeyPatch) -> None:
     trained = shop.train()
-    monkeypatch.setattr(ChunkCaches, "write", lambda self, text: False)  # as if the store took nothing
+    # as if the store took nothing
+    monkeypatch.setattr(ChunkCaches, "write_many", lambda self, texts: [False] * len(texts))
     report = upgrade(shop.library, shop.open())
     assert (report.removed, report.evicted) == (0, len(shop.texts)) and all(shop.stored(PASSAGES))
     assert set(shop.library.contexts()) == {PASSAGES, trained}, "not done"

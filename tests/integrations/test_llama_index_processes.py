@@ -22,6 +22,8 @@ from tests.integrations.test_llama_index_nodes import llm
 
 ROOT = Path(__file__).resolve().parents[2]
 KILLED = """
+import cacheclip_rag.chunks.batches
+cacheclip_rag.chunks.batches._TEXTS = 1
 import os, signal, sys
 from cacheclip_rag.models.load import register_runtime
 from cacheclip_rag.testing.fake import FakeRuntime
