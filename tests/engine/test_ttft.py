@@ -76,12 +76,13 @@ def test_sampling_the_first_token_counts_and_the_others_do_not(
 
 
 def test_reading_the_store_counts(stored: CacheClipEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    get = stored.store.get
+    get_each = stored.store.get_each
 
     def slow(*args: Any, **options: Any) -> Any:
-        time.sleep(SLEEP_S)
-        return get(*args, **options)
+        for found in get_each(*args, **options):
+            time.sleep(SLEEP_S)
+            yield found
 
-    monkeypatch.setattr(stored.store, "get", slow)
+    monkeypatch.setattr(stored.store, "get_each", slow)
     ttft_s, _ = timed(stored, "direct")
     assert ttft_s >= len(CHUNKS) * SLEEP_S

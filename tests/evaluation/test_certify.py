@@ -82,13 +82,15 @@ class TestExactness:
     def test_twin_keys_moved_to_wrong_positions(
         self, primary: str, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch, dtype: str
     ) -> None:
-        original = ModelRuntime.fill
-
-        def fill(self: ModelRuntime, cache: Any, kv: Any, *, slot: int, position: int) -> None:
-            original(self, cache, kv, slot=slot, position=position + 2 * (slot > 0))
-
+        original = ModelRuntime.fill_all
         engine = engine_for(primary, tiny_models["auxiliary"], dtype=dtype)
-        monkeypatch.setattr(ModelRuntime, "fill", fill)
+        num_prefix = engine.parts.prefix_caches.num_prefix
+
+        def fill_all(self: ModelRuntime, cache: Any, pieces: Any, positions_of: Any = None, **options: Any) -> None:
+            assert positions_of is None, "these methods keep all positions"
+            original(self, cache, pieces, lambda slots: slots + 2 * (slots >= num_prefix), **options)
+
+        monkeypatch.setattr(ModelRuntime, "fill_all", fill_all)
         checks = check_exactness(engine, PROMPT)["checks"]
         assert not checks["first_chunk"]["passed"]
 

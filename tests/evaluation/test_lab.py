@@ -831,7 +831,7 @@ class TestCommand:
     def test_a_folder_of_something_else_is_told_before_weights_are_loaded(self, dataset: Path, tmp_path: Path) -> None:
         (tmp_path / "thesis").mkdir()
         (tmp_path / "thesis" / "chapter.tex").write_text("years of work")
-        models = ("--primary", "/no/such/model", "--auxiliary", "none")
+        models = ("--primary", "nobody/nothing", "--auxiliary", "none")
         result = self.run("--dataset", dataset, *models, "--methods", "direct", "--out", tmp_path / "thesis")
         assert result.exit_code != 0 and "thesis is not empty and holds no comparison" in str(result.exception)
 
@@ -855,9 +855,9 @@ class TestCommand:
         ],
     )
     def test_ruler_tasks_are_checked_before_weights_are_loaded(self, tasks: str, message: str) -> None:
-        result = self.run("--ruler", tasks, "--primary", "/no/such/model", "--auxiliary", "none", "--methods", "direct")
+        result = self.run("--ruler", tasks, "--primary", "nobody/nothing", "--auxiliary", "none", "--methods", "direct")
         assert result.exit_code != 0 and message in str(result.exception)
-        assert "no/such/model" not in str(result.exception)
+        assert "nobody/nothing" not in str(result.exception)
 
     def test_ruler(self, tiny_models: dict[str, str]) -> None:
         result = self.run(

@@ -250,7 +250,7 @@ class CacheClipLLM(ModelFields, FunctionCallingLLM):
         llm_kwargs: dict[str, Any] | None = None,
         **prompt_args: Any,
     ) -> Any:
-        return super().structured_predict(output_cls, prompt, self._told(output_cls, llm_kwargs), **prompt_args)
+        return super().structured_predict(output_cls, prompt, self._with_schema(output_cls, llm_kwargs), **prompt_args)
 
     async def astructured_predict(
         self,
@@ -259,14 +259,14 @@ class CacheClipLLM(ModelFields, FunctionCallingLLM):
         llm_kwargs: dict[str, Any] | None = None,
         **prompt_args: Any,
     ) -> Any:
-        options = await asyncio.to_thread(self._told, output_cls, llm_kwargs)
+        options = await asyncio.to_thread(self._with_schema, output_cls, llm_kwargs)
         return await super().astructured_predict(output_cls, prompt, options, **prompt_args)
 
     def _can_constrain(self) -> bool:
         """Whether answers can follow a schema. Loads the model."""
         return can_constrain() and self.engine.primary.can_constrain
 
-    def _told(self, output_cls: type[BaseModel], options: dict[str, Any] | None) -> dict[str, Any]:
+    def _with_schema(self, output_cls: type[BaseModel], options: dict[str, Any] | None) -> dict[str, Any]:
         """Options of a call whose answer is an ``output_cls``. A required tool call has its schema already."""
         constrained = self._can_constrain() and not self._calls_functions()
         return {**(options or {}), **({"json_schema": output_cls.model_json_schema()} if constrained else {})}
