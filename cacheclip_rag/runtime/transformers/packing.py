@@ -1,4 +1,4 @@
-"""Several chunks in one forward pass, each behind its own copy of the common context.
+"""Several chunks in one forward pass, each after its own copy of the common context.
 
 A short chunk costs little more than reading the weights once. So many short chunks cost far less in one pass than in a
 pass each. No row sees another chunk: blocks cut the keys, as they do where the auxiliary model scores chunks side by
