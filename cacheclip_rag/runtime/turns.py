@@ -42,7 +42,7 @@ class Turns:
     @contextmanager
     def prompt(self) -> Iterator[None]:
         """The turn of a prompt: waits for all prompts that came before, and for tokens that are being computed."""
-        if getattr(self._own, "has_turn", False):
+        if self._has_turn:
             yield
             return
         ticket = object()
@@ -55,11 +55,10 @@ class Turns:
                 self._changed.notify_all()
                 raise
             self._is_running = True
-        self._own.has_turn = True
         try:
-            yield
+            with self._taken():
+                yield
         finally:
-            self._own.has_turn = False
             with self._changed:
                 self._prompts.popleft()
                 self._is_running = False
@@ -71,21 +70,34 @@ class Turns:
     @contextmanager
     def token(self) -> Iterator[None]:
         """The turn of one token of an answer: waits for a prompt that is being computed, or that came before."""
-        if getattr(self._own, "has_turn", False):
+        if self._has_turn:
             yield
             return
         with self._changed:
             if self._prompts:
                 self._wait_for_one_prompt()
             self._tokens += 1
+        try:
+            with self._taken():
+                yield
+        finally:
+            with self._changed:
+                self._tokens -= 1
+                self._changed.notify_all()
+
+    @property
+    def _has_turn(self) -> bool:
+        """Whether this thread has a turn, so that it needs no other."""
+        return getattr(self._own, "has_turn", False)
+
+    @contextmanager
+    def _taken(self) -> Iterator[None]:
+        """Mark this thread as having a turn."""
         self._own.has_turn = True
         try:
             yield
         finally:
             self._own.has_turn = False
-            with self._changed:
-                self._tokens -= 1
-                self._changed.notify_all()
 
     def _is_next(self, ticket: object) -> bool:
         return self._prompts[0] is ticket and not (self._is_running or self._tokens or self._invited)

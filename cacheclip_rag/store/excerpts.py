@@ -253,10 +253,8 @@ class ExcerptIndex:
                 logger.warning("the search for parts of stored texts was stopped: too many places look alike.")
                 return
             equal = compared.bytes[first:last] == source.bytes[first - shift : last - shift]
-            edges = np.flatnonzero(np.diff(np.concatenate(([False], equal, [False])).astype(np.int8)))
-            for start, stop in edges.reshape(-1, 2).tolist():
-                if stop - start >= LEAST_SURE:
-                    yield _Part(first + start, first + stop, source, shift)
+            for start, stop in _long_runs(equal):
+                yield _Part(first + start, first + stop, source, shift)
 
     def _warn(self, error: StoreError) -> None:
         if not self._warned:
@@ -317,12 +315,17 @@ def _cover(compared: _Compared, parts: Iterable[_Part], whole: Sequence[TextMatc
                 room[:] = False
                 continue
             part = part._replace(source=_Compared(compared.text[match.start : match.stop]))
-        edges = np.flatnonzero(np.diff(np.concatenate(([False], room, [False])).astype(np.int8)))
-        for first, last in edges.reshape(-1, 2).tolist():
-            if last - first >= LEAST_SURE:
-                found += _matches(compared, part._replace(start=part.start + first, stop=part.start + last))
-                room[first:last] = False
+        for first, last in _long_runs(room):
+            found += _matches(compared, part._replace(start=part.start + first, stop=part.start + last))
+            room[first:last] = False
     return _without_overlap(found)
+
+
+def _long_runs(mask: Column) -> list[list[int]]:
+    """Where a bool column is True ``LEAST_SURE`` times or more in a row: first place, place after the last."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], mask, [False])).astype(np.int8)))
+    runs: list[list[int]] = edges.reshape(-1, 2).tolist()
+    return [[start, stop] for start, stop in runs if stop - start >= LEAST_SURE]
 
 
 def _matches(compared: _Compared, part: _Part) -> Iterator[TextMatch]:
