@@ -5,6 +5,8 @@ Importing this package loads neither torch nor transformers; the names below loa
 
 from __future__ import annotations
 
+import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +19,12 @@ if TYPE_CHECKING:
     from .types import Answer, Event, FusionStats, Plan
 
 __version__ = "0.1.0"
+
+# Torch's threads (libgomp's, on Linux) spin for milliseconds after every operation, in case another follows. Where
+# other programs use the same cores, a spinning thread takes the time of one that still computes. A shorter wait costs
+# nothing measurable on idle cores (benchmarks/contention.py). libgomp reads the setting when torch is first imported.
+if "torch" not in sys.modules and not os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}:
+    os.environ["GOMP_SPINCOUNT"] = "1000"
 
 __all__ = [
     "Answer",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -202,3 +203,24 @@ except ImportError:
 """
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
         assert done.stdout == "answered\n", done.stderr
+
+
+class TestSpinning:
+    """Torch's idle threads spin briefly, so that other programs can use the cores."""
+
+    @staticmethod
+    def spins(first: str, **environment: str) -> str:
+        code = f"import os{first}, cacheclip_rag; print(os.environ.get('GOMP_SPINCOUNT', 'unset'))"
+        own = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+        ran = subprocess.run([sys.executable, "-c", code], env={**own, **environment}, capture_output=True, text=True)
+        return ran.stdout.strip() or ran.stderr
+
+    def test_briefly_by_default(self) -> None:
+        assert self.spins("") == "1000"
+
+    def test_as_the_caller_says(self) -> None:
+        assert self.spins("", GOMP_SPINCOUNT="7") == "7"
+        assert self.spins("", OMP_WAIT_POLICY="active") == "unset"
+
+    def test_unchanged_where_torch_has_read_it(self) -> None:
+        assert self.spins(", torch") == "unset"

@@ -37,6 +37,9 @@ __all__ = [
 
 _ROWS_PER_BLOCK = 128
 """Small enough that few masked keys are multiplied, large enough that the products stay efficient."""
+_MASK_ENTRIES = 2**25
+"""Entries of a plan's masks that layers share. More would take memory; computing each anew costs little then, because
+such a pass is long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +111,8 @@ class Block:
     """Set if slots and positions differ; ``keys.start`` is then 0."""
     visible: torch.Tensor | None = None
     """``(num_keys,)`` bool: keys that any row may see; None: all keys."""
+    masks: dict[Any, torch.Tensor] | None = field(default=None, repr=False, compare=False)
+    """Masks that were computed already, because layers share them; None: none is kept."""
 
     @classmethod
     def of(
@@ -118,9 +123,12 @@ class Block:
         device: torch.device | None = None,
         geometry: Geometry | None = None,
         visible: torch.Tensor | None = None,
+        *,
+        keeps_masks: bool = True,
     ) -> Block:
         """Make a block for ``device`` from ``positions`` on the CPU."""
-        return cls(rows, keys, positions.to(device or positions.device), int(positions[0]), geometry, visible)
+        masks: dict[Any, torch.Tensor] | None = {} if keeps_masks else None
+        return cls(rows, keys, positions.to(device or positions.device), int(positions[0]), geometry, visible, masks)
 
     def is_plain(self, rule: AttentionRule) -> bool:
         """Whether slots equal positions as far as ``rule`` needs them, and one softmax covers all keys."""
@@ -233,14 +241,17 @@ def causal_plan(
         geometry: positions and contexts of a method that changes them; default slot = position.
         visible: ``(num_slots,)`` bool, keys that any row may see; default all.
     """
-    blocks = []
+    blocks, entries = [], 0
     for start in range(0, len(slots), _ROWS_PER_BLOCK):
         rows = slots[start : start + _ROWS_PER_BLOCK]
         stop = int(rows[-1]) + 1
         if geometry is not None and geometry.contexts is not None:
             stop = max(stop, len(geometry.contexts))
         seen = None if visible is None else visible[:stop]
-        blocks.append(Block.of(slice(start, start + len(rows)), slice(0, stop), rows, device, geometry, seen))
+        entries += len(rows) * stop
+        of_rows = slice(start, start + len(rows))
+        keeps = entries <= _MASK_ENTRIES
+        blocks.append(Block.of(of_rows, slice(0, stop), rows, device, geometry, seen, keeps_masks=keeps))
     return AttentionPlan(blocks)
 
 
@@ -251,7 +262,7 @@ def block_attention(
     blocks: Sequence[Block | SideBySide],
     rule: AttentionRule,
 ) -> torch.Tensor:
-    """Attention of each block's rows over its keys.
+    """Attention of each block's rows over its keys. Blocks cover every row once, in order.
 
     Args:
         query: ``(1, num_heads, num_rows, head_dim)``.
@@ -260,33 +271,10 @@ def block_attention(
     Returns:
         ``(1, num_rows, num_heads, head_dim)``, the layout that transformers expects.
     """
-    _, num_heads, num_rows, head_dim = query.shape
-    num_kv_heads = key.shape[1]
-    groups = num_heads // num_kv_heads
-    output = query.new_empty(1, num_rows, num_heads, head_dim)
-    for block in blocks:
-        if isinstance(block, SideBySide):
-            own_keys, own_values = key[0, :, block.keys], value[0, :, block.keys]
-            output[0, block.rows] = _side_by_side(query[0, :, block.rows], own_keys, own_values, block, rule)
-            continue
-        rows = query[0, :, block.rows].unflatten(0, (num_kv_heads, groups))  # (num_kv_heads, groups, rows, head_dim)
-        if not block.is_plain(rule):
-            attended = _positioned_attention(rows, key[0, :, block.keys], value[0, :, block.keys], block, rule)
-            output[0, block.rows] = attended.flatten(0, 1).transpose(0, 1)
-            continue
-        skipped = 0 if rule.window is None else max(0, block.first - rule.window + 1)  # before every row's window
-        visible = slice(block.keys.start + skipped, block.keys.stop)
-        # A group shares its key head through a stride of 0: no copy, unlike repeat_interleave.
-        keys = key[0, :, visible].unsqueeze(1).expand(-1, groups, -1, -1)
-        values = value[0, :, visible].unsqueeze(1).expand(-1, groups, -1, -1)
-        mask = _additive_mask(block, skipped, rule, query)
-        if rule.is_dense:
-            with sdpa_backends(query.device):
-                attended = scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=rule.scaling)
-        else:
-            attended = _weights(rows, keys, mask, rule).to(values.dtype) @ values
-        output[0, block.rows] = attended.flatten(0, 1).transpose(0, 1)
-    return output
+    # transposed, SDPA's results are contiguous, and joining contiguous tensors starts no threads
+    found = [_of_block(query[0], key[0], value[0], block, rule).transpose(1, 2) for block in blocks]
+    joined = found[0] if len(found) == 1 else torch.cat(found, dim=1)
+    return joined.transpose(0, 1).flatten(1, 2)[None]
 
 
 def query_attention(
@@ -348,10 +336,37 @@ def _sink_logits(rows: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
     return sinks.float().view(*rows.shape[-4:-2], 1, 1).expand(*rows.shape[:-1], 1)
 
 
+def _of_block(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: Block | SideBySide, rule: AttentionRule
+) -> torch.Tensor:
+    """Attention of one block's rows over its keys: ``(num_kv_heads, groups, num_rows, head_dim)``.
+
+    Args:
+        query: ``(num_heads, num_all_rows, head_dim)``.
+        key, value: ``(num_kv_heads, num_slots, head_dim)``.
+    """
+    query = query[:, block.rows]
+    if isinstance(block, SideBySide):
+        return _side_by_side(query, key[:, block.keys], value[:, block.keys], block, rule)
+    rows = query.unflatten(0, (len(key), -1))
+    if not block.is_plain(rule):
+        return _positioned_attention(rows, key[:, block.keys], value[:, block.keys], block, rule)
+    skipped = 0 if rule.window is None else max(0, block.first - rule.window + 1)  # before every row's window
+    visible = slice(block.keys.start + skipped, block.keys.stop)
+    # A group shares its key head through a stride of 0: no copy, unlike repeat_interleave.
+    keys, values = (t[:, visible].unsqueeze(1).expand(-1, rows.shape[1], -1, -1) for t in (key, value))
+    mask = _additive_mask(block, skipped, rule, query)
+    if not rule.is_dense:
+        return _weights(rows, keys, mask, rule).to(values.dtype) @ values
+    with sdpa_backends(query.device):
+        attended: torch.Tensor = scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=rule.scaling)
+    return attended
+
+
 def _side_by_side(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: SideBySide, rule: AttentionRule
 ) -> torch.Tensor:
-    """Attention of each sequence's rows over its keys: ``(num_all_rows, num_heads, head_dim)``."""
+    """Attention of each sequence's rows over its keys: ``(num_kv_heads, groups, num_all_rows, head_dim)``."""
     attended: torch.Tensor
     rows = block.split_rows(query, key.shape[0])
     keys, values, mask = block.split_keys(key), block.split_keys(value), block.mask(rule, query)
@@ -364,7 +379,7 @@ def _side_by_side(
     else:
         weights = _weights(rows, keys.unsqueeze(2), mask.unsqueeze(2), rule)
         attended = weights.to(values.dtype) @ values.unsqueeze(2)
-    return attended.permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)
+    return attended.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
 def _positioned_attention(
@@ -420,9 +435,15 @@ def _additive_mask(block: Block, skipped: int, rule: AttentionRule, query: torch
     num_keys = block.keys.stop - block.keys.start
     if block.first >= num_keys - 1 and (rule.window is None or skipped + rule.window >= num_keys):
         return None
-    positions = block.positions.to(query.device)  # layers may be on several devices
+    known = skipped, rule.window, query.dtype, query.device  # layers may be on several devices
+    if block.masks is not None and known in block.masks:
+        return block.masks[known]
+    positions = block.positions.to(query.device)
     slots = torch.arange(skipped, num_keys, device=query.device)
     hidden = slots[None, :] > positions[:, None]
     if rule.window is not None:
         hidden |= slots[None, :] <= positions[:, None] - rule.window
-    return torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill_(hidden, float("-inf"))
+    mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill_(hidden, float("-inf"))
+    if block.masks is not None:
+        block.masks[known] = mask
+    return mask
