@@ -172,7 +172,7 @@ def _check(request: Request) -> None:
 
 
 def _question(request: Request) -> str | None:
-    """The text that scores the chunks. Behind results of tools there is no question: it is the user's last message."""
+    """The text that scores the chunks. After results of tools there is no question: it is the user's last message."""
     if request.question is not None or isinstance(request.prompt, str):
         return request.question
     messages = [message for message in request.prompt if isinstance(message, dict)]

@@ -54,8 +54,8 @@ class TestReasons:
         ("change", "said"),
         [
             (html.escape, "HTML-escaped"),
-            (lambda text: text.replace(" ", "\n"), "other blanks or line ends"),
-            (lambda text: "  ".join(text.split()), "other blanks or line ends"),
+            (lambda text: text.replace(" ", "\n"), "other blanks, line ends or punctuation"),
+            (lambda text: "  ".join(text.split()), "other blanks, line ends or punctuation"),
             (str.upper, "other letter case"),
             (lambda text: text[:60], "first 60 of 109 characters and is cut off there"),
             (lambda text: text[:60] + "and nothing else.", "continues differently: .*, got 'and nothing else."),
@@ -106,7 +106,14 @@ class TestParts:
         engine.precompute([self.LONG])
         found = explain_miss(engine, asked(self.LONG[:300]), self.LONG)
         assert found.reason == "part" and found.is_hit and 0.4 < found.share < 0.7
-        assert re.search(r"\d\d% of the text's tokens .*first 300 of \d+ characters and is cut off", found.explanation)
+        assert re.search(r"\d\d% of the text's tokens .* nothing like the rest, such as '", found.explanation)
+        shown = found.explanation.split("such as '")[1].split("'...")[0]
+        assert shown in self.LONG[290:340]
+
+    def test_a_rest_that_is_written_differently(self, engine: CacheClipEngine) -> None:
+        engine.precompute([self.LONG])
+        found = explain_miss(engine, asked(self.LONG[:300] + self.LONG[300:].replace(" ", "\n")), self.LONG)
+        assert found.reason == "part" and "has other blanks, line ends or punctuation there" in found.explanation
 
     def test_a_header_that_the_prompt_lacks(self, engine: CacheClipEngine) -> None:
         text = f"{self.HEADER}\n\n{self.LONG}"

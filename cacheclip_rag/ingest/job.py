@@ -116,15 +116,15 @@ def undone_if_failed(library: Library, engine: CacheClipEngine) -> Iterator[None
     """
     folder = library.folder
     existed, is_new = folder.is_dir(), not folder.is_dir() or not any(folder.iterdir())
-    is_own = engine.config.store == os.path.abspath(folder)
+    if not is_new or engine.config.store != os.path.abspath(folder):
+        yield
+        return
     try:
         yield
     except Exception:
-        if is_new and is_own:
-            _remove_if_empty(library, engine, existed)
-        raise
-    if is_new and is_own:
         _remove_if_empty(library, engine, existed)
+        raise
+    _remove_if_empty(library, engine, existed)
 
 
 def _remove_if_empty(library: Library, engine: CacheClipEngine, keep_folder: bool) -> None:

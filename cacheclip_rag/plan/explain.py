@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -119,7 +119,26 @@ def _partly(chunk: str, written: str, spans: Sequence[Span], share: float) -> st
             f"{reused} Its metadata header is not in the prompt: {chunk[:first].strip()[:_SHOWN]!r}... To store texts "
             "without it, precompute what the prompt shows."
         )
-    return f"{reused} Of the rest: {_departure(chunk, written)}"
+    rest = max(_between(chunk, spans), key=len)
+    if _words(rest) in _words(written):
+        return (
+            f"{reused} The rest, such as {rest.strip()[:_SHOWN]!r}..., has other blanks, line ends or punctuation "
+            "there, and is computed. To reuse all of it, precompute the text as the prompt has it."
+        )
+    return (
+        f"{reused} The prompt has nothing like the rest, such as {rest.strip()[:_SHOWN]!r}... A splitter that runs "
+        "after precomputing, or a synthesizer whose prompts are full, cuts chunks: give it the chunk size of the "
+        "precomputed texts."
+    )
+
+
+def _between(chunk: str, spans: Sequence[Span]) -> Iterator[str]:
+    """The stretches of a text that no span covers; an empty one if there is none."""
+    stop = 0
+    for span in sorted(spans, key=lambda span: span.at):
+        yield chunk[stop : max(stop, span.at)]
+        stop = max(stop, span.at + len(span.segment.text))
+    yield chunk[stop:]
 
 
 def _stored(engine: CacheClipEngine, chunk: str) -> dict[str, bool]:
@@ -164,8 +183,8 @@ def _departure(chunk: str, written: str) -> str:
             return f"the prompt has the text {what}. {advice}"
     if _words(chunk) in _words(written):
         return (
-            "the prompt has all words of the text, with other blanks or line ends between them. Precompute the text "
-            "after the step that changes white space, or leave that step out."
+            "the prompt has all words of the text, with other blanks, line ends or punctuation between them. "
+            "Precompute the text after the step that changes them, or leave that step out."
         )
     if chunk.casefold() in written.casefold():
         return "the prompt has the text in other letter case. Precompute it as the prompt has it."
@@ -194,7 +213,7 @@ def _longest_start(chunk: str, written: str) -> int:
 
 
 def _words(text: str) -> str:
-    return re.sub(r"\s+", " ", text)
+    return " ".join(re.findall(r"\w+", text))
 
 
 def plausible(texts: Iterable[str], written: str) -> list[str]:

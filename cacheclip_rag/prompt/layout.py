@@ -331,9 +331,9 @@ def question_slots(layout: Layout, question: str | None = None) -> torch.Tensor:
     else the prompt's last token. Text of the chat template does not belong to the question.
     """
     chunks = layout.chunks
-    behind = [s for s in layout.spans if not s.is_chunk and not s.segment.control and s.start >= chunks[-1].stop]
+    after = [s for s in layout.spans if not s.is_chunk and not s.segment.control and s.start >= chunks[-1].stop]
     found: list[int] = []
-    for span in behind:
+    for span in after:
         at = span.segment.text.rfind(question.strip()) if question and question.strip() else -1
         if at >= 0:
             assert question is not None
@@ -342,7 +342,7 @@ def question_slots(layout: Layout, question: str | None = None) -> torch.Tensor:
     if not found:
         found = [
             span.start + n
-            for span in behind
+            for span in after
             for n, (a, b) in enumerate(span.tokens.offsets)
             if span.segment.text[a:b].strip()
         ]

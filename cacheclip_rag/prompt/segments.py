@@ -161,7 +161,7 @@ def segment_chat(
             )
     found = re.split(f'\u2063{marks.nonce}([0-9]+)((?:\\\\*")?)\u2063', rendered)
     pieces, numbers, escapes = found[::3], list(map(int, found[1::3])), found[2::3]
-    # Mistral's templates leave the system message out behind results of tools
+    # Mistral's templates leave the system message out after results of tools
     left_out = {n for n, message in enumerate(messages) if calling and message["role"] == "system"}
     for number in set(range(len(messages))) - calling - left_out - set(numbers):
         raise ConfigurationError(

@@ -19,7 +19,7 @@ from .auxiliary import score_chunks
 from .heads import HeadSet
 from .question import pick_layers
 from .scorers.auxiliary_attention import AuxiliaryAttention
-from .sentences import Offsets, sentence_numbers
+from .sentences import sentence_numbers
 
 if TYPE_CHECKING:
     from ..runtime.transformers.model import ModelRuntime
@@ -191,33 +191,15 @@ class Question:
         return Question(other.ids + self.ids)
 
 
-def map_scores(scores: torch.Tensor, source: Offsets, target: Offsets) -> torch.Tensor:
-    """Score of each target token: the largest score among the source tokens that share a character with it.
-
-    The largest, not the mean: a long number must not lose the piece that one tokenizer splits off. The paper does not
-    state its rule. With identical tokenizers the mapping is the identity.
-
-    Args:
-        scores: ``(num_source_tokens,)`` float, 0 or more.
-        source, target: character offsets ``(start, end)`` per token of the same text, in order.
-
-    Returns:
-        ``(num_target_tokens,)``; 0, the lowest possible attention, for tokens that share no character.
-    """
-    assert len(scores) == len(source), f"{len(scores)} scores for {len(source)} tokens"
-    largest = _largest(scores.numpy(), _columns(source), _columns(target))
-    return torch.from_numpy(largest).to(scores.dtype)
-
-
 def _mapped(
     spans: Sequence[Span], scores: Mapping[str, torch.Tensor], pieces: Mapping[str, _Piece]
 ) -> list[torch.Tensor]:
-    """:func:`map_scores` for the tokens of all spans at once; zeros for a span whose text has no scores.
+    """Scores of the tokens of all spans; zeros for a span whose text has no scores.
 
     Args:
         scores: by whole text, of the tokens of its piece.
     """
-    sources, targets, values, end = [], [], [], 0  # texts behind one another
+    sources, targets, values, end = [], [], [], 0  # as if the texts were one text
     at: dict[str, int] = {}
     for text, found in scores.items():
         at[text] = end
@@ -229,21 +211,24 @@ def _mapped(
     for span in spans:
         offsets = span.tokens.columns[1]
         targets.append(offsets + (at[span.whole] + span.at) if span.whole in at else np.zeros_like(offsets))
-    joined = _largest(np.concatenate(values), np.concatenate(sources), np.concatenate(targets))
+    joined = map_scores(np.concatenate(values), np.concatenate(sources), np.concatenate(targets))
     return list(torch.from_numpy(joined).split([len(span.tokens) for span in spans]))
 
 
-def _columns(offsets: Offsets) -> np.ndarray[Any, Any]:
-    return np.array(offsets, np.int64).reshape(-1, 2)
-
-
-def _largest(
+def map_scores(
     scores: np.ndarray[Any, Any], source: np.ndarray[Any, Any], target: np.ndarray[Any, Any]
 ) -> np.ndarray[Any, Any]:
-    """For each target token the largest score of the source tokens that share a character with it, or 0.
+    """Score of each target token: the largest score among the source tokens that share a character with it.
+
+    The largest, not the mean: a long number must not lose the piece that one tokenizer splits off. The paper does not
+    state its rule. With identical tokenizers the mapping is the identity.
 
     Args:
-        source, target: ``(num_tokens, 2)`` start and end in characters; the source in order.
+        scores: ``(num_source_tokens,)`` float, 0 or more.
+        source, target: ``(num_tokens, 2)`` start and end in characters of the same text; the source in order.
+
+    Returns:
+        ``(num_target_tokens,)``; 0, the lowest possible attention, for tokens that share no character.
     """
     wide = source[:, 1] > source[:, 0]
     scores, source = scores[wide], source[wide]

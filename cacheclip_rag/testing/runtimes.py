@@ -154,7 +154,7 @@ class RuntimeConformance:
         assert revised.stats.hits == len(_CHUNKS)
         assert revised.token_ids == full.token_ids or not engine.primary.can_extend
 
-    def test_a_chunk_right_behind_its_prefix_equals_plain_prefill(self, engine: CacheClipEngine) -> None:
+    def test_a_chunk_right_after_its_prefix_equals_plain_prefill(self, engine: CacheClipEngine) -> None:
         engine.precompute(_CHUNKS[:1])
         prompt = f"{_CHUNKS[0]}\n\nWhen?"
         full = engine.prefill(prompt, method=engine.make_method("full"))

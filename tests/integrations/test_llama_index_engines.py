@@ -11,9 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from llama_index.core import Document, StorageContext, VectorStoreIndex
+from llama_index.core import Document, PromptTemplate, StorageContext, VectorStoreIndex
 from llama_index.core.agent.workflow import ReActAgent
 from llama_index.core.ingestion import IngestionPipeline
+from llama_index.core.llms import MockLLM
 from llama_index.core.node_parser import (
     HierarchicalNodeParser,
     SentenceSplitter,
@@ -24,6 +25,7 @@ from llama_index.core.node_parser.text.utils import split_by_sentence_tokenizer
 from llama_index.core.postprocessor import LLMRerank, MetadataReplacementPostProcessor, SimilarityPostprocessor
 from llama_index.core.query_engine import RetrieverQueryEngine, RouterQueryEngine, SubQuestionQueryEngine
 from llama_index.core.question_gen import LLMQuestionGenerator
+from llama_index.core.response_synthesizers import get_response_synthesizer
 from llama_index.core.retrievers import AutoMergingRetriever
 from llama_index.core.schema import MetadataMode, NodeWithScore, TextNode
 from llama_index.core.selectors import LLMSingleSelector
@@ -31,6 +33,7 @@ from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.tools import FunctionTool, QueryEngineTool, ToolMetadata
 from llama_index.core.workflow import Event, StartEvent, StopEvent, Workflow, step
 from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform
+from llama_index.llms.cacheclip.statistics import collected
 from llama_index.response_synthesizers.cacheclip import CacheClipSynthesizer
 
 from tests.integrations.fakes import watched
@@ -80,13 +83,15 @@ class TestEngines:
         assert len(engine.query(question).source_nodes) == 3
         assert [(event.hits, len(event.node_ids)) for event in seen.fusions] == [(3, 3)]
 
+    @pytest.mark.parametrize("stock", [True, False])
     async def test_the_statistics_are_in_the_metadata(
-        self, index: VectorStoreIndex, llm: CacheClipLLM, question: str, seen: Seen
+        self, index: VectorStoreIndex, llm: CacheClipLLM, question: str, seen: Seen, stock: bool
     ) -> None:
-        def engine(mode: str = "compact", **options: Any) -> Any:
-            synthesizer = CacheClipSynthesizer(llm=llm, response_mode=mode, **options)
+        def engine(mode: str = "compact", streaming: bool = False) -> Any:
+            make: Any = get_response_synthesizer if stock else CacheClipSynthesizer
+            synthesizer = make(llm=llm, response_mode=mode, streaming=streaming)
             return index.as_query_engine(
-                llm=llm, similarity_top_k=3, response_synthesizer=synthesizer, streaming=options.get("streaming", False)
+                llm=llm, similarity_top_k=3, response_synthesizer=synthesizer, streaming=streaming
             )
 
         response = engine().query(question)
@@ -99,8 +104,25 @@ class TestEngines:
         assert [token async for token in async_streamed.async_response_gen()]
         assert [s["hits"] for s in async_streamed.metadata["cacheclip"]] == [3]
         assert [s["hits"] for s in (await engine("refine").aquery(question)).metadata["cacheclip"]] == [1, 1, 1]
-        assert engine("no_text").query(question).metadata["cacheclip"] == []
+        if not stock:  # LlamaIndex would ask Settings.llm
+            assert "cacheclip" not in engine("no_text").query(question).metadata
         json.dumps(response.metadata["cacheclip"])
+
+    async def test_each_answer_has_its_own_statistics(
+        self, index: VectorStoreIndex, llm: CacheClipLLM, question: str
+    ) -> None:
+        engine = index.as_query_engine(llm=llm, similarity_top_k=2)
+        found = await asyncio.gather(*(engine.aquery(f"{question} {n}") for n in range(3)))
+        assert [[s["hits"] for s in response.metadata["cacheclip"]] for response in found] == [[2]] * 3
+
+    def test_a_failed_answer_leaves_no_statistics(
+        self, index: VectorStoreIndex, llm: CacheClipLLM, question: str
+    ) -> None:
+        failing = index.as_query_engine(llm=llm, text_qa_template=PromptTemplate(" word" * 10**6 + "{query_str}"))
+        with pytest.raises(ValueError, match="."):
+            failing.query(question)
+        assert collected() is None
+        assert "cacheclip" not in index.as_query_engine(llm=MockLLM(), similarity_top_k=2).query(question).metadata
 
     def test_sub_questions(self, index: VectorStoreIndex, llm: CacheClipLLM, question: str, seen: Seen) -> None:
         items = [{"sub_question": text, "tool_name": "island"} for text in (question, "Who kept the lamp?")]

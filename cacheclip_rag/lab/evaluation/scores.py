@@ -194,7 +194,7 @@ def _rouge_l(prediction: str, answer: str) -> float:
 
 
 def _sentences(text: str) -> list[list[str]]:
-    # split(" "): a stop with white space behind it leaves a sentence of one empty word, which the package counts too
+    # split(" "): a stop with white space after it leaves a sentence of one empty word, which the package counts too
     return [" ".join(part.split()).split(" ") for part in text.split(".") if part]
 
 

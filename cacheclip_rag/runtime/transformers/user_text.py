@@ -65,7 +65,7 @@ def _control_ids(
 
 def _last_trained(model: Any, added: Collection[int], vocabulary: dict[str, int]) -> int:
     """The last token that the model can make from text. Conversions from GGUF enter added tokens in the vocabulary
-    too, behind this one."""
+    too, after this one."""
     for text, number in sorted(vocabulary.items(), key=lambda item: -item[1]):
         if number not in added and [token.id for token in model.tokenize(text)] == [number]:
             return number

@@ -37,6 +37,7 @@ from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.models.context import known_context, knows_tools
 
 from .events import CacheClipFusionEvent
+from .statistics import collected
 
 if TYPE_CHECKING:
     from typing import Self
@@ -77,7 +78,8 @@ class CacheClipLLM(ModelFields, FunctionCallingLLM):
     or ``llm.engine.precompute``; the LLM then finds them in every prompt. Responses have token counts in
     ``raw["usage"]`` (reused tokens as ``prompt_tokens_details["cached_tokens"]``) and fusion statistics in
     ``additional_kwargs["cacheclip"]``, beside the counts under OpenTelemetry's names
-    (``gen_ai.usage.cache_read.input_tokens``). In streams, the last chunk has both.
+    (``gen_ai.usage.cache_read.input_tokens``). In streams, the last chunk has both. The response of a query engine has
+    the statistics of all its prompts in ``metadata["cacheclip"]``, with any synthesizer.
 
     Each call accepts ``max_tokens`` (or ``max_new_tokens``), ``temperature``, ``top_p``, ``stop``, ``method``,
     ``recompute_ratio``, ``finish``, ``seed``, ``question`` (text that scores the chunks; default all text after the
@@ -112,26 +114,21 @@ class CacheClipLLM(ModelFields, FunctionCallingLLM):
     """Texts known to be in the prompts, and their nodes."""
     _question: str | None = PrivateAttr(default=None)
     """The question of the prompts, if it is known."""
-    _told: list[dict[str, Any]] | None = PrivateAttr(default=None)
-    """Gets the statistics of each answer."""
 
     @classmethod
     def class_name(cls) -> str:
         return "CacheClipLLM"
 
-    def with_nodes(
-        self, nodes: Origins, *, question: str | None = None, told: list[dict[str, Any]] | None = None
-    ) -> Self:
+    def with_nodes(self, nodes: Origins, *, question: str | None = None) -> Self:
         """A copy of this LLM for prompts that contain the texts of these nodes. Texts that were never precomputed are
         stored after their first answer, and released with these nodes.
 
         Args:
             nodes: texts, each with its ``(node id, ref_doc_id)`` pairs.
             question: the user's question, which scores the chunks.
-            told: gets the statistics of each answer, when the answer is complete.
         """
         llm = self.model_copy()
-        llm._nodes, llm._question, llm._told = dict(nodes), question, told
+        llm._nodes, llm._question = dict(nodes), question
         return llm
 
     def _shared_system_prompt(self) -> str | None:
@@ -333,13 +330,14 @@ class CacheClipLLM(ModelFields, FunctionCallingLLM):
         arguments = self._call_arguments(options)
         if arguments["question"] is None:
             arguments["question"] = self._question
+        statistics = collected()
 
         def events() -> Iterator[Event]:
             given = _merged(self._nodes, documents)
             for event in final_events(self.engine.stream(prompt, **arguments, documents=given)):
                 if event.answer is not None:
-                    if self._told is not None:
-                        self._told.append(event.answer.stats.to_dict())
+                    if statistics is not None:
+                        statistics.append(event.answer.stats.to_dict())
                     dispatcher.event(self._fusion_event(event.answer.stats, _nodes_of(prompt, given)))
                 yield event
 

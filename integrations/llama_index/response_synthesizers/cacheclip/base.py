@@ -32,8 +32,6 @@ dispatcher = get_dispatcher(__name__)
 
 _NODES = "cacheclip_nodes"
 """Keyword that passes nodes through the base class. The name ``nodes`` is used by the base class's span."""
-_TOLD = "cacheclip_told"
-"""Keyword that passes the list of statistics."""
 _WITHOUT_LLM = {ResponseMode.NO_TEXT: NoText, ResponseMode.CONTEXT_ONLY: ContextOnly}
 
 
@@ -43,8 +41,7 @@ class CacheClipSynthesizer(BaseSynthesizer):
     It adds to LlamaIndex's synthesizers: Nodes that were never precomputed are stored after their first answer, and
     released when they are deleted. Prompts are filled with whole chunks, counted by the model's tokenizer, so that no
     chunk is cut at the end of the context. ``simple_summarize`` joins chunks as the other modes do (LlamaIndex pastes a
-    Python list). :class:`CacheClipFusionEvent` names the nodes of each prompt. ``response.metadata["cacheclip"]`` lists
-    the statistics of each prompt of the answer; for a stream, the list is complete when the stream has ended.
+    Python list). :class:`CacheClipFusionEvent` names the nodes of each prompt.
     Templates, ``update_prompts``, streaming, async, ``output_cls`` and events work as in LlamaIndex. With a structured
     LLM (``llm.as_structured_llm(...)``) or ``output_cls``, stored chunks are found in the prompt's text.
 
@@ -106,9 +103,7 @@ class CacheClipSynthesizer(BaseSynthesizer):
         additional_source_nodes: Sequence[NodeWithScore] | None = None,
         **response_kwargs: Any,
     ) -> RESPONSE_TYPE:
-        told: list[dict[str, Any]] = []
-        ours = {_NODES: nodes, _TOLD: told}
-        return _telling(super().synthesize(query, nodes, additional_source_nodes, **{**response_kwargs, **ours}), told)
+        return super().synthesize(query, nodes, additional_source_nodes, **{**response_kwargs, _NODES: nodes})
 
     async def asynthesize(
         self,
@@ -117,10 +112,7 @@ class CacheClipSynthesizer(BaseSynthesizer):
         additional_source_nodes: Sequence[NodeWithScore] | None = None,
         **response_kwargs: Any,
     ) -> RESPONSE_TYPE:
-        told: list[dict[str, Any]] = []
-        ours = {_NODES: nodes, _TOLD: told}
-        response = await super().asynthesize(query, nodes, additional_source_nodes, **{**response_kwargs, **ours})
-        return _telling(response, told)
+        return await super().asynthesize(query, nodes, additional_source_nodes, **{**response_kwargs, _NODES: nodes})
 
     @dispatcher.span
     def get_response(
@@ -128,10 +120,9 @@ class CacheClipSynthesizer(BaseSynthesizer):
         query_str: str,
         text_chunks: Sequence[str],
         cacheclip_nodes: Sequence[NodeWithScore] | None = None,
-        cacheclip_told: list[dict[str, Any]] | None = None,
         **response_kwargs: Any,
     ) -> RESPONSE_TEXT_TYPE:
-        llm = self._knowing(query_str, text_chunks, cacheclip_nodes, cacheclip_told)
+        llm = self._knowing(query_str, text_chunks, cacheclip_nodes)
         if self._mode is ResponseMode.SIMPLE_SUMMARIZE:
             ask = llm.stream if self._streaming else llm.predict
             return ask(**self._summary(query_str, text_chunks, llm), **response_kwargs) or self._empty_response
@@ -143,10 +134,9 @@ class CacheClipSynthesizer(BaseSynthesizer):
         query_str: str,
         text_chunks: Sequence[str],
         cacheclip_nodes: Sequence[NodeWithScore] | None = None,
-        cacheclip_told: list[dict[str, Any]] | None = None,
         **response_kwargs: Any,
     ) -> RESPONSE_TEXT_TYPE:
-        llm = self._knowing(query_str, text_chunks, cacheclip_nodes, cacheclip_told)
+        llm = self._knowing(query_str, text_chunks, cacheclip_nodes)
         if self._mode not in _WITHOUT_LLM:
             await asyncio.to_thread(self._prepare, text_chunks)
         if self._mode is ResponseMode.SIMPLE_SUMMARIZE:
@@ -162,15 +152,8 @@ class CacheClipSynthesizer(BaseSynthesizer):
 
     # -- stock parts --------------------------------------------------------------------------------------------
 
-    def _knowing(
-        self,
-        question: str,
-        text_chunks: Sequence[str],
-        nodes: Sequence[NodeWithScore] | None,
-        told: list[dict[str, Any]] | None,
-    ) -> LLM:
-        """The LLM with the question and the nodes of its prompts, which tells its statistics; unchanged if it is not a
-        CacheClipLLM."""
+    def _knowing(self, question: str, text_chunks: Sequence[str], nodes: Sequence[NodeWithScore] | None) -> LLM:
+        """The LLM with the question and the nodes of its prompts; unchanged if it is not a CacheClipLLM."""
         if not isinstance(self._llm, CacheClipLLM):
             return self._llm
         known: dict[str, list[tuple[str, str]]] = {text: [] for text in text_chunks if text.strip()}
@@ -178,7 +161,7 @@ class CacheClipSynthesizer(BaseSynthesizer):
             text = each.node.get_content(metadata_mode=MetadataMode.LLM)
             if text in known:
                 known[text].append((each.node.node_id, each.node.ref_doc_id or ""))
-        return self._llm.with_nodes(known, question=question, told=told)
+        return self._llm.with_nodes(known, question=question)
 
     def _stock(self, llm: LLM) -> BaseSynthesizer:
         """LlamaIndex's synthesizer of this mode, with the current templates."""
@@ -205,10 +188,3 @@ class CacheClipSynthesizer(BaseSynthesizer):
 def _own(llm: LLM) -> Any:
     """The LLM that answers; for a structured LLM, the LLM inside it."""
     return llm.llm if isinstance(llm, StructuredLLM) else llm
-
-
-def _telling(response: RESPONSE_TYPE, told: list[dict[str, Any]]) -> RESPONSE_TYPE:
-    """The response with the statistics in its metadata. A stream appends to the list when it ends."""
-    if response.metadata is not None:  # None: there were no nodes, and no prompt
-        response.metadata["cacheclip"] = told
-    return response
