@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -99,4 +100,6 @@ def fake_models() -> dict[str, Any]:
 def join_workers(before: set[threading.Thread]) -> None:
     """Wait for the threads that were not there before."""
     for thread in set(threading.enumerate()) - before - {threading.current_thread()}:
+        while thread.ident is None:  # it is being started, and cannot be joined yet
+            time.sleep(0.001)
         thread.join(10.0)
