@@ -75,6 +75,24 @@ def summary(comparison: Comparison) -> dict[str, Any]:
     return summarise(comparison)
 
 
+@pytest.fixture
+def unsure(comparison: Comparison) -> Comparison:
+    """With a confidence of each answer of ``clip 0.2``."""
+    sure = {"q1": 0.6, "q2": 0.04, "q3": 0.25, "q4": 0.15}
+    agreeing = {"q1": 1.0, "q2": 0.0, "q3": 1.0, "q4": 0.0}
+    items = [
+        replace(
+            one,
+            confidence=sure[one.id],
+            fidelity={"first_token_agreement": agreeing[one.id], "equal_answer": agreeing[one.id]},
+        )
+        if one.label == "clip 0.2"
+        else one
+        for one in comparison.items
+    ]
+    return replace(comparison, items=items)
+
+
 def only(comparison: Comparison, *labels: str) -> Comparison:
     return replace(
         comparison,
@@ -248,20 +266,8 @@ class TestAgainst:
         assert summary["methods"]["full"]["equal_answers"] is None
         assert "Equal answers" in to_markdown(summary) and "50.0%" in to_markdown(summary)
 
-    def test_a_gate_takes_fulls_answer_where_the_method_is_unsure(self, comparison: Comparison) -> None:
-        sure = {"q1": 0.6, "q2": 0.04, "q3": 0.25, "q4": 0.15}
-        agreeing = {"q1": 1.0, "q2": 0.0, "q3": 1.0, "q4": 0.0}
-        items = [
-            replace(
-                one,
-                confidence=sure[one.id],
-                fidelity={"first_token_agreement": agreeing[one.id], "equal_answer": agreeing[one.id]},
-            )
-            if one.label == "clip 0.2"
-            else one
-            for one in comparison.items
-        ]
-        found = summarise(replace(comparison, items=items))
+    def test_a_gate_takes_fulls_answer_where_the_method_is_unsure(self, unsure: Comparison) -> None:
+        found = summarise(unsure)
         gate = {each["min_confidence"]: each for each in found["methods"]["clip 0.2"]["gate"]}
         assert list(gate) == list(CONFIDENCES)
         assert [each["full_prefills"] for each in gate.values()] == [0.0, 0.25, 0.25, 0.5, 0.75, 0.75, 1.0, 1.0]
@@ -527,6 +533,21 @@ class TestPlots:
         assert (kl.log, f1.log) == (True, False)
         assert f1.full is not None and (f1.full.x, f1.full.y) == (4.0, 0.625)
         assert [one.joined for one in kl.series] == [True, True]
+
+    def test_what_a_gate_gives_against_its_mean_time(self, unsure: Comparison) -> None:
+        *_, equal, f1 = plots(summarise(unsure))
+        assert equal.title == "Equal answers, with and without a confidence gate" and f1.y_label == "F1 / full"
+        without, gated = equal.series
+        assert (without.method, [(p.x, p.y, p.label) for p in without.points]) == ("clip", [(2.25, 0.5, "0.2")])
+        assert gated.method == "clip 0.2 with min_confidence"
+        assert [(p.x, p.y, p.label) for p in gated.points[:3]] == [
+            (2.25, 0.5, "0"),
+            (3.25, 0.75, "0.05"),
+            (3.25, 0.75, "0.1"),
+        ]
+        assert equal.full is not None and (equal.full.x, equal.full.y) == (4.5, 1.0)
+        assert f1.series[1].points[3].y == pytest.approx(1.0)
+        assert to_png(summarise(unsure)) is not None
 
     def test_zero_stands_below_the_powers_of_ten(self, summary: dict[str, Any]) -> None:
         kl, _ = plots(summary)

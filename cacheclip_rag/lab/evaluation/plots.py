@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import math
 import warnings
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...errors import MissingExtraError
@@ -28,6 +29,8 @@ _COLOURS = (
 """Colours of the methods: after Okabe and Ito, darkened for contrast."""
 _MARKERS = ("o", "s", "D", "^")
 _LINES = ("-", "--", ":", "-.")
+_MOST_ACROSS = 3
+"""Plots in one row of the picture."""
 _KL_FLOOR = 1e-7
 """KL below this is rounding of float32 logits. It is drawn as 0 at the bottom, so that it does not stretch the axis."""
 
@@ -35,18 +38,19 @@ _KL_FLOOR = 1e-7
 @dataclass(frozen=True, slots=True)
 class Point:
     x: float
-    """Median time to the first token, seconds."""
+    """Time to the first token, seconds."""
     y: float
     label: str
-    """Recompute ratio; the run's name if several runs of a method have the same ratio."""
+    """Recompute ratio (the run's name if several runs of a method have the same ratio), or ``min_confidence``."""
     run: str
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """The runs of one method, by increasing ratio."""
+    """The runs of one method, by increasing ratio; or one run with several confidence gates."""
 
     method: str
+    """Its name in the legend."""
     points: list[Point]
     joined: bool
     """Whether a line connects the runs. False if ratios repeat, because the runs then differ in other settings."""
@@ -55,6 +59,7 @@ class Series:
 @dataclass(frozen=True, slots=True)
 class Plot:
     title: str
+    x_label: str
     y_label: str
     series: list[Series]
     """Series of all methods except full prefill."""
@@ -69,11 +74,60 @@ class Plot:
 
 
 def plots(summary: dict[str, Any]) -> list[Plot]:
-    """Plots of KL to full prefill and of the questions' scores against TTFT, if there are figures."""
+    """Plots of KL to full prefill and of the questions' scores against the median TTFT, if there are figures; and of
+    equal answers and scores against the mean TTFT with confidence gates, if a gate would have looked at the answers."""
     made = [_plot(summary, "kl_to_full", "KL to full prefill", "KL (nats a token, log)", log=True)]
     for score in summary["own_scores"]:
         made.append(_plot(summary, score, score_title(score), score_title(score), log=False))
+    made.append(_gate_plot(summary, "Equal answers", lambda gate: gate["equal_answers"]))
+    for score in summary["own_scores"]:
+        made.append(
+            _gate_plot(summary, f"{score_title(score)} / full", lambda gate, name=score: _share(gate, name))  # type: ignore[misc]
+        )
     return [plot for plot in made if plot is not None]
+
+
+def _share(gate: dict[str, Any], score: str) -> float | None:
+    found = gate["share_of_full"].get(score)
+    return None if found is None else float(found[0])
+
+
+def _gate_plot(summary: dict[str, Any], title: str, y_of: Callable[[dict[str, Any]], float | None]) -> Plot | None:
+    """A line through the runs of each method without a gate, and a line for each run with rising ``min_confidence``."""
+    rows = {label: row for label, row in summary["methods"].items() if row["gate"]}
+    plain: dict[str, list[Point]] = {}
+    series, full_s = [], None
+    for label, row in rows.items():
+        points = [
+            Point(gate["mean_ttft_s"], y, number_text(gate["min_confidence"]), label)
+            for gate in row["gate"]
+            if (y := y_of(gate)) is not None
+        ]
+        if not points:
+            continue
+        without = row["gate"][0]
+        if without["speedup_of_means"] is not None:
+            full_s = without["speedup_of_means"] * without["mean_ttft_s"]
+        ratio = label if row["ratio"] is None else number_text(row["ratio"])
+        plain.setdefault(row["method"], []).append(replace(points[0], label=ratio))
+        series.append(Series(f"{label} with min_confidence", points, joined=True))
+    if not series:
+        return None
+    series = [*(Series(method, sorted(at, key=lambda p: p.x), joined=True) for method, at in plain.items()), *series]
+    values = [point.y for one in series for point in one.points] + [1.0]
+    x_ticks = linear_ticks(0.0, max([point.x for one in series for point in one.points] + ([full_s] if full_s else [])))
+    full = None if full_s is None else Point(full_s, 1.0, "full", "full")
+    return Plot(
+        f"{title}, with and without a confidence gate",
+        "time to the first token (s, mean)",
+        title,
+        series,
+        full,
+        False,
+        x_ticks,
+        linear_ticks(min(values), max(values)),
+        None,
+    )
 
 
 def _plot(summary: dict[str, Any], key: str, title: str, y_label: str, *, log: bool) -> Plot | None:
@@ -85,14 +139,14 @@ def _plot(summary: dict[str, Any], key: str, title: str, y_label: str, *, log: b
     if not points:
         return None
     x_ticks = linear_ticks(0.0, max(point.x for point in [*points, *([full] if full else [])]))
-    title = f"{title} against time to the first token"
+    title, x_label = f"{title} against time to the first token", "time to the first token (s, median)"
     if log:
         positive = [point.y for point in points if point.y > _KL_FLOOR]
         y_ticks = _log_ticks(positive, with_zero=len(positive) < len(points))
         zero = y_ticks[0] if len(positive) < len(points) else None
-        return Plot(title, y_label, series, full, log, x_ticks, y_ticks, zero)
+        return Plot(title, x_label, y_label, series, full, log, x_ticks, y_ticks, zero)
     values = [point.y for point in [*points, *([full] if full else [])]]
-    return Plot(title, y_label, series, full, log, x_ticks, linear_ticks(min(values), max(values)), None)
+    return Plot(title, x_label, y_label, series, full, log, x_ticks, linear_ticks(min(values), max(values)), None)
 
 
 def _series(method: str, rows: dict[str, dict[str, Any]], key: str) -> Series:
@@ -168,12 +222,17 @@ def to_png(summary: dict[str, Any]) -> bytes | None:
     except ImportError as error:
         raise MissingExtraError("matplotlib (for the picture of a report)", "lab") from error
     methods = {series.method for plot in made for series in plot.series}
-    columns = max(1, int(6.0 * len(made) / (0.7 + 0.075 * max(map(len, methods)))))  # as many as there is width for
+    across = len(made) if len(made) <= _MOST_ACROSS else math.ceil(len(made) / 2)
+    down = math.ceil(len(made) / across)
+    columns = max(1, int(6.0 * across / (0.7 + 0.075 * max(map(len, methods)))))  # as many as there is width for
     rows = math.ceil((len(methods) + 1) / columns)
-    figure = Figure(figsize=(6.0 * len(made), 4.0 + 0.25 * rows), dpi=150, layout="constrained")
+    figure = Figure(figsize=(6.0 * across, 4.0 * down + 0.25 * rows), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     drawn: dict[str, Any] = {}
-    for axes, plot in zip(figure.subplots(1, len(made), squeeze=False)[0], made, strict=True):
+    grid = figure.subplots(down, across, squeeze=False).flatten()
+    for axes in grid[len(made) :]:
+        axes.remove()
+    for axes, plot in zip(grid, made, strict=False):
         _draw(axes, plot)
         handles, labels = axes.get_legend_handles_labels()
         drawn |= dict(zip(labels, handles, strict=True))
@@ -209,7 +268,7 @@ def _draw(axes: Any, plot: Plot) -> None:
     axes.set_xticks(plot.x_ticks)
     axes.set_yticks(plot.y_ticks, [tick_text(plot, tick) for tick in plot.y_ticks])
     axes.set(xlim=(plot.x_ticks[0], plot.x_ticks[-1]), ylim=(plot.y_ticks[0], plot.y_ticks[-1]))
-    axes.set(xlabel="time to the first token (s, median)", ylabel=plot.y_label, title=plot.title)
+    axes.set(xlabel=plot.x_label, ylabel=plot.y_label, title=plot.title)
     axes.grid(alpha=0.3)
 
 
