@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from cacheclip_rag import SamplingParams
 from cacheclip_rag.errors import ConfigurationError
@@ -167,6 +169,79 @@ class TestTextStream:
             sent += stream.push(token)
             assert text.startswith(sent)
         assert sent + stream.flush() == text
+
+
+def sentencepiece() -> Tokenizer:
+    """Pieces with a mark for spaces, bytes for what has no piece, and no space before a text's first word."""
+    pieces = [
+        "<unk>",
+        "<s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "\u2581",
+        "\u2581a",
+        "a",
+        "b",
+        "\u2581b",
+        "\u2581\u2581",
+        "東",
+    ]
+    tokenizer = Tokenizer(models.BPE({piece: n for n, piece in enumerate(pieces)}, [], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(["<s>"])
+    return tokenizer
+
+
+def byte_level() -> Tokenizer:
+    """Every token is a byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({piece: n for n, piece in enumerate(alphabet)}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+class TestLongTexts:
+    @settings(max_examples=300, deadline=None)
+    @given(ids=st.lists(st.integers(0, 255), max_size=40))
+    def test_pieces_join_to_the_text_of_any_bytes(self, ids: list[int]) -> None:
+        tokenizer = byte_level()
+        assert self.joined(tokenizer, ids) == tokenizer.decode(ids)
+
+    @settings(max_examples=300, deadline=None)
+    @given(parts=st.lists(st.integers(0, 264) | st.characters(exclude_categories=["Cs"]), max_size=20))
+    def test_pieces_join_to_the_text_of_pieces_and_characters(self, parts: list[int | str]) -> None:
+        """A first token is written without its space, and bytes are written as a character once it is whole."""
+        tokenizer = sentencepiece()
+        ids: list[int] = []
+        for part in parts:
+            if isinstance(part, str):
+                ids += [2 + byte for byte in part.encode()]
+            elif not 2 <= part < 258:  # a single byte would change how its neighbours are written
+                ids.append(part)
+        assert self.joined(tokenizer, ids) == tokenizer.decode(ids)
+
+    @staticmethod
+    def joined(tokenizer: Tokenizer, ids: list[int]) -> str:
+        stream = TextStream(tokenizer.decode, [])
+        pieces = "".join(stream.push(token) for token in ids)
+        assert stream.text.startswith(pieces)
+        pieces += stream.flush()
+        assert pieces == stream.text
+        return pieces
+
+    def test_a_token_costs_the_same_however_long_the_text_is(self, runtime: ModelRuntime) -> None:
+        decoded: list[int] = []
+
+        def decode(ids: Sequence[int]) -> str:
+            decoded.append(len(ids))
+            return runtime.decode_ids(ids)
+
+        stream = TextStream(decode, ["never"])
+        for token in runtime.tokenize(" ".join([TOWER] * 40)).ids:
+            stream.push(token)
+        assert stream.text + stream.flush() == " ".join([TOWER] * 40)
+        assert max(decoded) <= 8 and len(decoded) > 1000
 
 
 class TestSampler:

@@ -28,6 +28,8 @@ _RESERVED_TOKENS = 512
 LogitsObserver = Callable[[torch.Tensor, int], None]
 """Called with ``(vocab_size,)`` logits and the token id chosen from them."""
 
+_UNFINISHED = "\ufffd"
+"""What an unfinished character decodes to."""
 _GREEDY_BELOW = 1e-5
 """Lower temperatures would overflow float32 logits; they choose the likeliest token anyway."""
 
@@ -82,13 +84,22 @@ class Sampler:
 class TextStream:
     """Turns token ids into text as soon as the text is final.
 
-    Bytes of an unfinished character, and characters that may begin a stop string, wait for the next token.
+    Bytes of an unfinished character, and characters that may begin a stop string, wait for the next token. A token
+    costs the same however long the text is: only the tokens since the text was last whole, and the ones just before
+    them, are decoded. The tokens before are there because some tokenizers write a text's first token in another way.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str]) -> None:
         self._decode = decode
         self._stop = tuple(stop)
+        self._longest = max((len(s) for s in self._stop), default=0)
         self._ids: list[int] = []
+        """Tokens that are decoded: some before, whose text is known, then those since the text was last whole."""
+        self._before = 0
+        self._known = ""
+        """Text of the tokens before."""
+        self._whole = ""
+        """All text up to where it was last whole."""
         self._sent = 0
         self.text = ""
         """All text so far, stop string excluded."""
@@ -98,14 +109,21 @@ class TextStream:
     def push(self, token_id: int) -> str:
         """Add a token; returns the text that became final (may be empty)."""
         self._ids.append(token_id)
-        self.text = self._decode(self._ids)
-        found = [at for s in self._stop if (at := self.text.find(s)) >= 0]
+        new = self._decode(self._ids)[len(self._known) :]
+        start = max(0, len(self._whole) - self._longest + 1)
+        self.text = self._whole + new
+        found = [at for s in self._stop if (at := self.text.find(s, start)) >= 0]
         if found:
             self.stopped = True
             self.text = self.text[: min(found)]
             return self._release(len(self.text))
-        certain = self.text[: len(self.text.rstrip("\ufffd"))]  # an unfinished character decodes to U+FFFD
-        return self._release(len(certain) - self._may_begin_stop(certain))
+        certain = new.rstrip(_UNFINISHED)
+        if new and len(certain) == len(new):
+            self._whole = self.text
+            self._ids, self._before = self._ids[self._before :], len(self._ids) - self._before
+            self._known = self._decode(self._ids)
+        end = len(self.text) - len(new) + len(certain)
+        return self._release(end - self._may_begin_stop(end))
 
     def flush(self) -> str:
         """The remaining text, after the last token."""
@@ -116,11 +134,10 @@ class TextStream:
         self._sent = max(self._sent, end)
         return piece
 
-    def _may_begin_stop(self, text: str) -> int:
-        """Length of the longest suffix of ``text`` that is the beginning of a stop string."""
-        longest = max((len(s) for s in self._stop), default=1) - 1
-        for length in range(min(longest, len(text)), 0, -1):
-            if any(s.startswith(text[-length:]) for s in self._stop):
+    def _may_begin_stop(self, end: int) -> int:
+        """Length of the longest piece of the text before ``end`` that is the beginning of a stop string."""
+        for length in range(min(self._longest - 1, end), 0, -1):
+            if any(s.startswith(self.text[end - length : end]) for s in self._stop):
                 return length
         return 0
 
