@@ -165,61 +165,105 @@ def decode(
         constraint: says which tokens may come next; not with ``verification``, which compares free choices.
         text_of: the answer's text from its token ids; default the runtime's ``decode_ids``.
     """
-    cache, num_tokens = prefilled.cache, prefilled.layout.num_tokens
     started = PhaseClock()
-    prefilled.keep_prefix(cache)  # before decoding, so that concurrent requests can use it
-    most = min(params.max_tokens, runtime.context_tokens - cache.position_of(num_tokens))
-    text_of = text_of or runtime.decode_ids
+    prefilled.keep_prefix(prefilled.cache)  # before decoding, so that concurrent requests can use it
     sampler = Sampler(params, prefilled.logits.device, observe, constraint)
-    stream = TextStream(text_of, params.stop)
-    token = sampler.pick(prefilled.logits)
-    stats = replace(prefilled.stats, ttft_s=prefilled.stats.ttft_s + started.elapsed())
-    ids = [token]
-    revised_from = None
-    while True:
-        ended = token in runtime.eos_ids
-        if not ended:
-            piece = stream.push(token)
-            ended = stream.stopped
-            if piece or revised_from is not None:
-                yield Event(piece, None, revised_from, verification is None or not verification.may_revise)
-                revised_from = None
-        is_over = ended or len(ids) >= most
-        # the model's rotary frequencies change at this length
-        repeats = runtime.pinned_rope and cache.position_of(cache.get_seq_length()) == runtime.reuse_tokens
-        if verification is not None and not verification.is_settled:
-            if (ended or len(ids) >= params.max_tokens) and (rest := stream.flush()):
-                yield Event(rest, is_final=not verification.may_revise)
-            is_last_chance = runtime.pinned_rope and num_tokens + len(ids) > runtime.reuse_tokens
-            with turn():
-                resumed = verification.advance(ids, completely=is_over or is_last_chance)
-            if resumed is not None:
-                cache = resumed.state
-                prefilled = replace(prefilled, cache=cache, keeping=verification.keeping)  # frees the approximate KV
-                most = min(params.max_tokens, runtime.context_tokens - num_tokens)
-                if resumed.ids != ids:
-                    ids = resumed.ids
-                    token, stream = ids[-1], TextStream(text_of, params.stop)
-                    revised_from = sum(len(stream.push(each)) for each in ids[:-1])
-                    continue
-                is_over = ended or len(ids) >= most
-                repeats = runtime.pinned_rope and cache.get_seq_length() == runtime.reuse_tokens
-        if is_over:
-            break
-        with turn():
-            if repeats:  # prefill again, as transformers' generate does
-                read = torch.cat((prefilled.layout.ids, torch.tensor(ids)))
-                cache, logits = runtime.prefill(read, num_tokens + room_for(params))
-            else:
-                logits = runtime.decode_step(cache, token)
-        token = sampler.pick(logits)
-        ids.append(token)
-    rest = stream.flush()
-    prefilled.keep_prefix(cache, ids)
+    answer = _Answer(runtime, prefilled, params, sampler, verification, turn, text_of or runtime.decode_ids)
+    del prefilled  # the answer drops its KV once it goes on from the exact KV
+    stats = replace(answer.prefilled.stats, ttft_s=answer.prefilled.stats.ttft_s + started.elapsed())
+    yield from answer.events()
+    rest = answer.stream.flush()
+    answer.prefilled.keep_prefix(answer.cache, answer.ids)
     if verification is not None:
-        verification.finish(ids)
-        stats = replace(stats, **verification.stats(ids))
-    stats = replace(stats, generated_tokens=len(ids), decode_s=started.elapsed())
+        verification.finish(answer.ids)
+        stats = replace(stats, **verification.stats(answer.ids))
+    stats = replace(stats, generated_tokens=len(answer.ids), decode_s=started.elapsed())
     logger.debug("answered: %s", stats)
-    answer = Answer(stream.text, tuple(ids), "stop" if ended else "length", stats, prefilled.trace)
-    yield Event(rest, answer, revised_from)
+    reason = "stop" if answer.has_ended else "length"
+    whole = Answer(answer.stream.text, tuple(answer.ids), reason, stats, answer.prefilled.trace)
+    yield Event(rest, whole, answer.revised_from)
+
+
+class _Answer:
+    """An answer while it is decoded."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        prefilled: Prefilled,
+        params: SamplingParams,
+        sampler: Sampler,
+        verification: Verification | None,
+        turn: Callable[[], AbstractContextManager[None]],
+        text_of: Callable[[Sequence[int]], str],
+    ) -> None:
+        self.prefilled = prefilled
+        self.cache = prefilled.cache
+        self.ids = [sampler.pick(prefilled.logits)]
+        self.stream = TextStream(text_of, params.stop)
+        self.has_ended = False
+        """Whether the last token, or a stop string, ends the answer."""
+        self.revised_from: int | None = None
+        """Characters of the text that stay, if the rest was withdrawn and no event has said so yet."""
+        self._runtime, self._params, self._sampler = runtime, params, sampler
+        self._verification, self._turn, self._text_of = verification, turn, text_of
+        self._num_prompt = prefilled.layout.num_tokens
+        self._most = min(params.max_tokens, runtime.context_tokens - self.cache.position_of(self._num_prompt))
+
+    def events(self) -> Iterator[Event]:
+        """The answer's text as it becomes final, but for what :meth:`TextStream.flush` holds."""
+        while True:
+            yield from self._read_last()
+            if self._verification is not None and not self._verification.is_settled:
+                if self._is_last_token and (rest := self.stream.flush()):
+                    yield Event(rest, is_final=not self._verification.may_revise)
+                if self._verify(self._verification):
+                    continue
+            if self.has_ended or len(self.ids) >= self._most:
+                return
+            self._choose_next()
+
+    @property
+    def _is_last_token(self) -> bool:
+        return self.has_ended or len(self.ids) >= self._params.max_tokens
+
+    def _read_last(self) -> Iterator[Event]:
+        """Turn the last token into text."""
+        self.has_ended = self.ids[-1] in self._runtime.eos_ids
+        if self.has_ended:
+            return
+        piece = self.stream.push(self.ids[-1])
+        self.has_ended = self.stream.stopped
+        if piece or self.revised_from is not None:
+            is_final = self._verification is None or not self._verification.may_revise
+            yield Event(piece, None, self.revised_from, is_final)
+            self.revised_from = None
+
+    def _verify(self, verification: Verification) -> bool:
+        """Complete the exact KV by a block, or wholly if no token waits for it. Returns whether the last token is
+        another one now."""
+        pinned = self._runtime.pinned_rope and self._num_prompt + len(self.ids) > self._runtime.reuse_tokens
+        is_over = self.has_ended or len(self.ids) >= self._most
+        with self._turn():
+            resumed = verification.advance(self.ids, completely=is_over or pinned)
+        if resumed is None:
+            return False
+        self.cache = resumed.state
+        self.prefilled = replace(self.prefilled, cache=self.cache, keeping=verification.keeping)  # frees approximate KV
+        self._most = min(self._params.max_tokens, self._runtime.context_tokens - self._num_prompt)
+        if resumed.ids == self.ids:
+            return False
+        self.ids, self.stream = resumed.ids, TextStream(self._text_of, self._params.stop)
+        self.revised_from = sum(len(self.stream.push(token)) for token in self.ids[:-1])
+        return True
+
+    def _choose_next(self) -> None:
+        runtime, cache = self._runtime, self.cache
+        with self._turn():
+            # above this length, the model's rotary frequencies change: prefill again, as transformers' generate does
+            if runtime.pinned_rope and cache.position_of(cache.get_seq_length()) == runtime.reuse_tokens:
+                read = torch.cat((self.prefilled.layout.ids, torch.tensor(self.ids)))
+                self.cache, logits = runtime.prefill(read, self._num_prompt + room_for(self._params))
+            else:
+                logits = runtime.decode_step(cache, self.ids[-1])
+        self.ids.append(self._sampler.pick(logits))
