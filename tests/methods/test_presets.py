@@ -58,7 +58,7 @@ class TestNames:
     def test_published_forms(self) -> None:
         paper = preset("cacheclip-paper")
         assert isinstance(paper, Recompute) and paper.correction == 0.0 and paper.chunk_context == "prefix"
-        assert paper.scorer == AuxiliaryAttention(layers="last", together=False)
+        assert paper.scorer == AuxiliaryAttention(layers="last")
         assert paper.budget == Budget(0.2, AlignedWindows(8, 5), chunk_starts=0.0)
         assert preset("epic-paper").budget == FixedStarts(first=16, last=0)  # type: ignore[attr-defined]
         assert preset("cacheblend-equal-charge") == CacheBlend(equal_charge=True, name="cacheblend-equal-charge")
