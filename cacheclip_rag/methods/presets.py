@@ -37,9 +37,7 @@ class PresetNote:
 _TOKENS = Budget(grouping=Tokens())
 _CACHECLIP = Recompute(AuxiliaryAttention(), Budget(chunk_starts=0.5), correction=0.5)
 _CACHECLIP_PAPER = Recompute(
-    AuxiliaryAttention(layers="last", together=False),
-    Budget(grouping=AlignedWindows(8, threshold=5)),
-    chunk_context="prefix",
+    AuxiliaryAttention(layers="last"), Budget(grouping=AlignedWindows(8, threshold=5)), chunk_context="prefix"
 )
 _ANCHORED = Recompute(RankMix(QueryAttention(layers="upper"), ChunkStart(within=64)), correction=0.5)
 _OF_CACHECLIP, _OF_CACHEBLEND = "CacheClip, arXiv:2510.10129v1", "CacheBlend, arXiv:2405.16444"

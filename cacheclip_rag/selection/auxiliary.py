@@ -2,13 +2,12 @@
 
 Source: CacheClip (arXiv:2510.10129v1), section 3.2. The question reads each chunk separately, after the shared prefix.
 The score is the last layer's attention on the chunk's tokens, averaged over the question's tokens. The paper does not
-name its head reduction; we take the mean. Our additions: the question reads all chunks at once, one softmax over all
-chunks, single heads with weights and low-rank updates (:mod:`cacheclip_rag.selection.heads`), and no score for sinks.
+name its head reduction; we take the mean. Our additions: one softmax over all chunks, single heads with weights and
+low-rank updates (:mod:`cacheclip_rag.selection.heads`), and no score for sinks.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ..runtime.transformers.attention import AttentionPlan, Block, Geometry, Probe, SideBySide
+from ..runtime.transformers.attention import AttentionPlan, Probe, SideBySide
 from ..runtime.transformers.cache import FusedCache
 from ..runtime.transformers.rotary import Tables, rotate, unrotate
 from ..store import KV
@@ -25,7 +24,7 @@ from .heads import HeadSet, LowRank
 if TYPE_CHECKING:
     from ..runtime.transformers.model import ModelRuntime
 
-__all__ = ["Placed", "place_side_by_side", "place_together", "score_chunks", "updated", "without_sinks"]
+__all__ = ["PackedChunks", "pack_chunks", "score_chunks", "updated", "without_sinks"]
 
 _WIDER = 1.5
 """Most times that one chunk's segment may be as wide as another one's with which it is computed: padding costs as much
@@ -46,12 +45,13 @@ def score_chunks(
     queries: str = "mean",
     pooled: bool = False,
     sinks: int = 0,
-    together: bool = False,
 ) -> list[torch.Tensor]:
-    """Attention mass of the question on every token of every chunk, in one forward pass.
+    """Attention mass of the question on every token of every chunk, in one packed forward pass.
 
-    Only the question's rows are computed; chunks and prefix come from the store. The number of tensor operations does
-    not depend on the number of chunks (side by side: if they come sorted by length).
+    The cache holds ``prefix | chunk | question`` once per chunk, side by side. All copies of the question run together,
+    and each sees only its own segment. Only the question's rows are computed; chunks and prefix come from the store.
+    Neighbouring chunks of similar length are computed together, so that the number of tensor operations does not depend
+    on the number of chunks if they come sorted by length.
 
     Args:
         prefix: KV of the auxiliary's shared prefix, ``(num_layers, 2, num_kv_heads, num_prefix_tokens, head_dim)``.
@@ -65,8 +65,6 @@ def score_chunks(
             one softmax per chunk, over everything that the question sees there.
         sinks: tokens at the start of each chunk that score 0, because every question attends to them. A head set may
             ask for more. With ``pooled``, a chunk without other tokens is scored without this rule.
-        together: True: one question reads all chunks (:func:`place_together`). False (the paper): a copy of the
-            question reads each chunk (:func:`place_side_by_side`), which costs a pass over as many questions.
 
     Returns:
         Per chunk ``(num_chunk_tokens,)`` float32, each between 0 and 1.
@@ -75,15 +73,14 @@ def score_chunks(
         pooled, chosen, sinks = True, frozenset(heads.layers), max(sinks, heads.sinks)
     else:
         chosen = frozenset(layers) if layers is not None else frozenset([auxiliary.num_layers - 1])
-    place = place_together if together else place_side_by_side
-    placed = place(auxiliary, prefix, chunks, question_ids, lengths, num_layers=max(chosen) + 1)
-    hidden = placed.sinks(sinks, spare=pooled)
-    scores = torch.zeros(sum(placed.lengths))
+    packed = pack_chunks(auxiliary, prefix, chunks, question_ids, lengths, num_layers=max(chosen) + 1)
+    hidden = packed.sinks(sinks, spare=pooled)
+    scores = torch.zeros(sum(packed.lengths))
     waiting: list[torch.Tensor] = []
 
     def record(layer: int, number: int, found: torch.Tensor) -> None:
-        waiting.append(placed.of_tokens(number, found))
-        if len(waiting) < len(placed.blocks):
+        waiting.append(packed.of_tokens(number, found))
+        if len(waiting) < len(packed.blocks):
             return
         weights = torch.cat(waiting, dim=-1)  # (num_heads, num_question_tokens, num_tokens of all chunks)
         waiting.clear()
@@ -99,44 +96,51 @@ def score_chunks(
             reduced = (weights.mean(0) if heads == "mean" else weights.amax(0)) / len(chosen)
         scores.add_((reduced.mean(0) if queries == "mean" else reduced.amax(0)).cpu())
 
-    probe = Probe(chosen, placed.blocks, record, stop=max(chosen), logits=pooled)
+    probe = Probe(chosen, packed.blocks, record, stop=max(chosen), logits=pooled)
     if isinstance(heads, HeadSet) and heads.is_updated:
-        probe.adjust = _updating(heads, placed, auxiliary)
-    placed.run(auxiliary, probe)
-    return list(scores.split(placed.lengths))
+        probe.adjust = _updating(heads, packed, auxiliary)
+    packed.run(auxiliary, probe)
+    return list(scores.split(packed.lengths))
 
 
 @dataclass(frozen=True, slots=True)
-class Placed(ABC):
-    """Chunks in a cache and the question after them, which has not run yet."""
+class PackedChunks:
+    """A cache with ``padding | prefix | chunk | question`` once per chunk, side by side. The questions have not run
+    yet."""
 
     cache: FusedCache
+    blocks: list[SideBySide]
+    """Neighbouring chunks of similar length: they are padded to one width."""
     ids: torch.Tensor
-    """``(num_rows,)``: token ids of the question, or of its copies."""
+    positions: torch.Tensor
     slots: torch.Tensor
-    """``(num_rows,)``: their slots."""
     lengths: list[int]
     """Tokens of each chunk."""
     num_prefix: int
     num_question: int
-    blocks: Sequence[Block | SideBySide]
-    """Rows whose attention is looked at, and their keys. Together they see every token of every chunk once."""
 
-    @abstractmethod
     def run(self, auxiliary: ModelRuntime, probe: Probe) -> None:
-        """Run the question up to the last layer that the probe needs."""
+        """Run the questions up to the last layer that the probe needs."""
+        plan = AttentionPlan(self.blocks, probe)
+        auxiliary.run_rows(self.cache, self.ids, self.positions, plan, slots=self.slots, head=False)
 
-    @abstractmethod
+    def tables(self, auxiliary: ModelRuntime, layer: int) -> Tables | None:
+        """Rotary tables of a layer for all positions in use, from 0 on."""
+        return auxiliary.rotary_tables(0, self.num_prefix + max(self.lengths) + self.num_question)[layer]
+
+    def lengths_of(self, number: int) -> list[int]:
+        """Tokens of the chunks of a block."""
+        start = sum(block.count for block in self.blocks[:number])
+        return self.lengths[start : start + self.blocks[number].count]
+
     def of_tokens(self, number: int, found: torch.Tensor) -> torch.Tensor:
         """The chunks' tokens of a block's attention, ``(num_heads, num_question_tokens, num_tokens)``."""
-
-    @abstractmethod
-    def positions_of_rows(self, number: int) -> torch.Tensor:
-        """``(num_all_rows,)`` positions of a block's rows."""
-
-    @abstractmethod
-    def positions_of_keys(self, number: int) -> torch.Tensor:
-        """``(num_slots,)`` positions of a block's keys; 0 for padding."""
+        block = self.blocks[number]
+        ends = block.width * np.arange(1, block.count + 1) - self.num_question
+        runs = zip(ends, self.lengths_of(number), strict=True)
+        where = np.concatenate([np.arange(end - length, end) for end, length in runs])
+        flat = found.permute(1, 2, 0, 3).flatten(2)
+        return flat.index_select(2, torch.from_numpy(where).to(flat.device))
 
     def sinks(self, count: int, *, spare: bool) -> torch.Tensor:
         """``(num_tokens,)`` bool over all chunks: the first ``count`` tokens of each.
@@ -147,109 +151,31 @@ class Placed(ABC):
         firsts = [np.arange(n) < (count if n > count or not spare else 0) for n in self.lengths]
         return torch.from_numpy(np.concatenate(firsts))
 
-
-@dataclass(frozen=True, slots=True)
-class _Together(Placed):
-    """``prefix | chunk | chunk | ... | question``."""
-
-    def run(self, auxiliary: ModelRuntime, probe: Probe) -> None:
-        auxiliary.run_slots(self.cache, self.ids, self.slots, probe=probe, head=False)
-
-    def of_tokens(self, number: int, found: torch.Tensor) -> torch.Tensor:
-        return found[..., self.num_prefix : -self.num_question]
-
     def positions_of_rows(self, number: int) -> torch.Tensor:
-        return self.positions_of_keys(number)[-self.num_question :]
-
-    def positions_of_keys(self, number: int) -> torch.Tensor:
-        assert self.cache.geometry is not None
-        return self.cache.geometry.positions
-
-
-@dataclass(frozen=True, slots=True)
-class _SideBySide(Placed):
-    """``padding | prefix | chunk | question`` once per chunk, side by side."""
-
-    blocks: list[SideBySide]
-    """Neighbouring chunks of similar length: they are padded to one width."""
-    positions: torch.Tensor
-    """``(num_rows,)``: positions of all copies of the question."""
-
-    def run(self, auxiliary: ModelRuntime, probe: Probe) -> None:
-        plan = AttentionPlan(self.blocks, probe)
-        auxiliary.run_rows(self.cache, self.ids, self.positions, plan, slots=self.slots, head=False)
-
-    def of_tokens(self, number: int, found: torch.Tensor) -> torch.Tensor:
-        block = self.blocks[number]
-        first = sum(each.count for each in self.blocks[:number])
-        ends = block.width * np.arange(1, block.count + 1) - self.num_question
-        runs = zip(ends, self.lengths[first : first + block.count], strict=True)
-        where = np.concatenate([np.arange(end - length, end) for end, length in runs])
-        flat = found.permute(1, 2, 0, 3).flatten(2)
-        return flat.index_select(2, torch.from_numpy(where).to(flat.device))
-
-    def positions_of_rows(self, number: int) -> torch.Tensor:
+        """``(num_all_rows,)`` positions of a block's rows."""
         return self.positions[self.blocks[number].rows]
 
     def positions_of_keys(self, number: int) -> torch.Tensor:
+        """``(num_slots,)`` positions of a block's keys; 0 for padding."""
         block = self.blocks[number]
         return (torch.arange(block.width) - block.padding[:, None]).clamp_min(0).flatten()
 
 
-def place_together(
+def pack_chunks(
     auxiliary: ModelRuntime,
     prefix: torch.Tensor,
     chunks: Iterable[KV],
     question_ids: Sequence[int],
     lengths: Sequence[int] | None = None,
     num_layers: int | None = None,
-) -> Placed:
-    """Lay out stored KV in one cache, for the first ``num_layers`` layers (default all), for one question that reads
-    all chunks. Every chunk begins at the same position, right after the prefix, as when it was stored, and the question
-    comes after the longest: so no chunk's score depends on its place. Other arguments are as in :func:`score_chunks`.
-
-    Source of shared positions: APE (arXiv:2502.05431).
-    """
-    assert question_ids, "scoring needs at least one question token"
-    chunks, lengths = _with_lengths(chunks, lengths)
-    num_prefix, num_question = prefix.shape[3], len(question_ids)
-    runs = [np.arange(num_prefix), *(num_prefix + np.arange(length) for length in lengths)]
-    runs.append(num_prefix + max(lengths) + np.arange(num_question))
-    positions = torch.from_numpy(np.concatenate(runs))
-    num_slots = len(positions)
-    cache = auxiliary.new_cache(num_slots)
-    cache.geometry = Geometry(positions)
-    auxiliary.fill(cache, prefix, slot=0, position=0, num_layers=num_layers)
-    starts = num_prefix + np.cumsum([0, *lengths[:-1]])
-    auxiliary.fill_all(
-        cache, zip(starts.tolist(), chunks, strict=True), cache.geometry.positions_of, num_layers=num_layers
-    )
-    slots = torch.arange(num_slots - num_question, num_slots)
-    block = Block.of(slice(0, num_question), slice(0, num_slots), slots, auxiliary.device, cache.geometry)
-    return _Together(cache, torch.tensor(question_ids), slots, list(lengths), num_prefix, num_question, [block])
-
-
-def _with_lengths(chunks: Iterable[KV], lengths: Sequence[int] | None) -> tuple[Iterable[KV], Sequence[int]]:
-    if lengths is not None:
-        return chunks, lengths
-    chunks = list(chunks)
-    return chunks, [chunk.shape[3] for chunk in chunks]
-
-
-def place_side_by_side(
-    auxiliary: ModelRuntime,
-    prefix: torch.Tensor,
-    chunks: Iterable[KV],
-    question_ids: Sequence[int],
-    lengths: Sequence[int] | None = None,
-    num_layers: int | None = None,
-) -> Placed:
-    """Lay out stored KV in one cache, for the first ``num_layers`` layers (default all), for a copy of the question per
-    chunk. All copies run together, and each sees only its own chunk. Neighbouring chunks of similar length are computed
-    together. Other arguments are as in :func:`score_chunks`."""
+) -> PackedChunks:
+    """Lay out stored KV in one cache, for the first ``num_layers`` layers (default all). Other arguments are as in
+    :func:`score_chunks`."""
     assert question_ids, "scoring needs at least one question token"
     num_prefix, num_question = prefix.shape[3], len(question_ids)
-    chunks, lengths = _with_lengths(chunks, lengths)
+    if lengths is None:
+        chunks = list(chunks)
+        lengths = [chunk.shape[3] for chunk in chunks]
     sizes = np.array(lengths)
     around = num_prefix + num_question
     blocks, stops, start, row = [], [], 0, 0
@@ -282,7 +208,7 @@ def place_side_by_side(
     places = np.arange(num_question)
     positions = torch.from_numpy((sizes[:, None] + num_prefix + places).flatten())
     slots = torch.from_numpy((ends[:, None] + places).flatten())
-    return _SideBySide(cache, ids, slots, list(lengths), num_prefix, num_question, blocks, positions)
+    return PackedChunks(cache, blocks, ids, positions, slots, list(lengths), num_prefix, num_question)
 
 
 def _alike(widths: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -307,13 +233,13 @@ def without_sinks(logits: torch.Tensor, sinks: int) -> torch.Tensor:
     return logits.masked_fill(torch.arange(num_tokens, device=logits.device) < sinks, float("-inf"))
 
 
-def _updating(heads: HeadSet, placed: Placed, auxiliary: ModelRuntime) -> Adjust:
+def _updating(heads: HeadSet, packed: PackedChunks, auxiliary: ModelRuntime) -> Adjust:
     """Function that applies the head set's low-rank updates to queries and keys of its last layer."""
     last = heads.layers[-1]
     # before the pass, because a pass inside a pass may wait forever
     of_rows, of_keys = (
-        [auxiliary.rotary_tables_at(positions(number))[last] for number in range(len(placed.blocks))]
-        for positions in (placed.positions_of_rows, placed.positions_of_keys)
+        [auxiliary.rotary_tables_at(positions(number))[last] for number in range(len(packed.blocks))]
+        for positions in (packed.positions_of_rows, packed.positions_of_keys)
     )
 
     def adjust(layer: int, number: int, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -123,7 +123,6 @@ class AuxiliaryScorer:
             heads=self._head_set(scorer) or "mean",
             pooled=scorer.pooled,
             sinks=scorer.sinks,
-            together=scorer.together,
         )
         by_number = dict(zip(order, scores, strict=True))
         return [by_number[number] for number in range(len(pieces))]

@@ -68,13 +68,8 @@ class TestCacheClip:
                 assert float(others.sum()) <= most / len(question) + 1e-5
 
     @plain
-    def test_settings_of_the_auxiliary_change_the_choice(self, case: Case) -> None:
-        looks = (
-            {"layers": "last"},
-            {"layers": "last", "together": False},
-            {"layers": "last", "together": False, "pooled": True},
-            {"layers": "0"},
-        )
+    def test_layers_and_pooling_of_the_auxiliary_change_the_choice(self, case: Case) -> None:
+        looks = ({"layers": "last"}, {"layers": "last", "pooled": True}, {"layers": "0"})
         chosen = [spied(case, "cacheclip", scorer=settings)[1].masks for settings in looks]
         counts = {sum(int(mask.sum()) for mask in masks) for masks in chosen}
         assert len(counts) == 1
@@ -99,7 +94,6 @@ class TestCacheClip:
         [
             ({"layers": "-3"}, "range of depth"),
             ({"pooled": "maybe"}, "pooled must be True or False"),
-            ({"together": 1}, "together must be True or False"),
             ({"sinks": -1}, "sinks must be a whole number of tokens"),
             ({"passes": 3}, "passes must be a whole number from 1 to 2, got 3"),
             ({"passes": True}, "passes"),

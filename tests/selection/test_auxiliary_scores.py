@@ -1,4 +1,4 @@
-"""The auxiliary's scores against transformers' own eager attention weights, chunk by chunk and all chunks together."""
+"""The auxiliary's scores against transformers' own eager attention weights, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -109,82 +109,6 @@ def test_without_a_prefix(folder: str, chunks: list[str], question: str) -> None
     scored = Scored(load_model(folder), chunks, question, prefix="")
     for score, ids in zip(scored.scores(0, 1), scored.chunk_ids[:2], strict=True):
         assert float((score - slow_score(folder, [], ids, scored.question_ids)).abs().max()) < 1e-5
-
-
-@torch.inference_mode()
-def slow_scores(folder: str, prefix: list[int], chunks: list[list[int]], question: list[int]) -> torch.Tensor:
-    """Last layer's attention of one question on all chunks, mean over heads and question rows. Chunks do not see each
-    other, and begin at the same position; the question comes after the longest."""
-    runs = [prefix, *chunks, question]
-    owner = torch.cat([torch.full((len(ids),), n) for n, ids in enumerate(runs)])
-    starts = [0, *[len(prefix)] * len(chunks), len(prefix) + max(map(len, chunks))]
-    positions = torch.cat([start + torch.arange(len(ids)) for start, ids in zip(starts, runs, strict=True)])
-    order = torch.arange(len(owner))
-    seen = order[None] <= order[:, None]
-    seen &= (owner[None] == owner[:, None]) | (owner[None] == 0) | (owner[:, None] == len(runs) - 1)
-    model = eager(folder)
-    masks = {"full_attention": seen}
-    if window := getattr(model.config, "sliding_window", None):
-        masks["sliding_attention"] = seen & (positions[None] > positions[:, None] - window)
-    additive = {kind: torch.zeros(1, 1, *mask.shape).masked_fill_(~mask, -1e30) for kind, mask in masks.items()}
-    output = model(
-        input_ids=torch.tensor([[token for ids in runs for token in ids]]),
-        position_ids=positions[None],
-        attention_mask=additive if window else additive["full_attention"],
-        output_attentions=True,
-    )
-    return output.attentions[-1][0][:, -len(question) :, len(prefix) : -len(question)].mean(dim=(0, 1))
-
-
-class TestTogether:
-    @staticmethod
-    def scores(scored: Scored, *numbers: int, **options: Any) -> list[torch.Tensor]:
-        kv = [scored.kv[n] for n in numbers]
-        return score_chunks(scored.runtime, scored.prefix, kv, scored.question_ids, together=True, **options)
-
-    @pytest.mark.parametrize("kind", ["auxiliary", "qwen2", "llama-rope-linear", "gemma3"])
-    @pytest.mark.parametrize("prefix", [PREFIX, ""])
-    def test_equals_eager_attention(
-        self, tiny_models: dict[str, str], kind: str, prefix: str, chunks: list[str], question: str
-    ) -> None:
-        scored = Scored(load_model(tiny_models[kind]), chunks, question, prefix)
-        found = torch.cat(self.scores(scored, *range(len(chunks))))
-        expected = slow_scores(tiny_models[kind], scored.prefix_ids, scored.chunk_ids, scored.question_ids)
-        assert found.shape == expected.shape and float((found - expected).abs().max()) < 1e-5
-
-    def test_twin_a_question_of_its_own_for_each_chunk_is_not_equal(self, scored: Scored) -> None:
-        together, apart = self.scores(scored, 0, 1, 2), scored.scores(0, 1, 2)
-        assert max(float((a - b).abs().max()) for a, b in zip(together, apart, strict=True)) > 1e-3
-
-    def test_of_one_chunk_it_is_the_same(self, scored: Scored) -> None:
-        torch.testing.assert_close(self.scores(scored, 2)[0], scored.scores(2)[0], atol=1e-6, rtol=0)
-
-    def test_permuting_chunks_permutes_scores(self, scored: Scored) -> None:
-        order = [3, 0, 5, 2, 4, 1]
-        straight, permuted = self.scores(scored, *range(6)), self.scores(scored, *order)
-        for place, number in enumerate(order):
-            torch.testing.assert_close(permuted[place], straight[number], atol=1e-6, rtol=0)
-
-    def test_chunks_may_come_one_at_a_time(self, scored: Scored) -> None:
-        lengths = [len(ids) for ids in scored.chunk_ids]
-        arguments = scored.runtime, scored.prefix, iter(scored.kv), scored.question_ids, lengths
-        for left, right in zip(
-            score_chunks(*arguments, together=True), self.scores(scored, *range(len(lengths))), strict=True
-        ):
-            assert torch.equal(left, right)
-
-    def test_the_question_runs_once(self, scored: Scored, monkeypatch: pytest.MonkeyPatch) -> None:
-        rows: list[int] = []
-        run = type(scored.runtime).run_rows
-
-        def counted(runtime: Any, cache: Any, ids: torch.Tensor, *args: Any, **options: Any) -> Any:
-            rows.append(len(ids))
-            return run(runtime, cache, ids, *args, **options)
-
-        monkeypatch.setattr(type(scored.runtime), "run_rows", counted)
-        self.scores(scored, *range(6))
-        scored.scores(*range(6))
-        assert rows == [len(scored.question_ids), 6 * len(scored.question_ids)]
 
 
 def test_chunks_may_come_one_at_a_time(scored: Scored) -> None:

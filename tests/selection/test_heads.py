@@ -111,9 +111,8 @@ class TestScores:
             for (of, head), weight in zip(heads.heads, heads.weights, strict=True):
                 rows = attentions[of][0, head, -len(scored.question_ids) :, start : start + len(ids)]
                 expected += weight * (rows / rows.sum(-1, keepdim=True)).mean(0)
-            for together in (False, True):
-                [found] = scores(scored, heads, number, together=together)
-                torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+            [found] = scores(scored, heads, number)
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
             if any(updated):
                 assert float((found - scores(scored, some_heads(runtime), number)[0]).abs().max()) > 1e-4
 

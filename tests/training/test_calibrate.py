@@ -232,7 +232,7 @@ class TestLook:
         for layer in range(seen.scores.shape[0]):
             for head in range(seen.scores.shape[1]):
                 heads = HeadSet("x", ((layer, head),), torch.ones(1), sinks=2)
-                engines = score_chunks(runtime, caches.prefix, kv, question, heads=heads, sinks=2, together=True)
+                engines = score_chunks(runtime, caches.prefix, kv, question, heads=heads, sinks=2)
                 torch.testing.assert_close(torch.cat(engines), combined(seen, heads), atol=1e-6, rtol=1e-4)
         evidence, values = recall_of(torch.cat(engines), seen, ratio=1.0)
         assert evidence == values == 1.0
@@ -246,10 +246,9 @@ class TestLook:
         assert len(ids) > MAX_QUESTION_TOKENS
         long = replace(sample, question=tail)
         seen = look(caches, long, [0, 1], keep=1)
-        assert seen.last is not None and seen.last.queries.shape[1] == MAX_QUESTION_TOKENS
+        assert seen.last is not None and seen.last.queries.shape[2] == MAX_QUESTION_TOKENS
         kv = [runtime.encode(caches.tokenize(chunk).ids, caches.prefix) for chunk in sample.chunks]
-        asked = ids[-MAX_QUESTION_TOKENS:]
-        engines = score_chunks(runtime, caches.prefix, kv, asked, pooled=True, together=True)
+        engines = score_chunks(runtime, caches.prefix, kv, ids[-MAX_QUESTION_TOKENS:], pooled=True)
         torch.testing.assert_close(torch.cat(engines), seen.scores[-1].mean(0), atol=1e-6, rtol=1e-4)
 
     def test_evidence_is_marked_in_tokens(self, config: EngineConfig) -> None:

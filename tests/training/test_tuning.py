@@ -66,7 +66,7 @@ class Setting:
         caches = self.engine.parts.auxiliary_caches
         kv = [self.runtime.encode(caches.tokenize(chunk).ids, caches.prefix) for chunk in sample.chunks]
         question = self.runtime.tokenize(sample.question).ids
-        return torch.cat(score_chunks(self.runtime, caches.prefix, kv, question, heads=heads, together=True))
+        return torch.cat(score_chunks(self.runtime, caches.prefix, kv, question, heads=heads))
 
 
 pytestmark = pytest.mark.xdist_group("tuning")  # what is trained is shared

@@ -13,7 +13,7 @@ from ...runtime.base import TokenizedText
 from ...runtime.transformers.attention import Probe
 from ...runtime.transformers.model import ModelRuntime
 from ...runtime.transformers.rotary import Tables, unrotate
-from ...selection.auxiliary import place_together
+from ...selection.auxiliary import pack_chunks
 from ...selection.scoring import Question
 from ...selection.sentences import Offsets
 from ..models import transformers_model
@@ -27,7 +27,7 @@ class LastLayer:
     """Queries and keys of one layer before RoPE, for training of updates."""
 
     queries: torch.Tensor
-    """``(num_heads, num_question_tokens, head_dim)`` float32."""
+    """``(num_chunks, num_heads, num_question_tokens, head_dim)`` float32; each chunk was read separately."""
     keys: torch.Tensor
     """``(num_kv_heads, num_tokens, head_dim)`` float32, tokens of all chunks concatenated."""
     tables: Tables | None
@@ -68,8 +68,8 @@ def check_offsets(runtime: ModelRuntime) -> None:
 def look(
     caches: ChunkCaches, sample: Sample, layers: Sequence[int], *, sinks: int = 0, keep: int | None = None
 ) -> Seen:
-    """Run a sample's question on all of its chunks in the auxiliary model, and record the attention. A long question is
-    cut as in an engine. No store is used.
+    """Run a sample's question on each of its chunks in the auxiliary model, and record the attention. A long question
+    is cut as in an engine. No store is used.
 
     Args:
         layers: layers whose heads are recorded, increasing.
@@ -80,32 +80,34 @@ def look(
     tokens = [caches.tokenize(chunk) for chunk in sample.chunks]
     kv = [runtime.encode(each.ids, caches.prefix if caches.prefix_ids else None) for each in tokens]
     question = Question.of(runtime, sample.question).ids
-    placed = place_together(runtime, caches.prefix, kv, question)
-    lengths = placed.lengths
-    hidden = placed.sinks(sinks, spare=True)
-    found: dict[int, torch.Tensor] = {}
+    packed = pack_chunks(runtime, caches.prefix, kv, question)
+    num_prefix, lengths = packed.num_prefix, packed.lengths
+    hidden = packed.sinks(sinks, spare=True)
+    found: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
     queries: list[torch.Tensor] = []
-    tables = turned = None
+    tables = None if keep is None else packed.tables(runtime, keep)
+    turned: list[Tables | None] = []
     if keep is not None:
-        tables = runtime.rotary_tables(0, placed.num_prefix + max(lengths) + placed.num_question)[keep]
-        turned = runtime.rotary_tables_at(placed.positions_of_rows(0))[keep]
+        blocks = range(len(packed.blocks))
+        turned = [runtime.rotary_tables_at(packed.positions_of_rows(number))[keep] for number in blocks]
 
     def record(layer: int, number: int, logits: torch.Tensor) -> None:
-        found[layer] = placed.of_tokens(number, logits)
+        found[layer].append(packed.of_tokens(number, logits))
 
     def adjust(layer: int, number: int, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if layer == keep:
-            queries.append(unrotate(query, turned).cpu())
+            plain = unrotate(query, turned[number]).cpu()
+            queries.extend(plain.unflatten(1, (packed.blocks[number].count, -1)).unbind(1))
         return query, key
 
-    placed.run(runtime, Probe(frozenset(layers), placed.blocks, record, stop=layers[-1], logits=True, adjust=adjust))
-    masked = (found[layer].cpu().masked_fill(hidden, float("-inf")) for layer in layers)
-    scores = torch.stack([logits.softmax(-1).nan_to_num().mean(1) for logits in masked])
+    packed.run(runtime, Probe(frozenset(layers), packed.blocks, record, stop=layers[-1], logits=True, adjust=adjust))
+    joined = (torch.cat(found[layer], dim=-1).cpu().masked_fill(hidden, float("-inf")) for layer in layers)
+    scores = torch.stack([logits.softmax(-1).nan_to_num().mean(1) for logits in joined])
     kept = None
     if keep is not None:
         keys = torch.cat([each[keep, 0].float().cpu() for each in kv], dim=1)
         on_cpu = None if tables is None else (tables[0].cpu(), tables[1].cpu())
-        kept = LastLayer(queries[0].float(), keys, on_cpu, placed.num_prefix, _scaling(runtime, keep))
+        kept = LastLayer(torch.stack(queries), keys, on_cpu, num_prefix, _scaling(runtime, keep))
     return Seen(
         tuple(lengths), scores, marked(tokens, sample.evidence), marked(tokens, sample.values), tuple(layers), kept
     )

@@ -41,7 +41,7 @@ __all__ = [
     "train_kept",
 ]
 
-_FORMAT = 4
+_FORMAT = 3
 """Version of the files; part of every digest."""
 
 

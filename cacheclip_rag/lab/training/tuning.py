@@ -224,18 +224,22 @@ class Tuned(torch.nn.Module):
     def _last_layer(self, sample: Trainee) -> torch.Tensor:
         """``(num_last_heads, num_tokens)``: a softmax over all chunks, mean over question tokens."""
         last = sample.last
-        asked, keys = self._update("queries")(last.queries), self._update("keys")(last.keys)
-        if last.tables is not None:
-            cos, sin = last.tables
-            first, stop = last.num_prefix, last.num_prefix + max(sample.lengths)
-            places = torch.cat([first + torch.arange(length) for length in sample.lengths])
-            keys = rotate(keys, (cos[places], sin[places]))
-            after = slice(stop, stop + asked.shape[1])
-            asked = rotate(asked, (cos[after], sin[after]))
-        by_head = keys.repeat_interleave(self.groups, 0)[self.last_heads]
-        logits = asked[self.last_heads] @ by_head.transpose(-1, -2) * last.scaling
-        apart = logits.split(list(sample.lengths), dim=-1)
-        return torch.cat([without_sinks(each, self.settings.sinks) for each in apart], dim=-1).softmax(-1).mean(1)
+        queries, keys = self._update("queries"), self._update("keys")(last.keys)
+        logits, start = [], 0
+        for number, length in enumerate(sample.lengths):
+            asked = queries(last.queries[number])  # (num_heads, num_question_tokens, head_dim)
+            own = keys[:, start : start + length]
+            if last.tables is not None:
+                cos, sin = last.tables
+                first, behind = last.num_prefix, last.num_prefix + length
+                own = rotate(own, (cos[first:behind], sin[first:behind]))
+                stop = behind + asked.shape[1]
+                asked = rotate(asked, (cos[behind:stop], sin[behind:stop]))
+            by_head = own.repeat_interleave(self.groups, 0)[self.last_heads]
+            found = asked[self.last_heads] @ by_head.transpose(-1, -2) * last.scaling
+            logits.append(without_sinks(found, self.settings.sinks))
+            start += length
+        return torch.cat(logits, dim=-1).softmax(-1).mean(1)
 
     def loss(self, sample: Trainee) -> torch.Tensor:
         return loss_of(self(sample), sample.evidence, sample.target, self.settings.target_weight, self.target_scale)

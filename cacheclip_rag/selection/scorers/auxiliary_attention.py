@@ -2,9 +2,9 @@
 
 Source: CacheClip (arXiv:2510.10129v1), section 3.2. The paper fine-tunes the auxiliary model and does not say how. Here
 a head set chooses heads and holds trained updates (:mod:`cacheclip_rag.lab.training`); without a head set the model is
-used unchanged. Departures: one question reads all chunks at once (``together``); scores are mapped to the primary's
-tokens before grouping, so that the ratio counts the primary's tokens; the paper scores while the primary's KV is read,
-here scoring comes first; only the last 96 tokens of a long question score.
+used unchanged. Departures: scores are mapped to the primary's tokens before grouping, so that the ratio counts the
+primary's tokens; the paper scores while the primary's KV is read, here scoring comes first; only the last 96 tokens of
+a long question score.
 """
 
 from __future__ import annotations
@@ -31,12 +31,9 @@ class AuxiliaryAttention(PromptScorer):
     """Layers of the auxiliary whose attention scores: ``tuned`` (the heads of a head set; ``last`` without a head set),
     ``last`` (the paper), ``all``, ``upper``, ``middle``, a range of depth (``0.3-0.6``), a depth and a count
     (``0.3+4``), or layer numbers joined by ``+``."""
-    together: bool = True
-    """True: one question reads all chunks, so that scoring costs the same for few chunks and many. False (the paper): a
-    copy of the question reads each chunk."""
     pooled: bool = False
     """True: one softmax over the tokens of all chunks, so that scores are comparable between chunks (head sets always
-    use this). False (the paper): one softmax over everything that the question sees, its own tokens included."""
+    use this). False (the paper): one softmax per chunk."""
     sinks: int = 0
     """First tokens of each chunk that score 0, because every question attends to them. A head set may ask for more."""
     passes: int = 1
@@ -55,7 +52,6 @@ class AuxiliaryAttention(PromptScorer):
                 f"heads={self.heads} names a head set, which only layers=tuned uses, but layers={self.layers} is set. "
                 "Leave one of the two out."
             )
-        check_flag("together", self.together)
         check_flag("pooled", self.pooled)
         check_whole_number("sinks", self.sinks, of="tokens")
         check_whole_number("passes", self.passes, least=1, most=2)
