@@ -169,9 +169,10 @@ class FusionStats:
     nominal_ratio: float
     """The requested recompute ratio."""
     hits: int
-    """Chunks found in the store."""
+    """Chunks of the prompt found in the store, whole or in part. A chunk that stands twice counts twice; pieces of one
+    chunk, in any order, count once (:mod:`cacheclip_rag.prompt.occurrences`). With ``gated``, none was reused."""
     misses: int
-    """Chunks not found in the store: computed as fresh text, and stored after the answer with ``on_miss="store"``."""
+    """Chunks of the prompt not found in the store: computed as fresh text, and stored after the answer with ``on_miss="store"``."""
     phases_s: dict[str, float]
     """Seconds per phase of the time to the first token, keys as in :data:`PHASES`."""
     ttft_s: float
@@ -190,12 +191,14 @@ class FusionStats:
     partial_hits: int = 0
     """Hits of which a tenth or more of the chunk's tokens does not stand in the prompt, or not with the same ids."""
     partial_share: float | None = None
-    """Mean share of the chunk's tokens that were found, over the partial hits; None without one."""
+    """Mean share of the chunk's tokens that stand in the prompt as they are stored, over the partial hits; None without
+    one."""
     confidence: float | None = None
     """Probability of the likeliest first token minus that of the second; None for an answer made of several
     prompts."""
     gated: bool = False
-    """True: the prompt was prefilled in full after a reusing pass, whose confidence was below ``min_confidence``."""
+    """True: the prompt was prefilled in full after a reusing pass, whose confidence was below ``min_confidence``. Hits,
+    misses and partial hits are those of the reusing pass, whose KV was thrown away."""
     queued_s: float = 0.0
     """Seconds of ``ttft_s`` in which the request waited for others that came before it. The waits of an answer made of
     several prompts are added up."""

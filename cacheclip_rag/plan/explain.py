@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..chunks.context import CONTEXTS, ChunkContext, context_name
 from ..prompt.segments import normalise_chunk
-from ..runtime.prefill import MOST_PARTIAL, shares_of_chunks
+from ..prompt.occurrences import MOST_PARTIAL, share_of
 from ..store.texts import WINDOW
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def explain_miss(engine: CacheClipEngine, prompt: Prompt, text: str) -> MissRepo
     chunks = engine.plan(prompt).layout.chunks
     spans = [span for span in chunks if span.whole == chunk]
     if spans:
-        share = min(1.0, sum(shares_of_chunks(spans)))
+        share = share_of(spans)
         if not all(stored.values()):
             return report("evicted", _missing(engine, chunk, stored), share)
         if share > MOST_PARTIAL:
