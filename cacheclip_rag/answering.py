@@ -20,7 +20,7 @@ from .errors import ConfigurationError
 from .guards.base import Answered, Observer
 from .methods.composition import Composition, count_chunks
 from .parts import PREFIX, Parts
-from .plan.planner import make_plan
+from .plan.planner import count_absent, make_plan
 from .prompt.segments import Segment, as_segments, given_texts
 from .prompt.tools import names_in, read_calls
 from .runtime.decoding import LogitsObserver, decode, is_greedy, room_for
@@ -132,8 +132,10 @@ class Answering:
             yield from chain((first,), events)
 
         clock = PhaseClock()
-        segments = self._segments(request, given_texts(request.documents))
-        composition = Composition(segments, request.params, ask, clock)
+        given = given_texts(request.documents)
+        segments = self._segments(request, given)
+        absent = count_absent(given, segments, segments)
+        composition = Composition(segments, request.params, ask, clock, not_found=absent)
         assert request.method is not None
         for event in request.method.compose(composition) if composition.chunks else composition.plain():
             if event.answer is not None:

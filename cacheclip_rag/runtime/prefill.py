@@ -196,8 +196,9 @@ def _capture(plan: Plan, sources: Sources, capacity: int, clock: PhaseClock) -> 
     with clock.phase("recompute"):
         state, logits, variants = capture(sources.primary.runtime, layout, capacity)  # type: ignore[arg-type]
         sources.captured.add(variants)
-    stats = replace(_stats(plan, clock, logits), method="full", charged_ratio=1.0, misses=len(occurrences(layout.chunks)))
-    stats = replace(stats, prefix_tokens=0, fresh_tokens=layout.num_tokens, fallback=plan.fallback)
+    stats = replace(_stats(plan, clock, logits), method="full", charged_ratio=1.0, fallback=plan.fallback)
+    misses = len(occurrences(layout.chunks))
+    stats = replace(stats, prefix_tokens=0, fresh_tokens=layout.num_tokens, misses=misses)
     return Prefilled(layout, state, logits, stats, ())
 
 

@@ -16,6 +16,7 @@ import logging
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -179,6 +180,18 @@ class ExcerptIndex:
                         (*content, json.dumps(anchors)),
                     )
                     run("DELETE FROM contents WHERE id = ?", content)
+
+    def texts(self) -> Iterator[str]:
+        """All texts of the namespace of which parts can be found. Raises StoreError if the catalog cannot be used."""
+        last = 0
+        while rows := self._database.query(
+            "SELECT id, text FROM contents WHERE namespace = ? AND id > ? ORDER BY id LIMIT 1000",
+            (self._namespace, last),
+        ):
+            last = rows[-1][0]
+            for _, written in rows:
+                with suppress(zlib.error, UnicodeDecodeError, TypeError):
+                    yield zlib.decompress(written).decode("utf-8", "surrogatepass")
 
     def find(self, prompt: str, whole: Sequence[TextMatch], given: Iterable[str] = ()) -> list[TextMatch]:
         """The best cover of ``prompt`` by stored texts and parts of them, in order: the longest first, no overlap.

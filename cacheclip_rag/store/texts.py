@@ -139,6 +139,11 @@ class TextIndex:
         """Whether the text of a row was added and not removed since."""
         return bool(self._database.query(f"SELECT 1 {_THIS_ROW}", self._name(row)))
 
+    def texts(self) -> Iterator[str]:
+        """All texts of the namespace that can be found in part, so not those of a few words. Raises StoreError if the
+        catalog cannot be used."""
+        return self._excerpts.texts()
+
     def find(self, prompt: str, documents: Iterable[str] = ()) -> list[TextMatch]:
         """Stored texts and ``documents`` that occur in ``prompt``, as a whole or in part: the longest first, not
         overlapping, in order.
