@@ -205,6 +205,20 @@ class TestStatistics:
         assert caplog.text.count("reuses nothing of this store") == 1
         assert "no stored chunk found in the prompt, and 1 given documents are not in it" in caplog.text
 
+    def test_a_greeting_is_not(self, engine: CacheClipEngine, caplog: pytest.LogCaptureFixture) -> None:
+        """Nor does it use up the one warning."""
+        said = "reuses nothing of this store"
+        engine.generate("Hello", SamplingParams(max_tokens=1))
+        assert said not in caplog.text
+        engine.generate("Something else altogether, which is new. " * 40, SamplingParams(max_tokens=1))
+        assert caplog.text.count(said) == 1
+
+    def test_what_is_stored_for_other_settings_is(self, engine: CacheClipEngine, caplog: Any) -> None:
+        other = CacheClipEngine(replace(engine.config, system_prompt="Another system prompt."))
+        other.generate("Hello", SamplingParams(max_tokens=1))
+        other.generate(asked(TEXT), SamplingParams(max_tokens=1))
+        assert caplog.text.count("reuses nothing of this store") == 1 and "1 are for another model" in caplog.text
+
     def test_an_empty_store_is_not(self, config: EngineConfig, caplog: pytest.LogCaptureFixture) -> None:
         CacheClipEngine(config).generate("What was logged?", SamplingParams(max_tokens=1))
         assert "reuses nothing" not in caplog.text

@@ -192,8 +192,8 @@ def _missing(engine: CacheClipEngine, chunk: str, stored: Sequence[_Stored]) -> 
         name = auxiliary[0].name
         return "no_auxiliary", (
             f"the text's KV is stored for the primary model, but not for the auxiliary model {name!r}, with which "
-            f"method {engine.make_method().name!r} scores tokens: it was precomputed without it, or evicted. Precompute "
-            "the text again: only what is missing is computed."
+            f"method {engine.make_method().name!r} scores tokens: it was precomputed without it, or evicted. "
+            "Precompute the text again: only what is missing is computed."
         )
     if others:
         return "other_settings", (
