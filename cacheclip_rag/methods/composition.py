@@ -114,7 +114,7 @@ def _goes_on(before: Segment, between: Sequence[Segment], segment: Chunk) -> boo
     if not isinstance(before, Chunk) or before.whole != segment.whole or any(each.control for each in between):
         return False
     skipped = segment.at - before.at - len(before.text)
-    return 0 <= skipped and sum(len(each.text) for each in between) <= skipped + _NEAR
+    return skipped >= 0 and sum(len(each.text) for each in between) <= skipped + _NEAR
 
 
 def exact_method(layout: Layout) -> Method:

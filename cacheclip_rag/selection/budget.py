@@ -107,8 +107,8 @@ class Budget(TokenBudget):
         )
 
     def num_skipped(self, view: PromptView) -> int:
-        """Leading spans on which nothing is spent: those of the first chunk, if it is skipped and is among the spans (an
-        exact chunk is not), else 0."""
+        """Leading spans on which nothing is spent: those of the first chunk if it is skipped, without exact ones, which
+        are not among the spans."""
         return _num_skipped(view) if self.skip_first_chunk else 0
 
     def _num_start_tokens(self, view: PromptView, num_chunks: int) -> int:
