@@ -268,7 +268,7 @@ class WarmUp:
     models: tuple[str, ...]
     """Names of the loaded models, the primary's first."""
     chunks_read: int
-    """Chunk caches that were read into the memory tier, over all models."""
+    """Chunk caches that were read, over all models: into the memory tier, or for the system's page cache."""
     bytes_read: int
     """Their bytes in the store."""
 
