@@ -80,7 +80,7 @@ def count_absent(given: Iterable[str], segments: Iterable[Segment], found: Itera
         segments: the prompt.
         found: chunks found in it, and parts of chunks.
     """
-    written = "".join(segment.text for segment in segments)
+    written = "".join(segment.text for segment in segments if not segment.control)
     absent = {text for text in given if text not in written}
     if not absent:
         return 0

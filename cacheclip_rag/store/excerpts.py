@@ -181,18 +181,6 @@ class ExcerptIndex:
                     )
                     run("DELETE FROM contents WHERE id = ?", content)
 
-    def texts(self) -> Iterator[str]:
-        """All texts of the namespace of which parts can be found. Raises StoreError if the catalog cannot be used."""
-        last = 0
-        while rows := self._database.query(
-            "SELECT id, text FROM contents WHERE namespace = ? AND id > ? ORDER BY id LIMIT 1000",
-            (self._namespace, last),
-        ):
-            last = rows[-1][0]
-            for _, written in rows:
-                with suppress(zlib.error, UnicodeDecodeError, TypeError):
-                    yield zlib.decompress(written).decode("utf-8", "surrogatepass")
-
     def find(self, prompt: str, whole: Sequence[TextMatch], given: Iterable[str] = ()) -> list[TextMatch]:
         """The best cover of ``prompt`` by stored texts and parts of them, in order: the longest first, no overlap.
 
@@ -268,6 +256,18 @@ class ExcerptIndex:
             equal = compared.bytes[first:last] == source.bytes[first - shift : last - shift]
             for start, stop in _long_runs(equal):
                 yield _Part(first + start, first + stop, source, shift)
+
+    def texts(self) -> Iterator[str]:
+        """All texts of the namespace of which parts can be found. Raises StoreError if the catalog cannot be used."""
+        last = 0
+        while rows := self._database.query(
+            "SELECT id, text FROM contents WHERE namespace = ? AND id > ? ORDER BY id LIMIT 1000",
+            (self._namespace, last),
+        ):
+            last = rows[-1][0]
+            for _, written in rows:
+                with suppress(zlib.error, UnicodeDecodeError, TypeError):
+                    yield zlib.decompress(written).decode("utf-8", "surrogatepass")
 
     def _warn(self, error: StoreError) -> None:
         if not self._warned:
