@@ -51,33 +51,6 @@ class TestReasons:
         messages = [{"role": "system", "content": TEXT}, {"role": "user", "content": "What was logged?"}]
         assert explain_miss(engine, messages, TEXT).is_hit
 
-    def test_beside_calls_of_tools(self, engine: CacheClipEngine) -> None:
-        call = {"id": "abc123def", "function": {"name": "read", "arguments": {}}}
-        messages = [
-            {"role": "user", "content": "What was logged?"},
-            {"role": "assistant", "content": None, "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": "abc123def", "content": TEXT},
-        ]
-        assert explain_miss(engine, messages, TEXT).reason == "hit"
-
-    @pytest.mark.parametrize(
-        ("method", "said"),
-        [
-            ("full", "method 'full' reuses no chunk"),
-            ("prefix", "method 'prefix' reuses no chunk"),
-            ("map_reduce", "only with chunk_context='prefix'"),
-            ("cachecraft", "keeps chunk caches of answered prompts"),
-        ],
-    )
-    def test_methods_that_reuse_nothing_of_it(
-        self, engine: CacheClipEngine, config: EngineConfig, method: str, said: str
-    ) -> None:
-        other = CacheClipEngine(replace(config, method=method))
-        other.precompute([TEXT])
-        found = why(other, TEXT)
-        assert found.reason == "cannot_reuse" and said in found.explanation and not found.is_hit
-        assert other.generate(asked(TEXT), SamplingParams(max_tokens=1)).stats.hits == 0
-
     @pytest.mark.parametrize(
         ("change", "said"),
         [
@@ -138,6 +111,33 @@ class TestReasons:
         engine = CacheClipEngine(primary=build(tmp_path, "mamba"), auxiliary=None, fallback="full", method="direct")
         found = explain_miss(engine, asked(TEXT), TEXT)
         assert found.reason == "cannot_reuse" and "plain prefill" in found.explanation
+
+    def test_beside_calls_of_tools(self, engine: CacheClipEngine) -> None:
+        call = {"id": "abc123def", "function": {"name": "read", "arguments": {}}}
+        messages = [
+            {"role": "user", "content": "What was logged?"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "abc123def", "content": TEXT},
+        ]
+        assert explain_miss(engine, messages, TEXT).reason == "hit"
+
+    @pytest.mark.parametrize(
+        ("method", "said"),
+        [
+            ("full", "method 'full' reuses no chunk"),
+            ("prefix", "method 'prefix' reuses no chunk"),
+            ("map_reduce", "only with chunk_context='prefix'"),
+            ("cachecraft", "keeps chunk caches of answered prompts"),
+        ],
+    )
+    def test_methods_that_reuse_nothing_of_it(
+        self, engine: CacheClipEngine, config: EngineConfig, method: str, said: str
+    ) -> None:
+        other = CacheClipEngine(replace(config, method=method))
+        other.precompute([TEXT])
+        found = why(other, TEXT)
+        assert found.reason == "cannot_reuse" and said in found.explanation and not found.is_hit
+        assert other.generate(asked(TEXT), SamplingParams(max_tokens=1)).stats.hits == 0
 
 
 class TestParts:
