@@ -320,7 +320,8 @@ class CacheClipEngine:
     ) -> Iterator[Event]:
         """Answer a prompt as a stream of events; the last event carries the whole answer and its statistics.
 
-        Missing chunks are computed as fresh text for this answer, and stored after its last event.
+        Missing chunks are computed as fresh text for this answer. Those of which half or more stands in the prompt are
+        stored after its last event.
 
         Args:
             prompt: a string, chat messages, or segments from :meth:`segment`.
