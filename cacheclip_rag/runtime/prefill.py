@@ -55,8 +55,8 @@ class Prefilled:
     """Logits of the prompt's last token, ``(vocab_size,)``."""
     stats: FusionStats
     missing: tuple[str, ...]
-    """Texts to store after the answer: chunks computed as fresh text because their KV was not stored or was damaged, and
-    of which half or more stands in the prompt."""
+    """Texts to store after the answer: chunks computed as fresh text because their KV was not stored or was damaged, if
+    half or more of them stands in the prompt."""
     keeping: Keeping | None = None
     """None if the prefix cache may keep nothing of this prompt."""
     trace: Trace | None = None
