@@ -8,7 +8,7 @@ After the answer, missing chunks are stored. Several requests take turns (:mod:`
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
@@ -20,12 +20,12 @@ from .errors import ConfigurationError
 from .guards.base import Answered, Observer
 from .methods.composition import Composition, count_chunks
 from .parts import PREFIX, Parts
-from .plan.planner import make_plan
+from .plan.planner import count_absent, make_plan
 from .prompt.segments import Segment, as_segments, given_texts
 from .prompt.tools import names_in, read_calls
 from .runtime.decoding import LogitsObserver, decode, is_greedy, room_for
 from .runtime.prefill import Keeping, Prefilled, prefill
-from .runtime.turns import Turns
+from .runtime.turns import Turns, turns_of
 from .runtime.verification import Verification
 from .sampling import SamplingParams
 from .types import Event, Plan, Request
@@ -40,7 +40,11 @@ class Answering:
     parts: Parts
     writer: ChunkWriter
     observers: Sequence[Observer]
-    turns: Turns = field(default_factory=Turns)
+
+    @property
+    def turns(self) -> Turns:
+        """The turns of the primary model, which are those of all engines that use it. Loads the model."""
+        return turns_of(self.parts.prefix_caches.runtime)
 
     def stream(self, request: Request) -> Iterator[Event]:
         """Stream the answer; the last event carries the whole answer."""
@@ -132,8 +136,10 @@ class Answering:
             yield from chain((first,), events)
 
         clock = PhaseClock()
-        segments = self._segments(request, given_texts(request.documents))
-        composition = Composition(segments, request.params, ask, clock)
+        given = given_texts(request.documents)
+        segments = self._segments(request, given)
+        absent = count_absent(given, segments, segments)
+        composition = Composition(segments, request.params, ask, clock, not_found=absent)
         assert request.method is not None
         for event in request.method.compose(composition) if composition.chunks else composition.plain():
             if event.answer is not None:

@@ -173,16 +173,19 @@ class CacheClipEngine:
     def warm_up(self, *, read_chunks: bool = True) -> WarmUp:
         """Do now what the first answer would wait for. Call it when a server starts.
 
-        It loads the weights of primary and auxiliary and the head set, opens the store and its text index, reads (or
-        computes) the KV before every chunk, reads the most recently used chunk caches into the memory tier, and answers
-        a short prompt with one token. That answer is not counted, observed or stored. Calling it again is cheap.
+        It loads the weights of primary and auxiliary and the head set, opens the store and its text index, reads the
+        most recently used chunk caches, reads (or computes) the KV before every chunk, and answers a short prompt with
+        one token. That answer is not counted, observed or stored. Calling it again is cheap.
+
+        Chunk caches are read into the memory tier, as many as fit into ``memory_bytes``. Without a memory tier they are
+        read and dropped, up to 1 GiB and half of the free memory: the operating system's page cache then has them.
 
         Args:
-            read_chunks: False reads no chunk caches. Without a ``store`` folder or ``memory_bytes``, none are read.
+            read_chunks: False reads no chunk caches. Without a ``store`` folder, there are none to read.
 
         Raises:
-            The errors of a first answer: of a model that cannot be loaded, of a store that cannot be opened. A missing
-            auxiliary is only logged, if the method works without it.
+            The errors of a first answer: of a name that no model has, of a primary that cannot be loaded, of a store
+            that cannot be opened. An auxiliary that cannot be loaded is only logged, if the method works without it.
         """
         started = time.perf_counter()
         method = self.make_method()
@@ -190,11 +193,11 @@ class CacheClipEngine:
         loaded = list(self.parts.usable(context))
         if len(loaded) > 1:
             _ = self.head_set
+        self.library.find("Is the text index open?")
+        read, num_bytes = self.parts.read_hot() if read_chunks else (0, 0)
         for caches in (self.parts.prefix_caches, *loaded):
             if caches.can_reuse:
                 _ = caches.prefix
-        self.library.find("Is the text index open?")
-        read, num_bytes = self.parts.read_hot() if read_chunks else (0, 0)
         plain = self.make_method("full") if method.composes else method
         ready = self._answering.prefill(Request("Ready?", SamplingParams(max_tokens=1), plain))
         self.primary.decode_step(ready.cache, int(ready.logits.argmax()))
@@ -317,7 +320,8 @@ class CacheClipEngine:
     ) -> Iterator[Event]:
         """Answer a prompt as a stream of events; the last event carries the whole answer and its statistics.
 
-        Missing chunks are computed as fresh text for this answer, and stored after its last event.
+        Missing chunks are computed as fresh text for this answer. Those of which half or more stands in the prompt are
+        stored after its last event.
 
         Args:
             prompt: a string, chat messages, or segments from :meth:`segment`.

@@ -20,6 +20,7 @@ from .errors import ConfigurationError, ModelError
 from .guards.certificate import Identity, identity_of
 from .methods.base import Method
 from .models.load import check_name, load_any
+from .models.memory import free_bytes
 from .prompt.segments import PromptReader, Segment
 from .runtime.transformers.model import ModelRuntime
 from .selection.heads import HeadSet, find_head_set, load_named
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 PREFIX = CONTEXTS["prefix"]
 """The chunk context ``prefix``: the shared prefix only."""
+_MOST_IN_PAGE_CACHE = 1 << 30
+"""Most bytes that :meth:`Parts.read_hot` reads without a memory tier."""
 
 
 class Parts:
@@ -69,12 +72,17 @@ class Parts:
             return self._tenant
 
     def read_hot(self) -> tuple[int, int]:
-        """Read the tenant's most recently used entries into the memory tier, as many as fit into ``memory_bytes``.
+        """Read the tenant's most recently used entries: as many as fit into the memory tier (``memory_bytes``), or
+        without one up to 1 GiB, and at most half of the free memory, so that the system's page cache has them.
 
         Returns:
-            Number of entries, and their bytes in the store. Zeros without a memory tier before a disk.
+            Number of entries, and their bytes in the store. Zeros without a folder.
         """
-        store, room = self.store, self.config.memory_bytes if self.config.store else 0
+        store, room = self.store, 0
+        if self.config.store:
+            free = free_bytes("cpu")
+            most = _MOST_IN_PAGE_CACHE if free is None else min(_MOST_IN_PAGE_CACHE, free // 2)
+            room = self.config.memory_bytes or most
         chosen: list[str] = []
         taken = 0
         for key in reversed(store.catalog.keys(self.config.namespace)) if room else ():

@@ -82,7 +82,8 @@ class Plan:
     keys: tuple[str, ...] = ()
     """Store keys of the ``reused`` chunks."""
     unusable: int = 0
-    """Missing texts that are stored, but for another model, dtype, system prompt or chunk context."""
+    """Missing texts that are stored, but for another model, dtype, system prompt or chunk context, or without the
+    auxiliary model's KV."""
     not_found: int = 0
     """Given documents of which no part stands in the prompt."""
 
@@ -94,8 +95,12 @@ class Plan:
 
     @property
     def missing_texts(self) -> tuple[str, ...]:
-        """Texts to store after the answer: the whole texts of the missing chunks, each once."""
-        return tuple(dict.fromkeys(span.whole for span in self.missing))
+        """Texts to store after the answer, each once: the whole texts of the missing chunks of which half or more
+        stands in the prompt. A smaller part, such as boilerplate, would not pay for computing the whole text."""
+        tokens: dict[str, list[int]] = {}
+        for span in self.missing:
+            tokens.setdefault(span.whole, [span.whole_tokens]).append(len(span.tokens))
+        return tuple(text for text, (whole, *parts) in tokens.items() if 2 * sum(parts) >= whole)
 
     @property
     def exact(self) -> tuple[Span, ...]:
@@ -169,9 +174,11 @@ class FusionStats:
     nominal_ratio: float
     """The requested recompute ratio."""
     hits: int
-    """Chunks found in the store."""
+    """Chunks of the prompt found in the store, whole or in part. A chunk that stands twice counts twice; pieces of one
+    chunk, in any order, count once (:mod:`cacheclip_rag.prompt.occurrences`). With ``gated``, none was reused."""
     misses: int
-    """Chunks not found in the store: computed as fresh text, and stored after the answer with ``on_miss="store"``."""
+    """Chunks of the prompt not found in the store, counted alike: computed as fresh text. With ``on_miss="store"``,
+    those of which half or more stands in the prompt are stored after the answer."""
     phases_s: dict[str, float]
     """Seconds per phase of the time to the first token, keys as in :data:`PHASES`."""
     ttft_s: float
@@ -184,18 +191,21 @@ class FusionStats:
     missed_tokens: int = 0
     """Tokens of the chunks that were not found in the store."""
     unusable: int = 0
-    """Texts among the misses that are stored, but for another model, dtype, system prompt or chunk context."""
+    """Texts among the misses that are stored, but for another model, dtype, system prompt or chunk context, or without
+    the auxiliary model's KV that the method needs. ``fallback`` says which, if nothing was reused."""
     not_found: int = 0
     """Given documents of which no part stands in the prompt."""
     partial_hits: int = 0
     """Hits of which a tenth or more of the chunk's tokens does not stand in the prompt, or not with the same ids."""
     partial_share: float | None = None
-    """Mean share of the chunk's tokens that were found, over the partial hits; None without one."""
+    """Mean share of the chunk's tokens that stand in the prompt as they are stored, over the partial hits; None without
+    one."""
     confidence: float | None = None
     """Probability of the likeliest first token minus that of the second; None for an answer made of several
     prompts."""
     gated: bool = False
-    """True: the prompt was prefilled in full after a reusing pass, whose confidence was below ``min_confidence``."""
+    """True: the prompt was prefilled in full after a reusing pass, whose confidence was below ``min_confidence``. Hits,
+    misses and partial hits are those of the reusing pass, whose KV was thrown away."""
     queued_s: float = 0.0
     """Seconds of ``ttft_s`` in which the request waited for others that came before it. The waits of an answer made of
     several prompts are added up."""
@@ -258,7 +268,7 @@ class WarmUp:
     models: tuple[str, ...]
     """Names of the loaded models, the primary's first."""
     chunks_read: int
-    """Chunk caches that were read into the memory tier, over all models."""
+    """Chunk caches that were read, over all models: into the memory tier, or for the system's page cache."""
     bytes_read: int
     """Their bytes in the store."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import re
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -80,12 +81,26 @@ class TestReasons:
 
     def test_another_encoding(self, engine: CacheClipEngine, config: EngineConfig) -> None:
         found = why(CacheClipEngine(replace(config, chunk_context="prefix")), TEXT)
-        assert found.reason == "evicted" and "precomputed with chunk_context='passages'" in found.explanation
+        assert found.reason == "other_settings" and "precomputed with chunk_context='passages'" in found.explanation
+
+    def test_another_system_prompt(self, engine: CacheClipEngine, config: EngineConfig) -> None:
+        found = why(CacheClipEngine(replace(config, system_prompt="Another system prompt.")), TEXT)
+        assert found.reason == "other_settings" and "another model, system prompt, dtype" in found.explanation
+
+    def test_without_the_auxiliary(self, config: EngineConfig) -> None:
+        CacheClipEngine(replace(config, auxiliary=None)).precompute([TEXT], method="direct")
+        engine = CacheClipEngine(config, method="cacheclip")
+        found = why(engine, TEXT)
+        assert found.reason == "no_auxiliary" and f"auxiliary model {engine.auxiliary.name!r}" in found.explanation  # type: ignore[union-attr]
+        answer = engine.generate(asked(TEXT), SamplingParams(max_tokens=1))
+        assert (answer.stats.hits, answer.stats.misses, answer.stats.unusable) == (0, 1, 1)
+        assert "1 are stored for the primary model, but not for the auxiliary" in str(answer.stats.fallback)
+        assert "another model" not in str(answer.stats.fallback)
 
     def test_deleted_caches(self, engine: CacheClipEngine) -> None:
         assert engine.store.delete(engine.store.keys()) > 0
         found = why(engine, TEXT)
-        assert found.reason == "evicted" and "not stored for" in found.explanation and not found.is_hit
+        assert found.reason == "evicted" and "no KV of it is stored" in found.explanation and not found.is_hit
 
     def test_inside_a_longer_one(self, engine: CacheClipEngine) -> None:
         whole = f"Log book. {TEXT} Signed."
@@ -96,6 +111,33 @@ class TestReasons:
         engine = CacheClipEngine(primary=build(tmp_path, "mamba"), auxiliary=None, fallback="full", method="direct")
         found = explain_miss(engine, asked(TEXT), TEXT)
         assert found.reason == "cannot_reuse" and "plain prefill" in found.explanation
+
+    def test_beside_calls_of_tools(self, engine: CacheClipEngine) -> None:
+        call = {"id": "abc123def", "function": {"name": "read", "arguments": {}}}
+        messages = [
+            {"role": "user", "content": "What was logged?"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "abc123def", "content": TEXT},
+        ]
+        assert explain_miss(engine, messages, TEXT).reason == "hit"
+
+    @pytest.mark.parametrize(
+        ("method", "said"),
+        [
+            ("full", "method 'full' reuses no chunk"),
+            ("prefix", "method 'prefix' reuses no chunk"),
+            ("map_reduce", "only with chunk_context='prefix'"),
+            ("cachecraft", "keeps chunk caches of answered prompts"),
+        ],
+    )
+    def test_methods_that_reuse_nothing_of_it(
+        self, engine: CacheClipEngine, config: EngineConfig, method: str, said: str
+    ) -> None:
+        other = CacheClipEngine(replace(config, method=method))
+        other.precompute([TEXT])
+        found = why(other, TEXT)
+        assert found.reason == "cannot_reuse" and said in found.explanation and not found.is_hit
+        assert other.generate(asked(TEXT), SamplingParams(max_tokens=1)).stats.hits == 0
 
 
 class TestParts:
@@ -142,6 +184,14 @@ class TestStatistics:
         answer = engine.generate(asked(TEXT), SamplingParams(max_tokens=1), documents=given)
         assert (answer.stats.hits, answer.stats.misses, answer.stats.not_found) == (1, 0, 1)
 
+    def test_given_and_a_part_of_a_stored_text(self, engine: CacheClipEngine) -> None:
+        engine.precompute([TestParts.LONG])
+        for given, absent in ((" ".join(SENTENCES[2:4]), 0), (SENTENCES[4], 0), (SENTENCES[7], 1)):
+            assert engine.plan(asked(TestParts.LONG), documents=[given]).not_found == absent
+        quoted = "\n".join(f"> {line}" for line in textwrap.wrap(TestParts.LONG[:300], 100))
+        assert engine.plan(asked(quoted), documents=[SENTENCES[1]]).not_found == 0
+        assert engine.plan(asked(quoted), documents=[SENTENCES[5]]).not_found == 1
+
     def test_partial_hits(self, engine: CacheClipEngine) -> None:
         engine.precompute([TestParts.LONG])
         stats = engine.generate(asked(TestParts.LONG[:300]), SamplingParams(max_tokens=1)).stats
@@ -154,6 +204,20 @@ class TestStatistics:
             engine.generate("What was logged?", SamplingParams(max_tokens=1), documents=["Something else altogether."])
         assert caplog.text.count("reuses nothing of this store") == 1
         assert "no stored chunk found in the prompt, and 1 given documents are not in it" in caplog.text
+
+    def test_a_greeting_is_not(self, engine: CacheClipEngine, caplog: pytest.LogCaptureFixture) -> None:
+        """Nor does it use up the one warning."""
+        said = "reuses nothing of this store"
+        engine.generate("Hello", SamplingParams(max_tokens=1))
+        assert said not in caplog.text
+        engine.generate("Something else altogether, which is new. " * 40, SamplingParams(max_tokens=1))
+        assert caplog.text.count(said) == 1
+
+    def test_what_is_stored_for_other_settings_is(self, engine: CacheClipEngine, caplog: Any) -> None:
+        other = CacheClipEngine(replace(engine.config, system_prompt="Another system prompt."))
+        other.generate("Hello", SamplingParams(max_tokens=1))
+        other.generate(asked(TEXT), SamplingParams(max_tokens=1))
+        assert caplog.text.count("reuses nothing of this store") == 1 and "1 are for another model" in caplog.text
 
     def test_an_empty_store_is_not(self, config: EngineConfig, caplog: pytest.LogCaptureFixture) -> None:
         CacheClipEngine(config).generate("What was logged?", SamplingParams(max_tokens=1))
@@ -175,6 +239,14 @@ class TestCommand:
         assert cut.exit_code == 1 and "miss" in cut.output and "Parts of 32" in cut.output
         none = self.run(engine, tmp_path, "Nothing of it.")
         assert none.exit_code == 1 and "--text FILE" in none.output
+
+    def test_a_text_without_a_source(self, engine: CacheClipEngine, tmp_path: Path) -> None:
+        engine.precompute([TestParts.LONG, "A text of few words, in the catalog."])
+        found = self.run(engine, tmp_path, asked(TestParts.LONG[:300]), "--json")
+        assert [each["reason"] for each in json.loads(found.stdout)["texts"]] == ["part"]
+        found = self.run(engine, tmp_path, asked("A text of few words, in the catalog."), "--json")
+        assert [each["reason"] for each in json.loads(found.stdout)["texts"]] == ["hit"]
+        assert "in other letter case" in self.run(engine, tmp_path, asked(TestParts.LONG.upper())).output
 
     def test_a_text_of_ones_own(self, engine: CacheClipEngine, tmp_path: Path) -> None:
         (tmp_path / "text.txt").write_text("Some other text that was expected here, of some length.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -55,7 +56,9 @@ def explain_miss(
     )
     engine = CacheClipEngine(engine_config(settings, store, device="cpu", system_prompt=system_prompt))
     written = _read(prompt)
-    known = [*engine.library.texts(), *(passage for _, _, passage in (library.passages() if library else ()))]
+    found = (span.whole for span in engine.plan(written).layout.chunks)
+    passages = (passage for _, _, passage in (library.passages() if library else ()))
+    known = chain(found, engine.library.index.texts(), engine.library.texts(), passages)
     texts = [_read(path) for path in text or []] or plausible(known, written)[:_MOST_TEXTS]
     reports = [explain(engine, written, each) for each in dict.fromkeys(texts)]
     if as_json:

@@ -16,8 +16,16 @@ __all__ = ["MissWarning"]
 logger = logging.getLogger(__name__)
 
 
+_LEAST_TOKENS = 128
+"""Least tokens after the shared prefix of a prompt that probably holds retrieved text."""
+
+
 class MissWarning(Observer):
-    """Warns at the first prompt that reuses nothing although the store has chunks. Later ones are logged at INFO."""
+    """Warns at the first prompt that reuses nothing although the store has chunks and the prompt seems to hold some.
+    Later ones are logged at INFO.
+
+    A prompt seems to hold chunks if texts are known to be in it, documents were given with it, or it is long. A
+    greeting, or a question without context, does not."""
 
     def __init__(self) -> None:
         self._warned = False
@@ -25,7 +33,7 @@ class MissWarning(Observer):
     def on_plan(self, plan: Plan, sources: Sources) -> None:
         if self._warned or plan.reused or plan.fallback is None or plan.obstructed or sources.captured is not None:
             return
-        if not sources.primary.has_texts:
+        if not _seems_to_hold_chunks(plan) or not sources.primary.has_texts:
             return
         self._warned = True
         given = f", and {plan.not_found} given documents are not in it" if plan.not_found else ""
@@ -35,3 +43,8 @@ class MissWarning(Observer):
             plan.fallback,
             given,
         )
+
+
+def _seems_to_hold_chunks(plan: Plan) -> bool:
+    layout = plan.layout
+    return bool(layout.chunks or plan.not_found) or layout.num_tokens - layout.num_prefix >= _LEAST_TOKENS

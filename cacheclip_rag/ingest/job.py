@@ -10,7 +10,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -112,7 +112,8 @@ def ingest(
 def undone_if_failed(library: Library, engine: CacheClipEngine) -> Iterator[None]:
     """Remove what the block left in a new store, if it stored no document. A folder that was there stays, empty.
 
-    After an interruption (Ctrl-C), chunk caches stay, because the next run finds them.
+    After an interruption (Ctrl-C), chunk caches stay, because the next run finds them. If another process began to
+    write into the same new folder, everything stays.
     """
     folder = library.folder
     existed, is_new = folder.is_dir(), not folder.is_dir() or not any(folder.iterdir())
@@ -120,16 +121,19 @@ def undone_if_failed(library: Library, engine: CacheClipEngine) -> Iterator[None
         yield
         return
     try:
+        with suppress(OSError):  # a later step says what cannot be written, and why
+            engine.store.store.announce()  # or another first run that fails would remove what this one writes
         yield
-    except Exception:
-        _remove_if_empty(library, engine, existed)
+    except BaseException as error:
+        if isinstance(error, Exception) or not engine.store.catalog.total().entries:
+            _remove_if_empty(library, engine, existed)
         raise
     _remove_if_empty(library, engine, existed)
 
 
 def _remove_if_empty(library: Library, engine: CacheClipEngine, keep_folder: bool) -> None:
-    """Remove the files of a store without documents."""
-    if not library.folder.is_dir() or library.documents():
+    """Remove the files of a store without documents, unless another process writes there too."""
+    if not library.folder.is_dir() or library.documents() or engine.store.store.other_writers():
         return
     engine.close()
     library.close()

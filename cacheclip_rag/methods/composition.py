@@ -6,7 +6,7 @@ with; otherwise the prompt is prefilled after the prefix that the prefix cache h
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -43,15 +43,30 @@ class Composition:
     """Started when the request came in."""
     asked: list[FusionStats] = field(default_factory=list)
     """Statistics of every prompt answered so far."""
+    not_found: int = 0
+    """Given documents of which no part stands in the prompt."""
 
     @property
-    def chunks(self) -> list[Chunk]:
-        return [segment for segment in self.segments if isinstance(segment, Chunk)]
+    def chunks(self) -> list[list[Segment]]:
+        """The segments of each chunk. Pieces of a chunk that continue one another (quoted line by line, for instance)
+        are one chunk, with the text between them."""
+        found: list[list[Segment]] = []
+        between: list[Segment] = []
+        for segment in self.segments:
+            if not isinstance(segment, Chunk):
+                between.append(segment)
+                continue
+            if found and _goes_on(found[-1][-1], between, segment):
+                found[-1] += [*between, segment]
+            else:
+                found.append([segment])
+            between = []
+        return found
 
-    def around(self, middle: Segment) -> list[Segment]:
+    def around(self, middle: Iterable[Segment]) -> list[Segment]:
         """The prompt with ``middle`` in place of everything from the first chunk to the last chunk."""
         places = [number for number, segment in enumerate(self.segments) if isinstance(segment, Chunk)]
-        return [*self.segments[: places[0]], middle, *self.segments[places[-1] + 1 :]]
+        return [*self.segments[: places[0]], *middle, *self.segments[places[-1] + 1 :]]
 
     def answer(
         self, segments: Sequence[Segment], params: SamplingParams, observe: LogitsObserver | None = None
@@ -75,7 +90,8 @@ class Composition:
 
     def closing(self, answer: Answer, method: str, ttft_s: float) -> Answer:
         """``answer`` with the statistics of all prompts."""
-        return replace(answer, stats=combined(self.asked, method, ttft_s))
+        stats = replace(combined(self.asked, method, ttft_s), not_found=self.not_found)
+        return replace(answer, stats=stats)
 
     def plain(self) -> Iterator[Event]:
         """Plain prefill of a prompt without chunks."""
@@ -83,9 +99,22 @@ class Composition:
             if event.answer is not None:
                 stats = event.answer.stats
                 method = "prefix" if stats.cached_prefix_tokens else "full"
-                stats = replace(stats, method=method, fallback="no chunk found in the prompt")
+                stats = replace(stats, method=method, fallback="no chunk found in the prompt", not_found=self.not_found)
                 event = replace(event, answer=replace(event.answer, stats=stats))
             yield event
+
+
+_NEAR = 64
+"""Most characters between two pieces of a chunk beyond those that the chunk itself has there: quotation marks and line
+ends, not another text."""
+
+
+def _goes_on(before: Segment, between: Sequence[Segment], segment: Chunk) -> bool:
+    """Whether a piece of a chunk continues the piece ``before``."""
+    if not isinstance(before, Chunk) or before.whole != segment.whole or any(each.control for each in between):
+        return False
+    skipped = segment.at - before.at - len(before.text)
+    return skipped >= 0 and sum(len(each.text) for each in between) <= skipped + _NEAR
 
 
 def exact_method(layout: Layout) -> Method:
@@ -114,6 +143,7 @@ def count_chunks(stats: FusionStats, layout: Layout) -> FusionStats:
 _SUMS = (
     *("prompt_tokens", "prefix_tokens", "fresh_tokens", "chunk_tokens", "exact_tokens", "recomputed_tokens"),
     *("hits", "misses", "missed_tokens", "cached_prefix_tokens", "queued_s", "generated_tokens", "decode_s"),
+    *("unusable", "partial_hits"),
 )
 
 
@@ -123,6 +153,7 @@ def combined(parts: Sequence[FusionStats], method: str, ttft_s: float) -> Fusion
     sums: dict[str, Any] = {name: sum(getattr(part, name) for part in parts) for name in _SUMS}
     phases = {phase: sum(part.phases_s[phase] for part in parts) for phase in PHASES}
     charged = sum(part.charged_ratio * part.chunk_tokens for part in parts)
+    shares = sum(part.partial_share * part.partial_hits for part in parts if part.partial_share is not None)
     return replace(
         parts[0],
         method=method,
@@ -131,5 +162,7 @@ def combined(parts: Sequence[FusionStats], method: str, ttft_s: float) -> Fusion
         phases_s=phases,
         ttft_s=ttft_s,
         charged_ratio=charged / sums["chunk_tokens"] if sums["chunk_tokens"] else 0.0,
+        partial_share=shares / sums["partial_hits"] if sums["partial_hits"] else None,
+        confidence=None,
         **sums,
     )

@@ -50,7 +50,7 @@ class MapReduce(Full):
         greedy = replace(parts.params, max_tokens=self.map_tokens, temperature=0.0)
         answers = [parts.answer(parts.around(chunk), greedy) for chunk in parts.chunks]
         lines = [" ".join(answer.text.split()) for answer in answers]
-        yield from parts.stream(parts.around(Fresh("\n".join(filter(None, lines)))), self.name)
+        yield from parts.stream(parts.around([Fresh("\n".join(filter(None, lines)))]), self.name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..chunks.context import CONTEXTS, ChunkContext, context_name
-from ..prompt.segments import normalise_chunk
-from ..runtime.prefill import MOST_PARTIAL, shares_of_chunks
+from ..prompt.occurrences import MOST_PARTIAL, share_of
+from ..prompt.segments import check_messages, normalise_chunk
 from ..store.texts import WINDOW
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from ..engine import CacheClipEngine
     from ..prompt.layout import Span
-    from ..types import Prompt
+    from ..types import Plan, Prompt
 
 __all__ = ["MissReport", "explain_miss", "plausible"]
 
@@ -41,7 +41,7 @@ class MissReport:
     is_hit: bool
     reason: str
     """One of ``hit``, ``part``, ``too_short``, ``not_in_prompt``, ``not_precomputed``, ``evicted``,
-    ``inside_another``, ``cannot_reuse``."""
+    ``other_settings``, ``no_auxiliary``, ``inside_another``, ``cannot_reuse``."""
     explanation: str
     """Message for people: expected, found, what to do."""
     share: float = 0.0
@@ -62,7 +62,8 @@ def explain_miss(engine: CacheClipEngine, prompt: Prompt, text: str) -> MissRepo
         ConfigurationError: an invalid prompt or text.
     """
     chunk = normalise_chunk(text)
-    written = prompt if isinstance(prompt, str) else "\n\n".join(message["content"] for message in prompt)
+    messages = [] if isinstance(prompt, str) else check_messages(prompt)
+    written = prompt if isinstance(prompt, str) else "\n\n".join(message["content"] for message in messages)
 
     def report(reason: str, explanation: str, share: float = 0.0) -> MissReport:
         return MissReport(chunk[:80], reason in ("hit", "part"), reason, explanation, share)
@@ -77,12 +78,16 @@ def explain_miss(engine: CacheClipEngine, prompt: Prompt, text: str) -> MissRepo
     if primary.unsupported:
         return report("cannot_reuse", f"{primary.unsupported} Every answer of this model is plain prefill.")
     stored = _stored(engine, chunk)
-    chunks = engine.plan(prompt).layout.chunks
+    plan = engine.plan(prompt)
+    chunks = plan.layout.chunks
     spans = [span for span in chunks if span.whole == chunk]
     if spans:
-        share = min(1.0, sum(shares_of_chunks(spans)))
-        if not all(stored.values()):
-            return report("evicted", _missing(engine, chunk, stored), share)
+        share = share_of(spans)
+        obstacle = _obstacle(plan)
+        if obstacle is not None:
+            return report("cannot_reuse", obstacle, share)
+        if not all(each.is_stored for each in stored):
+            return report(*_missing(engine, chunk, stored), share)
         if share > MOST_PARTIAL:
             return report("hit", "the text is in the prompt, known, and its KV is stored: it is reused.", share)
         return report("part", _partly(chunk, written, spans, share), share)
@@ -95,7 +100,7 @@ def explain_miss(engine: CacheClipEngine, prompt: Prompt, text: str) -> MissRepo
             "inside_another",
             f"the text is part of a longer stored text, which is reused instead: {around[0][:_SHOWN]!r}...",
         )
-    if any(stored.values()):
+    if any(each.is_stored for each in stored):
         return report(
             "not_precomputed",
             "the text's KV is stored, but the text is missing from the index (another program removed it). "
@@ -141,28 +146,72 @@ def _between(chunk: str, spans: Sequence[Span]) -> Iterator[str]:
     yield chunk[stop:]
 
 
-def _stored(engine: CacheClipEngine, chunk: str) -> dict[str, bool]:
-    """Per model, whether the KV is stored with the chunk context of the engine's method."""
+def _obstacle(plan: Plan) -> str | None:
+    """Why the engine's method reuses none of the prompt's chunks, wherever they are stored; None if it reuses them."""
+    method = plan.method
+    if not method.reuses_chunks:
+        return (
+            f"the text is in the prompt and known, but method {method.name!r} reuses no chunk. Choose another method, "
+            "such as 'auto'."
+        )
+    if method.composes and not plan.layout.is_exact(plan.layout.chunks[0]):
+        return (
+            f"method {method.name!r} answers each chunk's prompt exactly. Stored KV is exact only with "
+            "chunk_context='prefix', for chunks right after the shared prefix (no text before the first chunk)."
+        )
+    if plan.captures:
+        return f"method {method.name!r} keeps chunk caches of answered prompts, in memory: {plan.fallback}."
+    return f"{plan.fallback}. This prompt is answered by plain prefill." if plan.obstructed else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """Whether a model's KV of a text is stored."""
+
+    role: str
+    """``primary`` or ``auxiliary``."""
+    name: str
+    is_stored: bool
+
+
+def _stored(engine: CacheClipEngine, chunk: str) -> list[_Stored]:
+    """What is stored of a text with the chunk context of the engine's method, for the models that the method needs."""
     needs_auxiliary = bool(engine.config.auxiliary) and engine.make_method().needs_auxiliary
     caches = engine.chunk_caches(with_auxiliary=needs_auxiliary)
-    return {each.runtime.name: chunk in each for each in caches}
+    return [
+        _Stored(role, each.runtime.name, chunk in each)
+        for role, each in zip(("primary", "auxiliary"), caches, strict=False)
+    ]
 
 
-def _missing(engine: CacheClipEngine, chunk: str, stored: dict[str, bool]) -> str:
-    absent = [name for name, there in stored.items() if not there]
+def _missing(engine: CacheClipEngine, chunk: str, stored: Sequence[_Stored]) -> tuple[str, str]:
+    """Reason and explanation for a text that is known and cannot be used."""
     others = [context for context in _other_contexts(engine) if chunk in engine.parts.primary(context)]
+    primary, *auxiliary = stored
+    if primary.is_stored:
+        name = auxiliary[0].name
+        return "no_auxiliary", (
+            f"the text's KV is stored for the primary model, but not for the auxiliary model {name!r}, with which "
+            f"method {engine.make_method().name!r} scores tokens: it was precomputed without it, or evicted. "
+            "Precompute the text again: only what is missing is computed."
+        )
     if others:
-        return (
+        return "other_settings", (
             f"the text was precomputed with chunk_context={context_name(others[0])!r}, but this engine reads chunks "
             f"with chunk_context={context_name(engine.context_of())!r}. Use the same setting, or precompute the text "
             "again ('cacheclip ingest --upgrade' does so for the documents of a store)."
         )
+    if engine.parts.primary(engine.context_of()).is_known(chunk):
+        return "other_settings", (
+            f"the text's KV is stored, but not for primary model {primary.name!r} with these settings: it was "
+            "precomputed for another model, system prompt, dtype or codec. Use the same settings, or precompute the "
+            "text again."
+        )
     limit = engine.config.max_bytes
-    evicted = f", evicted to stay below max_bytes={limit}" if limit else ""
-    return (
-        f"the text is known, but its KV is not stored for {', '.join(map(repr, absent))}{evicted}: it was deleted, "
-        "damaged, or precomputed for other models, another system prompt or another dtype. The next answer with this "
-        "text stores it again; or precompute it now."
+    why = f"it was evicted to stay below max_bytes={limit}" if limit else "it was evicted, deleted or damaged"
+    return "evicted", (
+        f"the text is known, but no KV of it is stored: {why}. Precompute it again; an answer whose prompt has half of "
+        "the text or more stores it too (on_miss='store')."
     )
 
 
@@ -219,9 +268,12 @@ def _words(text: str) -> str:
 def plausible(texts: Iterable[str], written: str) -> list[str]:
     """The texts that may have been meant to stand in a prompt, the likeliest first: three tenths or more of their runs
     of four words are there. Runs that more than a few texts share, such as a common header, do not count."""
-    runs = {text: _word_runs(text) for text in dict.fromkeys(texts)}
-    sharing = Counter(run for found in runs.values() for run in found)
     there = _word_runs(written)
+    runs: dict[str, set[tuple[str, ...]]] = {}
+    for text in texts:  # as few as possible are kept: there may be a million
+        if text not in runs and not there.isdisjoint(found := _word_runs(text)):
+            runs[text] = found
+    sharing = Counter(run for found in runs.values() for run in found)
     shares = {}
     for text, found in runs.items():
         own = [run for run in found if sharing[run] <= _MOST_SHARING] or list(found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from ..checks import check_ratio
@@ -13,10 +13,10 @@ from ..methods import DEFAULT_METHOD, check_auxiliary, check_method, preset
 from ..methods.base import Method
 from ..methods.composition import exact_method
 from ..prompt.layout import Layout, Span, check_least_length, check_length, lay_out
-from ..prompt.segments import Segment, without_parts
+from ..prompt.segments import Chunk, Segment, without_parts
 from ..types import Plan
 
-__all__ = ["choose_method", "context_of", "make_plan"]
+__all__ = ["choose_method", "context_of", "count_absent", "make_plan"]
 
 
 def make_plan(
@@ -50,8 +50,8 @@ def make_plan(
     layout = replace(layout, exact_after_prefix=exact)
     check_length(layout, runtime.context_tokens, runtime.name)
     chosen = method or exact_method(layout)
-    absent = set(given).difference(span.whole for span in layout.chunks)
-    plan = Plan(layout, chosen, question=question, not_found=len(absent))
+    absent = count_absent(given, segments, (span.segment for span in layout.chunks))
+    plan = Plan(layout, chosen, question=question, not_found=absent)
     if not chosen.reuses_chunks:
         return plan
     obstacle = _obstacle(sources, layout)
@@ -62,10 +62,10 @@ def make_plan(
         why = f"not all of the prompt's {len(layout.chunks)} chunks were captured before; this answer captures them"
         return replace(plan, fallback=why, captures=True)
     if sources.captured is None:
-        missing = replace(plan, reused=found).missing_texts
+        missing = dict.fromkeys(span.whole for span in replace(plan, reused=found).missing)
         plan = replace(plan, unusable=sum(map(sources.primary.is_known, missing)))
     if not found:
-        return replace(plan, fallback=_nothing_found(plan))
+        return replace(plan, fallback=_nothing_found(plan, sources))
     obstacle = _obstacle_of_positions(chosen, layout, found, sources)
     if obstacle is not None:
         return replace(plan, fallback=obstacle, obstructed=True)
@@ -73,14 +73,47 @@ def make_plan(
     return replace(plan, reused=found, keys=keys)
 
 
-def _nothing_found(plan: Plan) -> str:
-    texts = len(plan.missing_texts)
-    if not texts:
+def count_absent(given: Iterable[str], segments: Iterable[Segment], found: Iterable[Segment]) -> int:
+    """Number of given texts of which no part stands in a prompt.
+
+    Args:
+        segments: the prompt.
+        found: chunks found in it, and parts of chunks.
+    """
+    written = "".join(segment.text for segment in segments if not segment.control)
+    absent = {text for text in given if text not in written}
+    if not absent:
+        return 0
+    for chunk in found:
+        if isinstance(chunk, Chunk):
+            absent = {text for text in absent if not _overlaps(chunk, text)}
+    return len(absent)
+
+
+def _overlaps(chunk: Chunk, text: str) -> bool:
+    """Whether a part of a chunk holds a part of ``text``, which may itself be a part of the chunk."""
+    at = chunk.whole.find(text)
+    return at >= 0 and at < chunk.at + len(chunk.text) and chunk.at < at + len(text)
+
+
+def _nothing_found(plan: Plan, sources: Sources) -> str:
+    """Why nothing of a prompt is in the store for this plan."""
+    missing = list(dict.fromkeys(span.whole for span in plan.missing))
+    if not missing:
         return "no stored chunk found in the prompt"
-    if plan.unusable:
-        others = "for another model, dtype, system prompt or chunk context"
-        return f"none of the prompt's {texts} chunks is in the store for these settings; {plan.unusable} are {others}"
-    return f"none of the prompt's {texts} chunks is in the store"
+    why = f"none of the prompt's {len(missing)} chunks is in the store"
+    if not plan.unusable:
+        return why
+    scored = sources.auxiliary is not None and len(sources.primary.held(missing))
+    others = plan.unusable - scored
+    reasons = []
+    if scored:
+        assert sources.auxiliary is not None
+        name = sources.auxiliary.runtime.name
+        reasons.append(f"{scored} are stored for the primary model, but not for the auxiliary model {name!r}")
+    if others > 0:
+        reasons.append(f"{others} are for another model, dtype, system prompt or chunk context")
+    return f"{why} for these settings; {', '.join(reasons)}"
 
 
 def _obstacle(sources: Sources, layout: Layout) -> str | None:

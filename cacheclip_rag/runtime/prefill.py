@@ -15,15 +15,13 @@ from ..chunks.prefix_cache import PrefixCache
 from ..chunks.sources import Sources
 from ..clock import PhaseClock
 from ..prompt.layout import Layout, Span
+from ..prompt.occurrences import occurrences
 from ..types import FusionStats, Plan, Trace
 from .base import Fused, State, wait_for
 
-__all__ = ["MOST_PARTIAL", "Keeping", "Prefilled", "confidence", "prefill", "shares_of_chunks"]
+__all__ = ["Keeping", "Prefilled", "confidence", "prefill"]
 
 logger = logging.getLogger(__name__)
-
-MOST_PARTIAL = 0.9
-"""Largest share of a chunk's tokens in a partial hit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +55,8 @@ class Prefilled:
     """Logits of the prompt's last token, ``(vocab_size,)``."""
     stats: FusionStats
     missing: tuple[str, ...]
-    """Chunks computed as fresh text because their KV was not stored or was damaged."""
+    """Texts to store after the answer: chunks computed as fresh text because their KV was not stored or was damaged, if
+    half or more of them stands in the prompt."""
     keeping: Keeping | None = None
     """None if the prefix cache may keep nothing of this prompt."""
     trace: Trace | None = None
@@ -117,6 +116,8 @@ def _after(plan: Plan, tried: FusionStats, sources: Sources, capacity: int, cloc
         found.stats,
         gated=True,
         hits=tried.hits,
+        partial_hits=tried.partial_hits,
+        partial_share=tried.partial_share,
         misses=tried.misses,
         missed_tokens=tried.missed_tokens,
         charged_ratio=found.stats.charged_ratio + tried.charged_ratio,
@@ -181,7 +182,7 @@ def _plain(plan: Plan, sources: Sources, capacity: int, clock: PhaseClock) -> Pr
     stats = replace(
         stats,
         method="prefix" if match.num_tokens else "full",
-        misses=_pieces(layout.chunks),
+        misses=len(occurrences(layout.chunks)),
         missed_tokens=_chunk_tokens(layout.chunks),
         fallback=plan.fallback,
     )
@@ -196,8 +197,9 @@ def _capture(plan: Plan, sources: Sources, capacity: int, clock: PhaseClock) -> 
     with clock.phase("recompute"):
         state, logits, variants = capture(sources.primary.runtime, layout, capacity)  # type: ignore[arg-type]
         sources.captured.add(variants)
-    stats = replace(_stats(plan, clock, logits), method="full", charged_ratio=1.0, misses=_pieces(layout.chunks))
-    stats = replace(stats, prefix_tokens=0, fresh_tokens=layout.num_tokens, fallback=plan.fallback)
+    stats = replace(_stats(plan, clock, logits), method="full", charged_ratio=1.0, fallback=plan.fallback)
+    misses = len(occurrences(layout.chunks))
+    stats = replace(stats, prefix_tokens=0, fresh_tokens=layout.num_tokens, misses=misses)
     return Prefilled(layout, state, logits, stats, ())
 
 
@@ -207,7 +209,8 @@ def _stats(
     """``charged``: chunk tokens that got fresh KV, as in :class:`~cacheclip_rag.runtime.base.Fused`."""
     layout, reused = plan.layout, plan.reused
     chunk_tokens = plan.chunk_tokens
-    partial = [share for share in shares_of_chunks(reused) if share <= MOST_PARTIAL]
+    found = occurrences(reused)
+    partial = [chunk.share for chunk in found if chunk.is_partial]
     prefix_tokens = layout.num_exact - _chunk_tokens([span for span in reused if layout.is_cached(span)])
     return FusionStats(
         method=plan.method.name,
@@ -218,9 +221,9 @@ def _stats(
         chunk_tokens=chunk_tokens,
         recomputed_tokens=recomputed,
         nominal_ratio=plan.method.nominal_ratio,
-        hits=_pieces(reused),
+        hits=len(found),
         exact_tokens=_chunk_tokens(plan.exact),
-        misses=_pieces(plan.missing),
+        misses=len(occurrences(plan.missing)),
         missed_tokens=_chunk_tokens(layout.chunks) - chunk_tokens,
         phases_s=clock.seconds,
         ttft_s=clock.elapsed(),
@@ -232,21 +235,6 @@ def _stats(
         partial_hits=len(partial),
         partial_share=fmean(partial) if partial else None,
     )
-
-
-def _pieces(spans: Sequence[Span]) -> int:
-    """Number of chunks, or of parts of chunks, that stand in one piece."""
-    return sum(not span.continues for span in spans)
-
-
-def shares_of_chunks(spans: Sequence[Span]) -> list[float]:
-    """For each chunk, or part of a chunk, that stands in one piece: the share of the chunk's tokens. The token at
-    either end does not count as missing: the text around a chunk often changes it."""
-    found: list[tuple[int, int]] = []
-    for span in spans:
-        before = found.pop()[0] if span.continues and found else 0
-        found.append((before + len(span.tokens), span.whole_tokens))
-    return [1.0 if tokens + 2 >= whole else tokens / whole for tokens, whole in found]
 
 
 def _chunk_tokens(spans: Sequence[Span]) -> int:

@@ -6,7 +6,10 @@ before it have their first tokens. Tokens of running answers are not computed be
 prompts every answer that waits gets one: no stream of questions can stop an answer, and no answer delays a first token
 by more than the time of one token. Tokens of several answers are computed side by side.
 
-A turn ends before anything is given to the caller, so that an answer that nobody reads on holds up no other one.
+A turn ends before anything is given to the caller, so that an answer that nobody reads on holds up no other one. A
+question whose caller leaves while it waits leaves the queue (:class:`Caller`).
+
+Turns belong to a loaded model: engines that share its weights (of several tenants, for instance) share one queue.
 """
 
 from __future__ import annotations
@@ -15,12 +18,64 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
 
-__all__ = ["Turns"]
+if TYPE_CHECKING:
+    from .base import Runtime
+
+__all__ = ["Caller", "CallerLeft", "Turns", "turns_of"]
+
+
+class CallerLeft(Exception):
+    """Raised in a thread that waits for its turn for a caller who has left. Nobody reads the answer."""
+
+
+class Caller:
+    """Who waits for an answer that another thread computes, and may leave before it is there."""
+
+    def __init__(self) -> None:
+        self.has_left = False
+        self._waits_at: threading.Condition | None = None
+
+    def leave(self) -> None:
+        """Give up: the question leaves the queue, if it is still in it. Called by the caller's thread."""
+        self.has_left = True
+        place = self._waits_at
+        if place is not None:
+            with place:
+                place.notify_all()
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """What this thread asks within the block, it asks for this caller."""
+        token = _caller.set(self)
+        try:
+            yield
+        finally:
+            _caller.reset(token)
+
+    @contextmanager
+    def waiting(self, place: threading.Condition) -> Iterator[None]:
+        """Within the block, :meth:`leave` wakes those who wait at ``place``."""
+        self._waits_at = place
+        try:
+            yield
+        finally:
+            self._waits_at = None
+
+
+_caller: ContextVar[Caller | None] = ContextVar("cacheclip_caller", default=None)
+
+
+def turns_of(runtime: Runtime) -> Turns:
+    """The turns of a loaded model, the same for all engines that use it."""
+    found: Turns = vars(runtime).setdefault("_turns", Turns())  # atomic
+    return found
 
 
 class Turns:
-    """The order of computations of one engine. Safe to share between threads; a thread that has a turn may take
+    """The order of computations of one model. Safe to share between threads; a thread that has a turn may take
     another one inside it, which does not wait."""
 
     def __init__(self) -> None:
@@ -49,7 +104,7 @@ class Turns:
         with self._changed:
             self._prompts.append(ticket)
             try:
-                self._changed.wait_for(lambda: self._is_next(ticket))
+                self._wait_for_turn(ticket)
             except BaseException:
                 self._prompts.remove(ticket)
                 self._changed.notify_all()
@@ -98,6 +153,16 @@ class Turns:
             yield
         finally:
             self._own.has_turn = False
+
+    def _wait_for_turn(self, ticket: object) -> None:
+        caller = _caller.get()
+        if caller is None:
+            self._changed.wait_for(lambda: self._is_next(ticket))
+            return
+        with caller.waiting(self._changed):
+            self._changed.wait_for(lambda: caller.has_left or self._is_next(ticket))
+        if caller.has_left:
+            raise CallerLeft("the caller left before it was this question's turn")
 
     def _is_next(self, ticket: object) -> bool:
         return self._prompts[0] is ticket and not (self._is_running or self._tokens or self._invited)

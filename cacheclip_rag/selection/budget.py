@@ -107,8 +107,8 @@ class Budget(TokenBudget):
         )
 
     def num_skipped(self, view: PromptView) -> int:
-        """Leading spans on which nothing is spent: 1 if the first chunk is skipped and is among the spans (an exact
-        chunk is not), else 0."""
+        """Leading spans on which nothing is spent: those of the first chunk if it is skipped, without exact ones, which
+        are not among the spans."""
         return _num_skipped(view) if self.skip_first_chunk else 0
 
     def _num_start_tokens(self, view: PromptView, num_chunks: int) -> int:
@@ -158,7 +158,11 @@ def _first_tokens(lengths: Sequence[int], counts: Sequence[int]) -> list[torch.T
 
 
 def _num_skipped(view: PromptView) -> int:
-    return int(view.layout.chunks[0] in view.spans[:1])
+    """Leading spans of the prompt's first chunk, which may stand there in several."""
+    chunks = view.layout.chunks
+    end = next((number for number, span in enumerate(chunks) if number and not span.continues), len(chunks))
+    first = {span.start for span in chunks[:end]}
+    return sum(span.start in first for span in view.spans)
 
 
 def _sentences(view: PromptView) -> list[torch.Tensor]:

@@ -16,6 +16,7 @@ import logging
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -255,6 +256,18 @@ class ExcerptIndex:
             equal = compared.bytes[first:last] == source.bytes[first - shift : last - shift]
             for start, stop in _long_runs(equal):
                 yield _Part(first + start, first + stop, source, shift)
+
+    def texts(self) -> Iterator[str]:
+        """All texts of the namespace of which parts can be found. Raises StoreError if the catalog cannot be used."""
+        last = 0
+        while rows := self._database.query(
+            "SELECT id, text FROM contents WHERE namespace = ? AND id > ? ORDER BY id LIMIT 1000",
+            (self._namespace, last),
+        ):
+            last = rows[-1][0]
+            for _, written in rows:
+                with suppress(zlib.error, UnicodeDecodeError, TypeError):
+                    yield zlib.decompress(written).decode("utf-8", "surrogatepass")
 
     def _warn(self, error: StoreError) -> None:
         if not self._warned:

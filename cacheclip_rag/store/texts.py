@@ -131,6 +131,11 @@ class TextIndex:
         self._excerpts.remove(texts)
         self._database.execute_many([(f"DELETE {_THIS_ROW}", self._name(row)) for row in _rows_of(texts)])
 
+    def texts(self) -> Iterator[str]:
+        """All texts of the namespace that can be found in part, so not those of a few words. Raises StoreError if the
+        catalog cannot be used."""
+        return self._excerpts.texts()
+
     def known(self, text: str) -> bool:
         """Whether a text was added and not removed since."""
         return any(self.holds(row) for row in _rows_of([text]))

@@ -9,6 +9,8 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import suppress
 from typing import TypeVar
 
+from cacheclip_rag.runtime.turns import Caller
+
 __all__ = ["iterate_in_thread"]
 
 T = TypeVar("T")
@@ -20,14 +22,14 @@ async def iterate_in_thread(make_iterator: Callable[[], Iterator[T]]) -> AsyncGe
     The thread is not from the loop's pool, because a few long answers would block the pool. It starts when the first
     item is requested, and does not wait for a slow consumer, because items are small. It has the caller's context
     variables. Closing this generator early (or cancelling its consumer) stops the thread before its next item and
-    closes the iterator, without waiting.
+    closes the iterator, without waiting. A question that still waits for its turn leaves the queue.
 
     Raises:
         Whatever making or advancing the iterator raises, after the items that came before.
     """
     loop = asyncio.get_running_loop()
     items: asyncio.Queue[tuple[str, T | BaseException | None]] = asyncio.Queue()
-    abandoned = threading.Event()
+    caller = Caller()
 
     def send(kind: str, value: T | BaseException | None = None) -> None:
         with suppress(RuntimeError):  # the loop is closed, so the consumer is gone
@@ -35,8 +37,9 @@ async def iterate_in_thread(make_iterator: Callable[[], Iterator[T]]) -> AsyncGe
 
     def work() -> None:
         try:
-            if not abandoned.is_set():
-                _send_all(make_iterator(), abandoned, lambda item: send("item", item))
+            if not caller.has_left:
+                with caller.asking():
+                    _send_all(make_iterator(), caller, lambda item: send("item", item))
         except BaseException as error:  # raised again in the consumer
             send("error", error)
         else:
@@ -54,15 +57,15 @@ async def iterate_in_thread(make_iterator: Callable[[], Iterator[T]]) -> AsyncGe
             else:
                 return
     finally:
-        abandoned.set()
+        caller.leave()
 
 
-def _send_all(iterator: Iterator[T], abandoned: threading.Event, send: Callable[[T], None]) -> None:
+def _send_all(iterator: Iterator[T], caller: Caller, send: Callable[[T], None]) -> None:
     """Send the items until the consumer is gone, then close the iterator in this thread."""
     try:
         for item in iterator:
             send(item)
-            if abandoned.is_set():
+            if caller.has_left:
                 return
     finally:
         close = getattr(iterator, "close", None)

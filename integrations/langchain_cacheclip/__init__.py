@@ -13,7 +13,7 @@ try:
 except ImportError as error:
     raise MissingExtraError("langchain-core", "langchain") from error
 
-from .callbacks import CacheClipStatsHandler, collect_cacheclip_stats
+from .callbacks import CacheClipStatsHandler, collect_cacheclip_stats, with_cacheclip_stats
 from .chat_models import ChatCacheClip
 from .docstores import CacheClipDocumentStore
 from .documents import CacheClipDocumentTransformer, create_cacheclip_documents_chain
@@ -29,4 +29,5 @@ __all__ = [
     "ChatCacheClip",
     "collect_cacheclip_stats",
     "create_cacheclip_documents_chain",
+    "with_cacheclip_stats",
 ]

@@ -153,3 +153,64 @@ def test_asynchronous_questions(engine: CacheClipEngine, chunks: list[str]) -> N
 
     asyncio.run(all_of_them())
     assert list(dict.fromkeys(order)) == [0, 1, 2, 3] and order.count(1) == 1
+
+
+def test_who_leaves_while_it_waits_is_not_answered(
+    engine: CacheClipEngine, chunks: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cancelled, as by a server whose client hung up. Its thread ends at once, and those behind it move up."""
+    from cacheclip_adapters.aio import iterate_in_thread
+
+    engine.precompute(chunks)
+    fuse, fused = type(engine.primary).fuse, list[str]()
+
+    def seen(self: Any, plan: Any, *arguments: Any, **options: Any) -> Any:
+        fused.append(self.decode_ids(plan.layout.token_ids))
+        return fuse(self, plan, *arguments, **options)
+
+    monkeypatch.setattr(type(engine.primary), "fuse", seen)
+
+    async def ask(number: int) -> int:
+        events = iterate_in_thread(lambda: engine.stream(asked(engine, number, chunks), PARAMS))
+        return len([event async for event in events])
+
+    async def all_of_them() -> None:
+        running = engine._answering.turns
+        tasks = []
+        with running.prompt():  # the loop's thread computes
+            for number in range(3):
+                tasks.append(asyncio.create_task(ask(number)))
+                while waiting(engine) < number + 2:
+                    await asyncio.sleep(0.001)
+            tasks[1].cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await tasks[1]
+            while waiting(engine) > 3:
+                await asyncio.sleep(0.001)
+            assert waiting(engine) == 3 and not fused
+        assert all(await asyncio.wait_for(asyncio.gather(tasks[0], tasks[2]), 60))
+
+    asyncio.run(all_of_them())
+    assert ["number 0?" in fused[0], "number 2?" in fused[1], len(fused)] == [True, True, 2]
+    until(lambda: waiting(engine) == 0)
+
+
+def test_engines_that_share_weights_share_the_queue(engine: CacheClipEngine, chunks: list[str]) -> None:
+    """Two tenants of one server."""
+    other = CacheClipEngine(engine.config, namespace="another")
+    order: list[str] = []
+    threads = Threads()
+
+    def ask(which: CacheClipEngine, name: str) -> None:
+        next(which.stream(asked(which, 1, chunks), PARAMS))
+        order.append(name)
+
+    assert other.primary is engine.primary
+    with engine._answering.turns.prompt():
+        threads.start(lambda: ask(other, "other"))
+        until(lambda: waiting(engine) == 2)
+        threads.start(lambda: ask(engine, "own"))
+        until(lambda: waiting(engine) == 3)
+        assert not order
+    threads.join()
+    assert order == ["other", "own"] and waiting(other) == 0

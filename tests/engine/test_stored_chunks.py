@@ -39,6 +39,18 @@ class TestMisses:
         stats = engine.generate(rag(chunks), SHORT).stats  # and needs no candidates any more
         assert (stats.hits, stats.misses, stats.fallback) == (4, 0, None)
 
+    @pytest.mark.parametrize(("length", "stores"), [(200, False), (400, True)])
+    def test_a_part_of_a_deleted_text(
+        self, engine: CacheClipEngine, chunks: list[str], length: int, stores: bool
+    ) -> None:
+        """Boilerplate of a long text does not make the engine compute all of it; the better half does."""
+        text = " ".join(chunks)[:600]
+        engine.precompute([text])
+        engine.store.delete(engine.store.keys())
+        answer = engine.generate(rag([text[:length]]), SHORT)
+        assert (answer.stats.hits, answer.stats.misses) == (0, 1) and answer.stats.missed_tokens >= 32
+        assert engine.is_stored(text) == stores
+
     def test_ignore_does_not_store(self, make: Callable[..., CacheClipEngine], chunks: list[str]) -> None:
         engine = make(on_miss="ignore")
         for _ in range(2):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -57,6 +58,23 @@ def test_the_most_recently_used_chunks_are_read_as_far_as_there_is_room(
     assert in_memory.warm_up().chunks_read == 0, "a store in memory is warm"
 
 
+def test_without_a_memory_tier_chunks_are_read_and_dropped(
+    make: Callable[..., CacheClipEngine], tmp_path: Path, chunks: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the system's page cache has them. They are used in the same order as before."""
+    make(store=tmp_path).precompute(chunks)
+    engine = make(store=tmp_path)
+    order = engine.store.keys()
+    done = engine.warm_up()
+    assert done.chunks_read == len(order) > 8 and done.bytes_read > 0
+    assert [tier.hits >= done.chunks_read for tier in engine.parts.tier_stats()] == [True]
+    own = {caches.key(chunk) for caches in engine.chunk_caches() for chunk in chunks}
+    done_order = engine.store.keys()
+    assert [key for key in done_order if key in own] == [key for key in order if key in own]
+    monkeypatch.setattr("cacheclip_rag.parts.free_bytes", lambda device: 0)
+    assert make(store=tmp_path).warm_up().chunks_read == 0, "no memory to read them into"
+
+
 @pytest.mark.parametrize("method", ["full", "direct", "map_reduce", "cacheblend"])
 def test_every_kind_of_method(
     make: Callable[..., CacheClipEngine], method: str, monkeypatch: pytest.MonkeyPatch
@@ -72,3 +90,14 @@ def test_every_kind_of_method(
 def test_a_wrong_model_is_refused_when_the_server_starts(make: Callable[..., CacheClipEngine]) -> None:
     with pytest.raises(UnknownModelError):
         make(primary="no-such-model").warm_up()
+    with pytest.raises(UnknownModelError):
+        make(auxiliary="no-such-model", method="direct").warm_up()
+
+
+def test_an_auxiliary_that_cannot_be_loaded_is_only_logged(
+    make: Callable[..., CacheClipEngine], tiny_models: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = shutil.copytree(tiny_models["auxiliary"], tmp_path / "auxiliary")
+    (broken / "model.safetensors").unlink()
+    done = make(auxiliary=str(broken), method="direct").warm_up()
+    assert len(done.models) == 1 and "continuing without the auxiliary model" in caplog.text

@@ -192,6 +192,43 @@ def test_a_first_run_that_fails_leaves_no_store(workshop: Workshop, monkeypatch:
     assert workshop.run().computed >= 4
 
 
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_first_run_that_fails_leaves_what_another_process_does(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, writes: bool
+) -> None:
+    """Two first runs into one new folder: the other one has stored chunk caches, or will do so."""
+    other = CacheClipEngine(workshop.engine.config)
+    text = "What another process reads, and has stored by now."
+
+    def fail(self: Embedder, texts: Sequence[str]) -> Vectors:
+        if writes:
+            other.precompute([text])
+        else:
+            other.store.store.announce()
+        raise StoreError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LetterEmbedder, "embed", fail)
+        with pytest.raises(StoreError, match="full"):
+            workshop.run()
+    assert workshop.store.is_dir() and other.is_stored(text) == writes
+    other.precompute([text])
+    assert CacheClipEngine(workshop.engine.config).is_stored(text)
+    assert workshop.run().documents == 2
+
+
+def test_a_first_run_that_is_stopped_before_it_computed_leaves_no_store(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(self: CacheClipEngine, texts: Sequence[str], **options: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(CacheClipEngine, "precompute", stop)
+    with pytest.raises(KeyboardInterrupt):
+        workshop.run()
+    assert not workshop.store.exists()
+
+
 def test_nothing_to_ingest_is_an_error(tmp_path: Path, tiny_models: dict[str, str]) -> None:
     with pytest.raises(DocumentError, match=r"no documents in .* Expected .markdown, .md, .pdf"):
         Workshop(tmp_path, tiny_models).run()

@@ -16,6 +16,7 @@ from langchain_cacheclip import (
     ChatCacheClip,
     collect_cacheclip_stats,
     create_cacheclip_documents_chain,
+    with_cacheclip_stats,
 )
 from langchain_classic.chains import create_history_aware_retriever, create_retrieval_chain
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
@@ -31,6 +32,7 @@ from langchain_core.output_parsers import StrOutputParser
 from langchain_core.outputs import ChatGeneration, ChatResult
 from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder, PromptTemplate
 from langchain_core.runnables import ConfigurableField, Runnable
+from langchain_core.runnables.utils import add
 from langchain_core.vectorstores import InMemoryVectorStore
 
 from cacheclip_rag import CacheClipEngine
@@ -94,6 +96,33 @@ class TestStatisticsOfAChain:
         for each in (llm, text_llm, GenericFakeChatModel(messages=iter([AIMessage("No.")]))):
             each.invoke(f"{documents[0].page_content}\n\nWhat?", config={"callbacks": [handler]})
         assert [stats["hits"] for stats in handler.stats] == [1, 1]
+
+
+class TestStatisticsInTheOutput:
+    async def test_of_a_retrieval_chain(self, llm: ChatCacheClip, documents: list[Document], question: str) -> None:
+        llm.engine.precompute([document.page_content for document in documents])
+        for make in (create_stuff_documents_chain, create_cacheclip_documents_chain):
+            stock = create_retrieval_chain(WordRetriever(documents=documents, k=2), make(llm, RAG_PROMPT))
+            chain, given, recorder = with_cacheclip_stats(stock), {"input": question}, Recorder()
+            config: Any = {"callbacks": [recorder], "tags": ["mine"]}
+            plain = stock.invoke(given)
+            parts = list(chain.stream(given, config))
+            async_parts = [part async for part in chain.astream(given, config)]
+            found = [chain.invoke(given, config), await chain.ainvoke(given, config), *chain.batch([given, given])]
+            found += [add(parts), add(async_parts)]
+            assert all({**plain, "cacheclip": each["cacheclip"]} == each for each in found)
+            assert [[stats["hits"] for stats in each["cacheclip"]] for each in found] == [[2]] * 6
+            assert set(parts[-1]) == {"cacheclip"} and len(parts) > 3, "it streams"
+            assert len(recorder.messages) == 4, "the caller's callbacks are called too"
+
+    def test_of_a_chain_that_gives_a_string(self, llm: ChatCacheClip, question: str) -> None:
+        chain = with_cacheclip_stats(RAG_PROMPT | llm | StrOutputParser()) | (lambda output: output)
+        given = {"input": question, "context": "Nothing."}
+        output: Any = chain.invoke(given)
+        assert isinstance(output["output"], str) and len(output["cacheclip"]) == 1
+        assert output["output"] == add(list(chain.stream(given)))["output"]
+        other = with_cacheclip_stats(GenericFakeChatModel(messages=iter([AIMessage("No.")])))
+        assert other.invoke("What?")["cacheclip"] == []
 
 
 class TestChain:

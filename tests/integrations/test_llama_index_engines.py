@@ -33,7 +33,7 @@ from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.tools import FunctionTool, QueryEngineTool, ToolMetadata
 from llama_index.core.workflow import Event, StartEvent, StopEvent, Workflow, step
 from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform
-from llama_index.llms.cacheclip.statistics import collected
+from llama_index.llms.cacheclip.statistics import collector
 from llama_index.response_synthesizers.cacheclip import CacheClipSynthesizer
 
 from tests.integrations.fakes import watched
@@ -108,6 +108,39 @@ class TestEngines:
             assert "cacheclip" not in engine("no_text").query(question).metadata
         json.dumps(response.metadata["cacheclip"])
 
+    @pytest.mark.parametrize(
+        ("mode", "hits"),
+        [
+            ("simple", [[0]] * 4),
+            ("context", [[2]] * 4),
+            ("condense_plus_context", [[2], [0, 2], [0, 2], [0, 2]]),
+            ("condense_question", [[2], [0, 2], [0, 2], [0, 2]]),
+        ],
+    )
+    async def test_chat_engines_have_them_too(
+        self, index: VectorStoreIndex, llm: CacheClipLLM, question: str, mode: str, hits: list[list[int]]
+    ) -> None:
+        """Of all prompts of a turn: the one that condenses the question, and that of the answer."""
+        engine = index.as_chat_engine(chat_mode=mode, llm=llm, similarity_top_k=2)
+        found = [engine.chat(question), await engine.achat(question)]
+        streamed = engine.stream_chat(question)
+        assert "".join(streamed.response_gen)
+        async_streamed = await engine.astream_chat(question)
+        assert [token async for token in async_streamed.async_response_gen()]
+        found += [streamed, async_streamed]
+        assert [[stats["hits"] for stats in response.metadata["cacheclip"]] for response in found] == hits
+        assert collector() is None
+        other = index.as_chat_engine(chat_mode=mode, llm=MockLLM(), similarity_top_k=2)
+        assert "cacheclip" not in (other.chat(question).metadata or {})
+
+    async def test_the_mode_without_documents(self, index: VectorStoreIndex, llm: CacheClipLLM, question: str) -> None:
+        for streaming in (False, True):
+            engine = index.as_query_engine(llm=llm, response_mode="generation", streaming=streaming)
+            for response in (engine.query(question), await engine.aquery(question)):
+                if streaming:
+                    assert str(response) if hasattr(response, "response_txt") else await response.get_response()
+                assert [stats["hits"] for stats in response.metadata["cacheclip"]] == [0]
+
     async def test_each_answer_has_its_own_statistics(
         self, index: VectorStoreIndex, llm: CacheClipLLM, question: str
     ) -> None:
@@ -121,7 +154,7 @@ class TestEngines:
         failing = index.as_query_engine(llm=llm, text_qa_template=PromptTemplate(" word" * 10**6 + "{query_str}"))
         with pytest.raises(ValueError, match="."):
             failing.query(question)
-        assert collected() is None
+        assert collector() is None
         assert "cacheclip" not in index.as_query_engine(llm=MockLLM(), similarity_top_k=2).query(question).metadata
 
     def test_sub_questions(self, index: VectorStoreIndex, llm: CacheClipLLM, question: str, seen: Seen) -> None:

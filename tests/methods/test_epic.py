@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ import torch
 from cacheclip_rag import Chunk, Fresh
 from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.methods import preset
+from cacheclip_rag.methods.settings import vary
 from cacheclip_rag.selection.budget import FixedStarts
 from cacheclip_rag.testing.methods import Observed
-from tests.fusion.cases import EXACT, Case, gap, reference_logits
+from tests.conftest import SENTENCES
+from tests.fusion.cases import EXACT, Case, gap, make_engine, reference_logits
 from tests.methods.spying import few, made, plain, run, same, spied
 
 
@@ -43,6 +46,26 @@ class TestFixedNumbers:
         _, spy = spied(case, "epic-paper", budget={"first": 5, "last": 2, "skip_first_chunk": True})
         assert not case.layout.is_exact(case.layout.chunks[0])
         assert [int(mask.sum()) for mask in spy.masks] == [0, 7, 7]
+
+    def test_a_skipped_first_chunk_in_several_pieces(self, tiny_models: dict[str, str]) -> None:
+        engine = make_engine(tiny_models["llama"], tiny_models["auxiliary"])
+        text, other = " ".join(SENTENCES[:6]), " ".join(SENTENCES[6:8])
+        engine.precompute([text, other])
+        quoted = "\n".join(f"> {line}" for line in textwrap.wrap(text, 100))
+        method = vary(preset("epic-paper"), {"budget": {"first": 5, "last": 2, "skip_first_chunk": True}})
+        observed = Observed(method)
+        plan = engine.plan(f"Read this first.\n\n{quoted}\n\n{other}\n\nWho?", method=method)
+        assert [span.continues for span in plan.reused].count(False) == 2 and len(plan.reused) > 3
+        with torch.inference_mode():
+            engine.prefill([span.segment for span in plan.layout.spans], method=observed)
+        counts = [int(mask.sum()) for mask in observed.seen["masks"]]
+        assert counts == [0] * (len(plan.reused) - 1) + [7]
+        budget = vary(preset("anchored"), {"budget": {"ratio": 0.3, "skip_first_chunk": True}})
+        observed = Observed(budget)
+        with torch.inference_mode():
+            engine.prefill([span.segment for span in plan.layout.spans], method=observed)
+        counts = [int(mask.sum()) for mask in observed.seen["masks"]]
+        assert not any(counts[:-1]) and counts[-1] > 7
 
     @plain
     def test_a_correction_follows_them(self, case: Case) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
 import pytest
@@ -11,10 +12,11 @@ from cacheclip_rag import CacheClipEngine, Chunk, Fresh, SamplingParams
 from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.guards.fidelity import greedy
 from cacheclip_rag.methods import PRESET_NAMES, preset
+from cacheclip_rag.methods.composition import Composition
 from cacheclip_rag.methods.map_reduce import MapReduce
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.types import PHASES
-from tests.conftest import CHUNKS, QUESTION, rag_prompt
+from tests.conftest import CHUNKS, QUESTION, SENTENCES, rag_prompt
 from tests.fusion.cases import make_engine
 
 COMPOSING = [name for name in PRESET_NAMES if preset(name).composes]
@@ -193,3 +195,53 @@ class TestNumbers:
         assert set(elsewhere.store.keys()) == stored
         for answer in answers:
             check_sums(answer.stats)
+
+
+LONG = " ".join(SENTENCES[:8])
+
+
+def num_prompts(engine: CacheClipEngine, prompt: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Prompts in which a chunk was put to the model."""
+    asked: list[int] = []
+    answer = Composition.answer
+    with monkeypatch.context() as patch:
+        patch.setattr(Composition, "answer", lambda *given: (asked.append(1), answer(*given))[1])
+        engine.generate(prompt, SHORT, method=MapReduce(map_tokens=2))
+    return len(asked)
+
+
+class TestChunksInPieces:
+    @pytest.mark.parametrize(
+        ("written", "count"),
+        [
+            (LONG, 1),
+            ("\n".join(f"> {line}" for line in textwrap.wrap(LONG, 100)), 1),
+            (f"{LONG[:400]} Somebody wrote something else here, of a similar length as it was. {LONG[470:]}", 1),
+            (f"{LONG}\n\n{LONG}", 2),
+            (f"{LONG[400:]}\n\n{LONG[:400]}", 2),
+            (f"{LONG[:400]}\n\n{'Now something else altogether, which is new. ' * 4}\n\n{LONG[400:]}", 2),
+        ],
+        ids=["whole", "quoted", "altered", "twice", "reversed", "apart"],
+    )
+    def test_one_prompt_for_each(
+        self, engine: CacheClipEngine, monkeypatch: pytest.MonkeyPatch, written: str, count: int
+    ) -> None:
+        engine.release(THREE)  # which are parts of it
+        engine.precompute([LONG])
+        assert num_prompts(engine, f"Read.\n\n{written}\n\nWho?", monkeypatch) == count
+
+    @every
+    def test_statistics(self, engine: CacheClipEngine, name: str) -> None:
+        """Those of the parts; documents that are not in the prompt; what is stored for other settings."""
+        absent = "A given text that is nowhere in the prompt, of some length."
+        engine.release(THREE)  # which are parts of it
+        engine.precompute([LONG])
+        method = MADE.get(name, name)
+        stats = engine.generate(rag_prompt([LONG[:400]]), SHORT, method=method, documents=[LONG, absent]).stats
+        assert (stats.hits, stats.partial_hits, stats.not_found) == (1, 1, 1)
+        assert stats.partial_share is not None and 0.4 < stats.partial_share < 0.9 and stats.confidence is None
+        assert engine.generate("Who?", SHORT, method=method, documents=[absent]).stats.not_found == 1
+        other = CacheClipEngine(engine.config, system_prompt="Another system prompt.")
+        other.parts._store = engine.store.store
+        stats = other.generate(rag_prompt([LONG, LONG]), SHORT, method=method).stats
+        assert (stats.hits, stats.misses, stats.unusable) == (0, 2, 2), "each prompt counts its own"

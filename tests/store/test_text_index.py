@@ -267,6 +267,14 @@ class TestSharing:
         index.add_rows(rows)
         assert found(index, f"{LAMP} {LETTERS}") == [LAMP, LETTERS] and index.known(LAMP)
 
+    def test_all_texts_of_a_namespace(self, tmp_path: Path) -> None:
+        texts = [f"{number}. {LETTERS} {LAMP}" for number in range(5)]
+        shared(tmp_path).add([*texts, LETTERS[:20]])
+        shared(tmp_path, "theirs").add([f"Theirs: {LETTERS} {LAMP}"])
+        assert [*shared(tmp_path).texts()] == texts, "those of a few words are not kept"
+        shared(tmp_path).remove(texts[:2])
+        assert [*shared(tmp_path).texts()] == texts[2:] and [*index_of().texts()] == []
+
     def test_removed_texts_leave_nothing(self, tmp_path: Path) -> None:
         index = shared(tmp_path)
         index.add([LETTERS, LAMP])

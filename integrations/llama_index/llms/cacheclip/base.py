@@ -37,7 +37,7 @@ from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.models.context import known_context, knows_tools
 
 from .events import CacheClipFusionEvent
-from .statistics import collected
+from .statistics import collector
 
 if TYPE_CHECKING:
     from typing import Self
@@ -330,14 +330,14 @@ class CacheClipLLM(ModelFields, FunctionCallingLLM):
         arguments = self._call_arguments(options)
         if arguments["question"] is None:
             arguments["question"] = self._question
-        statistics = collected()
+        collect = collector()
 
         def events() -> Iterator[Event]:
             given = _merged(self._nodes, documents)
             for event in final_events(self.engine.stream(prompt, **arguments, documents=given)):
                 if event.answer is not None:
-                    if statistics is not None:
-                        statistics.append(event.answer.stats.to_dict())
+                    if collect is not None:
+                        collect(event.answer.stats.to_dict())
                     dispatcher.event(self._fusion_event(event.answer.stats, _nodes_of(prompt, given)))
                 yield event
 

@@ -21,7 +21,7 @@ class CacheClipFusionEvent(BaseEvent):
     """Ids of nodes whose whole text is in this prompt, among the nodes given by a :class:`CacheClipSynthesizer`,
     ``llm.with_nodes`` or the call. If one answer needs several prompts, each event has its own nodes."""
     hits: int
-    """Chunks whose KV was in the store."""
+    """Chunks whose KV was in the store, whole or in part. Pieces of one chunk count once."""
     misses: int
     """Chunks known to be in the prompt whose KV was not in the store."""
     prompt_tokens: int

@@ -1,0 +1,56 @@
+"""Questions that are cancelled while they wait for their turn, as by a server whose client hung up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from langchain_cacheclip import CacheClipLLM as TextModel
+from langchain_cacheclip import ChatCacheClip
+from llama_index.llms.cacheclip import CacheClipLLM
+
+from tests.integrations.fakes import fake_models
+
+
+async def streamed(model: Any) -> None:
+    async for _ in model.astream("What?"):
+        pass
+
+
+async def completions(model: Any) -> None:
+    async for _ in await model.astream_complete("What?"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "ask"),
+    [
+        (ChatCacheClip, lambda model: model.ainvoke("What?")),
+        (ChatCacheClip, streamed),
+        (TextModel, lambda model: model.ainvoke("What?")),
+        (CacheClipLLM, lambda model: model.acomplete("What?")),
+        (CacheClipLLM, completions),
+    ],
+    ids=["chat", "chat stream", "text", "llama-index", "llama-index stream"],
+)
+async def test_it_leaves_the_queue(kind: Any, ask: Callable[[Any], Awaitable[Any]]) -> None:
+    model = kind(**fake_models(), max_tokens=2)
+    turns = model.engine._answering.turns
+    runtime: Any = model.engine.primary
+
+    async def until(waiting: int) -> None:
+        while len(turns._prompts) != waiting:
+            await asyncio.sleep(0.001)
+
+    with turns.prompt():
+        task: asyncio.Task[Any] = asyncio.ensure_future(ask(model))  # type: ignore[assignment]
+        await asyncio.wait_for(until(2), 30)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.wait_for(until(1), 30)
+    assert not runtime.prompts, "nothing was prefilled"
+    await ask(model)
+    assert len(runtime.prompts) == 1
