@@ -1,4 +1,4 @@
-"""Fills prompts with whole chunks: the stored KV of a cut chunk would not be found."""
+"""Fills prompts with whole chunks: of a cut chunk, tokens at the cut are computed again, and a short rest altogether."""
 
 from __future__ import annotations
 
