@@ -1,4 +1,4 @@
-"""Fills prompts with whole chunks: of a cut chunk, tokens at the cut are computed again, and a short rest altogether."""
+"""Fills prompts with whole chunks: where a chunk is cut, some of its tokens are computed again."""
 
 from __future__ import annotations
 
