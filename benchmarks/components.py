@@ -4,18 +4,23 @@ much sooner their first tokens come than with full prefill.
     python benchmarks/components.py --primary smollm2-135m --auxiliary smollm2-135m --json table.json
 
 The documents are those of the examples, split and precomputed once. Every component then asks one question, with the
-default method and with ``full``. Where a component needs an answer of a certain form (a selection, sub-questions), the
-model's answer is replaced by one that is written here, after the model was run. ``of documents``: characters of the
-prompts that come from the documents. ``reused``: the share of them whose KV was reused. ``sooner``: seconds to the
-first token of all of a component's prompts, ``full`` over the default method.
+default method and with ``full``. Where a component needs an answer of a certain form (a selection, sub-questions, a
+call of a tool), the model's answer is replaced by one that is written here, after the model was run. ``of documents``:
+characters of the prompts that come from the documents. ``reused``: the share of them whose KV was reused. ``sooner``:
+seconds to the first token of all of a component's prompts, ``full`` over the default method.
+
+Agents need a model whose chat template uses tools, and ``LLMListwiseRerank`` the extra ``structured``; without, they
+are left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,20 +28,29 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
+from cacheclip_adapters.tools import can_constrain
 from common import CORPUS, FILES, LangChainMiniLM, LlamaIndexMiniLM
-from langchain_cacheclip import ChatCacheClip
+from langchain_cacheclip import CacheClipDocumentStore, ChatCacheClip
 from langchain_classic.chains import create_history_aware_retriever, create_retrieval_chain
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
 from langchain_classic.retrievers import ContextualCompressionRetriever, MultiQueryRetriever, ParentDocumentRetriever
-from langchain_classic.retrievers.document_compressors import LLMChainExtractor
+from langchain_classic.retrievers.document_compressors import (
+    CrossEncoderReranker,
+    LLMChainExtractor,
+    LLMListwiseRerank,
+)
+from langchain_classic.retrievers.document_compressors.cross_encoder import BaseCrossEncoder
 from langchain_classic.storage import InMemoryStore
 from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, HumanMessage
 from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder
+from langchain_core.tools import create_retriever_tool
 from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_text_splitters import RecursiveCharacterTextSplitter
+from langgraph.prebuilt import create_react_agent
 from llama_index.core import Document as LlamaDocument
 from llama_index.core import StorageContext, VectorStoreIndex
+from llama_index.core.agent.workflow import FunctionAgent
 from llama_index.core.node_parser import (
     HierarchicalNodeParser,
     SentenceSplitter,
@@ -59,11 +73,17 @@ from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.guards.base import Answered, Observer
+from cacheclip_rag.models.context import knows_tools
+from cacheclip_rag.prompt.tools import ToolCall
 from cacheclip_rag.store import Catalog, TextIndex
 from cacheclip_rag.types import FusionStats, Plan
 
 QUESTION = "What must be done with modified files?"
 EARLIER = "What does the licence say about patents?"
+
+
+Said = str | ToolCall
+"""What a component is told that the model answered."""
 
 
 @dataclass
@@ -72,7 +92,7 @@ class Watch(Observer):
 
     plans: list[Plan] = field(default_factory=list)
     stats: list[FusionStats] = field(default_factory=list)
-    says: list[str] = field(default_factory=list)
+    says: list[Said] = field(default_factory=list)
     """Answers to the next prompts, instead of the model's."""
 
     def on_plan(self, plan: Plan, sources: Any) -> None:
@@ -92,17 +112,22 @@ def watch(engine: CacheClipEngine) -> Watch:
     engine.observers.append(seen)
     generate, stream = engine.generate, engine.stream
 
+    def instead(answer: Any) -> Any:
+        said = seen.says.pop(0)
+        text, calls = (said, ()) if isinstance(said, str) else ("", (said,))
+        return replace(answer, text=text, tool_calls=calls)
+
     def said(*args: Any, **options: Any) -> Any:
         answer = generate(*args, **options)
-        return replace(answer, text=seen.says.pop(0)) if seen.says else answer
+        return instead(answer) if seen.says else answer
 
     def streamed(*args: Any, **options: Any) -> Iterator[Any]:
         if not seen.says:
             yield from stream(*args, **options)
             return
         *_, last = stream(*args, **options)
-        text = seen.says.pop(0)
-        yield replace(last, text=text, answer=replace(last.answer, text=text))
+        answer = instead(last.answer)
+        yield replace(last, text=answer.text, tool_calls=answer.tool_calls, answer=answer)
 
     engine.generate, engine.stream = said, streamed  # type: ignore[method-assign]
     return seen
@@ -115,7 +140,7 @@ class Case:
     framework: str
     name: str
     run: Callable[[], object]
-    says: tuple[str, ...] = ()
+    says: tuple[Said, ...] = ()
 
 
 def llama_index_cases(llm: CacheClipLLM, texts: list[str]) -> Iterator[Case]:
@@ -169,6 +194,29 @@ def llama_index_cases(llm: CacheClipLLM, texts: list[str]) -> Iterator[Case]:
     merging = AutoMergingRetriever(leaves.as_retriever(similarity_top_k=8), storage, simple_ratio_thresh=0.3)
     merged = RetrieverQueryEngine.from_args(merging, llm=llm)
     yield Case("LlamaIndex", "`AutoMergingRetriever`", lambda: merged.query(QUESTION))
+    if knows_tools(llm.primary):
+        retriever = index.as_retriever(similarity_top_k=4)
+
+        def licences(query: str) -> str:
+            """Search the licences."""
+            return "\n\n".join(found.get_content() for found in retriever.retrieve(query))
+
+        async def agent() -> None:
+            # the model's answers are written here, so that it need not be able to follow a schema
+            calling = llm.model_copy(update={"is_function_calling_model": True})
+            await FunctionAgent(tools=[licences], llm=calling).run(QUESTION)
+
+        call = ToolCall("licences", {"query": QUESTION})
+        yield Case("LlamaIndex", "`FunctionAgent`", lambda: asyncio.run(agent()), (call,))
+
+
+class MiniLMCrossEncoder(BaseCrossEncoder):
+    """Similarity of embeddings, where others would load a model."""
+
+    def score(self, text_pairs: list[tuple[str, str]]) -> list[float]:
+        embedding = LangChainMiniLM()
+        asked, found = (embedding.embed_documents(list(texts)) for texts in zip(*text_pairs, strict=True))
+        return [sum(a * b for a, b in zip(*pair, strict=True)) for pair in zip(asked, found, strict=True)]
 
 
 def langchain_cases(chat: ChatCacheClip, texts: list[str]) -> Iterator[Case]:
@@ -203,14 +251,33 @@ def langchain_cases(chat: ChatCacheClip, texts: list[str]) -> Iterator[Case]:
     )
     kept = tuple(piece.page_content[100:700] for piece in retriever.invoke(QUESTION))
     yield Case("LangChain", "contextual compression", ask(compressing), kept)
-    parents = ParentDocumentRetriever(
-        vectorstore=InMemoryVectorStore(LangChainMiniLM()),
-        docstore=InMemoryStore(),
-        child_splitter=RecursiveCharacterTextSplitter(chunk_size=300, chunk_overlap=0),
-        parent_splitter=RecursiveCharacterTextSplitter(chunk_size=2000, chunk_overlap=0),
+    reranking = ContextualCompressionRetriever(
+        base_compressor=CrossEncoderReranker(model=MiniLMCrossEncoder(), top_n=3), base_retriever=retriever
     )
-    parents.add_documents(whole)
-    yield Case("LangChain", "`ParentDocumentRetriever`", ask(parents))
+    yield Case("LangChain", "`CrossEncoderReranker`", ask(reranking))
+    if can_constrain():
+        listing = ContextualCompressionRetriever(
+            base_compressor=LLMListwiseRerank.from_llm(chat, top_n=3), base_retriever=retriever
+        )
+        yield Case("LangChain", "`LLMListwiseRerank`", ask(listing), ('{"ranked_document_ids": [2, 0, 1]}',))
+    for name, docstore in (
+        ("`ParentDocumentRetriever`", InMemoryStore()),
+        ("the same with `CacheClipDocumentStore`", CacheClipDocumentStore(InMemoryStore(), chat)),
+    ):
+        parents = ParentDocumentRetriever(
+            vectorstore=InMemoryVectorStore(LangChainMiniLM()),
+            docstore=docstore,
+            child_splitter=RecursiveCharacterTextSplitter(chunk_size=300, chunk_overlap=0),
+            parent_splitter=RecursiveCharacterTextSplitter(chunk_size=2000, chunk_overlap=0),
+        )
+        parents.add_documents(whole)
+        yield Case("LangChain", name, ask(parents))
+    if knows_tools(chat.primary):
+        tool = create_retriever_tool(retriever, "licences", "Search the licences.")
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+            agent = create_react_agent(chat, [tool])
+        call = ToolCall("licences", {"query": QUESTION})
+        yield Case("LangChain", "LangGraph's agent", lambda: agent.invoke({"messages": [("user", QUESTION)]}), (call,))
 
 
 def characters(plan: Plan, corpus: TextIndex) -> tuple[int, int]:
@@ -238,6 +305,7 @@ def measure(case: Case, llms: list[tuple[Any, Watch]], corpus: TextIndex) -> dic
             llm.engine.prefixes.clear()
             llm.method = method or "cacheclip"
         case.run()
+        assert not any(seen.says for _, seen in llms), f"{case.name} did not ask for all answers that it needs"
         plans = [plan for _, seen in llms for plan in seen.plans]
         stats = [one for _, seen in llms for one in seen.stats]
         seconds.append(sum(one.ttft_s for one in stats))
@@ -260,6 +328,7 @@ def main() -> None:
     parser.add_argument("--primary", default="qwen2.5-coder-0.5b")
     parser.add_argument("--auxiliary", default="smollm2-135m")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only components whose name contains this")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     arguments = parser.parse_args()
     texts = [(CORPUS / name).read_text(encoding="utf-8") for name in FILES]
@@ -273,6 +342,8 @@ def main() -> None:
             llm: Any = make(**options, store=f"{folder}/{make.__name__}", max_tokens=24)
             seen = watch(llm.engine)
             for case in cases(llm, texts):
+                if arguments.only.lower() not in case.name.lower():
+                    continue
                 row = measure(case, [(llm, seen)], corpus)
                 rows.append(row)
                 share = "-" if row["reused"] is None else f"{row['reused']:.0%}"

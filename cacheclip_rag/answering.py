@@ -22,7 +22,7 @@ from .methods.composition import Composition, count_chunks
 from .parts import PREFIX, Parts
 from .plan.planner import count_absent, make_plan
 from .prompt.segments import Segment, as_segments, given_texts
-from .prompt.tools import names_in, read_calls
+from .prompt.tools import parameters_of, read_calls
 from .runtime.decoding import LogitsObserver, decode, is_greedy, room_for
 from .runtime.prefill import Keeping, Prefilled, prefill
 from .runtime.turns import Turns, turns_of
@@ -50,7 +50,7 @@ class Answering:
         """Stream the answer; the last event carries the whole answer."""
         _check(request)
         events = self._stream(request)
-        return read_calls(events, names_in(request.tools)) if request.tools else events
+        return read_calls(events, parameters_of(request.tools)) if request.tools else events
 
     @torch.inference_mode()
     def _stream(self, request: Request) -> Iterator[Event]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
 from .errors import ConfigurationError
 
 __all__ = [
+    "ALIASES",
     "check_namespace",
     "check_choice",
     "check_flag",
@@ -19,9 +20,41 @@ __all__ = [
     "check_share",
     "check_whole_number",
     "did_you_mean",
+    "aliases_of",
+    "by_real_names",
     "is_whole_number",
     "path_as_text",
 ]
+
+
+ALIASES = {
+    "model": "primary",
+    "model_name": "primary",
+    "auxiliary_model_name": "auxiliary",
+    "max_new_tokens": "max_tokens",
+    "stop_sequences": "stop",
+}
+"""Names that LlamaIndex, LangChain or transformers use for a setting. Engine and adapters accept all of them."""
+
+
+def aliases_of(known: Collection[str]) -> dict[str, str]:
+    """The :data:`ALIASES` of some settings."""
+    return {alias: name for alias, name in ALIASES.items() if name in known}
+
+
+def by_real_names(given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """Settings with aliases replaced by the names of ``known`` settings.
+
+    Raises:
+        ConfigurationError: a setting is given twice, under two names.
+    """
+    aliases, named = aliases_of(known), {}
+    for alias, value in given.items():
+        name = aliases.get(alias, alias)
+        if name in named:
+            raise ConfigurationError(f"{name} was given twice, once as {alias}. Give it once.")
+        named[name] = value
+    return named
 
 
 def did_you_mean(given: str | Iterable[str], known: Iterable[str]) -> str:

@@ -8,6 +8,8 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from .checks import (
+    aliases_of,
+    by_real_names,
     check_choice,
     check_flag,
     check_namespace,
@@ -164,10 +166,12 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, config: EngineConfig | None, options: dict[str, Any]) -> EngineConfig:
-        """``config`` (or the defaults) overridden by ``options``. An unknown option raises ConfigurationError."""
+        """``config`` (or the defaults) overridden by ``options``, also under their
+        :data:`~cacheclip_rag.checks.ALIASES`. An unknown option raises ConfigurationError."""
         known = [field.name for field in fields(cls)]
+        options = by_real_names(options, known)
         unknown = sorted(set(options) - set(known))
         if unknown:
-            hint = did_you_mean(unknown, known)
+            hint = did_you_mean(unknown, (*known, *aliases_of(known)))
             raise ConfigurationError(f"unknown option {', '.join(unknown)}.{hint} Known: {', '.join(known)}.")
         return replace(config or cls(), **options)

@@ -53,6 +53,7 @@ class CacheClipEngine:
 
     def __init__(self, config: EngineConfig | None = None, **options: Any) -> None:
         """Settings are an :class:`EngineConfig`, keyword options with the same field names, or both (options win).
+        The names of frameworks (``model``, ``model_name``) are accepted too.
 
         ``store`` may also be a :class:`~cacheclip_rag.store.ChunkStore`, for backends of your own. Such an engine is
         not the one that another process or :func:`get_engine` finds.
@@ -338,7 +339,8 @@ class CacheClipEngine:
                 the model of them; calls are in ``tool_calls`` of events and answer, and no longer in their text. Text
                 that may be a call, or be withdrawn, is held back. Segments are not changed.
             sampling: fields of :class:`~cacheclip_rag.sampling.SamplingParams` by name (``max_tokens``,
-                ``temperature``, ``top_p``, ``stop``, ``seed``), as in the adapters; they override ``params``.
+                ``temperature``, ``top_p``, ``stop``, ``seed``), as in the adapters, or as ``max_new_tokens`` and
+                ``stop_sequences``; they override ``params``.
 
         Raises:
             ConfigurationError: a setting is out of range, the method needs an auxiliary model and none is set, the chat

@@ -47,8 +47,8 @@ class MissingExtraError(CacheClipError, ImportError):
 
     def __init__(self, what: str, extra: str) -> None:
         super().__init__(
-            f"{what} is not installed. Install it with: pip install 'cacheclip-rag[{extra}]'; in a clone: "
-            f"pip install -e '.[{extra}]'"
+            f"{what} is not installed. Install it in your clone of the repository: pip install -e '.[{extra}]'; once "
+            f"the package is published: pip install 'cacheclip-rag[{extra}]'"
         )
 
 

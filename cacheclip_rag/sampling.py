@@ -7,14 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from .checks import check_choice, check_whole_number, did_you_mean, is_whole_number
+from .checks import aliases_of, by_real_names, check_choice, check_whole_number, did_you_mean, is_whole_number
 from .errors import ConfigurationError
 
 __all__ = ["CALL_OPTIONS", "FINISH_MODES", "SamplingParams", "merge_call_options"]
 
 CALL_OPTIONS = (
     "max_tokens",
-    "max_new_tokens",
     "temperature",
     "top_p",
     "stop",
@@ -26,7 +25,7 @@ CALL_OPTIONS = (
     "json_schema",
     "tools",
 )
-"""Options that a front end may set per call. ``max_new_tokens`` is another name for ``max_tokens``."""
+"""Options that a front end may set per call; their aliases are accepted too."""
 FINISH_MODES = ("none", "verify", "revise")
 """What becomes of an approximate answer: left as it is, verified by full prefill, or corrected by it."""
 
@@ -73,11 +72,11 @@ class SamplingParams:
             ConfigurationError: an unknown option, or a value out of range.
         """
         known = [each.name for each in fields(self)]
-        unknown = sorted(set(options) - set(known))
+        given = by_real_names(options, known)
+        unknown = sorted(set(given) - set(known))
         if unknown:
-            hint = did_you_mean(unknown, (*known, *CALL_OPTIONS))
+            hint = did_you_mean(unknown, (*known, *aliases_of(known), *CALL_OPTIONS))
             raise ConfigurationError(f"unknown call option {', '.join(unknown)}.{hint} Known: {', '.join(known)}.")
-        given = dict(options)
         if "stop" in given:
             given["stop"] = _stops(given["stop"])
         return replace(self, **given)
@@ -106,7 +105,7 @@ def merge_call_options(own: Mapping[str, Any], options: Mapping[str, Any]) -> di
     """A front end's settings overridden by a call's options, as keyword arguments of ``engine.generate``.
 
     Args:
-        own: values of all :data:`CALL_OPTIONS` except ``max_new_tokens``, ``question`` and ``tools``.
+        own: values of all :data:`CALL_OPTIONS` except ``question`` and ``tools``.
         options: options of the call; None means not given.
 
     Returns:
@@ -115,13 +114,11 @@ def merge_call_options(own: Mapping[str, Any], options: Mapping[str, Any]) -> di
     Raises:
         ConfigurationError: an unknown option, or a value out of range.
     """
-    unknown = sorted(set(options) - set(CALL_OPTIONS))
+    given = by_real_names({name: value for name, value in options.items() if value is not None}, CALL_OPTIONS)
+    unknown = sorted(set(options) - set(CALL_OPTIONS) - set(aliases_of(CALL_OPTIONS)))
     if unknown:
-        hint = did_you_mean(unknown, CALL_OPTIONS)
+        hint = did_you_mean(unknown, (*CALL_OPTIONS, *aliases_of(CALL_OPTIONS)))
         raise ConfigurationError(f"unknown call option {', '.join(unknown)}.{hint} Known: {', '.join(CALL_OPTIONS)}.")
-    given = {name: value for name, value in options.items() if value is not None}
-    if "max_new_tokens" in given:
-        given.setdefault("max_tokens", given.pop("max_new_tokens"))
     merged = {**own, **given}
     params = SamplingParams(
         max_tokens=merged["max_tokens"],

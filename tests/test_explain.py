@@ -55,7 +55,7 @@ class TestReasons:
         ("change", "said"),
         [
             (html.escape, "HTML-escaped"),
-            (lambda text: text.replace(" ", "\n"), "other blanks, line ends or punctuation"),
+            (lambda text: text.replace(" ", "-"), "other blanks, line ends or punctuation"),
             (lambda text: "  ".join(text.split()), "other blanks, line ends or punctuation"),
             (str.upper, "other letter case"),
             (lambda text: text[:60], "first 60 of 109 characters and is cut off there"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import subprocess
+import venv
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -83,6 +85,19 @@ class TestReadmeIsShort:
         for name, text in WRITTEN.items():
             for line in re.findall(r"pip install.*", text):
                 assert "-e" in line and "--group" not in line, (name, line)
+
+
+    @pytest.mark.slow
+    def test_pip_that_python_brings_knows_the_extras(self, tmp_path: Path) -> None:
+        """Python 3.11 brings pip 23.2. Nothing is installed, but the build's requirements are fetched."""
+        extras = {each for text in WRITTEN.values() for each in re.findall(r'pip install -e "?\.\[([\w,-]+)\]', text)}
+        named = ",".join(sorted(extras))
+        assert "structured" in named
+        venv.create(tmp_path / "venv", with_pip=True)
+        command = [tmp_path / "venv/bin/python", "-m", "pip", "install", "--dry-run", "--no-deps", "-e", f".[{named}]"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0 and "Would install cacheclip-rag" in done.stdout, done.stderr
+        assert "does not provide the extra" not in done.stdout + done.stderr
 
 
 class TestReadmeRuns:

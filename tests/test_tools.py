@@ -184,6 +184,34 @@ class TestPrompt:
         segments = segment_chat([user("y"), calling(), answered], write, index)
         assert segments[-1].text.endswith("Nonesearch")
 
+    def test_ids_that_a_template_refuses_are_made_short(self, runtime: ModelRuntime, index: TextIndex) -> None:
+        """Histories of other models go on: the same ids become the same short ids, in the call and in its result."""
+
+        def render(messages: Any, tools: Any = None) -> str:
+            ids = [call.get("id", "") for message in messages for call in message.get("tool_calls", ())]
+            ids += [message.get("tool_call_id", "") for message in messages if message["role"] == "tool"]
+            if any(len(each) != 9 or not each.isalnum() for each in ids):
+                raise ConfigurationError("nine letters and digits")
+            return "".join(f"{m['content']}{m.get('tool_calls')}" for m in messages) + "# " + " ".join(ids)
+
+        def written(*ids: str | None) -> list[str]:
+            calls = [{"id": each, "function": {"name": "search", "arguments": {}}} for each in ids]
+            results = [{"role": "tool", "tool_call_id": each, "content": "x"} for each in ids]
+            messages = [user("y"), {"role": "assistant", "content": "", "tool_calls": calls}, *results]
+            return "".join(s.text for s in segment_chat(messages, render, index)).split("# ")[1].split()
+
+        first, second, *others = written("call_0123456789", "abc123def")
+        assert second == "abc123def" and others == [first, second] and first != second
+        assert written("call_0123456789", "abc123def")[0] == first
+        first, second, *others = written(None, None)
+        assert others == [first, second] and first != second
+
+    def test_ids_that_a_template_takes_are_left(self, runtime: ModelRuntime, index: TextIndex) -> None:
+        messages = [user("y"), calling(), {**result("x"), "tool_call_id": "call_0123456789"}]
+        messages[1]["tool_calls"][0]["id"] = "call_0123456789"
+        write = lambda messages, **_: "".join(f"{m['content']}{m.get('tool_calls')}" for m in messages)  # noqa: E731
+        assert "call_0123456789" in "".join(s.text for s in segment_chat(messages, write, index))
+
     def test_results_are_searched_for_chunks(self, runtime: ModelRuntime, index: TextIndex, chunks: list[str]) -> None:
         messages = [user("Where?"), calling(query="x"), result(f"Found: {chunks[0]} and more")]
         segments = segment_chat(messages, runtime.render_chat, index, chunks, tools=[SEARCH])
@@ -274,6 +302,21 @@ class TestChecks:
         assert [schema["$defs"][each.removeprefix("#/$defs/")]["const"] for each in references] == ["f", "g"]
 
 
+TOOLS: dict[str, dict[str, Any]] = {
+    "f": {
+        "type": "object",
+        "properties": {
+            "a": {"type": "string"},
+            "n": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+            "on": {"enum": [True, False]},
+            "deep": {"$ref": "#/$defs/Deep"},
+            "none": {"type": ["string", "null"]},
+            "x": {"type": "number"},
+        },
+        "$defs": {"Deep": {"type": "object"}},
+    },
+    "g": {},
+}
 F = ("f", {"a": "x"})
 G = ("g", {})
 HERMES = '<tool_call>\n{"name": "f", "arguments": {"a": "x"}}\n</tool_call>'
@@ -289,6 +332,46 @@ ANSWERS: dict[str, tuple[str, str, list[tuple[str, dict[str, Any]]]]] = {
     "hermes-arguments-as-text": ('<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"x\\"}"}</tool_call>', "", [F]),
     "mistral": ('[TOOL_CALLS] [{"name": "f", "arguments": {"a": "x"}}, {"name": "g", "arguments": {}}]', "", [F, G]),
     "mistral-names": ('[TOOL_CALLS]f[ARGS]{"a": "x"}[TOOL_CALLS]g[ARGS]{}', "", [F, G]),
+    "mistral-ids": (
+        '[TOOL_CALLS]f[CALL_ID]VvvODy9mT[ARGS]{"a": "x"}[TOOL_CALLS]g[CALL_ID]VvvODy9mU[ARGS]{}',
+        "",
+        [F, G],
+    ),
+    "line-end-in-argument": (
+        '<tool_call>{"name": "f", "arguments": {"a": "one\ntwo\t"}}</tool_call>',
+        "",
+        [("f", {"a": "one\ntwo\t"})],
+    ),
+    "line-end-in-arguments-as-text": (
+        '<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"one\ntwo\\"}"}</tool_call>',
+        "",
+        [("f", {"a": "one\ntwo"})],
+    ),
+    "coder": (
+        "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n</function>\n</tool_call>\n"
+        "<tool_call>\n<function=g>\n</function>\n</tool_call>",
+        "",
+        [F, G],
+    ),
+    "coder-after-text-without-marker": (
+        "So:\n<function=f>\n<parameter=a>\nx\n</parameter>\n</function>\n</tool_call>",
+        "So:\n",
+        [F],
+    ),
+    "coder-types": (
+        "<tool_call>\n<function=f>\n<parameter=a>\n5\n</parameter>\n<parameter=n>\n5\n</parameter>\n"
+        "<parameter=on>\nTrue\n</parameter>\n<parameter=deep>\n{\"b\": [1]}\n</parameter>\n"
+        "<parameter=none>\nnull\n</parameter>\n<parameter=other>\n5\n</parameter>\n"
+        "<parameter=x>\nfive\n</parameter>\n</function>\n</tool_call>",
+        "",
+        [("f", {"a": "5", "n": 5, "on": True, "deep": {"b": [1]}, "none": None, "other": "5", "x": "five"})],
+    ),
+    "coder-lines-and-markers-in-argument": (
+        "<tool_call><function=f><parameter=a>\n one\n\n<b></parameter> two</function>\n\n</parameter></function>"
+        "</tool_call>",
+        "",
+        [("f", {"a": " one\n\n<b></parameter> two</function>\n"})],
+    ),
     "mistral-without-marker": ('[{"name": "f", "arguments": {"a": "x"}}]', "", [F]),
     "llama": ('{"name": "f", "parameters": {"a": "x"}}', "", [F]),
     "llama-tagged": ('<|python_tag|>{"name": "f", "parameters": {"a": "x"}}', "", [F]),
@@ -312,6 +395,10 @@ ANSWERS: dict[str, tuple[str, str, list[tuple[str, dict[str, Any]]]]] = {
                 "<tool",
                 '[TOOL_CALLS] [{"name": "f", "arguments": {}}, 3]',
                 "[TOOL_CALLS]f[ARGS]{",
+                "[TOOL_CALLS]f[CALL_ID]VvvODy9mT",
+                "<tool_call>\n<function=f>\n<parameter=a>\nx\n</function>",
+                "<tool_call>\n<function=a b>\n</function>\n</tool_call>",
+                "Write <function=h></function>.",
                 "<|python_tag|>print(1)",
                 '{"name": "h", "parameters": {}}',
                 '{"name": "f"}',
@@ -327,7 +414,7 @@ ANSWERS: dict[str, tuple[str, str, list[tuple[str, dict[str, Any]]]]] = {
 
 
 def read(pieces: Iterable[str]) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
-    reader = CallReader({"f", "g"})
+    reader = CallReader(TOOLS)
     found = [*[reader.push(piece) for piece in pieces], reader.close()]
     calls: list[ToolCall] = [call for _, calls in found for call in calls]
     return "".join(text for text, _ in found), [(call.name, call.arguments) for call in calls]
@@ -353,7 +440,7 @@ class TestReader:
         assert calls or text == answer
 
     def test_ordinary_text_is_not_held_back(self) -> None:
-        reader = CallReader({"f"})
+        reader = CallReader({"f": {}})
         assert reader.push("Hello [1] there <") == ("Hello [1] there ", [])
         assert reader.push("b>") == ("<b>", [])
 
@@ -371,6 +458,6 @@ def test_what_may_be_withdrawn_is_held_back() -> None:
         Event("No, ", revised_from=0, is_final=True),
         Event("sorry."),
     ]
-    given = list(read_calls(events, {"f"}))
+    given = list(read_calls(events, {"f": {}}))
     assert [event.text for event in given] == ["", "", "No, ", "sorry."]
     assert not any(event.tool_calls for event in given) and all(event.revised_from is None for event in given)

@@ -42,6 +42,7 @@ __all__ = [
     "existing_store",
     "format_bytes",
     "guarded",
+    "no_store",
     "output",
     "print_json",
     "print_tables",
@@ -61,11 +62,16 @@ def _checked_model(name: str | None) -> str | None:
 def existing_store(store: str) -> str:
     """Refuse a folder that does not exist, before anything is imported or loaded."""
     if not Path(store).expanduser().is_dir():
-        raise StoreError(
-            f"there is no store at {store}. Give the folder that ingest or the engine used, or make one: cacheclip "
-            f"ingest PATH --store {store}"
-        )
+        raise no_store(store)
     return store
+
+
+def no_store(store: str) -> StoreError:
+    """The error about a folder that holds no store."""
+    return StoreError(
+        f"there is no store at {store}. Give the folder that ingest or the engine used, or make one: cacheclip "
+        f"ingest PATH --store {store}"
+    )
 
 
 def _one_of(name: str, allowed: Sequence[str]) -> Callable[[str | None], str | None]:

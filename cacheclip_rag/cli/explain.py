@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ..errors import DocumentError, StoreError
+from ..errors import DocumentError
 from .common import (
     AuxiliaryOption,
     ChunkContextOption,
@@ -17,6 +17,7 @@ from .common import (
     JsonOption,
     NamespaceOption,
     PrimaryOption,
+    no_store,
     print_json,
 )
 
@@ -49,7 +50,7 @@ def explain_miss(
 
     folder = Path(store).expanduser()
     if not is_store(folder):
-        raise StoreError(f"there is no store at {store}. Give the folder that ingest or the engine used.")
+        raise no_store(store)
     library = Library(folder) if (folder / "library.sqlite3").is_file() else None
     settings = merge_settings(
         library, primary=primary, auxiliary=auxiliary, dtype=dtype, namespace=namespace, chunk_context=chunk_context

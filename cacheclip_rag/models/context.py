@@ -8,7 +8,6 @@ from functools import lru_cache
 from pathlib import Path
 
 from .packaged.catalogue import PACKAGED_MODELS
-from .packaged.pull import model_folder
 
 __all__ = ["known_context", "knows_tools"]
 
@@ -26,12 +25,13 @@ def known_context(name: str) -> int | None:
     return _read_context(file) if file else None
 
 
-def knows_tools(name: str) -> bool:
-    """Whether the chat template of a model mentions tools. False if the model is not on this machine. Opens no
-    connection."""
-    where = str(model_folder(name)) if name in PACKAGED_MODELS and not Path(name).is_dir() else name
-    files = (_file(where, "chat_template.jinja"), _file(where, "tokenizer_config.json"))
-    return any(file is not None and _mentions_tools(file) for file in files)
+def knows_tools(name: str) -> bool | None:
+    """Whether the chat template of a model uses tools. None if the model is neither packaged nor on this machine. Opens
+    no connection."""
+    if name in PACKAGED_MODELS and not Path(name).is_dir():
+        return PACKAGED_MODELS[name].tools
+    found = [file for each in ("chat_template.jinja", "tokenizer_config.json") if (file := _file(name, each))]
+    return any(map(_mentions_tools, found)) if found else None
 
 
 @lru_cache

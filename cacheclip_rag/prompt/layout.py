@@ -33,7 +33,7 @@ __all__ = [
 
 LEAST_PART = 32
 """Least tokens of a chunk that are reused if only a part of it stands in the prompt."""
-_LEAST_RUN = 4
+_LEAST_RUN = 2
 """Least neighbouring tokens that are reused, if the chunk has more."""
 _NEAR = 16
 """Most tokens between two runs of a chunk that are one piece of text: a quotation mark and a line end, not a cut."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import ConfigurationError
 from ..types import Documents, Message, Prompt
-from .tools import Marks, calls_as_text, check_calls, check_name, check_tools, unmarked
+from .tools import Marks, calls_as_text, check_calls, check_name, check_tools, unmarked, with_short_ids
 
 if TYPE_CHECKING:
     from ..runtime.base import Runtime, TokenizedText
@@ -137,10 +137,8 @@ def segment_chat(
     messages = check_messages(messages)
     documents = list(chunk_texts(documents))
     marks = Marks()
-    if any("tool_calls" in message for message in messages) and marks.nonce not in render(
-        [marks.renamed(message) for message in messages]
-    ):
-        messages = [calls_as_text(message) for message in messages]
+    if any("tool_calls" in message for message in messages):
+        messages = _calls_for(render, messages, marks)
     cores = [message["content"].strip() for message in messages]
     around = [m["content"].split(c, 1) if c else (m["content"], "") for m, c in zip(messages, cores, strict=True)]
     # the quote shows whether the template writes results of tools as JSON (Llama 3, Hermes)
@@ -182,6 +180,17 @@ def segment_chat(
         segments.extend([Fresh(text)] if whole else segment_text(text, index, documents))
     segments += _template_segments(pieces[-1], marks)
     return [segment for segment in segments if segment.text]
+
+
+def _calls_for(render: Callable[..., str], messages: list[Message], marks: Marks) -> list[Message]:
+    """Messages as a template takes their calls: with short ids where it refuses others, as text where it does not write
+    calls."""
+    try:
+        written = render([marks.renamed(message) for message in messages])
+    except ConfigurationError:
+        messages = with_short_ids(messages)
+        written = render([marks.renamed(message) for message in messages])
+    return messages if marks.nonce in written else [calls_as_text(message) for message in messages]
 
 
 def _template_segments(text: str, marks: Marks) -> list[Segment]:

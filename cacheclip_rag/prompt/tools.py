@@ -12,6 +12,7 @@ a document or a tool server may have written, and what is marked never yields co
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import secrets
@@ -31,10 +32,11 @@ __all__ = [
     "check_calls",
     "check_name",
     "check_tools",
-    "names_in",
+    "parameters_of",
     "read_calls",
     "tool_names",
     "unmarked",
+    "with_short_ids",
 ]
 
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,256}")
@@ -43,8 +45,12 @@ _UNMARKED = frozenset({"name", "type", "format", "required", "$ref"})
 """Keys of a definition whose strings templates compare, so that they must not be marked."""
 
 
+_SHORT = re.compile(r"[A-Za-z0-9]{9}")
+"""An id of a call that every template accepts: Mistral's want nine letters and digits."""
+
+
 def _new_id() -> str:
-    return secrets.token_hex(5)[:9]  # Mistral's templates want nine letters and digits
+    return secrets.token_hex(5)[:9]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +134,7 @@ def _as_object(value: Any) -> dict[str, Any] | None:
     """A JSON object, or the one that a string holds; None for anything else."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = json.loads(value, strict=False)
         except (ValueError, RecursionError):
             return None
     return dict(value) if isinstance(value, Mapping) else None
@@ -142,6 +148,33 @@ def calls_as_text(message: Message) -> Message:
     written = [json.dumps({"name": c["name"], "arguments": c["arguments"]}, ensure_ascii=False) for c in calls]
     parts = [message["content"], *(f"<tool_call>\n{text}\n</tool_call>" for text in written)]
     return {"role": message["role"], "content": "\n\n".join(filter(None, parts))}
+
+
+def with_short_ids(messages: Iterable[Message]) -> list[Message]:
+    """Checked messages in which every call has an id of nine letters and digits, and its result names it.
+
+    Ids of other lengths are replaced by a digest, so that the same history is always the same prompt. Calls without an
+    id are answered in their order.
+    """
+    short: list[Message] = []
+    waiting: list[str] = []
+    for number, message in enumerate(messages):
+        if "tool_calls" in message:
+            calls = enumerate(message["tool_calls"])
+            named = [{**call, "id": _short_id(call.get("id") or f"{number}.{place}")} for place, call in calls]
+            waiting = [call["id"] for call in named]
+            message = {**message, "tool_calls": named}
+        elif message["role"] == "tool":
+            given = message.get("tool_call_id")
+            answered = _short_id(given) if given else waiting[0] if waiting else _short_id(str(number))
+            waiting = [each for each in waiting if each != answered]
+            message = {**message, "tool_call_id": answered}
+        short.append(message)
+    return short
+
+
+def _short_id(given: str) -> str:
+    return given if _SHORT.fullmatch(given) else hashlib.sha256(given.encode()).hexdigest()[:9]
 
 
 class Marks:
@@ -272,11 +305,16 @@ def _moved(value: Any, to: str) -> Any:
 
 # -- in an answer -----------------------------------------------------------------------------------------------------
 
-_JSON = json.JSONDecoder()
-_OPENINGS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
+_JSON = json.JSONDecoder(strict=False)
+"""Models write line ends and tabs into strings as they are."""
+_OPENINGS = ("<tool_call>", "<function=", "[TOOL_CALLS]", "<|python_tag|>")
 _MAY_BE_CALL = re.compile(r"\s*(\{\s*(\"|$)|\[\s*(\{|$)|$)")
 """Beginning of an answer that may be a call without a marker."""
-_NAMED = re.compile(r"([A-Za-z0-9_.:/-]{1,256})\s*(?:\[ARGS\])?\s*(?=\{)")
+_NAMED = re.compile(r"([A-Za-z0-9_.:/-]{1,256})\s*(?:\[CALL_ID\]\s*[A-Za-z0-9]{1,64}\s*)?(?:\[ARGS\])?\s*(?=\{)")
+_FUNCTION = re.compile(r"\s*<function=([A-Za-z0-9_.:/-]{1,256})>\s*")
+_PARAMETER = re.compile(r"<parameter=([^<>\n]{1,256})>\n?(.*?)\n?</parameter>\s*(?=<parameter=|</function>)", re.DOTALL)
+Parameters = Mapping[str, Mapping[str, Any]]
+"""Names of tools, each with the JSON schema of its arguments; empty if it has none."""
 _Found = tuple[list[ToolCall], int]
 """Calls, and where the text after them begins."""
 
@@ -284,14 +322,19 @@ _Found = tuple[list[ToolCall], int]
 class CallReader:
     """Separates calls from an answer's text while it is written.
 
-    Formats: ``<tool_call>{…}</tool_call>`` (Hermes, Qwen), ``[TOOL_CALLS] [{…}]`` and ``[TOOL_CALLS]name[ARGS]{…}``
-    (Mistral), and an answer that is nothing but ``{"name": …, "parameters": {…}}``, a list of these, or several with
-    ``;`` between them, perhaps after ``<|python_tag|>`` (Llama 3). ``arguments`` and ``parameters`` mean the same.
-    Without a marker, the name must be that of a known tool. What cannot be read as a call stays text.
+    Formats: ``<tool_call>{…}</tool_call>`` (Hermes, Qwen); ``<function=name><parameter=key>value</parameter>…
+    </function>``, usually between the same markers (Qwen 3 Coder); ``[TOOL_CALLS] [{…}]`` and
+    ``[TOOL_CALLS]name[CALL_ID]id[ARGS]{…}`` with or without the id (Mistral); and an answer that is nothing but
+    ``{"name": …, "parameters": {…}}``, a list of these, or several with ``;`` between them, perhaps after
+    ``<|python_tag|>`` (Llama 3). ``arguments`` and ``parameters`` mean the same. Without a marker, the name must be
+    that of a known tool. What cannot be read as a call stays text. Every call gets a new id.
+
+    Args:
+        tools: the known tools. Values that are not written as JSON get their types from the schema of the arguments.
     """
 
-    def __init__(self, names: Collection[str]) -> None:
-        self._names = names
+    def __init__(self, tools: Parameters) -> None:
+        self._tools = tools
         self._held = ""
         self._began = False
         """Whether text or a call was given out."""
@@ -313,7 +356,7 @@ class CallReader:
             if not self._began and _MAY_BE_CALL.match(self._held):
                 if not last:
                     break
-                found = _plain_calls(self._held, self._names)
+                found = _plain_calls(self._held, self._tools)
                 if found is not None:
                     calls, self._held = found, ""
                     break
@@ -323,7 +366,7 @@ class CallReader:
                 break
             at, opening = min(places)
             self._give(given, at)
-            read = _calls_after(opening, self._held[len(opening) :], last)
+            read = _calls_after(opening, self._held[len(opening) :], last, self._tools)
             if read is None and not last:
                 break
             if read is None:
@@ -351,28 +394,103 @@ def _may_begin(text: str) -> int:
     return next((n for n in lengths if any(o.startswith(text[-n:]) for o in _OPENINGS)), 0)
 
 
-def _calls_after(opening: str, text: str, last: bool) -> _Found | None:
+def _calls_after(opening: str, text: str, last: bool, tools: Parameters) -> _Found | None:
     """Calls at the beginning of the text after a marker; None if there are none, or not yet."""
     if opening == "<|python_tag|>":
         calls = _plain_calls(text, None) if last else None
         return None if calls is None else (calls, len(text))
-    if opening == "[TOOL_CALLS]" and (named := _NAMED.match(text.lstrip())):
-        begin = len(text) - len(text.lstrip()) + named.end()
-        value, end = _value_at(text, begin)
-        call = _call_of({"name": named[1], "arguments": value}, None) if isinstance(value, dict) else None
-        return None if call is None else ([call], end)
+    if opening == "[TOOL_CALLS]":
+        return _named_call(text) or _json_calls(text)
+    if opening == "<function=":
+        found = _xml_call(opening + text, tools)
+        if found is None or found[0][0].name not in tools:
+            return None
+        found = found[0], found[1] - len(opening)
+    else:
+        found = _xml_call(text, tools) or _json_calls(text)
+    return found and _closed(found, text, last)
+
+
+def _closed(found: _Found, text: str, last: bool) -> _Found | None:
+    """Calls with the closing marker after them, if there is one; None if it may still come."""
+    calls, end = found
+    rest = text[end:].lstrip()
+    if not last and "</tool_call>".startswith(rest) and rest != "</tool_call>":
+        return None
+    if rest.startswith("</tool_call>"):
+        end = text.index("</tool_call>", end) + len("</tool_call>")
+    return calls, end
+
+
+def _json_calls(text: str) -> _Found | None:
+    """A call as a JSON object, or several as a list."""
     value, end = _value_at(text, 0)
     found = [_call_of(each, None) for each in (value if isinstance(value, list) else [value])]
     calls = [call for call in found if call is not None]
-    if not calls or len(calls) < len(found):
+    return (calls, end) if calls and len(calls) == len(found) else None
+
+
+def _named_call(text: str) -> _Found | None:
+    """A name, perhaps an id, and arguments as a JSON object."""
+    named = _NAMED.match(text, len(text) - len(text.lstrip()))
+    if named is None:
         return None
-    if opening == "<tool_call>":
-        rest = text[end:].lstrip()
-        if not last and "</tool_call>".startswith(rest) and rest != "</tool_call>":
-            return None
-        if rest.startswith("</tool_call>"):
-            end = text.index("</tool_call>", end) + len("</tool_call>")
-    return calls, end
+    value, end = _value_at(text, named.end())
+    call = _call_of({"name": named[1], "arguments": value}, None) if isinstance(value, dict) else None
+    return None if call is None else ([call], end)
+
+
+def _xml_call(text: str, tools: Parameters) -> _Found | None:
+    """A call whose arguments are written one by one."""
+    head = _FUNCTION.match(text)
+    if head is None or "</function>" not in text:
+        return None
+    schema, end = tools.get(head[1]) or {}, head.end()
+    properties = schema.get("properties") or {}
+    arguments: dict[str, Any] = {}
+    while (found := _PARAMETER.match(text, end)) is not None:
+        arguments[found[1]] = _typed(found[2], _types(properties.get(found[1]), schema))
+        end = found.end()
+    call = _call_of({"name": head[1], "arguments": arguments}, None)
+    return ([call], end + len("</function>")) if call and text.startswith("</function>", end) else None
+
+
+_JSON_TYPES: dict[type, tuple[str, ...]] = {
+    bool: ("boolean",),
+    int: ("integer", "number"),
+    float: ("number",),
+    dict: ("object",),
+    list: ("array",),
+    type(None): ("null",),
+}
+
+
+_PYTHON = {"True": "true", "False": "false", "None": "null"}
+"""What models write for JSON's words."""
+
+
+def _typed(text: str, types: frozenset[str]) -> Any:
+    """The JSON value that ``text`` stands for, if it has one of the ``types``; else the text."""
+    try:
+        value = json.loads(_PYTHON.get(text, text), strict=False)
+    except (ValueError, RecursionError):
+        return text
+    return value if types.intersection(_JSON_TYPES.get(type(value), ())) else text
+
+
+def _types(schema: Any, root: Mapping[str, Any], depth: int = 8) -> frozenset[str]:
+    """JSON types other than text that a schema allows."""
+    if not isinstance(schema, Mapping) or not depth:
+        return frozenset()
+    named = schema.get("type")
+    found = {named} if isinstance(named, str) else {*filter(lambda each: isinstance(each, str), named or ())}
+    for value in [*schema.get("enum", ()), *([schema["const"]] if "const" in schema else ())]:
+        found.update(_JSON_TYPES.get(type(value), ()))
+    others = [each for key in ("anyOf", "oneOf", "allOf") for each in schema.get(key, ())]
+    reference = str(schema.get("$ref", "")).split("/")
+    if reference[0] == "#" and len(reference) == 3:
+        others.append((root.get(reference[1]) or {}).get(reference[2]))
+    return frozenset(found.union(*(_types(each, root, depth - 1) for each in others)))
 
 
 def _value_at(text: str, begin: int) -> tuple[Any, int]:
@@ -416,12 +534,12 @@ def _call_of(value: Any, names: Collection[str] | None) -> ToolCall | None:
     return None if arguments is None else ToolCall(name, arguments)
 
 
-def read_calls(events: Iterable[Event], names: Collection[str]) -> Iterator[Event]:
+def read_calls(events: Iterable[Event], tools: Parameters) -> Iterator[Event]:
     """The events of an answer with its calls taken out of the text, into ``tool_calls`` of events and answer.
 
     Text that may still be withdrawn is held back, because a call cannot be withdrawn. The number of events stays.
     """
-    reader = CallReader(names)
+    reader = CallReader(tools)
     waiting, passed = "", 0
     texts: list[str] = []
     calls: list[ToolCall] = []
@@ -441,6 +559,7 @@ def read_calls(events: Iterable[Event], names: Collection[str]) -> Iterator[Even
         yield replace(event, text=text, answer=answer, tool_calls=tuple(found), revised_from=None, is_final=True)
 
 
-def names_in(tools: Iterable[Mapping[str, Any]]) -> frozenset[str]:
-    """Names of definitions, checked."""
-    return frozenset(tool_names(check_tools(tools)))
+def parameters_of(tools: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Names of definitions, checked, each with the schema of its arguments."""
+    functions = [tool["function"] for tool in check_tools(tools)]
+    return {function["name"]: function.get("parameters") or {} for function in functions}

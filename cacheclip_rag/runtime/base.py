@@ -39,7 +39,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 """Compute dtypes of models, and dtypes that stored KV may have."""
 
 
-CALL_MARKERS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>")
+CALL_MARKERS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>")
 """What models write around calls of tools. In some tokenizers these are special tokens, which the text of an answer
 lacks."""
 

@@ -1,4 +1,4 @@
-"""Streams for frameworks, whose streams cannot withdraw text."""
+"""Streams for frameworks, whose streams cannot withdraw text or calls."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ if TYPE_CHECKING:
 __all__ = ["final_events"]
 
 
-def final_events(events: Iterable[Event]) -> Iterator[Event]:
+def final_events(events: Iterable[Event], *, one_call: bool = False) -> Iterator[Event]:
     """The events with text that may still be withdrawn held back until it is final, so that no event is a revision.
+    ``one_call``: without the calls of tools after the first.
 
     Events whose text is held back keep their place, with empty text: a cancelled consumer still stops before the next
     token.
     """
-    held, sent = "", 0
+    held, sent, called = "", 0, 0
     for event in events:
         if event.revised_from is not None:
             held = held[: event.revised_from - sent]
@@ -26,4 +27,9 @@ def final_events(events: Iterable[Event]) -> Iterator[Event]:
         text = held if event.is_final else ""
         held = held[len(text) :]
         sent += len(text)
-        yield replace(event, text=text, revised_from=None, is_final=True)
+        event = replace(event, text=text, revised_from=None, is_final=True)
+        if one_call:
+            answer = event.answer and replace(event.answer, tool_calls=event.answer.tool_calls[:1])
+            event = replace(event, tool_calls=event.tool_calls[: 1 - called], answer=answer)
+            called += len(event.tool_calls)
+        yield event

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
-from cacheclip_rag.checks import did_you_mean, path_as_text
+from cacheclip_rag.checks import ALIASES, aliases_of, by_real_names, did_you_mean, path_as_text
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.sampling import SamplingParams, merge_call_options
@@ -25,15 +25,6 @@ if TYPE_CHECKING:
     from cacheclip_rag.types import WarmUp
 
 __all__ = ["ALIASES", "EngineFields", "ModelFields"]
-
-ALIASES = {
-    "model": "primary",
-    "model_name": "primary",
-    "auxiliary_model_name": "auxiliary",
-    "max_new_tokens": "max_tokens",
-    "stop_sequences": "stop",
-}
-"""Names that LlamaIndex or LangChain use for a field. Both adapters accept all of them."""
 
 _ENGINE = EngineConfig()
 _SAMPLING = SamplingParams()
@@ -92,7 +83,7 @@ class EngineFields(BaseModel):
     @classmethod
     def _named(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """``given`` with aliases replaced by the names of fields, and settings without a field in ``engine_kwargs``."""
-        aliases = {alias: name for alias, name in ALIASES.items() if name in cls.model_fields}
+        aliases = aliases_of(cls.model_fields)
         others = {each.name for each in fields_of(EngineConfig)} - set(cls.model_fields) - set(_PER_CALL)
         unknown = sorted(set(given) - set(cls.model_fields) - set(aliases) - others)
         if unknown:
@@ -103,16 +94,10 @@ class EngineFields(BaseModel):
         doubled = sorted(set(further).intersection(given.get("engine_kwargs") or ()))
         if doubled:
             raise ConfigurationError(f"{', '.join(doubled)} was given twice, once in engine_kwargs. Give it once.")
-        named: dict[str, Any] = {}
         if further:
             given = {name: value for name, value in given.items() if name not in others}
             given["engine_kwargs"] = {**(given.get("engine_kwargs") or {}), **further}
-        for alias, value in given.items():
-            name = aliases.get(alias, alias)
-            if name in named:
-                raise ConfigurationError(f"{name} was given twice, once as {alias}. Give it once.")
-            named[name] = value
-        return named
+        return by_real_names(given, cls.model_fields)
 
     @classmethod
     def from_engine(cls, engine: CacheClipEngine, **fields: Any) -> Self:

@@ -68,13 +68,16 @@ class LangChainFields(ModelFields):
         """A function that starts the engine's stream. Options are checked now; the engine is used when it is called."""
         options = {name: value for name, value in options.items() if name != "stream"}
         given = _texts([*_listed(options.pop("documents", None) or ()), *carried])
+        one_call = options.pop("parallel_tool_calls", None) is False
         if stop is not None:
             options["stop"] = stop
         arguments = self._call_arguments(options)
 
         def events() -> Iterator[Event]:
             with langchain_errors():
-                yield from final_events(self.engine.stream(prompt, **arguments, documents=given))
+                yield from final_events(
+                    self.engine.stream(prompt, **arguments, documents=given), one_call=one_call
+                )
 
         return events
 

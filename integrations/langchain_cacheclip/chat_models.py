@@ -109,6 +109,7 @@ class ChatCacheClip(LangChainFields, BaseChatModel):
         tools: Sequence[dict[str, Any] | type | Callable[..., Any] | BaseTool],
         *,
         tool_choice: dict[str, Any] | str | bool | None = None,
+        parallel_tool_calls: bool | None = None,
         strict: bool | None = None,
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, AIMessage]:
@@ -118,6 +119,7 @@ class ChatCacheClip(LangChainFields, BaseChatModel):
             tools: functions, LangChain tools, pydantic classes, or definitions in OpenAI's function format.
             tool_choice: ``any`` (also ``required``, True): the answer is a call of one of them; a name: of this one;
                 ``none``: no call; default the model decides. A forced call needs the extra ``structured``.
+            parallel_tool_calls: False: calls after the first of an answer are left out.
             strict: ignored: arguments of forced calls always follow their schema, and others may not.
 
         Raises:
@@ -126,6 +128,8 @@ class ChatCacheClip(LangChainFields, BaseChatModel):
         """
         options = {**kwargs, "tools": [convert_to_openai_tool(tool) for tool in tools], "tool_choice": tool_choice}
         with_tool_choice(options)  # report what is wrong now, not at the first call
+        if parallel_tool_calls is not None:
+            options["parallel_tool_calls"] = parallel_tool_calls
         return self.bind(**options)
 
     def with_structured_output(

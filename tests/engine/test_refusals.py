@@ -240,6 +240,9 @@ class TestRefusals:
         assert engine.generate(rag(chunks), SamplingParams(max_tokens=9), max_tokens=2).token_ids == short.token_ids
         *_, last = engine.stream(rag(chunks), max_tokens=2, stop=None)
         assert last.answer is not None and last.answer.token_ids == short.token_ids
+        assert engine.generate(rag(chunks), max_new_tokens=2, stop_sequences=()).token_ids == short.token_ids
+        with pytest.raises(ConfigurationError, match="max_tokens was given twice, once as max_new_tokens"):
+            engine.generate("Hello", max_tokens=2, max_new_tokens=2)
         with pytest.raises(ConfigurationError, match=r"unknown call option max_token\. Did you mean 'max_tokens'\?"):
             engine.generate("Hello", max_token=2)
         with pytest.raises(ConfigurationError, match="stop must be a string or a list"):
@@ -257,6 +260,14 @@ class TestRefusals:
     def test_near_misses_are_named(self, options: dict[str, Any], near: str) -> None:
         with pytest.raises(ConfigurationError, match=f"Did you mean '{near}'"):
             EngineConfig(**options) if "recompute_ration" not in options else CacheClipEngine(**options)
+
+    def test_the_engine_takes_the_names_of_frameworks(self) -> None:
+        for name in ("model", "model_name"):
+            assert CacheClipEngine(**{name: "some-model"}).config == EngineConfig(primary="some-model")
+        with pytest.raises(ConfigurationError, match="primary was given twice, once as model"):
+            CacheClipEngine(primary="a", model="b")
+        with pytest.raises(ConfigurationError, match="Did you mean 'model'"):
+            CacheClipEngine(modle="x")
 
     def test_models_may_be_paths(self, tiny_models: dict[str, str]) -> None:
         folder, other = Path(tiny_models["llama"]), Path(tiny_models["auxiliary"])

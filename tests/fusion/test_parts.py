@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import random
 import textwrap
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,23 +17,28 @@ from transformers import AutoTokenizer
 from cacheclip_rag import CacheClipEngine, Chunk, Fresh
 from cacheclip_rag.fusion.recompute import assemble, choose_rows, recompute
 from cacheclip_rag.methods import preset
+from cacheclip_rag.models.load import load_model
 from cacheclip_rag.prompt.layout import LEAST_PART, Layout, lay_out
 from tests.conftest import QUESTION, SENTENCES, rag_prompt
 from tests.fusion.cases import BROKEN, EXACT, KINDS, gap, make_engine, prefilled, reference_logits, stored_kv
 
+ROOT = Path(__file__).resolve().parents[2]
 TEXTS = [" ".join(SENTENCES[(first + n) % len(SENTENCES)] for n in range(6)) for first in range(4)]
+LINES = [
+    "\n\n".join(
+        ("\n".join(textwrap.wrap(" ".join(each[:3]), 72)), "\n".join(f"  - {sentence}" for sentence in each[3:]))
+    )
+    for each in ([SENTENCES[(first + n) % len(SENTENCES)] for n in range(6)] for first in range(4))
+]
+"""The same sentences as documents have them: lines of 72 characters, and a list."""
 HEADER = "file_name: lighthouse.md\npage: 3\n\n"
 
+_spec = importlib.util.spec_from_file_location("formats", ROOT / "benchmarks" / "formats.py")
+assert _spec is not None and _spec.loader is not None
+formats = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(formats)
 FORMATS: dict[str, Callable[[list[str]], str]] = {
-    "plain": lambda texts: "\n\n".join(texts),
-    "numbered": lambda texts: "\n".join(f"[{n}] {text}" for n, text in enumerate(texts, 1)),
-    "XML": lambda texts: "\n".join(f"<document>{text}</document>" for text in texts),
-    "quoted": lambda texts: "\n".join(f"> {line}" for text in texts for line in textwrap.wrap(text, 160)),
-    "JSON": lambda texts: json.dumps([{"page_content": text, "metadata": {"page": 3}} for text in texts]),
-    "white space": lambda texts: "\n\n".join("\n".join(textwrap.wrap(text, 160)) for text in texts),
-    "split again": lambda texts: "\n\n".join(
-        f"Source {n}:\n{piece}" for n, piece in enumerate((p for text in texts for p in textwrap.wrap(text, 300)), 1)
-    ),
+    **formats.FORMATS,
     "without a header": lambda texts: "\n\n".join(texts),
     "joined and cut": lambda texts: "".join(text[40:-40] for text in texts),
 }
@@ -63,13 +70,24 @@ def engine(tiny_models: dict[str, str]) -> CacheClipEngine:
 
 class TestReuse:
     @pytest.mark.parametrize("name", FORMATS)
-    def test_nine_tenths_of_the_tokens(self, engine: CacheClipEngine, name: str) -> None:
-        prompt = f"Use these.\n\n{FORMATS[name](TEXTS)}\n\nQuestion: {QUESTION}"
-        plan = engine.plan(prompt)
+    @pytest.mark.parametrize("texts", [TEXTS, LINES], ids=["prose", "lines"])
+    def test_nine_tenths_of_the_tokens(self, tiny_models: dict[str, str], texts: list[str], name: str) -> None:
+        engine = make_engine(tiny_models["llama"], tiny_models["auxiliary"])
+        engine.precompute([*(HEADER + text for text in texts[:2]), *texts[2:]])
+        plan = engine.plan(f"Use these.\n\n{FORMATS[name](texts)}\n\nQuestion: {QUESTION}")
         check_spans(plan.layout, engine)
-        tokens = sum(len(engine.primary.tokenize(text)) for text in TEXTS)
-        cut = sum(len(engine.primary.tokenize(text[:40] + text[-40:])) for text in TEXTS)
+        tokens = sum(len(engine.primary.tokenize(text)) for text in texts)
+        cut = sum(len(engine.primary.tokenize(text[:40] + text[-40:])) for text in texts)
         assert plan.chunk_tokens >= 0.9 * (tokens - (cut if name == "joined and cut" else 0))
+
+    @pytest.mark.slow
+    def test_real_documents_and_a_real_tokenizer(self) -> None:
+        """Licences with line ends and indents: what a format changes (the indent of a line) is no longer a token of the
+        chunk, so that 0.9 is not reached where lines are wrapped again or escaped."""
+        found = formats.shares(load_model("smollm2-135m"), formats.chunks())
+        least = {"JSON": 0.83, "80 columns": 0.83, "60 columns": 0.81, "quoted, 80 columns": 0.9}
+        assert {name: share for name, share in found.items() if share < least.get(name, 0.9)} == {}
+        assert min(found[name] for name in ("plain", "numbered", "XML")) > 0.99
 
     def test_a_small_part_is_fresh(self, engine: CacheClipEngine) -> None:
         ids = engine.primary.tokenize(TEXTS[2])
@@ -79,7 +97,7 @@ class TestReuse:
             assert bool(plan.reused) == (count > LEAST_PART)
 
     def test_lines_of_one_chunk_count_once(self, engine: CacheClipEngine) -> None:
-        prompt = f"{FORMATS['quoted'](TEXTS[2:])}\n\n{QUESTION}"
+        prompt = f"{FORMATS['quoted, 80 columns'](TEXTS[2:])}\n\n{QUESTION}"
         plan = engine.plan(prompt)
         assert len(plan.reused) > 4
         assert [span.continues for span in plan.reused].count(False) == 2

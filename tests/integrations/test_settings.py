@@ -57,6 +57,14 @@ def test_aliases(kind: Any, alias: str) -> None:
         kind(**{alias: value, name: value})
 
 
+@pytest.mark.parametrize("kind", MODELS)
+def test_calls_take_aliases(kind: Any, tiny_models: dict[str, str]) -> None:
+    llm = kind(model=tiny_models["llama"], auxiliary=None, method="full")
+    assert ask(llm, PROMPT, max_new_tokens=2, stop_sequences=["x"])["prompt_tokens"] > 0
+    with pytest.raises(ConfigurationError, match="max_tokens was given twice"):
+        ask(llm, PROMPT, max_new_tokens=2, max_tokens=3)
+
+
 def test_an_alias_is_known_where_its_field_is() -> None:
     assert CacheClipTransform(model="a").primary == "a"
     with pytest.raises(ConfigurationError, match="unknown field max_new_tokens"):
@@ -108,7 +116,7 @@ def test_call_options_are_arguments_of_the_engine() -> None:
     import inspect
 
     arguments = {*inspect.signature(CacheClipEngine.stream).parameters, *(each.name for each in fields(SamplingParams))}
-    assert set(CALL_OPTIONS) - {"max_new_tokens"} <= arguments
+    assert set(CALL_OPTIONS) <= arguments
     assert arguments - set(CALL_OPTIONS) == {"self", "prompt", "params", "documents", "trace", "sampling"}
 
 

@@ -17,6 +17,7 @@ from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.cacheclip import CacheClipLLM
+from llama_index.llms.cacheclip.base import _warn_once
 from pydantic import BaseModel
 
 from cacheclip_rag.errors import ConfigurationError
@@ -78,6 +79,17 @@ class TestLangChain:
         parts = [part async for part in chat.bind_tools([search]).astream("Where?")]
         chunks = [chunk for part in parts for chunk in part.tool_call_chunks]  # type: ignore[attr-defined]
         assert [chunk["index"] for chunk in chunks] == [0, 1] and chunks[0]["id"] != chunks[1]["id"]
+
+    async def test_one_call_at_most(self, chat: ChatCacheClip) -> None:
+        bound = chat.bind_tools([search], parallel_tool_calls=False)
+        watched(chat.engine).says = [f"{CALL}\n{CALL}"] * 3
+        message = bound.invoke("Where?")
+        assert len(message.tool_calls) == 1  # type: ignore[attr-defined]
+        parts = list(bound.stream("Where?"))
+        assert sum(len(part.tool_call_chunks) for part in parts) == 1  # type: ignore[attr-defined]
+        assert len((await bound.ainvoke("Where?")).tool_calls) == 1  # type: ignore[attr-defined]
+        watched(chat.engine).says = [f"{CALL}\n{CALL}"]
+        assert len(chat.bind_tools([search], parallel_tool_calls=True).invoke("Where?").tool_calls) == 2  # type: ignore[attr-defined]
 
     def test_without_tools_a_call_is_text(self, chat: ChatCacheClip) -> None:
         watched(chat.engine).says = [CALL]
@@ -184,6 +196,34 @@ class TestLlamaIndex:
         assert not CacheClipLLM(primary=tool_model, is_chat_model=False).metadata.is_function_calling_model
         monkeypatch.setattr("llama_index.llms.cacheclip.base.can_constrain", lambda: False)
         assert not CacheClipLLM(primary=tool_model).metadata.is_function_calling_model
+
+    def test_a_packaged_model_need_not_be_there(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path))
+        assert CacheClipLLM(primary="qwen2.5-coder-0.5b").metadata.is_function_calling_model
+        assert not CacheClipLLM(primary="smollm2-135m").metadata.is_function_calling_model
+
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+    async def test_an_agent_that_is_refused_is_told_why(
+        self, tiny_models: dict[str, str], tool_model: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
+    ) -> None:
+        async def asked(**settings: Any) -> str:
+            _warn_once.cache_clear()
+            caplog.clear()
+            tools = [FunctionTool.from_defaults(lambda: "", name="f")]
+            agent = FunctionAgent(tools=tools, llm=CacheClipLLM(**settings))
+            with pytest.raises(Exception, match="FunctionCallingLLM"):
+                await agent.run("Where?")
+            return str(caplog.text)
+
+        assert "chat template of model" in await asked(primary=tiny_models["llama"])
+        assert "not on this machine yet" in await asked(primary="some/model")
+        assert "is_chat_model=False is set" in await asked(primary=tool_model, is_chat_model=False)
+        monkeypatch.setattr("llama_index.llms.cacheclip.base.can_constrain", lambda: False)
+        assert "pip install" in await asked(primary=tool_model)
+        caplog.clear()
+        llm = CacheClipLLM(primary=tool_model)
+        assert llm.metadata.context_window and llm.metadata.model_dump() and not caplog.text, "who does not ask"
+        assert not llm.metadata.is_function_calling_model and not caplog.text, "said once"
 
     @pytest.mark.filterwarnings("ignore::DeprecationWarning")
     @pytest.mark.parametrize("streaming", [True, False])

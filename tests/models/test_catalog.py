@@ -7,6 +7,7 @@ import re
 import pytest
 
 from cacheclip_rag import EngineConfig
+from cacheclip_rag.models.context import knows_tools
 from cacheclip_rag.models.packaged.catalogue import (
     DEFAULT_AUXILIARY,
     DEFAULT_EMBEDDING,
@@ -14,6 +15,7 @@ from cacheclip_rag.models.packaged.catalogue import (
     PACKAGED_MODELS,
     PackagedModel,
 )
+from cacheclip_rag.models.packaged.pull import pull
 
 
 @pytest.fixture(params=list(PACKAGED_MODELS))
@@ -55,6 +57,12 @@ def test_kind_and_sizes(model: PackagedModel) -> None:
         assert len(model.parts) == 1 and model.parts[0].member.endswith("/")
     else:
         assert not any(p.member.endswith("/") for p in model.parts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["smollm2-135m", "qwen2.5-coder-0.5b"])
+def test_it_says_whether_the_template_uses_tools(name: str) -> None:
+    assert knows_tools(str(pull(name))) is PACKAGED_MODELS[name].tools
 
 
 def test_digests_are_of_different_files() -> None:

@@ -55,6 +55,8 @@ class PackagedModel:
     context_tokens: int
     license: str
     description: str
+    tools: bool = False
+    """Whether the chat template uses tools."""
     files: Mapping[str, str] = field(default_factory=dict)
     """For a folder: the files that are kept, by their path in the folder, with the digest of each."""
 
@@ -109,6 +111,7 @@ _MODELS = (
         context_tokens=32768,
         license="Apache-2.0",
         description="Qwen2.5-Coder-0.5B-Instruct, Q4_K_M: default primary",
+        tools=True,
     ),
     PackagedModel(
         name="qwen2.5-coder-1.5b",
@@ -149,6 +152,7 @@ _MODELS = (
         context_tokens=32768,
         license="Apache-2.0",
         description="Qwen2.5-Coder-1.5B-Instruct, Q4_K_M: stronger primary",
+        tools=True,
     ),
     PackagedModel(
         name="gemma-3-270m",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from cacheclip_adapters import ModelFields
@@ -33,7 +35,7 @@ from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.llms.llm import ToolSelection
 from llama_index.core.program.utils import process_streaming_objects
 
-from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.errors import ConfigurationError, MissingExtraError
 from cacheclip_rag.models.context import known_context, knows_tools
 
 from .events import CacheClipFusionEvent
@@ -55,6 +57,7 @@ Origins = Mapping[str, Sequence[tuple[str, str]]]
 __all__ = ["CacheClipLLM"]
 
 dispatcher = get_dispatcher(__name__)
+logger = logging.getLogger(__name__)
 
 _PASSED_OVER = {"ThinkingBlock", "ToolCallBlock", "CachePoint"}
 """Names of blocks without text for the prompt: reasoning, tool calls, marks. By name, because older versions of
@@ -108,7 +111,8 @@ class CacheClipLLM(ModelFields, FunctionCallingLLM):
     """Whether LlamaIndex sends messages instead of one text."""
     is_function_calling_model: bool | None = None
     """Whether LlamaIndex gives the model tools, and makes it call one for structured output. None: if the chat template
-    of a model on this machine uses tools, and the extra ``structured`` is installed."""
+    uses tools (known of packaged models, and of models on this machine), and the extra ``structured`` is installed. A
+    component that asks and is told no gets the reason as a warning."""
 
     _nodes: Origins = PrivateAttr(default_factory=dict)
     """Texts known to be in the prompts, and their nodes."""
@@ -138,18 +142,34 @@ class CacheClipLLM(ModelFields, FunctionCallingLLM):
     @property
     def metadata(self) -> LLMMetadata:
         """Context window, answer length and name. Loads no weights and opens no connection."""
-        return LLMMetadata(
+        return _Metadata(
             context_window=self.context_window or known_context(self.primary) or DEFAULT_CONTEXT_WINDOW,
             num_output=self.max_tokens,
             is_chat_model=self.is_chat_model,
             model_name=self.primary,
             is_function_calling_model=self._calls_functions(),
-        )
+        ).because(self._why_no_functions())
 
     def _calls_functions(self) -> bool:
+        return not self._why_no_functions()
+
+    def _why_no_functions(self) -> str:
+        """Why LlamaIndex is told that this model calls no functions; empty if it is told that it does."""
         if self.is_function_calling_model is not None:
-            return self.is_function_calling_model
-        return self.is_chat_model and can_constrain() and knows_tools(self.primary)
+            return "" if self.is_function_calling_model else "is_function_calling_model=False is set"
+        if not self.is_chat_model:
+            return "is_chat_model=False is set"
+        known = knows_tools(self.primary)
+        if known is None:
+            return (
+                f"model {self.primary!r} is not on this machine yet, so its chat template is not known. Call "
+                "llm.warm_up() first, or set is_function_calling_model=True"
+            )
+        if not known:
+            return f"the chat template of model {self.primary!r} does not use tools. Use a model that was trained to"
+        if not can_constrain():
+            return str(MissingExtraError("llguidance (for calls that follow their schema)", "structured"))
+        return ""
 
     # -- completion ---------------------------------------------------------------------------------------------
 
@@ -209,16 +229,9 @@ class CacheClipLLM(ModelFields, FunctionCallingLLM):
             "messages": [*(chat_history or ()), *([asking] if asking is not None else ())],
             "tools": [tool.metadata.to_openai_tool(skip_length_check=True) for tool in tools] or None,
             "tool_choice": tool_choice or ("any" if tool_required else None),
+            "parallel_tool_calls": allow_parallel_tool_calls,
             **kwargs,
         }
-
-    def _validate_chat_with_tools_response(
-        self, response: ChatResponse, tools: Sequence[BaseTool], allow_parallel_tool_calls: bool = False, **kwargs: Any
-    ) -> ChatResponse:
-        calls = response.message.additional_kwargs.get("tool_calls")
-        if calls and not allow_parallel_tool_calls:
-            response.message.additional_kwargs["tool_calls"] = calls[:1]
-        return response
 
     def get_tool_calls_from_response(
         self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
@@ -327,6 +340,7 @@ class CacheClipLLM(ModelFields, FunctionCallingLLM):
     def _events(self, prompt: Any, options: dict[str, Any]) -> Callable[[], Iterator[Event]]:
         """A function that starts the stream. Options are checked now; the engine is used when it is called."""
         documents = options.pop("documents", None) or ()
+        one_call = options.pop("parallel_tool_calls", None) is False
         arguments = self._call_arguments(options)
         if arguments["question"] is None:
             arguments["question"] = self._question
@@ -334,7 +348,8 @@ class CacheClipLLM(ModelFields, FunctionCallingLLM):
 
         def events() -> Iterator[Event]:
             given = _merged(self._nodes, documents)
-            for event in final_events(self.engine.stream(prompt, **arguments, documents=given)):
+            stream = self.engine.stream(prompt, **arguments, documents=given)
+            for event in final_events(stream, one_call=one_call):
                 if event.answer is not None:
                     if collect is not None:
                         collect(event.answer.stats.to_dict())
@@ -347,6 +362,28 @@ class CacheClipLLM(ModelFields, FunctionCallingLLM):
         found = stats.to_dict()
         named = {name: found[name] for name in CacheClipFusionEvent.model_fields if name in found}
         return CacheClipFusionEvent(model_name=self.primary, node_ids=node_ids, stats=found, **named)
+
+
+class _Metadata(LLMMetadata):
+    """Metadata that says why a model calls no functions to those who ask: LlamaIndex's agents refuse it without a
+    reason."""
+
+    _reason: str = PrivateAttr(default="")
+
+    def because(self, reason: str) -> Self:
+        """The same metadata, with the reason."""
+        self._reason = reason
+        return self
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "is_function_calling_model" and self._reason:
+            _warn_once(f"LlamaIndex is told that this model calls no functions: {self._reason}.")
+        return super().__getattribute__(name)
+
+
+@lru_cache
+def _warn_once(message: str) -> None:
+    logger.warning("%s", message)
 
 
 class _Partial:

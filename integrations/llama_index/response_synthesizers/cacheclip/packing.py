@@ -1,4 +1,4 @@
-"""Fills prompts with whole chunks: the stored KV of a cut chunk would not be found."""
+"""Fills prompts with whole chunks: where a chunk is cut, some of its tokens are computed again."""
 
 from __future__ import annotations
 

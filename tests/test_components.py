@@ -1,0 +1,54 @@
+"""The benchmark of stock components, on a tiny model and without an embedding model."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from langchain_core.embeddings import DeterministicFakeEmbedding
+from llama_index.core import MockEmbedding
+
+ROOT = Path(__file__).resolve().parent.parent
+TEXT = (ROOT / "examples" / "corpus" / "apache-2.0.txt").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def components(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The script as a module, with short documents."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    spec = importlib.util.spec_from_file_location("components", ROOT / "benchmarks" / "components.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules["components"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    (tmp_path / "a.txt").write_text(TEXT[2000:3200])
+    (tmp_path / "b.txt").write_text(TEXT[5000:6200])
+    monkeypatch.setattr(module, "CORPUS", tmp_path)
+    monkeypatch.setattr(module, "FILES", ("a.txt", "b.txt"))
+    monkeypatch.setattr(module, "LlamaIndexMiniLM", lambda: MockEmbedding(embed_dim=8))
+    monkeypatch.setattr(module, "LangChainMiniLM", lambda: DeterministicFakeEmbedding(size=8))
+    yield module
+    for name in ("components", "common"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_every_component_reuses_the_documents(
+    components: Any, tool_model: str, tiny_models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rows(*options: str) -> dict[str, dict[str, Any]]:
+        models = ["--primary", tool_model, "--auxiliary", tiny_models["auxiliary"]]
+        monkeypatch.setattr(sys, "argv", ["components.py", *models, "--json", str(tmp_path / "table.json"), *options])
+        components.main()
+        return {row["component"]: row for row in json.loads((tmp_path / "table.json").read_text())}
+
+    found = rows()
+    assert len(found) >= 22 and {row["framework"] for row in found.values()} == {"LlamaIndex", "LangChain"}
+    assert {name: row for name, row in found.items() if row["reused"] < 0.9 or not row["hits"]} == {}
+    assert found["`FunctionAgent`"]["prompts"] == found["LangGraph's agent"]["prompts"] == 2, "a call, then an answer"
+    assert all(row["sooner"] > 0 for row in found.values())
+    assert list(rows("--only", "crossencoder")) == ["`CrossEncoderReranker`"]
