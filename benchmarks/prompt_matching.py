@@ -88,7 +88,7 @@ def scale(folder: Path, num_texts: int, characters: int, num_searches: int) -> d
         started = time.perf_counter()
         matches = index.find(searched)
         seconds.append(time.perf_counter() - started)
-        assert [searched[m.start : m.stop] for m in matches if m.source is None] == whole
+        assert [searched[m.start : m.stop] for m in matches if m.of is None] == whole
         found, placed = found + sum(match.stop - match.start for match in matches), placed + of_stored
     adding = []
     for _ in range(20):

@@ -103,7 +103,7 @@ def segment_text(text: str, index: TextIndex | None, documents: Iterable[str] = 
     for match in index.find(text, chunk_texts(documents)) if index is not None else ():
         if match.start > position:
             segments.append(Fresh(text[position : match.start]))
-        segments.append(Chunk(text[match.start : match.stop], match.source, match.at))
+        segments.append(Chunk(text[match.start : match.stop], match.of, match.at))
         position = match.stop
     if position < len(text):
         segments.append(Fresh(text[position:]))

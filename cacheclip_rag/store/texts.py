@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
@@ -29,7 +30,7 @@ from .database import Database
 from .excerpts import SCHEMA as EXCERPTS_SCHEMA
 from .excerpts import ExcerptIndex, TextMatch
 from .keys import text_digest
-from .winnowing import WINDOW, Column, code_points, smallest, window_hashes
+from .winnowing import WINDOW, Column, code_points, ranges, smallest, window_hashes
 
 __all__ = ["REACH", "SCHEMA", "WINDOW", "WRITE", "TextIndex", "TextMatch", "TextRow", "text_row"]
 
@@ -139,23 +140,42 @@ class TextIndex:
         """Whether the text of a row was added and not removed since."""
         return bool(self._database.query(f"SELECT 1 {_THIS_ROW}", self._name(row)))
 
-    def find(self, prompt: str, documents: Iterable[str] = ()) -> list[TextMatch]:
+    def find(self, prompt: str, documents: Iterable[str] = (), *, parts: bool = True) -> list[TextMatch]:
         """Stored texts and ``documents`` that occur in ``prompt``, as a whole or in part: the longest first, not
         overlapping, in order.
 
+        A document that is not stored is no match where stored texts and parts of them cover it: they can be reused now.
         If the catalog cannot be used, only ``documents`` are found, and the first search says so in a warning.
+
+        Args:
+            parts: False finds whole texts only, see :meth:`find_whole`.
         """
-        documents = list(documents)
-        return self._excerpts.find(prompt, self.find_whole(prompt, documents), documents)
+        documents = list(dict.fromkeys(documents))
+        if not parts:
+            return self.find_whole(prompt, documents)
+        places = _places_in(prompt)
+        whole = self._stored_whole(prompt, places)
+        found = {prompt[match.start : match.stop] for match in whole}
+        others = [text for text in documents if text not in found]
+        stored = [text for text in others if self._is_known(text)]
+        given = [text for text in others if text not in stored]
+        given_whole = _Search(prompt, places.hashes, _Rows.of([*_rows_of(given)])).matches(places.smallest)
+        return self._excerpts.find(prompt, whole, stored, given, given_whole)
 
     def find_whole(self, prompt: str, documents: Iterable[str] = ()) -> list[TextMatch]:
         """Stored texts and ``documents`` that occur in ``prompt`` as a whole: leftmost, longest, not overlapping, in
         order."""
-        given = list(_rows_of(documents))
-        hashes = window_hashes(code_points(prompt))
-        places = dict(smallest(hashes, REACH))
-        rows = _Rows.of(given + self._stored(hashes, places))
-        return _Search(prompt, hashes, rows).matches(places)
+        return self._stored_whole(prompt, _places_in(prompt), _rows_of(documents))
+
+    def _stored_whole(self, prompt: str, places: _Places, given: Iterable[TextRow] = ()) -> list[TextMatch]:
+        rows = _Rows.of([*given, *self._stored(places.hashes, places.smallest)])
+        return _Search(prompt, places.hashes, rows).matches(places.smallest)
+
+    def _is_known(self, text: str) -> bool:
+        """Whether a text is stored. False if the catalog cannot be used."""
+        with suppress(StoreError):
+            return self.known(text)
+        return False
 
     def _name(self, row: TextRow) -> tuple[str, int, int, int, bytes]:
         return self._namespace, row.reach, row.anchor, row.ending, row.digest
@@ -187,6 +207,19 @@ class TextIndex:
                     logger.warning("too many texts have the same start and end; some are not found in the prompt")
                 # a catalog that something else wrote to may hold anything
                 yield from (TextRow(*row) for row in rows if [*map(type, row)] == [bytes, *[int] * (len(row) - 1)])
+
+
+class _Places(NamedTuple):
+    """Where texts may start in a prompt."""
+
+    hashes: Column
+    smallest: dict[int, Column]
+    """By reach, see :func:`~cacheclip_rag.store.winnowing.smallest`."""
+
+
+def _places_in(prompt: str) -> _Places:
+    hashes = window_hashes(code_points(prompt))
+    return _Places(hashes, dict(smallest(hashes, REACH)))
 
 
 def _rows_of(texts: Iterable[str]) -> Iterator[TextRow]:
@@ -318,7 +351,7 @@ class _Search:
     def _matches(self, starts: Column, numbers: Column, end: int) -> Iterator[TextMatch]:
         """Matches that begin at some of ``starts``, and not before ``end``."""
         counts = self._rows.counts[numbers]
-        rows = _ranges(self._rows.first[numbers], counts)
+        rows = ranges(self._rows.first[numbers], counts)
         ends = self._rows.lengths[rows] + np.repeat(starts, counts)
         fits = self._sums.equal(starts, counts, ends, self._rows.wholes[rows])
         fits = fits[ends[fits] <= len(self._prompt)]
@@ -339,8 +372,3 @@ class _Search:
     def _exhausted(self) -> bool:
         return self._compared > _MOST_COMPARED or self._wrong > _MOST_WRONG
 
-
-def _ranges(first: Column, counts: Column) -> Column:
-    """Concatenated ranges: ``count`` whole numbers from each ``first`` on."""
-    before = np.cumsum(counts) - counts
-    return np.repeat(first - before, counts) + np.arange(counts.sum())

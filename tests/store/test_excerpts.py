@@ -43,11 +43,11 @@ def check(prompt: str, matches: list[TextMatch], texts: list[str]) -> None:
     assert all(a.stop <= b.start for a, b in zip(matches, matches[1:], strict=False))
     for match in matches:
         found = prompt[match.start : match.stop]
-        if match.source is None:
+        if match.of is None:
             assert found in texts
         else:
-            assert match.source in texts
-            assert bare(found) == bare(match.source[match.at : match.at + len(found)])
+            assert match.of in texts
+            assert bare(found) == bare(match.of[match.at : match.at + len(found)])
 
 
 def covered(matches: list[TextMatch]) -> int:
@@ -68,7 +68,7 @@ class TestFinding:
     def test_a_whole_text_is_a_whole_text(self) -> None:
         texts = [prose(1), prose(2)]
         prompt = f"Read: {texts[1]} and\n{texts[0]}"
-        assert [m.source for m in index_of(*texts).find(prompt)] == [None, None]
+        assert [m.of for m in index_of(*texts).find(prompt)] == [None, None]
 
     @pytest.mark.parametrize("name", REWRITES)
     def test_a_text_that_was_rewritten(self, name: str) -> None:
@@ -77,7 +77,7 @@ class TestFinding:
         prompt = "Use these.\n\n" + "\n\n".join(written) + "\n\nWho was it?"
         matches = index_of(*texts).find(prompt)
         check(prompt, matches, texts)
-        assert {match.source for match in matches} == set(texts[:3])
+        assert {match.of for match in matches} == set(texts[:3])
         assert covered(matches) > 0.95 * sum(len(bare(text)) for text in written)
 
     def test_parts_of_several_texts_joined_without_a_gap(self) -> None:
@@ -85,7 +85,7 @@ class TestFinding:
         prompt = texts[0][300:700] + texts[1][100:500] + texts[2]
         matches = index_of(*texts).find(prompt)
         check(prompt, matches, texts)
-        assert [m.source for m in matches] == [texts[0], texts[1], None]
+        assert [m.of for m in matches] == [texts[0], texts[1], None]
         assert covered(matches) >= len(prompt) - 8, "characters that both have by chance may fall to either"
 
     def test_a_part_that_comes_twice(self) -> None:
@@ -97,14 +97,14 @@ class TestFinding:
         parent = prose(1, 400)
         child = parent[600:900].strip()
         index = index_of(parent, child)
-        assert [m.source for m in index.find(f"See {parent[200:1500]}!")] == [parent]
-        assert [m.source for m in index.find(f"See {child}!")] == [None]
-        assert [m.source for m in index.find(f"See {parent}!")] == [None]
+        assert [m.of for m in index.find(f"See {parent[200:1500]}!")] == [parent]
+        assert [m.of for m in index.find(f"See {child}!")] == [None]
+        assert [m.of for m in index.find(f"See {parent}!")] == [None]
 
     def test_a_given_text_is_found_in_part_too(self) -> None:
         text = prose(1)
         [match] = index_of().find(f"See {text[50:600]}", [text])
-        assert (match.source, match.at) == (text, 50)
+        assert (match.of, match.at) == (text, 50)
 
     def test_short_parts_are_left_alone(self) -> None:
         text = prose(1)
@@ -154,7 +154,7 @@ class TestSharing:
         index = index_of(text, other)
         index.remove([text])
         assert index.find(text[50:600]) == []
-        assert [m.source for m in index.find(other[50:600])] == [other]
+        assert [m.of for m in index.find(other[50:600])] == [other]
         assert index._database.query("SELECT count(*) FROM contents") == [(1,)]
         (left,) = index._database.query("SELECT count(DISTINCT content) FROM anchors")
         assert left == (1,)
@@ -168,7 +168,7 @@ class TestSharing:
         text = prose(1)
         index_of(text, catalog=Catalog(tmp_path))
         [match] = index_of(catalog=Catalog(tmp_path)).find(text[50:600])
-        assert match.source == text
+        assert match.of == text
 
     def test_a_dropped_tenant_leaves_nothing_that_is_found(self, tmp_path: Path) -> None:
         catalog, text = Catalog(tmp_path), prose(1)
@@ -184,7 +184,7 @@ class TestSharing:
         catalog.add_source("ours", "node", texts[0])
         catalog.drop_unused_texts()
         assert index.find(texts[1][50:600]) == []
-        assert [m.source for m in index.find(texts[0][50:600])] == [texts[0]]
+        assert [m.of for m in index.find(texts[0][50:600])] == [texts[0]]
 
     def test_a_text_added_twice_is_stored_once(self) -> None:
         index = index_of(prose(1), prose(1))
@@ -200,7 +200,7 @@ class TestDamage:
         sql = "UPDATE OR IGNORE contents SET text = ? WHERE digest = ?"
         index._database.execute(sql, (content if content is not None else b"", text_digest(text)))
         assert index.find(text[50:600]) == []
-        assert [m.source for m in index.find(prose(2)[50:600])] == [prose(2)]
+        assert [m.of for m in index.find(prose(2)[50:600])] == [prose(2)]
         assert "damaged" in caplog.text
 
     def test_a_place_that_is_wrong_gives_no_wrong_match(self) -> None:
@@ -217,7 +217,7 @@ class TestDamage:
         index._database.execute("DROP TABLE anchors")
         with caplog.at_level(logging.WARNING):
             for _ in range(2):
-                assert [m.source for m in index.find(f"{text[50:600]}\n{prose(2)[9:500]}", [prose(2)])] == [prose(2)]
+                assert [m.of for m in index.find(f"{text[50:600]}\n{prose(2)[9:500]}", [prose(2)])] == [prose(2)]
         assert caplog.text.count("parts of stored texts are not found") == 1
 
 
@@ -233,11 +233,12 @@ class TestHostileTexts:
         matches = index.find(prompt)
         check(prompt, matches, texts)
         assert covered(matches) > 0.9 * (len(prompt) - 8)
-        assert texts[217] in [match.source for match in matches]
+        assert texts[217] in [match.of for match in matches]
         assert max(looked) < 100, "few texts are read"
 
     def test_the_comparison_is_bounded(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
         monkeypatch.setattr(excerpts, "_MOST_COMPARED", 2000)
+        monkeypatch.setattr(excerpts, "_PER_BYTE", 0)
         texts = [prose(number) for number in range(6)]
         prompt = "\n".join(text[100:700] for text in texts)
         matches = index_of(*texts).find(prompt)

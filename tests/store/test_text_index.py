@@ -447,13 +447,13 @@ class TestHostileTexts:
     def compared(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         """Numbers of slices whose hashes were compared at once."""
         made: list[int] = []
-        ranges = module._ranges
+        ranges = module.ranges
 
         def counting(first: Any, counts: Any) -> Any:
             made.append(int(counts.sum()))
             return ranges(first, counts)
 
-        monkeypatch.setattr(module, "_ranges", counting)
+        monkeypatch.setattr(module, "ranges", counting)
         return made
 
     def test_runs_of_one_character(self, digests: list[str], compared: list[int]) -> None:
