@@ -14,6 +14,7 @@ from ..methods.base import Method
 from ..methods.composition import exact_method
 from ..prompt.layout import Layout, Span, check_least_length, check_length, lay_out
 from ..prompt.segments import Segment, without_parts
+from ..store.excerpts import standing_in
 from ..types import Plan
 
 __all__ = ["choose_method", "context_of", "make_plan"]
@@ -50,8 +51,7 @@ def make_plan(
     layout = replace(layout, exact_after_prefix=exact)
     check_length(layout, runtime.context_tokens, runtime.name)
     chosen = method or exact_method(layout)
-    absent = set(given).difference(span.whole for span in layout.chunks)
-    plan = Plan(layout, chosen, question=question, not_found=len(absent))
+    plan = Plan(layout, chosen, question=question, not_found=_num_absent(given, layout, segments))
     if not chosen.reuses_chunks:
         return plan
     obstacle = _obstacle(sources, layout)
@@ -71,6 +71,22 @@ def make_plan(
         return replace(plan, fallback=obstacle, obstructed=True)
     keys = () if sources.captured is not None else tuple(sources.primary.key(span.whole) for span in found)
     return replace(plan, reused=found, keys=keys)
+
+
+def _num_absent(given: Sequence[str], layout: Layout, segments: Sequence[Segment]) -> int:
+    """How many given texts are not in the prompt, neither as chunks nor within longer ones."""
+    spans = layout.chunks
+    absent = set(given).difference(span.whole for span in spans)
+    if not absent:
+        return 0
+    absent -= standing_in("".join(segment.text for segment in segments if not segment.control), absent)
+    return len([text for text in absent if not any(_shows(span, text) for span in spans)])
+
+
+def _shows(span: Span, text: str) -> bool:
+    """Whether a span of a longer chunk has a part of a text."""
+    start = span.whole.find(text)
+    return 0 <= start < span.at + len(span.segment.text) and span.at < start + len(text)
 
 
 def _nothing_found(plan: Plan) -> str:

@@ -30,7 +30,7 @@ from .database import Database
 from .keys import text_digest
 from .winnowing import WINDOW, Column, code_points, ranges, smallest, window_hashes
 
-__all__ = ["LEAST_SURE", "SCHEMA", "ExcerptIndex", "TextMatch", "stands_in"]
+__all__ = ["LEAST_SURE", "SCHEMA", "ExcerptIndex", "TextMatch", "standing_in"]
 
 logger = logging.getLogger(__name__)
 
@@ -174,10 +174,11 @@ class _Compared:
         return [*zip(starts[sure].tolist(), stops[sure].tolist(), strict=True)]
 
 
-def stands_in(text: str, prompt: str) -> bool:
-    """Whether a text stands in a prompt, whatever white space, quotation marks, backslashes and ``>`` both have."""
-    wanted = _Compared(text).bytes.tobytes()
-    return bool(wanted) and wanted in _Compared(prompt).bytes.tobytes()
+def standing_in(prompt: str, texts: Iterable[str]) -> set[str]:
+    """The texts that stand in a prompt as a whole, whatever white space, quotation marks, backslashes and ``>`` they and
+    the prompt have."""
+    written = _Compared(prompt).bytes.tobytes()
+    return {text for text in texts if (wanted := _Compared(text).bytes.tobytes()) and wanted in written}
 
 
 class _Part(NamedTuple):
@@ -270,7 +271,7 @@ class ExcerptIndex:
         compared = _Compared(prompt)
         also = list(also)
         sources = dict(_numbered([*also, *given]))
-        parts = [*self._parts(compared, whole, sources)]
+        parts = [*self._parts(compared, whole, sources, len(also))]
         stored = [part for part in parts if part.number >= -len(also)]
         of_stored = _cover(compared, stored, whole)
         if len(stored) == len(parts) and not given_whole:
@@ -287,15 +288,20 @@ class ExcerptIndex:
         return _cover(compared, [*stored, *others], [*whole, *alone]) if others or alone else of_stored
 
     def _parts(
-        self, compared: _Compared, whole: Sequence[TextMatch], given: Mapping[int, _Compared]
+        self, compared: _Compared, whole: Sequence[TextMatch], given: Mapping[int, _Compared], num_stored: int
     ) -> Iterator[_Part]:
-        """Common parts of the prompt and stored or given texts, those that share the most anchors first."""
+        """Common parts of the prompt and stored texts, those that share the most anchors first; then of given texts.
+
+        Args:
+            num_stored: how many of the given texts are stored.
+        """
         own = compared.anchors
         if not len(own[0]):
             return
         pairs = _pairs(own, _joined([self._places(np.unique(own[0])), *_places_of(given)]))
         edges = [compared.range_of(match.start, match.stop) for match in whole]
         candidates = _candidates(pairs, edges)
+        candidates.sort(key=lambda candidate: candidate[0] < -num_stored)
         stored = self._contents({content for content, *_ in candidates if content >= 0})
         sources = dict(given)
         found = np.zeros(len(compared), dtype=np.int64)
