@@ -283,8 +283,10 @@ class ExcerptIndex:
         def is_covered(start: int, stop: int) -> bool:
             return stop > start and bool(covered[start:stop].mean() >= _COVERED)
 
-        others = [part for part in parts if part.number < -len(also) and not is_covered(part.start, part.stop)]
         alone = [match for match in given_whole if not is_covered(*compared.range_of(match.start, match.stop))]
+        for match in alone:
+            covered[slice(*compared.range_of(match.start, match.stop))] = True
+        others = [part for part in parts if part.number < -len(also) and not is_covered(part.start, part.stop)]
         return _cover(compared, [*stored, *others], [*whole, *alone]) if others or alone else of_stored
 
     def _parts(
