@@ -76,7 +76,8 @@ _PLACES = (
     "SELECT value, (SELECT group_concat(content || ' ' || place, ' ') FROM "
     "(SELECT content, place FROM anchors WHERE anchor = value LIMIT ?)) FROM json_each(?)"
 )
-_CONTENTS = "SELECT id, text FROM contents WHERE namespace = ? AND id IN (SELECT value FROM json_each(?))"
+# "+": without it, SQLite reads all of the tenant's digests
+_CONTENTS = "SELECT id, text FROM contents WHERE +namespace = ? AND id IN (SELECT value FROM json_each(?))"
 
 _LEAST_STRETCH = 8
 """Least characters of a match: shorter ones hold too few whole tokens."""
@@ -297,11 +298,11 @@ class ExcerptIndex:
         Args:
             num_stored: how many of the given texts are stored.
         """
-        own = compared.anchors
+        edges = [compared.range_of(match.start, match.stop) for match in whole]
+        own = _fewer_inside(*compared.anchors, edges)
         if not len(own[0]):
             return
-        pairs = _pairs(own, _joined([self._places(np.unique(own[0])), *_places_of(given)]))
-        edges = [compared.range_of(match.start, match.stop) for match in whole]
+        pairs = _pairs(own, _joined([self._places(own[0]), *_places_of(given)]))
         candidates = _candidates(pairs, edges)
         candidates.sort(key=lambda candidate: candidate[0] < -num_stored)
         stored = self._contents({content for content, *_ in candidates if content >= 0})
@@ -334,7 +335,8 @@ class ExcerptIndex:
     def _places(self, anchors: Column) -> _Places:
         """Places of anchors of the prompt in stored texts."""
         try:
-            rows = self._database.query(_PLACES, (_SHARED_BY, json.dumps((anchors ^ self._salt).tolist())))
+            salted = np.unique(anchors ^ self._salt)  # in order: neighbours are read together
+            rows = self._database.query(_PLACES, (_SHARED_BY, json.dumps(salted.tolist())))
         except StoreError as error:
             self._warn(error)
             return _NOWHERE
@@ -374,6 +376,15 @@ def _unpacked(written: object) -> str:
     except (zlib.error, UnicodeDecodeError, TypeError):
         logger.warning("a text in the catalog is damaged, and parts of it are not found in prompts")
         return ""
+
+
+def _fewer_inside(anchors: Column, places: Column, whole: Sequence[tuple[int, int]]) -> tuple[Column, Column]:
+    """Anchors of a prompt, with every fourth hash of those inside whole texts: only a much longer part wins there."""
+    inside = np.zeros(int(places[-1]) + 1 if len(places) else 0, dtype=bool)
+    for start, stop in whole:
+        inside[start : max(start, stop - WINDOW + 1)] = True
+    kept = ~inside[places] | (anchors % 4 == 0)
+    return anchors[kept], places[kept]
 
 
 def _few_of_each(anchors: Column, places: Column) -> tuple[Column, Column]:

@@ -101,6 +101,31 @@ class TestFinding:
         assert [m.of for m in index.find(f"See {child}!")] == [None]
         assert [m.of for m in index.find(f"See {parent}!")] == [None]
 
+    def test_the_longest_stays_whole(self) -> None:
+        """A shorter text before it takes none of its beginning."""
+        text = prose(1, 200)
+        first, second = text[:420], text[214:699]
+        for texts in ([first, second], [first, text[100:699]]):
+            matches = index_of(*texts).find(f"See {text[:699]}!")
+            check(f"See {text[:699]}!", matches, texts)
+            assert covered(matches) == 699
+            assert max(m.stop - m.start for m in matches) == len(texts[1])
+            assert matches[-1].of is None, "all of it is one match"
+
+    def test_a_parent_is_longer_than_texts_that_tile_the_prompt(self) -> None:
+        parent = f"name: {prose(2, 8)}\n\n{prose(1, 200)}"
+        lines = [line for line in parent.replace(". ", ".\n").splitlines()[2:] if len(line) > 16]
+        assert len(lines) > 8
+        body = parent[parent.index(lines[0]) :]
+        matches = index_of(parent, *lines).find(f"See {body}!")
+        assert [(m.of, m.stop - m.start) for m in matches] == [(parent, len(body))]
+
+    @pytest.mark.parametrize("times", [12, 50])
+    def test_a_part_that_comes_many_times(self, times: int) -> None:
+        text = prose(1)
+        prompt = "\n--\n".join([text[100:400]] * times)
+        assert [(m.at, m.stop - m.start) for m in index_of(text).find(prompt)] == [(100, 300)] * times
+
     def test_a_given_text_is_found_in_part_too(self) -> None:
         text = prose(1)
         [match] = index_of().find(f"See {text[50:600]}", [text])
@@ -146,6 +171,53 @@ class TestFinding:
         check(prompt, index_of(*given).find(prompt), given)
         both = prompt + "".join(given)
         check(both, index_of(*given).find(both, [prompt]), [*given, prompt])
+
+
+def table(rng: random.Random) -> str:
+    rows = ["| " + " | ".join(str(rng.randrange(1000)) for _ in range(3)) + " |" for _ in range(60)]
+    return "\n".join(["| a | b | c |", "|---|---|---|", *rows])
+
+
+TEXTS: dict[str, Callable[[random.Random], str]] = {
+    "prose": lambda rng: prose(7, 300),
+    "code": lambda rng: Path(excerpts.__file__).read_text()[:6000],
+    "CSV": lambda rng: "\n".join(",".join(f"{rng.uniform(0, 1000):.2f}" for _ in range(6)) for _ in range(50)),
+    "Markdown table": table,
+    "Chinese": lambda rng: "".join(chr(rng.randrange(0x4E00, 0x9000)) for _ in range(500)),
+    "Russian": lambda rng: "".join(chr(rng.randrange(0x430, 0x450)) if rng.random() < 0.8 else " " for _ in range(900)),
+    "hexadecimal": lambda rng: "".join(f"{rng.getrandbits(32):08x}\n" for _ in range(90)),
+}
+
+
+class TestFewCharactersAToken:
+    @pytest.mark.parametrize("kind", TEXTS)
+    def test_every_part_of_32_small_tokens(self, kind: str) -> None:
+        """A token is at least a digit, a sign, two and a half letters, or half of a Chinese character."""
+        rng = random.Random(3)
+        text = TEXTS[kind](rng).strip()
+        index = index_of(text, prose(1))
+        for _ in range(60):
+            start = stop = rng.randrange(len(text) * 3 // 4)
+            while stop < len(text) and sum(map(self.tokens, text[start:stop])) < 32:
+                stop += 1
+            prompt = f"Please read this: {text[start:stop]}\n\nWhat does it say?"
+            matches = index.find(prompt)
+            check(prompt, matches, [text])
+            assert covered(matches) >= 0.8 * (stop - start), text[start:stop]
+
+    @staticmethod
+    def tokens(character: str) -> float:
+        if character.isspace():
+            return 0
+        return 2 if character > "\u3000" else 0.4 if character.isalpha() else 1
+
+    def test_the_index_of_prose_stays_small(self) -> None:
+        anchors = {}
+        for kind in ("prose", "CSV"):
+            text = TEXTS[kind](random.Random(0))
+            [(count,)] = index_of(text)._database.query("SELECT count(*) FROM anchors")
+            anchors[kind] = len(text) / count
+        assert anchors["prose"] > 18 and anchors["CSV"] > 5, "characters for one anchor"
 
 
 class TestSharing:
