@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 _REACH = 48
 """Weight of the bytes at which neighbouring windows begin. One of these windows is an anchor."""
 _IN_WORDS, _IN_OTHERS, _ALONE = 1, 3, 4
-"""Weight of a byte: a lower-case letter; a byte of a character that is not ASCII; any other byte, and once more for what
-is not compared before it, if no letter follows. A token has about that much weight or more."""
+"""Weight of a byte: a lower-case letter; a byte of a character that is not ASCII; any other byte. What is not compared
+weighs as much as the last, unless a letter follows. So 32 tokens weigh at least ``_REACH`` and a window."""
 LEAST_SURE = _REACH // _IN_WORDS + WINDOW - 1
 """Bytes of a common part that is always found, whatever they are. Of digits and punctuation, 27 are enough."""
 
@@ -71,7 +71,6 @@ CREATE TABLE IF NOT EXISTS anchors (
 ) WITHOUT ROWID;
 """
 _OF_CONTENT = "SELECT id FROM contents WHERE namespace = ? AND digest = ?"
-_HAS_ANCHOR = "SELECT 1 FROM anchors WHERE anchor = ? AND content = ?"
 _PLACES = (
     "SELECT value, (SELECT group_concat(content || ' ' || place, ' ') FROM "
     "(SELECT content, place FROM anchors WHERE anchor = value LIMIT ?)) FROM json_each(?)"
@@ -176,8 +175,8 @@ class _Compared:
 
 
 def standing_in(prompt: str, texts: Iterable[str]) -> set[str]:
-    """The texts that stand in a prompt as a whole, whatever white space, quotation marks, backslashes and ``>`` they and
-    the prompt have."""
+    """The texts that stand in a prompt as a whole, whatever white space, quotation marks, backslashes and ``>`` both
+    have."""
     written = _Compared(prompt).bytes.tobytes()
     return {text for text in texts if (wanted := _Compared(text).bytes.tobytes()) and wanted in written}
 
@@ -214,8 +213,26 @@ class ExcerptIndex:
         self._warned = False
 
     def add(self, texts: Iterable[str]) -> None:
-        """Add texts. Texts that are too short to have an anchor are left out. The anchors of a text that is there
-        already are added again where they are missing."""
+        """Add texts. Texts that are too short to have an anchor are left out."""
+        self._write(texts)
+
+    def mend(self) -> None:
+        """Remove contents that are damaged, and add the anchors of all others again."""
+        sql, last = "SELECT id, digest, text FROM contents WHERE namespace = ? AND id > ? ORDER BY id LIMIT ?", 0
+        while rows := self._database.query(sql, (self._namespace, last, _BATCH)):
+            whole = []
+            for content, digest, written in rows:
+                text = _unpacked(written)
+                if text_digest(text) == digest:
+                    whole.append(text)
+                else:
+                    self._database.execute("DELETE FROM contents WHERE id = ?", (content,))
+            self._write(whole, again=True)
+            last = max(last + 1, rows[-1][0])
+        self._database.execute("DELETE FROM anchors WHERE content NOT IN (SELECT id FROM contents)")
+
+    def _write(self, texts: Iterable[str], *, again: bool = False) -> None:
+        """``again``: write the anchors of texts that are there, too."""
         found = [(text, *_few_of_each(*_Compared(text).anchors)) for text in texts]
         found = [(text, anchors, places) for text, anchors, places in found if len(anchors)]
         for first in range(0, len(found), _BATCH):
@@ -228,7 +245,7 @@ class ExcerptIndex:
                         written = zlib.compress(text.encode("utf-8", "surrogatepass"), 1)
                         sql = "INSERT INTO contents (namespace, digest, text) VALUES (?, ?, ?) RETURNING id"
                         known = run(sql, (self._namespace, digest, written)).fetchone()
-                    elif run(_HAS_ANCHOR, (int(anchors[0] ^ self._salt), *known)).fetchone():
+                    elif not again:
                         continue
                     salted = (anchors ^ self._salt).tolist()
                     rows += zip(salted, [known[0]] * len(salted), places.tolist(), strict=True)

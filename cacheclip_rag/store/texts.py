@@ -126,6 +126,11 @@ class TextIndex:
         """Add texts by their rows. They are found as a whole, but not in part."""
         self._database.execute_many([(WRITE, (self._namespace, *row)) for row in rows])
 
+    def mend(self, texts: Iterable[str]) -> None:
+        """Make what the index holds agree, and add ``texts`` again. Raises StoreError if the catalog cannot be used."""
+        self._excerpts.mend()
+        self.add(texts)
+
     def remove(self, texts: Iterable[str]) -> None:
         """Remove texts, for every process. Raises StoreError if the catalog cannot be used."""
         texts = list(texts)
@@ -371,4 +376,3 @@ class _Search:
     @property
     def _exhausted(self) -> bool:
         return self._compared > _MOST_COMPARED or self._wrong > _MOST_WRONG
-
