@@ -20,7 +20,6 @@ import logging
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -43,7 +42,7 @@ _POPULAR = 512
 """Texts with the same anchor. From here on rows are looked up by anchor and ending, not read one by one."""
 _MOST_ROWS = 1 << 18
 """Most rows of one reach per search."""
-_MOST_COMPARED = 1 << 25
+_MOST_COMPARED = 1 << 22
 """Most slices of a prompt whose hash is compared per search."""
 _MOST_WRONG = 256
 """Most slices per search that have a text's hash but not its digest."""
@@ -242,30 +241,39 @@ class _Sums:
     Sums of window hashes and not of characters, because two different texts with equal sums of characters are known.
     """
 
-    powers: Column
-    """``(num_windows + 1,)`` int64."""
+    inverse: Column
+    """``(num_windows + 1,)`` int64: powers of the number's inverse."""
     sums: Column
     """``(num_windows + 1,)`` int64: sum over the windows before."""
 
     @classmethod
     def of(cls, hashes: Column) -> _Sums:
-        factors = np.full(len(hashes) + 1, 0x5851F42D4C957F2D, np.int64)
-        factors[0] = 1
-        powers, sums = np.cumprod(factors), np.zeros(len(hashes) + 1, np.int64)
-        np.cumsum(hashes * powers[:-1], out=sums[1:])
-        return cls(powers, sums)
+        sums = np.zeros(len(hashes) + 1, np.int64)
+        np.cumsum(hashes * _powers(_FACTOR, len(hashes)), out=sums[1:])
+        return cls(_powers(_INVERSE, len(hashes) + 1), sums)
 
-    def equal(self, starts: Column, counts: Column, stops: Column, wholes: Column) -> Column:
-        """Which slices ``[start, stop)`` of ``WINDOW`` or more characters have the hash ``whole``.
+    def hashes(self, starts: Column, counts: Column, stops: Column) -> Column:
+        """Hashes of slices ``[start, stop)`` of ``WINDOW`` or more characters.
 
         Args:
             starts: each stands for the next ``count`` slices.
             stops: a slice that goes beyond the end is cut there.
         """
-        found = self.sums.take(stops - (WINDOW - 1), mode="clip")
+        found: Column = self.sums.take(stops - (WINDOW - 1), mode="clip")
         found -= np.repeat(self.sums[starts], counts)
-        equal: Column = np.flatnonzero(found == wholes * np.repeat(self.powers[starts], counts))
-        return equal
+        found *= np.repeat(self.inverse[starts], counts)
+        return found
+
+
+_FACTOR = 0x5851F42D4C957F2D
+_INVERSE = pow(_FACTOR, -1, 1 << 64)
+
+
+def _powers(number: int, count: int) -> Column:
+    """The first powers of a number, modulo 2**64."""
+    factors = np.full(count, number, np.uint64)
+    factors[:1] = 1
+    return np.cumprod(factors).view(np.int64)
 
 
 # -- search ---------------------------------------------------------------------------------------------------------
@@ -273,32 +281,42 @@ class _Sums:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Rows:
-    """Rows in columns, ordered by key."""
+    """Which slices of a prompt may be texts. Many texts of one key and length cost one comparison."""
 
     keys: Column
-    """int64: each key once."""
+    """int64: each key once, in order."""
     first: Column
-    """First row of each key."""
+    """First length of each key."""
     counts: Column
-    """Rows of each key."""
+    """Lengths of each key."""
     lengths: Column
+    """Ordered by key; each length of a key once."""
     wholes: Column
-    digests: list[bytes]
+    """Hashes of all texts, in order."""
+    digests: frozenset[bytes]
 
     @classmethod
     def of(cls, rows: list[TextRow]) -> _Rows:
         numbers = np.array([row[1:] for row in rows], np.int64).reshape(-1, 6)
         reaches, anchors, starts, lengths, _, wholes = numbers.T
         keys = _keys(reaches, anchors, starts)
-        order = np.argsort(keys, kind="stable")
-        keys, first, counts = np.unique(keys[order], return_index=True, return_counts=True)
-        return cls(keys, first, counts, lengths[order], wholes[order], [rows[row].digest for row in order])
+        order = np.lexsort((lengths, keys))
+        keys, lengths = keys[order], lengths[order]
+        is_first = np.ones(len(keys), dtype=bool)
+        is_first[1:] = (keys[1:] != keys[:-1]) | (lengths[1:] != lengths[:-1])
+        keys, first, counts = np.unique(keys[is_first], return_index=True, return_counts=True)
+        return cls(keys, first, counts, lengths[is_first], np.unique(wholes), frozenset(row.digest for row in rows))
 
     def at(self, keys: Column) -> tuple[Column, Column]:
         """Which of ``keys`` have rows, and the number of each of these among the keys of this table."""
         numbers = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
         known = np.flatnonzero(self.keys[numbers] == keys)
         return known, numbers[known]
+
+    def have(self, hashes: Column) -> Column:
+        """Which of ``hashes`` are those of texts."""
+        places = np.minimum(np.searchsorted(self.wholes, hashes), len(self.wholes) - 1)
+        return np.flatnonzero(self.wholes[places] == hashes)
 
 
 def _keys(reaches: Column | int, anchors: Column, starts: Column) -> Column:
@@ -356,18 +374,15 @@ class _Search:
     def _matches(self, starts: Column, numbers: Column, end: int) -> Iterator[TextMatch]:
         """Matches that begin at some of ``starts``, and not before ``end``."""
         counts = self._rows.counts[numbers]
-        rows = ranges(self._rows.first[numbers], counts)
-        ends = self._rows.lengths[rows] + np.repeat(starts, counts)
-        fits = self._sums.equal(starts, counts, ends, self._rows.wholes[rows])
+        ends = self._rows.lengths[ranges(self._rows.first[numbers], counts)] + np.repeat(starts, counts)
+        fits = self._rows.have(self._sums.hashes(starts, counts, ends))
         fits = fits[ends[fits] <= len(self._prompt)]
-        rows, starts, stops = rows[fits], np.repeat(starts, counts)[fits], ends[fits]
+        starts, stops = np.repeat(starts, counts)[fits], ends[fits]
         order = np.lexsort((-stops, starts))
-        slices = zip(starts[order].tolist(), stops[order].tolist(), rows[order].tolist(), strict=True)
-        for (start, stop), same in groupby(slices, key=lambda each: each[:2]):
+        for start, stop in zip(starts[order].tolist(), stops[order].tolist(), strict=True):
             if start < end or self._wrong > _MOST_WRONG:
                 continue
-            digest = text_digest(self._prompt[start:stop])
-            if any(self._rows.digests[row] == digest for _, _, row in same):
+            if text_digest(self._prompt[start:stop]) in self._rows.digests:
                 yield TextMatch(start, stop)
                 end = stop
             else:
