@@ -42,6 +42,8 @@ weighs as much as the last, unless a letter follows. So 32 tokens weigh at least
 LEAST_SURE = _REACH // _IN_WORDS + WINDOW - 1
 """Bytes of a common part that is always found, whatever they are. Of digits and punctuation, 27 are enough."""
 
+_NEIGHBOURS = 8
+"""Anchors of a prompt of which one is looked up first. The others are looked up where nothing was found."""
 _SHARED_BY = 8
 """Most stored places of one anchor that are looked at: boilerplate that more texts share need not be found in each of
 them. A text's own words lead to it, and the comparison then covers the boilerplate too."""
@@ -310,44 +312,33 @@ class ExcerptIndex:
     def _parts(
         self, compared: _Compared, whole: Sequence[TextMatch], given: Mapping[int, _Compared], num_stored: int
     ) -> Iterator[_Part]:
-        """Common parts of the prompt and stored texts, those that share the most anchors first; then of given texts.
+        """Common parts of the prompt and stored texts, then of given texts.
 
         Args:
             num_stored: how many of the given texts are stored.
         """
-        edges = [compared.range_of(match.start, match.stop) for match in whole]
-        own = _fewer_inside(*compared.anchors, edges)
-        if not len(own[0]):
-            return
-        pairs = _pairs(own, _joined([self._places(own[0]), *_places_of(given)]))
-        candidates = _candidates(pairs, edges)
-        candidates.sort(key=lambda candidate: candidate[0] < -num_stored)
-        stored = self._contents({content for content, *_ in candidates if content >= 0})
-        sources = dict(given)
-        found = np.zeros(len(compared), dtype=np.int64)
-        """Length of the longest part or whole text that covers a byte."""
-        for start, stop in edges:
-            found[start:stop] = stop - start
-        room = _MOST_COMPARED + _PER_BYTE * len(compared)
-        for content, shift, first, last in candidates[: _MOST_CANDIDATES + len(compared) // 64]:
-            # what it shares beyond its anchors is less than LEAST_SURE on either side
-            if found[first : last + 1].min() >= last - first + 2 * LEAST_SURE:
-                continue
-            if (source := sources.get(content)) is None:
-                if content not in stored:
-                    continue  # removed meanwhile, or another tenant's
-                source = sources[content] = _Compared(_unpacked(stored[content]))
-            begin, end = max(0, shift), min(len(compared), len(source) + shift)
-            if end <= begin:
-                continue  # something else wrote to the catalog
-            room -= end - begin
-            if room < 0:
-                logger.warning("the search for parts of stored texts was stopped: too many places look alike.")
-                return
-            equal = compared.bytes[begin:end] == source.bytes[begin - shift : end - shift]
-            for start, stop in compared.sure_runs(equal, begin):
-                np.maximum(found[start:stop], stop - start, out=found[start:stop])
-                yield _Part(start, stop, shift, source, content)
+        comparison = _Comparison(compared, whole, given)
+        anchors, places = compared.anchors
+        also = {number: text for number, text in given.items() if number >= -num_stored}
+        others = {number: text for number, text in given.items() if number < -num_stored}
+        few = _few_among(anchors)  # a long part has one of them
+        yield from self._stored_parts(comparison, anchors[few], places[few], also)
+        rest = ~few & ~comparison.has_found(places)
+        yield from self._stored_parts(comparison, anchors[rest], places[rest], also)
+        if others:
+            pairs = _pairs(anchors, places, _joined(_places_of(others)))
+            yield from comparison.parts(comparison.candidates(pairs))
+
+    def _stored_parts(
+        self, comparison: _Comparison, anchors: Column, places: Column, also: Mapping[int, _Compared]
+    ) -> Iterator[_Part]:
+        """Parts of stored texts at some anchors of the prompt."""
+        if len(anchors):
+            candidates = comparison.candidates(
+                _pairs(anchors, places, _joined([self._places(anchors), *_places_of(also)]))
+            )
+            comparison.written |= self._contents({content for content, *_ in candidates if content >= 0})
+            yield from comparison.parts(candidates)
 
     def _places(self, anchors: Column) -> _Places:
         """Places of anchors of the prompt in stored texts."""
@@ -383,6 +374,58 @@ class ExcerptIndex:
         self._warned = True
 
 
+class _Comparison:
+    """Compares texts with a prompt where they share anchors, as long as there is room for it."""
+
+    def __init__(self, compared: _Compared, whole: Sequence[TextMatch], sources: Mapping[int, _Compared]) -> None:
+        self._compared, self._sources = compared, dict(sources)
+        self.written: dict[int, object] = {}
+        """Other texts, as they are in the catalog."""
+        self._edges = [compared.range_of(match.start, match.stop) for match in whole]
+        self._done = set[tuple[int, int]]()
+        self._room = _MOST_COMPARED + _PER_BYTE * len(compared)
+        self._longest = np.zeros(len(compared), dtype=np.int64)
+        """For each byte, the length of the longest part or whole text that has it."""
+        for start, stop in self._edges:
+            self._longest[start:stop] = stop - start
+
+    def has_found(self, places: Column) -> Column:
+        """Which windows lie in something that was found."""
+        return (self._longest[places] > 0) & (self._longest[places + WINDOW - 1] > 0)
+
+    def candidates(self, pairs: _Places) -> list[list[int]]:
+        """Which texts to compare, see :func:`_candidates`."""
+        return _candidates(pairs, self._edges)[: _MOST_CANDIDATES + len(self._compared) // 64]
+
+    def parts(self, candidates: Iterable[Sequence[int]]) -> Iterator[_Part]:
+        """Common parts of the prompt and texts."""
+        ours = self._compared
+        for content, shift, first, last in candidates:
+            # what it shares beyond its anchors is less than LEAST_SURE on either side
+            if self._longest[first : last + 1].min() >= last - first + 2 * LEAST_SURE:
+                continue
+            if (content, shift) in self._done or (source := self._source(content)) is None:
+                continue
+            self._done.add((content, shift))
+            begin, end = max(0, shift), min(len(ours), len(source) + shift)
+            if end <= begin:
+                continue  # something else wrote to the catalog
+            self._room -= end - begin
+            if self._room < 0:
+                logger.warning("the search for parts of stored texts was stopped: too many places look alike.")
+                return
+            equal = ours.bytes[begin:end] == source.bytes[begin - shift : end - shift]
+            for start, stop in ours.sure_runs(equal, begin):
+                np.maximum(self._longest[start:stop], stop - start, out=self._longest[start:stop])
+                yield _Part(start, stop, shift, source, content)
+
+    def _source(self, content: int) -> _Compared | None:
+        """A text; None if it was removed meanwhile, or is another tenant's."""
+        if content not in self._sources and content in self.written:
+            self._sources[content] = _Compared(_unpacked(self.written[content]))
+        return self._sources.get(content)
+
+
 _NOWHERE = _Places(*np.empty((3, 0), dtype=np.int64))
 
 
@@ -395,13 +438,13 @@ def _unpacked(written: object) -> str:
         return ""
 
 
-def _fewer_inside(anchors: Column, places: Column, whole: Sequence[tuple[int, int]]) -> tuple[Column, Column]:
-    """Anchors of a prompt, with every fourth hash of those inside whole texts: only a much longer part wins there."""
-    inside = np.zeros(int(places[-1]) + 1 if len(places) else 0, dtype=bool)
-    for start, stop in whole:
-        inside[start : max(start, stop - WINDOW + 1)] = True
-    kept = ~inside[places] | (anchors % 4 == 0)
-    return anchors[kept], places[kept]
+def _few_among(anchors: Column) -> Column:
+    """Which anchors have the smallest hash among ``_NEIGHBOURS`` neighbours: a long common part has one of them."""
+    few = np.zeros(len(anchors), dtype=bool)
+    for width, least in smallest(anchors, _NEIGHBOURS):
+        if width == _NEIGHBOURS or len(anchors) < 2 * width:
+            few[least] = True
+    return few
 
 
 def _few_of_each(anchors: Column, places: Column) -> tuple[Column, Column]:
@@ -433,15 +476,15 @@ def _places_of(sources: Mapping[int, _Compared]) -> Iterator[_Places]:
         yield _Places(anchors, np.full(len(anchors), number), places)
 
 
-def _joined(places: Sequence[_Places]) -> _Places:
+def _joined(places: Iterable[_Places]) -> _Places:
     return _Places(*map(np.concatenate, zip(*places, strict=True)))
 
 
-def _pairs(own: tuple[Column, Column], others: _Places) -> _Places:
+def _pairs(anchors: Column, places: Column, others: _Places) -> _Places:
     """For each pair of equal anchors: the place in the prompt, the text, and how far the text is moved to lie there.
     Anchors that are in many places are left out if there are too many pairs."""
-    order = np.argsort(own[0], kind="stable")
-    anchors, places = own[0][order], own[1][order]
+    order = np.argsort(anchors, kind="stable")
+    anchors, places = anchors[order], places[order]
     first = np.searchsorted(anchors, others.anchors)
     counts = np.searchsorted(anchors, others.anchors, side="right") - first
     fewest = np.argsort(counts, kind="stable")

@@ -164,6 +164,8 @@ class TextIndex:
         stored = [text for text in others if self._is_known(text)]
         given = [text for text in others if text not in stored]
         given_whole = _Search(prompt, places.hashes, _Rows.of([*_rows_of(given)])).matches(places.smallest)
+        found = {prompt[match.start : match.stop] for match in given_whole}
+        given = [text for text in given if text not in found]
         return self._excerpts.find(prompt, whole, stored, given, given_whole)
 
     def find_whole(self, prompt: str, documents: Iterable[str] = ()) -> list[TextMatch]:
