@@ -17,6 +17,7 @@ import heapq
 import json
 import logging
 import zlib
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -168,7 +169,9 @@ class _Compared:
     def sure_runs(self, mask: Column, first: int = 0) -> list[tuple[int, int]]:
         """Where a column for the bytes from ``first`` on is True so often in a row that an anchor is sure: first byte,
         byte after the last."""
-        edges = np.flatnonzero(np.diff(mask, prepend=False, append=False)) + first
+        within = np.zeros(len(mask) + 2, dtype=bool)
+        within[1:-1] = mask
+        edges = np.flatnonzero(within[1:] != within[:-1]) + first
         starts, stops = edges[::2], edges[1::2]
         long = np.flatnonzero(stops - starts >= WINDOW)
         starts, stops = starts[long], stops[long]
@@ -327,16 +330,15 @@ class ExcerptIndex:
         yield from self._stored_parts(comparison, anchors[rest], places[rest], also)
         if others:
             pairs = _pairs(anchors, places, _joined(_places_of(others)))
-            yield from comparison.parts(comparison.candidates(pairs))
+            yield from comparison.parts(comparison.candidates(places, pairs))
 
     def _stored_parts(
         self, comparison: _Comparison, anchors: Column, places: Column, also: Mapping[int, _Compared]
     ) -> Iterator[_Part]:
         """Parts of stored texts at some anchors of the prompt."""
         if len(anchors):
-            candidates = comparison.candidates(
-                _pairs(anchors, places, _joined([self._places(anchors), *_places_of(also)]))
-            )
+            pairs = _pairs(anchors, places, _joined([self._places(anchors), *_places_of(also)]))
+            candidates = comparison.candidates(places, pairs)
             comparison.written |= self._contents({content for content, *_ in candidates if content >= 0})
             yield from comparison.parts(candidates)
 
@@ -383,6 +385,8 @@ class _Comparison:
         """Other texts, as they are in the catalog."""
         self._edges = [compared.range_of(match.start, match.stop) for match in whole]
         self._done = set[tuple[int, int]]()
+        self._places = [-1, len(compared)]
+        """Where anchors were looked up, and the ends."""
         self._room = _MOST_COMPARED + _PER_BYTE * len(compared)
         self._longest = np.zeros(len(compared), dtype=np.int64)
         """For each byte, the length of the longest part or whole text that has it."""
@@ -393,16 +397,23 @@ class _Comparison:
         """Which windows lie in something that was found."""
         return (self._longest[places] > 0) & (self._longest[places + WINDOW - 1] > 0)
 
-    def candidates(self, pairs: _Places) -> list[list[int]]:
-        """Which texts to compare, see :func:`_candidates`."""
+    def candidates(self, places: Column, pairs: _Places) -> list[list[int]]:
+        """Which texts to compare, see :func:`_candidates`.
+
+        Args:
+            places: where anchors were looked up.
+        """
+        self._places = sorted({*self._places, *places.tolist()})
         return _candidates(pairs, self._edges)[: _MOST_CANDIDATES + len(self._compared) // 64]
 
     def parts(self, candidates: Iterable[Sequence[int]]) -> Iterator[_Part]:
         """Common parts of the prompt and texts."""
         ours = self._compared
         for content, shift, first, last in candidates:
-            # what it shares beyond its anchors is less than LEAST_SURE on either side
-            if self._longest[first : last + 1].min() >= last - first + 2 * LEAST_SURE:
+            # it hardly reaches the anchors before and after those that it shares
+            before = self._places[bisect_left(self._places, first) - 1]
+            after = self._places[bisect_right(self._places, last)]
+            if self._longest[first : last + 1].min() >= after - before + 2 * LEAST_SURE:
                 continue
             if (content, shift) in self._done or (source := self._source(content)) is None:
                 continue
@@ -410,6 +421,8 @@ class _Comparison:
             begin, end = max(0, shift), min(len(ours), len(source) + shift)
             if end <= begin:
                 continue  # something else wrote to the catalog
+            if first == last and not _is_more_than_a_window(ours, source, first, first - shift):
+                continue
             self._room -= end - begin
             if self._room < 0:
                 logger.warning("the search for parts of stored texts was stopped: too many places look alike.")
@@ -427,6 +440,23 @@ class _Comparison:
 
 
 _NOWHERE = _Places(*np.empty((3, 0), dtype=np.int64))
+
+
+def _is_more_than_a_window(ours: _Compared, source: _Compared, here: int, there: int) -> bool:
+    """Whether so much around an anchor is equal that it is a part, and not a phrase that both have by chance."""
+    before = min(here, there, LEAST_SURE)
+    ahead, their_ahead = ours.bytes[here : here + LEAST_SURE], source.bytes[there : there + LEAST_SURE]
+    behind, their_behind = ours.bytes[here - before : here], source.bytes[there - before : there]
+    start = here - _equal_bytes(behind.tobytes()[::-1], their_behind.tobytes()[::-1])
+    stop = here + _equal_bytes(ahead.tobytes(), their_ahead.tobytes())
+    return stop - start >= WINDOW and bool(ours.reaches[start] + WINDOW <= stop)
+
+
+def _equal_bytes(one: bytes, other: bytes) -> int:
+    """With how many equal bytes both begin."""
+    count = min(len(one), len(other))
+    differ = int.from_bytes(one[:count], "little") ^ int.from_bytes(other[:count], "little")
+    return ((differ & -differ).bit_length() - 1) // 8 if differ else count
 
 
 def _unpacked(written: object) -> str:
