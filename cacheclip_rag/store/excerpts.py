@@ -395,7 +395,8 @@ class _Comparison:
 
     def has_found(self, places: Column) -> Column:
         """Which windows lie in something that was found."""
-        return (self._longest[places] > 0) & (self._longest[places + WINDOW - 1] > 0)
+        found: Column = (self._longest[places] > 0) & (self._longest[places + WINDOW - 1] > 0)
+        return found
 
     def candidates(self, places: Column, pairs: _Places) -> list[list[int]]:
         """Which texts to compare, see :func:`_candidates`.
