@@ -176,7 +176,7 @@ class TestCommand:
         good = self.run(engine, tmp_path, asked(TEXT), "--json")
         assert good.exit_code == 0, good.output
         assert [each["reason"] for each in json.loads(good.stdout)["texts"]] == ["hit"]
-        cut = self.run(engine, tmp_path, asked(TEXT[:40]))
+        cut = self.run(engine, tmp_path, asked(TEXT[:54]))
         assert cut.exit_code == 1 and "miss" in cut.output and "Parts of 32" in cut.output
         none = self.run(engine, tmp_path, "Nothing of it.")
         assert none.exit_code == 1 and "--text FILE" in none.output
