@@ -132,7 +132,8 @@ class Answering:
             yield from chain((first,), events)
 
         clock = PhaseClock()
-        segments = self._segments(request, given_texts(request.documents))
+        given = given_texts(request.documents)
+        segments = self._segments(request, given, parts=not given)  # each given text is one chunk to answer from
         composition = Composition(segments, request.params, ask, clock)
         assert request.method is not None
         for event in request.method.compose(composition) if composition.chunks else composition.plain():
