@@ -681,7 +681,7 @@ def attack_hostile(args: argparse.Namespace, folder: Path) -> Result:
         wrong = 0
         for match in matches:
             found = prompt[match.start : match.stop]
-            of = found if match.source is None else match.source
+            of = found if match.of is None else match.of
             part = of[match.at : match.at + len(found)]
             wrong += of not in given or "".join(part.split()) != "".join(found.split())
         result.expect(not wrong, f"{name}: {wrong} matches are no stored texts or parts of them")

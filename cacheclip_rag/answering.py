@@ -89,7 +89,7 @@ class Answering:
         """Decide how to answer. Computes no tensor."""
         with clock.phase("lookup"):
             given = given_texts(request.documents)
-            segments = self._segments(request, given)
+            segments = self._segments(request, given, parts=not sources.primary.context.isolated)
             return make_plan(segments, request.method, sources, question=_question(request), given=given)
 
     @torch.inference_mode()
@@ -111,11 +111,11 @@ class Answering:
         found = prefill(plan, sources, params_tokens=room, clock=clock, trace=request.trace)
         return plan, replace(found, stats=replace(found.stats, queued_s=queued_s))
 
-    def _segments(self, request: Request, given: Sequence[str]) -> list[Segment]:
+    def _segments(self, request: Request, given: Sequence[str], *, parts: bool = True) -> list[Segment]:
         segments = as_segments(request.prompt)
         if segments is not None:
             return segments
-        return self.parts.segment(request.prompt, given, tools=request.tools)  # type: ignore[arg-type]
+        return self.parts.segment(request.prompt, given, tools=request.tools, parts=parts)  # type: ignore[arg-type]
 
     def _compose(self, request: Request) -> Iterator[Event]:
         """Answer by a composing method: several prompts, each answered exactly."""
@@ -137,7 +137,7 @@ class Answering:
 
         clock = PhaseClock()
         given = given_texts(request.documents)
-        segments = self._segments(request, given)
+        segments = self._segments(request, given, parts=not given)  # each given text is one chunk to answer from
         absent = count_absent(given, segments, segments)
         composition = Composition(segments, request.params, ask, clock, not_found=absent)
         assert request.method is not None

@@ -330,8 +330,9 @@ class CacheClipEngine:
             method: preset's name or instance; default the engine's method.
             recompute_ratio: default the engine's ratio.
             question: text that scores the chunks; default the text after the last chunk.
-            documents: chunk texts known to be in the prompt. They become chunks even if they are not stored. A mapping
-                also names each text's sources. Ignored if ``prompt`` is a list of segments.
+            documents: chunk texts known to be in the prompt. They become chunks even if they are not stored, unless
+                parts of stored ones cover them. A mapping also names each text's sources. Ignored if ``prompt`` is a
+                list of segments.
             trace: record scores, recomputed tokens and seconds per layer in the answer's ``trace``.
             finish: ``none``, ``verify`` or ``revise``, see :attr:`EngineConfig.finish`; default the engine's setting.
                 With ``revise``, an event may withdraw text (:attr:`~cacheclip_rag.types.Event.revised_from`).

@@ -163,10 +163,11 @@ class Parts:
         *,
         date: str | None = None,
         tools: Iterable[Mapping[str, Any]] = (),
+        parts: bool = True,
     ) -> list[Segment]:
         """Cut a prompt for the primary model into stored chunks and fresh text; see :class:`PromptReader`."""
         reader = PromptReader(self.prefix_caches.runtime, self.config.system_prompt)
-        return reader.segments(prompt, self.library.index, documents, date=date, tools=tools)
+        return reader.segments(prompt, self.library.index, documents, date=date, tools=tools, parts=parts)
 
     def _caches_of(self, name: str, context: ChunkContext) -> ChunkCaches:
         with self._lock:

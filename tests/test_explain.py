@@ -51,6 +51,12 @@ class TestReasons:
         messages = [{"role": "system", "content": TEXT}, {"role": "user", "content": "What was logged?"}]
         assert explain_miss(engine, messages, TEXT).is_hit
 
+    def test_html_escaped_on_the_way(self, engine: CacheClipEngine) -> None:
+        text = "At <Brindle> & <Cove>, two <ships> & a <storm> were <logged> & <noted>."
+        engine.precompute([text])
+        found = why(engine, html.escape(text), text)
+        assert found.reason == "not_in_prompt" and not found.is_hit and "HTML-escaped" in found.explanation
+
     @pytest.mark.parametrize(
         ("change", "said"),
         [
@@ -58,8 +64,8 @@ class TestReasons:
             (lambda text: text.replace(" ", "-"), "other blanks, line ends or punctuation"),
             (lambda text: "  ".join(text.split()), "other blanks, line ends or punctuation"),
             (str.upper, "other letter case"),
-            (lambda text: text[:60], "first 60 of 109 characters and is cut off there"),
-            (lambda text: text[:60] + "and nothing else.", "continues differently: .*, got 'and nothing else."),
+            (lambda text: text[:40], "first 40 of 109 characters and is cut off there"),
+            (lambda text: text[:40] + "and nothing else.", "continues differently: .*, got 'and nothing else."),
             (lambda text: "Something else altogether.", "neither the text nor its beginning"),
         ],
     )
@@ -235,7 +241,7 @@ class TestCommand:
         good = self.run(engine, tmp_path, asked(TEXT), "--json")
         assert good.exit_code == 0, good.output
         assert [each["reason"] for each in json.loads(good.stdout)["texts"]] == ["hit"]
-        cut = self.run(engine, tmp_path, asked(TEXT[:60]))
+        cut = self.run(engine, tmp_path, asked(TEXT[:54]))
         assert cut.exit_code == 1 and "miss" in cut.output and "Parts of 32" in cut.output
         none = self.run(engine, tmp_path, "Nothing of it.")
         assert none.exit_code == 1 and "--text FILE" in none.output

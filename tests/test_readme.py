@@ -86,7 +86,6 @@ class TestReadmeIsShort:
             for line in re.findall(r"pip install.*", text):
                 assert "-e" in line and "--group" not in line, (name, line)
 
-
     @pytest.mark.slow
     def test_pip_that_python_brings_knows_the_extras(self, tmp_path: Path) -> None:
         """Python 3.11 brings pip 23.2. Nothing is installed, but the build's requirements are fetched."""

@@ -360,7 +360,7 @@ ANSWERS: dict[str, tuple[str, str, list[tuple[str, dict[str, Any]]]]] = {
     ),
     "coder-types": (
         "<tool_call>\n<function=f>\n<parameter=a>\n5\n</parameter>\n<parameter=n>\n5\n</parameter>\n"
-        "<parameter=on>\nTrue\n</parameter>\n<parameter=deep>\n{\"b\": [1]}\n</parameter>\n"
+        '<parameter=on>\nTrue\n</parameter>\n<parameter=deep>\n{"b": [1]}\n</parameter>\n'
         "<parameter=none>\nnull\n</parameter>\n<parameter=other>\n5\n</parameter>\n"
         "<parameter=x>\nfive\n</parameter>\n</function>\n</tool_call>",
         "",

@@ -102,6 +102,11 @@ def repair(store: ExistingStoreOption, as_json: JsonOption = False) -> None:
         f"{report.entries} chunk caches: {report.recorded} recorded again, {report.deleted} damaged ones deleted, "
         f"{report.forgotten} without payload forgotten"
     )
+    if report.found_whole_only:
+        typer.echo(
+            f"{report.found_whole_only} texts are found in prompts as a whole only, because the catalog lost the texts "
+            "themselves. Precompute or ingest them again: this costs a look-up each."
+        )
     _list("removed", report.removed_files)
     _list("moved", report.moved_files)
     _list("documents", library)

@@ -14,6 +14,7 @@ from ..methods.base import Method
 from ..methods.composition import exact_method
 from ..prompt.layout import Layout, Span, check_least_length, check_length, lay_out
 from ..prompt.segments import Chunk, Segment, without_parts
+from ..store.excerpts import standing_in
 from ..types import Plan
 
 __all__ = ["choose_method", "context_of", "count_absent", "make_plan"]
@@ -81,9 +82,8 @@ def count_absent(given: Iterable[str], segments: Iterable[Segment], found: Itera
         found: chunks found in it, and parts of chunks.
     """
     written = "".join(segment.text for segment in segments if not segment.control)
-    absent = {text for text in given if text not in written}
-    if not absent:
-        return 0
+    absent = set(given)
+    absent -= standing_in(written, absent)
     for chunk in found:
         if isinstance(chunk, Chunk):
             absent = {text for text in absent if not _overlaps(chunk, text)}

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ..errors import PromptTooLongError
-from .segments import Chunk, Fresh, Segment, tokenize_whole
+from .segments import Chunk, Fresh, Segment, tokenize_whole, without_parts
 
 if TYPE_CHECKING:
     from ..runtime.base import Runtime, TokenizedText
@@ -137,14 +137,15 @@ def lay_out(
 
     Args:
         tokenize_chunk: tokens of a whole chunk as it is stored.
-        apart: True tokenises every chunk apart from the text around it, for models that were trained so; there are no
-            parts of chunks then.
+        apart: True tokenises every chunk apart from the text around it, for models that were trained so. Parts of
+            chunks are fresh text then. A tokenizer without offsets does the same.
     """
     spans: list[Span] = []
-    for group in _groups(segments, apart or not runtime.has_offsets):
+    apart = apart or not runtime.has_offsets
+    for group in _groups(without_parts(segments) if apart else segments, apart):
         start = spans[-1].stop if spans else 0
         first = group[0]
-        if isinstance(first, Chunk) and (apart or not runtime.has_offsets):
+        if isinstance(first, Chunk) and apart:
             if len(tokens := tokenize_chunk(first.whole)):
                 spans.append(Span(first, tokens, start, whole_tokens=len(tokens)))
         elif runtime.has_offsets:

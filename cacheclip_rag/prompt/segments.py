@@ -95,15 +95,21 @@ def given_texts(documents: Documents) -> list[str]:
     return [text for text in dict.fromkeys(chunk_texts(documents)) if text]
 
 
-def segment_text(text: str, index: TextIndex | None, documents: Iterable[str] = ()) -> list[Segment]:
+def segment_text(
+    text: str, index: TextIndex | None, documents: Iterable[str] = (), *, parts: bool = True
+) -> list[Segment]:
     """Cut ``text`` into chunks (stored texts, ``documents``, and parts of them) and fresh text. Joined, they equal
-    ``text``."""
+    ``text``.
+
+    Args:
+        parts: False finds whole texts only.
+    """
     segments: list[Segment] = []
     position = 0
-    for match in index.find(text, chunk_texts(documents)) if index is not None else ():
+    for match in index.find(text, chunk_texts(documents), parts=parts) if index is not None else ():
         if match.start > position:
             segments.append(Fresh(text[position : match.start]))
-        segments.append(Chunk(text[match.start : match.stop], match.source, match.at))
+        segments.append(Chunk(text[match.start : match.stop], match.of, match.at))
         position = match.stop
     if position < len(text):
         segments.append(Fresh(text[position:]))
@@ -117,6 +123,8 @@ def segment_chat(
     documents: Iterable[str] = (),
     verbatim: Collection[str] = (),
     tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    parts: bool = True,
 ) -> list[Segment]:
     """Segments of a chat: the template's text as control segments, each content cut by :func:`segment_text`.
 
@@ -130,6 +138,7 @@ def segment_chat(
 
     Args:
         render: writes messages with the chat template; with ``tools=``, if there are tools.
+        parts: False finds whole texts only.
 
     Raises:
         ConfigurationError: the template drops a message, or does not use tools.
@@ -177,7 +186,7 @@ def segment_chat(
             pieces[position + 1], text = pieces[position + 1].removeprefix(trail), text + trail
         segments += _template_segments(pieces[position], marks)
         whole = messages[number]["content"] in verbatim
-        segments.extend([Fresh(text)] if whole else segment_text(text, index, documents))
+        segments.extend([Fresh(text)] if whole else segment_text(text, index, documents, parts=parts))
     segments += _template_segments(pieces[-1], marks)
     return [segment for segment in segments if segment.text]
 
@@ -322,6 +331,7 @@ class PromptReader:
         *,
         date: str | None = None,
         tools: Iterable[Mapping[str, Any]] = (),
+        parts: bool = True,
     ) -> list[Segment]:
         """Cut a prompt into chunks and fresh text.
 
@@ -332,20 +342,23 @@ class PromptReader:
             documents: chunk texts known to be in the prompt, stored or not.
             date: for chat templates that state the date; default today.
             tools: definitions of tools that the model may call, in OpenAI's function format.
+            parts: False finds whole texts only, as tokenizers without offsets do.
 
         Raises:
             ConfigurationError: the prompt or a definition is malformed, or the chat template does not use tools.
         """
         tools = self._checked_tools(tools)
         runtime, own = self.runtime, self.system_prompt
+        parts = parts and runtime.has_offsets
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else check_messages(prompt)
         if not runtime.has_chat_template:
             text = "\n\n".join(calls_as_text(message)["content"] for message in messages)
-            return self._opening() + segment_text(text, texts, documents)
+            return self._opening() + segment_text(text, texts, documents, parts=parts)
         if all(message["role"] != "system" for message in messages):
             messages = [*self._system_messages(), *messages]
         # the system prompt belongs to the prefix: do not search it for chunks
-        return segment_chat(messages, self._render(date), texts, documents, (own,) if own else (), tools)
+        verbatim = (own,) if own else ()
+        return segment_chat(messages, self._render(date), texts, documents, verbatim, tools, parts=parts)
 
     def prefix_ids(self) -> list[int]:
         """Token ids of the shared prefix: the chat template's text up to the user's first word."""

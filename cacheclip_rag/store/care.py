@@ -17,6 +17,7 @@ from .chunk_store import ChunkStore
 from .codecs import Frame, FrameError
 from .database import may_be_whole
 from .disk import DiskBackend
+from .excerpts import LEAST_SURE
 from .texts import TextIndex
 
 __all__ = ["RepairReport", "VerifyReport", "clear", "collect_garbage", "open_store", "repair", "verify"]
@@ -73,6 +74,9 @@ class RepairReport:
     """Damaged payloads deleted. Their chunks are computed again when they are needed."""
     forgotten: int = 0
     """Entries removed because they had no payload."""
+    found_whole_only: int = 0
+    """Texts that are found in prompts as a whole, but not in part, until they are precomputed again: payloads do not
+    hold the text, and the catalog lost it."""
     recorded: int = 0
     """Payloads that got an entry again."""
     removed_files: list[str] = field(default_factory=list)
@@ -188,6 +192,10 @@ def repair(folder: Path) -> RepairReport:
             advance(number)
     for key in set(entries) - present:
         report.forgotten += store.catalog.remove(entries[key].namespace, [key])
+    for namespace in store.catalog.namespaces():
+        texts = TextIndex(store.catalog.database, namespace)
+        texts.mend(store.catalog.source_texts(namespace))
+    report.found_whole_only = store.catalog.num_found_whole_only(2 * LEAST_SURE)
     store.catalog.count_again()
     store.catalog.set_complete()
     store.shrink()

@@ -386,6 +386,15 @@ class Catalog:
         sql = "SELECT COUNT(*), ifnull(SUM(bytes), 0) + (SELECT ifnull(SUM(bytes), 0) FROM writes) FROM entries"
         return Total(*self.database.query(sql)[0])
 
+    def num_found_whole_only(self, least: int) -> int:
+        """Number of texts from ``least`` characters on that are found in prompts as a whole, but not in part: the
+        catalog does not have the text itself."""
+        sql = (
+            "SELECT COUNT(*) FROM texts WHERE length >= ? AND NOT EXISTS (SELECT 1 FROM contents WHERE "
+            "contents.namespace = texts.namespace AND contents.digest = texts.digest)"
+        )
+        return int(self.database.query(sql, (least,))[0][0])
+
     def drop_unused_texts(self) -> int:
         """Remove texts that have neither an entry nor a source from the text index; returns how many."""
         unused = (

@@ -1,20 +1,23 @@
 """Finds parts of stored texts in a prompt, where a framework cut, joined or rewrote a text.
 
-Texts are compared without white space, quotation marks, backslashes and ``>``, so that a quoted, JSON-escaped or
-re-wrapped text still matches. Of every ``REACH`` neighbouring windows of 16 bytes, the one with the smallest hash is
-an anchor. Every common part of ``LEAST_SURE`` bytes shares an anchor, and the place of an anchor in both texts says how
-they lie on each other. There the texts themselves are compared, so that a match is never wrong. Of overlapping matches
-the longest wins.
+Texts are compared as bytes, without white space, quotation marks, backslashes and ``>``, so that a quoted, JSON-escaped
+or re-wrapped text still matches. Among neighbouring windows of 16 bytes, the one with the smallest hash is an anchor.
+How many windows are neighbours depends on the bytes: few where tokens have few bytes (digits, punctuation, Chinese),
+many in words. So every common part of 32 tokens or more shares an anchor, and an index of prose stays small. The
+place of an anchor in both texts says how they lie on each other. There the texts themselves are compared, so that a
+match is never wrong. Of overlapping matches the longest wins.
 
-The catalog holds the texts (compressed) and their anchors, about 1 for 32 bytes of text.
+The catalog holds the texts (compressed) and their anchors: 1 for about 20 bytes of prose, and 1 for 5 to 10 bytes of
+numbers, tables or Chinese.
 """
 
 from __future__ import annotations
 
+import heapq
 import json
 import logging
 import zlib
-from collections import Counter, defaultdict
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,26 +30,40 @@ import xxhash
 from ..errors import StoreError
 from .database import Database
 from .keys import text_digest
-from .winnowing import WINDOW, Column, code_points, smallest, window_hashes
+from .winnowing import WINDOW, Column, code_points, ranges, smallest, window_hashes
 
-__all__ = ["LEAST_SURE", "SCHEMA", "ExcerptIndex", "TextMatch"]
+__all__ = ["LEAST_SURE", "SCHEMA", "ExcerptIndex", "TextMatch", "standing_in"]
 
 logger = logging.getLogger(__name__)
 
-REACH = 64
-"""Neighbouring windows of which one is an anchor."""
-LEAST_SURE = REACH + WINDOW - 1
-"""Bytes of a common part that is always found. Shorter parts of texts are not looked for."""
+_REACH = 48
+"""Weight of the bytes at which neighbouring windows begin. One of these windows is an anchor."""
+_IN_WORDS, _IN_OTHERS, _ALONE = 1, 3, 4
+"""Weight of a byte: a lower-case letter; a byte of a character that is not ASCII; any other byte. What is not compared
+weighs as much as the last, unless a letter follows. So 32 tokens weigh at least ``_REACH`` and a window."""
+LEAST_SURE = _REACH // _IN_WORDS + WINDOW - 1
+"""Bytes of a common part that is always found, whatever they are. Of digits and punctuation, 27 are enough."""
 
+_NEIGHBOURS = 8
+"""Anchors of a prompt of which one is looked up first. The others are looked up where nothing was found."""
 _SHARED_BY = 8
-"""Most places of one anchor that are looked at, in stored texts and in the prompt: boilerplate that more texts share
-need not be found in each of them. A text's own words lead to it, and the comparison then covers the boilerplate too."""
+"""Most stored places of one anchor that are looked at: boilerplate that more texts share need not be found in each of
+them. A text's own words lead to it, and the comparison then covers the boilerplate too."""
 _PER_ANCHOR = 4
 """Most texts that are compared with the prompt for each of its anchors: those that share the most anchors with it."""
-_MOST_COMPARED = 1 << 24
-"""Most bytes that are compared per search."""
+_MOST_PAIRS = 1 << 12
+"""Most pairs of a place in the prompt and a place in a stored text, per search; two more for each anchor."""
+_MOST_CANDIDATES = 1 << 9
+"""Most comparisons of a text with the prompt per search; one more for 64 bytes of the prompt."""
+_MOST_COMPARED = 1 << 22
+"""Most bytes that are compared per search; ``_PER_BYTE`` more for each byte of the prompt."""
+_PER_BYTE = 16
 _MOST_GIVEN = 1 << 22
 """Most characters of given texts that are searched for parts."""
+_COVERED = 0.9
+"""Share of a given text from which on stored texts are reused for it."""
+_BATCH = 256
+"""Texts that are added in one transaction: other processes wait meanwhile."""
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS contents (
@@ -58,13 +75,12 @@ CREATE TABLE IF NOT EXISTS anchors (
 ) WITHOUT ROWID;
 """
 _OF_CONTENT = "SELECT id FROM contents WHERE namespace = ? AND digest = ?"
-_COUNTS = (
-    "SELECT value, (SELECT count(*) FROM (SELECT 1 FROM anchors WHERE anchor = value LIMIT ?)) AS number "
-    "FROM json_each(?) WHERE number"
+_PLACES = (
+    "SELECT value, (SELECT group_concat(content || ' ' || place, ' ') FROM "
+    "(SELECT content, place FROM anchors WHERE anchor = value LIMIT ?)) FROM json_each(?)"
 )
-_FOUND = "SELECT anchor, content, place FROM anchors WHERE anchor IN (SELECT value FROM json_each(?))"
-_FOUND_AT = "SELECT anchor, content, place FROM anchors WHERE anchor = ? LIMIT ?"
-_CONTENTS = "SELECT id, text FROM contents WHERE namespace = ? AND id IN (SELECT value FROM json_each(?))"
+# "+": without it, SQLite reads all of the tenant's digests
+_CONTENTS = "SELECT id, text FROM contents WHERE +namespace = ? AND id IN (SELECT value FROM json_each(?))"
 
 _LEAST_STRETCH = 8
 """Least characters of a match: shorter ones hold too few whole tokens."""
@@ -75,6 +91,13 @@ _SKIPPED[[*range(9, 14), *map(ord, ' \x85\xa0\u1680\u2028\u2029\u202f\u205f\u300
 _SKIPPED[0x2000:0x200C] = True
 _ESCAPED = np.array([*map(ord, "nrt")], dtype=np.uint32)
 """After a backslash, these are not compared either: JSON writes line ends so."""
+_WEIGHTS = np.full(256, _ALONE, dtype=np.int64)
+"""By byte."""
+_WEIGHTS[ord("a") : ord("z") + 1] = _IN_WORDS
+_WEIGHTS[0x80:] = _IN_OTHERS
+_AFTER_GAP = np.full(256, _ALONE, dtype=np.int64)
+"""By byte: weight of what is not compared before it."""
+_AFTER_GAP[ord("a") : ord("z") + 1] = _AFTER_GAP[ord("A") : ord("Z") + 1] = _AFTER_GAP[0x80:] = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,56 +106,106 @@ class TextMatch:
 
     start: int
     stop: int
-    source: str | None = None
+    of: str | None = None
     """The stored text of which it is a part; None: it is the whole text."""
     at: int = 0
-    """Where the part begins in ``source``. Characters that are not compared may differ, no others."""
+    """Where the part begins in ``of``. Characters that are not compared may differ, no others."""
 
 
 class _Compared:
     """The bytes of a text that are compared."""
 
     def __init__(self, text: str) -> None:
-        codes = code_points(text)
-        kept = ~_SKIPPED[np.minimum(codes, len(_SKIPPED) - 1)]
-        escaped = np.flatnonzero(codes[:-1] == ord("\\")) + 1
-        kept[escaped[np.isin(codes[escaped], _ESCAPED)]] = False
         self.text = text
-        places = np.flatnonzero(kept)
-        codes = codes[places]
-        widths = 1 + (codes >= 0x80).astype(np.int64) + (codes >= 0x800) + (codes >= 0x10000)
-        self.characters: Column = np.repeat(places, widths)
+        is_ascii = text.isascii()
+        codes = np.frombuffer(text.encode(), dtype=np.uint8) if is_ascii else code_points(text)
+        kept = ~_SKIPPED[codes if is_ascii else np.minimum(codes, len(_SKIPPED) - 1)]
+        if "\\" in text:
+            escaped = np.flatnonzero(codes[:-1] == ord("\\")) + 1
+            kept[escaped[np.isin(codes[escaped], _ESCAPED)]] = False
+        self.characters: Column = np.flatnonzero(kept)
         """Character of each byte."""
-        written = codes.tobytes().decode("utf-32-le", "surrogatepass").encode("utf-8", "surrogatepass")
-        self.bytes: Column = np.frombuffer(written, dtype=np.uint8)
+        self.bytes: Column = codes[self.characters]
+        if not is_ascii:
+            codes = self.bytes
+            widths = 1 + (codes >= 0x80).astype(np.int64) + (codes >= 0x800) + (codes >= 0x10000)
+            self.characters = np.repeat(self.characters, widths)
+            written = codes.tobytes().decode("utf-32-le", "surrogatepass").encode("utf-8", "surrogatepass")
+            self.bytes = np.frombuffer(written, dtype=np.uint8)
 
     def __len__(self) -> int:
         return len(self.bytes)
 
     @cached_property
+    def reaches(self) -> Column:
+        """For each byte, the last window of those that are neighbours of the window which begins there."""
+        weights = _WEIGHTS[self.bytes]
+        if len(weights):
+            gaps = np.flatnonzero(np.diff(self.characters) > 1) + 1
+            weights[gaps] += _AFTER_GAP[self.bytes[gaps]]
+        until = np.cumsum(weights)
+        return np.searchsorted(until, until - weights + _REACH)
+
+    @cached_property
     def anchors(self) -> tuple[Column, Column]:
-        """Hashes and places of the anchors; none of a text that is too short."""
+        """Hashes of the anchors, and their places; none of a text that is too short."""
         hashes = window_hashes(self.bytes)
-        if len(hashes) < REACH:
-            return hashes[:0], np.empty(0, np.int64)
-        *_, (_, every) = smallest(hashes, REACH)
-        places = np.unique(every)
-        return hashes[places], places
+        last = self.reaches[: len(hashes)]
+        last = last[: np.searchsorted(last, len(hashes))]
+        first = np.arange(len(last))
+        widths = last - first + 1
+        places = np.zeros(len(hashes), dtype=bool)
+        for width, least in smallest(hashes, 1 << (_REACH.bit_length() - 1)) if len(last) else ():
+            some = np.flatnonzero((widths >= width) & (widths < 2 * width))
+            left, right = least[some], least[last[some] - (width - 1)]
+            places[np.where(hashes[left] <= hashes[right], left, right)] = True
+        found = np.flatnonzero(places)
+        return hashes[found], found
 
     def range_of(self, start: int, stop: int) -> tuple[int, int]:
         """The compared bytes of the characters ``[start, stop)``."""
         first, last = np.searchsorted(self.characters, [start, stop])
         return int(first), int(last)
 
+    def sure_runs(self, mask: Column, first: int = 0) -> list[tuple[int, int]]:
+        """Where a column for the bytes from ``first`` on is True so often in a row that an anchor is sure: first byte,
+        byte after the last."""
+        within = np.zeros(len(mask) + 2, dtype=bool)
+        within[1:-1] = mask
+        edges = np.flatnonzero(within[1:] != within[:-1]) + first
+        starts, stops = edges[::2], edges[1::2]
+        long = np.flatnonzero(stops - starts >= WINDOW)
+        starts, stops = starts[long], stops[long]
+        sure = self.reaches[starts] + WINDOW <= stops
+        return [*zip(starts[sure].tolist(), stops[sure].tolist(), strict=True)]
+
+
+def standing_in(prompt: str, texts: Iterable[str]) -> set[str]:
+    """The texts that stand in a prompt as a whole, whatever white space, quotation marks, backslashes and ``>`` both
+    have."""
+    written = _Compared(prompt).bytes.tobytes()
+    return {text for text in texts if (wanted := _Compared(text).bytes.tobytes()) and wanted in written}
+
 
 class _Part(NamedTuple):
-    """Bytes ``[start, stop)`` of the prompt that equal those of ``source`` from ``start - shift`` on."""
+    """Bytes ``[start, stop)`` of the prompt that equal those of a text from ``start - shift`` on."""
 
     start: int
     stop: int
-    source: _Compared | None
-    """None: a whole text, which the prompt has itself."""
     shift: int
+    source: _Compared | None
+    """None: the prompt has the whole text."""
+    number: int = 0
+    """Of the text."""
+
+
+class _Places(NamedTuple):
+    """Places of anchors in texts, one column each."""
+
+    anchors: Column
+    contents: Column
+    """Numbers of the texts: ids of stored ones; given ones from -1 down."""
+    places: Column
 
 
 class ExcerptIndex:
@@ -146,26 +219,47 @@ class ExcerptIndex:
         self._warned = False
 
     def add(self, texts: Iterable[str]) -> None:
-        """Add texts. Texts that are too short for parts of ``LEAST_SURE`` bytes are left out."""
-        for text in texts:
-            anchors, places = _Compared(text).anchors
-            if not len(anchors):
-                continue
-            digest = text_digest(text)
-            if self._database.query(_OF_CONTENT, (self._namespace, digest)):
-                continue
-            written = zlib.compress(text.encode("utf-8", "surrogatepass"), 1)
+        """Add texts. Texts that are too short to have an anchor are left out."""
+        self._write(texts)
+
+    def mend(self) -> None:
+        """Remove contents that are damaged, and add the anchors of all others again."""
+        sql, last = "SELECT id, digest, text FROM contents WHERE namespace = ? AND id > ? ORDER BY id LIMIT ?", 0
+        while rows := self._database.query(sql, (self._namespace, last, _BATCH)):
+            whole = []
+            for content, digest, written in rows:
+                text = _unpacked(written)
+                if text_digest(text) == digest:
+                    whole.append(text)
+                else:
+                    self._database.execute("DELETE FROM contents WHERE id = ?", (content,))
+            self._write(whole, again=True)
+            last = max(last + 1, rows[-1][0])
+        self._database.execute("DELETE FROM anchors WHERE content NOT IN (SELECT id FROM contents)")
+
+    def _write(self, texts: Iterable[str], *, again: bool = False) -> None:
+        """``again``: write the anchors of texts that are there, too."""
+        found = [(text, *_few_of_each(*_Compared(text).anchors)) for text in texts]
+        found = [(text, anchors, places) for text, anchors, places in found if len(anchors)]
+        for first in range(0, len(found), _BATCH):
             with self._database.transaction() as run:
+                rows: list[tuple[int, int, int]] = []
+                for text, anchors, places in found[first : first + _BATCH]:
+                    digest = text_digest(text)
+                    known = run(_OF_CONTENT, (self._namespace, digest)).fetchone()
+                    if known is None:
+                        written = zlib.compress(text.encode("utf-8", "surrogatepass"), 1)
+                        sql = "INSERT INTO contents (namespace, digest, text) VALUES (?, ?, ?) RETURNING id"
+                        known = run(sql, (self._namespace, digest, written)).fetchone()
+                    elif not again:
+                        continue
+                    salted = (anchors ^ self._salt).tolist()
+                    rows += zip(salted, [known[0]] * len(salted), places.tolist(), strict=True)
+                rows.sort()  # neighbours are written together
                 run(
-                    "INSERT OR IGNORE INTO contents (namespace, digest, text) VALUES (?, ?, ?)",
-                    (self._namespace, digest, written),
-                )
-                ((content,),) = run(_OF_CONTENT, (self._namespace, digest)).fetchall()
-                rows = json.dumps([*zip((anchors ^ self._salt).tolist(), places.tolist(), strict=True)])
-                run(
-                    "INSERT OR IGNORE INTO anchors "
-                    "SELECT json_extract(value, '$[0]'), ?, json_extract(value, '$[1]') FROM json_each(?)",
-                    (content, rows),
+                    "INSERT OR IGNORE INTO anchors SELECT json_extract(value, '$[0]'), json_extract(value, '$[1]'), "
+                    "json_extract(value, '$[2]') FROM json_each(?)",
+                    (json.dumps(rows),),
                 )
 
     def remove(self, texts: Iterable[str]) -> None:
@@ -181,81 +275,101 @@ class ExcerptIndex:
                     )
                     run("DELETE FROM contents WHERE id = ?", content)
 
-    def find(self, prompt: str, whole: Sequence[TextMatch], given: Iterable[str] = ()) -> list[TextMatch]:
+    def find(
+        self,
+        prompt: str,
+        whole: Sequence[TextMatch],
+        also: Iterable[str] = (),
+        given: Iterable[str] = (),
+        given_whole: Sequence[TextMatch] = (),
+    ) -> list[TextMatch]:
         """The best cover of ``prompt`` by stored texts and parts of them, in order: the longest first, no overlap.
 
         Args:
-            whole: whole texts that were found.
-            given: other texts that may be in the prompt in part, stored or not.
+            whole: whole stored texts that were found.
+            also: stored texts to look for whose contents the catalog may lack.
+            given: texts that may be in the prompt and are not stored. They take part where stored texts do not cover
+                them.
+            given_whole: where these are as a whole.
         """
         compared = _Compared(prompt)
-        gaps = _gaps(compared, whole)
-        if not gaps:
-            return list(whole)
-        anchors = _anchors_in(compared, gaps)
-        if not anchors:
-            return list(whole)
-        sources = dict(self._given(given, {prompt[match.start : match.stop] for match in whole}))
-        places = [*_places_of(anchors, sources), *self._places(anchors)]
-        chosen = _chosen(anchors, places)
-        sources.update(self._contents({content for content, _ in chosen if content >= 0}))
-        return _cover(compared, [*self._parts(compared, chosen, sources)], whole)
+        also = list(also)
+        sources = dict(_numbered([*also, *given]))
+        parts = [*self._parts(compared, whole, sources, len(also))]
+        stored = [part for part in parts if part.number >= -len(also)]
+        of_stored = _cover(compared, stored, whole)
+        if len(stored) == len(parts) and not given_whole:
+            return of_stored
+        covered = np.zeros(len(compared), dtype=bool)
+        for match in of_stored:
+            covered[slice(*compared.range_of(match.start, match.stop))] = True
 
-    def _given(self, given: Iterable[str], found: set[str]) -> Iterator[tuple[int, _Compared]]:
-        """Given texts that were not found as a whole, numbered from -1 down: stored texts have numbers from 1 up."""
-        room = _MOST_GIVEN
-        for number, text in enumerate(dict.fromkeys(given)):
-            room -= len(text)
-            if text not in found and room >= 0:
-                yield -1 - number, _Compared(text)
+        def is_covered(start: int, stop: int) -> bool:
+            return stop > start and bool(covered[start:stop].mean() >= _COVERED)
 
-    def _places(self, anchors: Mapping[int, list[int]]) -> list[tuple[int, int, int]]:
-        """Anchor, content and place of stored texts, for anchors of the prompt."""
-        salt = int(self._salt)
-        query = self._database.query
-        try:
-            counts = query(_COUNTS, (_SHARED_BY + 1, json.dumps([anchor ^ salt for anchor in anchors])))
-            rows = query(_FOUND, (json.dumps([anchor for anchor, count in counts if count <= _SHARED_BY]),))
-            for anchor, count in counts:
-                if count > _SHARED_BY:
-                    rows += query(_FOUND_AT, (anchor, _SHARED_BY))
-        except StoreError as error:
-            self._warn(error)
-            return []
-        self._warned = False
-        # a catalog that something else wrote to may hold anything
-        return [(row[0] ^ salt, row[1], row[2]) for row in rows if [*map(type, row)] == [int, int, int]]
-
-    def _contents(self, wanted: set[int]) -> Iterator[tuple[int, _Compared]]:
-        if not wanted:
-            return
-        try:
-            rows = self._database.query(_CONTENTS, (self._namespace, json.dumps(sorted(wanted))))
-        except StoreError as error:
-            self._warn(error)
-            return
-        for content, written in rows:
-            try:
-                yield content, _Compared(zlib.decompress(written).decode("utf-8", "surrogatepass"))
-            except (zlib.error, UnicodeDecodeError, TypeError):
-                logger.warning("a text in the catalog is damaged, and parts of it are not found in prompts")
+        alone = [match for match in given_whole if not is_covered(*compared.range_of(match.start, match.stop))]
+        for match in alone:
+            covered[slice(*compared.range_of(match.start, match.stop))] = True
+        others = [part for part in parts if part.number < -len(also) and not is_covered(part.start, part.stop)]
+        return _cover(compared, [*stored, *others], [*whole, *alone]) if others or alone else of_stored
 
     def _parts(
-        self, compared: _Compared, chosen: Sequence[tuple[int, int]], sources: Mapping[int, _Compared]
+        self, compared: _Compared, whole: Sequence[TextMatch], given: Mapping[int, _Compared], num_stored: int
     ) -> Iterator[_Part]:
-        """The common parts of the prompt and each chosen text, as it lies on the prompt."""
-        room = _MOST_COMPARED
-        for content, shift in chosen:
-            if (source := sources.get(content)) is None:
-                continue  # removed meanwhile, or another tenant's
-            first, last = max(0, shift), min(len(compared), len(source) + shift)
-            room -= max(0, last - first)
-            if room < 0:
-                logger.warning("the search for parts of stored texts was stopped: too many places look alike.")
-                return
-            equal = compared.bytes[first:last] == source.bytes[first - shift : last - shift]
-            for start, stop in _long_runs(equal):
-                yield _Part(first + start, first + stop, source, shift)
+        """Common parts of the prompt and stored texts, then of given texts.
+
+        Args:
+            num_stored: how many of the given texts are stored.
+        """
+        comparison = _Comparison(compared, whole, given)
+        anchors, places = compared.anchors
+        also = {number: text for number, text in given.items() if number >= -num_stored}
+        others = {number: text for number, text in given.items() if number < -num_stored}
+        few = _few_among(anchors)  # a long part has one of them
+        yield from self._stored_parts(comparison, anchors[few], places[few], also)
+        rest = ~few & ~comparison.has_found(places)
+        yield from self._stored_parts(comparison, anchors[rest], places[rest], also)
+        if others:
+            pairs = _pairs(anchors, places, _joined(_places_of(others)))
+            yield from comparison.parts(comparison.candidates(places, pairs))
+
+    def _stored_parts(
+        self, comparison: _Comparison, anchors: Column, places: Column, also: Mapping[int, _Compared]
+    ) -> Iterator[_Part]:
+        """Parts of stored texts at some anchors of the prompt."""
+        if len(anchors):
+            pairs = _pairs(anchors, places, _joined([self._places(anchors), *_places_of(also)]))
+            candidates = comparison.candidates(places, pairs)
+            comparison.written |= self._contents({content for content, *_ in candidates if content >= 0})
+            yield from comparison.parts(candidates)
+
+    def _places(self, anchors: Column) -> _Places:
+        """Places of anchors of the prompt in stored texts."""
+        try:
+            salted = np.unique(anchors ^ self._salt)  # in order: neighbours are read together
+            rows = self._database.query(_PLACES, (_SHARED_BY, json.dumps(salted.tolist())))
+        except StoreError as error:
+            self._warn(error)
+            return _NOWHERE
+        self._warned = False
+        found = [row for row in rows if row[1]]
+        counts = [written.count(" ") // 2 + 1 for _, written in found]
+        salted = np.repeat(np.array([anchor for anchor, _ in found], dtype=np.int64), counts)
+        try:
+            numbers = np.array(" ".join([written for _, written in found]).split(), dtype=np.int64)
+            return _Places(salted ^ self._salt, numbers[::2], numbers[1::2])
+        except (TypeError, ValueError, OverflowError):
+            logger.warning("the catalog holds something else than places of anchors. Run cacheclip store repair.")
+            return _NOWHERE
+
+    def _contents(self, wanted: set[int]) -> dict[int, object]:
+        """Compressed texts by id."""
+        try:
+            sql = (self._namespace, json.dumps(sorted(wanted)))
+            return dict(self._database.query(_CONTENTS, sql)) if wanted else {}
+        except StoreError as error:
+            self._warn(error)
+            return {}
 
     def texts(self) -> Iterator[str]:
         """All texts of the namespace of which parts can be found. Raises StoreError if the catalog cannot be used."""
@@ -275,77 +389,226 @@ class ExcerptIndex:
         self._warned = True
 
 
-def _gaps(compared: _Compared, whole: Sequence[TextMatch]) -> list[tuple[int, int]]:
-    """Compared bytes between whole texts, where a part of ``LEAST_SURE`` bytes has room."""
-    edges = [0, *(edge for match in whole for edge in compared.range_of(match.start, match.stop)), len(compared)]
-    gaps = zip(edges[::2], edges[1::2], strict=True)
-    return [(start, stop) for start, stop in gaps if stop - start >= LEAST_SURE]
+class _Comparison:
+    """Compares texts with a prompt where they share anchors, as long as there is room for it."""
+
+    def __init__(self, compared: _Compared, whole: Sequence[TextMatch], sources: Mapping[int, _Compared]) -> None:
+        self._compared, self._sources = compared, dict(sources)
+        self.written: dict[int, object] = {}
+        """Other texts, as they are in the catalog."""
+        self._edges = [compared.range_of(match.start, match.stop) for match in whole]
+        self._done = set[tuple[int, int]]()
+        self._places = [-1, len(compared)]
+        """Where anchors were looked up, and the ends."""
+        self._room = _MOST_COMPARED + _PER_BYTE * len(compared)
+        self._longest = np.zeros(len(compared), dtype=np.int64)
+        """For each byte, the length of the longest part or whole text that has it."""
+        for start, stop in self._edges:
+            self._longest[start:stop] = stop - start
+
+    def has_found(self, places: Column) -> Column:
+        """Which windows lie in something that was found."""
+        found: Column = (self._longest[places] > 0) & (self._longest[places + WINDOW - 1] > 0)
+        return found
+
+    def candidates(self, places: Column, pairs: _Places) -> list[list[int]]:
+        """Which texts to compare, see :func:`_candidates`.
+
+        Args:
+            places: where anchors were looked up.
+        """
+        self._places = sorted({*self._places, *places.tolist()})
+        return _candidates(pairs, self._edges)[: _MOST_CANDIDATES + len(self._compared) // 64]
+
+    def parts(self, candidates: Iterable[Sequence[int]]) -> Iterator[_Part]:
+        """Common parts of the prompt and texts."""
+        ours = self._compared
+        for content, shift, first, last in candidates:
+            # it hardly reaches the anchors before and after those that it shares
+            before = self._places[bisect_left(self._places, first) - 1]
+            after = self._places[bisect_right(self._places, last)]
+            if self._longest[first : last + 1].min() >= after - before + 2 * LEAST_SURE:
+                continue
+            if (content, shift) in self._done or (source := self._source(content)) is None:
+                continue
+            self._done.add((content, shift))
+            begin, end = max(0, shift), min(len(ours), len(source) + shift)
+            if end <= begin:
+                continue  # something else wrote to the catalog
+            if first == last and not _is_more_than_a_window(ours, source, first, first - shift):
+                continue
+            self._room -= end - begin
+            if self._room < 0:
+                logger.warning("the search for parts of stored texts was stopped: too many places look alike.")
+                return
+            equal = ours.bytes[begin:end] == source.bytes[begin - shift : end - shift]
+            for start, stop in ours.sure_runs(equal, begin):
+                np.maximum(self._longest[start:stop], stop - start, out=self._longest[start:stop])
+                yield _Part(start, stop, shift, source, content)
+
+    def _source(self, content: int) -> _Compared | None:
+        """A text; None if it was removed meanwhile, or is another tenant's."""
+        if content not in self._sources and content in self.written:
+            self._sources[content] = _Compared(_unpacked(self.written[content]))
+        return self._sources.get(content)
 
 
-def _anchors_in(compared: _Compared, gaps: Sequence[tuple[int, int]]) -> dict[int, list[int]]:
-    """Places of the prompt's anchors that lie in gaps, by anchor."""
-    found: dict[int, list[int]] = defaultdict(list)
-    anchors, places = compared.anchors
-    for start, stop in gaps:
-        for n in range(*np.searchsorted(places, [start, stop - WINDOW + 1]).tolist()):
-            found[int(anchors[n])].append(int(places[n]))
+_NOWHERE = _Places(*np.empty((3, 0), dtype=np.int64))
+
+
+def _is_more_than_a_window(ours: _Compared, source: _Compared, here: int, there: int) -> bool:
+    """Whether so much around an anchor is equal that it is a part, and not a phrase that both have by chance."""
+    before = min(here, there, LEAST_SURE)
+    ahead, their_ahead = ours.bytes[here : here + LEAST_SURE], source.bytes[there : there + LEAST_SURE]
+    behind, their_behind = ours.bytes[here - before : here], source.bytes[there - before : there]
+    start = here - _equal_bytes(behind.tobytes()[::-1], their_behind.tobytes()[::-1])
+    stop = here + _equal_bytes(ahead.tobytes(), their_ahead.tobytes())
+    return stop - start >= WINDOW and bool(ours.reaches[start] + WINDOW <= stop)
+
+
+def _equal_bytes(one: bytes, other: bytes) -> int:
+    """With how many equal bytes both begin."""
+    count = min(len(one), len(other))
+    differ = int.from_bytes(one[:count], "little") ^ int.from_bytes(other[:count], "little")
+    return ((differ & -differ).bit_length() - 1) // 8 if differ else count
+
+
+def _unpacked(written: object) -> str:
+    """A text of the catalog; empty if it is damaged."""
+    try:
+        return zlib.decompress(written).decode("utf-8", "surrogatepass")  # type: ignore[arg-type]
+    except (zlib.error, UnicodeDecodeError, TypeError):
+        logger.warning("a text in the catalog is damaged, and parts of it are not found in prompts")
+        return ""
+
+
+def _few_among(anchors: Column) -> Column:
+    """Which anchors have the smallest hash among ``_NEIGHBOURS`` neighbours: a long common part has one of them."""
+    few = np.zeros(len(anchors), dtype=bool)
+    for width, least in smallest(anchors, _NEIGHBOURS):
+        if width == _NEIGHBOURS or len(anchors) < 2 * width:
+            few[least] = True
+    return few
+
+
+def _few_of_each(anchors: Column, places: Column) -> tuple[Column, Column]:
+    """The first ``_SHARED_BY`` places of each anchor of a text: no more are looked at."""
+    order = np.argsort(anchors, kind="stable")
+    kept = np.sort(order[_ranks(anchors[order]) < _SHARED_BY])
+    return anchors[kept], places[kept]
+
+
+def _ranks(values: Column) -> Column:
+    """How many of the neighbours before each value are equal to it."""
+    first = np.concatenate(([True], values[1:] != values[:-1])) if len(values) else np.empty(0, dtype=bool)
+    numbers = np.arange(len(values))
+    return numbers - np.maximum.accumulate(np.where(first, numbers, 0))
+
+
+def _numbered(texts: Sequence[str]) -> Iterator[tuple[int, _Compared]]:
+    """Given texts, numbered from -1 down: stored texts have numbers from 1 up."""
+    room = _MOST_GIVEN
+    for number, text in enumerate(texts):
+        room -= len(text)
+        if room >= 0:
+            yield -1 - number, _Compared(text)
+
+
+def _places_of(sources: Mapping[int, _Compared]) -> Iterator[_Places]:
+    for number, source in sources.items():
+        anchors, places = source.anchors
+        yield _Places(anchors, np.full(len(anchors), number), places)
+
+
+def _joined(places: Iterable[_Places]) -> _Places:
+    return _Places(*map(np.concatenate, zip(*places, strict=True)))
+
+
+def _pairs(anchors: Column, places: Column, others: _Places) -> _Places:
+    """For each pair of equal anchors: the place in the prompt, the text, and how far the text is moved to lie there.
+    Anchors that are in many places are left out if there are too many pairs."""
+    order = np.argsort(anchors, kind="stable")
+    anchors, places = anchors[order], places[order]
+    first = np.searchsorted(anchors, others.anchors)
+    counts = np.searchsorted(anchors, others.anchors, side="right") - first
+    fewest = np.argsort(counts, kind="stable")
+    most = _MOST_PAIRS + 2 * len(places)
+    fewest = fewest[: np.searchsorted(np.cumsum(counts[fewest]), most, side="right")]
+    chosen = np.repeat(fewest, counts[fewest])
+    here = places[ranges(first[fewest], counts[fewest])]
+    return _Places(here, others.contents[chosen], here - others.places[chosen])
+
+
+def _candidates(pairs: _Places, whole: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """Which texts to compare: number, how far it is moved, its first and its last anchor in the prompt. Those that
+    share the most anchors come first.
+
+    A text that shares anchors with one whole text of the prompt only is left out: no part of it is much longer.
+    """
+    if not len(pairs[0]):
+        return []
+    order = np.lexsort((pairs[0], pairs[2], pairs[1]))
+    here, contents, shifts = (column[order] for column in pairs)
+    is_first = np.ones(len(here), dtype=bool)
+    is_first[1:] = (contents[1:] != contents[:-1]) | (shifts[1:] != shifts[:-1])
+    first = np.flatnonzero(is_first)
+    last = np.append(first[1:], len(here)) - 1
+    counts = last - first + 1
+    inside = np.zeros(len(first), dtype=bool)
+    if whole:
+        starts, stops = np.array(whole, dtype=np.int64).T
+        owners = np.searchsorted(starts, here[first], side="right") - 1
+        inside = (owners >= 0) & (here[last] < stops[owners])
+    # of the texts at an anchor, those that share the most
+    group = np.cumsum(is_first) - 1
+    pair = np.flatnonzero(~inside[group])
+    pair = pair[np.lexsort((-counts[group[pair]], here[pair]))]
+    kept = np.unique(group[pair[_ranks(here[pair]) < _PER_ANCHOR]])
+    kept = kept[np.argsort(-counts[kept], kind="stable")]
+    found: list[list[int]] = np.stack([contents[first], shifts[first], here[first], here[last]], 1)[kept].tolist()
     return found
 
 
-def _places_of(anchors: Mapping[int, list[int]], sources: Mapping[int, _Compared]) -> Iterator[tuple[int, int, int]]:
-    """Anchor, number and place of given texts, for anchors of the prompt."""
-    for number, source in sources.items():
-        for anchor, place in zip(*(column.tolist() for column in source.anchors), strict=True):
-            if anchor in anchors:
-                yield anchor, number, place
-
-
-def _chosen(anchors: Mapping[int, list[int]], places: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
-    """Which texts to compare at which shift: for each anchor of the prompt, those that share the most anchors."""
-    at: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for anchor, content, place in places:
-        for own in anchors[anchor][:_SHARED_BY]:
-            at[own].append((content, own - place))
-    counts = Counter(each for found in at.values() for each in found)
-    chosen: dict[tuple[int, int], None] = {}
-    for found in at.values():
-        chosen.update(dict.fromkeys(sorted(set(found), key=lambda each: (-counts[each], each))[:_PER_ANCHOR]))
-    return list(chosen)
-
-
 def _cover(compared: _Compared, parts: Iterable[_Part], whole: Sequence[TextMatch]) -> list[TextMatch]:
-    """Parts from the longest on, each where none was before; of equally long ones, whole texts and then the first."""
+    """Of all parts and whole texts the longest, then the longest of what is left; of equally long ones, whole texts and
+    then the first."""
     free = np.ones(len(compared), dtype=bool)
-    is_whole = {compared.range_of(match.start, match.stop): match for match in whole}
-    found: list[TextMatch] = []
-    every = [*parts, *(_Part(start, stop, None, start) for start, stop in is_whole)]
-    for part in sorted(every, key=lambda p: (p.start - p.stop, p.source is not None, p.start)):
+    taken, kept = bytearray(len(compared.text)), bytearray(len(compared.text))
+    """By character: whether a match has it; whether it belongs to a whole text."""
+    matches = {compared.range_of(match.start, match.stop): match for match in whole}
+    for match in whole:
+        kept[match.start : match.stop] = b"\1" * (match.stop - match.start)
+    every = [*parts, *(_Part(start, stop, start, None) for start, stop in matches)]
+    queue = [(part.start - part.stop, part.source is not None, part.start, n, part) for n, part in enumerate(every)]
+    heapq.heapify(queue)
+    number, found = len(queue), []
+    while queue:
+        part = heapq.heappop(queue)[-1]
         room = free[part.start : part.stop]
+        is_free = room.all()
         if part.source is None:
-            match = is_whole[part.start, part.stop]
-            if room.all():
+            match = matches[part.start, part.stop]
+            if is_free and 1 not in taken[match.start : match.stop]:
                 found.append(match)
+                taken[match.start : match.stop] = b"\1" * (match.stop - match.start)
                 room[:] = False
                 continue
             part = part._replace(source=_Compared(compared.text[match.start : match.stop]))
-        for first, last in _long_runs(room):
-            found += _matches(compared, part._replace(start=part.start + first, stop=part.start + last))
-            room[first:last] = False
-    return _without_overlap(found)
+        if is_free:
+            found += _matches(compared, part, taken, kept)
+            room[:] = False
+            continue
+        for start, stop in compared.sure_runs(room, part.start):
+            heapq.heappush(queue, (start - stop, True, start, number, part._replace(start=start, stop=stop)))
+            number += 1
+    return sorted(found, key=lambda match: match.start)
 
 
-def _long_runs(mask: Column) -> list[list[int]]:
-    """Where a bool column is True ``LEAST_SURE`` times or more in a row: first place, place after the last."""
-    edges = np.flatnonzero(np.diff(np.concatenate(([False], mask, [False])).astype(np.int8)))
-    runs: list[list[int]] = edges.reshape(-1, 2).tolist()
-    return [[start, stop] for start, stop in runs if stop - start >= LEAST_SURE]
-
-
-def _matches(compared: _Compared, part: _Part) -> Iterator[TextMatch]:
+def _matches(compared: _Compared, part: _Part, taken: bytearray, kept: bytearray) -> Iterator[TextMatch]:
     """The characters of a part: one match for each stretch in which both texts have equally many characters that are
-    not compared."""
+    not compared. Each takes in equal characters around it that nothing else has."""
     assert part.source is not None, "a whole text is one match"
-    ours, theirs = compared.characters, part.source.characters
+    ours, theirs, text, of = compared.characters, part.source.characters, compared.text, part.source.text
     start, stop = part.start, part.stop
     # whole characters only
     while start < stop and start and ours[start - 1] == ours[start]:
@@ -359,27 +622,13 @@ def _matches(compared: _Compared, part: _Part) -> Iterator[TextMatch]:
     first = 0
     for last in ends:
         begin, end, at = int(here[first]), int(here[last - 1]) + 1, int(there[first])
-        while begin and at and compared.text[begin - 1] == part.source.text[at - 1]:
+        first = last
+        while begin and at and text[begin - 1] == of[at - 1] and not (taken[begin - 1] or kept[begin - 1]):
             begin, at = begin - 1, at - 1
         after = at + end - begin
-        while end < len(compared.text) and after < len(part.source.text):
-            if compared.text[end] != part.source.text[after]:
-                break
+        while end < len(text) and after < len(of) and text[end] == of[after] and not (taken[end] or kept[end]):
             end, after = end + 1, after + 1
-        yield TextMatch(begin, end, part.source.text, at)
-        first = last
-
-
-def _without_overlap(found: Iterable[TextMatch]) -> list[TextMatch]:
-    """Matches in order, each cut where the one before it ends: white space at their edges may belong to both."""
-    ordered: list[TextMatch] = []
-    for match in sorted(found, key=lambda match: (match.start, match.stop)):
-        if ordered and match.start < ordered[-1].stop:
-            if match.source is None:  # a whole text stays whole
-                ordered[-1] = TextMatch(ordered[-1].start, match.start, ordered[-1].source, ordered[-1].at)
-            else:
-                cut = ordered[-1].stop - match.start
-                match = TextMatch(match.start + cut, match.stop, match.source, match.at + cut)
-        if match.start < match.stop:
-            ordered.append(match)
-    return [match for match in ordered if match.source is None or match.stop - match.start >= _LEAST_STRETCH]
+        if end - begin >= _LEAST_STRETCH:
+            taken[begin:end] = b"\1" * (end - begin)
+            is_whole = not at and after == len(of) and text[begin:end] == of
+            yield TextMatch(begin, end) if is_whole else TextMatch(begin, end, of, at)

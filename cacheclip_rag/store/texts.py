@@ -18,8 +18,8 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -29,7 +29,7 @@ from .database import Database
 from .excerpts import SCHEMA as EXCERPTS_SCHEMA
 from .excerpts import ExcerptIndex, TextMatch
 from .keys import text_digest
-from .winnowing import WINDOW, Column, code_points, smallest, window_hashes
+from .winnowing import WINDOW, Column, code_points, ranges, smallest, window_hashes
 
 __all__ = ["REACH", "SCHEMA", "WINDOW", "WRITE", "TextIndex", "TextMatch", "TextRow", "text_row"]
 
@@ -42,7 +42,7 @@ _POPULAR = 512
 """Texts with the same anchor. From here on rows are looked up by anchor and ending, not read one by one."""
 _MOST_ROWS = 1 << 18
 """Most rows of one reach per search."""
-_MOST_COMPARED = 1 << 25
+_MOST_COMPARED = 1 << 22
 """Most slices of a prompt whose hash is compared per search."""
 _MOST_WRONG = 256
 """Most slices per search that have a text's hash but not its digest."""
@@ -125,6 +125,11 @@ class TextIndex:
         """Add texts by their rows. They are found as a whole, but not in part."""
         self._database.execute_many([(WRITE, (self._namespace, *row)) for row in rows])
 
+    def mend(self, texts: Iterable[str]) -> None:
+        """Make what the index holds agree, and add ``texts`` again. Raises StoreError if the catalog cannot be used."""
+        self._excerpts.mend()
+        self.add(texts)
+
     def remove(self, texts: Iterable[str]) -> None:
         """Remove texts, for every process. Raises StoreError if the catalog cannot be used."""
         texts = list(texts)
@@ -144,23 +149,44 @@ class TextIndex:
         """Whether the text of a row was added and not removed since."""
         return bool(self._database.query(f"SELECT 1 {_THIS_ROW}", self._name(row)))
 
-    def find(self, prompt: str, documents: Iterable[str] = ()) -> list[TextMatch]:
+    def find(self, prompt: str, documents: Iterable[str] = (), *, parts: bool = True) -> list[TextMatch]:
         """Stored texts and ``documents`` that occur in ``prompt``, as a whole or in part: the longest first, not
         overlapping, in order.
 
+        A document that is not stored is no match where stored texts and parts of them cover it: they can be reused now.
         If the catalog cannot be used, only ``documents`` are found, and the first search says so in a warning.
+
+        Args:
+            parts: False finds whole texts only, see :meth:`find_whole`.
         """
-        documents = list(documents)
-        return self._excerpts.find(prompt, self.find_whole(prompt, documents), documents)
+        documents = list(dict.fromkeys(documents))
+        if not parts:
+            return self.find_whole(prompt, documents)
+        places = _places_in(prompt)
+        whole = self._stored_whole(prompt, places)
+        found = {prompt[match.start : match.stop] for match in whole}
+        others = [text for text in documents if text not in found]
+        stored = [text for text in others if self._is_known(text)]
+        given = [text for text in others if text not in stored]
+        given_whole = _Search(prompt, places.hashes, _Rows.of([*_rows_of(given)])).matches(places.smallest)
+        found = {prompt[match.start : match.stop] for match in given_whole}
+        given = [text for text in given if text not in found]
+        return self._excerpts.find(prompt, whole, stored, given, given_whole)
 
     def find_whole(self, prompt: str, documents: Iterable[str] = ()) -> list[TextMatch]:
         """Stored texts and ``documents`` that occur in ``prompt`` as a whole: leftmost, longest, not overlapping, in
         order."""
-        given = list(_rows_of(documents))
-        hashes = window_hashes(code_points(prompt))
-        places = dict(smallest(hashes, REACH))
-        rows = _Rows.of(given + self._stored(hashes, places))
-        return _Search(prompt, hashes, rows).matches(places)
+        return self._stored_whole(prompt, _places_in(prompt), _rows_of(documents))
+
+    def _stored_whole(self, prompt: str, places: _Places, given: Iterable[TextRow] = ()) -> list[TextMatch]:
+        rows = _Rows.of([*given, *self._stored(places.hashes, places.smallest)])
+        return _Search(prompt, places.hashes, rows).matches(places.smallest)
+
+    def _is_known(self, text: str) -> bool:
+        """Whether a text is stored. False if the catalog cannot be used."""
+        with suppress(StoreError):
+            return self.known(text)
+        return False
 
     def _name(self, row: TextRow) -> tuple[str, int, int, int, bytes]:
         return self._namespace, row.reach, row.anchor, row.ending, row.digest
@@ -194,6 +220,19 @@ class TextIndex:
                 yield from (TextRow(*row) for row in rows if [*map(type, row)] == [bytes, *[int] * (len(row) - 1)])
 
 
+class _Places(NamedTuple):
+    """Where texts may start in a prompt."""
+
+    hashes: Column
+    smallest: dict[int, Column]
+    """By reach, see :func:`~cacheclip_rag.store.winnowing.smallest`."""
+
+
+def _places_in(prompt: str) -> _Places:
+    hashes = window_hashes(code_points(prompt))
+    return _Places(hashes, dict(smallest(hashes, REACH)))
+
+
 def _rows_of(texts: Iterable[str]) -> Iterator[TextRow]:
     """Rows of texts; short texts are left out."""
     return (row for text in texts if (row := text_row(text)) is not None)
@@ -209,30 +248,39 @@ class _Sums:
     Sums of window hashes and not of characters, because two different texts with equal sums of characters are known.
     """
 
-    powers: Column
-    """``(num_windows + 1,)`` int64."""
+    inverse: Column
+    """``(num_windows + 1,)`` int64: powers of the number's inverse."""
     sums: Column
     """``(num_windows + 1,)`` int64: sum over the windows before."""
 
     @classmethod
     def of(cls, hashes: Column) -> _Sums:
-        factors = np.full(len(hashes) + 1, 0x5851F42D4C957F2D, np.int64)
-        factors[0] = 1
-        powers, sums = np.cumprod(factors), np.zeros(len(hashes) + 1, np.int64)
-        np.cumsum(hashes * powers[:-1], out=sums[1:])
-        return cls(powers, sums)
+        sums = np.zeros(len(hashes) + 1, np.int64)
+        np.cumsum(hashes * _powers(_FACTOR, len(hashes)), out=sums[1:])
+        return cls(_powers(_INVERSE, len(hashes) + 1), sums)
 
-    def equal(self, starts: Column, counts: Column, stops: Column, wholes: Column) -> Column:
-        """Which slices ``[start, stop)`` of ``WINDOW`` or more characters have the hash ``whole``.
+    def hashes(self, starts: Column, counts: Column, stops: Column) -> Column:
+        """Hashes of slices ``[start, stop)`` of ``WINDOW`` or more characters.
 
         Args:
             starts: each stands for the next ``count`` slices.
             stops: a slice that goes beyond the end is cut there.
         """
-        found = self.sums.take(stops - (WINDOW - 1), mode="clip")
+        found: Column = self.sums.take(stops - (WINDOW - 1), mode="clip")
         found -= np.repeat(self.sums[starts], counts)
-        equal: Column = np.flatnonzero(found == wholes * np.repeat(self.powers[starts], counts))
-        return equal
+        found *= np.repeat(self.inverse[starts], counts)
+        return found
+
+
+_FACTOR = 0x5851F42D4C957F2D
+_INVERSE = pow(_FACTOR, -1, 1 << 64)
+
+
+def _powers(number: int, count: int) -> Column:
+    """The first powers of a number, modulo 2**64."""
+    factors = np.full(count, number, np.uint64)
+    factors[:1] = 1
+    return np.cumprod(factors).view(np.int64)
 
 
 # -- search ---------------------------------------------------------------------------------------------------------
@@ -240,32 +288,42 @@ class _Sums:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Rows:
-    """Rows in columns, ordered by key."""
+    """Which slices of a prompt may be texts. Many texts of one key and length cost one comparison."""
 
     keys: Column
-    """int64: each key once."""
+    """int64: each key once, in order."""
     first: Column
-    """First row of each key."""
+    """First length of each key."""
     counts: Column
-    """Rows of each key."""
+    """Lengths of each key."""
     lengths: Column
+    """Ordered by key; each length of a key once."""
     wholes: Column
-    digests: list[bytes]
+    """Hashes of all texts, in order."""
+    digests: frozenset[bytes]
 
     @classmethod
     def of(cls, rows: list[TextRow]) -> _Rows:
         numbers = np.array([row[1:] for row in rows], np.int64).reshape(-1, 6)
         reaches, anchors, starts, lengths, _, wholes = numbers.T
         keys = _keys(reaches, anchors, starts)
-        order = np.argsort(keys, kind="stable")
-        keys, first, counts = np.unique(keys[order], return_index=True, return_counts=True)
-        return cls(keys, first, counts, lengths[order], wholes[order], [rows[row].digest for row in order])
+        order = np.lexsort((lengths, keys))
+        keys, lengths = keys[order], lengths[order]
+        is_first = np.ones(len(keys), dtype=bool)
+        is_first[1:] = (keys[1:] != keys[:-1]) | (lengths[1:] != lengths[:-1])
+        keys, first, counts = np.unique(keys[is_first], return_index=True, return_counts=True)
+        return cls(keys, first, counts, lengths[is_first], np.unique(wholes), frozenset(row.digest for row in rows))
 
     def at(self, keys: Column) -> tuple[Column, Column]:
         """Which of ``keys`` have rows, and the number of each of these among the keys of this table."""
         numbers = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
         known = np.flatnonzero(self.keys[numbers] == keys)
         return known, numbers[known]
+
+    def have(self, hashes: Column) -> Column:
+        """Which of ``hashes`` are those of texts."""
+        places = np.minimum(np.searchsorted(self.wholes, hashes), len(self.wholes) - 1)
+        return np.flatnonzero(self.wholes[places] == hashes)
 
 
 def _keys(reaches: Column | int, anchors: Column, starts: Column) -> Column:
@@ -323,18 +381,15 @@ class _Search:
     def _matches(self, starts: Column, numbers: Column, end: int) -> Iterator[TextMatch]:
         """Matches that begin at some of ``starts``, and not before ``end``."""
         counts = self._rows.counts[numbers]
-        rows = _ranges(self._rows.first[numbers], counts)
-        ends = self._rows.lengths[rows] + np.repeat(starts, counts)
-        fits = self._sums.equal(starts, counts, ends, self._rows.wholes[rows])
+        ends = self._rows.lengths[ranges(self._rows.first[numbers], counts)] + np.repeat(starts, counts)
+        fits = self._rows.have(self._sums.hashes(starts, counts, ends))
         fits = fits[ends[fits] <= len(self._prompt)]
-        rows, starts, stops = rows[fits], np.repeat(starts, counts)[fits], ends[fits]
+        starts, stops = np.repeat(starts, counts)[fits], ends[fits]
         order = np.lexsort((-stops, starts))
-        slices = zip(starts[order].tolist(), stops[order].tolist(), rows[order].tolist(), strict=True)
-        for (start, stop), same in groupby(slices, key=lambda each: each[:2]):
+        for start, stop in zip(starts[order].tolist(), stops[order].tolist(), strict=True):
             if start < end or self._wrong > _MOST_WRONG:
                 continue
-            digest = text_digest(self._prompt[start:stop])
-            if any(self._rows.digests[row] == digest for _, _, row in same):
+            if text_digest(self._prompt[start:stop]) in self._rows.digests:
                 yield TextMatch(start, stop)
                 end = stop
             else:
@@ -343,9 +398,3 @@ class _Search:
     @property
     def _exhausted(self) -> bool:
         return self._compared > _MOST_COMPARED or self._wrong > _MOST_WRONG
-
-
-def _ranges(first: Column, counts: Column) -> Column:
-    """Concatenated ranges: ``count`` whole numbers from each ``first`` on."""
-    before = np.cumsum(counts) - counts
-    return np.repeat(first - before, counts) + np.arange(counts.sum())

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["WINDOW", "Column", "code_points", "smallest", "window_hashes"]
+__all__ = ["WINDOW", "Column", "code_points", "ranges", "smallest", "window_hashes"]
 
 WINDOW = 16
 """Items per window."""
@@ -30,9 +30,11 @@ def window_hashes(items: Column) -> Column:
     count = len(codes) - WINDOW + 1
     if count <= 0:
         return np.empty(0, dtype=np.int64)
-    hashes = np.zeros(count, dtype=np.uint64)
-    for offset in range(WINDOW):  # a polynomial modulo 2**64; the finaliser below spreads the hashes
-        hashes = hashes * np.uint64(0x100000001B3) + codes[offset : offset + count]
+    # a polynomial modulo 2**64, of windows twice as wide at each step; the finaliser below spreads the hashes
+    hashes, factor, width = codes, 0x100000001B3, 1
+    while width < WINDOW:
+        hashes = hashes[:-width] * np.uint64(factor) + hashes[width:]
+        factor, width = factor * factor % (1 << 64), 2 * width
     hashes = (hashes ^ (hashes >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
     return (hashes ^ (hashes >> np.uint64(32))).view(np.int64)
 
@@ -48,3 +50,9 @@ def smallest(hashes: Column, reach: int) -> Iterator[tuple[int, Column]]:
         left, right = places[:-width], places[width:]
         places = np.where(hashes[left] <= hashes[right], left, right)
         width *= 2
+
+
+def ranges(first: Column, counts: Column) -> Column:
+    """Concatenated ranges: ``count`` whole numbers from each ``first`` on."""
+    before = np.cumsum(counts) - counts
+    return np.repeat(first - before, counts) + np.arange(counts.sum())

@@ -75,9 +75,7 @@ class LangChainFields(ModelFields):
 
         def events() -> Iterator[Event]:
             with langchain_errors():
-                yield from final_events(
-                    self.engine.stream(prompt, **arguments, documents=given), one_call=one_call
-                )
+                yield from final_events(self.engine.stream(prompt, **arguments, documents=given), one_call=one_call)
 
         return events
 

@@ -120,6 +120,80 @@ class TestReuse:
         assert part.reused == () and part.layout.chunks == ()
 
 
+class TestGivenTexts:
+    """Texts that a caller gives with the prompt and that are not stored, in prompts with stored chunks."""
+
+    LONG = " ".join(SENTENCES[:5])
+    WINDOW = " ".join(SENTENCES[1:4])
+    OTHERS = " ".join(SENTENCES[5:])
+
+    @pytest.fixture
+    def engine(self, tiny_models: dict[str, str]) -> CacheClipEngine:
+        engine = make_engine(tiny_models["llama"], tiny_models["auxiliary"])
+        engine.precompute([self.LONG])
+        return engine
+
+    def test_a_part_of_a_stored_chunk_is_reused(self, engine: CacheClipEngine) -> None:
+        prompt = f"Read.\n\n{self.WINDOW}\n\n{QUESTION}"
+        plan = engine.plan(prompt, documents=[self.WINDOW])
+        assert plan.chunk_tokens == engine.plan(prompt).chunk_tokens > 0.9 * len(engine.primary.tokenize(self.WINDOW))
+        stats = engine.generate(prompt, documents=[self.WINDOW]).stats
+        assert (stats.hits, stats.misses, stats.not_found) == (1, 0, 0)
+        assert not engine.is_stored(self.WINDOW)
+
+    def test_over_two_stored_chunks(self, engine: CacheClipEngine) -> None:
+        engine.precompute([self.OTHERS])
+        window = f"{self.LONG[-200:].strip()} {self.OTHERS[:200].strip()}"
+        plan = engine.plan(f"Read.\n\n{window}\n\n{QUESTION}", documents=[window])
+        assert {span.whole for span in plan.reused} == {self.LONG, self.OTHERS} and plan.not_found == 0
+
+    def test_rewritten_on_its_way(self, engine: CacheClipEngine) -> None:
+        plan = engine.plan(f"Read.\n\n{json.dumps([self.WINDOW])}\n\n{QUESTION}", documents=[self.WINDOW])
+        assert {span.whole for span in plan.reused} == {self.LONG} and plan.not_found == 0
+
+    def test_of_stored_sentences(self, engine: CacheClipEngine) -> None:
+        sentences = SENTENCES[5:]
+        engine.precompute(sentences)
+        joined = " ".join(sentences)
+        plan = engine.plan(f"Read.\n\n{joined}\n\n{QUESTION}", documents=[joined])
+        assert [span.whole for span in plan.reused] == sentences
+
+    def test_half_known_it_is_one_chunk(self, engine: CacheClipEngine) -> None:
+        half = f"{self.WINDOW} {self.OTHERS}"
+        prompt = f"Read.\n\n{half}\n\n{QUESTION}"
+        assert engine.plan(prompt, documents=[half]).missing_texts == (half,)
+        engine.generate(prompt, documents=[half])
+        assert [span.whole for span in engine.plan(prompt).reused] == [half]
+
+    def test_neither_stored_nor_covered(self, engine: CacheClipEngine) -> None:
+        given = [self.OTHERS, "Nowhere in the prompt, of some length."]
+        plan = engine.plan(f"Read.\n\n{self.OTHERS}\n\n{QUESTION}", documents=given)
+        assert (plan.missing_texts, plan.not_found) == ((self.OTHERS,), 1)
+
+    def test_methods_that_need_whole_chunks_store_it(self, engine: CacheClipEngine) -> None:
+        method = preset("block")
+        engine.precompute([self.LONG], method=method)
+        plan = engine.plan(f"Read.\n\n{self.WINDOW}\n\n{QUESTION}", documents=[self.WINDOW], method=method)
+        assert plan.missing_texts == (self.WINDOW,)
+
+
+class TestWithoutOffsets:
+    """A tokenizer that does not say which characters a token has."""
+
+    def test_the_prompt_is_what_was_sent(self, engine: CacheClipEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        prompt = f"Read.\n\n{TEXTS[2][-300:]}\n\n{TEXTS[3]}\n\n{QUESTION}"
+        whole = [TEXTS[3]]
+        segments = engine.segment(prompt)
+        assert [s.of for s in segments if isinstance(s, Chunk)] == [TEXTS[2], None]
+        monkeypatch.setattr(engine.primary, "has_offsets", False)
+        for given in (prompt, segments):
+            layout = engine.plan(given).layout
+            assert "".join(span.segment.text for span in layout.spans).count(prompt) == 1
+            assert [span.whole for span in layout.chunks] == whole
+            said = engine.primary.decode_ids(layout.token_ids)
+            assert "".join(said.split()).count("".join(prompt.split())) == 1
+
+
 @pytest.mark.parametrize("kind", KINDS)
 class TestKV:
     PROMPT = f"Read.\n\n{TEXTS[2][90:-60]}\n\n> {TEXTS[3][:-200]}\n{TEXTS[0]}\n\nQuestion: {QUESTION}"

@@ -295,6 +295,28 @@ class TestWhatTheModelReads:
         tokens = sum(len(llm.engine.primary.tokenize(window)) for window in read)
         assert stats["chunk_tokens"] >= 0.9 * tokens
 
+    def test_windows_that_are_given_are_parts_too(
+        self, tiny_models: dict[str, str], chunks: list[str], question: str, seen: Seen
+    ) -> None:
+        """A synthesizer that tells the engine the windows: what the document's chunks cover is not stored again."""
+        llm = CacheClipLLM(primary=tiny_models["llama"], auxiliary=None, method="anchored", max_tokens=2)
+        documents = [Document(text=" ".join(chunks[:3]))]
+        CacheClipTransform.from_llm(llm)(SentenceSplitter(chunk_size=512, chunk_overlap=0)(documents))
+        windows = SentenceWindowNodeParser.from_defaults(window_size=2).get_nodes_from_documents(documents)
+        engine = RetrieverQueryEngine.from_args(
+            VectorStoreIndex(windows, embed_model=WordEmbedding()).as_retriever(similarity_top_k=2),
+            llm=llm,
+            response_synthesizer=CacheClipSynthesizer(llm=llm),
+            node_postprocessors=[MetadataReplacementPostProcessor(target_metadata_key="window")],
+        )
+        response = engine.query(question)
+        stats = seen.fusions[-1].stats
+        assert stats["hits"] >= 2 and (stats["misses"], stats["not_found"]) == (0, 0)
+        read = [each.node.get_content(metadata_mode=MetadataMode.NONE) for each in response.source_nodes]
+        assert not any(map(llm.engine.is_stored, read))
+        tokens = sum(len(llm.engine.primary.tokenize(window)) for window in read)
+        assert stats["chunk_tokens"] >= 0.8 * tokens, "the parser's two blanks differ"
+
     def test_merged_parents_hit_if_they_were_precomputed(
         self,
         llm: CacheClipLLM,

@@ -100,6 +100,12 @@ class TestMapReduce:
         answer = engine.generate(rag_prompt(THREE), SHORT, method=MapReduce(map_tokens=5))
         assert (answer.text, answer.token_ids) == (expected.text, expected.token_ids)
 
+    def test_a_given_part_of_a_stored_chunk_is_a_chunk(self, engine: CacheClipEngine) -> None:
+        """Each text that the caller gives is answered from by itself, whatever is stored."""
+        windows = [text[20:240].strip() for text in THREE[:2]]
+        engine.generate(rag_prompt(windows), SHORT, method=MapReduce(map_tokens=5), documents=windows)
+        assert all(engine.is_stored(window, needs_auxiliary=False) for window in windows)
+
     def test_partial_answers_are_greedy(self, engine: CacheClipEngine) -> None:
         warm = SamplingParams(max_tokens=12, temperature=1.0, seed=3)
         lines = [

@@ -22,6 +22,7 @@ from cacheclip_rag.store import Catalog, ChunkStore
 from cacheclip_rag.store.care import clear, collect_garbage, repair, verify
 from cacheclip_rag.store.database import Database
 from cacheclip_rag.store.eviction import make_room
+from cacheclip_rag.store.excerpts import TextMatch
 from tests.store.samples import bytes_on_disk, is_intact, key, kv, opened, path_of, payload_files, put, totals_are_right
 
 LONG = "text number {} is long enough to be found in a prompt"
@@ -464,3 +465,56 @@ def test_eviction_ends_if_nothing_can_be_removed() -> None:
     run = Stubborn()
     assert make_room(run, "t", "", 0, lambda keys: None) == (False, 0)
     run.database.close()
+
+
+class TestPartsOfTexts:
+    """A payload holds no text: what the catalog lost of it comes from sources, or from adding it again."""
+
+    TEXTS = tuple(f"Page {n}. " + " ".join(f"{LONG.format(n * 100 + line)}." for line in range(5)) for n in (1, 2))
+
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        """Two texts with KV, of which the first has a source."""
+        store = opened(tmp_path)
+        for number, text in enumerate(self.TEXTS, 1):
+            store.put(key(number), kv(number), "float32", text=text)
+        store.texts.add(self.TEXTS)
+        store.catalog.add_source("t", "node", self.TEXTS[0])
+        store.close()
+        assert self.found(tmp_path) == [True, True]
+        return tmp_path
+
+    def found(self, folder: Path) -> list[bool]:
+        """Which texts are found in part."""
+        texts = ChunkStore.open(folder).tenant("t").texts
+        return [[match.of for match in texts.find(f"It says: {text[9:150]}!")] == [text] for text in self.TEXTS]
+
+    @staticmethod
+    def change(folder: Path, sql: str) -> None:
+        with sqlite3.connect(folder / "catalog.sqlite3") as catalog:
+            catalog.execute(sql)
+        catalog.close()
+
+    def test_a_deleted_catalog_loses_them(self, folder: Path) -> None:
+        (folder / "catalog.sqlite3").unlink()
+        assert repair(folder).found_whole_only == 2
+        texts = ChunkStore.open(folder).tenant("t").texts
+        assert [texts.find(text) for text in self.TEXTS] == [[TextMatch(0, len(text))] for text in self.TEXTS]
+        assert self.found(folder) == [False, False]
+        texts.add(self.TEXTS[:1])
+        assert self.found(folder) == [True, False] and repair(folder).found_whole_only == 1
+        [match] = texts.find(f"It says: {self.TEXTS[1][9:150]}!", self.TEXTS)
+        assert match.of == self.TEXTS[1], "it was given"
+
+    @pytest.mark.parametrize("table", ["contents", "anchors"])
+    def test_a_repair_brings_back_what_it_can(self, folder: Path, table: str) -> None:
+        self.change(folder, f"DELETE FROM {table}")
+        assert self.found(folder) == [False, False]
+        assert repair(folder).found_whole_only == (table == "contents")
+        assert self.found(folder) == [True, table == "anchors"]
+
+    def test_a_damaged_text_is_removed(self, folder: Path) -> None:
+        self.change(folder, "UPDATE contents SET text = x'00'")
+        assert repair(folder).found_whole_only == 1 and self.found(folder) == [True, False]
+        [(count,)] = ChunkStore.open(folder).catalog.database.query("SELECT count(DISTINCT content) FROM anchors")
+        assert count == 1

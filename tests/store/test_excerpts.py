@@ -43,11 +43,11 @@ def check(prompt: str, matches: list[TextMatch], texts: list[str]) -> None:
     assert all(a.stop <= b.start for a, b in zip(matches, matches[1:], strict=False))
     for match in matches:
         found = prompt[match.start : match.stop]
-        if match.source is None:
+        if match.of is None:
             assert found in texts
         else:
-            assert match.source in texts
-            assert bare(found) == bare(match.source[match.at : match.at + len(found)])
+            assert match.of in texts
+            assert bare(found) == bare(match.of[match.at : match.at + len(found)])
 
 
 def covered(matches: list[TextMatch]) -> int:
@@ -68,7 +68,7 @@ class TestFinding:
     def test_a_whole_text_is_a_whole_text(self) -> None:
         texts = [prose(1), prose(2)]
         prompt = f"Read: {texts[1]} and\n{texts[0]}"
-        assert [m.source for m in index_of(*texts).find(prompt)] == [None, None]
+        assert [m.of for m in index_of(*texts).find(prompt)] == [None, None]
 
     @pytest.mark.parametrize("name", REWRITES)
     def test_a_text_that_was_rewritten(self, name: str) -> None:
@@ -77,7 +77,7 @@ class TestFinding:
         prompt = "Use these.\n\n" + "\n\n".join(written) + "\n\nWho was it?"
         matches = index_of(*texts).find(prompt)
         check(prompt, matches, texts)
-        assert {match.source for match in matches} == set(texts[:3])
+        assert {match.of for match in matches} == set(texts[:3])
         assert covered(matches) > 0.95 * sum(len(bare(text)) for text in written)
 
     def test_parts_of_several_texts_joined_without_a_gap(self) -> None:
@@ -85,7 +85,7 @@ class TestFinding:
         prompt = texts[0][300:700] + texts[1][100:500] + texts[2]
         matches = index_of(*texts).find(prompt)
         check(prompt, matches, texts)
-        assert [m.source for m in matches] == [texts[0], texts[1], None]
+        assert [m.of for m in matches] == [texts[0], texts[1], None]
         assert covered(matches) >= len(prompt) - 8, "characters that both have by chance may fall to either"
 
     def test_a_part_that_comes_twice(self) -> None:
@@ -97,14 +97,39 @@ class TestFinding:
         parent = prose(1, 400)
         child = parent[600:900].strip()
         index = index_of(parent, child)
-        assert [m.source for m in index.find(f"See {parent[200:1500]}!")] == [parent]
-        assert [m.source for m in index.find(f"See {child}!")] == [None]
-        assert [m.source for m in index.find(f"See {parent}!")] == [None]
+        assert [m.of for m in index.find(f"See {parent[200:1500]}!")] == [parent]
+        assert [m.of for m in index.find(f"See {child}!")] == [None]
+        assert [m.of for m in index.find(f"See {parent}!")] == [None]
+
+    def test_the_longest_stays_whole(self) -> None:
+        """A shorter text before it takes none of its beginning."""
+        text = prose(1, 200)
+        first, second = text[:420], text[214:699]
+        for texts in ([first, second], [first, text[100:699]]):
+            matches = index_of(*texts).find(f"See {text[:699]}!")
+            check(f"See {text[:699]}!", matches, texts)
+            assert covered(matches) >= 698, "a blank between them may be nobody's"
+            assert max(m.stop - m.start for m in matches) == len(texts[1])
+            assert matches[-1].of is None, "all of it is one match"
+
+    def test_a_parent_is_longer_than_texts_that_tile_the_prompt(self) -> None:
+        parent = f"name: {prose(2, 8)}\n\n{prose(1, 200)}"
+        lines = [line for line in parent.replace(". ", ".\n").splitlines()[2:] if len(line) > 16]
+        assert len(lines) > 8
+        body = parent[parent.index(lines[0]) :]
+        matches = index_of(parent, *lines).find(f"See {body}!")
+        assert [(m.of, m.stop - m.start) for m in matches] == [(parent, len(body))]
+
+    @pytest.mark.parametrize("times", [12, 50])
+    def test_a_part_that_comes_many_times(self, times: int) -> None:
+        text = prose(1)
+        prompt = "\n--\n".join([text[100:400]] * times)
+        assert [(m.at, m.stop - m.start) for m in index_of(text).find(prompt)] == [(100, 300)] * times
 
     def test_a_given_text_is_found_in_part_too(self) -> None:
         text = prose(1)
         [match] = index_of().find(f"See {text[50:600]}", [text])
-        assert (match.source, match.at) == (text, 50)
+        assert (match.of, match.at) == (text, 50)
 
     def test_short_parts_are_left_alone(self) -> None:
         text = prose(1)
@@ -148,13 +173,60 @@ class TestFinding:
         check(both, index_of(*given).find(both, [prompt]), [*given, prompt])
 
 
+def table(rng: random.Random) -> str:
+    rows = ["| " + " | ".join(str(rng.randrange(1000)) for _ in range(3)) + " |" for _ in range(60)]
+    return "\n".join(["| a | b | c |", "|---|---|---|", *rows])
+
+
+TEXTS: dict[str, Callable[[random.Random], str]] = {
+    "prose": lambda rng: prose(7, 300),
+    "code": lambda rng: Path(excerpts.__file__).read_text()[:6000],
+    "CSV": lambda rng: "\n".join(",".join(f"{rng.uniform(0, 1000):.2f}" for _ in range(6)) for _ in range(50)),
+    "Markdown table": table,
+    "Chinese": lambda rng: "".join(chr(rng.randrange(0x4E00, 0x9000)) for _ in range(500)),
+    "Russian": lambda rng: "".join(chr(rng.randrange(0x430, 0x450)) if rng.random() < 0.8 else " " for _ in range(900)),
+    "hexadecimal": lambda rng: "".join(f"{rng.getrandbits(32):08x}\n" for _ in range(90)),
+}
+
+
+class TestFewCharactersAToken:
+    @pytest.mark.parametrize("kind", TEXTS)
+    def test_every_part_of_32_small_tokens(self, kind: str) -> None:
+        """A token is at least a digit, a sign, two and a half letters, or half of a Chinese character."""
+        rng = random.Random(3)
+        text = TEXTS[kind](rng).strip()
+        index = index_of(text, prose(1))
+        for _ in range(60):
+            start = stop = rng.randrange(len(text) * 3 // 4)
+            while stop < len(text) and sum(map(self.tokens, text[start:stop])) < 32:
+                stop += 1
+            prompt = f"Please read this: {text[start:stop]}\n\nWhat does it say?"
+            matches = index.find(prompt)
+            check(prompt, matches, [text])
+            assert covered(matches) >= 0.8 * (stop - start), text[start:stop]
+
+    @staticmethod
+    def tokens(character: str) -> float:
+        if character.isspace() or character == '"':
+            return 0
+        return 2 if character > "\u3000" else 0.4 if character.isalpha() else 1
+
+    def test_the_index_of_prose_stays_small(self) -> None:
+        anchors = {}
+        for kind in ("prose", "CSV"):
+            text = TEXTS[kind](random.Random(0))
+            [(count,)] = index_of(text)._database.query("SELECT count(*) FROM anchors")
+            anchors[kind] = len(text) / count
+        assert anchors["prose"] > 18 and anchors["CSV"] > 5, "characters for one anchor"
+
+
 class TestSharing:
     def test_a_released_text_is_found_no_more(self) -> None:
         text, other = prose(1), prose(2)
         index = index_of(text, other)
         index.remove([text])
         assert index.find(text[50:600]) == []
-        assert [m.source for m in index.find(other[50:600])] == [other]
+        assert [m.of for m in index.find(other[50:600])] == [other]
         assert index._database.query("SELECT count(*) FROM contents") == [(1,)]
         (left,) = index._database.query("SELECT count(DISTINCT content) FROM anchors")
         assert left == (1,)
@@ -168,7 +240,7 @@ class TestSharing:
         text = prose(1)
         index_of(text, catalog=Catalog(tmp_path))
         [match] = index_of(catalog=Catalog(tmp_path)).find(text[50:600])
-        assert match.source == text
+        assert match.of == text
 
     def test_a_dropped_tenant_leaves_nothing_that_is_found(self, tmp_path: Path) -> None:
         catalog, text = Catalog(tmp_path), prose(1)
@@ -184,7 +256,7 @@ class TestSharing:
         catalog.add_source("ours", "node", texts[0])
         catalog.drop_unused_texts()
         assert index.find(texts[1][50:600]) == []
-        assert [m.source for m in index.find(texts[0][50:600])] == [texts[0]]
+        assert [m.of for m in index.find(texts[0][50:600])] == [texts[0]]
 
     def test_a_text_added_twice_is_stored_once(self) -> None:
         index = index_of(prose(1), prose(1))
@@ -200,7 +272,7 @@ class TestDamage:
         sql = "UPDATE OR IGNORE contents SET text = ? WHERE digest = ?"
         index._database.execute(sql, (content if content is not None else b"", text_digest(text)))
         assert index.find(text[50:600]) == []
-        assert [m.source for m in index.find(prose(2)[50:600])] == [prose(2)]
+        assert [m.of for m in index.find(prose(2)[50:600])] == [prose(2)]
         assert "damaged" in caplog.text
 
     def test_a_place_that_is_wrong_gives_no_wrong_match(self) -> None:
@@ -217,7 +289,7 @@ class TestDamage:
         index._database.execute("DROP TABLE anchors")
         with caplog.at_level(logging.WARNING):
             for _ in range(2):
-                assert [m.source for m in index.find(f"{text[50:600]}\n{prose(2)[9:500]}", [prose(2)])] == [prose(2)]
+                assert [m.of for m in index.find(f"{text[50:600]}\n{prose(2)[9:500]}", [prose(2)])] == [prose(2)]
         assert caplog.text.count("parts of stored texts are not found") == 1
 
 
@@ -233,11 +305,12 @@ class TestHostileTexts:
         matches = index.find(prompt)
         check(prompt, matches, texts)
         assert covered(matches) > 0.9 * (len(prompt) - 8)
-        assert texts[217] in [match.source for match in matches]
+        assert texts[217] in [match.of for match in matches]
         assert max(looked) < 100, "few texts are read"
 
     def test_the_comparison_is_bounded(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
         monkeypatch.setattr(excerpts, "_MOST_COMPARED", 2000)
+        monkeypatch.setattr(excerpts, "_PER_BYTE", 0)
         texts = [prose(number) for number in range(6)]
         prompt = "\n".join(text[100:700] for text in texts)
         matches = index_of(*texts).find(prompt)
