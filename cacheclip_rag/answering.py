@@ -21,7 +21,7 @@ from .guards.base import Answered, Observer
 from .methods.composition import Composition, count_chunks
 from .parts import PREFIX, Parts
 from .plan.planner import count_absent, make_plan
-from .prompt.segments import Segment, as_segments, given_texts
+from .prompt.segments import Chunk, Segment, as_segments, given_texts
 from .prompt.tools import parameters_of, read_calls
 from .runtime.decoding import LogitsObserver, decode, is_greedy, room_for
 from .runtime.prefill import Keeping, Prefilled, prefill
@@ -138,6 +138,8 @@ class Answering:
         clock = PhaseClock()
         given = given_texts(request.documents)
         segments = self._segments(request, given, parts=not given)  # each given text is one chunk to answer from
+        if given and not any(isinstance(segment, Chunk) for segment in segments):
+            segments = self._segments(request, given)
         absent = count_absent(given, segments, segments)
         composition = Composition(segments, request.params, ask, clock, not_found=absent)
         assert request.method is not None

@@ -60,7 +60,6 @@ class TestReasons:
     @pytest.mark.parametrize(
         ("change", "said"),
         [
-            (html.escape, "HTML-escaped"),
             (lambda text: text.replace(" ", "-"), "other blanks, line ends or punctuation"),
             (lambda text: "  ".join(text.split()), "other blanks, line ends or punctuation"),
             (str.upper, "other letter case"),
@@ -157,6 +156,10 @@ class TestParts:
         assert re.search(r"\d\d% of the text's tokens .* nothing like the rest, such as '", found.explanation)
         shown = found.explanation.split("such as '")[1].split("'...")[0]
         assert shown in self.LONG[290:340]
+
+    def test_a_rest_that_is_escaped(self, engine: CacheClipEngine) -> None:
+        found = explain_miss(engine, asked(html.escape(TEXT)), TEXT)
+        assert found.reason == "part" and "Of the rest: the prompt has the text HTML-escaped" in found.explanation
 
     def test_a_rest_that_is_written_differently(self, engine: CacheClipEngine) -> None:
         engine.precompute([self.LONG])

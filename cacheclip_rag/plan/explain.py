@@ -124,6 +124,8 @@ def _partly(chunk: str, written: str, spans: Sequence[Span], share: float) -> st
             f"{reused} Its metadata header is not in the prompt: {chunk[:first].strip()[:_SHOWN]!r}... To store texts "
             "without it, precompute what the prompt shows."
         )
+    if escaped := _escaped(chunk, written):
+        return f"{reused} Of the rest: {escaped}"
     rest = max(_between(chunk, spans), key=len)
     if _words(rest) in _words(written):
         return (
@@ -222,14 +224,20 @@ def _other_contexts(engine: CacheClipEngine) -> list[ChunkContext]:
     return [context for context in known if context != engine.context_of()]
 
 
-def _departure(chunk: str, written: str) -> str:
-    """Where prompt and text begin to differ, and a possible reason."""
+def _escaped(chunk: str, written: str) -> str | None:
     for change, what, advice in (
         (html.escape, "HTML-escaped", "Give the prompt the text as it is, or precompute it escaped."),
         (html.unescape, "with its HTML entities resolved", "Precompute the text as the prompt has it."),
     ):
         if change(chunk) != chunk and change(chunk) in written:
             return f"the prompt has the text {what}. {advice}"
+    return None
+
+
+def _departure(chunk: str, written: str) -> str:
+    """Where prompt and text begin to differ, and a possible reason."""
+    if escaped := _escaped(chunk, written):
+        return escaped
     if _words(chunk) in _words(written):
         return (
             "the prompt has all words of the text, with other blanks, line ends or punctuation between them. "

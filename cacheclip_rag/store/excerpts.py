@@ -62,6 +62,10 @@ _MOST_GIVEN = 1 << 22
 """Most characters of given texts that are searched for parts."""
 _COVERED = 0.9
 """Share of a given text from which on stored texts are reused for it."""
+_GAP = 16
+"""Most characters of white space, quotation marks and the like between parts that are one piece of a text."""
+_MOST_PIECES = 2
+"""Most pieces of stored texts that stand for a given text: a window of sentences may lie across two chunks."""
 _BATCH = 256
 """Texts that are added in one transaction: other processes wait meanwhile."""
 
@@ -187,6 +191,28 @@ def standing_in(prompt: str, texts: Iterable[str]) -> set[str]:
     return {text for text in texts if (wanted := _Compared(text).bytes.tobytes()) and wanted in written}
 
 
+def _pieces(matches: Iterable[TextMatch]) -> list[tuple[int, int]]:
+    """Where parts of texts stand in a prompt. Parts that go on where the part before ends, but for white space, are one
+    piece."""
+    found: list[tuple[int, int]] = []
+    before: TextMatch | None = None
+    for match in matches:
+        if match.of is None:
+            before = None
+            continue
+        if (
+            before is not None
+            and before.of == match.of
+            and match.start - before.stop <= _GAP
+            and abs(match.at - before.at - (match.start - before.start)) <= _GAP
+        ):
+            found[-1] = found[-1][0], match.stop
+        else:
+            found.append((match.start, match.stop))
+        before = match
+    return found
+
+
 class _Part(NamedTuple):
     """Bytes ``[start, stop)`` of the prompt that equal those of a text from ``start - shift`` on."""
 
@@ -300,16 +326,21 @@ class ExcerptIndex:
         of_stored = _cover(compared, stored, whole)
         if len(stored) == len(parts) and not given_whole:
             return of_stored
-        covered = np.zeros(len(compared), dtype=bool)
-        for match in of_stored:
-            covered[slice(*compared.range_of(match.start, match.stop))] = True
+        whole_ones = [compared.range_of(match.start, match.stop) for match in of_stored if match.of is None]
+        pieces = [compared.range_of(start, stop) for start, stop in _pieces(of_stored)]
 
         def is_covered(start: int, stop: int) -> bool:
-            return stop > start and bool(covered[start:stop].mean() >= _COVERED)
+            """Whether whole stored texts and few pieces of others cover it. A text of scraps is better stored as a
+            chunk of its own."""
+
+            def shared(ranges: Iterable[tuple[int, int]]) -> list[int]:
+                return sorted(max(0, min(stop, last) - max(start, first)) for first, last in ranges)
+
+            found = sum(shared(whole_ones)) + sum(shared(pieces)[-_MOST_PIECES:])
+            return stop > start and found >= _COVERED * (stop - start)
 
         alone = [match for match in given_whole if not is_covered(*compared.range_of(match.start, match.stop))]
-        for match in alone:
-            covered[slice(*compared.range_of(match.start, match.stop))] = True
+        whole_ones += [compared.range_of(match.start, match.stop) for match in alone]
         others = [part for part in parts if part.number < -len(also) and not is_covered(part.start, part.stop)]
         return _cover(compared, [*stored, *others], [*whole, *alone]) if others or alone else of_stored
 

@@ -18,7 +18,7 @@ from cacheclip_rag.runtime import verification
 from cacheclip_rag.runtime.decoding import TextStream
 from cacheclip_rag.runtime.transformers.model import ModelRuntime
 from cacheclip_rag.types import Message
-from tests.conftest import CACHECLIP, CHUNKS, QUESTION, SENTENCES, rag_prompt
+from tests.conftest import CACHECLIP, CHUNKS, QUESTION, rag_prompt
 from tests.engine.asking import SHORT, check_sums
 
 AT_THE_END, IN_THE_MIDDLE, AT_ONCE = 16, 96, 4096
@@ -495,7 +495,7 @@ class TestPrefixCache:
         asked = [
             *messages,
             {"role": "assistant", "content": first.text},
-            {"role": "user", "content": SENTENCES[3]},
+            {"role": "user", "content": "And who lives there now?"},
         ]
         return first, engine.generate(asked, SHORT, method=method, finish=finish), asked
 

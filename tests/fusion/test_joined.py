@@ -279,6 +279,9 @@ class TestOperations:
     ) -> None:
         choice = random.Random(0)
         words = [choice.choice(" ".join(SENTENCES).split()) for _ in range(320)]
-        engine = make_engine(primary, tiny_models["auxiliary"], recompute_ratio=0.2, codec=codec, auxiliary_codec=codec)
-        few, many = (self.operations(engine, words, count) for count in (8, 32))
+        options = {"recompute_ratio": 0.2, "codec": codec, "auxiliary_codec": codec}
+        few, many = (
+            self.operations(make_engine(primary, tiny_models["auxiliary"], **options), words, count)
+            for count in (8, 32)
+        )
         assert many <= 1.1 * few, f"{few} operations for 8 chunks, {many} for 32"

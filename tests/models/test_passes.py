@@ -8,8 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
-from cacheclip_rag import CacheClipEngine, SamplingParams
+from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime.transformers.model import Passes
 
 
@@ -71,9 +72,8 @@ class TestModels:
     def test_pinned_rotary_modules_have_each_pass_for_themselves(
         self, tiny_models: dict[str, str], name: str, meets: bool
     ) -> None:
-        # two engines share the weights, but not the turns
-        options = {"primary": tiny_models[name], "auxiliary": None, "method": "full", "prefix_cache_bytes": 0}
-        engine, other = CacheClipEngine(**options), CacheClipEngine(**options)
+        runtime = load_model(tiny_models[name])  # without an engine, whose prompts take turns
+        ids = torch.arange(5, 25)
         barrier = threading.Barrier(2, timeout=30 if meets else 0.5)
         met = []
 
@@ -84,11 +84,9 @@ class TestModels:
             except threading.BrokenBarrierError:
                 met.append(False)
 
-        params = SamplingParams(max_tokens=1)
-        engine.generate("Before.", params)
-        hook = engine.primary.model.register_forward_pre_hook(wait)
+        hook = runtime.model.register_forward_pre_hook(wait)
         try:
-            run(*(lambda each=each: each.generate("What is it?", params) for each in (engine, other)))  # type: ignore[misc]
+            run(*[lambda: runtime.prefill(ids, 32)] * 2)
         finally:
             hook.remove()
         assert met == [meets, meets]
