@@ -81,13 +81,14 @@ def count_absent(given: Iterable[str], segments: Iterable[Segment], found: Itera
         segments: the prompt.
         found: chunks found in it, and parts of chunks.
     """
-    written = "".join(segment.text for segment in segments if not segment.control)
     absent = set(given)
-    absent -= standing_in(written, absent)
-    for chunk in found:
+    for chunk in found if absent else ():
         if isinstance(chunk, Chunk):
             absent = {text for text in absent if not _overlaps(chunk, text)}
-    return len(absent)
+    if not absent:
+        return 0  # most prompts: the whole prompt need not be compared
+    written = "".join(segment.text for segment in segments if not segment.control)
+    return len(absent - standing_in(written, absent))
 
 
 def _overlaps(chunk: Chunk, text: str) -> bool:

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -250,8 +250,7 @@ class ExcerptIndex:
 
     def mend(self) -> None:
         """Remove contents that are damaged, and add the anchors of all others again."""
-        sql, last = "SELECT id, digest, text FROM contents WHERE namespace = ? AND id > ? ORDER BY id LIMIT ?", 0
-        while rows := self._database.query(sql, (self._namespace, last, _BATCH)):
+        for rows in self._batches():
             whole = []
             for content, digest, written in rows:
                 text = _unpacked(written)
@@ -260,7 +259,6 @@ class ExcerptIndex:
                 else:
                     self._database.execute("DELETE FROM contents WHERE id = ?", (content,))
             self._write(whole, again=True)
-            last = max(last + 1, rows[-1][0])
         self._database.execute("DELETE FROM anchors WHERE content NOT IN (SELECT id FROM contents)")
 
     def _write(self, texts: Iterable[str], *, again: bool = False) -> None:
@@ -404,15 +402,17 @@ class ExcerptIndex:
 
     def texts(self) -> Iterator[str]:
         """All texts of the namespace of which parts can be found. Raises StoreError if the catalog cannot be used."""
-        last = 0
-        while rows := self._database.query(
-            "SELECT id, text FROM contents WHERE namespace = ? AND id > ? ORDER BY id LIMIT 1000",
-            (self._namespace, last),
-        ):
-            last = rows[-1][0]
-            for _, written in rows:
+        for rows in self._batches():
+            for *_, written in rows:
                 with suppress(zlib.error, UnicodeDecodeError, TypeError):
-                    yield zlib.decompress(written).decode("utf-8", "surrogatepass")
+                    yield _decoded(written)
+
+    def _batches(self) -> Iterator[list[Any]]:
+        """Id, digest and compressed text of all contents of the namespace, some at a time."""
+        sql, last = "SELECT id, digest, text FROM contents WHERE namespace = ? AND id > ? ORDER BY id LIMIT ?", 0
+        while rows := self._database.query(sql, (self._namespace, last, _BATCH)):
+            yield rows
+            last = max(last + 1, rows[-1][0])
 
     def _warn(self, error: StoreError) -> None:
         if not self._warned:
@@ -504,10 +504,15 @@ def _equal_bytes(one: bytes, other: bytes) -> int:
     return ((differ & -differ).bit_length() - 1) // 8 if differ else count
 
 
+def _decoded(written: Any) -> str:
+    """A text of the catalog."""
+    return zlib.decompress(written).decode("utf-8", "surrogatepass")
+
+
 def _unpacked(written: object) -> str:
-    """A text of the catalog; empty if it is damaged."""
+    """A text of the catalog; empty, with a warning, if it is damaged."""
     try:
-        return zlib.decompress(written).decode("utf-8", "surrogatepass")  # type: ignore[arg-type]
+        return _decoded(written)
     except (zlib.error, UnicodeDecodeError, TypeError):
         logger.warning("a text in the catalog is damaged, and parts of it are not found in prompts")
         return ""
