@@ -80,6 +80,7 @@ from cacheclip_rag.types import FusionStats, Plan
 
 QUESTION = "What must be done with modified files?"
 EARLIER = "What does the licence say about patents?"
+FOUND = "They must carry prominent notices."
 
 
 Said = str | ToolCall
@@ -207,7 +208,7 @@ def llama_index_cases(llm: CacheClipLLM, texts: list[str]) -> Iterator[Case]:
             await FunctionAgent(tools=[licences], llm=calling).run(QUESTION)
 
         call = ToolCall("licences", {"query": QUESTION})
-        yield Case("LlamaIndex", "`FunctionAgent`", lambda: asyncio.run(agent()), (call,))
+        yield Case("LlamaIndex", "`FunctionAgent`", lambda: asyncio.run(agent()), (call, FOUND))
 
 
 class MiniLMCrossEncoder(BaseCrossEncoder):
@@ -277,7 +278,8 @@ def langchain_cases(chat: ChatCacheClip, texts: list[str]) -> Iterator[Case]:
         with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
             agent = create_react_agent(chat, [tool])
         call = ToolCall("licences", {"query": QUESTION})
-        yield Case("LangChain", "LangGraph's agent", lambda: agent.invoke({"messages": [("user", QUESTION)]}), (call,))
+        asked_agent = {"messages": [("user", QUESTION)]}
+        yield Case("LangChain", "LangGraph's agent", lambda: agent.invoke(asked_agent), (call, FOUND))
 
 
 def characters(plan: Plan, corpus: TextIndex) -> tuple[int, int]:
@@ -328,7 +330,7 @@ def main() -> None:
     parser.add_argument("--primary", default="qwen2.5-coder-0.5b")
     parser.add_argument("--auxiliary", default="smollm2-135m")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only components whose name contains this")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only those whose framework and name contain this")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     arguments = parser.parse_args()
     texts = [(CORPUS / name).read_text(encoding="utf-8") for name in FILES]
@@ -342,7 +344,7 @@ def main() -> None:
             llm: Any = make(**options, store=f"{folder}/{make.__name__}", max_tokens=24)
             seen = watch(llm.engine)
             for case in cases(llm, texts):
-                if arguments.only.lower() not in case.name.lower():
+                if arguments.only.lower() not in f"{case.framework} {case.name}".lower():
                     continue
                 row = measure(case, [(llm, seen)], corpus)
                 rows.append(row)
@@ -352,6 +354,8 @@ def main() -> None:
                     f"| {row['hits']} | {share} | {row['sooner']:.1f}x |",
                     flush=True,
                 )
+    if not rows:
+        parser.error(f"no component's framework and name contain {arguments.only!r}")
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1))
 
