@@ -14,19 +14,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.engine import CacheClipEngine
-from cacheclip_rag.lab.evaluation.bench import make_texts
+from cacheclip_rag.machine import processor_name
+from cacheclip_rag.profiling import make_texts
 from cacheclip_rag.progress import progress_bar
 from cacheclip_rag.sampling import SamplingParams
 
@@ -43,7 +42,7 @@ def main() -> None:
     found: list[dict[str, Any]] = []
     for dtype in args.dtypes:
         found += measure(args, dtype)
-    name, cores, threads = processor(), len(usable_cores()), torch.get_num_threads()
+    name, cores, threads = processor_name(), len(usable_cores()), torch.get_num_threads()
     if args.json:
         machine = {"processor": name, "cores": cores, "threads": threads}
         print(json.dumps({**machine, "primary": args.primary, "auxiliary": args.auxiliary, "rows": found}, indent=2))
@@ -148,15 +147,6 @@ def usable_cores() -> set[int]:
     if hasattr(os, "sched_getaffinity"):
         return set(os.sched_getaffinity(0))
     return set(range(os.cpu_count() or 1))
-
-
-def processor() -> str:
-    """The processor's name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ import hashlib
 import json
 import logging
 import random
-import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -30,6 +29,7 @@ import torch
 import transformers
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
+from cacheclip_rag.machine import processor_name
 from cacheclip_rag.methods import preset
 from cacheclip_rag.testing.tiny import TINY_MODELS, build_auxiliary, build_model
 
@@ -135,14 +135,13 @@ def differences(expected: dict[str, Any], found: dict[str, Any], models: tuple[s
 
 def about() -> dict[str, Any]:
     """What pins depend on beside the code."""
-    names = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     versions = {
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "threads": torch.get_num_threads(),
     }
     return {
-        "processor": names[1] if names else "unknown",
+        "processor": processor_name(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         **versions,
     }

@@ -44,6 +44,7 @@ from cacheclip_rag.engine import CacheClipEngine
 from cacheclip_rag.errors import ConfigurationError, StoreError
 from cacheclip_rag.ingest.library import FILE_NAME as LIBRARY
 from cacheclip_rag.ingest.library import Library, LibrarySettings
+from cacheclip_rag.machine import processor_name
 from cacheclip_rag.models.load import load_model, register_runtime
 from cacheclip_rag.runtime.base import TokenizedText
 from cacheclip_rag.sampling import SamplingParams
@@ -135,11 +136,6 @@ def spread(seconds: Sequence[float]) -> dict[str, float]:
     }
 
 
-def processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
-
-
 # -- read -----------------------------------------------------------------------------------------------------------
 
 
@@ -182,7 +178,7 @@ def attack_read(args: argparse.Namespace, folder: Path) -> Result:
                 run(name)
                 if number >= 3:
                     seconds[name].setdefault(way, []).append(time.perf_counter() - started)
-    result.figures["processor"] = processor()
+    result.figures["processor"] = processor_name()
     of = {name: {way: statistics.median(times) for way, times in seconds[name].items()} for name in names}
     for name in names:
         ratio = statistics.median(

@@ -112,6 +112,27 @@ def check_ratio(recompute_ratio: Any) -> None:
     check_number("recompute_ratio", recompute_ratio, "between 0 (reuse all) and 1 (recompute all)", most=1.0)
 
 
+AUTO_RATIO = "auto"
+"""The recompute ratio that is chosen by predicted time (:mod:`cacheclip_rag.plan.controller`)."""
+
+
+def check_ratio_and_limit(recompute_ratio: Any, max_ttft_s: Any) -> None:
+    """Raise ConfigurationError unless both are None, or of their kind, and fit together."""
+    if isinstance(recompute_ratio, str) and recompute_ratio != AUTO_RATIO:
+        hint = did_you_mean(recompute_ratio, [AUTO_RATIO])
+        raise ConfigurationError(f"recompute_ratio must be a number from 0 to 1 or 'auto', got {recompute_ratio!r}.{hint}")
+    if recompute_ratio is not None and recompute_ratio != AUTO_RATIO:
+        check_ratio(recompute_ratio)
+    if max_ttft_s is None:
+        return
+    check_number("max_ttft_s", max_ttft_s, "a positive number of seconds", above=0.0, most=1e6)
+    if recompute_ratio not in (None, AUTO_RATIO):
+        raise ConfigurationError(
+            f"max_ttft_s={max_ttft_s!r} chooses the recompute ratio, and recompute_ratio={recompute_ratio!r} is given "
+            "too. Leave one of them out."
+        )
+
+
 def check_share(name: str, value: Any, of: str) -> None:
     """Raise ConfigurationError unless ``value`` is a number from 0 to 1: a share ``of`` something."""
     check_number(name, value, f"a share of {of}, 0 to 1", most=1.0)

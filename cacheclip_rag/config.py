@@ -15,7 +15,7 @@ from .checks import (
     check_namespace,
     check_number,
     check_probability,
-    check_ratio,
+    check_ratio_and_limit,
     check_whole_number,
     did_you_mean,
     path_as_text,
@@ -53,8 +53,14 @@ class EngineConfig:
     method: str | Method = DEFAULT_METHOD
     """Default method of :meth:`~cacheclip_rag.engine.CacheClipEngine.generate`: a preset's name, a Method instance, or
     ``auto``, which means ``cacheclip`` if the auxiliary model is available and has a head set, else ``anchored``."""
-    recompute_ratio: float | None = None
-    """Share of chunk tokens to recompute, 0 to 1; None: the method's own ratio (0.2 for all presets with a ratio)."""
+    recompute_ratio: float | str | None = None
+    """Share of chunk tokens to recompute, 0 to 1; None: the method's own ratio (0.2 for all presets with a ratio).
+    ``auto`` chooses: the least ratio that a certificate calls faithful (without a certificate, the method's own), more
+    if ``max_ttft_s`` leaves time for it, and plain prefill where reuse would not be sooner. It needs the profile that
+    ``cacheclip profile`` measures; without one, it is the method's own ratio."""
+    max_ttft_s: float | None = None
+    """Seconds after which the first token should be there: of all ratios that are predicted to keep to it, the largest
+    is taken. Implies ``recompute_ratio="auto"``. A time that not even the least ratio keeps to is not an error."""
     min_confidence: float | None = None
     """Least difference between the probabilities of the two likeliest first tokens, 0 to 1. Prompts below it are
     prefilled in full, after the reusing pass. ``cacheclip certify`` shows what a value gives and costs. 0: none. None:
@@ -115,8 +121,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("primary", "auxiliary"):
             object.__setattr__(self, name, path_as_text(getattr(self, name)))
-        if self.recompute_ratio is not None:
-            check_ratio(self.recompute_ratio)
+        check_ratio_and_limit(self.recompute_ratio, self.max_ttft_s)
         if self.min_confidence is not None:
             check_probability("min_confidence", self.min_confidence)
         check_method(self.method)

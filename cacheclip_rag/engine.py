@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from .answering import Answering
-from .checks import check_choice
+from .checks import AUTO_RATIO, check_choice, check_ratio_and_limit
 from .chunks.caches import ChunkCaches
 from .chunks.captured import CapturedChunks
 from .chunks.context import ChunkContext
@@ -27,7 +27,9 @@ from .guards.metrics import Metrics
 from .guards.standard import standard_observers
 from .methods.base import Method
 from .parts import Parts
+from .plan.controller import Profile
 from .plan.planner import choose_method, context_of
+from .profiling import measure_profile
 from .prompt.segments import Segment, chunk_texts, normalise_chunk
 from .prompt.tools import check_tools
 from .runtime.base import Runtime
@@ -204,6 +206,25 @@ class CacheClipEngine:
         self.primary.decode_step(ready.cache, int(ready.logits.argmax()))
         return WarmUp(time.perf_counter() - started, tuple(each.runtime.name for each in loaded), read, num_bytes)
 
+    def profile(self, method: str | Method | None = None) -> Profile:
+        """Measure how long prefills take with these models on this machine, for ``recompute_ratio="auto"``.
+
+        The profile is saved in the cache folder, and this engine uses it at once. It holds for the weights, the
+        method, the settings, the processor and the number of threads of now. Takes one to two minutes with the default
+        models on two CPU cores; other load makes it wrong.
+
+        Args:
+            method: default the engine's method.
+
+        Raises:
+            ConfigurationError: the method reuses no stored chunks, or the model's context is too short to measure.
+        """
+        chosen = self.make_method(method)
+        found = measure_profile(self.config, chosen, self.parts.profile_identity(chosen))
+        found.save()
+        self.parts.use_profile(chosen, found)
+        return found
+
     def is_stored(self, text: str, *, needs_auxiliary: bool = True) -> bool:
         """Whether the KV of this chunk text is stored for every model that a method needs."""
         chunk = normalise_chunk(text)
@@ -229,7 +250,7 @@ class CacheClipEngine:
 
     # -- answers ----------------------------------------------------------------------------------------------------
 
-    def make_method(self, method: str | Method | None = None, recompute_ratio: float | None = None) -> Method:
+    def make_method(self, method: str | Method | None = None, recompute_ratio: float | str | None = None) -> Method:
         """The method of a call with these options; see :func:`~cacheclip_rag.plan.planner.choose_method`."""
         return choose_method(self.config, method, recompute_ratio, lambda: self.parts.has_head_set)
 
@@ -260,14 +281,16 @@ class CacheClipEngine:
         prompt: Prompt | Sequence[Segment],
         *,
         method: str | Method | None = None,
-        recompute_ratio: float | None = None,
+        recompute_ratio: float | str | None = None,
+        max_ttft_s: float | None = None,
         question: str | None = None,
         documents: Documents = (),
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> Plan:
         """What :meth:`generate` would do with this prompt: hits, exact chunks, budget, fallback. Computes no tensor."""
+        auto, limit = self._time_limit(recompute_ratio, max_ttft_s)
         chosen = self.make_method(method, recompute_ratio)
-        request = Request(prompt, SamplingParams(), chosen, question, documents, tools=tools)
+        request = Request(prompt, SamplingParams(), chosen, question, documents, False, "none", tools, auto, limit)
         return self._answering.plan(request, self.parts.sources(chosen), PhaseClock())
 
     def generate(
@@ -276,7 +299,8 @@ class CacheClipEngine:
         params: SamplingParams | None = None,
         *,
         method: str | Method | None = None,
-        recompute_ratio: float | None = None,
+        recompute_ratio: float | str | None = None,
+        max_ttft_s: float | None = None,
         question: str | None = None,
         documents: Documents = (),
         trace: bool = False,
@@ -294,6 +318,7 @@ class CacheClipEngine:
             params,
             method=method,
             recompute_ratio=recompute_ratio,
+            max_ttft_s=max_ttft_s,
             question=question,
             documents=documents,
             trace=trace,
@@ -311,7 +336,8 @@ class CacheClipEngine:
         params: SamplingParams | None = None,
         *,
         method: str | Method | None = None,
-        recompute_ratio: float | None = None,
+        recompute_ratio: float | str | None = None,
+        max_ttft_s: float | None = None,
         question: str | None = None,
         documents: Documents = (),
         trace: bool = False,
@@ -328,7 +354,9 @@ class CacheClipEngine:
             prompt: a string, chat messages, or segments from :meth:`segment`.
             params: sampling settings; default greedy, 256 tokens.
             method: preset's name or instance; default the engine's method.
-            recompute_ratio: default the engine's ratio.
+            recompute_ratio: default the engine's ratio. ``auto`` chooses it by predicted time
+                (:attr:`EngineConfig.recompute_ratio`).
+            max_ttft_s: seconds after which the first token should be there, instead of a ratio; default the engine's.
             question: text that scores the chunks; default the text after the last chunk.
             documents: chunk texts known to be in the prompt. They become chunks even if they are not stored, unless
                 parts of stored ones cover them. A mapping also names each text's sources. Ignored if ``prompt`` is a
@@ -359,10 +387,21 @@ class CacheClipEngine:
             raise ConfigurationError(f"the question must be a string, got {type(question).__name__}.")
         finish = self.config.finish if finish is None else finish
         check_choice("finish", finish, FINISH_MODES)
-        chosen = self.make_method(method, recompute_ratio)
+        auto, limit = self._time_limit(recompute_ratio, max_ttft_s)
+        chosen, called = self.make_method(method, recompute_ratio), tuple(check_tools(tools))
         yield from self._answering.stream(
-            Request(prompt, params, chosen, question, documents, trace, finish, tuple(check_tools(tools)))
+            Request(prompt, params, chosen, question, documents, trace, finish, called, auto, limit)
         )
+
+    def _time_limit(self, recompute_ratio: float | str | None, max_ttft_s: float | None) -> tuple[bool, float | None]:
+        """Whether the ratio of a call is chosen by predicted time, and the limit for it. A call's ratio or limit takes
+        the place of the settings' ratio and limit."""
+        check_ratio_and_limit(recompute_ratio, max_ttft_s)
+        if recompute_ratio is None and max_ttft_s is None:
+            recompute_ratio, max_ttft_s = self.config.recompute_ratio, self.config.max_ttft_s
+        elif recompute_ratio == AUTO_RATIO and max_ttft_s is None:
+            max_ttft_s = self.config.max_ttft_s
+        return recompute_ratio == AUTO_RATIO or max_ttft_s is not None, max_ttft_s
 
     def prefill(
         self,

@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
+
+import torch
 
 from .chunks.caches import ChunkCaches
 from .chunks.captured import CapturedChunks
@@ -17,10 +20,12 @@ from .chunks.sources import Sources
 from .chunks.trained import TrainedContext, find_trained_context, no_trained_context
 from .config import EngineConfig
 from .errors import ConfigurationError, ModelError
-from .guards.certificate import Identity, identity_of
+from .guards.certificate import Identity, find_certificate, identity_of, least_faithful
+from .machine import unit_name
 from .methods.base import Method
 from .models.load import check_name, load_any
 from .models.memory import free_bytes
+from .plan.controller import Controller, Profile, find_profile
 from .prompt.segments import PromptReader, Segment
 from .runtime.transformers.model import ModelRuntime
 from .selection.heads import HeadSet, find_head_set, load_named
@@ -57,6 +62,7 @@ class Parts:
         self._heads: tuple[HeadSet | None] | None = None
         self._trained: tuple[TrainedContext | None] | None = None
         self._named_heads: dict[str, HeadSet] = {}
+        self._controllers: dict[str, Controller | None] = {}
 
     # -- store --------------------------------------------------------------------------------------------------
 
@@ -264,6 +270,7 @@ class Parts:
         with self._lock:
             self._heads = (heads,)
             self._sources.clear()
+            self._controllers.clear()
 
     def named_heads(self, names: Collection[str]) -> dict[str, HeadSet]:
         """The head sets that a method names, each read once; empty if no auxiliary model can score.
@@ -322,7 +329,53 @@ class Parts:
             prefixes=self.prefixes,
         )
 
+    def controller(self, method: Method) -> Controller | None:
+        """Chooses ratios of this method by predicted time; None without a profile of these models on this machine, with
+        a warning at first. The profile and the certificate are read once."""
+        key = _without_ratio(method)
+        with self._lock:
+            if key not in self._controllers:
+                identity = self.profile_identity(method)
+                profile = find_profile(identity)
+                if profile is None:
+                    logger.warning(
+                        "the recompute ratio cannot be chosen by predicted time, because these models were not "
+                        "profiled on this machine; method %r keeps its own ratio. Run cacheclip profile, or call "
+                        "engine.profile().",
+                        method.name,
+                    )
+                self._controllers[key] = profile and Controller(profile, self.least_ratio(method))
+            return self._controllers[key]
+
+    def use_profile(self, method: Method, profile: Profile) -> None:
+        """Choose this method's ratios by ``profile`` from now on."""
+        key = _without_ratio(method)
+        with self._lock:
+            self._controllers[key] = Controller(profile, self.least_ratio(method))
+
+    def least_ratio(self, method: Method) -> float:
+        """The least recompute ratio that the method's certificate calls faithful; 1.0 if it calls none so. Without a
+        certificate, or for a method without a ratio, the method's own."""
+        if not method.has_ratio:
+            return method.nominal_ratio
+        certificate, _ = find_certificate(self.identity(method))
+        return method.nominal_ratio if certificate is None else least_faithful(certificate)
+
+    def profile_identity(self, method: Method) -> dict[str, Any]:
+        """What a profile needs to hold for these models with this method: weights, settings, versions, processors."""
+        runtimes = [self.prefix_caches.runtime, *filter(None, [self.scoring_auxiliary])]
+        return {
+            **asdict(self.identity(method)),
+            "processors": [unit_name(each.device) for each in runtimes],
+            "threads": torch.get_num_threads(),
+        }
+
     def identity(self, method: Method) -> Identity:
         """Identity that a certificate needs to cover these models with this method."""
         context = self.context(method.context)
         return identity_of(self.config, method, self.prefix_caches, self.scorer_of(method), context)
+
+
+def _without_ratio(method: Method) -> str:
+    """Equal for a method at any ratio, also for methods that cannot be hashed."""
+    return repr(method.at(0.0) if method.has_ratio else method)

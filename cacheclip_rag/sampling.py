@@ -20,6 +20,7 @@ CALL_OPTIONS = (
     "seed",
     "method",
     "recompute_ratio",
+    "max_ttft_s",
     "question",
     "finish",
     "json_schema",
@@ -109,7 +110,7 @@ def merge_call_options(own: Mapping[str, Any], options: Mapping[str, Any]) -> di
         options: options of the call; None means not given.
 
     Returns:
-        ``params``, ``method``, ``recompute_ratio``, ``question``, ``finish`` and ``tools``.
+        ``params``, ``method``, ``recompute_ratio``, ``max_ttft_s``, ``question``, ``finish`` and ``tools``.
 
     Raises:
         ConfigurationError: an unknown option, or a value out of range.
@@ -128,7 +129,10 @@ def merge_call_options(own: Mapping[str, Any], options: Mapping[str, Any]) -> di
         seed=merged["seed"],
         json_schema=merged["json_schema"],
     )
-    others = {name: merged.get(name) for name in ("method", "recompute_ratio", "question", "finish")}
+    if given.get("recompute_ratio") is not None or given.get("max_ttft_s") is not None:
+        # a call's ratio or time limit takes the place of the front end's
+        merged |= {name: given.get(name) for name in ("recompute_ratio", "max_ttft_s")}
+    others = {name: merged.get(name) for name in ("method", "recompute_ratio", "max_ttft_s", "question", "finish")}
     if others["finish"] is not None:
         check_choice("finish", others["finish"], FINISH_MODES)
     return {"params": params, **others, "tools": merged.get("tools") or ()}

@@ -25,6 +25,7 @@ __all__ = [
     "FusionStats",
     "Message",
     "Plan",
+    "Prediction",
     "Prompt",
     "Request",
     "Trace",
@@ -60,6 +61,22 @@ class Request:
     """One of :data:`~cacheclip_rag.sampling.FINISH_MODES`."""
     tools: Sequence[Mapping[str, Any]] = ()
     """Definitions of tools that the model may call."""
+    auto_ratio: bool = False
+    """Whether the recompute ratio is chosen by predicted time (:mod:`cacheclip_rag.plan.controller`)."""
+    max_ttft_s: float | None = None
+    """Seconds after which the first token should be there; used with ``auto_ratio`` only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Seconds that a plan is predicted to take to the first token, without waiting for other requests."""
+
+    seconds: float
+    """As planned."""
+    plain_s: float
+    """By plain prefill."""
+    known_tokens: int
+    """Leading tokens of the prompt in the prefix cache, when it was predicted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +103,10 @@ class Plan:
     auxiliary model's KV."""
     not_found: int = 0
     """Given documents of which no part stands in the prompt."""
+    bypass: str | None = None
+    """Why the ``reused`` chunks are not used after all: plain prefill is predicted to be soon enough. Else None."""
+    prediction: Prediction | None = None
+    """Set if the recompute ratio was chosen by predicted time."""
 
     @property
     def missing(self) -> tuple[Span, ...]:
@@ -128,7 +149,9 @@ class Plan:
         return {
             "method": self.method.name,
             "recompute_ratio": self.method.nominal_ratio,
-            "fallback": self.fallback,
+            "fallback": self.fallback or self.bypass,
+            "predicted_ttft_s": None if self.prediction is None else self.prediction.seconds,
+            "predicted_plain_ttft_s": None if self.prediction is None else self.prediction.plain_s,
             "prompt_tokens": self.layout.num_tokens,
             "prefix_tokens": self.layout.num_exact,
             "chunk_tokens": self.chunk_tokens,
@@ -175,7 +198,8 @@ class FusionStats:
     """The requested recompute ratio."""
     hits: int
     """Chunks of the prompt found in the store, whole or in part. A chunk that stands twice counts twice; pieces of one
-    chunk, in any order, count once (:mod:`cacheclip_rag.prompt.occurrences`). With ``gated``, none was reused."""
+    chunk, in any order, count once (:mod:`cacheclip_rag.prompt.occurrences`). With ``gated`` or ``bypassed``, none was
+    reused."""
     misses: int
     """Chunks of the prompt not found in the store, counted alike: computed as fresh text. With ``on_miss="store"``,
     those of which half or more stands in the prompt are stored after the answer."""
@@ -206,6 +230,11 @@ class FusionStats:
     gated: bool = False
     """True: the prompt was prefilled in full after a reusing pass, whose confidence was below ``min_confidence``. Hits,
     misses and partial hits are those of the reusing pass, whose KV was thrown away."""
+    bypassed: bool = False
+    """True: plain prefill although chunks are stored, because it was predicted to be soon enough. Hits, misses and
+    partial hits are those of the plan."""
+    predicted_ttft_s: float | None = None
+    """``ttft_s`` without ``queued_s``, as it was predicted; None unless the recompute ratio was chosen by it."""
     queued_s: float = 0.0
     """Seconds of ``ttft_s`` in which the request waited for others that came before it. The waits of an answer made of
     several prompts are added up."""
@@ -249,8 +278,8 @@ class FusionStats:
         tokens = ("prefix_tokens", "chunk_tokens", "exact_tokens", "recomputed_tokens", "missed_tokens")
         counts = ("cached_prefix_tokens", "hits", "misses", "unusable", "not_found", "partial_hits", "charged_ratio")
         zero: dict[str, Any] = dict.fromkeys((*tokens, *counts), 0)
-        unknown: dict[str, Any] = dict.fromkeys(("confidence", "verified_tokens", "diverged_at", "partial_share"))
-        zero |= {"fresh_tokens": self.prompt_tokens, "verify_s": 0.0, "gated": False, **unknown}
+        unknown: dict[str, Any] = dict.fromkeys(("confidence", "verified_tokens", "diverged_at", "partial_share", "predicted_ttft_s"))
+        zero |= {"fresh_tokens": self.prompt_tokens, "verify_s": 0.0, "gated": False, "bypassed": False, **unknown}
         return replace(self, **zero, method=method, fallback=None, phases_s={})
 
     def to_dict(self) -> dict[str, Any]:

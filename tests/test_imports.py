@@ -20,7 +20,7 @@ ROOT = Path(cacheclip_rag.__file__).parent
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     # the package itself (its version), and leaves
-    ("", "errors", "checks", "paths", "progress", "types", "clock", "sampling", "tensor_files"),
+    ("", "errors", "checks", "machine", "paths", "progress", "types", "clock", "sampling", "tensor_files"),
     ("store",),
     # the protocol of a running model; attention, caches and rotary embedding of transformers models
     ("runtime", "models.packaged"),
@@ -35,6 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("plan", "guards"),
     ("parts",),
     ("answering",),
+    ("profiling",),
     ("engine",),
     ("plan.explain", "ingest", "testing"),
     ("lab",),

@@ -54,5 +54,11 @@ class Sources:
         Args:
             usable: False matches nothing, for a method whose positions differ from the prompt's.
         """
-        ids = list(plan.layout.token_ids[:-1]) if usable and self.shares_prefixes(plan) else []
-        return self.prefixes.match(ids)
+        return self.prefixes.match(self._shareable(plan) if usable else [])
+
+    def known_tokens(self, plan: Plan) -> int:
+        """Number of tokens that :meth:`match` would match now."""
+        return self.prefixes.known(self._shareable(plan))
+
+    def _shareable(self, plan: Plan) -> list[int]:
+        return list(plan.layout.token_ids[:-1]) if self.shares_prefixes(plan) else []

@@ -44,6 +44,7 @@ __all__ = [
     "check_writable",
     "find_certificate",
     "identity_of",
+    "least_faithful",
     "verdict_at",
 ]
 
@@ -253,6 +254,12 @@ def verdict_at(certificate: Certificate, ratio: float) -> str:
     return below[-1].verdict if below else "not faithful"
 
 
+def least_faithful(certificate: Certificate) -> float:
+    """The least certified recompute ratio that is exact or faithful; 1.0 if there is none below."""
+    good = [row.ratio for row in certificate.ratios if verdict_at(certificate, row.ratio) != "not faithful"]
+    return min(good, default=1.0)
+
+
 def identity_of(
     config: EngineConfig, method: Method, primary: ChunkCaches, scorer: AuxiliaryScorer | None, context: ChunkContext
 ) -> Identity:
@@ -291,7 +298,7 @@ class CertificateGuard(Observer):
         """Checked methods, as text, each with the models of the check."""
 
     def on_plan(self, plan: Plan, sources: Sources) -> None:
-        if not plan.reused or plan.method.composes:
+        if not plan.reused or plan.bypass is not None or plan.method.composes:
             return
         method = _as_text(describe(plan.method))
         if self._covered.get(method) is sources:

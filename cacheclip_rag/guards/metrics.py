@@ -14,7 +14,8 @@ __all__ = ["Metrics"]
 
 _HELP = {
     "answers_total": "Answers, by the method that produced them.",
-    "fallbacks_total": "Answers by plain prefill although another method was asked for, without gated_total.",
+    "bypassed_total": "Answers by plain prefill because it was predicted to be soon enough.",
+    "fallbacks_total": "Answers by plain prefill although another method was asked for, without the two others.",
     "gated_total": "Answers by plain prefill because a reusing pass was below min_confidence.",
     "chunk_hits_total": "Chunks of prompts found in the store.",
     "chunk_misses_total": "Chunks of prompts not found in the store.",
@@ -52,7 +53,8 @@ class Metrics(Observer):
         """Count one answer."""
         with self._lock:
             self._values["answers_total", f'method="{stats.method}"'] += 1
-            self._values["fallbacks_total", ""] += stats.fallback is not None and not stats.gated
+            self._values["fallbacks_total", ""] += stats.fallback is not None and not (stats.gated or stats.bypassed)
+            self._values["bypassed_total", ""] += stats.bypassed
             self._values["gated_total", ""] += stats.gated
             self._values["chunk_hits_total", ""] += stats.hits
             self._values["chunk_misses_total", ""] += stats.misses

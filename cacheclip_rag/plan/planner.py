@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import cast
 
-from ..checks import check_ratio
+from ..checks import AUTO_RATIO, check_ratio
 from ..chunks.context import ChunkContext
 from ..chunks.sources import Sources
 from ..config import EngineConfig
@@ -148,7 +149,10 @@ def _obstacle_of_positions(method: Method, layout: Layout, found: Sequence[Span]
 
 
 def choose_method(
-    config: EngineConfig, method: str | Method | None, recompute_ratio: float | None, has_head_set: Callable[[], bool]
+    config: EngineConfig,
+    method: str | Method | None,
+    recompute_ratio: float | str | None,
+    has_head_set: Callable[[], bool],
 ) -> Method:
     """The method for a call, at its recompute ratio.
 
@@ -156,7 +160,7 @@ def choose_method(
         method: a preset's name or an instance; default the engine's method. ``auto`` means ``cacheclip`` if the
             auxiliary model is available and has a head set, else ``anchored``.
         recompute_ratio: default the engine's ratio for names and for the engine's method, and the instance's own ratio
-            for an instance. Presets without a ratio ignore it.
+            for an instance. Presets without a ratio ignore it. ``auto``: the method's own, until a controller chooses.
         has_head_set: called for ``auto`` only, because it loads the models.
 
     Raises:
@@ -171,10 +175,10 @@ def choose_method(
     if given == DEFAULT_METHOD:
         given = "cacheclip" if has_head_set() else "anchored"
     chosen = preset(given) if isinstance(given, str) else given
-    if ratio is not None:
+    if ratio is not None and ratio != AUTO_RATIO:
         check_ratio(ratio)
         if chosen.has_ratio or (recompute_ratio is not None and not isinstance(given, str)):
-            chosen = chosen.at(ratio)
+            chosen = chosen.at(cast(float, ratio))
     if config.min_confidence is not None and (method is None or isinstance(method, str)):
         chosen = replace(chosen, min_confidence=config.min_confidence)
     check_auxiliary(chosen, config.auxiliary)

@@ -82,6 +82,8 @@ def prefill(plan: Plan, sources: Sources, *, params_tokens: int, clock: PhaseClo
         return _capture(plan, sources, capacity, clock)
     if not plan.reused:
         return _plain(plan, sources, capacity, clock)
+    if plan.bypass is not None:
+        return _bypassing(plan, plan.bypass, sources, capacity, clock)
     fused = sources.primary.runtime.fuse(plan, sources, capacity=capacity, clock=clock, trace=trace)
     if fused is None:
         why = f"no chunk of {len(plan.layout.chunks)} could be read"
@@ -106,6 +108,18 @@ def _sureness(stats: FusionStats) -> float:
     return stats.confidence
 
 
+def _bypassing(plan: Plan, why: str, sources: Sources, capacity: int, clock: PhaseClock) -> Prefilled:
+    """Plain prefill although chunks are stored. Hits and misses are those of the plan."""
+    stats = _stats(plan, clock)
+    found = _plain(replace(plan.reusing(()), fallback=why), sources, capacity, clock)
+    counts = {name: getattr(stats, name) for name in _COUNTS}
+    return replace(found, stats=replace(found.stats, **counts, bypassed=True), missing=plan.missing_texts)
+
+
+_COUNTS = ("hits", "partial_hits", "partial_share", "misses", "missed_tokens")
+"""Statistics of a reusing plan that stay although its prompt is prefilled in full."""
+
+
 def _after(plan: Plan, tried: FusionStats, sources: Sources, capacity: int, clock: PhaseClock) -> Prefilled:
     """Plain prefill, because a fused one with statistics ``tried`` was not sure enough of the first token."""
     method = plan.method
@@ -114,12 +128,8 @@ def _after(plan: Plan, tried: FusionStats, sources: Sources, capacity: int, cloc
     found = _plain(replace(plan.reusing(()), fallback=why), sources, capacity, clock)
     stats = replace(
         found.stats,
+        **{name: getattr(tried, name) for name in _COUNTS},
         gated=True,
-        hits=tried.hits,
-        partial_hits=tried.partial_hits,
-        partial_share=tried.partial_share,
-        misses=tried.misses,
-        missed_tokens=tried.missed_tokens,
         charged_ratio=found.stats.charged_ratio + tried.charged_ratio,
     )
     return replace(found, stats=stats, missing=plan.missing_texts)
@@ -204,7 +214,7 @@ def _capture(plan: Plan, sources: Sources, capacity: int, clock: PhaseClock) -> 
 
 
 def _stats(
-    plan: Plan, clock: PhaseClock, logits: torch.Tensor, recomputed: int = 0, charged: float = 0.0
+    plan: Plan, clock: PhaseClock, logits: torch.Tensor | None = None, recomputed: int = 0, charged: float = 0.0
 ) -> FusionStats:
     """``charged``: chunk tokens that got fresh KV, as in :class:`~cacheclip_rag.runtime.base.Fused`."""
     layout, reused = plan.layout, plan.reused
@@ -229,7 +239,7 @@ def _stats(
         ttft_s=clock.elapsed(),
         charged_ratio=charged / chunk_tokens if chunk_tokens else 0.0,
         cached_prefix_tokens=layout.num_cached,
-        confidence=confidence(logits),
+        confidence=None if logits is None else confidence(logits),
         unusable=plan.unusable,
         not_found=plan.not_found,
         partial_hits=len(partial),

@@ -28,7 +28,7 @@ __all__ = ["ALIASES", "EngineFields", "ModelFields"]
 
 _ENGINE = EngineConfig()
 _SAMPLING = SamplingParams()
-_PER_CALL = ("method", "recompute_ratio", "finish")
+_PER_CALL = ("method", "recompute_ratio", "max_ttft_s", "finish")
 """Engine settings that are passed with each call. Models that differ only in these share one engine and its store."""
 
 
@@ -170,8 +170,10 @@ class ModelFields(EngineFields):
     """Settings of a language model: its engine and its sampling. Sampling defaults are those of
     :class:`~cacheclip_rag.sampling.SamplingParams`."""
 
-    recompute_ratio: float | None = _ENGINE.recompute_ratio
-    """Share of chunk tokens to recompute, 0 to 1; None: the method's own ratio."""
+    recompute_ratio: float | str | None = _ENGINE.recompute_ratio
+    """Share of chunk tokens to recompute, 0 to 1; None: the method's own ratio; ``auto``: chosen by predicted time."""
+    max_ttft_s: float | None = _ENGINE.max_ttft_s
+    """Seconds after which the first token should be there, instead of a ratio."""
     finish: str = _ENGINE.finish
     """What becomes of an answer from approximate KV: ``none``, ``verify`` or ``revise``. With ``revise``, a stream
     holds text back until it is verified, because frameworks' streams cannot withdraw text."""
@@ -202,7 +204,7 @@ class ModelFields(EngineFields):
         options = with_tool_choice(options)
         own = {name: getattr(self, name) for name in (*self._sampling_names(), *_PER_CALL)}
         if not isinstance(options.get("method") or self.method, str):
-            own["recompute_ratio"] = None  # an instance has its own ratio
+            own |= {"recompute_ratio": None, "max_ttft_s": None}  # an instance has its own ratio
         return merge_call_options(own, options)
 
     @staticmethod

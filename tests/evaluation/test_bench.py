@@ -8,8 +8,9 @@ import pytest
 
 from cacheclip_rag import EngineConfig
 from cacheclip_rag.errors import ConfigurationError
-from cacheclip_rag.lab.evaluation.bench import bench, make_texts
+from cacheclip_rag.lab.evaluation.bench import bench
 from cacheclip_rag.models.load import load_model
+from cacheclip_rag.profiling import make_texts
 from cacheclip_rag.types import PHASES
 
 

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import math
-import platform
-import re
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
-from pathlib import Path
 
 import torch
 import transformers
@@ -24,6 +20,7 @@ from ...errors import (
     PromptTooLongError,
     StoreError,
 )
+from ...machine import unit_name
 from ...methods.base import Method
 from ...runtime.prefill import Prefilled
 from ...sampling import SamplingParams
@@ -169,19 +166,8 @@ def _scores(asked: AskedQuestion, answer: str) -> dict[str, float]:
 
 def measured_on(engine: CacheClipEngine) -> str:
     """Processor, threads and library version on which times depend."""
-    device = engine.primary.device
-    unit = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    unit = unit_name(engine.primary.device)
     return f"{unit}, {torch.get_num_threads()} threads, transformers {transformers.__version__}"
-
-
-@cache
-def _processor() -> str:
-    """The processor's name, or another description from the system."""
-    with suppress(OSError):
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        if found:
-            return found[1]
-    return platform.processor() or platform.machine() or "unknown processor"
 
 
 def item_of(asked: AskedQuestion, label: str, answered: Answered, where: str) -> ItemResult:

@@ -1,0 +1,82 @@
+"""``cacheclip profile``: measures how long prefills take here, for ``recompute_ratio="auto"``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from ..methods import DEFAULT_METHOD
+from .common import (
+    AuxiliaryDeviceOption,
+    AuxiliaryOption,
+    ChunkContextOption,
+    DeviceOption,
+    DtypeOption,
+    HeadsOption,
+    JsonOption,
+    PrimaryOption,
+    VariantsOption,
+    output,
+    print_json,
+)
+
+_SHOWN = ((1024, 10), (4096, 32), (16384, 128))
+"""Tokens and chunks of the prompts of the table."""
+
+
+def profile(
+    primary: PrimaryOption = None,
+    auxiliary: AuxiliaryOption = None,
+    heads: HeadsOption = "auto",
+    method: Annotated[str, typer.Option(help="Preset or variant whose ratio is to be chosen.")] = DEFAULT_METHOD,
+    variants: VariantsOption = None,
+    dtype: DtypeOption = None,
+    device: DeviceOption = "cpu",
+    auxiliary_device: AuxiliaryDeviceOption = None,
+    chunk_context: ChunkContextOption = None,
+    codec: Annotated[str | None, typer.Option(help="Codec of the primary's chunk caches.")] = None,
+    auxiliary_codec: Annotated[str, typer.Option(help="Codec of the auxiliary's chunk caches.")] = "bfloat16",
+    as_json: JsonOption = False,
+) -> None:
+    """Measure prefills of growing prompts on this machine, and save the profile by which recompute ratios are chosen.
+
+    Run it while nothing else keeps the machine busy, with the settings of the engine that will use it.
+    """
+    from ..config import EngineConfig
+    from ..engine import CacheClipEngine
+    from ..lab.variants import method_named, read_variants
+    from ..plan.controller import Work
+    from .settings import DEFAULT_SETTINGS, parse_auxiliary
+
+    config = EngineConfig(
+        primary=primary or DEFAULT_SETTINGS.primary,
+        auxiliary=parse_auxiliary(auxiliary) if auxiliary else DEFAULT_SETTINGS.auxiliary,
+        heads=heads,
+        method=method_named(method, read_variants(variants)),
+        dtype=dtype or DEFAULT_SETTINGS.dtype,
+        device=device,
+        auxiliary_device=auxiliary_device,
+        chunk_context=chunk_context or DEFAULT_SETTINGS.chunk_context,
+        codec=codec,
+        auxiliary_codec=auxiliary_codec,
+    )
+    engine = CacheClipEngine(config)
+    found = engine.profile()
+    rows = []
+    for tokens, chunks in _SHOWN:
+        work = Work(tokens, stale=round(0.98 * tokens), chunks=chunks)
+        rows.append((tokens, chunks, found.plain_s(work), *(sum(found.fused_s(work, r)) for r in (0.1, 0.2, 0.4))))
+    if as_json:
+        print_json({**asdict(found), "path": str(found.path)})
+        return
+    from rich.table import Table
+
+    table = Table(title=f"Predicted seconds to the first token, {config.primary} on {found.identity['processors'][0]}")
+    for column in ("prompt tokens", "chunks", "plain prefill", "ratio 0.1", "ratio 0.2", "ratio 0.4"):
+        table.add_column(column, justify="right")
+    for tokens, chunks, *seconds in rows:
+        table.add_row(f"{tokens:,}", str(chunks), *(f"{each:.2f}" for each in seconds))
+    output().print(table)
+    output().print(f"Saved as {found.path}.")

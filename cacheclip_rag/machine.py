@@ -1,0 +1,34 @@
+"""Which processor this is, because measured seconds hold for one processor."""
+
+from __future__ import annotations
+
+import platform
+import re
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["processor_name", "unit_name"]
+
+
+@cache
+def processor_name() -> str:
+    """The CPU's name, or another description from the system."""
+    with suppress(OSError):
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        if found:
+            return found[1]
+    return platform.processor() or platform.machine() or "unknown processor"
+
+
+def unit_name(device: torch.device) -> str:
+    """Name of the GPU or the CPU that computes on ``device``."""
+    if device.type != "cuda":
+        return processor_name()
+    import torch
+
+    return torch.cuda.get_device_name(device)

@@ -1,0 +1,264 @@
+"""Predicts the time to the first token, and chooses the recompute ratio by it (``recompute_ratio="auto"``).
+
+A profile says how long this machine takes with these models: a line for plain prefill, one for the recompute of a fused
+prefill, one for everything before it. ``cacheclip profile`` and :meth:`CacheClipEngine.profile` measure it once. While
+answers are given, the profile is adjusted to what they took, because other load comes and goes and reading depends on
+the store's tier.
+
+Source of the idea to choose the ratio by measured lines: CacheBlend (arXiv:2405.16444, its loading controller).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import logging
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..paths import atomic_path, cache_home
+from ..types import FusionStats, Plan, Prediction
+
+__all__ = ["Controller", "Cost", "Profile", "Sample", "Work", "find_profile", "fit"]
+
+logger = logging.getLogger(__name__)
+
+_FORMAT = 1
+_WORTH = 0.9
+"""Reuse must take at most this share of plain prefill's time: a smaller gain is not worth an approximate answer."""
+_STEPS = 20
+"""Ratios that are tried, from 0 to 1."""
+_NEW = 0.25
+"""Weight of the last answer in the adjustment to the machine's load."""
+_MOST = 16.0
+"""Largest adjustment, up or down."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds as a line: a constant, and seconds for each unit of two quantities."""
+
+    constant: float
+    first: float
+    second: float
+
+    def seconds(self, first: float, second: float) -> float:
+        return self.constant + self.first * first + self.second * second
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one prompt asks for."""
+
+    tokens: int
+    """Of the prompt."""
+    known: int = 0
+    """Leading tokens that plain prefill would not compute: the prefix cache has them."""
+    exact: int = 0
+    """Tokens that a fused prefill need not compute at any ratio: exact start and exact chunks."""
+    stale: int = 0
+    """Tokens of reused chunks of which the ratio decides how many are computed."""
+    chunks: int = 0
+    """Reused chunks."""
+
+    def plain(self) -> tuple[float, float]:
+        """Rows of plain prefill, and pairs of a row and a key that it sees."""
+        rows = self.tokens - self.known
+        return rows, rows * (self.tokens + self.known) / 2
+
+    def fused(self, ratio: float) -> tuple[float, float]:
+        """Rows of the recompute, and pairs of a row and a key."""
+        rows = max(1.0, self.tokens - self.exact - self.stale * (1 - ratio))
+        return rows, rows * self.tokens
+
+    @classmethod
+    def of(cls, plan: Plan, known: int) -> Work:
+        """The work of a plan that reuses chunks.
+
+        Args:
+            known: leading tokens in the prefix cache.
+        """
+        exact = {span.start: len(span.tokens) for span in plan.exact}
+        stale = sum(len(span.tokens) for span in plan.reused if span.start not in exact and span.start >= known)
+        start = max(known, plan.layout.num_exact)
+        exact_tokens = start + sum(count for begin, count in exact.items() if begin >= start)
+        return cls(plan.layout.num_tokens, known, exact_tokens, stale, len(plan.reused))
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Seconds of one measured prefill."""
+
+    work: Work
+    ratio: float | None
+    """None: plain prefill."""
+    phases_s: Mapping[str, float]
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.phases_s.values())
+
+    @property
+    def before_s(self) -> float:
+        """Seconds of everything before the recompute."""
+        return self.seconds - self.phases_s["recompute"]
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Lines of one machine, one pair of models and one method."""
+
+    identity: Mapping[str, Any]
+    """What it was measured with; another identity needs another profile."""
+    plain: Cost
+    """Of plain prefill: rows, pairs of a row and a key."""
+    fused: Cost
+    """Of the recompute, alike."""
+    before: Cost
+    """Of everything before the recompute: chunk tokens, chunks."""
+
+    def plain_s(self, work: Work) -> float:
+        return self.plain.seconds(*work.plain())
+
+    def fused_s(self, work: Work, ratio: float) -> tuple[float, float]:
+        """Seconds before the recompute, and of it."""
+        return self.before.seconds(work.stale, work.chunks), self.fused.seconds(*work.fused(ratio))
+
+    @classmethod
+    def of(cls, identity: Mapping[str, Any], samples: Sequence[Sample]) -> Profile:
+        """Fit the lines. ``samples``: of both kinds, of three sizes or more."""
+        plain = [sample for sample in samples if sample.ratio is None]
+        fused = [(sample, sample.ratio) for sample in samples if sample.ratio is not None]
+        return cls(
+            identity,
+            fit([(*s.work.plain(), s.phases_s["recompute"]) for s in plain]),
+            fit([(*s.work.fused(ratio), s.phases_s["recompute"]) for s, ratio in fused]),
+            fit([(s.work.stale, s.work.chunks, s.before_s) for s, _ in fused]),
+        )
+
+    @property
+    def path(self) -> Path:
+        return _path_of(self.identity)
+
+    def save(self) -> Path:
+        """Write the profile to the cache folder, where engines look."""
+        content = {"format": _FORMAT, **asdict(self)}
+        with atomic_path(self.path) as temporary:
+            temporary.write_text(json.dumps(content, indent=2) + "\n")
+        return self.path
+
+
+def fit(rows: Sequence[tuple[float, float, float]]) -> Cost:
+    """The line through ``(first, second, seconds)`` with the least squares of relative errors and no negative number.
+
+    Relative errors, because a millisecond matters in a short prompt. No negative number, because a line that falls with
+    the work is wrong beyond the measured sizes.
+    """
+    if len(rows) < 3:
+        raise ValueError(f"expected three measurements or more, got {len(rows)}")
+    measured = np.array(rows, dtype=np.float64)
+    weights = 1 / measured[:, 2:]
+    columns = np.column_stack((np.ones(len(measured)), measured[:, :2])) * weights
+    best, least = np.zeros(3), math.inf
+    for count in range(1, 4):
+        for chosen in map(list, itertools.combinations(range(3), count)):
+            found, *_ = np.linalg.lstsq(columns[:, chosen], np.ones(len(measured)), rcond=None)
+            error = float(((columns[:, chosen] @ found - 1) ** 2).sum())
+            if (found >= 0).all() and error < least - 1e-12:
+                best, least = np.zeros(3), error
+                best[chosen] = found
+    return Cost(*best.tolist())
+
+
+def find_profile(identity: Mapping[str, Any]) -> Profile | None:
+    """The profile that was saved for this identity; None if there is none, or if it is damaged (with a warning)."""
+    path = _path_of(identity)
+    try:
+        content = json.loads(path.read_text())
+        lines = (Cost(**{key: float(number) for key, number in content[name].items()}) for name in _LINES)
+        found = Profile(content["identity"], *lines)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        logger.warning("the profile %s cannot be read and is not used (%s). Run cacheclip profile.", path, error)
+        return None
+    return found if found.identity == dict(identity) and content["format"] == _FORMAT else None
+
+
+_LINES = ("plain", "fused", "before")
+
+
+def _path_of(identity: Mapping[str, Any]) -> Path:
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+    return cache_home() / "profiles" / f"{digest}.json"
+
+
+class Controller:
+    """Chooses ratios by one profile, adjusted to what the last answers took. Safe to share between threads."""
+
+    def __init__(self, profile: Profile, floor: float) -> None:
+        """``floor``: least ratio; methods without a ratio ignore it."""
+        self.profile, self._floor = profile, floor
+        self._lock = threading.Lock()
+        self._compute = self._before = 1.0
+        """What the last answers took, as multiples of the profile's seconds."""
+
+    def decide(self, plan: Plan, known: int, max_ttft_s: float | None = None) -> Plan:
+        """The plan at the ratio that is chosen for it, or with the reason why it is plain prefill.
+
+        Without ``max_ttft_s``, that is the least ratio. With it, the plan is plain prefill if that is soon enough, else
+        it gets the largest ratio that is, or the least ratio. It is plain prefill in any case where reuse would save
+        less than a tenth of the time.
+
+        Args:
+            plan: reuses chunks.
+            known: leading tokens of the prompt in the prefix cache.
+            max_ttft_s: seconds after which the first token should be there.
+        """
+        work = Work.of(plan, known)
+        plain_s = self._compute * self.profile.plain_s(work)
+        ratio = self._floor
+        if max_ttft_s is not None and plan.method.has_ratio:
+            steps = (1 - step / _STEPS for step in range(_STEPS))
+            ratio = next((r for r in steps if r > ratio and self._fused_s(work, r) <= max_ttft_s), ratio)
+        seconds = self._fused_s(work, ratio)
+        if max_ttft_s is not None and plain_s <= max_ttft_s:
+            why = f"plain prefill is predicted to take {plain_s:.2f} s, and {max_ttft_s:.2f} s are allowed"
+        elif seconds > _WORTH * plain_s:
+            why = f"plain prefill is predicted to take {plain_s:.2f} s, and reuse {seconds:.2f} s"
+        else:
+            method = plan.method.at(ratio) if plan.method.has_ratio else plan.method
+            return replace(plan, method=method, prediction=Prediction(seconds, plain_s, known))
+        return replace(plan, bypass=why, prediction=Prediction(plain_s, plain_s, known))
+
+    def observe(self, plan: Plan, stats: FusionStats) -> None:
+        """Adjust to what the answer of a plan of :meth:`decide` took."""
+        assert plan.prediction is not None, "a plan that was decided has a prediction"
+        work, compute_s = Work.of(plan, plan.prediction.known_tokens), stats.phases_s["recompute"]
+        before_s = sum(stats.phases_s.values()) - compute_s
+        with self._lock:
+            if plan.bypass is not None:
+                self._compute = _adjusted(self._compute, compute_s, self.profile.plain_s(work))
+            elif plan.reused and not stats.gated:
+                before, expected = self.profile.fused_s(work, plan.method.nominal_ratio)
+                self._compute = _adjusted(self._compute, compute_s, expected)
+                self._before = _adjusted(self._before, before_s, before)
+
+    def _fused_s(self, work: Work, ratio: float) -> float:
+        before_s, compute_s = self.profile.fused_s(work, ratio)
+        return self._before * before_s + self._compute * compute_s
+
+
+def _adjusted(factor: float, took_s: float, expected_s: float) -> float:
+    """The adjustment after one more answer, a geometric mean, so that one slow answer changes little."""
+    if took_s <= 0 or expected_s <= 0:
+        return factor
+    last = min(max(took_s / expected_s, 1 / _MOST), _MOST)
+    return float(factor ** (1 - _NEW) * last**_NEW)

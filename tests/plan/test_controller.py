@@ -1,0 +1,311 @@
+"""The controller: lines fitted to measurements, and ratios chosen by them. No model is needed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cacheclip_rag import CacheClipEngine, Plan
+from cacheclip_rag.models.load import register_runtime
+from cacheclip_rag.plan.controller import Controller, Cost, Profile, Sample, Work, find_profile, fit
+from cacheclip_rag.testing.fake import FakeRuntime
+from cacheclip_rag.types import PHASES, FusionStats
+
+IDENTITY = {"primary": "a", "threads": 2}
+PROFILE = Profile(IDENTITY, Cost(0.1, 1e-3, 1e-7), Cost(0.1, 1.2e-3, 2e-7), Cost(0.02, 2e-5, 0.01))
+LONG = " ".join(f"The keeper of lamp {n} lived on the rock for {n} weeks." for n in range(40))
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def engine() -> CacheClipEngine:
+    register_runtime("fake", FakeRuntime)
+    engine = CacheClipEngine(primary="fake:timed", auxiliary=None, method="epic")
+    engine.precompute(texts(4))
+    return engine
+
+
+def texts(count: int) -> list[str]:
+    return [f"Chapter {n}. {LONG}" for n in range(count)]
+
+
+def plan_of(engine: CacheClipEngine, count: int = 4) -> Plan:
+    return engine.plan("\n\n".join(texts(count)) + "\n\nWho kept lamp 3?")
+
+
+def stats_of(engine: CacheClipEngine, before_s: float, recompute_s: float, **changes: Any) -> FusionStats:
+    stats = engine.generate("Hello", max_tokens=1).stats
+    phases = {**dict.fromkeys(PHASES, 0.0), "select": before_s, "recompute": recompute_s}
+    return replace(stats, phases_s=phases, **changes)
+
+
+class TestFit:
+    def test_a_line_is_found_again(self) -> None:
+        line = Cost(0.05, 2e-3, 3e-7)
+        points = [(n, n * n / 2, line.seconds(n, n * n / 2)) for n in (100, 300, 900, 2700)]
+        found = fit(points)
+        assert (found.constant, found.first, found.second) == pytest.approx((0.05, 2e-3, 3e-7))
+
+    def test_noise_makes_nothing_negative(self) -> None:
+        generator = random.Random(5)
+        for _ in range(50):
+            points = [(n, n * n / 2, (0.3 + 1e-5 * n) * generator.uniform(0.7, 1.4)) for n in (100, 200, 400, 800)]
+            found = fit(points)
+            assert min(found.constant, found.first, found.second) >= 0
+            assert found.seconds(16000, 16000**2 / 2) > 0.1
+
+    def test_two_points_are_refused(self) -> None:
+        with pytest.raises(ValueError, match="three measurements"):
+            fit([(1, 1, 1.0), (2, 4, 2.0)])
+
+    def test_relative_errors_count(self) -> None:
+        """A short prompt's error is not drowned by a long one's."""
+        points = [(10, 0.0, 0.010), (20, 0.0, 0.020), (10000, 0.0, 11.0)]
+        assert fit(points).seconds(10, 0.0) == pytest.approx(0.010, rel=0.08)
+
+
+class TestWork:
+    def test_rows_and_pairs(self) -> None:
+        work = Work(tokens=1000, known=0, exact=100, stale=800, chunks=4)
+        assert work.plain() == (1000, 500_000)
+        assert work.fused(0.0) == (100, 100_000) and work.fused(1.0) == (900, 900_000)
+        assert replace(work, known=600).plain() == (400, 400 * 800)
+
+    def test_of_a_plan(self, engine: CacheClipEngine) -> None:
+        plan = plan_of(engine)
+        work = Work.of(plan, 0)
+        assert (work.tokens, work.chunks) == (plan.layout.num_tokens, 4)
+        assert work.stale == plan.chunk_tokens and work.exact == plan.layout.num_exact
+        rows, _ = work.fused(0.0)
+        assert rows == plan.layout.num_tokens - plan.layout.num_exact - plan.chunk_tokens
+        second = plan.reused[1].start
+        assert Work.of(plan, second).stale == plan.chunk_tokens - len(plan.reused[0].tokens)
+
+
+class TestProfile:
+    def test_it_is_fitted_to_samples_of_both_kinds(self) -> None:
+        samples = []
+        for tokens in (200, 400, 800, 1600):
+            for chunks in (2, 8):
+                work = Work(tokens, stale=tokens - 20, chunks=chunks)
+                phases = dict.fromkeys(PHASES, 0.0)
+                samples.append(Sample(work, None, {**phases, "recompute": PROFILE.plain_s(work)}))
+                for ratio in (0.1, 0.5):
+                    before, compute = PROFILE.fused_s(work, ratio)
+                    samples.append(Sample(work, ratio, {**phases, "select": before, "recompute": compute}))
+        found = Profile.of(IDENTITY, samples)
+        work = Work(12000, stale=11000, chunks=40)
+        assert found.plain_s(work) == pytest.approx(PROFILE.plain_s(work))
+        assert found.fused_s(work, 0.2) == pytest.approx(PROFILE.fused_s(work, 0.2))
+
+    def test_saved_and_found(self) -> None:
+        assert find_profile(IDENTITY) is None
+        PROFILE.save()
+        assert find_profile(IDENTITY) == PROFILE
+        assert find_profile({**IDENTITY, "threads": 8}) is None
+
+    @pytest.mark.parametrize("content", ["", "[]", '{"format": 1}', '{"format": 1, "identity": {}, "plain": 3}'])
+    def test_damaged(self, content: str, caplog: pytest.LogCaptureFixture) -> None:
+        PROFILE.save().write_text(content)
+        assert find_profile(IDENTITY) is None
+        assert "cannot be read" in caplog.text and "cacheclip profile" in caplog.text
+
+    def test_of_another_format(self) -> None:
+        path = PROFILE.save()
+        path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
+        assert find_profile(IDENTITY) is None
+
+
+class TestDecide:
+    def test_the_least_ratio_without_a_limit(self, engine: CacheClipEngine) -> None:
+        plan = Controller(PROFILE, 0.15).decide(plan_of(engine), 0)
+        assert plan.bypass is None and plan.method.nominal_ratio == 0.15
+        assert plan.prediction is not None
+        work = Work.of(plan, 0)
+        assert plan.prediction.seconds == pytest.approx(sum(PROFILE.fused_s(work, 0.15)))
+        assert plan.prediction.plain_s == pytest.approx(PROFILE.plain_s(work))
+
+    def test_a_limit_gets_the_largest_ratio_that_keeps_to_it(self, engine: CacheClipEngine) -> None:
+        plan = plan_of(engine)
+        work, controller = Work.of(plan, 0), Controller(PROFILE, 0.1)
+        plain_s = PROFILE.plain_s(work)
+        for share in (0.3, 0.5, 0.7, 0.85):
+            decided = controller.decide(plan, 0, share * plain_s)
+            fits = [n / 20 for n in range(21) if sum(PROFILE.fused_s(work, n / 20)) <= share * plain_s and n >= 2]
+            assert decided.bypass is None and decided.method.nominal_ratio == pytest.approx(max(fits))
+
+    def test_plain_prefill_if_it_is_soon_enough(self, engine: CacheClipEngine) -> None:
+        plan = plan_of(engine)
+        plain_s = PROFILE.plain_s(Work.of(plan, 0))
+        assert Controller(PROFILE, 0.1).decide(plan, 0, plain_s * 1.01).bypass is not None
+        assert Controller(PROFILE, 0.1).decide(plan, 0, plain_s * 0.99).bypass is None
+
+    def test_the_least_ratio_if_nothing_keeps_to_the_limit(self, engine: CacheClipEngine) -> None:
+        decided = Controller(PROFILE, 0.1).decide(plan_of(engine), 0, 1e-6)
+        assert decided.bypass is None and decided.method.nominal_ratio == 0.1
+
+    def test_plain_prefill_where_reuse_saves_little(self, engine: CacheClipEngine) -> None:
+        slow = replace(PROFILE, before=Cost(5.0, 0.0, 0.0))
+        decided = Controller(slow, 0.1).decide(plan_of(engine), 0)
+        assert decided.bypass is not None and "plain prefill is predicted" in decided.bypass
+        assert decided.reused, "the plan still says what is stored"
+
+    def test_plain_prefill_where_the_prefix_cache_has_the_prompt(self, engine: CacheClipEngine) -> None:
+        plan = plan_of(engine)
+        assert Controller(PROFILE, 0.1).decide(plan, plan.layout.num_tokens - 10).bypass is not None
+
+    def test_a_method_without_a_ratio(self, engine: CacheClipEngine) -> None:
+        engine.precompute(texts(4), method="direct")
+        plan = engine.plan("\n\n".join(texts(4)) + "\n\nWho kept lamp 3?", method="direct")
+        decided = Controller(PROFILE, 0.0).decide(plan, 0, 0.2)
+        assert decided.bypass is None and decided.method == plan.method
+
+
+class TestObserve:
+    def observed(self, engine: CacheClipEngine, times: float, slow_reading: float, count: int = 20) -> Controller:
+        controller = Controller(PROFILE, 0.1)
+        for _ in range(count):
+            plan = controller.decide(plan_of(engine), 0)
+            work = Work.of(plan, 0)
+            before, compute = PROFILE.fused_s(work, 0.1)
+            if plan.bypass is not None:
+                before, compute = 0.0, PROFILE.plain_s(work)
+            controller.observe(plan, stats_of(engine, slow_reading * before, times * compute))
+        return controller
+
+    def test_a_busy_machine_is_predicted(self, engine: CacheClipEngine) -> None:
+        quiet = Controller(PROFILE, 0.1).decide(plan_of(engine), 0).prediction
+        busy = self.observed(engine, 2.0, 2.0).decide(plan_of(engine), 0).prediction
+        assert quiet is not None and busy is not None
+        assert busy.seconds == pytest.approx(2 * quiet.seconds, rel=0.02)
+        assert busy.plain_s == pytest.approx(2 * quiet.plain_s, rel=0.02)
+
+    def test_a_slow_store_leads_to_plain_prefill(self, engine: CacheClipEngine) -> None:
+        assert self.observed(engine, 1.0, 1.0).decide(plan_of(engine), 0).bypass is None
+        assert self.observed(engine, 1.0, 15.0).decide(plan_of(engine), 0).bypass is not None
+
+    def test_one_slow_answer_changes_little(self, engine: CacheClipEngine) -> None:
+        plain = Controller(PROFILE, 0.1).decide(plan_of(engine), 0).prediction
+        once = self.observed(engine, 3.0, 3.0, count=1).decide(plan_of(engine), 0).prediction
+        assert plain is not None and once is not None
+        assert once.seconds < 1.4 * plain.seconds
+
+    def test_reuse_is_tried_again(self, engine: CacheClipEngine) -> None:
+        """Plain prefills say nothing about a store that was slow, so its slowness is forgotten."""
+        controller = self.observed(engine, 1.0, 15.0)
+        for _ in range(200):
+            plan = controller.decide(plan_of(engine), 0)
+            if plan.bypass is None:
+                return
+            controller.observe(plan, stats_of(engine, 0.0, PROFILE.plain_s(Work.of(plan, 0)), bypassed=True))
+        pytest.fail("a slow store was never tried again")
+
+    def test_a_gated_answer_counts_for_nothing(self, engine: CacheClipEngine) -> None:
+        controller = Controller(PROFILE, 0.1)
+        plan = controller.decide(plan_of(engine), 0)
+        controller.observe(plan, stats_of(engine, 50.0, 50.0, gated=True))
+        assert controller.decide(plan_of(engine), 0) == plan
+
+
+Made = Callable[..., CacheClipEngine]
+
+
+class TestEngine:
+    @pytest.fixture
+    def make(self) -> Made:
+        register_runtime("fake", FakeRuntime)
+
+        def make(**options: Any) -> CacheClipEngine:
+            engine = CacheClipEngine(**{"primary": "fake:timed", "auxiliary": None, "method": "epic", **options})
+            engine.precompute(texts(4))
+            return engine
+
+        return make
+
+    PROMPT = "\n\n".join(texts(4)) + "\n\nWho kept lamp 3?"
+
+    def profiled(self, engine: CacheClipEngine, profile: Profile = PROFILE) -> CacheClipEngine:
+        engine.parts.use_profile(engine.make_method(), profile)
+        return engine
+
+    def test_without_a_profile_it_is_the_methods_ratio(self, make: Made, caplog: pytest.LogCaptureFixture) -> None:
+        engine = make(recompute_ratio="auto")
+        stats = [engine.generate(self.PROMPT, max_tokens=1).stats for _ in range(2)]
+        assert [each.nominal_ratio for each in stats] == [0.2, 0.2]
+        assert stats[0].predicted_ttft_s is None
+        warned = [each for each in caplog.records if each.levelno == logging.WARNING and "profile" in each.message]
+        assert len(warned) == 1 and "cacheclip profile" in warned[0].message
+
+    def test_with_a_profile(self, make: Made) -> None:
+        engine = self.profiled(make(recompute_ratio="auto"))
+        stats = engine.generate(self.PROMPT, max_tokens=1).stats
+        assert stats.hits == 4 and not stats.bypassed and stats.nominal_ratio == 0.2
+        assert stats.predicted_ttft_s is not None
+        plan = engine.plan(self.PROMPT)
+        assert plan.prediction is not None and plan.to_dict()["predicted_ttft_s"] == plan.prediction.seconds
+
+    def test_a_saved_profile_is_found(self, make: Made) -> None:
+        engine = make(recompute_ratio="auto")
+        replace(PROFILE, identity=engine.parts.profile_identity(engine.make_method())).save()
+        assert engine.plan(self.PROMPT).prediction is not None
+
+    def test_bypassed(self, make: Made) -> None:
+        engine = self.profiled(make(max_ttft_s=1000.0))
+        full = engine.generate(self.PROMPT, max_tokens=8, method="full")
+        answer = engine.generate(self.PROMPT, max_tokens=8)
+        stats = answer.stats
+        assert answer.token_ids == full.token_ids
+        assert stats.bypassed and stats.method in ("full", "prefix") and (stats.hits, stats.misses) == (4, 0)
+        assert stats.fallback is not None and "1000.00 s are allowed" in stats.fallback
+        assert stats.recomputed_tokens == 0 and stats.chunk_tokens == 0
+        text = engine.metrics.to_prometheus()
+        assert "bypassed_total 1" in text and "fallbacks_total 0" in text
+
+    def test_a_missing_chunk_is_stored_although_bypassed(self, make: Made) -> None:
+        engine = self.profiled(make(max_ttft_s=1000.0))
+        other = f"Epilogue. {LONG}"
+        prompt = f"{self.PROMPT}\n\n{other}\n\nWho?"
+        stats = engine.generate(prompt, max_tokens=1, documents=[other]).stats
+        assert (stats.hits, stats.misses) == (4, 1) and stats.bypassed
+        assert engine.is_stored(other)
+
+    def test_a_call_takes_the_place_of_the_settings(self, make: Made) -> None:
+        engine = self.profiled(make(max_ttft_s=1000.0))
+        stats = engine.generate(self.PROMPT, max_tokens=1, recompute_ratio=0.4).stats
+        assert (stats.nominal_ratio, stats.predicted_ttft_s, stats.bypassed) == (0.4, None, False)
+        engine = self.profiled(make(recompute_ratio=0.4))
+        assert engine.generate(self.PROMPT, max_tokens=1, max_ttft_s=1e-6).stats.nominal_ratio == 0.2
+        assert engine.generate(self.PROMPT, max_tokens=1).stats.nominal_ratio == 0.4
+
+    def test_hidden_hits_hide_it(self, make: Made) -> None:
+        engine = self.profiled(make(max_ttft_s=1000.0, hide_hits=True))
+        stats = engine.generate(self.PROMPT, max_tokens=1).stats
+        assert not stats.bypassed and stats.predicted_ttft_s is None and stats.fallback is None
+
+    @pytest.mark.parametrize(
+        ("options", "says"),
+        [
+            ({"recompute_ratio": "fast"}, "a number from 0 to 1 or 'auto'"),
+            ({"recompute_ratio": 2}, "between 0"),
+            ({"max_ttft_s": 0}, "positive number of seconds"),
+            ({"max_ttft_s": "2"}, "positive number of seconds"),
+            ({"max_ttft_s": 2, "recompute_ratio": 0.3}, "Leave one of them out"),
+        ],
+    )
+    def test_refused(self, make: Made, options: dict[str, Any], says: str) -> None:
+        with pytest.raises(ValueError, match=says):
+            make(**options)
+        with pytest.raises(ValueError, match=says):
+            make().generate(self.PROMPT, **options)
