@@ -14,7 +14,7 @@ from ..methods.base import Method
 from ..methods.composition import exact_method
 from ..prompt.layout import Layout, Span, check_least_length, check_length, lay_out
 from ..prompt.segments import Chunk, Segment, without_parts
-from ..store.excerpts import standing_in
+from ..store.common_parts import standing_in
 from ..types import Plan
 
 __all__ = ["choose_method", "context_of", "count_absent", "make_plan"]

@@ -25,9 +25,10 @@ from typing import NamedTuple
 import numpy as np
 
 from ..errors import StoreError
+from .common_parts import TextMatch
 from .database import Database
 from .excerpts import SCHEMA as EXCERPTS_SCHEMA
-from .excerpts import ExcerptIndex, TextMatch
+from .excerpts import ExcerptIndex
 from .keys import text_digest
 from .winnowing import WINDOW, Column, code_points, ranges, smallest, window_hashes
 
