@@ -25,6 +25,7 @@ from ..errors import StoreError
 from .common_parts import LEAST_SURE, Compared, Part, TextMatch, cover, is_more_than_a_window, pieces_in
 from .database import Database
 from .keys import text_digest
+from .outage import OutageWarning
 from .winnowing import WINDOW, Column, ranges, smallest
 
 __all__ = ["SCHEMA", "ExcerptIndex"]
@@ -89,7 +90,7 @@ class ExcerptIndex:
         self._database, self._namespace = database, namespace
         # tenants have other anchors, so that none of them makes an anchor of another one popular
         self._salt = np.int64(xxhash.xxh3_64_intdigest(namespace.encode("utf-8", "surrogatepass")) >> 1)
-        self._warned = False
+        self._outage = OutageWarning(logger, "parts of stored texts are not found in prompts: %s")
 
     def add(self, texts: Iterable[str]) -> None:
         """Add texts. Texts that are too short to have an anchor are left out."""
@@ -225,9 +226,9 @@ class ExcerptIndex:
             salted = np.unique(anchors ^ self._salt)  # in order: neighbours are read together
             rows = self._database.query(_PLACES, (_SHARED_BY, json.dumps(salted.tolist())))
         except StoreError as error:
-            self._warn(error)
+            self._outage.failed(error)
             return _NOWHERE
-        self._warned = False
+        self._outage.worked()
         found = [row for row in rows if row[1]]
         counts = [written.count(" ") // 2 + 1 for _, written in found]
         salted = np.repeat(np.array([anchor for anchor, _ in found], dtype=np.int64), counts)
@@ -244,7 +245,7 @@ class ExcerptIndex:
             sql = (self._namespace, json.dumps(sorted(wanted)))
             return dict(self._database.query(_CONTENTS, sql)) if wanted else {}
         except StoreError as error:
-            self._warn(error)
+            self._outage.failed(error)
             return {}
 
     def texts(self) -> Iterator[str]:
@@ -260,11 +261,6 @@ class ExcerptIndex:
         while rows := self._database.query(sql, (self._namespace, last, _BATCH)):
             yield rows
             last = max(last + 1, rows[-1][0])
-
-    def _warn(self, error: StoreError) -> None:
-        if not self._warned:
-            logger.warning("parts of stored texts are not found in prompts: %s", error)
-        self._warned = True
 
 
 class _Comparison:
