@@ -165,7 +165,7 @@ def _equal_bytes(one: bytes, other: bytes) -> int:
 
 def pieces_in(matches: Iterable[TextMatch]) -> list[tuple[int, int]]:
     """Where parts of texts stand in a prompt. Parts that go on where the part before ends, but for white space, are one
-    piece."""
+    piece. (``Span.continues`` of a prompt's layout says the same of tokens.)"""
     found: list[tuple[int, int]] = []
     before: TextMatch | None = None
     for match in matches:
