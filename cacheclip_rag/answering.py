@@ -77,8 +77,8 @@ class Answering:
                 text_of=text_of,
             )
             del prefilled  # decoding drops its KV once it goes on from the exact KV
-            first = next(events)
-        for event in chain((first,), events):
+            events = _begun(events)
+        for event in events:
             if event.answer is not None:
                 verified = None if verification is None else verification.result
                 self._observe(Answered(plan, event.answer, request.params, logits, verified))
@@ -119,7 +119,8 @@ class Answering:
 
     def _compose(self, request: Request) -> Iterator[Event]:
         """Answer by a composing method: several prompts, each answered exactly."""
-        runtime = self.parts.prefix_caches.runtime  # weights are loaded before the clock starts
+        sources = self.parts.sources(None)  # weights are loaded before the clock starts
+        runtime = sources.primary.runtime
         missing: dict[str, None] = {}
 
         def ask(
@@ -128,12 +129,12 @@ class Answering:
             came = PhaseClock()
             with self.turns.prompt():
                 queued_s = came.elapsed()
-                prefilled = self.prefill(Request(segments, params, None))
+                _, prefilled = self._prefill(Request(segments, params, None), sources, PhaseClock(), ())
                 missing.update(dict.fromkeys(prefilled.missing))
                 counted = replace(count_chunks(prefilled.stats, prefilled.layout), queued_s=queued_s)
-                events = decode(runtime, replace(prefilled, stats=counted), params, observe, turn=self.turns.token)
-                first = next(events)
-            yield from chain((first,), events)
+                prefilled = replace(prefilled, stats=counted)
+                events = _begun(decode(runtime, prefilled, params, observe, turn=self.turns.token))
+            yield from events
 
         clock = PhaseClock()
         given = given_texts(request.documents)
@@ -162,6 +163,11 @@ class Answering:
     def _observe(self, answered: Answered) -> None:
         for observer in self.observers:
             observer.on_answer(answered)
+
+
+def _begun(events: Iterator[Event]) -> Iterator[Event]:
+    """The events; returns when the first one is there."""
+    return chain((next(events),), events)
 
 
 def _check(request: Request) -> None:
