@@ -128,11 +128,9 @@ class Answering:
         ) -> Iterator[Event]:
             came = PhaseClock()
             with self.turns.prompt():
-                queued_s = came.elapsed()
-                _, prefilled = self._prefill(Request(segments, params, None), sources, PhaseClock(), ())
+                _, prefilled = self._prefill(Request(segments, params, None), sources, came, ())
                 missing.update(dict.fromkeys(prefilled.missing))
-                counted = replace(count_chunks(prefilled.stats, prefilled.layout), queued_s=queued_s)
-                prefilled = replace(prefilled, stats=counted)
+                prefilled = replace(prefilled, stats=count_chunks(prefilled.stats, prefilled.layout))
                 events = _begun(decode(runtime, prefilled, params, observe, turn=self.turns.token))
             yield from events
 
