@@ -128,7 +128,7 @@ class Answering:
         ) -> Iterator[Event]:
             came = PhaseClock()
             with self.turns.prompt():
-                _, prefilled = self._prefill(Request(segments, params, None), sources, came, ())
+                _, prefilled = self._prefill(Request(segments, params, None), sources, came, self.observers)
                 missing.update(dict.fromkeys(prefilled.missing))
                 prefilled = replace(prefilled, stats=count_chunks(prefilled.stats, prefilled.layout))
                 events = _begun(decode(runtime, prefilled, params, observe, turn=self.turns.token))
