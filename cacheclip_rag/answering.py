@@ -21,8 +21,8 @@ from .guards.base import Answered, Observer
 from .methods.composition import Composition, count_chunks
 from .parts import PREFIX, Parts
 from .plan.planner import count_absent, make_plan
+from .prompt.calls import parameters_of, read_calls
 from .prompt.segments import Chunk, Segment, as_segments, given_texts
-from .prompt.tools import parameters_of, read_calls
 from .runtime.decoding import LogitsObserver, decode, is_greedy, room_for
 from .runtime.prefill import Keeping, Prefilled, prefill
 from .runtime.turns import Turns, turns_of
