@@ -20,9 +20,10 @@ from .errors import ConfigurationError
 from .guards.base import Answered, Observer
 from .methods.composition import Composition, count_chunks
 from .parts import PREFIX, Parts
+from .plan.controller import Controller
 from .plan.planner import count_absent, make_plan
+from .prompt.calls import parameters_of, read_calls
 from .prompt.segments import Chunk, Segment, as_segments, given_texts
-from .prompt.tools import parameters_of, read_calls
 from .runtime.decoding import LogitsObserver, decode, is_greedy, room_for
 from .runtime.prefill import Keeping, Prefilled, prefill
 from .runtime.turns import Turns, turns_of
@@ -77,8 +78,8 @@ class Answering:
                 text_of=text_of,
             )
             del prefilled  # decoding drops its KV once it goes on from the exact KV
-            first = next(events)
-        for event in chain((first,), events):
+            events = _begun(events)
+        for event in events:
             if event.answer is not None:
                 verified = None if verification is None else verification.result
                 self._observe(Answered(plan, event.answer, request.params, logits, verified))
@@ -90,7 +91,17 @@ class Answering:
         with clock.phase("lookup"):
             given = given_texts(request.documents)
             segments = self._segments(request, given, parts=not sources.primary.context.isolated)
-            return make_plan(segments, request.method, sources, question=_question(request), given=given)
+            plan = make_plan(segments, request.method, sources, question=_question(request), given=given)
+            controller = self._controller(request)
+            if controller is None or not plan.reused:
+                return plan
+            return controller.decide(plan, sources.known_tokens(plan), request.max_ttft_s)
+
+    def _controller(self, request: Request) -> Controller | None:
+        """What chooses the recompute ratio of a request that asks for it; None without a profile."""
+        if not request.auto_ratio or request.method is None or not request.method.reuses_chunks:
+            return None
+        return None if request.method.captures else self.parts.controller(request.method)
 
     @torch.inference_mode()
     def prefill(self, request: Request) -> Prefilled:
@@ -109,6 +120,9 @@ class Answering:
             observer.on_plan(plan, sources)
         room = room_for(request.params)
         found = prefill(plan, sources, params_tokens=room, clock=clock, trace=request.trace)
+        if plan.prediction is not None and (controller := self._controller(request)) is not None:
+            controller.observe(plan, found.stats)
+            found = replace(found, stats=replace(found.stats, predicted_ttft_s=plan.prediction.seconds))
         return plan, replace(found, stats=replace(found.stats, queued_s=queued_s))
 
     def _segments(self, request: Request, given: Sequence[str], *, parts: bool = True) -> list[Segment]:
@@ -119,7 +133,8 @@ class Answering:
 
     def _compose(self, request: Request) -> Iterator[Event]:
         """Answer by a composing method: several prompts, each answered exactly."""
-        runtime = self.parts.prefix_caches.runtime  # weights are loaded before the clock starts
+        sources = self.parts.sources(None)  # weights are loaded before the clock starts
+        runtime = sources.primary.runtime
         missing: dict[str, None] = {}
 
         def ask(
@@ -127,13 +142,11 @@ class Answering:
         ) -> Iterator[Event]:
             came = PhaseClock()
             with self.turns.prompt():
-                queued_s = came.elapsed()
-                prefilled = self.prefill(Request(segments, params, None))
+                _, prefilled = self._prefill(Request(segments, params, None), sources, came, self.observers)
                 missing.update(dict.fromkeys(prefilled.missing))
-                counted = replace(count_chunks(prefilled.stats, prefilled.layout), queued_s=queued_s)
-                events = decode(runtime, replace(prefilled, stats=counted), params, observe, turn=self.turns.token)
-                first = next(events)
-            yield from chain((first,), events)
+                prefilled = replace(prefilled, stats=count_chunks(prefilled.stats, prefilled.layout))
+                events = _begun(decode(runtime, prefilled, params, observe, turn=self.turns.token))
+            yield from events
 
         clock = PhaseClock()
         given = given_texts(request.documents)
@@ -162,6 +175,11 @@ class Answering:
     def _observe(self, answered: Answered) -> None:
         for observer in self.observers:
             observer.on_answer(answered)
+
+
+def _begun(events: Iterator[Event]) -> Iterator[Event]:
+    """The events; returns when the first one is there."""
+    return chain((next(events),), events)
 
 
 def _check(request: Request) -> None:

@@ -103,6 +103,8 @@ class Plan:
     auxiliary model's KV."""
     not_found: int = 0
     """Given documents of which no part stands in the prompt."""
+    is_step: bool = False
+    """Whether this is one of the prompts by which a composing method answers. Each of them is answered exactly."""
     bypass: str | None = None
     """Why the ``reused`` chunks are not used after all: plain prefill is predicted to be soon enough. Else None."""
     prediction: Prediction | None = None

@@ -8,13 +8,17 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
+from cacheclip_rag.methods.composition import Composition
 from cacheclip_rag.prompt.layout import Span
 from cacheclip_rag.prompt.occurrences import occurrences, share_of
 from cacheclip_rag.prompt.segments import Chunk
 from cacheclip_rag.runtime.base import TokenizedText
+from cacheclip_rag.store import Catalog, TextIndex
+from cacheclip_rag.store.common_parts import pieces_in
 from tests.conftest import SENTENCES
 
 L = " ".join(SENTENCES[:8])
+FIRST, SECOND, LAST = (" ".join(SENTENCES[slice(*ends)]) for ends in ((0, 4), (4, 8), (5, 8)))
 SIZE = 100
 
 
@@ -62,6 +66,31 @@ def test_pieces_of_several_texts() -> None:
     found = occurrences([first[0], second[0], first[1], second[1]])
     assert [(chunk.spans, chunk.share) for chunk in found] == [(tuple(first), 1.0), (tuple(second), 1.0)]
     assert share_of([*spans((0, 30), (20, 50))]) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("prompt", "strict", "wide"),
+    [
+        (f"{FIRST}\n> {SECOND}", 1, 1),
+        (f"{FIRST}\n\n[page 2 of 7, continued from above]\n\n{SECOND}", 2, 1),
+        (f"{FIRST} {LAST}", 2, 1),
+        (f"{FIRST} Nobody knows any more how the book came to the place where it now is. {LAST}", 2, 1),
+        (f"{FIRST}\n\n{'Something else stands here, which is another text. ' * 3}\n\n{SECOND}", 2, 2),
+        (f"{SECOND}\n\n{FIRST}", 2, 2),
+    ],
+    ids=["quoted", "marked", "left out", "written anew", "another text between", "other order"],
+)
+def test_what_goes_on_where_a_piece_ended(engine: CacheClipEngine, prompt: str, strict: int, wide: int) -> None:
+    """Matches of text and spans of tokens agree. Composing methods put pieces of a text to the model together even if
+    something is missing between them, and statistics count what there is of it as one chunk."""
+    engine.precompute([L])
+    index = TextIndex(Catalog().database, "")
+    index.add([L])
+    prompt = f"Read.\n\n{prompt}\n\nWho?"
+    chunks = engine.plan(prompt).layout.chunks
+    assert len(pieces_in(index.find(prompt))) == [span.continues for span in chunks].count(False) == strict
+    assert len(Composition(engine.segment(prompt), SamplingParams(), lambda *_: iter(())).chunks) == wide
+    assert len(occurrences(chunks)) == 1
 
 
 class TestStatistics:

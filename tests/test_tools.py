@@ -14,16 +14,9 @@ from hypothesis import strategies as st
 from cacheclip_rag import Chunk, Fresh
 from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.models.load import load_model
+from cacheclip_rag.prompt.calls import CallReader, read_calls
 from cacheclip_rag.prompt.segments import segment_chat, tokenize_whole
-from cacheclip_rag.prompt.tools import (
-    CallReader,
-    Marks,
-    ToolCall,
-    call_schema,
-    check_calls,
-    check_tools,
-    read_calls,
-)
+from cacheclip_rag.prompt.tools import Marks, ToolCall, call_schema, check_calls, check_tools
 from cacheclip_rag.runtime.transformers.model import ModelRuntime
 from cacheclip_rag.store import Catalog
 from cacheclip_rag.store.texts import TextIndex

@@ -298,7 +298,7 @@ class CertificateGuard(Observer):
         """Checked methods, as text, each with the models of the check."""
 
     def on_plan(self, plan: Plan, sources: Sources) -> None:
-        if not plan.reused or plan.bypass is not None or plan.method.composes:
+        if not plan.reused or plan.bypass is not None or plan.is_step:
             return
         method = _as_text(describe(plan.method))
         if self._covered.get(method) is sources:

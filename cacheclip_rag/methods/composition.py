@@ -110,7 +110,11 @@ ends, not another text."""
 
 
 def _goes_on(before: Segment, between: Sequence[Segment], segment: Chunk) -> bool:
-    """Whether a piece of a chunk continues the piece ``before``."""
+    """Whether a piece of a chunk continues the piece ``before``.
+
+    Wider than :attr:`~cacheclip_rag.prompt.layout.Span.continues`: where a sentence of the chunk was left out or
+    written anew, the pieces are one text to answer from, though their KV is not one run.
+    """
     if not isinstance(before, Chunk) or before.whole != segment.whole or any(each.control for each in between):
         return False
     skipped = segment.at - before.at - len(before.text)

@@ -37,6 +37,9 @@ _STEPS = 20
 """Ratios that are tried, from 0 to 1."""
 _NEW = 0.25
 """Weight of the last answer in the adjustment to the machine's load."""
+_REMEMBERED = 0.95
+"""How much of the adjustment of what comes before the recompute is left after a plain prefill, as an exponent. Else a
+store that was slow once would never be tried again."""
 _MOST = 16.0
 """Largest adjustment, up or down."""
 
@@ -245,6 +248,7 @@ class Controller:
         before_s = sum(stats.phases_s.values()) - compute_s
         with self._lock:
             if plan.bypass is not None:
+                self._before **= _REMEMBERED
                 self._compute = _adjusted(self._compute, compute_s, self.profile.plain_s(work))
             elif plan.reused and not stats.gated:
                 before, expected = self.profile.fused_s(work, plan.method.nominal_ratio)

@@ -15,7 +15,7 @@ from ..methods.base import Method
 from ..methods.composition import exact_method
 from ..prompt.layout import Layout, Span, check_least_length, check_length, lay_out
 from ..prompt.segments import Chunk, Segment, without_parts
-from ..store.excerpts import standing_in
+from ..store.common_parts import standing_in
 from ..types import Plan
 
 __all__ = ["choose_method", "context_of", "count_absent", "make_plan"]
@@ -32,7 +32,7 @@ def make_plan(
     """Decide how a prompt is answered.
 
     Args:
-        method: None for the cheapest exact method.
+        method: None for the cheapest exact method, for one prompt of a composing method.
         question: text that scores the chunks; default the text after the last chunk.
         given: texts that should stand in the prompt.
 
@@ -53,7 +53,7 @@ def make_plan(
     check_length(layout, runtime.context_tokens, runtime.name)
     chosen = method or exact_method(layout)
     absent = count_absent(given, segments, (span.segment for span in layout.chunks))
-    plan = Plan(layout, chosen, question=question, not_found=absent)
+    plan = Plan(layout, chosen, question=question, not_found=absent, is_step=method is None)
     if not chosen.reuses_chunks:
         return plan
     obstacle = _obstacle(sources, layout)

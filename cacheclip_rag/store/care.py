@@ -15,9 +15,9 @@ from ..progress import progress_bar
 from .catalog import FILE_NAME, Catalog, Entry
 from .chunk_store import ChunkStore
 from .codecs import Frame, FrameError
+from .common_parts import LEAST_SURE
 from .database import may_be_whole
 from .disk import DiskBackend
-from .excerpts import LEAST_SURE
 from .texts import TextIndex
 
 __all__ = ["RepairReport", "VerifyReport", "clear", "collect_garbage", "open_store", "repair", "verify"]

@@ -1,11 +1,8 @@
 """Finds parts of stored texts in a prompt, where a framework cut, joined or rewrote a text.
 
-Texts are compared as bytes, without white space, quotation marks, backslashes and ``>``, so that a quoted, JSON-escaped
-or re-wrapped text still matches. Among neighbouring windows of 16 bytes, the one with the smallest hash is an anchor.
-How many windows are neighbours depends on the bytes: few where tokens have few bytes (digits, punctuation, Chinese),
-many in words. So every common part of 32 tokens or more shares an anchor, and an index of prose stays small. The
-place of an anchor in both texts says how they lie on each other. There the texts themselves are compared, so that a
-match is never wrong. Of overlapping matches the longest wins.
+A prompt and a stored text that have a part in common share an anchor (:mod:`~cacheclip_rag.store.common_parts`), which
+is looked up. The place of an anchor in both texts says how they lie on each other. There the texts themselves are
+compared, so that a match is never wrong. Of overlapping matches the longest wins.
 
 The catalog holds the texts (compressed) and their anchors: 1 for about 20 bytes of prose, and 1 for 5 to 10 bytes of
 numbers, tables or Chinese.
@@ -13,36 +10,27 @@ numbers, tables or Chinese.
 
 from __future__ import annotations
 
-import heapq
 import json
 import logging
 import zlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
 
 from ..errors import StoreError
+from .common_parts import LEAST_SURE, Compared, Part, TextMatch, cover, is_more_than_a_window, pieces_in
 from .database import Database
 from .keys import text_digest
-from .winnowing import WINDOW, Column, code_points, ranges, smallest, window_hashes
+from .outage import OutageWarning
+from .winnowing import WINDOW, Column, ranges, smallest
 
-__all__ = ["LEAST_SURE", "SCHEMA", "ExcerptIndex", "TextMatch", "standing_in"]
+__all__ = ["SCHEMA", "ExcerptIndex"]
 
 logger = logging.getLogger(__name__)
-
-_REACH = 48
-"""Weight of the bytes at which neighbouring windows begin. One of these windows is an anchor."""
-_IN_WORDS, _IN_OTHERS, _ALONE = 1, 3, 4
-"""Weight of a byte: a lower-case letter; a byte of a character that is not ASCII; any other byte. What is not compared
-weighs as much as the last, unless a letter follows. So 32 tokens weigh at least ``_REACH`` and a window."""
-LEAST_SURE = _REACH // _IN_WORDS + WINDOW - 1
-"""Bytes of a common part that is always found, whatever they are. Of digits and punctuation, 27 are enough."""
 
 _NEIGHBOURS = 8
 """Anchors of a prompt of which one is looked up first. The others are looked up where nothing was found."""
@@ -62,8 +50,6 @@ _MOST_GIVEN = 1 << 22
 """Most characters of given texts that are searched for parts."""
 _COVERED = 0.9
 """Share of a given text from which on stored texts are reused for it."""
-_GAP = 16
-"""Most characters of white space, quotation marks and the like between parts that are one piece of a text."""
 _MOST_PIECES = 2
 """Most pieces of stored texts that stand for a given text: a window of sentences may lie across two chunks."""
 _BATCH = 256
@@ -86,144 +72,6 @@ _PLACES = (
 # "+": without it, SQLite reads all of the tenant's digests
 _CONTENTS = "SELECT id, text FROM contents WHERE +namespace = ? AND id IN (SELECT value FROM json_each(?))"
 
-_LEAST_STRETCH = 8
-"""Least characters of a match: shorter ones hold too few whole tokens."""
-
-_SKIPPED = np.zeros(1 << 16, dtype=bool)
-"""By code point (the last for all above): whether the character is not compared."""
-_SKIPPED[[*range(9, 14), *map(ord, ' \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000\ufeff">\\')]] = True
-_SKIPPED[0x2000:0x200C] = True
-_ESCAPED = np.array([*map(ord, "nrt")], dtype=np.uint32)
-"""After a backslash, these are not compared either: JSON writes line ends so."""
-_WEIGHTS = np.full(256, _ALONE, dtype=np.int64)
-"""By byte."""
-_WEIGHTS[ord("a") : ord("z") + 1] = _IN_WORDS
-_WEIGHTS[0x80:] = _IN_OTHERS
-_AFTER_GAP = np.full(256, _ALONE, dtype=np.int64)
-"""By byte: weight of what is not compared before it."""
-_AFTER_GAP[ord("a") : ord("z") + 1] = _AFTER_GAP[ord("A") : ord("Z") + 1] = _AFTER_GAP[0x80:] = 0
-
-
-@dataclass(frozen=True, slots=True)
-class TextMatch:
-    """``prompt[start:stop]`` is a stored text or a part of one."""
-
-    start: int
-    stop: int
-    of: str | None = None
-    """The stored text of which it is a part; None: it is the whole text."""
-    at: int = 0
-    """Where the part begins in ``of``. Characters that are not compared may differ, no others."""
-
-
-class _Compared:
-    """The bytes of a text that are compared."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        is_ascii = text.isascii()
-        codes = np.frombuffer(text.encode(), dtype=np.uint8) if is_ascii else code_points(text)
-        kept = ~_SKIPPED[codes if is_ascii else np.minimum(codes, len(_SKIPPED) - 1)]
-        if "\\" in text:
-            escaped = np.flatnonzero(codes[:-1] == ord("\\")) + 1
-            kept[escaped[np.isin(codes[escaped], _ESCAPED)]] = False
-        self.characters: Column = np.flatnonzero(kept)
-        """Character of each byte."""
-        self.bytes: Column = codes[self.characters]
-        if not is_ascii:
-            codes = self.bytes
-            widths = 1 + (codes >= 0x80).astype(np.int64) + (codes >= 0x800) + (codes >= 0x10000)
-            self.characters = np.repeat(self.characters, widths)
-            written = codes.tobytes().decode("utf-32-le", "surrogatepass").encode("utf-8", "surrogatepass")
-            self.bytes = np.frombuffer(written, dtype=np.uint8)
-
-    def __len__(self) -> int:
-        return len(self.bytes)
-
-    @cached_property
-    def reaches(self) -> Column:
-        """For each byte, the last window of those that are neighbours of the window which begins there."""
-        weights = _WEIGHTS[self.bytes]
-        if len(weights):
-            gaps = np.flatnonzero(np.diff(self.characters) > 1) + 1
-            weights[gaps] += _AFTER_GAP[self.bytes[gaps]]
-        until = np.cumsum(weights)
-        return np.searchsorted(until, until - weights + _REACH)
-
-    @cached_property
-    def anchors(self) -> tuple[Column, Column]:
-        """Hashes of the anchors, and their places; none of a text that is too short."""
-        hashes = window_hashes(self.bytes)
-        last = self.reaches[: len(hashes)]
-        last = last[: np.searchsorted(last, len(hashes))]
-        first = np.arange(len(last))
-        widths = last - first + 1
-        places = np.zeros(len(hashes), dtype=bool)
-        for width, least in smallest(hashes, 1 << (_REACH.bit_length() - 1)) if len(last) else ():
-            some = np.flatnonzero((widths >= width) & (widths < 2 * width))
-            left, right = least[some], least[last[some] - (width - 1)]
-            places[np.where(hashes[left] <= hashes[right], left, right)] = True
-        found = np.flatnonzero(places)
-        return hashes[found], found
-
-    def range_of(self, start: int, stop: int) -> tuple[int, int]:
-        """The compared bytes of the characters ``[start, stop)``."""
-        first, last = np.searchsorted(self.characters, [start, stop])
-        return int(first), int(last)
-
-    def sure_runs(self, mask: Column, first: int = 0) -> list[tuple[int, int]]:
-        """Where a column for the bytes from ``first`` on is True so often in a row that an anchor is sure: first byte,
-        byte after the last."""
-        within = np.zeros(len(mask) + 2, dtype=bool)
-        within[1:-1] = mask
-        edges = np.flatnonzero(within[1:] != within[:-1]) + first
-        starts, stops = edges[::2], edges[1::2]
-        long = np.flatnonzero(stops - starts >= WINDOW)
-        starts, stops = starts[long], stops[long]
-        sure = self.reaches[starts] + WINDOW <= stops
-        return [*zip(starts[sure].tolist(), stops[sure].tolist(), strict=True)]
-
-
-def standing_in(prompt: str, texts: Iterable[str]) -> set[str]:
-    """The texts that stand in a prompt as a whole, whatever white space, quotation marks, backslashes and ``>`` both
-    have."""
-    written = _Compared(prompt).bytes.tobytes()
-    return {text for text in texts if (wanted := _Compared(text).bytes.tobytes()) and wanted in written}
-
-
-def _pieces(matches: Iterable[TextMatch]) -> list[tuple[int, int]]:
-    """Where parts of texts stand in a prompt. Parts that go on where the part before ends, but for white space, are one
-    piece."""
-    found: list[tuple[int, int]] = []
-    before: TextMatch | None = None
-    for match in matches:
-        if match.of is None:
-            before = None
-            continue
-        if (
-            before is not None
-            and before.of == match.of
-            and match.start - before.stop <= _GAP
-            and abs(match.at - before.at - (match.start - before.start)) <= _GAP
-        ):
-            found[-1] = found[-1][0], match.stop
-        else:
-            found.append((match.start, match.stop))
-        before = match
-    return found
-
-
-class _Part(NamedTuple):
-    """Bytes ``[start, stop)`` of the prompt that equal those of a text from ``start - shift`` on."""
-
-    start: int
-    stop: int
-    shift: int
-    source: _Compared | None
-    """None: the prompt has the whole text."""
-    number: int = 0
-    """Of the text."""
-
 
 class _Places(NamedTuple):
     """Places of anchors in texts, one column each."""
@@ -242,7 +90,7 @@ class ExcerptIndex:
         self._database, self._namespace = database, namespace
         # tenants have other anchors, so that none of them makes an anchor of another one popular
         self._salt = np.int64(xxhash.xxh3_64_intdigest(namespace.encode("utf-8", "surrogatepass")) >> 1)
-        self._warned = False
+        self._outage = OutageWarning(logger, "parts of stored texts are not found in prompts: %s")
 
     def add(self, texts: Iterable[str]) -> None:
         """Add texts. Texts that are too short to have an anchor are left out."""
@@ -263,7 +111,7 @@ class ExcerptIndex:
 
     def _write(self, texts: Iterable[str], *, again: bool = False) -> None:
         """``again``: write the anchors of texts that are there, too."""
-        found = [(text, *_few_of_each(*_Compared(text).anchors)) for text in texts]
+        found = [(text, *_few_of_each(*Compared(text).anchors)) for text in texts]
         found = [(text, anchors, places) for text, anchors, places in found if len(anchors)]
         for first in range(0, len(found), _BATCH):
             with self._database.transaction() as run:
@@ -292,7 +140,7 @@ class ExcerptIndex:
             with self._database.transaction() as run:
                 found = run(_OF_CONTENT, (self._namespace, text_digest(text))).fetchall()
                 for content in found:
-                    anchors = (_Compared(text).anchors[0] ^ self._salt).tolist()
+                    anchors = (Compared(text).anchors[0] ^ self._salt).tolist()
                     run(
                         "DELETE FROM anchors WHERE content = ? AND anchor IN (SELECT value FROM json_each(?))",
                         (*content, json.dumps(anchors)),
@@ -316,16 +164,16 @@ class ExcerptIndex:
                 them.
             given_whole: where these are as a whole.
         """
-        compared = _Compared(prompt)
+        compared = Compared(prompt)
         also = list(also)
         sources = dict(_numbered([*also, *given]))
         parts = [*self._parts(compared, whole, sources, len(also))]
         stored = [part for part in parts if part.number >= -len(also)]
-        of_stored = _cover(compared, stored, whole)
+        of_stored = cover(compared, stored, whole)
         if len(stored) == len(parts) and not given_whole:
             return of_stored
         whole_ones = [compared.range_of(match.start, match.stop) for match in of_stored if match.of is None]
-        pieces = [compared.range_of(start, stop) for start, stop in _pieces(of_stored)]
+        pieces = [compared.range_of(start, stop) for start, stop in pieces_in(of_stored)]
 
         def is_covered(start: int, stop: int) -> bool:
             """Whether whole stored texts and few pieces of others cover it. A text of scraps is better stored as a
@@ -340,11 +188,11 @@ class ExcerptIndex:
         alone = [match for match in given_whole if not is_covered(*compared.range_of(match.start, match.stop))]
         whole_ones += [compared.range_of(match.start, match.stop) for match in alone]
         others = [part for part in parts if part.number < -len(also) and not is_covered(part.start, part.stop)]
-        return _cover(compared, [*stored, *others], [*whole, *alone]) if others or alone else of_stored
+        return cover(compared, [*stored, *others], [*whole, *alone]) if others or alone else of_stored
 
     def _parts(
-        self, compared: _Compared, whole: Sequence[TextMatch], given: Mapping[int, _Compared], num_stored: int
-    ) -> Iterator[_Part]:
+        self, compared: Compared, whole: Sequence[TextMatch], given: Mapping[int, Compared], num_stored: int
+    ) -> Iterator[Part]:
         """Common parts of the prompt and stored texts, then of given texts.
 
         Args:
@@ -363,8 +211,8 @@ class ExcerptIndex:
             yield from comparison.parts(comparison.candidates(places, pairs))
 
     def _stored_parts(
-        self, comparison: _Comparison, anchors: Column, places: Column, also: Mapping[int, _Compared]
-    ) -> Iterator[_Part]:
+        self, comparison: _Comparison, anchors: Column, places: Column, also: Mapping[int, Compared]
+    ) -> Iterator[Part]:
         """Parts of stored texts at some anchors of the prompt."""
         if len(anchors):
             pairs = _pairs(anchors, places, _joined([self._places(anchors), *_places_of(also)]))
@@ -378,9 +226,9 @@ class ExcerptIndex:
             salted = np.unique(anchors ^ self._salt)  # in order: neighbours are read together
             rows = self._database.query(_PLACES, (_SHARED_BY, json.dumps(salted.tolist())))
         except StoreError as error:
-            self._warn(error)
+            self._outage.failed(error)
             return _NOWHERE
-        self._warned = False
+        self._outage.worked()
         found = [row for row in rows if row[1]]
         counts = [written.count(" ") // 2 + 1 for _, written in found]
         salted = np.repeat(np.array([anchor for anchor, _ in found], dtype=np.int64), counts)
@@ -397,7 +245,7 @@ class ExcerptIndex:
             sql = (self._namespace, json.dumps(sorted(wanted)))
             return dict(self._database.query(_CONTENTS, sql)) if wanted else {}
         except StoreError as error:
-            self._warn(error)
+            self._outage.failed(error)
             return {}
 
     def texts(self) -> Iterator[str]:
@@ -414,16 +262,11 @@ class ExcerptIndex:
             yield rows
             last = max(last + 1, rows[-1][0])
 
-    def _warn(self, error: StoreError) -> None:
-        if not self._warned:
-            logger.warning("parts of stored texts are not found in prompts: %s", error)
-        self._warned = True
-
 
 class _Comparison:
     """Compares texts with a prompt where they share anchors, as long as there is room for it."""
 
-    def __init__(self, compared: _Compared, whole: Sequence[TextMatch], sources: Mapping[int, _Compared]) -> None:
+    def __init__(self, compared: Compared, whole: Sequence[TextMatch], sources: Mapping[int, Compared]) -> None:
         self._compared, self._sources = compared, dict(sources)
         self.written: dict[int, object] = {}
         """Other texts, as they are in the catalog."""
@@ -451,7 +294,7 @@ class _Comparison:
         self._places = sorted({*self._places, *places.tolist()})
         return _candidates(pairs, self._edges)[: _MOST_CANDIDATES + len(self._compared) // 64]
 
-    def parts(self, candidates: Iterable[Sequence[int]]) -> Iterator[_Part]:
+    def parts(self, candidates: Iterable[Sequence[int]]) -> Iterator[Part]:
         """Common parts of the prompt and texts."""
         ours = self._compared
         for content, shift, first, last in candidates:
@@ -466,7 +309,7 @@ class _Comparison:
             begin, end = max(0, shift), min(len(ours), len(source) + shift)
             if end <= begin:
                 continue  # something else wrote to the catalog
-            if first == last and not _is_more_than_a_window(ours, source, first, first - shift):
+            if first == last and not is_more_than_a_window(ours, source, first, first - shift):
                 continue
             self._room -= end - begin
             if self._room < 0:
@@ -475,33 +318,16 @@ class _Comparison:
             equal = ours.bytes[begin:end] == source.bytes[begin - shift : end - shift]
             for start, stop in ours.sure_runs(equal, begin):
                 np.maximum(self._longest[start:stop], stop - start, out=self._longest[start:stop])
-                yield _Part(start, stop, shift, source, content)
+                yield Part(start, stop, shift, source, content)
 
-    def _source(self, content: int) -> _Compared | None:
+    def _source(self, content: int) -> Compared | None:
         """A text; None if it was removed meanwhile, or is another tenant's."""
         if content not in self._sources and content in self.written:
-            self._sources[content] = _Compared(_unpacked(self.written[content]))
+            self._sources[content] = Compared(_unpacked(self.written[content]))
         return self._sources.get(content)
 
 
 _NOWHERE = _Places(*np.empty((3, 0), dtype=np.int64))
-
-
-def _is_more_than_a_window(ours: _Compared, source: _Compared, here: int, there: int) -> bool:
-    """Whether so much around an anchor is equal that it is a part, and not a phrase that both have by chance."""
-    before = min(here, there, LEAST_SURE)
-    ahead, their_ahead = ours.bytes[here : here + LEAST_SURE], source.bytes[there : there + LEAST_SURE]
-    behind, their_behind = ours.bytes[here - before : here], source.bytes[there - before : there]
-    start = here - _equal_bytes(behind.tobytes()[::-1], their_behind.tobytes()[::-1])
-    stop = here + _equal_bytes(ahead.tobytes(), their_ahead.tobytes())
-    return stop - start >= WINDOW and bool(ours.reaches[start] + WINDOW <= stop)
-
-
-def _equal_bytes(one: bytes, other: bytes) -> int:
-    """With how many equal bytes both begin."""
-    count = min(len(one), len(other))
-    differ = int.from_bytes(one[:count], "little") ^ int.from_bytes(other[:count], "little")
-    return ((differ & -differ).bit_length() - 1) // 8 if differ else count
 
 
 def _decoded(written: Any) -> str:
@@ -541,16 +367,16 @@ def _ranks(values: Column) -> Column:
     return numbers - np.maximum.accumulate(np.where(first, numbers, 0))
 
 
-def _numbered(texts: Sequence[str]) -> Iterator[tuple[int, _Compared]]:
+def _numbered(texts: Sequence[str]) -> Iterator[tuple[int, Compared]]:
     """Given texts, numbered from -1 down: stored texts have numbers from 1 up."""
     room = _MOST_GIVEN
     for number, text in enumerate(texts):
         room -= len(text)
         if room >= 0:
-            yield -1 - number, _Compared(text)
+            yield -1 - number, Compared(text)
 
 
-def _places_of(sources: Mapping[int, _Compared]) -> Iterator[_Places]:
+def _places_of(sources: Mapping[int, Compared]) -> Iterator[_Places]:
     for number, source in sources.items():
         anchors, places = source.anchors
         yield _Places(anchors, np.full(len(anchors), number), places)
@@ -603,68 +429,3 @@ def _candidates(pairs: _Places, whole: Sequence[tuple[int, int]]) -> list[list[i
     kept = kept[np.argsort(-counts[kept], kind="stable")]
     found: list[list[int]] = np.stack([contents[first], shifts[first], here[first], here[last]], 1)[kept].tolist()
     return found
-
-
-def _cover(compared: _Compared, parts: Iterable[_Part], whole: Sequence[TextMatch]) -> list[TextMatch]:
-    """Of all parts and whole texts the longest, then the longest of what is left; of equally long ones, whole texts and
-    then the first."""
-    free = np.ones(len(compared), dtype=bool)
-    taken, kept = bytearray(len(compared.text)), bytearray(len(compared.text))
-    """By character: whether a match has it; whether it belongs to a whole text."""
-    matches = {compared.range_of(match.start, match.stop): match for match in whole}
-    for match in whole:
-        kept[match.start : match.stop] = b"\1" * (match.stop - match.start)
-    every = [*parts, *(_Part(start, stop, start, None) for start, stop in matches)]
-    queue = [(part.start - part.stop, part.source is not None, part.start, n, part) for n, part in enumerate(every)]
-    heapq.heapify(queue)
-    number, found = len(queue), []
-    while queue:
-        part = heapq.heappop(queue)[-1]
-        room = free[part.start : part.stop]
-        is_free = room.all()
-        if part.source is None:
-            match = matches[part.start, part.stop]
-            if is_free and 1 not in taken[match.start : match.stop]:
-                found.append(match)
-                taken[match.start : match.stop] = b"\1" * (match.stop - match.start)
-                room[:] = False
-                continue
-            part = part._replace(source=_Compared(compared.text[match.start : match.stop]))
-        if is_free:
-            found += _matches(compared, part, taken, kept)
-            room[:] = False
-            continue
-        for start, stop in compared.sure_runs(room, part.start):
-            heapq.heappush(queue, (start - stop, True, start, number, part._replace(start=start, stop=stop)))
-            number += 1
-    return sorted(found, key=lambda match: match.start)
-
-
-def _matches(compared: _Compared, part: _Part, taken: bytearray, kept: bytearray) -> Iterator[TextMatch]:
-    """The characters of a part: one match for each stretch in which both texts have equally many characters that are
-    not compared. Each takes in equal characters around it that nothing else has."""
-    assert part.source is not None, "a whole text is one match"
-    ours, theirs, text, of = compared.characters, part.source.characters, compared.text, part.source.text
-    start, stop = part.start, part.stop
-    # whole characters only
-    while start < stop and start and ours[start - 1] == ours[start]:
-        start += 1
-    while start < stop < len(ours) and ours[stop] == ours[stop - 1]:
-        stop -= 1
-    if start == stop:
-        return
-    here, there = ours[start:stop], theirs[start - part.shift : stop - part.shift]
-    ends = [*(np.flatnonzero(np.diff(here - there)) + 1).tolist(), len(here)]
-    first = 0
-    for last in ends:
-        begin, end, at = int(here[first]), int(here[last - 1]) + 1, int(there[first])
-        first = last
-        while begin and at and text[begin - 1] == of[at - 1] and not (taken[begin - 1] or kept[begin - 1]):
-            begin, at = begin - 1, at - 1
-        after = at + end - begin
-        while end < len(text) and after < len(of) and text[end] == of[after] and not (taken[end] or kept[end]):
-            end, after = end + 1, after + 1
-        if end - begin >= _LEAST_STRETCH:
-            taken[begin:end] = b"\1" * (end - begin)
-            is_whole = not at and after == len(of) and text[begin:end] == of
-            yield TextMatch(begin, end) if is_whole else TextMatch(begin, end, of, at)

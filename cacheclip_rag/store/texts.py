@@ -25,10 +25,12 @@ from typing import NamedTuple
 import numpy as np
 
 from ..errors import StoreError
+from .common_parts import TextMatch
 from .database import Database
 from .excerpts import SCHEMA as EXCERPTS_SCHEMA
-from .excerpts import ExcerptIndex, TextMatch
+from .excerpts import ExcerptIndex
 from .keys import text_digest
+from .outage import OutageWarning
 from .winnowing import WINDOW, Column, code_points, ranges, smallest, window_hashes
 
 __all__ = ["REACH", "SCHEMA", "WINDOW", "WRITE", "TextIndex", "TextMatch", "TextRow", "text_row"]
@@ -42,7 +44,7 @@ _POPULAR = 512
 """Texts with the same anchor. From here on rows are looked up by anchor and ending, not read one by one."""
 _MOST_ROWS = 1 << 18
 """Most rows of one reach per search."""
-_MOST_COMPARED = 1 << 22
+_MOST_SLICES = 1 << 22
 """Most slices of a prompt whose hash is compared per search."""
 _MOST_WRONG = 256
 """Most slices per search that have a text's hash but not its digest."""
@@ -113,7 +115,9 @@ class TextIndex:
         self._database = database
         self._namespace = namespace
         self._excerpts = ExcerptIndex(database, namespace)
-        self._warned = False
+        self._outage = OutageWarning(
+            logger, "stored texts are not found in prompts, and are computed as fresh text: %s"
+        )
 
     def add(self, texts: Iterable[str]) -> None:
         """Add texts. Texts shorter than ``WINDOW`` are left out. Raises StoreError if the catalog cannot be used."""
@@ -197,11 +201,9 @@ class TextIndex:
             reaches = self._database.query(_REACHES, (json.dumps([*places]), self._namespace))
             found = [row for (reach,) in reaches for row in self._rows(reach, hashes, places[reach])]
         except StoreError as error:
-            if not self._warned:
-                logger.warning("stored texts are not found in prompts, and are computed as fresh text: %s", error)
-            self._warned = True
+            self._outage.failed(error)
             return []
-        self._warned = False
+        self._outage.worked()
         return found
 
     def _rows(self, reach: int, hashes: Column, places: Column) -> Iterator[TextRow]:
@@ -397,4 +399,4 @@ class _Search:
 
     @property
     def _exhausted(self) -> bool:
-        return self._compared > _MOST_COMPARED or self._wrong > _MOST_WRONG
+        return self._compared > _MOST_SLICES or self._wrong > _MOST_WRONG

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -116,6 +117,16 @@ def test_map_reduce_beside_others(engine: CacheClipEngine, chunks: list[str]) ->
         )
     threads.join()
     assert len(answers) == 4 and waiting(engine) == 0
+
+
+def test_a_composing_method_waits_before_its_first_token(engine: CacheClipEngine) -> None:
+    threads, answers = Threads(), list[Answer]()
+    with engine._answering.turns.prompt():
+        threads.start(lambda: answers.append(engine.generate("Who?", PARAMS, method="map_rerank")))
+        until(lambda: waiting(engine) == 2)
+        time.sleep(0.3)
+    threads.join()
+    assert 0.3 <= answers[0].stats.queued_s < answers[0].stats.ttft_s
 
 
 def test_asynchronous_questions(engine: CacheClipEngine, chunks: list[str]) -> None:

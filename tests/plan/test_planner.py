@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cacheclip_rag import CacheClipEngine, Plan
-from cacheclip_rag.errors import ConfigurationError, PromptTooLongError
+from cacheclip_rag.errors import CertificateError, ConfigurationError, PromptTooLongError
 from cacheclip_rag.guards.base import Answered, Observer
 from cacheclip_rag.models.load import register_runtime
 from cacheclip_rag.testing.fake import FakeRuntime
@@ -150,17 +150,35 @@ class TestObservers:
         [answered] = seen.answers
         assert answered.answer == answer and answered.plan is seen.plans[0] and answered.logits is not None
 
-    def test_one_may_refuse(self, engine: CacheClipEngine) -> None:
-        class Refusing(Observer):
-            def on_plan(self, plan: Plan, sources: Any) -> None:
-                if plan.reused:
-                    raise ConfigurationError("not today")
+    class Refusing(Observer):
+        def on_plan(self, plan: Plan, sources: Any) -> None:
+            if plan.reused:
+                raise ConfigurationError("not today")
 
-        engine.observers.append(Refusing())
+    def test_one_may_refuse(self, engine: CacheClipEngine) -> None:
+        engine.observers.append(self.Refusing())
         engine.precompute(CHUNKS)
         with pytest.raises(ConfigurationError, match="not today"):
             engine.generate(rag(CHUNKS))
         assert engine.generate(rag(CHUNKS), method="full").stats.method == "full"
+
+    def test_each_prompt_of_a_composing_method_has_a_plan(
+        self, engine: CacheClipEngine, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """It may be refused, but needs no certificate and is no reason to warn: it is answered exactly."""
+        strict = CacheClipEngine(engine.config, require_certificate=True, chunk_context="prefix")
+        seen = self.Seen()
+        strict.observers.append(seen)
+        strict.precompute(CHUNKS[:2])
+        answer = strict.generate(rag(CHUNKS), documents=CHUNKS, method="map_reduce")
+        assert [(len(plan.reused), len(plan.missing)) for plan in seen.plans] == [(1, 0), (1, 0), (0, 1), (0, 0)]
+        assert all(plan.is_step for plan in seen.plans) and not caplog.records
+        assert [(answered.answer, answered.plan) for answered in seen.answers] == [(answer, None)]
+        with pytest.raises(CertificateError):
+            strict.generate(rag(CHUNKS))
+        strict.observers.append(self.Refusing())
+        with pytest.raises(ConfigurationError, match="not today"):
+            strict.generate(rag(CHUNKS), method="map_reduce")
 
     def test_they_are_not_asked_by_those_who_evaluate(self, engine: CacheClipEngine) -> None:
         seen = self.Seen()

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheclip_rag.store import Catalog, TextIndex, excerpts
-from cacheclip_rag.store.excerpts import LEAST_SURE, TextMatch
+from cacheclip_rag.store.common_parts import LEAST_SURE, TextMatch
 from cacheclip_rag.store.keys import text_digest
 
 

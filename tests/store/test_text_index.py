@@ -482,7 +482,7 @@ class TestHostileTexts:
     def test_a_search_with_too_many_comparisons_stops(
         self, monkeypatch: pytest.MonkeyPatch, compared: list[int], caplog: pytest.LogCaptureFixture
     ) -> None:
-        monkeypatch.setattr(module, "_MOST_COMPARED", 30_000)
+        monkeypatch.setattr(module, "_MOST_SLICES", 30_000)
         index = index_of(*self.DIFFERENT_MIDDLES, LETTERS)
         assert found(index, LETTERS + "-" * 8000 + LETTERS) == [LETTERS]
         assert sum(compared) < 30_000 + 2 * module._LONGEST_BLOCK
