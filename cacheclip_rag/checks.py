@@ -120,7 +120,9 @@ def check_ratio_and_limit(recompute_ratio: Any, max_ttft_s: Any) -> None:
     """Raise ConfigurationError unless both are None, or of their kind, and fit together."""
     if isinstance(recompute_ratio, str) and recompute_ratio != AUTO_RATIO:
         hint = did_you_mean(recompute_ratio, [AUTO_RATIO])
-        raise ConfigurationError(f"recompute_ratio must be a number from 0 to 1 or 'auto', got {recompute_ratio!r}.{hint}")
+        raise ConfigurationError(
+            f"recompute_ratio must be a number from 0 to 1 or 'auto', got {recompute_ratio!r}.{hint}"
+        )
     if recompute_ratio is not None and recompute_ratio != AUTO_RATIO:
         check_ratio(recompute_ratio)
     if max_ttft_s is None:

@@ -219,7 +219,7 @@ class CacheClipEngine:
         Raises:
             ConfigurationError: the method reuses no stored chunks, or the model's context is too short to measure.
         """
-        chosen = self.make_method(method)
+        chosen = self.make_method(method, AUTO_RATIO)
         found = measure_profile(self.config, chosen, self.parts.profile_identity(chosen))
         found.save()
         self.parts.use_profile(chosen, found)
@@ -289,7 +289,7 @@ class CacheClipEngine:
     ) -> Plan:
         """What :meth:`generate` would do with this prompt: hits, exact chunks, budget, fallback. Computes no tensor."""
         auto, limit = self._time_limit(recompute_ratio, max_ttft_s)
-        chosen = self.make_method(method, recompute_ratio)
+        chosen = self.make_method(method, AUTO_RATIO if auto else recompute_ratio)
         request = Request(prompt, SamplingParams(), chosen, question, documents, False, "none", tools, auto, limit)
         return self._answering.plan(request, self.parts.sources(chosen), PhaseClock())
 
@@ -388,7 +388,8 @@ class CacheClipEngine:
         finish = self.config.finish if finish is None else finish
         check_choice("finish", finish, FINISH_MODES)
         auto, limit = self._time_limit(recompute_ratio, max_ttft_s)
-        chosen, called = self.make_method(method, recompute_ratio), tuple(check_tools(tools))
+        chosen = self.make_method(method, AUTO_RATIO if auto else recompute_ratio)
+        called = tuple(check_tools(tools))
         yield from self._answering.stream(
             Request(prompt, params, chosen, question, documents, trace, finish, called, auto, limit)
         )

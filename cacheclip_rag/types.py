@@ -280,7 +280,9 @@ class FusionStats:
         tokens = ("prefix_tokens", "chunk_tokens", "exact_tokens", "recomputed_tokens", "missed_tokens")
         counts = ("cached_prefix_tokens", "hits", "misses", "unusable", "not_found", "partial_hits", "charged_ratio")
         zero: dict[str, Any] = dict.fromkeys((*tokens, *counts), 0)
-        unknown: dict[str, Any] = dict.fromkeys(("confidence", "verified_tokens", "diverged_at", "partial_share", "predicted_ttft_s"))
+        unknown: dict[str, Any] = dict.fromkeys(
+            ("confidence", "verified_tokens", "diverged_at", "partial_share", "predicted_ttft_s")
+        )
         zero |= {"fresh_tokens": self.prompt_tokens, "verify_s": 0.0, "gated": False, "bypassed": False, **unknown}
         return replace(self, **zero, method=method, fallback=None, phases_s={})
 

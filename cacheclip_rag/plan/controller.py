@@ -217,8 +217,8 @@ class Controller:
         """The plan at the ratio that is chosen for it, or with the reason why it is plain prefill.
 
         Without ``max_ttft_s``, that is the least ratio. With it, the plan is plain prefill if that is soon enough, else
-        it gets the largest ratio that is, or the least ratio. It is plain prefill in any case where reuse would save
-        less than a tenth of the time.
+        it gets the largest ratio that is. Without a limit, and where no ratio keeps to it, the plan is plain prefill if
+        reuse would save less than a tenth of its time.
 
         Args:
             plan: reuses chunks.
@@ -234,7 +234,7 @@ class Controller:
         seconds = self._fused_s(work, ratio)
         if max_ttft_s is not None and plain_s <= max_ttft_s:
             why = f"plain prefill is predicted to take {plain_s:.2f} s, and {max_ttft_s:.2f} s are allowed"
-        elif seconds > _WORTH * plain_s:
+        elif seconds > _WORTH * plain_s and (max_ttft_s is None or seconds > max_ttft_s):
             why = f"plain prefill is predicted to take {plain_s:.2f} s, and reuse {seconds:.2f} s"
         else:
             method = plan.method.at(ratio) if plan.method.has_ratio else plan.method

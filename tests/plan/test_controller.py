@@ -19,7 +19,7 @@ from cacheclip_rag.testing.fake import FakeRuntime
 from cacheclip_rag.types import PHASES, FusionStats
 
 IDENTITY = {"primary": "a", "threads": 2}
-PROFILE = Profile(IDENTITY, Cost(0.1, 1e-3, 1e-7), Cost(0.1, 1.2e-3, 2e-7), Cost(0.02, 2e-5, 0.01))
+PROFILE = Profile(IDENTITY, Cost(0.1, 1e-3, 1e-7), Cost(0.1, 1.2e-3, 2e-7), Cost(0.1, 5e-5, 0.01))
 LONG = " ".join(f"The keeper of lamp {n} lived on the rock for {n} weeks." for n in range(40))
 
 
@@ -237,7 +237,7 @@ class TestEngine:
     PROMPT = "\n\n".join(texts(4)) + "\n\nWho kept lamp 3?"
 
     def profiled(self, engine: CacheClipEngine, profile: Profile = PROFILE) -> CacheClipEngine:
-        engine.parts.use_profile(engine.make_method(), profile)
+        engine.parts.use_profile(engine.make_method(None, "auto"), profile)
         return engine
 
     def test_without_a_profile_it_is_the_methods_ratio(self, make: Made, caplog: pytest.LogCaptureFixture) -> None:
@@ -275,7 +275,7 @@ class TestEngine:
 
     def test_a_missing_chunk_is_stored_although_bypassed(self, make: Made) -> None:
         engine = self.profiled(make(max_ttft_s=1000.0))
-        other = f"Epilogue. {LONG}"
+        other = "The harbour of Oxmoor freezes in January, and the ferry then lands at the northern pier instead. " * 2
         prompt = f"{self.PROMPT}\n\n{other}\n\nWho?"
         stats = engine.generate(prompt, max_tokens=1, documents=[other]).stats
         assert (stats.hits, stats.misses) == (4, 1) and stats.bypassed
