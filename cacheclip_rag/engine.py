@@ -30,7 +30,7 @@ from .parts import Parts
 from .plan.controller import Profile
 from .plan.planner import choose_method, context_of
 from .profiling import measure_profile
-from .prompt.segments import Segment, chunk_texts, normalise_chunk
+from .prompt.segments import Segment, chunk_texts, given_texts, normalise_chunk
 from .prompt.tools import check_tools
 from .runtime.base import Runtime
 from .runtime.prefill import Prefilled
@@ -274,7 +274,7 @@ class CacheClipEngine:
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[Segment]:
         """Cut a prompt into stored chunks and fresh text, see :class:`~cacheclip_rag.prompt.segments.PromptReader`."""
-        return self.parts.segment(prompt, documents, date=date, tools=tools)
+        return self.parts.segment(prompt, given_texts(documents), date=date, tools=tools)
 
     def plan(
         self,

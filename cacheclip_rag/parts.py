@@ -31,7 +31,7 @@ from .runtime.transformers.model import ModelRuntime
 from .selection.heads import HeadSet, find_head_set, load_named
 from .selection.scoring import AuxiliaryScorer
 from .store import ChunkStore, ReadBuffer, TenantStore, TierStats
-from .types import Documents, Prompt
+from .types import Prompt
 
 __all__ = ["Parts"]
 
@@ -165,7 +165,7 @@ class Parts:
     def segment(
         self,
         prompt: Prompt,
-        documents: Documents = (),
+        documents: Iterable[str] = (),
         *,
         date: str | None = None,
         tools: Iterable[Mapping[str, Any]] = (),

@@ -32,6 +32,7 @@ _LEAST_TOKENS, _MOST_TOKENS = 128, 8192
 """Tokens of chunks in the smallest and in the largest prompt."""
 _ENOUGH_S = 4.0
 """No larger prompt is measured after a plain prefill of so many seconds."""
+_LEAST_SIZES = 3
 _LONG, _SHORT = 256, 64
 """Tokens of a chunk."""
 _RATIOS = (0.05, 0.4)
@@ -83,7 +84,7 @@ def measure_profile(config: EngineConfig, method: Method, identity: Mapping[str,
                 if key not in found or sample.seconds < found[key].seconds:
                     found[key] = sample
                 advance(number)
-    if len({sample.work.tokens for sample in found.values() if sample.ratio is None}) < 3:
+    if len({sample.work.tokens for sample in found.values() if sample.ratio is None}) < _LEAST_SIZES:
         raise ConfigurationError(
             f"the context of model {config.primary!r} is too short for prompts of three sizes, so no profile can be "
             "measured. Set a recompute_ratio instead of 'auto'."
@@ -114,7 +115,7 @@ class _Measuring:
             for sample in self._of(size):
                 slowest = max(slowest, sample.seconds)
                 yield sample
-            if slowest > _ENOUGH_S:
+            if slowest > _ENOUGH_S and len(sizes) >= _LEAST_SIZES:
                 break
         for _ in range(_REPEATS - 1):
             for size in sizes:

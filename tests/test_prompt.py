@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cacheclip_rag import CacheClipEngine, Chunk, Fresh
 from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.models.load import load_model
-from cacheclip_rag.prompt.segments import check_segments, segment_chat, segment_text, tokenize_whole
+from cacheclip_rag.prompt.segments import check_segments, given_texts, segment_chat, segment_text, tokenize_whole
 from cacheclip_rag.runtime.transformers.model import ModelRuntime
 from cacheclip_rag.store import Catalog, TextIndex
 from cacheclip_rag.types import Message
@@ -239,7 +239,8 @@ class TestText:
     def test_candidates_are_found_stripped(self, index: TextIndex) -> None:
         """Frameworks hand over node texts with their outer blanks and paste them without."""
         text = "A text that nobody has stored so far."
-        assert segment_text(f"See {text}!", index, [f"\n  {text} \n"]) == [Fresh("See "), Chunk(text), Fresh("!")]
+        given = given_texts([f"\n  {text} \n"])
+        assert segment_text(f"See {text}!", index, given) == [Fresh("See "), Chunk(text), Fresh("!")]
         assert segment_text(f"See {text}!", index) == [Fresh(f"See {text}!")]
 
     def test_candidates_may_be_an_iterator(self, runtime: ModelRuntime, index: TextIndex) -> None:

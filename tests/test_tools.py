@@ -313,6 +313,7 @@ TOOLS: dict[str, dict[str, Any]] = {
 F = ("f", {"a": "x"})
 G = ("g", {})
 HERMES = '<tool_call>\n{"name": "f", "arguments": {"a": "x"}}\n</tool_call>'
+FENCED_OTHER = '```json\n{"name": "Ada", "arguments": {"a": "x"}}\n```'
 ANSWERS: dict[str, tuple[str, str, list[tuple[str, dict[str, Any]]]]] = {
     "plain": ("Just text, {not} a [call].", "Just text, {not} a [call].", []),
     "hermes": (HERMES, "", [F]),
@@ -369,6 +370,17 @@ ANSWERS: dict[str, tuple[str, str, list[tuple[str, dict[str, Any]]]]] = {
     "llama": ('{"name": "f", "parameters": {"a": "x"}}', "", [F]),
     "llama-tagged": ('<|python_tag|>{"name": "f", "parameters": {"a": "x"}}', "", [F]),
     "llama-several": ('{"name": "f", "parameters": {"a": "x"}}; {"name": "g", "parameters": {}}', "", [F, G]),
+    "fenced": ('```json\n{\n  "name": "f",\n  "arguments": {"a": "x"}\n}\n```', "", [F]),
+    "fenced-twice": (
+        '```json\n{"name": "f", "arguments": {"a": "x"}}\n```\n```\n{"name": "g", "arguments": {}}```',
+        "",
+        [F, G],
+    ),
+    "fenced-not-closed": ('```json\n{"name": "f", "arguments": {"a": "x"}}', "", [F]),
+    "fenced-unknown-tool": (FENCED_OTHER, FENCED_OTHER, []),
+    "fenced-then-text": (f"{FENCED_OTHER}\nThat is all.", f"{FENCED_OTHER}\nThat is all.", []),
+    "fenced-code": ("```python\nprint(1)\n```", "```python\nprint(1)\n```", []),
+    "tools": ('<tools>\n{"name": "f", "arguments": {"a": "x"}}\n</tools>', "", [F]),
     "llama-typed": ('{"type": "function", "name": "f", "parameters": {"a": "x"}}', "", [F]),
     "marker-in-argument": (
         '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"}}</tool_call>',
@@ -436,6 +448,11 @@ class TestReader:
         reader = CallReader({"f": {}})
         assert reader.push("Hello [1] there <") == ("Hello [1] there ", [])
         assert reader.push("b>") == ("<b>", [])
+
+    def test_a_fenced_block_of_code_is_held_back_no_longer_than_its_first_line(self) -> None:
+        reader = CallReader({"f": {}})
+        assert reader.push("``") == ("", [])
+        assert reader.push("`py") == ("```py", [])
 
     def test_a_call_has_an_id_of_nine_letters_and_digits(self) -> None:
         first, second = ToolCall("f", {}), ToolCall("f", {})

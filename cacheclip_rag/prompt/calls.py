@@ -16,8 +16,12 @@ __all__ = ["CallReader", "Parameters", "parameters_of", "read_calls"]
 _JSON = json.JSONDecoder(strict=False)
 """Models write line ends and tabs into strings as they are."""
 _OPENINGS = ("<tool_call>", "<function=", "[TOOL_CALLS]", "<|python_tag|>")
-_MAY_BE_CALL = re.compile(r"\s*(\{\s*(\"|$)|\[\s*(\{|$)|$)")
+_MAY_BE_CALL = re.compile(r"\{\s*(\"|$)|\[\s*(\{|$)|$")
 """Beginning of an answer that may be a call without a marker."""
+_WRAPPINGS = ("```json", "```", "<tools>")
+"""What models without markers of their own may put before such a call."""
+_BETWEEN = re.compile(r"(?:```(?:json)?|</?tools>|[\s;,])*")
+"""What may stand before, between and after such calls."""
 _NAMED = re.compile(r"([A-Za-z0-9_.:/-]{1,256})\s*(?:\[CALL_ID\]\s*[A-Za-z0-9]{1,64}\s*)?(?:\[ARGS\])?\s*(?=\{)")
 _FUNCTION = re.compile(r"\s*<function=([A-Za-z0-9_.:/-]{1,256})>\s*")
 _PARAMETER = re.compile(r"<parameter=([^<>\n]{1,256})>\n?(.*?)\n?</parameter>\s*(?=<parameter=|</function>)", re.DOTALL)
@@ -34,8 +38,9 @@ class CallReader:
     </function>``, usually between the same markers (Qwen 3 Coder); ``[TOOL_CALLS] [{…}]`` and
     ``[TOOL_CALLS]name[CALL_ID]id[ARGS]{…}`` with or without the id (Mistral); and an answer that is nothing but
     ``{"name": …, "parameters": {…}}``, a list of these, or several with ``;`` between them, perhaps after
-    ``<|python_tag|>`` (Llama 3). ``arguments`` and ``parameters`` mean the same. Without a marker, the name must be
-    that of a known tool. What cannot be read as a call stays text. Every call gets a new id.
+    ``<|python_tag|>`` (Llama 3), in a fenced block or between ``<tools>`` and ``</tools>`` (Qwen 2.5 Coder).
+    ``arguments`` and ``parameters`` mean the same. Without a marker, the name must be that of a known tool. What cannot
+    be read as a call stays text. Every call gets a new id.
 
     Args:
         tools: the known tools. Values that are not written as JSON get their types from the schema of the arguments.
@@ -61,7 +66,7 @@ class CallReader:
         given: list[str] = []
         calls: list[ToolCall] = []
         while True:
-            if not self._began and _MAY_BE_CALL.match(self._held):
+            if not self._began and _may_be_calls(self._held):
                 if not last:
                     break
                 found = _plain_calls(self._held, self._tools)
@@ -93,6 +98,15 @@ class CallReader:
             self._after_call = False
             self._began = self._began or not piece.isspace()
             given.append(piece)
+
+
+def _may_be_calls(text: str) -> bool:
+    """Whether an answer that begins so may consist of calls without markers."""
+    text = text.lstrip()
+    if any(wrapping.startswith(text) for wrapping in _WRAPPINGS):
+        return True  # also if there is no text yet
+    wrapping = next(filter(text.startswith, _WRAPPINGS), "")
+    return bool(_MAY_BE_CALL.match(text[len(wrapping) :].lstrip()))
 
 
 def _may_begin(text: str) -> int:
@@ -213,16 +227,22 @@ def _value_at(text: str, begin: int) -> tuple[Any, int]:
 def _plain_calls(text: str, names: Collection[str] | None) -> list[ToolCall] | None:
     """The calls that a text consists of; None if it holds anything else."""
     calls: list[ToolCall] = []
-    text = text.strip()
-    while text:
-        value, end = _value_at(text, 0)
+    at = _after_wrapping(text, 0)
+    while at < len(text):
+        value, end = _value_at(text, at)
         for each in value if isinstance(value, list) and value else [value]:
             call = _call_of(each, names)
             if call is None:
                 return None
             calls.append(call)
-        text = text[end:].lstrip(" \t\r\n;,")
+        at = _after_wrapping(text, end)
     return calls or None
+
+
+def _after_wrapping(text: str, begin: int) -> int:
+    found = _BETWEEN.match(text, begin)
+    assert found is not None, "the pattern matches nothing, too"
+    return found.end()
 
 
 def _call_of(value: Any, names: Collection[str] | None) -> ToolCall | None:

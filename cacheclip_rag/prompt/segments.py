@@ -102,11 +102,12 @@ def segment_text(
     ``text``.
 
     Args:
+        documents: normalised, see :func:`given_texts`.
         parts: False finds whole texts only.
     """
     segments: list[Segment] = []
     position = 0
-    for match in index.find(text, chunk_texts(documents), parts=parts) if index is not None else ():
+    for match in index.find(text, documents, parts=parts) if index is not None else ():
         if match.start > position:
             segments.append(Fresh(text[position : match.start]))
         segments.append(Chunk(text[match.start : match.stop], match.of, match.at))
@@ -138,13 +139,14 @@ def segment_chat(
 
     Args:
         render: writes messages with the chat template; with ``tools=``, if there are tools.
+        documents: normalised, see :func:`given_texts`.
         parts: False finds whole texts only.
 
     Raises:
         ConfigurationError: the template drops a message, or does not use tools.
     """
     messages = check_messages(messages)
-    documents = list(chunk_texts(documents))
+    documents = list(documents)
     marks = Marks()
     if any("tool_calls" in message for message in messages):
         messages = _calls_for(render, messages, marks)
@@ -339,7 +341,7 @@ class PromptReader:
             prompt: a string (one user message if the model has a chat template) or a list of messages. The system
                 prompt is added to messages without one.
             texts: stored texts to find.
-            documents: chunk texts known to be in the prompt, stored or not.
+            documents: chunk texts known to be in the prompt, stored or not; normalised, see :func:`given_texts`.
             date: for chat templates that state the date; default today.
             tools: definitions of tools that the model may call, in OpenAI's function format.
             parts: False finds whole texts only, as tokenizers without offsets do.

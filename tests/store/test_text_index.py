@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheclip_rag.errors import StoreError
-from cacheclip_rag.prompt.segments import Chunk, segment_text
+from cacheclip_rag.prompt.segments import Chunk, given_texts, segment_text
 from cacheclip_rag.store import Catalog
 from cacheclip_rag.store import texts as module
 from cacheclip_rag.store.database import Database
@@ -334,7 +334,7 @@ class TestProperties:
         prompt = "".join(parts)
         index = index_of(*texts)
         assert [(m.start, m.stop) for m in index.find_whole(prompt, candidates)] == brute(prompt, texts + candidates)
-        segments = segment_text(prompt, index, candidates)
+        segments = segment_text(prompt, index, given_texts(candidates))
         assert "".join(s.text for s in segments) == prompt
         allowed = {*texts, *(c.strip() for c in candidates)}
         assert all(s.text in allowed for s in segments if isinstance(s, Chunk))
