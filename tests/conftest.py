@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from pathlib import Path
@@ -23,6 +24,9 @@ __all__ = ["CHAT_TEMPLATE", "SENTENCES", "TINY_MODELS", "build_model", "make_tok
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# The libraries' objects stay until the end: to search them for garbage takes a third of the collection of tests.
+gc.disable()
 
 CHUNKS = [
     " ".join(SENTENCES[0:3]),
@@ -57,6 +61,12 @@ def cache_home_for_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
     if "CACHECLIP_HOME" not in os.environ:
         home = Path(__file__).resolve().parent.parent / ".venv" / "cacheclip-home"
         os.environ["CACHECLIP_HOME"] = str(home)
+
+
+def pytest_collection_finish() -> None:
+    """From here on, garbage is collected as always, but not searched for in what was imported for the tests."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

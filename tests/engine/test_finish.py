@@ -28,16 +28,29 @@ WAYS = [("direct", None), ("cacheclip", 0.1), ("cacheclip", 0.72), ("epic", None
 Make = Callable[..., CacheClipEngine]
 
 
+@pytest.fixture(scope="module")
+def engines() -> dict[str, CacheClipEngine]:
+    """Engines without options of their own, by their model: all tests share them."""
+    return {}
+
+
 @pytest.fixture
-def finishing(tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Make:
+def finishing(
+    tiny_models: dict[str, str], engines: dict[str, CacheClipEngine], monkeypatch: pytest.MonkeyPatch
+) -> Make:
     """Engines on any tiny model that never ends its turn, with the chunks stored; ``rows`` of a block."""
 
     def build(name: str = "llama", *, rows: int = AT_THE_END, **options: Any) -> CacheClipEngine:
         monkeypatch.setattr(verification, "_BLOCK_ROWS", {"cpu": rows})
         monkeypatch.setattr(load_model(tiny_models[name]), "eos_ids", frozenset())
+        if name in engines and not options:
+            engines[name].prefixes.clear()
+            return engines[name]
         models = {"primary": tiny_models[name], "auxiliary": tiny_models["auxiliary"]}
         engine = CacheClipEngine(**{**models, **CACHECLIP, **options})
         engine.precompute(CHUNKS)
+        if not options:
+            engines[name] = engine
         return engine
 
     return build
@@ -96,13 +109,21 @@ def divergent(engine: CacheClipEngine, **options: Any) -> tuple[Answer, Answer, 
 
 
 class TestRevise:
-    @pytest.mark.parametrize(("method", "ratio"), WAYS)
     @pytest.mark.parametrize(
-        ("name", "rows"),
-        [("llama", AT_THE_END), ("llama", IN_THE_MIDDLE), ("llama", AT_ONCE), ("qwen2-sliding", AT_ONCE)]
-        + [("gemma2", AT_THE_END), ("gpt-oss", IN_THE_MIDDLE), ("smollm3", IN_THE_MIDDLE), ("mixtral", AT_ONCE)],
+        ("name", "rows", "way"),
+        [
+            *(("llama", AT_THE_END, way) for way in range(4)),
+            *((name, AT_THE_END, way) for name, way in (("gemma2", 0), ("gemma2", 1))),
+            *(("llama", IN_THE_MIDDLE, way) for way in (0, 1)),
+            *((name, IN_THE_MIDDLE, way) for name, way in (("gpt-oss", 0), ("gpt-oss", 2))),
+            *((name, IN_THE_MIDDLE, way) for name, way in (("smollm3", 1), ("smollm3", 3))),
+            *(("llama", AT_ONCE, way) for way in (2, 3)),
+            *((name, AT_ONCE, way) for name, way in (("mixtral", 0), ("mixtral", 1))),
+            *((name, AT_ONCE, way) for name, way in (("qwen2-sliding", 0), ("qwen2-sliding", 3))),
+        ],
     )
-    def test_equals_full(self, finishing: Make, name: str, method: str, ratio: float | None, rows: int) -> None:
+    def test_equals_full(self, finishing: Make, name: str, rows: int, way: int) -> None:
+        method, ratio = WAYS[way]
         engine = finishing(name, rows=rows)
         full = fresh(engine, PROMPT, SHORT, method="full")
         given = fresh(engine, PROMPT, SHORT, method=method, recompute_ratio=ratio)
@@ -119,7 +140,7 @@ class TestRevise:
         for name in ("llama", "qwen2-sliding", "gemma2", "gpt-oss", "smollm3", "mixtral"):
             engine = finishing(name)
             full = fresh(engine, PROMPT, SHORT, method="full")
-            given = [fresh(engine, PROMPT, SHORT, method=method, recompute_ratio=ratio) for method, ratio in WAYS]
+            given = (fresh(engine, PROMPT, SHORT, method=method, recompute_ratio=ratio) for method, ratio in WAYS)
             assert any(answer.token_ids != full.token_ids for answer in given), name
 
     @pytest.mark.parametrize(
@@ -156,10 +177,10 @@ class TestRevise:
         assert (revised.stats.hits, revised.stats.misses) == (2, 2)
         assert revised.token_ids == full.token_ids and revised.stats.verified_tokens == len(full.token_ids)
 
-    @pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 12])
+    @pytest.mark.parametrize("max_tokens", [1, 2, 3, 12])
     def test_max_tokens(self, finishing: Make, max_tokens: int) -> None:
         params = SamplingParams(max_tokens=max_tokens)
-        for name in ("llama", "mixtral", "gemma2"):
+        for name in ("llama", "mixtral", "gemma2") if max_tokens == 2 else ("llama",):
             for rows in (AT_THE_END, AT_ONCE):
                 engine = finishing(name, rows=rows)
                 full = fresh(engine, PROMPT, params, method="full")
@@ -222,12 +243,12 @@ class TestRevise:
         engine = finishing(rows=rows)
         given, full, _ = divergent(engine)
         kept = next(n for n, (a, b) in enumerate(zip(given.text, full.text, strict=False)) if a != b)
-        found = 0
+        found, step = 0, 1 if rows == IN_THE_MIDDLE else 2
         for text in (given.text, full.text):
-            for start in range(max(0, kept - 3), min(kept + 4, len(text) - 3)):
+            for start in range(max(0, kept - 3), min(kept + 4, len(text) - 3), step):
                 for stop in ((text[start : start + 3],), (text[start : start + 2] + "§",)):
                     params = SamplingParams(max_tokens=12, stop=stop)
-                    expected = fresh(engine, PROMPT, params, method="full")
+                    expected = fresh(engine, PROMPT, params, method="full") if stop[0] in full.text else full
                     engine.prefixes.clear()
                     shown, answer = apply(engine.stream(PROMPT, params, method="direct", finish="revise"))
                     assert answer.token_ids == expected.token_ids, stop
@@ -258,11 +279,13 @@ class TestRevise:
 
 
 class TestVerify:
-    @pytest.mark.parametrize(("method", "ratio"), WAYS)
-    @pytest.mark.parametrize("name", ["llama", "qwen2-sliding", "gemma2", "gpt-oss"])
-    def test_says_what_a_slow_comparison_finds(
-        self, finishing: Make, name: str, method: str, ratio: float | None
-    ) -> None:
+    @pytest.mark.parametrize(
+        ("name", "way"),
+        [("llama", 0), ("llama", 1), ("llama", 2), ("llama", 3), ("qwen2-sliding", 0), ("qwen2-sliding", 3)]
+        + [("gemma2", 1), ("gemma2", 2), ("gpt-oss", 0), ("gpt-oss", 1)],
+    )
+    def test_says_what_a_slow_comparison_finds(self, finishing: Make, name: str, way: int) -> None:
+        method, ratio = WAYS[way]
         engine = finishing(name)
         given = fresh(engine, PROMPT, SHORT, method=method, recompute_ratio=ratio)
         at = first_difference(given.token_ids, choices(engine, PROMPT, given.token_ids))
@@ -474,7 +497,7 @@ class TestRotaryFrequenciesThatChange:
         assert read == [runtime.reuse_tokens + 1]
 
     def test_verified_up_to_the_limit(self, finishing: Make) -> None:
-        engine = finishing("phi3-longrope")
+        engine = finishing("phi3-longrope", finish="none")  # figures of its own
         prompt = self.prompt(engine)
         given = fresh(engine, prompt, SamplingParams(max_tokens=16), method="direct")
         verified = fresh(engine, prompt, SamplingParams(max_tokens=16), method="direct", finish="verify")
@@ -568,7 +591,7 @@ class TestClosing:
         engine.prefixes.clear()
         count = len(list(engine.stream(PROMPT, SHORT, method="direct", finish="revise")))
         assert count > 8
-        for events in range(1, count):
+        for events in range(1, count, 1 if rows == IN_THE_MIDDLE else 3):
             engine.prefixes.clear()
             stream = engine.stream(PROMPT, SHORT, method="direct", finish="revise")
             for _ in range(events):

@@ -18,6 +18,7 @@ from cacheclip_rag import CacheClipEngine, EngineConfig, SamplingParams
 from cacheclip_rag.cli import app
 from cacheclip_rag.errors import CertificateError, ConfigurationError, UnsupportedModelError
 from cacheclip_rag.guards.certificate import find_certificate
+from cacheclip_rag.lab.evaluation import exactness
 from cacheclip_rag.lab.evaluation.certify import RATIOS, certify
 from cacheclip_rag.lab.evaluation.exactness import check_exactness, noise_floor, reference_logits
 from cacheclip_rag.lab.evaluation.gating import CONFIDENCES
@@ -34,10 +35,18 @@ from tests.fusion.test_invariance import DENSE
 PROMPT = EvaluationPrompt(tuple(CHUNKS[:3]), QUESTION, None)
 
 
+def short_prompts(count: int) -> list[EvaluationPrompt]:
+    """Bundled prompts with a quarter of each chunk: the tiny models read three times as many tokens as real ones."""
+    bundled = bundled_prompts(count)
+    return [replace(each, chunks=tuple(text[:110] for text in each.chunks), question="Who?") for each in bundled]
+
+
 @pytest.fixture(autouse=True)
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(module, "bundled_prompts", short_prompts)
     monkeypatch.setattr(module, "_QUICK_PROMPTS", 2)
+    monkeypatch.setattr(exactness, "_GREEDY_TOKENS", 16)
     monkeypatch.setattr(module, "_ANSWER_TOKENS", 6)
     monkeypatch.setattr(module, "RATIOS", (0.2,))
 
@@ -166,7 +175,7 @@ class TestCertify:
         config = replace(config, recompute_ratio=0.3)  # among others
         certificate = certify(config, quick=True)
         assert [each.min_confidence for each in certificate.gate] == list(CONFIDENCES)
-        prompts = module.bundled_prompts(2)
+        prompts = short_prompts(2)
         for figures in certificate.gate:
             engine = CacheClipEngine(replace(config, min_confidence=figures.min_confidence, prefix_cache_bytes=0))
             method, agreeing, stats = engine.make_method(), [], []
@@ -262,9 +271,10 @@ class TestCertify:
             certify(replace(config, **{role: build(tmp_path / "gpt2", "gpt2")}, fallback="full"), quick=True)
 
     def test_prompts_that_were_not_reused_certify_nothing(
-        self, config: EngineConfig, tiny_models: dict[str, str]
+        self, config: EngineConfig, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Longer than the rotary pin: plain prefill, which would pass every check."""
+        monkeypatch.setattr(module, "bundled_prompts", bundled_prompts)
         with pytest.raises(ConfigurationError, match="not reused.*change above 512"):
             certify(replace(config, primary=tiny_models["phi3-longrope"]), quick=True)
 

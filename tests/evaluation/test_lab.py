@@ -43,7 +43,9 @@ METHODS = ["direct", "epic", "cacheclip", "query_attention"]
 
 
 def record(number: int, **meta: Any) -> Record:
+    """With an answer of 8 tokens, unless ``meta`` says something else."""
     passages = tuple(Passage(f"Title {n}", CHUNKS[(number + n) % 4]) for n in range(3))
+    meta = {"max_tokens": 8, **meta}
     return Record(f"q{number}", "tiny", f"What is said of number {number}?", ("7316042",), passages, meta)
 
 
@@ -624,7 +626,7 @@ class TestResume:
 class TestQuestions:
     def test_question_answering(self, config: EngineConfig) -> None:
         engine = CacheClipEngine(config)
-        asked = ask(engine, RECORDS[0])
+        asked = ask(engine, record(0, max_tokens=None))
         assert [s.text for s in asked.segments if isinstance(s, Chunk)] == asked.chunks
         assert asked.chunks[0] == f"Title 0\n{CHUNKS[0]}"
         assert Fresh("\n\nQuestion: What is said of number 0?\nAnswer:") in asked.segments
@@ -639,7 +641,8 @@ class TestQuestions:
         assert asked.metrics[0] == "string_match_all" and asked.max_tokens == 128
 
     def test_chinese_questions_have_their_own_f1(self, config: EngineConfig) -> None:
-        asked = ask(CacheClipEngine(config), replace(record(0), question="本产品安全手册由哪家公司出版？"))
+        chinese = replace(record(0, max_tokens=None), question="本产品安全手册由哪家公司出版？")
+        asked = ask(CacheClipEngine(config), chinese)
         assert asked.metrics[0] == "f1_zh" and asked.max_tokens == 64
 
     @pytest.mark.parametrize(
@@ -656,7 +659,7 @@ class TestQuestions:
         ],
     )
     def test_few_shot_tasks(self, config: EngineConfig, task: str, opening: str, metric: str, max_tokens: int) -> None:
-        asked = ask(CacheClipEngine(config), replace(record(0), task=task))
+        asked = ask(CacheClipEngine(config), replace(record(0, max_tokens=None), task=task))
         assert not any(segment.control for segment in asked.segments), "no chat template"
         text = "".join(segment.text for segment in asked.segments)
         assert text.startswith(opening) and text.endswith("\n\nWhat is said of number 0?")
@@ -668,7 +671,7 @@ class TestQuestions:
         shutil.copytree(config.primary, tmp_path / "model")
         add_bos(tmp_path / "model")
         engine = CacheClipEngine(replace(config, primary=str(tmp_path / "model")))
-        asked = ask(engine, record(0, chat_template=False, first_line=True, metric="rouge"))
+        asked = ask(engine, record(0, chat_template=False, first_line=True, metric="rouge", max_tokens=None))
         assert asked.segments[:2] == [Fresh("<|endoftext|>", control=True), Fresh("Read and answer.\n\n")]
         assert asked.first_line and asked.metrics[0] == "rouge_l" and asked.max_tokens == 128
         asked = ask(engine, replace(record(0, chat_template=True, first_line=False, max_tokens=9), task="samsum"))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -220,13 +221,16 @@ class TestOrder:
         for adding in (store.aadd_documents, CacheClipDocumentTransformer(llm).atransform_documents):
             llm.engine.release([document.page_content for document in documents])
             runtime.encoding, before = Gate(), set(threading.enumerate())
+            workers = ThreadPoolExecutor()
+            asyncio.get_running_loop().set_default_executor(workers)
             task = asyncio.create_task(adding(documents))
             assert await asyncio.to_thread(runtime.encoding.reached.wait, 10)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
             runtime.encoding.open()
-            await asyncio.to_thread(join_workers, before)
+            workers.shutdown()  # its idle threads would be waited for
+            join_workers(before)
             assert stored(llm, documents) == [True, False, False, False]
             assert store.get_by_ids([documents[0].id]) == []
 

@@ -38,7 +38,10 @@ from cacheclip_rag.selection import heads as heads_module
 from cacheclip_rag.selection.auxiliary import score_chunks
 from cacheclip_rag.selection.heads import HeadSet, weights_digest
 from cacheclip_rag.selection.scoring import MAX_QUESTION_TOKENS
+from tests.training.conftest import short_samples
 from tests.training.planted import PLANTED, build_planted
+
+pytestmark = pytest.mark.usefixtures("with_short_samples")
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +71,7 @@ class TestCalibrate:
     def test_layers_are_ranked_by_the_mean_of_their_heads(self, config: EngineConfig, tmp_path: Path) -> None:
         found = calibrate(config, num_samples=9, num_prompts=0, folder=tmp_path)
         caches = CacheClipEngine(config).parts.auxiliary_caches
-        whole = synthetic_samples("train", 9)
+        whole = short_samples("train", 9)
         samples = [whole[number] for number in ranking_and_checking(whole)[0]]
         expected = []
         for layer in range(2):

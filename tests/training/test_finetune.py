@@ -37,6 +37,7 @@ from tests.training.stopping import stopper
 
 OWN = "the primary's own attention"
 SMALL: dict[str, Any] = {"num_samples": 12, "num_targets": 3, "num_tests": 7, "num_prompts": 2}
+pytestmark = pytest.mark.usefixtures("with_short_samples")
 SETTINGS = TuningSettings(rank=2, epochs=4, patience=4, learning_rate=1e-2, sinks=4)
 
 
@@ -56,13 +57,17 @@ def tune(config: EngineConfig, heads: HeadSet, folder: Path, **changes: Any) -> 
 
 
 @pytest.fixture(scope="module")
-def whole(config: EngineConfig, heads: HeadSet, tmp_path_factory: pytest.TempPathFactory) -> FineTuning:
+def whole(
+    config: EngineConfig, heads: HeadSet, tmp_path_factory: pytest.TempPathFactory, with_short_samples: None
+) -> FineTuning:
     """A run from end to end, for all tests that read it or go on from a copy of its folder."""
     return tune(config, heads, tmp_path_factory.mktemp("whole") / "work")
 
 
 @pytest.fixture(scope="module")
-def unasked(config: EngineConfig, heads: HeadSet, tmp_path_factory: pytest.TempPathFactory) -> FineTuning:
+def unasked(
+    config: EngineConfig, heads: HeadSet, tmp_path_factory: pytest.TempPathFactory, with_short_samples: None
+) -> FineTuning:
     """The same without the primary being asked, which takes most of the time."""
     return tune(config, heads, tmp_path_factory.mktemp("unasked") / "work", num_prompts=0)
 

@@ -1,0 +1,22 @@
+"""Samples with short chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+
+from cacheclip_rag.lab.training import calibrate, figures, finetune
+from cacheclip_rag.lab.training.families import synthetic_samples
+
+short_samples = partial(synthetic_samples, chunk_words=25)
+
+
+@pytest.fixture(scope="module")
+def with_short_samples() -> Iterator[None]:
+    """Calibration and fine-tuning make samples with less filler: the tiny models read many tokens per word."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (calibrate, finetune, figures):
+            patch.setattr(module, "synthetic_samples", short_samples)
+        yield
