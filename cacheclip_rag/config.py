@@ -169,6 +169,11 @@ class EngineConfig:
             if value is not None or not may_be_none:
                 check_whole_number(name, value, of="bytes")
 
+    @property
+    def fixed_ratio(self) -> float | None:
+        """``recompute_ratio`` if it is a number."""
+        return None if isinstance(self.recompute_ratio, str) else self.recompute_ratio
+
     @classmethod
     def from_options(cls, config: EngineConfig | None, options: dict[str, Any]) -> EngineConfig:
         """``config`` (or the defaults) overridden by ``options``, also under their

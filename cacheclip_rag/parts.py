@@ -344,7 +344,7 @@ class Parts:
                         "engine.profile().",
                         method.name,
                     )
-                self._controllers[key] = profile and Controller(profile, self.least_ratio(method))
+                self._controllers[key] = None if profile is None else Controller(profile, self.least_ratio(method))
             return self._controllers[key]
 
     def use_profile(self, method: Method, profile: Profile) -> None:

@@ -20,7 +20,6 @@ from .common import (
     HeadsOption,
     JsonOption,
     PrimaryOption,
-    RatioOption,
     VariantsOption,
     print_json,
 )
@@ -48,7 +47,16 @@ def ask(
         ),
     ] = DEFAULT_METHOD,
     variants: VariantsOption = None,
-    ratio: RatioOption = None,
+    ratio: Annotated[
+        str | None,
+        typer.Option("--ratio", help="Share of chunk tokens to recompute, 0 to 1, or auto. [default: the method's]"),
+    ] = None,
+    max_ttft_s: Annotated[
+        float | None,
+        typer.Option(
+            "--max-ttft", help="Seconds to the first token: the largest ratio that is predicted to keep to it."
+        ),
+    ] = None,
     top_k: Annotated[int, typer.Option(help="Passages to retrieve.")] = 6,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of the answer.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
@@ -74,15 +82,15 @@ def ask(
     as_json: JsonOption = False,
 ) -> None:
     """Retrieve, fuse and stream the answer; then the sources and where the time went."""
-    from ..checks import check_choice, check_probability, check_ratio
+    from ..checks import check_choice, check_probability, check_ratio_and_limit
     from ..errors import ConfigurationError
     from ..sampling import FINISH_MODES, SamplingParams
 
     # what can be refused without torch, which takes seconds to import
     if not question.strip():
         raise ConfigurationError("the question is empty.")
-    if ratio is not None:
-        check_ratio(ratio)
+    chosen_ratio = _number_or_name(ratio)
+    check_ratio_and_limit(chosen_ratio, max_ttft_s)
     if min_confidence is not None:
         check_probability("--min-confidence", min_confidence)
     if variants is None:
@@ -112,7 +120,8 @@ def ask(
         store,
         device=device,
         method=chosen,
-        recompute_ratio=ratio,
+        recompute_ratio=chosen_ratio,
+        max_ttft_s=max_ttft_s,
         min_confidence=min_confidence,
         heads=heads,
         fallback=fallback,
@@ -145,6 +154,14 @@ def ask(
         _print_details(answer, passages)
 
 
+def _number_or_name(ratio: str | None) -> float | str | None:
+    """``--ratio`` as a number, if it is one."""
+    try:
+        return None if ratio is None else float(ratio)
+    except ValueError:
+        return ratio
+
+
 def _sources(passages: list[Passage]) -> list[dict[str, Any]]:
     return [{"path": p.path, "ordinal": p.ordinal, "score": round(p.score, 4)} for p in passages]
 
@@ -157,7 +174,8 @@ def _print_details(answer: Answer, passages: list[Passage]) -> None:
     if stats.fallback:
         typer.echo(f"  note    answered by plain prefill: {stats.fallback}")
     phases = "  ".join(f"{name} {seconds:.3f}" for name, seconds in stats.phases_s.items())
-    typer.echo(f"  first token after {stats.ttft_s:.2f} s ({phases})")
+    predicted = "" if stats.predicted_ttft_s is None else f", predicted {stats.predicted_ttft_s:.2f} s"
+    typer.echo(f"  first token after {stats.ttft_s:.2f} s{predicted} ({phases})")
     typer.echo(
         f"  {stats.prompt_tokens} prompt tokens: {stats.reused_tokens} reused, {stats.recomputed_tokens} recomputed "
         f"(ratio: nominal {stats.nominal_ratio:.3f}, effective {stats.effective_ratio:.3f}, charged "

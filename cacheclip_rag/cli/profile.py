@@ -76,7 +76,7 @@ def profile(
     table = Table(title=f"Predicted seconds to the first token, {config.primary} on {found.identity['processors'][0]}")
     for column in ("prompt tokens", "chunks", "plain prefill", "ratio 0.1", "ratio 0.2", "ratio 0.4"):
         table.add_column(column, justify="right")
-    for tokens, chunks, *seconds in rows:
-        table.add_row(f"{tokens:,}", str(chunks), *(f"{each:.2f}" for each in seconds))
+    for row in rows:
+        table.add_row(f"{row[0]:,}", str(row[1]), *(f"{seconds:.2f}" for seconds in row[2:]))
     output().print(table)
     output().print(f"Saved as {found.path}.")

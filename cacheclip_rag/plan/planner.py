@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import cast
 
-from ..checks import AUTO_RATIO, check_ratio
+from ..checks import check_ratio_and_limit
 from ..chunks.context import ChunkContext
 from ..chunks.sources import Sources
 from ..config import EngineConfig
@@ -169,16 +168,16 @@ def choose_method(
     """
     given = config.method if method is None else method
     check_method(given)
-    ratio = recompute_ratio
-    if ratio is None and (method is None or isinstance(method, str)):
-        ratio = config.recompute_ratio
+    check_ratio_and_limit(recompute_ratio, None)
+    ratio = None if isinstance(recompute_ratio, str) else recompute_ratio
+    if recompute_ratio is None and (method is None or isinstance(method, str)):
+        ratio = config.fixed_ratio
     if given == DEFAULT_METHOD:
         given = "cacheclip" if has_head_set() else "anchored"
     chosen = preset(given) if isinstance(given, str) else given
-    if ratio is not None and ratio != AUTO_RATIO:
-        check_ratio(ratio)
+    if ratio is not None:
         if chosen.has_ratio or (recompute_ratio is not None and not isinstance(given, str)):
-            chosen = chosen.at(cast(float, ratio))
+            chosen = chosen.at(ratio)
     if config.min_confidence is not None and (method is None or isinstance(method, str)):
         chosen = replace(chosen, min_confidence=config.min_confidence)
     check_auxiliary(chosen, config.auxiliary)

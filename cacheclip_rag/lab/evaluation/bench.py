@@ -75,7 +75,7 @@ def bench(
         "dtype": config.dtype,
         "context_tokens": context_tokens,
         "chunks": len(texts),
-        "ratio": Budget().ratio if config.recompute_ratio is None else config.recompute_ratio,
+        "ratio": Budget().ratio if config.fixed_ratio is None else config.fixed_ratio,
         "runs": runs,
         "page_cache": "kept" if keep_page_cache or not _CAN_DROP_PAGE_CACHE else "dropped",
         "methods": {name: _summary(samples, reference) for name, samples in results.items()},
@@ -88,8 +88,8 @@ def _made(config: EngineConfig, names: Sequence[str], variants: Mapping[str, Met
     found = {}
     for given in names:
         method = choosing.make_method(variants.get(given, given))
-        if given in variants and config.recompute_ratio is not None and method.has_ratio:
-            method = method.at(config.recompute_ratio)
+        if given in variants and config.fixed_ratio is not None and method.has_ratio:
+            method = method.at(config.fixed_ratio)
         found[method.name if given == DEFAULT_METHOD else given] = method
     return found
 
