@@ -88,7 +88,7 @@ def test_models_may_be_paths(kind: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [*MODELS, CacheClipTransform])
 def test_every_setting_of_the_engine_has_the_same_name(kind: Any) -> None:
     """Also those without a field: they are kept with ``engine_kwargs``."""
-    per_call = {"method", "recompute_ratio", "finish"} if kind is CacheClipTransform else set()
+    per_call = {"method", "recompute_ratio", "max_ttft_s", "finish"} if kind is CacheClipTransform else set()
     for each in fields(EngineConfig):
         if each.name not in per_call:
             kind(**{each.name: getattr(EngineConfig(), each.name)})
