@@ -42,7 +42,7 @@ def main() -> None:
         models = {"primary": given.primary, "auxiliary": given.auxiliary, "dtype": given.dtype}
         engine = CacheClipEngine(**models, store=folder, recompute_ratio="auto", prefix_cache_bytes=0)
         method = engine.make_method(None, "auto")
-        profile = find_profile(engine.parts.profile_identity(method)) or engine.profile()
+        profile = find_profile(engine.parts.profile_identity(method)) or engine.profile_machine()
         print(f"{processor_name()}, {torch.get_num_threads()} threads; {profile.path}")
         print(
             "| tokens | chunks | full | auto | predicted | limited | ratio | limit |\n|---|---|---|---|---|---|---|---|"

@@ -169,7 +169,7 @@ class Answering:
         if event.answer is None:  # only an answer from reused chunks may be revised
             return replace(event, is_final=event.is_final and request.finish != "revise")
         assert request.method is not None
-        stats = event.answer.stats.without_hits(request.method.name)
+        stats = event.answer.stats.without_hits(request.method.name, request.method.nominal_ratio)
         return replace(event, answer=replace(event.answer, stats=stats, trace=None))
 
     def _observe(self, answered: Answered) -> None:

@@ -206,7 +206,7 @@ class CacheClipEngine:
         self.primary.decode_step(ready.cache, int(ready.logits.argmax()))
         return WarmUp(time.perf_counter() - started, tuple(each.runtime.name for each in loaded), read, num_bytes)
 
-    def profile(self, method: str | Method | None = None) -> Profile:
+    def profile_machine(self, method: str | Method | None = None) -> Profile:
         """Measure how long prefills take with these models on this machine, for ``recompute_ratio="auto"``.
 
         The profile is saved in the cache folder, and this engine uses it at once. It holds for the weights, the
@@ -217,12 +217,13 @@ class CacheClipEngine:
             method: default the engine's method.
 
         Raises:
-            ConfigurationError: the method reuses no stored chunks, or the model's context is too short to measure.
+            ConfigurationError: the method reuses no stored chunks, or the model's context is too short to measure; or
+                the profile cannot be saved, and this engine alone uses it.
         """
         chosen = self.make_method(method, AUTO_RATIO)
         found = measure_profile(self.config, chosen, self.parts.profile_identity(chosen))
-        found.save()
         self.parts.use_profile(chosen, found)
+        found.save()
         return found
 
     def is_stored(self, text: str, *, needs_auxiliary: bool = True) -> bool:
@@ -288,8 +289,8 @@ class CacheClipEngine:
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> Plan:
         """What :meth:`generate` would do with this prompt: hits, exact chunks, budget, fallback. Computes no tensor."""
-        auto, limit = self._time_limit(recompute_ratio, max_ttft_s)
-        chosen = self.make_method(method, AUTO_RATIO if auto else recompute_ratio)
+        auto, limit = self._time_limit(method, recompute_ratio, max_ttft_s)
+        chosen = self.make_method(method, recompute_ratio)
         request = Request(prompt, SamplingParams(), chosen, question, documents, False, "none", tools, auto, limit)
         return self._answering.plan(request, self.parts.sources(chosen), PhaseClock())
 
@@ -357,6 +358,7 @@ class CacheClipEngine:
             recompute_ratio: default the engine's ratio. ``auto`` chooses it by predicted time
                 (:attr:`EngineConfig.recompute_ratio`).
             max_ttft_s: seconds after which the first token should be there, instead of a ratio; default the engine's.
+                Methods that reuse no stored chunks take no notice of it.
             question: text that scores the chunks; default the text after the last chunk.
             documents: chunk texts known to be in the prompt. They become chunks even if they are not stored, unless
                 parts of stored ones cover them. A mapping also names each text's sources. Ignored if ``prompt`` is a
@@ -387,18 +389,20 @@ class CacheClipEngine:
             raise ConfigurationError(f"the question must be a string, got {type(question).__name__}.")
         finish = self.config.finish if finish is None else finish
         check_choice("finish", finish, FINISH_MODES)
-        auto, limit = self._time_limit(recompute_ratio, max_ttft_s)
-        chosen = self.make_method(method, AUTO_RATIO if auto else recompute_ratio)
+        auto, limit = self._time_limit(method, recompute_ratio, max_ttft_s)
+        chosen = self.make_method(method, recompute_ratio)
         called = tuple(check_tools(tools))
         yield from self._answering.stream(
             Request(prompt, params, chosen, question, documents, trace, finish, called, auto, limit)
         )
 
-    def _time_limit(self, recompute_ratio: float | str | None, max_ttft_s: float | None) -> tuple[bool, float | None]:
-        """Whether the ratio of a call is chosen by predicted time, and the limit for it. A call's ratio or limit takes
-        the place of the settings' ratio and limit."""
+    def _time_limit(
+        self, method: str | Method | None, recompute_ratio: float | str | None, max_ttft_s: float | None
+    ) -> tuple[bool, float | None]:
+        """Whether the ratio of a call is chosen by predicted time, and the limit for it. A call's ratio or limit, or a
+        call's Method instance with its own ratio, takes the place of the settings' ratio and limit."""
         check_ratio_and_limit(recompute_ratio, max_ttft_s)
-        if recompute_ratio is None and max_ttft_s is None:
+        if recompute_ratio is None and max_ttft_s is None and (method is None or isinstance(method, str)):
             recompute_ratio, max_ttft_s = self.config.recompute_ratio, self.config.max_ttft_s
         elif recompute_ratio == AUTO_RATIO and max_ttft_s is None:
             max_ttft_s = self.config.max_ttft_s

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +20,7 @@ from .chunks.sources import Sources
 from .chunks.trained import TrainedContext, find_trained_context, no_trained_context
 from .config import EngineConfig
 from .errors import ConfigurationError, ModelError
-from .guards.certificate import Identity, find_certificate, identity_of, least_faithful
+from .guards.certificate import Identity, find_certificate, identity_of, verdict_at
 from .machine import unit_name
 from .methods.base import Method
 from .models.load import check_name, load_any
@@ -341,25 +341,22 @@ class Parts:
                     logger.warning(
                         "the recompute ratio cannot be chosen by predicted time, because these models were not "
                         "profiled on this machine; method %r keeps its own ratio. Run cacheclip profile, or call "
-                        "engine.profile().",
+                        "engine.profile_machine().",
                         method.name,
                     )
-                self._controllers[key] = None if profile is None else Controller(profile, self.least_ratio(method))
+                self._controllers[key] = None if profile is None else Controller(profile, self._may_be(method))
             return self._controllers[key]
 
     def use_profile(self, method: Method, profile: Profile) -> None:
         """Choose this method's ratios by ``profile`` from now on."""
         key = _without_ratio(method)
         with self._lock:
-            self._controllers[key] = Controller(profile, self.least_ratio(method))
+            self._controllers[key] = Controller(profile, self._may_be(method))
 
-    def least_ratio(self, method: Method) -> float:
-        """The least recompute ratio that the method's certificate calls faithful; 1.0 if it calls none so. Without a
-        certificate, or for a method without a ratio, the method's own."""
-        if not method.has_ratio:
-            return method.nominal_ratio
+    def _may_be(self, method: Method) -> Callable[[float], bool] | None:
+        """Whether the method's certificate calls a recompute ratio exact or faithful; None without a certificate."""
         certificate, _ = find_certificate(self.identity(method))
-        return method.nominal_ratio if certificate is None else least_faithful(certificate)
+        return None if certificate is None else lambda ratio: verdict_at(certificate, ratio) != "not faithful"
 
     def profile_identity(self, method: Method) -> dict[str, Any]:
         """What a profile needs to hold for these models with this method: weights, settings, versions, processors."""

@@ -7,7 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from .checks import aliases_of, by_real_names, check_choice, check_whole_number, did_you_mean, is_whole_number
+from .checks import (
+    AUTO_RATIO,
+    aliases_of,
+    by_real_names,
+    check_choice,
+    check_whole_number,
+    did_you_mean,
+    is_whole_number,
+)
 from .errors import ConfigurationError
 
 __all__ = ["CALL_OPTIONS", "FINISH_MODES", "SamplingParams", "merge_call_options"]
@@ -132,6 +140,8 @@ def merge_call_options(own: Mapping[str, Any], options: Mapping[str, Any]) -> di
     if given.get("recompute_ratio") is not None or given.get("max_ttft_s") is not None:
         # a call's ratio or time limit takes the place of the front end's
         merged |= {name: given.get(name) for name in ("recompute_ratio", "max_ttft_s")}
+        if given.get("recompute_ratio") == AUTO_RATIO:
+            merged["max_ttft_s"] = given.get("max_ttft_s", own.get("max_ttft_s"))
     others = {name: merged.get(name) for name in ("method", "recompute_ratio", "max_ttft_s", "question", "finish")}
     if others["finish"] is not None:
         check_choice("finish", others["finish"], FINISH_MODES)

@@ -143,11 +143,13 @@ class Plan:
     @property
     def budget_tokens(self) -> int:
         """Number of chunk tokens that the method's ratio allows to recompute."""
-        return round(self.method.nominal_ratio * self.chunk_tokens) if self.reused else 0
+        used = self.reused and self.bypass is None
+        return round(self.method.nominal_ratio * self.chunk_tokens) if used else 0
 
     def to_dict(self) -> dict[str, Any]:
         """The decisions as plain values: method, ratio, token ids, and each segment's position and source."""
-        keys = dict(zip(self.reused, self.keys, strict=False))
+        used = self.reused if self.bypass is None else ()
+        keys = dict(zip(used, self.keys, strict=False))
         return {
             "method": self.method.name,
             "recompute_ratio": self.method.nominal_ratio,
@@ -236,7 +238,8 @@ class FusionStats:
     """True: plain prefill although chunks are stored, because it was predicted to be soon enough. Hits, misses and
     partial hits are those of the plan."""
     predicted_ttft_s: float | None = None
-    """``ttft_s`` without ``queued_s``, as it was predicted; None unless the recompute ratio was chosen by it."""
+    """``ttft_s`` without ``queued_s``, as it was predicted; None unless the recompute ratio was chosen by it. With
+    ``gated``, the prediction is of the reusing pass alone."""
     queued_s: float = 0.0
     """Seconds of ``ttft_s`` in which the request waited for others that came before it. The waits of an answer made of
     several prompts are added up."""
@@ -271,11 +274,12 @@ class FusionStats:
         stale = self.chunk_tokens - self.exact_tokens
         return self.recomputed_tokens / stale if stale else 1.0
 
-    def without_hits(self, method: str) -> FusionStats:
+    def without_hits(self, method: str, nominal_ratio: float) -> FusionStats:
         """These statistics without anything that tells which chunks were stored.
 
         Args:
             method: the requested method, because the method that answered depends on hits.
+            nominal_ratio: the requested method's ratio, for the same reason.
         """
         tokens = ("prefix_tokens", "chunk_tokens", "exact_tokens", "recomputed_tokens", "missed_tokens")
         counts = ("cached_prefix_tokens", "hits", "misses", "unusable", "not_found", "partial_hits", "charged_ratio")
@@ -284,7 +288,7 @@ class FusionStats:
             ("confidence", "verified_tokens", "diverged_at", "partial_share", "predicted_ttft_s")
         )
         zero |= {"fresh_tokens": self.prompt_tokens, "verify_s": 0.0, "gated": False, "bypassed": False, **unknown}
-        return replace(self, **zero, method=method, fallback=None, phases_s={})
+        return replace(self, **zero, method=method, nominal_ratio=nominal_ratio, fallback=None, phases_s={})
 
     def to_dict(self) -> dict[str, Any]:
         """All fields and ratios, ready for JSON."""

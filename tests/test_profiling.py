@@ -47,7 +47,7 @@ def samples(monkeypatch: pytest.MonkeyPatch) -> list[Sample]:
 
 def test_it_is_measured_once_and_used_by_every_engine_of_its_kind(make: Make, samples: list[Sample]) -> None:
     engine = make()
-    found = engine.profile()
+    found = engine.profile_machine()
     assert {sample.ratio for sample in samples} == {None, *profiling._RATIOS}
     plain = sorted(sample.work.tokens for sample in samples if sample.ratio is None)
     assert len(plain) == 3 and plain[1] - plain[0] > 50 and plain[2] - plain[1] > 100
@@ -66,7 +66,7 @@ def test_it_is_measured_once_and_used_by_every_engine_of_its_kind(make: Make, sa
 def test_other_settings_need_another_profile(
     make: Make, options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    make().profile()
+    make().profile_machine()
     other = make(**options)
     other.precompute(CHUNKS)
     with caplog.at_level(logging.WARNING):
@@ -78,7 +78,7 @@ def test_the_store_of_the_engine_is_left_alone(make: Make, tmp_path: Path) -> No
     engine = make(store=str(tmp_path / "store"), max_bytes=10**6)
     engine.precompute(CHUNKS)
     before = sorted(engine.store.catalog.keys(engine.config.namespace))
-    engine.profile()
+    engine.profile_machine()
     assert sorted(engine.store.catalog.keys(engine.config.namespace)) == before
     assert engine.metrics.to_prometheus().count("answers_total{") == 0
     assert engine.prefixes.stats.blocks == 0
@@ -87,26 +87,26 @@ def test_the_store_of_the_engine_is_left_alone(make: Make, tmp_path: Path) -> No
 @pytest.mark.parametrize("method", ["full", "cachecraft", "map_reduce"])
 def test_methods_without_stored_chunks_are_refused(make: Make, method: str) -> None:
     with pytest.raises(ConfigurationError, match="nothing to choose"):
-        make().profile(method)
+        make().profile_machine(method)
 
 
 def test_a_context_too_short_for_three_sizes_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiling, "_MOST_TOKENS", 150)
     with pytest.raises(ConfigurationError, match="too short"):
-        make().profile()
+        make().profile_machine()
 
 
 def test_sizes_stop_where_prefills_get_long(make: Make, samples: list[Sample], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiling, "_MOST_TOKENS", 512)
     monkeypatch.setattr(profiling, "_ENOUGH_S", 0.0)
-    make().profile()
+    make().profile_machine()
     assert len({sample.work.tokens for sample in samples if sample.ratio is None}) == 3, "never fewer than three"
 
 
 @pytest.mark.parametrize("method", ["direct", "epic"])
 def test_methods_with_and_without_a_ratio(make: Make, samples: list[Sample], method: str) -> None:
     engine = make(method=method, auxiliary=None)
-    engine.profile()
+    engine.profile_machine()
     engine.precompute(CHUNKS)
     assert engine.plan(rag_prompt(CHUNKS)).prediction is not None
     assert {sample.ratio for sample in samples} == ({None, 0.0} if method == "direct" else {None, *profiling._RATIOS})

@@ -63,7 +63,7 @@ def profile(
         auxiliary_codec=auxiliary_codec,
     )
     engine = CacheClipEngine(config)
-    found = engine.profile()
+    found = engine.profile_machine()
     rows = []
     for tokens, chunks in _SHOWN:
         work = Work(tokens, stale=round(0.98 * tokens), chunks=chunks)

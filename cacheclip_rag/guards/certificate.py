@@ -44,7 +44,6 @@ __all__ = [
     "check_writable",
     "find_certificate",
     "identity_of",
-    "least_faithful",
     "verdict_at",
 ]
 
@@ -252,12 +251,6 @@ def verdict_at(certificate: Certificate, ratio: float) -> str:
     if ratio >= 1.0 and not (below and below[-1].ratio >= 1.0):
         return "exact" if certificate.exactness["checks"]["greedy"]["figure"] == 1.0 else "faithful"
     return below[-1].verdict if below else "not faithful"
-
-
-def least_faithful(certificate: Certificate) -> float:
-    """The least certified recompute ratio that is exact or faithful; 1.0 if there is none below."""
-    good = [row.ratio for row in certificate.ratios if verdict_at(certificate, row.ratio) != "not faithful"]
-    return min(good, default=1.0)
 
 
 def identity_of(

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from ..clock import PhaseClock
 from ..prompt.layout import Layout
+from ..prompt.occurrences import occurrences
 from ..prompt.segments import Chunk, Segment
 from ..runtime.decoding import LogitsObserver
 from ..sampling import SamplingParams
@@ -140,6 +141,8 @@ def count_chunks(stats: FusionStats, layout: Layout) -> FusionStats:
         chunk_tokens=chunk_tokens,
         exact_tokens=kept,
         recomputed_tokens=computed,
+        misses=stats.misses or (len(occurrences(layout.chunks)) if computed else 0),
+        missed_tokens=stats.missed_tokens or computed,
         charged_ratio=computed / chunk_tokens,
     )
 

@@ -1,9 +1,9 @@
 """Predicts the time to the first token, and chooses the recompute ratio by it (``recompute_ratio="auto"``).
 
 A profile says how long this machine takes with these models: a line for plain prefill, one for the recompute of a fused
-prefill, one for everything before it. ``cacheclip profile`` and :meth:`CacheClipEngine.profile` measure it once. While
-answers are given, the profile is adjusted to what they took, because other load comes and goes and reading depends on
-the store's tier.
+prefill, one for everything before it. ``cacheclip profile`` measures it once, or
+:meth:`~cacheclip_rag.engine.CacheClipEngine.profile_machine`. While answers are given, it is adjusted to what they took,
+because other load comes and goes, and reading depends on the store's tier.
 
 Source of the idea to choose the ratio by measured lines: CacheBlend (arXiv:2405.16444, its loading controller).
 """
@@ -16,13 +16,14 @@ import json
 import logging
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ..errors import ConfigurationError
 from ..paths import atomic_path, cache_home
 from ..types import FusionStats, Plan, Prediction
 
@@ -69,7 +70,7 @@ class Work:
     stale: int = 0
     """Tokens of reused chunks of which the ratio decides how many are computed."""
     chunks: int = 0
-    """Reused chunks."""
+    """Different texts that are reused, whole or in part: each is read and scored once."""
 
     def plain(self) -> tuple[float, float]:
         """Rows of plain prefill, and pairs of a row and a key that it sees."""
@@ -92,7 +93,7 @@ class Work:
         stale = sum(len(span.tokens) for span in plan.reused if span.start not in exact and span.start >= known)
         start = max(known, plan.layout.num_exact)
         exact_tokens = start + sum(count for begin, count in exact.items() if begin >= start)
-        return cls(plan.layout.num_tokens, known, exact_tokens, stale, len(plan.reused))
+        return cls(plan.layout.num_tokens, known, exact_tokens, stale, len({span.whole for span in plan.reused}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +122,9 @@ class Profile:
     identity: Mapping[str, Any]
     """What it was measured with; another identity needs another profile."""
     plain: Cost
-    """Of plain prefill: rows, pairs of a row and a key."""
+    """Of plain prefill and the look-up before it: rows, pairs of a row and a key."""
     fused: Cost
-    """Of the recompute, alike."""
+    """Of the recompute of a fused prefill: rows, pairs of a row and a key."""
     before: Cost
     """Of everything before the recompute: chunk tokens, chunks."""
 
@@ -141,7 +142,7 @@ class Profile:
         fused = [(sample, sample.ratio) for sample in samples if sample.ratio is not None]
         return cls(
             identity,
-            fit([(*s.work.plain(), s.phases_s["recompute"]) for s in plain]),
+            fit([(*s.work.plain(), s.seconds) for s in plain]),
             fit([(*s.work.fused(ratio), s.phases_s["recompute"]) for s, ratio in fused]),
             fit([(s.work.stale, s.work.chunks, s.before_s) for s, _ in fused]),
         )
@@ -151,10 +152,20 @@ class Profile:
         return _path_of(self.identity)
 
     def save(self) -> Path:
-        """Write the profile to the cache folder, where engines look."""
+        """Write the profile to the cache folder, where engines look.
+
+        Raises:
+            ConfigurationError: the folder cannot be written.
+        """
         content = {"format": _FORMAT, **asdict(self)}
-        with atomic_path(self.path) as temporary:
-            temporary.write_text(json.dumps(content, indent=2) + "\n")
+        try:
+            with atomic_path(self.path) as temporary:
+                temporary.write_text(json.dumps(content, indent=2) + "\n")
+        except OSError as error:
+            raise ConfigurationError(
+                f"the profile cannot be written to {self.path.parent} ({error}), so that other engines do not find it. "
+                "Make that folder writable, or set CACHECLIP_HOME to a writable folder."
+            ) from error
         return self.path
 
 
@@ -185,14 +196,17 @@ def find_profile(identity: Mapping[str, Any]) -> Profile | None:
     path = _path_of(identity)
     try:
         content = json.loads(path.read_text())
-        lines = (Cost(**{key: float(number) for key, number in content[name].items()}) for name in _LINES)
-        found = Profile(content["identity"], *lines)
+        lines = [Cost(**{key: float(number) for key, number in content[name].items()}) for name in _LINES]
+        numbers = [number for line in lines for number in (line.constant, line.first, line.second)]
+        if not all(math.isfinite(number) and number >= 0 for number in numbers):
+            raise ValueError("a time that is no time")
+        found, version = Profile(content["identity"], *lines), content["format"]
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         logger.warning("the profile %s cannot be read and is not used (%s). Run cacheclip profile.", path, error)
         return None
-    return found if found.identity == dict(identity) and content["format"] == _FORMAT else None
+    return found if found.identity == dict(identity) and version == _FORMAT else None
 
 
 _LINES = ("plain", "fused", "before")
@@ -206,9 +220,9 @@ def _path_of(identity: Mapping[str, Any]) -> Path:
 class Controller:
     """Chooses ratios by one profile, adjusted to what the last answers took. Safe to share between threads."""
 
-    def __init__(self, profile: Profile, floor: float) -> None:
-        """``floor``: least ratio; methods without a ratio ignore it."""
-        self.profile, self._floor = profile, floor
+    def __init__(self, profile: Profile, may_be: Callable[[float], bool] | None = None) -> None:
+        """``may_be``: whether a ratio may be chosen; None: those of the method's own ratio and above."""
+        self.profile, self._may_be = profile, may_be
         self._lock = threading.Lock()
         self._compute = self._before = 1.0
         """What the last answers took, as multiples of the profile's seconds."""
@@ -216,9 +230,9 @@ class Controller:
     def decide(self, plan: Plan, known: int, max_ttft_s: float | None = None) -> Plan:
         """The plan at the ratio that is chosen for it, or with the reason why it is plain prefill.
 
-        Without ``max_ttft_s``, that is the least ratio. With it, the plan is plain prefill if that is soon enough, else
-        it gets the largest ratio that is. Without a limit, and where no ratio keeps to it, the plan is plain prefill if
-        reuse would save less than a tenth of its time.
+        Without ``max_ttft_s``, that is the least ratio that may be chosen. With it, the plan is plain prefill if that
+        is soon enough, else it gets the largest ratio that is. Without a limit, and where no ratio keeps to it, the
+        plan is plain prefill if reuse would save less than a tenth of its time.
 
         Args:
             plan: reuses chunks.
@@ -227,10 +241,9 @@ class Controller:
         """
         work = Work.of(plan, known)
         plain_s = self._compute * self.profile.plain_s(work)
-        ratio = self._floor
-        if max_ttft_s is not None and plan.method.has_ratio:
-            steps = (1 - step / _STEPS for step in range(_STEPS))
-            ratio = next((r for r in steps if r > ratio and self._fused_s(work, r) <= max_ttft_s), ratio)
+        ratio, *larger = self._ratios(plan)
+        if max_ttft_s is not None:
+            ratio = next((each for each in reversed(larger) if self._fused_s(work, each) <= max_ttft_s), ratio)
         seconds = self._fused_s(work, ratio)
         if max_ttft_s is not None and plain_s <= max_ttft_s:
             why = f"plain prefill is predicted to take {plain_s:.2f} s, and {max_ttft_s:.2f} s are allowed"
@@ -249,11 +262,19 @@ class Controller:
         with self._lock:
             if plan.bypass is not None:
                 self._before **= _REMEMBERED
-                self._compute = _adjusted(self._compute, compute_s, self.profile.plain_s(work))
-            elif plan.reused and not stats.gated:
+                self._compute = _adjusted(self._compute, before_s + compute_s, self.profile.plain_s(work))
+            elif stats.chunk_tokens == plan.chunk_tokens and not stats.gated:  # else some could not be read
                 before, expected = self.profile.fused_s(work, plan.method.nominal_ratio)
                 self._compute = _adjusted(self._compute, compute_s, expected)
                 self._before = _adjusted(self._before, before_s, before)
+
+    def _ratios(self, plan: Plan) -> list[float]:
+        """Ratios that may be chosen, at least one, in order. 1.0 is always one of them: it is exact."""
+        own = plan.method.nominal_ratio
+        if not plan.method.has_ratio:
+            return [own]
+        steps = sorted({own, *(step / _STEPS for step in range(_STEPS + 1))})
+        return [each for each in steps if each == 1.0 or (each >= own if self._may_be is None else self._may_be(each))]
 
     def _fused_s(self, work: Work, ratio: float) -> float:
         before_s, compute_s = self.profile.fused_s(work, ratio)

@@ -163,6 +163,8 @@ def _obstacle(plan: Plan) -> str | None:
         )
     if plan.captures:
         return f"method {method.name!r} keeps chunk caches of answered prompts, in memory: {plan.fallback}."
+    if plan.bypass is not None:
+        return f"the text is stored, but not used: {plan.bypass} (recompute_ratio 'auto', max_ttft_s)."
     return f"{plan.fallback}. This prompt is answered by plain prefill." if plan.obstructed else None
 
 

@@ -175,9 +175,8 @@ def choose_method(
     if given == DEFAULT_METHOD:
         given = "cacheclip" if has_head_set() else "anchored"
     chosen = preset(given) if isinstance(given, str) else given
-    if ratio is not None:
-        if chosen.has_ratio or (recompute_ratio is not None and not isinstance(given, str)):
-            chosen = chosen.at(ratio)
+    if ratio is not None and (chosen.has_ratio or (recompute_ratio is not None and not isinstance(given, str))):
+        chosen = chosen.at(ratio)
     if config.min_confidence is not None and (method is None or isinstance(method, str)):
         chosen = replace(chosen, min_confidence=config.min_confidence)
     check_auxiliary(chosen, config.auxiliary)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
-from cacheclip_rag.checks import ALIASES, aliases_of, by_real_names, did_you_mean, path_as_text
+from cacheclip_rag.checks import ALIASES, AUTO_RATIO, aliases_of, by_real_names, did_you_mean, path_as_text
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.sampling import SamplingParams, merge_call_options
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from cacheclip_rag.engine import CacheClipEngine
+    from cacheclip_rag.plan.controller import Profile
     from cacheclip_rag.types import WarmUp
 
 __all__ = ["ALIASES", "EngineFields", "ModelFields"]
@@ -203,9 +204,17 @@ class ModelFields(EngineFields):
         """
         options = with_tool_choice(options)
         own = {name: getattr(self, name) for name in (*self._sampling_names(), *_PER_CALL)}
-        if not isinstance(options.get("method") or self.method, str):
+        called = options.get("method")
+        if called is not None and not isinstance(called, str):
             own |= {"recompute_ratio": None, "max_ttft_s": None}  # an instance has its own ratio
+        elif not isinstance(called or self.method, str) and own["recompute_ratio"] != AUTO_RATIO:
+            own["recompute_ratio"] = None
         return merge_call_options(own, options)
+
+    def profile_machine(self) -> Profile:
+        """Measure how long prefills with this component's method take here, for ``recompute_ratio="auto"`` and
+        ``max_ttft_s``; see :meth:`~cacheclip_rag.engine.CacheClipEngine.profile_machine`. It blocks for minutes."""
+        return self.engine.profile_machine(self.method)
 
     @staticmethod
     def _sampling_names() -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from cacheclip_rag import CacheClipEngine, Plan
+from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.models.load import register_runtime
 from cacheclip_rag.plan.controller import Controller, Cost, Profile, Sample, Work, find_profile, fit
 from cacheclip_rag.testing.fake import FakeRuntime
@@ -41,14 +42,14 @@ def texts(count: int) -> list[str]:
     return [f"Chapter {n}. {LONG}" for n in range(count)]
 
 
-def plan_of(engine: CacheClipEngine, count: int = 4) -> Plan:
-    return engine.plan("\n\n".join(texts(count)) + "\n\nWho kept lamp 3?")
+def plan_of(engine: CacheClipEngine, ratio: float = 0.1) -> Plan:
+    return engine.plan("\n\n".join(texts(4)) + "\n\nWho kept lamp 3?", recompute_ratio=ratio)
 
 
 def stats_of(engine: CacheClipEngine, before_s: float, recompute_s: float, **changes: Any) -> FusionStats:
     stats = engine.generate("Hello", max_tokens=1).stats
     phases = {**dict.fromkeys(PHASES, 0.0), "select": before_s, "recompute": recompute_s}
-    return replace(stats, phases_s=phases, **changes)
+    return replace(stats, **{"phases_s": phases, "chunk_tokens": plan_of(engine).chunk_tokens, **changes})
 
 
 class TestFit:
@@ -94,6 +95,10 @@ class TestWork:
         assert Work.of(plan, second).stale == plan.chunk_tokens - len(plan.reused[0].tokens)
 
 
+LINE = '{"constant": %s, "first": 0.1, "second": 0.1}'
+LINES = f'"identity": {{}}, "plain": {LINE}, "fused": {LINE % 1}, "before": {LINE % 1}'
+
+
 class TestProfile:
     def test_it_is_fitted_to_samples_of_both_kinds(self) -> None:
         samples = []
@@ -116,11 +121,20 @@ class TestProfile:
         assert find_profile(IDENTITY) == PROFILE
         assert find_profile({**IDENTITY, "threads": 8}) is None
 
-    @pytest.mark.parametrize("content", ["", "[]", '{"format": 1}', '{"format": 1, "identity": {}, "plain": 3}'])
+    @pytest.mark.parametrize(
+        "content",
+        ["", "[]", '{"format": 1}', '{"format": 1, "identity": {}, "plain": 3}', "{" + LINES % 1 + "}"]
+        + ['{"format": 1, ' + LINES % number + "}" for number in ("NaN", "-1", "Infinity")],
+    )
     def test_damaged(self, content: str, caplog: pytest.LogCaptureFixture) -> None:
         PROFILE.save().write_text(content)
         assert find_profile(IDENTITY) is None
         assert "cannot be read" in caplog.text and "cacheclip profile" in caplog.text
+
+    def test_a_folder_that_cannot_be_written(self, home: Path) -> None:
+        home.write_text("a file")
+        with pytest.raises(ConfigurationError, match="CACHECLIP_HOME"):
+            PROFILE.save()
 
     def test_of_another_format(self) -> None:
         path = PROFILE.save()
@@ -130,7 +144,7 @@ class TestProfile:
 
 class TestDecide:
     def test_the_least_ratio_without_a_limit(self, engine: CacheClipEngine) -> None:
-        plan = Controller(PROFILE, 0.15).decide(plan_of(engine), 0)
+        plan = Controller(PROFILE).decide(plan_of(engine, ratio=0.15), 0)
         assert plan.bypass is None and plan.method.nominal_ratio == 0.15
         assert plan.prediction is not None
         work = Work.of(plan, 0)
@@ -139,7 +153,7 @@ class TestDecide:
 
     def test_a_limit_gets_the_largest_ratio_that_keeps_to_it(self, engine: CacheClipEngine) -> None:
         plan = plan_of(engine)
-        work, controller = Work.of(plan, 0), Controller(PROFILE, 0.1)
+        work, controller = Work.of(plan, 0), Controller(PROFILE)
         plain_s = PROFILE.plain_s(work)
         for share in (0.3, 0.5, 0.7, 0.85):
             decided = controller.decide(plan, 0, share * plain_s)
@@ -149,33 +163,43 @@ class TestDecide:
     def test_plain_prefill_if_it_is_soon_enough(self, engine: CacheClipEngine) -> None:
         plan = plan_of(engine)
         plain_s = PROFILE.plain_s(Work.of(plan, 0))
-        assert Controller(PROFILE, 0.1).decide(plan, 0, plain_s * 1.01).bypass is not None
-        assert Controller(PROFILE, 0.1).decide(plan, 0, plain_s * 0.99).bypass is None
+        assert Controller(PROFILE).decide(plan, 0, plain_s * 1.01).bypass is not None
+        assert Controller(PROFILE).decide(plan, 0, plain_s * 0.99).bypass is None
 
     def test_the_least_ratio_if_nothing_keeps_to_the_limit(self, engine: CacheClipEngine) -> None:
-        decided = Controller(PROFILE, 0.1).decide(plan_of(engine), 0, 1e-6)
+        decided = Controller(PROFILE).decide(plan_of(engine), 0, 1e-6)
         assert decided.bypass is None and decided.method.nominal_ratio == 0.1
 
     def test_plain_prefill_where_reuse_saves_little(self, engine: CacheClipEngine) -> None:
         slow = replace(PROFILE, before=Cost(5.0, 0.0, 0.0))
-        decided = Controller(slow, 0.1).decide(plan_of(engine), 0)
+        decided = Controller(slow).decide(plan_of(engine), 0)
         assert decided.bypass is not None and "plain prefill is predicted" in decided.bypass
         assert decided.reused, "the plan still says what is stored"
 
     def test_plain_prefill_where_the_prefix_cache_has_the_prompt(self, engine: CacheClipEngine) -> None:
         plan = plan_of(engine)
-        assert Controller(PROFILE, 0.1).decide(plan, plan.layout.num_tokens - 10).bypass is not None
+        assert Controller(PROFILE).decide(plan, plan.layout.num_tokens - 10).bypass is not None
+
+    def test_only_ratios_that_may_be_chosen(self, engine: CacheClipEngine) -> None:
+        """A certificate may call a larger ratio less faithful than a smaller one."""
+        plan = plan_of(engine)
+        certified = Controller(PROFILE, lambda ratio: 0.15 <= ratio < 0.3 or ratio >= 0.8)
+        assert certified.decide(plan, 0).method.nominal_ratio == 0.15
+        plain_s = PROFILE.plain_s(Work.of(plan, 0))
+        assert certified.decide(plan, 0, 0.7 * plain_s).method.nominal_ratio == 0.25
+        nothing = Controller(PROFILE, lambda ratio: False).decide(plan, 0)
+        assert nothing.bypass is not None, "only 1.0 is left, and plain prefill is sooner"
 
     def test_a_method_without_a_ratio(self, engine: CacheClipEngine) -> None:
         engine.precompute(texts(4), method="direct")
         plan = engine.plan("\n\n".join(texts(4)) + "\n\nWho kept lamp 3?", method="direct")
-        decided = Controller(PROFILE, 0.0).decide(plan, 0, 0.2)
+        decided = Controller(PROFILE).decide(plan, 0, 0.2)
         assert decided.bypass is None and decided.method == plan.method
 
 
 class TestObserve:
     def observed(self, engine: CacheClipEngine, times: float, slow_reading: float, count: int = 20) -> Controller:
-        controller = Controller(PROFILE, 0.1)
+        controller = Controller(PROFILE)
         for _ in range(count):
             plan = controller.decide(plan_of(engine), 0)
             work = Work.of(plan, 0)
@@ -186,7 +210,7 @@ class TestObserve:
         return controller
 
     def test_a_busy_machine_is_predicted(self, engine: CacheClipEngine) -> None:
-        quiet = Controller(PROFILE, 0.1).decide(plan_of(engine), 0).prediction
+        quiet = Controller(PROFILE).decide(plan_of(engine), 0).prediction
         busy = self.observed(engine, 2.0, 2.0).decide(plan_of(engine), 0).prediction
         assert quiet is not None and busy is not None
         assert busy.seconds == pytest.approx(2 * quiet.seconds, rel=0.02)
@@ -197,7 +221,7 @@ class TestObserve:
         assert self.observed(engine, 1.0, 15.0).decide(plan_of(engine), 0).bypass is not None
 
     def test_one_slow_answer_changes_little(self, engine: CacheClipEngine) -> None:
-        plain = Controller(PROFILE, 0.1).decide(plan_of(engine), 0).prediction
+        plain = Controller(PROFILE).decide(plan_of(engine), 0).prediction
         once = self.observed(engine, 3.0, 3.0, count=1).decide(plan_of(engine), 0).prediction
         assert plain is not None and once is not None
         assert once.seconds < 1.4 * plain.seconds
@@ -212,8 +236,15 @@ class TestObserve:
             controller.observe(plan, stats_of(engine, 0.0, PROFILE.plain_s(Work.of(plan, 0)), bypassed=True))
         pytest.fail("a slow store was never tried again")
 
+    def test_an_answer_without_its_chunks_counts_for_nothing(self, engine: CacheClipEngine) -> None:
+        """They could not be read, and the prompt was computed in full."""
+        controller = Controller(PROFILE)
+        plan = controller.decide(plan_of(engine), 0)
+        controller.observe(plan, stats_of(engine, 0.0, 50.0, chunk_tokens=0))
+        assert controller.decide(plan_of(engine), 0) == plan
+
     def test_a_gated_answer_counts_for_nothing(self, engine: CacheClipEngine) -> None:
-        controller = Controller(PROFILE, 0.1)
+        controller = Controller(PROFILE)
         plan = controller.decide(plan_of(engine), 0)
         controller.observe(plan, stats_of(engine, 50.0, 50.0, gated=True))
         assert controller.decide(plan_of(engine), 0) == plan
@@ -277,6 +308,9 @@ class TestEngine:
         engine = self.profiled(make(max_ttft_s=1000.0))
         other = "The harbour of Oxmoor freezes in January, and the ferry then lands at the northern pier instead. " * 2
         prompt = f"{self.PROMPT}\n\n{other}\n\nWho?"
+        plan = engine.plan(prompt, documents=[other])
+        assert plan.bypass is not None and plan.budget_tokens == 0
+        assert not any(piece["reused"] for piece in plan.to_dict()["pieces"])
         stats = engine.generate(prompt, max_tokens=1, documents=[other]).stats
         assert (stats.hits, stats.misses) == (4, 1) and stats.bypassed
         assert engine.is_stored(other)
@@ -286,13 +320,30 @@ class TestEngine:
         stats = engine.generate(self.PROMPT, max_tokens=1, recompute_ratio=0.4).stats
         assert (stats.nominal_ratio, stats.predicted_ttft_s, stats.bypassed) == (0.4, None, False)
         engine = self.profiled(make(recompute_ratio=0.4))
-        assert engine.generate(self.PROMPT, max_tokens=1, max_ttft_s=1e-6).stats.nominal_ratio == 0.2
-        assert engine.generate(self.PROMPT, max_tokens=1).stats.nominal_ratio == 0.4
+        assert engine.generate(self.PROMPT, max_tokens=1, max_ttft_s=1e-6).stats.nominal_ratio == 0.4, "the least"
+        assert engine.generate(self.PROMPT, max_tokens=1, recompute_ratio="auto").stats.nominal_ratio == 0.2
+        assert engine.generate(self.PROMPT, max_tokens=1).stats.predicted_ttft_s is None
+
+    def test_an_instance_has_its_own_ratio(self, make: Made) -> None:
+        engine = self.profiled(make(recompute_ratio="auto"))
+        method = engine.make_method("epic", 0.7)
+        for ratio in (0.7, 0.05):
+            stats = engine.generate(self.PROMPT, max_tokens=1, method=method.at(ratio)).stats
+            assert (stats.nominal_ratio, stats.predicted_ttft_s) == (ratio, None)
+            stats = engine.generate(self.PROMPT, max_tokens=1, method=method.at(ratio), max_ttft_s=1e-6).stats
+            assert stats.nominal_ratio == ratio and stats.predicted_ttft_s is not None
 
     def test_hidden_hits_hide_it(self, make: Made) -> None:
-        engine = self.profiled(make(max_ttft_s=1000.0, hide_hits=True))
-        stats = engine.generate(self.PROMPT, max_tokens=1).stats
-        assert not stats.bypassed and stats.predicted_ttft_s is None and stats.fallback is None
+        for limit in (1000.0, 1.9):  # plain prefill, and a larger ratio
+            engine = self.profiled(make(max_ttft_s=limit, hide_hits=True))
+            shown = [
+                engine.generate(prompt, max_tokens=1).stats.to_dict() for prompt in (self.PROMPT, self.PROMPT[::-1])
+            ]
+            times = ("ttft_s", "decode_s", "queued_s", "prompt_tokens", "fresh_tokens", "nominal_ratio")
+            one, other = ({name: value for name, value in each.items() if name not in times} for each in shown)
+            assert one == other
+            assert [each["nominal_ratio"] for each in shown] == [0.2, 0.2]
+            assert shown[0]["bypassed"] is False and shown[0]["predicted_ttft_s"] is None
 
     @pytest.mark.parametrize(
         ("options", "says"),
