@@ -2,8 +2,8 @@
 
 A profile says how long this machine takes with these models: a line for plain prefill, one for the recompute of a fused
 prefill, one for everything before it. ``cacheclip profile`` measures it once, or
-:meth:`~cacheclip_rag.engine.CacheClipEngine.profile_machine`. While answers are given, it is adjusted to what they took,
-because other load comes and goes, and reading depends on the store's tier.
+:meth:`~cacheclip_rag.engine.CacheClipEngine.profile_machine`. It is adjusted to what answers take, because other load
+comes and goes, and reading depends on the store's tier.
 
 Source of the idea to choose the ratio by measured lines: CacheBlend (arXiv:2405.16444, its loading controller).
 """
