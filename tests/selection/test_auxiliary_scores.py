@@ -145,3 +145,21 @@ def test_chunk_that_fills_the_auxiliary_context(
     ).stats
     assert stats.fallback is None and stats.recomputed_tokens == round(0.1 * stats.chunk_tokens)
     assert "1 of 2 chunks leave the auxiliary model" in caplog.text
+
+
+def test_no_layer_runs_after_the_last_one_that_is_needed(scored: Scored) -> None:
+    """And the model computes as before afterwards."""
+    layers = scored.runtime.model.base_model.layers
+    last = len(layers) - 2
+    before = Scored(scored.runtime, ["Its lamp"], "Who?").kv[0]
+    expected = score_chunks(scored.runtime, scored.prefix, scored.kv[:2], scored.question_ids, layers=[last])
+    ran: list[int] = []
+    hooks = [layer.mlp.register_forward_hook(lambda *_, number=n: ran.append(number)) for n, layer in enumerate(layers)]
+    try:
+        found = score_chunks(scored.runtime, scored.prefix, scored.kv[:2], scored.question_ids, layers=[last])
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert ran == list(range(last)), "the last layer's scores need no output of its MLP"
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert torch.equal(before, Scored(scored.runtime, ["Its lamp"], "Who?").kv[0])

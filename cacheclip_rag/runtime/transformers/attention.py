@@ -194,6 +194,10 @@ class SideBySide:
         return self.masks[known]
 
 
+class PassEnded(Exception):
+    """Ends a forward pass after the last layer that its probe needs. :meth:`ModelRuntime.run_rows` catches it."""
+
+
 @dataclass(slots=True)
 class Probe:
     """Reads attention weights while a pass runs."""
@@ -206,7 +210,7 @@ class Probe:
     """Called with layer, number of the block and its weights ``(num_heads, num_rows, num_keys)`` float32. The weights
     of :class:`SideBySide` are ``(num_sequences, num_heads, num_rows, width)``."""
     stop: int | None = None
-    """Last layer that is needed. Its attention output is not computed; zeros are returned instead."""
+    """Last layer that is needed: the pass ends there, with :class:`PassEnded`. None: all layers run."""
     logits: bool = False
     """True: ``record`` gets attention logits instead of weights, minus infinity for hidden keys."""
     adjust: Callable[[int, int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None

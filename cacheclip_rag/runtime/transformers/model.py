@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,7 @@ from .attention import (
     AttentionPlan,
     AttentionRule,
     Geometry,
+    PassEnded,
     Probe,
     block_attention,
     causal_plan,
@@ -71,7 +73,7 @@ def _attention(module: Any, query: Any, key: Any, value: Any, attention_mask: An
                 rows, keys = probe.adjust(layer, number, rows, keys)
             probe.record(layer, number, query_attention(rows, keys, block, rule, logits=probe.logits))
         if layer == probe.stop:
-            return query.new_zeros(query.transpose(1, 2).shape), None
+            raise PassEnded
     return block_attention(query, key, value, plan.blocks, rule), None
 
 
@@ -188,7 +190,8 @@ class ModelRuntime(TextModel):
         install_row_filter_hooks(model.base_model.layers)
         self.pinned_rope: bool = has_pinned_rope(config)
         # this kind of rotary module changes its frequencies in place with the length of each pass
-        self.passes = Passes(one_at_a_time=self.pinned_rope or _is_offloaded(model))
+        self._offloaded = _is_offloaded(model)
+        self.passes = Passes(one_at_a_time=self.pinned_rope or self._offloaded)
 
     def _find_layer_kinds(self, config: Any) -> list[str | None]:
         """Per layer the kind of its rotary tables: None without RoPE, else a layer type (``""`` if all are equal)."""
@@ -381,12 +384,17 @@ class ModelRuntime(TextModel):
         Args:
             ids, positions: ``(num_rows,)`` int64, best on the CPU.
             slots: where each row's KV is written; default the row's position.
+            plan: its probe may end the pass before the last layer; then ``head`` must be False.
             head: False skips the language-model head and returns None.
             logits_to_keep: number of last rows whose logits are returned.
 
         Returns:
             Logits of the last row, ``(vocab_size,)``, or ``(logits_to_keep, vocab_size)`` for several rows.
         """
+        assert not head or plan.probe is None or plan.probe.stop is None, "a pass that ends early has no logits"
+        if self._offloaded and plan.probe is not None:
+            # hooks after each layer move weights away again, and an exception would skip them
+            plan = replace(plan, probe=replace(plan.probe, stop=None))
         cache.scatter(positions if slots is None else slots)
         arguments = {
             "input_ids": ids[None].to(self.device),
@@ -402,6 +410,8 @@ class ModelRuntime(TextModel):
                     return None
                 logits: torch.Tensor = self.model(**arguments, logits_to_keep=logits_to_keep).logits[0]
             return logits[-1] if logits_to_keep == 1 else logits
+        except PassEnded:
+            return None
         finally:
             cache.scatter(None)
 
