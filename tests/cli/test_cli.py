@@ -356,7 +356,9 @@ def test_bench_shows_all_three_ratios(
     assert (nominal, effective) == ("0.200", "0.199") and charged > effective
 
 
-def test_bench_explains_each_phase(cacheclip: Any, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_explains_each_phase(
+    cacheclip: Any, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("cacheclip_rag.lab.evaluation.explaining._ENOUGH_S", 0.0)
     monkeypatch.setenv("COLUMNS", "140")
     arguments = ("bench", "--primary", tiny_models["llama"], "--auxiliary", "none", "--methods", "full,direct")

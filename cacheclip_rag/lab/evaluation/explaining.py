@@ -146,7 +146,7 @@ def _counted(answering: Answering, request: Request, engine: CacheClipEngine, ti
         for runtime in dict.fromkeys(models):
             if isinstance(runtime, ModelRuntime):
                 stack.enter_context(_watched(runtime, watch, work, operations))
-        stack.enter_context(_watched_reads(tiers, work))
+        stack.enter_context(_watched_reads(tiers, watch, work))
         stack.enter_context(operations)
         stats = answering.prefill(request, watch).stats
     work.known = all(isinstance(runtime, ModelRuntime) for runtime in models)
@@ -176,12 +176,12 @@ def _watched(runtime: ModelRuntime, watch: _Watch, work: _Work, operations: _Ope
 
         return count
 
-    def leave(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+    def enter_head(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
         if watch.phase_now is not None and isinstance(module, torch.nn.Linear):
             rows = args[0].shape[1]
             work.flops[watch.phase_now][runtime, rows] += linear_flops(module.in_features * module.out_features, rows)
 
-    hooks = [runtime.model.get_output_embeddings().register_forward_pre_hook(leave)]
+    hooks = [runtime.model.get_output_embeddings().register_forward_pre_hook(enter_head)]
     for number, (layer, shape) in enumerate(zip(runtime.model.base_model.layers, shapes, strict=True)):
         hooks.append(layer.register_forward_pre_hook(enter(number, shape), with_kwargs=True))
     try:
@@ -207,13 +207,13 @@ def _layer_flops(shape: LayerShape, number: int, rows: int, kwargs: Mapping[str,
 
 
 @contextmanager
-def _watched_reads(tiers: Tiers, work: _Work) -> Iterator[None]:
-    """Add payloads that are read to ``work``."""
+def _watched_reads(tiers: Tiers, watch: _Watch, work: _Work) -> Iterator[None]:
+    """Add payloads of chunks that are read to ``work``."""
     find = tiers.find
 
     def counted(key: str, sink: Sink) -> Any:
         found = find(key, sink)
-        if found is not None:
+        if found is not None and watch.phase_now == "read":
             work.keys.append(key)
             work.bytes["read"] += memoryview(found[0]).nbytes
         return found

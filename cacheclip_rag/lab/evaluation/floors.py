@@ -69,18 +69,22 @@ def causal_pairs(known: int, rows: int, window: int | None) -> int:
 
 
 def block_pairs(block: Block | SideBySide, window: int | None) -> int:
-    """Pairs of a block's rows. Windows are counted in slots, which differ from positions in few methods."""
-    seen: torch.Tensor
+    """Pairs of a block's rows. The window counts slots, which differ from positions in few methods."""
     if isinstance(block, SideBySide):
         own = torch.arange(block.width - block.num_rows, block.width)
         seen = own + 1 - block.padding[:, None]
-    else:
-        rows, slots = block.positions.cpu(), torch.arange(block.keys.stop - block.keys.start)
-        seen = rows + 1
-        if block.geometry is not None and block.geometry.contexts is not None:
-            contexts = block.geometry.contexts_of(slots)
-            seen = contexts.sum() + (~contexts).cumsum(0)[rows]
-        elif block.visible is not None:
-            visible = block.visible.cpu()
-            seen = visible.cumsum(0)[rows] + ~visible[rows]
-    return int(seen.sum() if window is None else seen.clamp(max=window).sum())
+        return int(seen.sum() if window is None else seen.clamp(max=window).sum())
+    rows, slots = block.positions.cpu(), torch.arange(block.keys.stop - block.keys.start)
+    shown = torch.ones_like(slots, dtype=torch.bool) if block.visible is None else block.visible.cpu()
+    first = torch.zeros_like(rows) if window is None else (rows + 1 - window).clamp(min=0)
+    before = _before(shown)
+    seen = before[rows + 1] - before[first] + ~shown[rows]  # a row always sees itself
+    if block.geometry is not None and block.geometry.contexts is not None:
+        contexts = _before(block.geometry.contexts_of(slots))
+        seen += contexts[-1] - contexts[rows + 1]  # every row sees the later contexts too
+    return int(seen.sum())
+
+
+def _before(mask: torch.Tensor) -> torch.Tensor:
+    """``(num_slots + 1,)`` int64: how many of the first 0, 1, ... slots are set."""
+    return torch.cat((torch.zeros(1, dtype=torch.int64), mask.cumsum(0)))
