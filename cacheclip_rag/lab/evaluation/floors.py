@@ -3,8 +3,8 @@
 A pass over R rows takes ``2 * inputs * outputs * R`` for each linear layer, and ``4 * head_dim * num_heads * pairs`` in
 each layer's attention: half of it for queries times keys, half for weights times values. A pair is a row and a key that
 it may see. Hidden pairs do not count, though kernels may multiply them. Nor do products outside linear layers and
-attention count: rotary tables, low-rank updates, and experts whose weights are no linear layers. So the counts are
-lower bounds.
+attention count: rotary tables, low-rank updates, and experts whose weights are no linear layers, which are most of a
+mixture of experts. So the counts are lower bounds.
 """
 
 from __future__ import annotations
