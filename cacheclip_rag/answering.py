@@ -104,10 +104,11 @@ class Answering:
         return None if request.method.captures else self.parts.controller(request.method)
 
     @torch.inference_mode()
-    def prefill(self, request: Request) -> Prefilled:
-        """Prefill up to the first token's logits. Calls no observer and stores nothing."""
+    def prefill(self, request: Request, clock: PhaseClock | None = None) -> Prefilled:
+        """Prefill up to the first token's logits. Calls no observer and stores nothing. ``clock``: default a new
+        one."""
         sources = self.parts.sources(request.method)  # weights are loaded before the clock starts
-        clock = PhaseClock()
+        clock = clock or PhaseClock()
         with self.turns.prompt():
             return self._prefill(request, sources, clock, ())[1]
 

@@ -25,7 +25,8 @@ from ...progress import progress_bar
 from ...sampling import SamplingParams
 from ...selection.budget import Budget
 from ...store import DiskBackend
-from ...types import PHASES, FusionStats
+from ...types import PHASES, FusionStats, Request
+from .explaining import explain as explain_phases
 
 __all__ = ["bench"]
 
@@ -42,18 +43,24 @@ def bench(
     chunk_tokens: int = 512,
     runs: int = 3,
     keep_page_cache: bool = False,
+    explain: bool = False,
 ) -> dict[str, Any]:
     """Measure; returns the object that ``cacheclip bench --json`` prints.
 
     Args:
         methods: names of presets and variants.
         variants: methods of your own by name (:func:`cacheclip_rag.lab.variants.read_variants`).
+        explain: the result also has ``explain``, the work and the floor of each phase
+            (:func:`~cacheclip_rag.lab.evaluation.explaining.explain`).
 
     Raises:
-        ConfigurationError: unknown method, or numbers that make no sense.
+        ConfigurationError: unknown method, numbers that make no sense, or ``explain`` for a method that answers by
+            several prompts.
     """
     _check(methods, context_tokens, chunk_tokens, runs)
     made = _made(config, methods, variants or {})
+    if explain:
+        _check_explained(made)
     if not any(method.needs_auxiliary for method in made.values()):
         config = replace(config, auxiliary=None)
     config = replace(config, prefix_cache_bytes=0)  # otherwise methods would reuse each other's prefix
@@ -67,8 +74,10 @@ def bench(
                 for method in made.values():
                     engine.precompute([text], method=method)
                 advance(number)
-        results = _measure(engine, texts, made, runs, keep_page_cache)
-    reference = statistics.median(s.ttft_s for s, _ in results["full"]) if "full" in results else None
+        prompt = "\n\n".join(texts) + f"\n\nQuestion: {_QUESTION}"
+        results = _measure(engine, texts, prompt, made, runs, keep_page_cache)
+        summaries = _summaries(results)
+        explained = _explained(engine, prompt, made, summaries, keep_page_cache) if explain else {}
     return {
         "primary": config.primary,
         "auxiliary": config.auxiliary,
@@ -78,7 +87,8 @@ def bench(
         "ratio": Budget().ratio if config.fixed_ratio is None else config.fixed_ratio,
         "runs": runs,
         "page_cache": "kept" if keep_page_cache or not _CAN_DROP_PAGE_CACHE else "dropped",
-        "methods": {name: _summary(samples, reference) for name, samples in results.items()},
+        "methods": summaries,
+        **explained,
     }
 
 
@@ -105,9 +115,13 @@ def _check(methods: Sequence[str], context_tokens: int, chunk_tokens: int, runs:
 
 
 def _measure(
-    engine: CacheClipEngine, texts: Sequence[str], methods: Mapping[str, Method], runs: int, keep_page_cache: bool
+    engine: CacheClipEngine,
+    texts: Sequence[str],
+    prompt: str,
+    methods: Mapping[str, Method],
+    runs: int,
+    keep_page_cache: bool,
 ) -> dict[str, list[tuple[FusionStats, int]]]:
-    prompt = "\n\n".join(texts) + f"\n\nQuestion: {_QUESTION}"
     one_token = SamplingParams(max_tokens=1)
     results: dict[str, list[tuple[FusionStats, int]]] = {name: [] for name in methods}
     engine.generate(
@@ -125,6 +139,39 @@ def _measure(
                 done += 1
                 advance(done)
     return results
+
+
+def _check_explained(methods: Mapping[str, Method]) -> None:
+    for name, method in methods.items():
+        if method.composes:
+            raise ConfigurationError(
+                f"method {name!r} answers by several prompts, whose phases cannot be explained. Leave it out, or "
+                "measure without explain."
+            )
+
+
+def _explained(
+    engine: CacheClipEngine,
+    prompt: str,
+    methods: Mapping[str, Method],
+    summaries: Mapping[str, Mapping[str, Any]],
+    keep_page_cache: bool,
+) -> dict[str, Any]:
+    requests = {
+        name: Request(prompt, SamplingParams(max_tokens=1), method, _QUESTION) for name, method in methods.items()
+    }
+    phases_s = {name: summary["phases_s"] for name, summary in summaries.items()}
+
+    def before_read() -> None:
+        if not keep_page_cache:
+            _drop_page_cache(engine)
+
+    return {"explain": explain_phases(engine, requests, phases_s, before_read=before_read)}
+
+
+def _summaries(results: Mapping[str, list[tuple[FusionStats, int]]]) -> dict[str, dict[str, Any]]:
+    reference = statistics.median(s.ttft_s for s, _ in results["full"]) if "full" in results else None
+    return {name: _summary(samples, reference) for name, samples in results.items()}
 
 
 def _summary(samples: Sequence[tuple[FusionStats, int]], reference_s: float | None) -> dict[str, Any]:

@@ -1,0 +1,162 @@
+"""Counted operations are those that torch counts. Hidden pairs of row and key do not count, so attention has bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from cacheclip_rag import CacheClipEngine, SamplingParams
+from cacheclip_rag.answering import Answering
+from cacheclip_rag.chunks.writer import ChunkWriter
+from cacheclip_rag.lab.evaluation import explaining
+from cacheclip_rag.lab.evaluation.floors import block_pairs, causal_pairs, layer_shapes, linear_flops
+from cacheclip_rag.models.load import load_model
+from cacheclip_rag.runtime.transformers.attention import (
+    AttentionPlan,
+    AttentionRule,
+    Block,
+    Geometry,
+    Probe,
+    SideBySide,
+    causal_plan,
+    query_attention,
+)
+from cacheclip_rag.types import PHASES, Request
+from tests.conftest import QUESTION, rag_prompt
+
+ROWS = 120
+
+
+@contextmanager
+def counted() -> Iterator[dict[str, int]]:
+    """Torch's own counts: ``linear`` (products of matrices) and ``batched`` (attention and rotary tables)."""
+    found: dict[str, int] = {}
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        yield found
+    by_name = {str(operator): count for operator, count in counter.get_flop_counts()["Global"].items()}
+    found["linear"] = sum(by_name.pop(name, 0) for name in ("aten.mm", "aten.addmm"))
+    found["batched"] = sum(by_name.values())
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen2-sliding", "phi3-sliding", "gemma3"])
+def test_a_prefill_takes_the_operations_that_torch_counts(tiny_models: dict[str, str], name: str) -> None:
+    runtime: Any = load_model(tiny_models[name])
+    with counted() as by_torch:
+        runtime.prefill(torch.arange(ROWS) % runtime.vocab_size, ROWS)
+    shapes = layer_shapes(runtime.model)
+    head = runtime.model.get_output_embeddings().weight.numel()
+    assert sum(shape.flops(ROWS, 0) for shape in shapes) + linear_flops(head, 1) == by_torch["linear"]
+    attention = sum(shape.flops(0, causal_pairs(0, ROWS, shape.window)) for shape in shapes)
+    assert 0 < attention <= by_torch["batched"]
+    if all(shape.window is None for shape in shapes):  # all keys are multiplied: just under two times the seen ones
+        assert by_torch["batched"] <= 2.05 * attention
+    else:
+        unlimited = sum(shape.flops(0, causal_pairs(0, ROWS, None)) for shape in shapes)
+        assert attention < unlimited
+
+
+def test_rows_after_known_tokens_see_them() -> None:
+    assert causal_pairs(0, 3, None) == 1 + 2 + 3
+    assert causal_pairs(5, 2, None) == 6 + 7
+    assert causal_pairs(5, 2, 4) == 4 + 4
+
+
+BLOCKS: dict[str, Block | SideBySide] = {
+    "scattered": causal_plan(torch.tensor([2, 3, 11, 29])).blocks[0],
+    "side by side": SideBySide(slice(0, 6), slice(0, 30), torch.tensor([0, 4, 1])),
+    "visible": causal_plan(torch.tensor([4, 9, 19]), visible=torch.arange(30) % 3 == 0).blocks[0],
+    "contexts": causal_plan(
+        torch.tensor([2, 9, 18, 19]),
+        geometry=Geometry(torch.arange(20), contexts=(torch.arange(20) > 3) & (torch.arange(20) < 15)),
+    ).blocks[0],
+}
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("kind", list(BLOCKS))
+def test_pairs_are_those_with_attention(kind: str, window: int | None) -> None:
+    block = BLOCKS[kind]
+    generator = torch.Generator().manual_seed(1)
+    num_rows, num_keys = (each.stop - each.start for each in (block.rows, block.keys))
+    query, key = (torch.randn(1, count, 4, generator=generator) for count in (num_rows, num_keys))
+    weights = query_attention(query, key, block, AttentionRule(0.5, window))
+    assert block_pairs(block, window) == int((weights > 0).sum())
+
+
+def test_layers_after_a_probe_do_not_count(tiny_models: dict[str, str]) -> None:
+    runtime: Any = load_model(tiny_models["llama"])
+    plan = causal_plan(torch.arange(8))
+    plan.probe = Probe(frozenset([1]), plan.blocks, lambda *_: None, stop=1)
+    found = [
+        explaining._layer_flops(shape, number, 8, {"cacheclip_plan": plan})
+        for number, shape in enumerate(layer_shapes(runtime.model))
+    ]
+    [shape, *_] = layer_shapes(runtime.model)
+    assert found == [shape.flops(8, 36), shape.flops(8, 0, 36), 0]
+    assert shape.flops(0, 36) == 2 * shape.flops(0, 0, 36) > 0
+    assert AttentionPlan(plan.blocks).probe is None
+
+
+@pytest.fixture
+def explained(
+    engine: CacheClipEngine, chunks: list[str], monkeypatch: pytest.MonkeyPatch
+) -> tuple[CacheClipEngine, dict[str, Any], dict[str, Request]]:
+    monkeypatch.setattr(explaining, "_ENOUGH_S", 0.0)
+    engine.precompute(chunks)
+    engine = CacheClipEngine(engine.config, prefix_cache_bytes=0)
+    requests = {
+        name: Request(rag_prompt(chunks), SamplingParams(max_tokens=1), engine.make_method(name), QUESTION)
+        for name in ("full", "direct", "cacheclip", "cacheblend")
+    }
+    seconds = {name: dict.fromkeys(PHASES, 1.0) for name in requests}
+    return engine, explaining.explain(engine, requests, seconds, before_read=lambda: None), requests
+
+
+def test_work_of_each_phase(explained: Any, chunks: list[str]) -> None:
+    engine, found, requests = explained
+    answering = Answering(engine.parts, ChunkWriter(engine.parts), ())
+    for name, phases in found["methods"].items():
+        assert tuple(phases) == PHASES
+        with counted() as by_torch:
+            stats = answering.prefill(requests[name]).stats
+        flops = phases["select"]["flops"] + phases["recompute"]["flops"]
+        assert by_torch["linear"] < flops <= by_torch["linear"] + by_torch["batched"], name
+        runtime = engine.primary
+        of_token = 2 * runtime.num_layers * runtime.num_kv_heads * runtime.head_dim * runtime.dtype.itemsize
+        reused = stats.chunk_tokens + stats.prefix_tokens
+        assert phases["assemble"]["bytes"] == reused * of_token and bool(reused) == (name != "full")
+        assert phases["lookup"]["flops"] is phases["lookup"]["bytes"] is phases["lookup"]["floor_s"] is None
+        for phase, row in phases.items():
+            assert (row["gap"] is None) == (not row["floor_s"]), phase
+            if row["gap"] is not None:
+                assert row["gap"] * row["floor_s"] == pytest.approx(1.0)
+        assert phases["recompute"]["operations"] > 0
+    methods = found["methods"]
+    sizes = [
+        [engine.store.store.tiers.head(caches.key(text), 0)[1] for text in chunks]
+        for caches in engine.chunk_caches(engine.context_of("cacheclip"))
+    ]
+    assert methods["direct"]["read"]["bytes"] == sum(sizes[0])
+    assert methods["cacheclip"]["read"]["bytes"] == sum(sizes[0]) + sum(sizes[1][1:])  # the first chunk is exact
+    assert methods["direct"]["select"]["flops"] == methods["full"]["read"]["bytes"] == 0
+    assert methods["cacheclip"]["select"]["flops"] > 0
+    assert methods["full"]["recompute"]["flops"] > methods["cacheblend"]["recompute"]["flops"]
+    assert found["processor"] and found["threads"] == torch.get_num_threads()
+    rates = found["rates"]
+    assert rates["copy_bytes_per_s"] > 0 and rates["read_bytes_per_s"] > 0
+    assert all(each["flops_per_s"] > 0 for each in rates["matmul"])
+    assert len({(each["model"], each["rows"]) for each in rates["matmul"]}) == len(rates["matmul"])
+
+
+def test_nothing_stays_behind(explained: Any) -> None:
+    engine, _, _ = explained
+    assert "find" not in vars(engine.store.store.tiers)
+    for runtime in (engine.primary, engine.auxiliary):
+        assert not runtime.model.get_output_embeddings()._forward_pre_hooks
+        assert all(len(layer._forward_pre_hooks) == 1 for layer in runtime.model.base_model.layers)  # the row filters'
