@@ -33,7 +33,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,7 +80,7 @@ class System:
             text: the whole prompt: the message in the chat template.
 
         Returns:
-            ``ttft_s``, ``ids`` of the prompt and ``reused``: tokens of it that were not computed.
+            ``ttft_s``, ``ids`` of the prompt, ``reused`` (tokens of it that were not computed) and the first ``token``.
         """
         raise NotImplementedError
 
@@ -105,13 +105,12 @@ class Transformers(System):
     def answer(self, message: str, text: str) -> dict[str, Any]:
         started = time.perf_counter()
         ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        reused = self._prefill(ids)
-        return {"ttft_s": time.perf_counter() - started, "ids": ids, "reused": reused}
+        token, reused = self._prefill(ids)
+        return {"ttft_s": time.perf_counter() - started, "ids": ids, "reused": reused, "token": token}
 
-    def _prefill(self, ids: list[int]) -> int:
-        """Compute the prompt up to the first token; returns the number of tokens that were not computed."""
-        self._first_token(ids, None)
-        return 0
+    def _prefill(self, ids: list[int]) -> tuple[int, int]:
+        """The first token, and the number of the prompt's tokens that were not computed."""
+        return self._first_token(ids, None), 0
 
     def _first_token(self, ids: list[int], cache: Any) -> int:
         with self._torch.inference_mode():
@@ -132,15 +131,15 @@ class TransformersPrefix(Transformers):
 
         self._cache, self._ids = DynamicCache(config=self._model.config), list[int]()
 
-    def _prefill(self, ids: list[int]) -> int:
+    def _prefill(self, ids: list[int]) -> tuple[int, int]:
         common = common_start(self._ids, ids[:-1])  # the last token is computed for its logits
         if common:
             self._cache.crop(common - len(self._ids))  # a negative number: tokens to remove
         else:
             self.clear()
-        self._first_token(ids[common:], self._cache)
+        token = self._first_token(ids[common:], self._cache)
         self._ids = ids
-        return common
+        return token, common
 
 
 class LlamaCpp(System):
@@ -169,9 +168,9 @@ class LlamaCpp(System):
         held = [int(number) for number in self._llama.input_ids[: self._llama.n_tokens]]
         started = time.perf_counter()
         ids = self._llama.tokenize(text.encode(), add_bos=False, special=True)
-        next(iter(self._llama.generate(ids, temp=0.0)))
+        token = next(iter(self._llama.generate(ids, temp=0.0)))
         seconds = time.perf_counter() - started
-        return {"ttft_s": seconds, "ids": ids, "reused": common_start(held, ids[:-1])}
+        return {"ttft_s": seconds, "ids": ids, "reused": common_start(held, ids[:-1]), "token": token}
 
 
 class Vllm(System):
@@ -209,7 +208,9 @@ class Vllm(System):
         started = time.perf_counter()
         ids = self._tokenizer.encode(text, add_special_tokens=False)
         found = self._llm.generate([{"prompt_token_ids": ids}], self._params, use_tqdm=False)[0]
-        return {"ttft_s": time.perf_counter() - started, "ids": ids, "reused": found.num_cached_tokens or 0}
+        seconds = time.perf_counter() - started
+        token = found.outputs[0].token_ids[0]
+        return {"ttft_s": seconds, "ids": ids, "reused": found.num_cached_tokens or 0, "token": token}
 
 
 class CacheClip(System):
@@ -243,11 +244,13 @@ class CacheClip(System):
         events = self._engine.stream(message, max_tokens=1)
         event = next(events)
         seconds = time.perf_counter() - started
-        stats = [event, *events][-1].answer.stats
+        answer = [event, *events][-1].answer
+        stats = answer.stats
         return {
             "ttft_s": seconds,
             "ids": list(self._engine.plan(message).layout.token_ids),
             "reused": stats.reused_tokens,
+            "token": answer.token_ids[0] if answer.token_ids else None,
             "method": stats.method,
             "hits": stats.hits,
             "effective_ratio": stats.effective_ratio,
@@ -403,7 +406,6 @@ class Report:
     versions: dict[str, str] = field(default_factory=dict)
     reason: str | None = None
     install: str | None = None
-    load_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -520,21 +522,24 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
 
         def orders(name: str, *given: dict[str, Any]) -> list[dict[str, Any]] | None:
             """Give a worker several orders; None if it failed, now or before."""
+            return attempt(name, lambda worker: [worker.ask(**order) for order in given])
+
+        def attempt(name: str, do: Callable[[Worker], Any]) -> Any:
             if name not in workers:
                 return None
             try:
-                return [workers[name].ask(**order) for order in given]
+                return do(workers[name])
             except WorkerError as error:
                 reports[name].status, reports[name].reason = "failed", str(error)
                 say(f"{name} failed: {error}")
                 del workers[name]
                 return None
 
-        for name in list(workers):  # one after the other, so that each has the machine
-            say(f"loading {name}")
-            loaded = orders(name, settings)
-            if loaded:
-                reports[name].load_s = loaded[0]["seconds"]
+        say(f"loading {', '.join(workers)}")
+        for name in list(workers):  # at the same time
+            attempt(name, lambda worker: worker.send(**settings))
+        for name in list(workers):
+            attempt(name, Worker.receive)
         for number, each in enumerate(prompts):
             for name in list(workers):
                 done = orders(name, {"precompute": each.texts})
