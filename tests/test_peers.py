@@ -1,0 +1,151 @@
+"""The comparison with peers, on tiny models and with the systems that need only transformers. Plain transformers is
+tested in this process, because a process more takes seconds."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+MEASURED = ["transformers-prefix", "cacheclip-rag"]
+
+
+class FakeTokenizer:
+    chat_template = None
+
+    def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
+        return {"input_ids": list(text.encode())}
+
+
+@pytest.fixture
+def peers() -> Iterator[Any]:
+    """The script as a module."""
+    spec = importlib.util.spec_from_file_location("peers", ROOT / "benchmarks" / "peers.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules["peers"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["peers"]
+
+
+def program(path: Path, text: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="stands in for interpreters with shell scripts")
+def test_the_same_prompts_and_what_each_system_reuses(
+    peers: Any,
+    tiny_models: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    broken = program(tmp_path / "broken", "echo no such engine >&2; exit 3")
+    bare = program(tmp_path / "bare", f'exec {sys.executable} -S "$@"')
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    models = ["--primary", tiny_models["llama"], "--auxiliary", tiny_models["auxiliary"]]
+    sizes = ["--tokens", "200", "--chunk-tokens", "40", "--rounds", "1", "--threads", "1"]
+    others = ["--python", f"llama.cpp={bare}", "--python", f"vllm={broken}"]
+    files = ["--json", str(tmp_path / "peers.json"), "--plot", str(tmp_path / "peers.png")]
+    asked = ["--systems", "transformers-prefix,llama.cpp,vllm,cacheclip-rag"]
+    monkeypatch.setattr(sys, "argv", ["peers.py", *models, *sizes, *others, *files, *asked])
+    peers.main()
+    found = json.loads((tmp_path / "peers.json").read_text())
+    table = capsys.readouterr().out
+
+    systems = {one["name"]: one for one in found["systems"]}
+    assert list(systems) == list(peers.SYSTEMS)[1:]
+    assert [name for name, one in systems.items() if one["status"] == "measured"] == MEASURED, systems
+    assert all(systems[name]["versions"]["transformers"] for name in MEASURED)
+    assert systems["llama.cpp"]["status"] == "not installed"
+    assert "pip install llama-cpp-python" in systems["llama.cpp"]["install"]
+    assert systems["vllm"]["status"] == "failed" and systems["vllm"]["reason"] == "ended with 3: no such engine"
+    assert all(f"- {name}: {one['status']}" in table for name, one in systems.items())
+    assert "OTHER TOKEN IDS" not in table
+
+    rows = {(row["system"], row["case"]): row for row in found["rows"]}
+    assert set(rows) == {(name, case) for name in MEASURED for case in peers.CASES}
+    assert all(row["same_tokens"] and row["median"] > 0 for row in rows.values())
+    for case in peers.CASES:
+        assert len({rows[name, case]["prompt_tokens"] for name in MEASURED}) == 1
+    kept = {case: rows["transformers-prefix", case]["reused"] for case in peers.CASES}
+    assert kept["first"] == 0 and kept["same order"] > 200, "all chunks"
+    assert 80 < kept["one exchanged"] < 140, "the chunks before the middle"
+    assert 0 < kept["other order"] < 40, "the chat template's start"
+    ours = [answer for answer in found["answers"] if answer["system"] == "cacheclip-rag"]
+    assert len(ours) == 4 and all(answer["hits"] == 5 and answer["reused"] > 140 for answer in ours)
+    assert [(one["tokens"], one["chunks"]) for one in found["ingestion"]] == [(200, 6)]
+    assert found["ingestion"][0]["seconds"] > 0 and found["processor"] and found["threads"] == 1
+    assert (tmp_path / "peers.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_cropped_cache_gives_what_plain_prefill_gives(peers: Any, tiny_models: dict[str, str]) -> None:
+    from transformers import AutoTokenizer
+
+    made = peers.Prompts(AutoTokenizer.from_pretrained(tiny_models["llama"]), 200, 40)
+    settings = {"model": tiny_models["llama"], "threads": torch.get_num_threads(), "dtype": "float32"}
+    plain, kept = peers.Transformers(settings), peers.TransformersPrefix(settings)
+    tokens = []
+    for number in range(4):
+        kept.clear()
+        for prompt in made.of_round(number):
+            expected, found = (system.answer(prompt.message, prompt.text) for system in (plain, kept))
+            assert found["token"] == expected["token"] and expected["reused"] == 0
+            assert (found["reused"] > 0) == (prompt.case != "first")
+            assert {peers.digest(each["ids"]) for each in (expected, found)} == {prompt.digest}
+            tokens.append(found["token"])
+    assert len(set(tokens)) > 1, "tokens that tell prompts apart"
+
+
+def test_orders_of_a_round(peers: Any) -> None:
+    made = peers.Prompts.__new__(peers.Prompts)
+    made.texts, made._tokenizer = list("abcdefS"), FakeTokenizer()
+    for number in range(8):
+        prompts = {prompt.case: prompt.message.split("\n\n")[:-1] for prompt in made.of_round(number)}
+        base, other = prompts["first"], prompts["other order"]
+        assert prompts["same order"] == base and sorted(base) == sorted(other) == list("abcdef")
+        assert other[0] != base[0] and prompts["one exchanged"] == [*base[:3], "S", *base[4:]]
+
+
+def test_a_system_that_fails_later_does_not_stop_the_others(
+    peers: Any, tiny_models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a worker of a few lines for each system: one ends at its second answer."""
+    text = """
+import json, sys
+name, answers = sys.argv[-1], 0
+print(json.dumps({"versions": {name: "1"}}), flush=True)
+for line in sys.stdin:
+    order = json.loads(line)
+    answers += "text" in order
+    if name == "vllm" and answers == 2:
+        sys.exit("out of memory")
+    result = {"seconds": 1}
+    if "text" in order:
+        result = {"ttft_s": answers, "prompt_tokens": 9, "digest": "another", "reused": 0}
+    print(json.dumps(result), flush=True)
+"""
+    (tmp_path / "worker.py").write_text(text)
+    monkeypatch.setattr(peers, "__file__", str(tmp_path / "worker.py"))
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["peers.py", "--primary", tiny_models["llama"], "--tokens", "200", "--chunk-tokens", "40", "--rounds", "3"]
+        + ["--systems", "vllm,transformers"],
+    )
+    found = peers.compare(peers.parse())
+    vllm, plain = found["systems"]
+    assert vllm["status"] == "failed" and vllm["reason"] == "ended with 1: out of memory"
+    assert plain["status"] == "measured" and {row["system"] for row in found["rows"]} == {"transformers"}
+    first = next(row for row in found["rows"] if row["case"] == "first")
+    assert (first["median"], first["min"], first["max"]) == (6, 2, 10), "the warming answer does not count"
+    assert "transformers: measured; transformers 1; OTHER TOKEN IDS" in peers.markdown(found)
