@@ -7,9 +7,8 @@ Tiny models of six architectures and two real ones; nine presets; four recompute
 first tokens and what the statistics say. Exit code 1 if anything differs. The numbers hold for one kind of processor,
 one version of torch and two threads, which the file names: write it with the old code where they are others.
 
-``pins.json`` beside this script was written with the code before the second edition (0.1.0 of the first). The second
-edition computes the same, bit for bit, but for methods that score with the auxiliary or correct: since chunks are
-computed together, their sums are rounded in another order.
+``pins.json`` beside this script was written after prompts were tokenised as a whole: token ids at the edges of chunks
+then differ from the first edition's.
 """
 
 from __future__ import annotations
