@@ -25,11 +25,10 @@ from typing import Any
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.engine import CacheClipEngine
 from cacheclip_rag.machine import processor_name
-from cacheclip_rag.profiling import make_texts
+from cacheclip_rag.profiling import QUESTION, make_texts
 from cacheclip_rag.progress import progress_bar
 from cacheclip_rag.sampling import SamplingParams
 
-QUESTION = "Which harbour does the northern ferry reach before the winter timetable begins?"
 FULL = "full"
 _BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    sum(i * i for i in range(100_000))\n"
 """Keeps one core busy, and ends with the process that started it."""

@@ -22,9 +22,7 @@ import torch
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.machine import processor_name
 from cacheclip_rag.plan.controller import find_profile
-from cacheclip_rag.profiling import make_texts
-
-_QUESTION = "Which harbour does the northern ferry reach before the winter timetable begins?"
+from cacheclip_rag.profiling import QUESTION, make_texts
 
 
 def main() -> None:
@@ -60,7 +58,7 @@ def measure(engine: CacheClipEngine, tokens: int, length: int, rounds: int) -> l
     """One prompt, answered in three ways in turn."""
     texts = make_texts(engine.primary.tokenize, max(1, tokens // length), length, seed=tokens + length)
     engine.precompute(texts)
-    prompt = "\n\n".join(texts) + f"\n\nQuestion: {_QUESTION}"
+    prompt = "\n\n".join(texts) + f"\n\nQuestion: {QUESTION}"
     predicted = engine.plan(prompt).prediction
     assert predicted is not None
     limit = predicted.plain_s / 2
@@ -69,7 +67,7 @@ def measure(engine: CacheClipEngine, tokens: int, length: int, rounds: int) -> l
         {"way": way, "tokens": tokens, "chunks": len(texts), "limit": limit, **asdict(answer.stats)}
         for _ in range(rounds)
         for way, options in ways.items()
-        for answer in [engine.generate(prompt, max_tokens=1, question=_QUESTION, **options)]
+        for answer in [engine.generate(prompt, max_tokens=1, question=QUESTION, **options)]
     ]
 
     def median(way: str, name: str = "ttft_s") -> float:

@@ -26,7 +26,7 @@ from .progress import progress_bar
 from .sampling import SamplingParams
 from .types import Request
 
-__all__ = ["make_texts", "measure_profile"]
+__all__ = ["QUESTION", "make_texts", "measure_profile"]
 
 _LEAST_TOKENS, _MOST_TOKENS = 128, 8192
 """Tokens of chunks in the smallest and in the largest prompt."""
@@ -38,7 +38,8 @@ _LONG, _SHORT = 256, 64
 _RATIOS = (0.05, 0.4)
 _REPEATS = 2
 """Each prefill is measured so often, in rounds. The shortest time counts: other load only adds to it."""
-_QUESTION = "Which harbour does the northern ferry reach before the winter timetable begins?"
+QUESTION = "Which harbour does the northern ferry reach before the winter timetable begins?"
+"""Asked of texts of :func:`make_texts`."""
 _WORDS = (
     "the of and to in a is that for it as was with be by on not he his but at are this have from or had an they which "
     "one you were all her she there would their we him been has when who will no more if out so up said what its about "
@@ -135,10 +136,10 @@ class _Measuring:
     def _prompt(self, size: int, length: int) -> str:
         texts = self._texts[length][: max(1, size // length)]
         self._writer.precompute(texts, self._method.context)
-        return "\n\n".join(texts) + f"\n\nQuestion: {_QUESTION}"
+        return "\n\n".join(texts) + f"\n\nQuestion: {QUESTION}"
 
     def _prefill(self, prompt: str, method: Method) -> Sample:
-        request = Request(prompt, SamplingParams(max_tokens=1), method, _QUESTION)
+        request = Request(prompt, SamplingParams(max_tokens=1), method, QUESTION)
         plan = self._answering.plan(request, self.parts.sources(method), PhaseClock())
         stats = self._answering.prefill(request).stats
         return Sample(Work.of(plan, 0), method.nominal_ratio if method.reuses_chunks else None, stats.phases_s)

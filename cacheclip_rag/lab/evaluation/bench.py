@@ -20,7 +20,7 @@ from ...engine import CacheClipEngine
 from ...errors import ConfigurationError
 from ...methods import DEFAULT_METHOD
 from ...methods.base import Method
-from ...profiling import make_texts
+from ...profiling import QUESTION, make_texts
 from ...progress import progress_bar
 from ...sampling import SamplingParams
 from ...selection.budget import Budget
@@ -31,7 +31,6 @@ from .explaining import explain as explain_phases
 __all__ = ["bench"]
 
 _CAN_DROP_PAGE_CACHE = hasattr(os, "posix_fadvise")
-_QUESTION = "Which harbour does the northern ferry reach before the winter timetable begins?"
 
 
 def bench(
@@ -74,7 +73,7 @@ def bench(
                 for method in made.values():
                     engine.precompute([text], method=method)
                 advance(number)
-        prompt = "\n\n".join(texts) + f"\n\nQuestion: {_QUESTION}"
+        prompt = "\n\n".join(texts) + f"\n\nQuestion: {QUESTION}"
         results = _measure(engine, texts, prompt, made, runs, keep_page_cache)
         summaries = _summaries(results)
         explained = _explained(engine, prompt, made, summaries, keep_page_cache) if explain else {}
@@ -125,7 +124,7 @@ def _measure(
     one_token = SamplingParams(max_tokens=1)
     results: dict[str, list[tuple[FusionStats, int]]] = {name: [] for name in methods}
     engine.generate(
-        texts[0] + f"\n\n{_QUESTION}", one_token, method="direct"
+        texts[0] + f"\n\n{QUESTION}", one_token, method="direct"
     )  # warm up thread pools, allocator and code paths
     done = 0
     with progress_bar("measuring", runs * len(methods), "runs") as advance:
@@ -134,7 +133,7 @@ def _measure(
                 if not keep_page_cache:
                     _drop_page_cache(engine)
                 _reset_peak_rss()
-                stats = engine.generate(prompt, one_token, method=method, question=_QUESTION).stats
+                stats = engine.generate(prompt, one_token, method=method, question=QUESTION).stats
                 results[name].append((stats, _peak_rss_bytes()))
                 done += 1
                 advance(done)
@@ -158,7 +157,7 @@ def _explained(
     keep_page_cache: bool,
 ) -> dict[str, Any]:
     requests = {
-        name: Request(prompt, SamplingParams(max_tokens=1), method, _QUESTION) for name, method in methods.items()
+        name: Request(prompt, SamplingParams(max_tokens=1), method, QUESTION) for name, method in methods.items()
     }
     phases_s = {name: summary["phases_s"] for name, summary in summaries.items()}
 
