@@ -50,17 +50,16 @@ def bench(
 
     Nothing is retrieved, so --embedding is accepted but not used.
     """
-    from ..config import EngineConfig
     from ..lab.evaluation.bench import bench as run
     from ..lab.variants import read_variants
-    from .settings import DEFAULT_SETTINGS, parse_auxiliary
+    from .settings import config_of_models
 
-    config = EngineConfig(
-        primary=primary or DEFAULT_SETTINGS.primary,
-        auxiliary=parse_auxiliary(auxiliary) if auxiliary else DEFAULT_SETTINGS.auxiliary,
+    config = config_of_models(
+        primary,
+        auxiliary,
+        dtype,
         heads=heads,
         store=store,
-        dtype=dtype or DEFAULT_SETTINGS.dtype,
         device=device,
         recompute_ratio=ratio,
     )

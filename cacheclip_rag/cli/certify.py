@@ -47,21 +47,20 @@ def certify(
 
     Exit code 1 if the verdict is "not faithful".
     """
-    from ..config import EngineConfig
     from ..lab.evaluation.certify import certify as run
     from ..lab.variants import method_named, read_variants
-    from .settings import DEFAULT_SETTINGS, parse_auxiliary
+    from .settings import config_of_models
 
-    config = EngineConfig(
-        primary=primary or DEFAULT_SETTINGS.primary,
-        auxiliary=parse_auxiliary(auxiliary) if auxiliary else DEFAULT_SETTINGS.auxiliary,
+    config = config_of_models(
+        primary,
+        auxiliary,
+        dtype,
+        chunk_context,
         heads=heads,
         method=method_named(method, read_variants(variants)),
         recompute_ratio=ratio,
-        dtype=dtype or DEFAULT_SETTINGS.dtype,
         device=device,
         auxiliary_device=auxiliary_device,
-        chunk_context=chunk_context or DEFAULT_SETTINGS.chunk_context,
         codec=codec,
         auxiliary_codec=auxiliary_codec,
     )

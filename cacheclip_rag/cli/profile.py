@@ -44,21 +44,20 @@ def profile(
 
     Run it while nothing else keeps the machine busy, with the settings of the engine that will use it.
     """
-    from ..config import EngineConfig
     from ..engine import CacheClipEngine
     from ..lab.variants import method_named, read_variants
     from ..plan.controller import Work
-    from .settings import DEFAULT_SETTINGS, parse_auxiliary
+    from .settings import config_of_models
 
-    config = EngineConfig(
-        primary=primary or DEFAULT_SETTINGS.primary,
-        auxiliary=parse_auxiliary(auxiliary) if auxiliary else DEFAULT_SETTINGS.auxiliary,
+    config = config_of_models(
+        primary,
+        auxiliary,
+        dtype,
+        chunk_context,
         heads=heads,
         method=method_named(method, read_variants(variants)),
-        dtype=dtype or DEFAULT_SETTINGS.dtype,
         device=device,
         auxiliary_device=auxiliary_device,
-        chunk_context=chunk_context or DEFAULT_SETTINGS.chunk_context,
         codec=codec,
         auxiliary_codec=auxiliary_codec,
     )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ..config import EngineConfig
 from ..ingest.library import Library, LibrarySettings
 from ..models.packaged.catalogue import DEFAULT_AUXILIARY, DEFAULT_EMBEDDING, DEFAULT_PRIMARY
 
-__all__ = ["DEFAULT_SETTINGS", "engine_config", "merge_settings", "parse_auxiliary"]
+__all__ = ["DEFAULT_SETTINGS", "config_of_models", "engine_config", "merge_settings", "parse_auxiliary"]
 
 DEFAULT_SETTINGS = LibrarySettings(
     primary=DEFAULT_PRIMARY,
@@ -29,6 +30,23 @@ _MODEL_OPTIONS = ("primary", "auxiliary", "embedding")
 def parse_auxiliary(name: str | None) -> str | None:
     """``none`` on the command line means no auxiliary model."""
     return None if name == "none" else name
+
+
+def config_of_models(
+    primary: str | None, auxiliary: str | None, dtype: str | None, chunk_context: str | None = None, **settings: Any
+) -> EngineConfig:
+    """Settings of an engine for a command that measures models, without a library. None: the default.
+
+    Args:
+        auxiliary: as on the command line, where ``none`` means no auxiliary model.
+    """
+    return EngineConfig(
+        primary=primary or DEFAULT_SETTINGS.primary,
+        auxiliary=parse_auxiliary(auxiliary) if auxiliary else DEFAULT_SETTINGS.auxiliary,
+        dtype=dtype or DEFAULT_SETTINGS.dtype,
+        chunk_context=chunk_context or DEFAULT_SETTINGS.chunk_context,
+        **settings,
+    )
 
 
 def merge_settings(library: Library | None, **given: str | int | None) -> LibrarySettings:
