@@ -103,6 +103,31 @@ def test_layers_after_a_probe_do_not_count(tiny_models: dict[str, str]) -> None:
     assert AttentionPlan(plan.blocks).probe is None
 
 
+def test_rows_whose_output_of_the_last_layer_is_not_needed(tiny_models: dict[str, str]) -> None:
+    runtime: Any = load_model(tiny_models["llama"])
+    cache = runtime.prefill(torch.arange(40), 100)[0]
+    shapes, found = layer_shapes(runtime.model), list[int]()
+    hooks = [
+        layer.register_forward_pre_hook(
+            lambda _, args, kwargs, n=number: found.append(
+                explaining._layer_flops(shapes[n], n, args[0].shape[1], kwargs)
+            ),
+            with_kwargs=True,
+        )
+        for number, layer in enumerate(runtime.model.base_model.layers)
+    ]
+    with counted() as by_torch:
+        runtime.extend(cache, torch.arange(40, 90), 40)
+    for hook in hooks:
+        hook.remove()
+    head = runtime.model.get_output_embeddings().weight.numel()
+    pairs = causal_pairs(40, 50, None)
+    attention = sum(
+        shape.flops(0, each) for shape, each in zip(shapes, [pairs] * (len(shapes) - 1) + [90], strict=True)
+    )
+    assert sum(found) + linear_flops(head, 1) - attention == by_torch["linear"]
+
+
 @pytest.fixture
 def explained(
     engine: CacheClipEngine, chunks: list[str], monkeypatch: pytest.MonkeyPatch
@@ -159,4 +184,4 @@ def test_nothing_stays_behind(explained: Any) -> None:
     assert "find" not in vars(engine.store.store.tiers)
     for runtime in (engine.primary, engine.auxiliary):
         assert not runtime.model.get_output_embeddings()._forward_pre_hooks
-        assert all(len(layer._forward_pre_hooks) == 1 for layer in runtime.model.base_model.layers)  # the row filters'
+        assert all(len(layer._forward_pre_hooks) == 1 for layer in runtime.model.base_model.layers)  # the engine's

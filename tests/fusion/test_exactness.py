@@ -6,6 +6,7 @@ The reference is a plain transformers model that this library never touched, run
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from transformers.cache_utils import DynamicCache
 from cacheclip_rag import Chunk, Fresh, SamplingParams
 from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.settings import vary
+from cacheclip_rag.runtime.transformers import attention
 from cacheclip_rag.runtime.transformers.attention import (
     AttentionPlan,
     AttentionRule,
@@ -317,8 +319,42 @@ class TestBlockAttention:
             softcap=data.draw(st.sampled_from([None, 3.0]), "softcap"),
             sinks=torch.randn(kv_heads * groups, generator=generator) if data.draw(st.booleans(), "sinks") else None,
         )
-        got = block_attention(query, key, value, causal_plan(rows).blocks, rule)
+        unmasked = data.draw(st.sampled_from([1, 40, 1000]), "keys that are multiplied apart")
+        with patch.object(attention, "_UNMASKED", unmasked), torch.inference_mode():
+            got = block_attention(query, key, value, causal_plan(rows).blocks, rule)
         assert gap(got.double(), self.dense(query, key, value, rows, rule)) < 1e-5
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_keys_without_a_mask_are_multiplied_apart(self, dtype: torch.dtype) -> None:
+        """A block whose rows all see 1,024 keys takes two products. In bfloat16 it is as exact as one."""
+        generator = torch.Generator().manual_seed(0)
+        rows = torch.randperm(3000, generator=generator)[:300].sort().values
+        query = torch.randn(1, 6, 300, 64, generator=generator).to(dtype)
+        key, value = torch.randn(2, 1, 2, 3000, 64, generator=generator).to(dtype)
+        rule = AttentionRule(scaling=0.125)
+        expected = self.dense(query, key, value, rows, rule)
+        gaps = []
+        for unmasked in (1024, 4000):
+            parts = patch.object(attention, "_in_two_parts", wraps=attention._in_two_parts)
+            with patch.object(attention, "_UNMASKED", unmasked), torch.inference_mode(), parts as split:
+                got = block_attention(query, key, value, causal_plan(rows).blocks, rule)
+            assert split.call_count == (3 if unmasked == 1024 else 0)
+            gaps.append((got.double() - expected).abs().max().item())
+        assert gaps[0] < (1e-5 if dtype == torch.float32 else 1e-2), gaps
+        assert gaps[0] < 1.5 * gaps[1], gaps
+
+    def test_gradients_flow_through_one_product(self) -> None:
+        """The kernel that returns the log-sum-exp has no gradient for it."""
+        query, key, value = (torch.randn(1, 2, 8, 4, requires_grad=True) for _ in range(3))
+        rule = AttentionRule(scaling=0.5)
+        with patch.object(attention, "_UNMASKED", 1):
+            found = block_attention(query[:, :, 4:], key, value, causal_plan(torch.arange(4, 8)).blocks, rule)
+        found.square().sum().backward()
+        ours = key.grad
+        key.grad = None
+        weights = (query[:, :, 4:] @ key.transpose(-1, -2) * 0.5 + torch.full((4, 8), -torch.inf).triu(5)).softmax(-1)
+        (weights @ value).square().sum().backward()
+        assert ours is not None and key.grad is not None and gap(ours, key.grad) < 1e-5
 
     @settings(max_examples=30, deadline=None)
     @given(

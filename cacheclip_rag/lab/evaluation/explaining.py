@@ -203,7 +203,8 @@ def _layer_flops(shape: LayerShape, number: int, rows: int, kwargs: Mapping[str,
         scored = sum(block_pairs(block, shape.window) for block in probe.blocks)
     if probe is not None and probe.stop is not None and number >= probe.stop:
         return shape.flops(rows, 0, scored) if number == probe.stop else 0
-    return shape.flops(rows, sum(block_pairs(block, shape.window) for block in plan.blocks), scored)
+    attending = sum(block_pairs(block, shape.window) for block in plan.blocks)
+    return linear_flops(shape.before_attention, plan.kv_rows) + shape.flops(rows, attending, scored)
 
 
 @contextmanager

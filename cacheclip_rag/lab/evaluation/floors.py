@@ -30,6 +30,8 @@ class LayerShape:
     head_dim: int
     window: int | None
     """Sliding window in tokens; None: all earlier tokens are seen."""
+    before_attention: int = 0
+    """Of :attr:`weights`, those of the linear layers before the attention: queries, keys and values."""
 
     def flops(self, rows: int, pairs: int, scored: int = 0) -> int:
         """Operations of a pass over ``rows`` rows that see ``pairs`` keys in all.
@@ -48,7 +50,9 @@ def layer_shapes(model: Any) -> list[LayerShape]:
     for layer in model.base_model.layers:
         window = getattr(layer.self_attn, "sliding_window", getattr(config, "sliding_window", None))
         weights = sum(each.in_features * each.out_features for each in linear_layers(layer))
-        shapes.append(LayerShape(weights, config.num_attention_heads, head_dim, window))
+        projections = sum(each.in_features * each.out_features for each in linear_layers(layer.self_attn))
+        output = config.num_attention_heads * head_dim * config.hidden_size
+        shapes.append(LayerShape(weights, config.num_attention_heads, head_dim, window, projections - output))
     return shapes
 
 

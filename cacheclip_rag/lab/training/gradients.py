@@ -13,14 +13,11 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
-from ...runtime.transformers.attention import AttentionPlan, Block, causal_plan
+from ...runtime.transformers.attention import ROWS_PER_BLOCK, AttentionPlan, Block, causal_plan
 from ...runtime.transformers.model import ModelRuntime
 from ...runtime.transformers.rotary import Tables, rotate, unrotate
 
 __all__ = ["LayerKV", "Part", "Rows", "encode_chunks", "read_prompt"]
-
-_ROWS_PER_BLOCK = 128
-"""As in the engine's own plans, so that the sums are the same."""
 
 LayerKV = tuple[torch.Tensor, torch.Tensor]
 """Keys before RoPE and values of one layer, each ``(num_kv_heads, num_tokens, head_dim)``."""
@@ -147,8 +144,8 @@ def encode_chunks(runtime: ModelRuntime, chunks: Sequence[torch.Tensor], before:
     for chunk in chunks:
         count = len(chunk)
         index += [torch.arange(start), start + torch.arange(row, row + count)]
-        for begin in range(0, count, _ROWS_PER_BLOCK):
-            size = min(_ROWS_PER_BLOCK, count - begin)
+        for begin in range(0, count, ROWS_PER_BLOCK):
+            size = min(ROWS_PER_BLOCK, count - begin)
             rows = slice(row + begin, row + begin + size)
             slots = start + torch.arange(begin, begin + size)
             blocks.append(Block.of(rows, slice(slot, slot + start + begin + size), slots, runtime.device))

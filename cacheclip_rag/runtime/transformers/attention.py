@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 __all__ = [
+    "ROWS_PER_BLOCK",
     "AttentionPlan",
     "AttentionRule",
     "Block",
@@ -35,10 +36,15 @@ __all__ = [
     "sdpa_backends",
 ]
 
-_ROWS_PER_BLOCK = 128
+ROWS_PER_BLOCK = 64
 """Small enough that few masked keys are multiplied, large enough that the products stay efficient."""
-_MASK_ENTRIES = 2**25
-"""Entries of a plan's masks that layers share. More would take memory; computing each anew costs little then, because
+_LONG = 4096
+"""Slots from which on a block has twice as many rows: where most keys need no mask, fewer products are faster."""
+_UNMASKED = 1024
+"""Keys that every row of a block sees, from which on they are multiplied apart, without a mask. For fewer keys, two
+products cost more than the mask."""
+_MASK_BYTES = 2**26
+"""Bytes of a plan's masks that layers share. More would take memory; computing each anew costs little then, because
 such a pass is long."""
 
 
@@ -95,6 +101,20 @@ class Geometry:
         return self.contexts[slots.clamp(max=len(self.contexts) - 1)] & (slots < len(self.contexts))
 
 
+@dataclass(slots=True)
+class Masks:
+    """Masks that were computed already, because layers share them."""
+
+    num_bytes: int = 0
+    by_use: dict[Any, torch.Tensor] = field(default_factory=dict, repr=False)
+
+    def keep(self, use: Any, mask: torch.Tensor) -> None:
+        """Keep a mask if there is room for it."""
+        if self.num_bytes + mask.nbytes <= _MASK_BYTES:
+            self.num_bytes += mask.nbytes
+            self.by_use[use] = mask
+
+
 @dataclass(frozen=True, slots=True)
 class Block:
     """Rows of the forward pass that see one slice of keys."""
@@ -111,8 +131,8 @@ class Block:
     """Set if slots and positions differ; ``keys.start`` is then 0."""
     visible: torch.Tensor | None = None
     """``(num_keys,)`` bool: keys that any row may see; None: all keys."""
-    masks: dict[Any, torch.Tensor] | None = field(default=None, repr=False, compare=False)
-    """Masks that were computed already, because layers share them; None: none is kept."""
+    masks: Masks = field(default_factory=Masks, repr=False, compare=False)
+    """Masks of all blocks of a plan."""
 
     @classmethod
     def of(
@@ -123,12 +143,11 @@ class Block:
         device: torch.device | None = None,
         geometry: Geometry | None = None,
         visible: torch.Tensor | None = None,
-        *,
-        keeps_masks: bool = True,
+        masks: Masks | None = None,
     ) -> Block:
         """Make a block for ``device`` from ``positions`` on the CPU."""
-        masks: dict[Any, torch.Tensor] | None = {} if keeps_masks else None
-        return cls(rows, keys, positions.to(device or positions.device), int(positions[0]), geometry, visible, masks)
+        kept = Masks() if masks is None else masks
+        return cls(rows, keys, positions.to(device or positions.device), int(positions[0]), geometry, visible, kept)
 
     def is_plain(self, rule: AttentionRule) -> bool:
         """Whether slots equal positions as far as ``rule`` needs them, and one softmax covers all keys."""
@@ -195,7 +214,7 @@ class SideBySide:
 
 
 class PassEnded(Exception):
-    """Ends a forward pass after the last layer that its probe needs. :meth:`ModelRuntime.run_rows` catches it."""
+    """Ends a forward pass when all that it is for is done. :meth:`ModelRuntime.run_rows` catches it."""
 
 
 @dataclass(slots=True)
@@ -229,6 +248,11 @@ class AttentionPlan:
     """Gets ``time.perf_counter()`` at the beginning of each layer; None: not recorded."""
     row_filter: Any = None
     """A :class:`~cacheclip_rag.runtime.transformers.row_filter.RowFilter`; None: all rows run in all layers."""
+    last_rows: int | None = None
+    """How many of the last rows need the last layer's output; the others need its KV only. 0: the pass ends when the
+    last layer's KV is written. None: all rows need it."""
+    kv_rows: int = 0
+    """Rows whose KV of this layer was computed before, apart from the layer's output."""
 
 
 def causal_plan(
@@ -245,17 +269,16 @@ def causal_plan(
         geometry: positions and contexts of a method that changes them; default slot = position.
         visible: ``(num_slots,)`` bool, keys that any row may see; default all.
     """
-    blocks, entries = [], 0
-    for start in range(0, len(slots), _ROWS_PER_BLOCK):
-        rows = slots[start : start + _ROWS_PER_BLOCK]
+    blocks, masks = [], Masks()
+    is_long = len(slots) > 0 and int(slots[-1]) >= _LONG
+    size = 2 * ROWS_PER_BLOCK if is_long else ROWS_PER_BLOCK
+    for start in range(0, len(slots), size):
+        rows = slots[start : start + size]
         stop = int(rows[-1]) + 1
         if geometry is not None and geometry.contexts is not None:
             stop = max(stop, len(geometry.contexts))
         seen = None if visible is None else visible[:stop]
-        entries += len(rows) * stop
-        of_rows = slice(start, start + len(rows))
-        keeps = entries <= _MASK_ENTRIES
-        blocks.append(Block.of(of_rows, slice(0, stop), rows, device, geometry, seen, keeps_masks=keeps))
+        blocks.append(Block.of(slice(start, start + len(rows)), slice(0, stop), rows, device, geometry, seen, masks))
     return AttentionPlan(blocks)
 
 
@@ -275,10 +298,14 @@ def block_attention(
     Returns:
         ``(1, num_rows, num_heads, head_dim)``, the layout that transformers expects.
     """
+    num_kv_heads = key.shape[1]
+    # (num_kv_heads, num_rows, groups, head_dim): a row's heads of one group are neighbours, because they see the same
+    rows = query[0].unflatten(0, (num_kv_heads, -1)).transpose(1, 2).contiguous()
     # transposed, SDPA's results are contiguous, and joining contiguous tensors starts no threads
-    found = [_of_block(query[0], key[0], value[0], block, rule).transpose(1, 2) for block in blocks]
-    joined = found[0] if len(found) == 1 else torch.cat(found, dim=1)
-    return joined.transpose(0, 1).flatten(1, 2)[None]
+    found = [_of_block(rows[:, block.rows], key[0], value[0], block, rule).transpose(0, 1) for block in blocks]
+    joined = found[0] if len(found) == 1 else torch.cat(found)
+    attended: torch.Tensor = joined.unflatten(0, (-1, rows.shape[2])).transpose(1, 2)
+    return attended.flatten(1, 2)[None]
 
 
 def query_attention(
@@ -343,36 +370,73 @@ def _sink_logits(rows: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
 def _of_block(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: Block | SideBySide, rule: AttentionRule
 ) -> torch.Tensor:
-    """Attention of one block's rows over its keys: ``(num_kv_heads, groups, num_rows, head_dim)``.
+    """Attention of one block's rows over its keys: ``(num_kv_heads, num_rows * groups, head_dim)``.
 
     Args:
-        query: ``(num_heads, num_all_rows, head_dim)``.
+        query: ``(num_kv_heads, num_rows, groups, head_dim)``, the block's rows.
         key, value: ``(num_kv_heads, num_slots, head_dim)``.
     """
-    query = query[:, block.rows]
     if isinstance(block, SideBySide):
         return _side_by_side(query, key[:, block.keys], value[:, block.keys], block, rule)
-    rows = query.unflatten(0, (len(key), -1))
     if not block.is_plain(rule):
-        return _positioned_attention(rows, key[:, block.keys], value[:, block.keys], block, rule)
+        of_groups = query.transpose(1, 2)
+        attended = _positioned_attention(of_groups, key[:, block.keys], value[:, block.keys], block, rule)
+        return attended.transpose(1, 2).flatten(1, 2)
     skipped = 0 if rule.window is None else max(0, block.first - rule.window + 1)  # before every row's window
     visible = slice(block.keys.start + skipped, block.keys.stop)
-    # A group shares its key head through a stride of 0: no copy, unlike repeat_interleave.
-    keys, values = (t[:, visible].unsqueeze(1).expand(-1, rows.shape[1], -1, -1) for t in (key, value))
-    mask = _additive_mask(block, skipped, rule, query)
+    keys, values = key[:, visible], value[:, visible]
     if not rule.is_dense:
-        return _weights(rows, keys, mask, rule).to(values.dtype) @ values
+        mask = _additive_mask(block, skipped, rule, query)
+        weights = _weights(query.transpose(1, 2), keys.unsqueeze(1), mask, rule).to(values.dtype)
+        return (weights @ values.unsqueeze(1)).transpose(1, 2).flatten(1, 2)
+    rows, groups = query.flatten(1, 2), query.shape[2]
+    if rule.covers(block.keys.stop - block.keys.start) and block.first >= _UNMASKED and _can_split(query):
+        mask = _additive_mask(block, block.first, rule, query, groups)
+        return _in_two_parts(rows, keys, values, block.first, mask, rule.scaling)
+    mask = _additive_mask(block, skipped, rule, query, groups)
     with sdpa_backends(query.device):
-        attended: torch.Tensor = scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=rule.scaling)
-    return attended
+        return _sdpa(rows, keys, values, mask, rule.scaling)
+
+
+def _sdpa(
+    rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    found: torch.Tensor = scaled_dot_product_attention(
+        rows[None], keys[None], values[None], attn_mask=mask, scale=scale
+    )
+    return found[0]
+
+
+def _can_split(query: torch.Tensor) -> bool:
+    """Whether there is a kernel that also returns the log-sum-exp of the logits. It has no gradient."""
+    return query.device.type == "cpu" and not torch.is_grad_enabled()
+
+
+def _in_two_parts(
+    rows: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    num_unmasked: int,
+    mask: torch.Tensor | None,
+    scale: float,
+) -> torch.Tensor:
+    """As :func:`_sdpa`, but the first ``num_unmasked`` keys, which every row sees, need no mask. The two parts are
+    merged by their log-sum-exp, as FlashAttention merges its blocks (arXiv:2205.14135, section 3.1)."""
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    (first, mass), (second, other) = (
+        kernel(rows[None], keys[None, :, part], values[None, :, part], attn_mask=of_part, scale=scale)
+        for part, of_part in ((slice(num_unmasked), None), (slice(num_unmasked, None), mask))
+    )
+    share = torch.sigmoid(other - mass).unsqueeze(-1)
+    return torch.lerp(first.float(), second.float(), share)[0].to(rows.dtype)
 
 
 def _side_by_side(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: SideBySide, rule: AttentionRule
 ) -> torch.Tensor:
-    """Attention of each sequence's rows over its keys: ``(num_kv_heads, groups, num_all_rows, head_dim)``."""
+    """Attention of each sequence's rows over its keys: ``(num_kv_heads, num_all_rows * groups, head_dim)``."""
     attended: torch.Tensor
-    rows = block.split_rows(query, key.shape[0])
+    rows = block.split_rows(query.transpose(1, 2).flatten(0, 1), key.shape[0])
     keys, values, mask = block.split_keys(key), block.split_keys(value), block.mask(rule, query)
     if rule.is_dense:
         groups, num_rows = rows.shape[2:4]
@@ -383,7 +447,7 @@ def _side_by_side(
     else:
         weights = _weights(rows, keys.unsqueeze(2), mask.unsqueeze(2), rule)
         attended = weights.to(values.dtype) @ values.unsqueeze(2)
-    return attended.permute(1, 2, 0, 3, 4).flatten(2, 3)
+    return attended.permute(1, 0, 3, 2, 4).flatten(1, 3)
 
 
 def _positioned_attention(
@@ -433,21 +497,25 @@ def _positioned_mask(block: Block, rule: AttentionRule, query: torch.Tensor) -> 
     return torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf")).to(query.device)
 
 
-def _additive_mask(block: Block, skipped: int, rule: AttentionRule, query: torch.Tensor) -> torch.Tensor | None:
-    """Additive mask ``(num_rows, num_keys - skipped)``: 0 if a row sees a key, else minus infinity. It has dtype and
-    device of ``query``. None if every row sees every key."""
+def _additive_mask(
+    block: Block, skipped: int, rule: AttentionRule, query: torch.Tensor, repeats: int = 1
+) -> torch.Tensor | None:
+    """Additive mask ``(num_rows * repeats, num_keys - skipped)``, each row ``repeats`` times: 0 if a row sees a key,
+    else minus infinity. It has dtype and device of ``query``. None if every row sees every key."""
     num_keys = block.keys.stop - block.keys.start
     if block.first >= num_keys - 1 and (rule.window is None or skipped + rule.window >= num_keys):
         return None
-    known = skipped, rule.window, query.dtype, query.device  # layers may be on several devices
-    if block.masks is not None and known in block.masks:
-        return block.masks[known]
+    # layers may be on several devices
+    use = block.rows.start, skipped, rule.window, repeats, query.dtype, query.device
+    if use in block.masks.by_use:
+        return block.masks.by_use[use]
     positions = block.positions.to(query.device)
     slots = torch.arange(skipped, num_keys, device=query.device)
     hidden = slots[None, :] > positions[:, None]
     if rule.window is not None:
         hidden |= slots[None, :] <= positions[:, None] - rule.window
     mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill_(hidden, float("-inf"))
-    if block.masks is not None:
-        block.masks[known] = mask
+    if repeats > 1:
+        mask = mask.repeat_interleave(repeats, 0)
+    block.masks.keep(use, mask)
     return mask

@@ -34,9 +34,10 @@ from .attention import (
     sdpa_backends,
 )
 from .cache import FusedCache, FusedLayer
+from .layer_hooks import install_layer_hooks
 from .packing import encode_packed, packs
 from .rotary import Tables, rotate, unrotate
-from .row_filter import RowFilter, install_row_filter_hooks
+from .row_filter import RowFilter
 from .text import TextModel
 
 if TYPE_CHECKING:
@@ -74,6 +75,8 @@ def _attention(module: Any, query: Any, key: Any, value: Any, attention_mask: An
             probe.record(layer, number, query_attention(rows, keys, block, rule, logits=probe.logits))
         if layer == probe.stop:
             raise PassEnded
+    if plan.last_rows == 0 and layer == module.config.num_hidden_layers - 1:
+        raise PassEnded
     return block_attention(query, key, value, plan.blocks, rule), None
 
 
@@ -187,7 +190,7 @@ class ModelRuntime(TextModel):
         self.layer_devices = [device_of(layer) for layer in model.base_model.layers]
         self._architecture = SUPPORTED[config.model_type]
         self._layer_kinds = self._find_layer_kinds(config)
-        install_row_filter_hooks(model.base_model.layers)
+        install_layer_hooks(model.base_model.layers)
         self.pinned_rope: bool = has_pinned_rope(config)
         # this kind of rotary module changes its frequencies in place with the length of each pass
         self._offloaded = _is_offloaded(model)
@@ -385,14 +388,16 @@ class ModelRuntime(TextModel):
             ids, positions: ``(num_rows,)`` int64, best on the CPU.
             slots: where each row's KV is written; default the row's position.
             plan: its probe may end the pass before the last layer; then ``head`` must be False.
-            head: False skips the language-model head and returns None.
+            head: False returns None: the pass ends with the last layer's KV.
             logits_to_keep: number of last rows whose logits are returned.
 
         Returns:
             Logits of the last row, ``(vocab_size,)``, or ``(logits_to_keep, vocab_size)`` for several rows.
         """
         assert not head or plan.probe is None or plan.probe.stop is None, "a pass that ends early has no logits"
-        if self._offloaded and plan.probe is not None:
+        if not self._offloaded:
+            plan = replace(plan, last_rows=logits_to_keep if head else 0)
+        elif plan.probe is not None:
             # hooks after each layer move weights away again, and an exception would skip them
             plan = replace(plan, probe=replace(plan.probe, stop=None))
         cache.scatter(positions if slots is None else slots)

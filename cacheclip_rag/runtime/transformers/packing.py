@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .attention import AttentionPlan, Block
+from .attention import ROWS_PER_BLOCK, AttentionPlan, Block
 from .rotary import unrotate
 
 if TYPE_CHECKING:
@@ -24,8 +24,6 @@ _ROWS_PER_PASS = 512
 """Tokens of all chunks of a pass. More rows gain nothing: matrix products are efficient from here on."""
 _SLOTS_PER_PASS = 8192
 """Tokens of all chunks and of all copies of the context: they take memory."""
-_ROWS_PER_BLOCK = 128
-"""As in the plan of a single chunk, so that the sums are the same."""
 
 
 def packs(lengths: Sequence[int], num_context: int) -> Iterator[slice]:
@@ -84,8 +82,8 @@ def _blocks(firsts: Sequence[int], lengths: Sequence[int], start: int, device: t
     """
     blocks, row = [], 0
     for first, length in zip(firsts, lengths, strict=True):
-        for begin in range(0, length, _ROWS_PER_BLOCK):
-            end = min(length, begin + _ROWS_PER_BLOCK)
+        for begin in range(0, length, ROWS_PER_BLOCK):
+            end = min(length, begin + ROWS_PER_BLOCK)
             keys = slice(first, first + start + end)
             blocks.append(Block.of(slice(row + begin, row + end), keys, start + torch.arange(begin, end), device))
         row += length

@@ -1,15 +1,12 @@
 """Row filters remove rows from a forward pass between layers, in unmodified models.
 
-A method such as CacheBlend looks at a layer's fresh KV before it decides which tokens the next layers compute. The
-model's own loop over layers stays in use: a forward pre-hook on each layer removes rows from the hidden states and from
-the layer's other arguments. The hooks act only if the pass's plan has a row filter.
+A method such as CacheBlend looks at a layer's fresh KV before it decides which tokens the next layers compute. Hooks on
+the layers (:mod:`.layer_hooks`) ask the pass's row filter, if it has one.
 """
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +14,7 @@ import torch
 from .attention import AttentionPlan, Block, causal_plan
 from .cache import FusedCache
 
-__all__ = ["RowFilter", "install_row_filter_hooks"]
+__all__ = ["RowFilter", "rows_of"]
 
 _OF_ROWS = {"position_embeddings": 1, "position_ids": 1, "cache_position": 0}
 """Arguments of a decoder layer that have one entry per row, and the dimension of the rows."""
@@ -58,33 +55,18 @@ class RowFilter(ABC):
             assert isinstance(first, Block), "rows are removed from causal plans only"
             self._plan = causal_plan(slots, first.positions.device, self.cache.geometry)
             self._plan.row_filter, self._plan.layer_starts = self, old.layer_starts
+            self._plan.last_rows = old.last_rows
         if self._plan is None:
             return hidden, kwargs
-        cut = {name: _rows_of(kwargs[name], self.alive, dim) for name, dim in _OF_ROWS.items() if name in kwargs}
-        return hidden, {**kwargs, **cut, "cacheclip_plan": self._plan}
+        return hidden, {**rows_of(kwargs, self.alive), "cacheclip_plan": self._plan}
 
 
-def _rows_of(value: Any, rows: torch.Tensor, dim: int) -> Any:
+def rows_of(kwargs: dict[str, Any], rows: torch.Tensor) -> dict[str, Any]:
+    """Arguments of a decoder layer for these rows only, ``(num_rows,)`` int64."""
+    return {**kwargs, **{name: _cut(kwargs[name], rows, dim) for name, dim in _OF_ROWS.items() if name in kwargs}}
+
+
+def _cut(value: Any, rows: torch.Tensor, dim: int) -> Any:
     if isinstance(value, tuple):
-        return tuple(_rows_of(part, rows, dim) for part in value)
+        return tuple(_cut(part, rows, dim) for part in value)
     return value.index_select(dim, rows.to(value.device)) if isinstance(value, torch.Tensor) else value
-
-
-def install_row_filter_hooks(layers: Sequence[torch.nn.Module]) -> None:
-    """Let row filters act on these decoder layers."""
-
-    def hook(number: int) -> Any:
-        def enter(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            plan: AttentionPlan | None = kwargs.get("cacheclip_plan")
-            if plan is not None and plan.layer_starts is not None:
-                plan.layer_starts.append(time.perf_counter())
-            row_filter: RowFilter | None = getattr(plan, "row_filter", None)
-            if row_filter is None:
-                return None
-            hidden, kwargs = row_filter.enter(number, args[0], kwargs)
-            return (hidden, *args[1:]), kwargs
-
-        return enter
-
-    for number, layer in enumerate(layers):
-        layer.register_forward_pre_hook(hook(number), with_kwargs=True)

@@ -1,0 +1,66 @@
+"""Hooks on the decoder layers of unmodified models: the model's own loop over layers stays in use.
+
+They act only if a pass has a plan. Before each layer they note the time and ask the row filter, if the plan has them.
+Before the last layer they save work: all rows get KV there, but only few need the layer's output.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from .attention import AttentionPlan, Block, PassEnded
+from .row_filter import RowFilter, rows_of
+
+__all__ = ["install_layer_hooks"]
+
+
+def install_layer_hooks(layers: Sequence[torch.nn.Module]) -> None:
+    """Let the plans of passes act on these decoder layers."""
+
+    def hook(number: int) -> Any:
+        def enter(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            plan: AttentionPlan | None = kwargs.get("cacheclip_plan")
+            if plan is None:
+                return None
+            if plan.layer_starts is not None:
+                plan.layer_starts.append(time.perf_counter())
+            hidden, row_filter = args[0], plan.row_filter
+            if isinstance(row_filter, RowFilter):
+                hidden, kwargs = row_filter.enter(number, hidden, kwargs)
+            if number == len(layers) - 1:
+                hidden, kwargs = _enter_last(module, hidden, kwargs)
+            return (hidden, *args[1:]), kwargs
+
+        return enter
+
+    for number, layer in enumerate(layers):
+        layer.register_forward_pre_hook(hook(number), with_kwargs=True)
+
+
+def _enter_last(
+    layer: torch.nn.Module, hidden: torch.Tensor, kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Write the last layer's KV of all rows, then leave only the rows whose output is needed.
+
+    The layer runs as far as its attention, which ends this first run.
+    """
+    plan: AttentionPlan = kwargs["cacheclip_plan"]
+    needed = plan.last_rows
+    last = plan.blocks[-1] if plan.blocks else None
+    num_rows = hidden.shape[1]
+    if not needed or needed >= num_rows or not isinstance(last, Block) or len(last.positions) < needed:
+        return hidden, kwargs
+    with suppress(PassEnded):
+        layer.forward(hidden, **{**kwargs, "cacheclip_plan": replace(plan, last_rows=0)})
+    cache = kwargs["past_key_values"]
+    cache.scatter(cache.layers[-1].slots[-needed:])
+    rows = torch.arange(num_rows - needed, num_rows)
+    block = Block.of(slice(0, needed), last.keys, last.positions[-needed:], None, last.geometry, last.visible)
+    of_needed = AttentionPlan([block], kv_rows=num_rows)
+    return hidden[:, -needed:], {**rows_of(kwargs, rows), "cacheclip_plan": of_needed}
