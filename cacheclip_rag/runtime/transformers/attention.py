@@ -104,7 +104,8 @@ class Block:
     keys: slice
     """Slots of the key tensor."""
     positions: torch.Tensor
-    """``(num_rows,)`` int64, increasing: the last slot that each row sees, counted from ``keys.start``."""
+    """``(num_rows,)`` int64, increasing: the last slot that each row sees, counted from ``keys.start``. On the CPU if
+    ``geometry`` or ``visible`` is set, because masks are made there then."""
     first: int
     """The first of ``positions`` as an int: reading it from the tensor would synchronise the accelerator."""
     geometry: Geometry | None = None
@@ -128,7 +129,18 @@ class Block:
     ) -> Block:
         """Make a block for ``device`` from ``positions`` on the CPU."""
         masks: dict[Any, torch.Tensor] | None = {} if keeps_masks else None
-        return cls(rows, keys, positions.to(device or positions.device), int(positions[0]), geometry, visible, masks)
+        first = int(positions[0])
+        if geometry is None and visible is None and device is not None:
+            positions = positions.to(device)
+        return cls(rows, keys, positions, first, geometry, visible, masks)
+
+    def kept(self, key: Any, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """One of :attr:`masks`, made if it is not there."""
+        if self.masks is None:
+            return make()
+        if key not in self.masks:
+            self.masks[key] = make()
+        return self.masks[key]
 
     def is_plain(self, rule: AttentionRule) -> bool:
         """Whether slots equal positions as far as ``rule`` needs them, and one softmax covers all keys."""
@@ -396,11 +408,10 @@ def _positioned_attention(
     geometry = block.geometry
     if geometry is None or geometry.contexts is None:
         return _weights(rows, keys, mask, rule).to(values.dtype) @ values
-    slots = torch.arange(keys.shape[-2])
-    context = geometry.contexts_of(slots).to(keys.device)
+    of_contexts, others = (_numbers_of_keys(block, geometry, keys, inside=inside) for inside in (True, False))
     logits = _logits(rows, keys, rule) + mask
-    inside = logits[..., context] / geometry.temperature
-    outside = logits[..., ~context]
+    inside = logits.index_select(-1, of_contexts) / geometry.temperature
+    outside = logits.index_select(-1, others)
     if rule.sinks is not None:
         outside = torch.cat((outside, _sink_logits(rows, rule.sinks)), dim=-1)
     masses = (
@@ -410,13 +421,27 @@ def _positioned_attention(
     shares = torch.cat(masses, dim=-1).softmax(-1)
     weights = torch.zeros_like(logits)
     # a window may hide every context from a row: then the contexts have no weight
-    weights[..., context] = (inside.softmax(-1) * shares[..., :1]).nan_to_num()
-    weights[..., ~context] = outside.softmax(-1)[..., : int((~context).sum())] * shares[..., 1:]
+    weights.index_copy_(-1, of_contexts, (inside.softmax(-1) * shares[..., :1]).nan_to_num())
+    weights.index_copy_(-1, others, outside.softmax(-1)[..., : len(others)] * shares[..., 1:])
     return weights.to(values.dtype) @ values
+
+
+def _numbers_of_keys(block: Block, geometry: Geometry, keys: torch.Tensor, *, inside: bool) -> torch.Tensor:
+    """Numbers of the keys in the contexts, or of all others, on the device of ``keys``."""
+
+    def make() -> torch.Tensor:
+        is_inside = geometry.contexts_of(torch.arange(keys.shape[-2]))
+        return (is_inside if inside else ~is_inside).nonzero().flatten().to(keys.device)
+
+    return block.kept((inside, keys.device), make)
 
 
 def _positioned_mask(block: Block, rule: AttentionRule, query: torch.Tensor) -> torch.Tensor:
     """Additive mask ``(num_rows, num_keys)`` float32: causal by slots, sliding window by positions."""
+    return block.kept((rule.window, query.device), lambda: _make_positioned_mask(block, rule).to(query.device))
+
+
+def _make_positioned_mask(block: Block, rule: AttentionRule) -> torch.Tensor:
     slots = torch.arange(block.keys.stop - block.keys.start)
     row_slots = block.positions.cpu()
     hidden = slots[None, :] > row_slots[:, None]
@@ -430,7 +455,7 @@ def _positioned_mask(block: Block, rule: AttentionRule, query: torch.Tensor) -> 
         hidden |= of_keys[None, :] <= of_rows[:, None] - rule.window
     if block.visible is not None:
         hidden |= ~block.visible[None, :] & (slots[None, :] != row_slots[:, None])
-    return torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf")).to(query.device)
+    return torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
 
 
 def _additive_mask(block: Block, skipped: int, rule: AttentionRule, query: torch.Tensor) -> torch.Tensor | None:
@@ -439,15 +464,14 @@ def _additive_mask(block: Block, skipped: int, rule: AttentionRule, query: torch
     num_keys = block.keys.stop - block.keys.start
     if block.first >= num_keys - 1 and (rule.window is None or skipped + rule.window >= num_keys):
         return None
-    known = skipped, rule.window, query.dtype, query.device  # layers may be on several devices
-    if block.masks is not None and known in block.masks:
-        return block.masks[known]
-    positions = block.positions.to(query.device)
-    slots = torch.arange(skipped, num_keys, device=query.device)
-    hidden = slots[None, :] > positions[:, None]
-    if rule.window is not None:
-        hidden |= slots[None, :] <= positions[:, None] - rule.window
-    mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill_(hidden, float("-inf"))
-    if block.masks is not None:
-        block.masks[known] = mask
-    return mask
+
+    def make() -> torch.Tensor:
+        positions = block.positions.to(query.device)
+        slots = torch.arange(skipped, num_keys, device=query.device)
+        hidden = slots[None, :] > positions[:, None]
+        if rule.window is not None:
+            hidden |= slots[None, :] <= positions[:, None] - rule.window
+        return torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill_(hidden, float("-inf"))
+
+    # layers may be on several devices
+    return block.kept((skipped, rule.window, query.dtype, query.device), make)
