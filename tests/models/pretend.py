@@ -16,7 +16,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from cacheclip_rag.runtime import base
 from cacheclip_rag.runtime.transformers.model import ModelRuntime
 
 __all__ = ["CUDA", "Pretended", "move", "pretended"]
@@ -35,7 +34,13 @@ _READS = {
 }
 """Operations that wait for the device, because their result is a number, or its shape depends on numbers."""
 _MOVES = {"aten::_to_copy", "aten::to"}
-_COPIES = {aten._to_copy.default, aten.copy_.default, aten.index_put_.default, aten.index_put.default, aten.index.Tensor}
+_COPIES = {
+    aten._to_copy.default,
+    aten.copy_.default,
+    aten.index_put_.default,
+    aten.index_put.default,
+    aten.index.Tensor,
+}
 """Operations that may have tensors of two devices."""
 _READING = {getattr(torch.Tensor, f"__{name}__") for name in ("bool", "int", "float", "index")}
 _READING |= {torch.Tensor.item, torch.Tensor.tolist}
@@ -131,16 +136,20 @@ class _Mode(TorchDispatchMode):
             self.stops["a number is read"] += 1
             return function(_inner(target), *args)
         if function in _SIMPLE:
-            self.stops["nonzero"] += function is torch.Tensor.nonzero
+            if function is torch.Tensor.nonzero:
+                self.stops["nonzero"] += 1
             return _wrapped(function(_inner(target), *args))
         if function is torch.Tensor.copy_:
-            self.stops["copy to the CPU"] += not isinstance(target, Pretended)
+            if not isinstance(target, Pretended):
+                self.stops["copy to the CPU"] += 1
             _inner(target).copy_(_inner(args[0]))
             return target
         for each in tree_flatten(args)[0]:
             if isinstance(each, Pretended) is isinstance(target, Pretended) or not isinstance(each, torch.Tensor):
                 continue
-            if isinstance(each, Pretended) or (function is torch.Tensor.__setitem__ and each is args[-1] and each.dim()):
+            if isinstance(each, Pretended) or (
+                function is torch.Tensor.__setitem__ and each is args[-1] and each.dim()
+            ):
                 raise RuntimeError(f"{function}: tensors on two devices: {each.device} and {target.device}")
         for each in tree_flatten(args[0])[0]:
             if isinstance(each, Pretended) and (each.dtype is torch.bool or not each.dim()):
@@ -153,7 +162,12 @@ class _Mode(TorchDispatchMode):
         others = [each for each in tensors if not isinstance(each, Pretended) and each.dim()]
         if not others or function._schema.name in _MOVES or function is aten.copy_.default:
             return
-        if function in (aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default):
+        if function in (
+            aten.index.Tensor,
+            aten.index_put_.default,
+            aten.index_put.default,
+            aten._index_put_impl_.default,
+        ):
             values = [args[0], *args[2:3]]
             if all(isinstance(each, Pretended) or not each.dim() for each in values):
                 return  # numbers of rows may be on the CPU
