@@ -198,14 +198,19 @@ def measure_decode(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def measure_ingest(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Seconds to compute and store the texts."""
     engine = CacheClipEngine(**settings(given))
-    runtimes: dict[str, Any] = {each.name: each for each in (engine.primary, engine.auxiliary) if each is not None}
+    # primary and auxiliary; one of them if they are one model behind one context
+    passes = {
+        (each.runtime.name, each.num_prefix): each for each in engine.parts.chunk_caches(engine.parts.context(None))
+    }
     longest = given.chunk_tokens
     # lengths from half to the whole, as splitters make them
     lengths = [longest - (number * 7919) % (longest // 2) for number in range(given.chunks)]
     texts = [make_texts(engine.primary.tokenize, 1, n, seed=n + number)[0] for number, n in enumerate(lengths)]
-    models = {name: plain_model(runtime, given.dtype) for name, runtime in runtimes.items()}
-    ids = {name: [list(runtime.tokenize(text).ids) for text in texts] for name, runtime in runtimes.items()}
-    contexts = {each.runtime.name: context_of(each) for each in engine.parts.chunk_caches(engine.parts.context(None))}
+    models = {caches.runtime.name: plain_model(caches.runtime, given.dtype) for caches in passes.values()}
+    plain = [
+        (models[each.runtime.name], [list(each.tokenize(text).ids) for text in texts], context_of(each))
+        for each in passes.values()
+    ]
 
     def ours() -> float:
         with tempfile.TemporaryDirectory() as folder:
@@ -219,19 +224,19 @@ def measure_ingest(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
     def batched() -> float:
         started = time.perf_counter()
-        for name, model in models.items():
-            in_batches(model, ids[name], contexts[name], given.batch_tokens)
+        for model, ids, context in plain:
+            in_batches(model, ids, context, given.batch_tokens)
         return time.perf_counter() - started
 
     def alone() -> float:
         started = time.perf_counter()
-        for name, model in models.items():
-            in_batches(model, ids[name], None, 1)
+        for model, ids, _ in plain:
+            in_batches(model, ids, None, 1)
         return time.perf_counter() - started
 
     found = in_turns({"ours": ours, "batched": batched, "alone": alone}, given.repeats)
-    tokens = sum(len(each) for each in ids[engine.primary.name])
-    shown = f"{given.chunks} texts of {min(lengths)} to {longest} tokens"
+    tokens = sum(map(len, plain[0][1]))
+    shown = f"{given.chunks} texts of {min(lengths)} to {longest} tokens through {len(plain)} models"
 
     def speed(seconds: float) -> str:
         return f"{tokens / seconds:.0f} tokens/s"
@@ -282,7 +287,8 @@ def measure_memory(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for tokens in map(int, given.memory_tokens.split(",")):
         with tempfile.TemporaryDirectory() as folder:
             engine = CacheClipEngine(**settings(given, store=folder))
-            texts = make_texts(engine_of.primary.tokenize, max(1, tokens // 512), 512, seed=tokens)
+            count = -(-tokens // 512)
+            texts = make_texts(engine_of.primary.tokenize, count, (tokens - 64) // count, seed=tokens)
             short = make_texts(engine_of.primary.tokenize, 1, 64, seed=1)
             engine.precompute([*texts, *short])
             prompts = Path(folder) / "prompts.json"
