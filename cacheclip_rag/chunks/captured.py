@@ -97,19 +97,23 @@ def capture(
     slots = torch.arange(layout.num_tokens)
     plan = causal_plan(slots)
     membership = torch.zeros(layout.num_tokens, len(chunks))
+    of_devices: dict[torch.device, torch.Tensor] = {}
     for number, span in enumerate(chunks):
         membership[span.start : span.stop, number] = 1.0
-    attended = torch.zeros(layout.num_tokens, len(chunks))
+    on_device = torch.zeros(layout.num_tokens, len(chunks), device=runtime.device)
 
     def record(layer: int, number: int, weights: torch.Tensor) -> None:
         block = plan.blocks[number]
-        share = weights.mean(0).cpu() @ membership[block.keys]  # (num_rows, num_chunks)
-        attended[block.rows] += share / runtime.num_layers
+        if weights.device not in of_devices:
+            of_devices[weights.device] = membership.to(weights.device)
+        share = weights.mean(0) @ of_devices[weights.device][block.keys]  # (num_rows, num_chunks)
+        on_device[block.rows] += (share / runtime.num_layers).to(on_device.device)
 
     cache = runtime.new_cache(capacity)
     probe = Probe(frozenset(range(runtime.num_layers)), plan.blocks, record)
     logits = runtime.run_slots(cache, layout.ids, slots, probe=probe)
     assert logits is not None
+    attended = on_device.cpu()
     variants: list[tuple[str, Variant]] = []
     for number, span in enumerate(chunks):
         mine = attended[span.start : span.stop]

@@ -47,8 +47,7 @@ class ResidualCorrection:
     ) -> Callable[[FusedLayer, torch.Tensor, torch.Tensor], None]:
         def correct(layer: FusedLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
             layer.before_scatter = None  # for this pass only
-            assert layer.slots is not None
-            split = chunks.split(layer.slots)
+            split = chunks.split(layer)
             if split is None:
                 return
             of_chosen = None if tables is None else split.tables(tables)
@@ -84,14 +83,17 @@ class _Split:
         self._tables: dict[int, Tables] = {}
 
     @classmethod
-    def of(cls, numbers: torch.Tensor, start: int, num_chunks: int, slots: torch.Tensor) -> _Split | None:
-        """None if no chunk has both chosen and stale tokens.
+    def of(
+        cls, numbers: torch.Tensor, start: int, num_chunks: int, slots: torch.Tensor, device: torch.device
+    ) -> _Split | None:
+        """None if no chunk has both chosen and stale tokens. Computed on the CPU, so that no number is read from the
+        accelerator.
 
         Args:
             numbers: ``(num_slots,)`` number of each slot's chunk from slot ``start`` on, ``num_chunks`` between chunks.
-            slots: ``(num_rows,)`` slots that the pass computes.
+            slots: ``(num_rows,)`` slots that the pass computes, on the CPU.
+            device: where the result is used.
         """
-        numbers = numbers.to(slots.device)
         is_inside = (slots >= start) & (slots < start + len(numbers))
         rows = is_inside.nonzero().flatten()
         at = slots[rows] - start
@@ -105,10 +107,11 @@ class _Split:
             return None
         chunk_of_slot = numbers.masked_fill(~is_split[numbers], num_chunks)
         chunk_of_slot[at] = num_chunks
-        means = torch.zeros(num_chunks + 1, len(kept), device=slots.device)
+        means = torch.zeros(num_chunks + 1, len(kept))
         of_kept = of_rows[kept]
-        means[of_kept, torch.arange(len(kept), device=slots.device)] = 1.0 / counts[of_kept].float()
-        found = cls(rows[kept], at[kept] + start, means, chunk_of_slot)
+        means[of_kept, torch.arange(len(kept))] = 1.0 / counts[of_kept].float()
+        parts = rows[kept], at[kept] + start, means, chunk_of_slot
+        found = cls(*(part.to(device) for part in parts))
         found._start = start
         return found
 
@@ -132,9 +135,11 @@ class _Chunks:
         self._numbers, self._count = torch.from_numpy(numbers), len(spans)
         self._known: tuple[torch.Tensor | None, _Split | None] = (None, None)
 
-    def split(self, slots: torch.Tensor) -> _Split | None:
-        """The split for a layer that computes ``slots``. Layers that share one ``slots`` tensor share the split; it is
+    def split(self, layer: FusedLayer) -> _Split | None:
+        """The split for the rows that a layer computes. Layers that share one tensor of slots share the split; it is
         made again after rows left the pass or the device changed."""
-        if self._known[0] is not slots:
-            self._known = slots, _Split.of(self._numbers, self.start, self._count, slots)
+        assert layer.slots is not None and layer.slots_on_cpu is not None
+        if self._known[0] is not layer.slots:
+            found = _Split.of(self._numbers, self.start, self._count, layer.slots_on_cpu, layer.device)
+            self._known = layer.slots, found
         return self._known[1]

@@ -187,12 +187,13 @@ class DeviationFilter(RowFilter):
     def _stored(self, layer: int, alive: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the rows in the cache, each ``(num_kv_heads, num_alive, head_dim)``; zeros if unfilled."""
         of_layer = self.cache.layers[layer]
-        slots = self.slots[alive].to(of_layer.device)
-        known = slots < of_layer.length
+        slots = self.slots[alive]
+        known = int((slots < of_layer.length).sum())  # slots increase, so these are the first ones
+        at = slots[:known].to(of_layer.device)
         found = []
         for stored in (of_layer.keys[0], of_layer.values[0]):
             rows = stored.new_zeros(stored.shape[0], len(slots), stored.shape[2])
-            rows[:, known] = stored[:, slots[known]]
+            rows[:, :known] = stored.index_select(1, at)
             found.append(rows)
         return found[0], found[1]
 
@@ -214,14 +215,16 @@ class DeviationFilter(RowFilter):
     def _deviation(self, layer: int) -> torch.Tensor:
         """``(num_alive,)`` float32: distance between fresh and stored KV of a layer."""
         assert self._stale is not None
-        fresh = self._stored(layer, self.alive)
-        keys, values = (_squares(new.float() - old.float()) for new, old in zip(fresh, self._stale, strict=True))
-        if self.method.deviation != "kv":
-            return {"k": keys, "v": values}[self.method.deviation]
-        of_keys, of_values = (_squares(new.float()).sqrt().mean() for new in fresh)
-        return keys.sqrt() / of_keys + values.sqrt() / of_values
+        fresh = [part.float() for part in self._stored(layer, self.alive)]
+        changes = {"k": slice(0, 1), "v": slice(1, 2), "kv": slice(0, 2)}[self.method.deviation]
+        parts = list(zip(fresh, self._stale, strict=True))[changes]
+        squares = [_squares(new - old.float()) for new, old in parts]
+        if len(squares) == 1:
+            return squares[0].cpu()
+        shares = [change.sqrt() / _squares(new).sqrt().mean() for change, new in zip(squares, fresh, strict=True)]
+        return (shares[0] + shares[1]).cpu()
 
 
 def _squares(rows: torch.Tensor) -> torch.Tensor:
     """``(num_rows,)``: squared norm, over heads and dimensions, of ``(num_kv_heads, num_rows, head_dim)``."""
-    return rows.square().sum((0, 2)).cpu()
+    return rows.square().sum((0, 2))

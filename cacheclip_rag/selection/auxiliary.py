@@ -75,7 +75,7 @@ def score_chunks(
         chosen = frozenset(layers) if layers is not None else frozenset([auxiliary.num_layers - 1])
     packed = pack_chunks(auxiliary, prefix, chunks, question_ids, lengths, num_layers=max(chosen) + 1)
     hidden = packed.sinks(sinks, spare=pooled)
-    scores = torch.zeros(sum(packed.lengths))
+    scores = torch.zeros(sum(packed.lengths), device=auxiliary.device)
     waiting: list[torch.Tensor] = []
 
     def record(layer: int, number: int, found: torch.Tensor) -> None:
@@ -94,13 +94,13 @@ def score_chunks(
             reduced = (weights * counts[:, None, None]).sum(0)
         else:
             reduced = (weights.mean(0) if heads == "mean" else weights.amax(0)) / len(chosen)
-        scores.add_((reduced.mean(0) if queries == "mean" else reduced.amax(0)).cpu())
+        scores.add_((reduced.mean(0) if queries == "mean" else reduced.amax(0)).to(scores.device))
 
     probe = Probe(chosen, packed.blocks, record, stop=max(chosen), logits=pooled)
     if isinstance(heads, HeadSet) and heads.is_updated:
         probe.adjust = _updating(heads, packed, auxiliary)
     packed.run(auxiliary, probe)
-    return list(scores.split(packed.lengths))
+    return list(scores.cpu().split(packed.lengths))
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,6 @@ def attention_to_tokens(
     """
     chosen = sorted(layers)
     num_tokens = len(ids)
-    found = torch.zeros(len(chosen), num_tokens)
     asking = torch.isin(rows, question).nonzero().flatten()
     blocks = (
         [
@@ -122,13 +121,13 @@ def attention_to_tokens(
         if among is not None:
             weights = weights.masked_fill(~among.to(weights.device), float("-inf")).softmax(-1).nan_to_num()
         reduced = weights.mean(0) if heads == "mean" else weights.amax(0)
-        weights_seen[chosen.index(layer)].append(reduced.cpu())  # (num_rows, num_tokens)
+        weights_seen[chosen.index(layer)].append(reduced)  # (num_rows, num_tokens)
 
     probe = Probe(frozenset(chosen), blocks, record, stop=chosen[-1], logits=among is not None)
     runtime.run_slots(cache, ids[rows], rows, visible=visible, probe=probe, head=False)
-    for number, parts in enumerate(weights_seen):
-        joined = torch.cat(parts)
-        found[number] = joined.mean(0) if queries == "mean" else joined.amax(0)
+    joined = (torch.cat(parts) for parts in weights_seen)
+    by_layer = [(part.mean(0) if queries == "mean" else part.amax(0)).to(runtime.device) for part in joined]
+    found = torch.stack(by_layer).cpu()  # once: each copy to the CPU waits for the accelerator
     return found if per_layer else found.mean(0)
 
 

@@ -230,6 +230,11 @@ class TestCertify:
         assert certificate.verdict == "not faithful"
         assert {row.verdict for row in certificate.ratios} == {"not faithful"}
 
+    def test_prompts_without_a_needle(self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(module, "bundled_prompts", lambda count: short_prompts(1))
+        with pytest.raises(ConfigurationError, match="none of the 1 prompts hides one.*at least one has a needle"):
+            certify(config)
+
     def test_nothing_to_certify(self, config: EngineConfig, tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match="reuses nothing"):
             certify(replace(config, method="full"))

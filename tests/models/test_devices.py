@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -21,6 +22,7 @@ from cacheclip_rag.runtime.transformers.attention import AttentionRule, block_at
 from cacheclip_rag.runtime.transformers.model import ModelRuntime, device_of
 from tests.conftest import CHUNKS, TINY_MODELS, rag_prompt
 from tests.fusion.cases import EXACT, KINDS, gap, reference_logits
+from tests.models.pretend import Pretended, move, pretended
 
 PARAMS = SamplingParams(max_tokens=16)
 
@@ -157,7 +159,8 @@ class TestAttentionKernels:
             assert SDPBackend.CUDNN_ATTENTION in set(_cur_sdpa_kernel_backends())
 
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HAS_CUDA = torch.cuda.is_available()
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not HAS_CUDA, reason="torch finds no CUDA device"))]
 """What the tests below compute on: without an accelerator they run all the same, and prove the tests."""
 OPENING = "Read these texts with care, before you say anything.\n\n"
 """Of the prompt's own: longer than a block of the prefix cache."""
@@ -166,10 +169,15 @@ OPENING = "Read these texts with care, before you say anything.\n\n"
 class TestAccelerator:
     """An engine on the accelerator, held against plain transformers on the CPU, or against the same engine there."""
 
+    @pytest.fixture(params=DEVICES)
+    def device(self, request: pytest.FixtureRequest) -> str:
+        name: str = request.param
+        return name
+
     @pytest.fixture
-    def make(self, tiny_models: dict[str, str]) -> Callable[..., CacheClipEngine]:
+    def make(self, tiny_models: dict[str, str], device: str) -> Callable[..., CacheClipEngine]:
         def build(**options: Any) -> CacheClipEngine:
-            models = {"primary": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"], "device": DEVICE}
+            models = {"primary": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"], "device": device}
             engine = CacheClipEngine(**{**models, **options})
             engine.precompute(CHUNKS)
             return engine
@@ -179,19 +187,30 @@ class TestAccelerator:
     def prefilled(self, engine: CacheClipEngine, method: str, ratio: float | None = None) -> Prefilled:
         """Asked with the engine's own settings, which its chunks were stored by."""
         found = engine.prefill(OPENING + rag_prompt(CHUNKS), PARAMS, method=engine.make_method(method, ratio))
-        assert found.logits.device.type == torch.device(DEVICE if engine.config.device != "cpu" else "cpu").type
+        expected = engine.config.device if engine.config.device != "auto" else "cuda" if HAS_CUDA else "cpu"
+        assert found.logits.device.type == expected
         return found
 
-    @pytest.mark.parametrize(
-        ("primary", "device"),
-        [*((name, DEVICE) for name in (TINY_MODELS if DEVICE == "cuda" else KINDS)), ("llama", "auto")],
-        indirect=["primary"],
-    )
-    def test_exact(self, primary: str, make: Callable[..., CacheClipEngine], device: str) -> None:
-        engine = make(primary=primary, device=device, auxiliary_device="cpu")
+    @pytest.mark.parametrize("primary", TINY_MODELS if HAS_CUDA else KINDS, indirect=True)
+    def test_exact(self, primary: str, make: Callable[..., CacheClipEngine]) -> None:
+        engine = make(primary=primary)
         fused = self.prefilled(engine, "cacheclip", 1.0)
         assert fused.stats.hits == len(CHUNKS) and fused.stats.fallback is None
         assert gap(fused.logits.cpu(), reference_logits(primary, fused.layout.ids)) < 10 * EXACT
+
+    def test_plain_prefill(self, make: Callable[..., CacheClipEngine]) -> None:
+        engine = make()
+        found = self.prefilled(engine, "full")
+        assert gap(found.logits.cpu(), reference_logits(engine.config.primary, found.layout.ids)) < 10 * EXACT
+
+    @pytest.mark.parametrize("places", ["auto and cpu", "device and cpu", "cpu and device"])
+    def test_models_on_two_devices(self, make: Callable[..., CacheClipEngine], device: str, places: str) -> None:
+        """The auxiliary's scores choose tokens of a primary that is elsewhere."""
+        first, second = places.replace("device", device).split(" and ")
+        found = self.prefilled(make(device=first, auxiliary_device=second), "cacheclip")
+        expected = self.prefilled(make(device="cpu"), "cacheclip")
+        assert found.stats.recomputed_tokens == expected.stats.recomputed_tokens > 0
+        assert gap(found.logits.cpu(), expected.logits) < 10 * EXACT
 
     @pytest.mark.parametrize("method", ["cacheclip", "cacheblend", "epic", "query_attention", "ape", "direct"])
     def test_methods_choose_and_compute_what_they_do_on_the_cpu(
@@ -199,7 +218,7 @@ class TestAccelerator:
     ) -> None:
         """Selection, correction (``cacheclip``), rows that leave between layers (``cacheblend``), merged contexts
         (``ape``)."""
-        found, expected = (self.prefilled(make(device=device), method) for device in (DEVICE, "cpu"))
+        found, expected = (self.prefilled(engine, method) for engine in (make(), make(device="cpu")))
         assert found.stats.hits == len(CHUNKS) and found.stats.fallback is None
         assert found.stats.recomputed_tokens == expected.stats.recomputed_tokens
         assert gap(found.logits.cpu(), expected.logits) < 10 * EXACT
@@ -213,17 +232,17 @@ class TestAccelerator:
         logits = [engine.prefill(rag_prompt(CHUNKS), PARAMS, method=each).logits for each in (method, without)]
         assert gap(*logits) > 1e-3
 
-    def test_captured_chunks(self, make: Callable[..., CacheClipEngine]) -> None:
+    def test_captured_chunks(self, make: Callable[..., CacheClipEngine], device: str) -> None:
         """The first prompt is answered plainly and captured; the second, in another order, reuses it."""
         found = []
-        for device in (DEVICE, "cpu"):
-            engine = make(device=device)
+        for name in (device, "cpu"):
+            engine = make(device=name)
             first = engine.generate(rag_prompt(CHUNKS), PARAMS, method="cachecraft")
             assert first.stats.method == "full"
             method = engine.make_method("cachecraft")
             found.append(engine.prefill(rag_prompt([*CHUNKS[2:], *CHUNKS[:2]]), PARAMS, method=method))
             assert found[-1].stats.hits == len(CHUNKS) and found[-1].stats.fallback is None
-        assert found[0].logits.device.type == DEVICE and gap(found[0].logits.cpu(), found[1].logits) < 10 * EXACT
+        assert found[0].logits.device.type == device and gap(found[0].logits.cpu(), found[1].logits) < 10 * EXACT
 
     @pytest.mark.parametrize("method", ["prefix", "cacheclip"])
     def test_prefix_cache(self, make: Callable[..., CacheClipEngine], method: str) -> None:
@@ -236,7 +255,7 @@ class TestAccelerator:
 
     def test_answers(self, make: Callable[..., CacheClipEngine]) -> None:
         """Decoding goes on from the fused cache, token by token as on the CPU."""
-        answers = [make(device=device).generate(rag_prompt(CHUNKS), PARAMS).token_ids for device in (DEVICE, "cpu")]
+        answers = [each.generate(rag_prompt(CHUNKS), PARAMS).token_ids for each in (make(), make(device="cpu"))]
         assert answers[0] == answers[1] and len(answers[0]) == PARAMS.max_tokens
 
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -250,7 +269,9 @@ class TestAccelerator:
 
     @pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
     @pytest.mark.parametrize("window", [None, 7])
-    def test_kernels(self, backend: SDPBackend, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_kernels(
+        self, device: str, backend: SDPBackend, window: int | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """With a mask flash attention is not available, and the next in line is taken; none gives another result."""
         generator = torch.Generator().manual_seed(0)
         query = torch.randn(1, 6, 40, 64, generator=generator)
@@ -259,6 +280,117 @@ class TestAccelerator:
         rule = AttentionRule(0.125, window=window)
         expected = block_attention(query, key, value, causal_plan(rows).blocks, rule)
         monkeypatch.setattr(attention, "sdpa_backends", lambda device: sdpa_kernel([backend, SDPBackend.MATH]))
-        blocks = causal_plan(rows, torch.device(DEVICE)).blocks
-        got = block_attention(query.to(DEVICE), key.to(DEVICE), value.to(DEVICE), blocks, rule)
+        blocks = causal_plan(rows, torch.device(device)).blocks
+        got = block_attention(query.to(device), key.to(device), value.to(device), blocks, rule)
         assert gap(got.cpu(), expected) < 1e-3
+
+
+@pytest.mark.skipif(HAS_CUDA, reason="there is a CUDA device, on which the tests above compute")
+class TestPretendedAccelerator:
+    """The same engine on a device that is pretended: no tensor is on the wrong device, numbers are those of the CPU,
+    and numbers are read from the device a few times per request, whatever the number of layers and chunks."""
+
+    def prefilled(
+        self, tiny_models: dict[str, str], method: str, there: str = "", chunks: int = 2, primary: str = "llama"
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits of the first token and of the one after. ``there``: models that are moved."""
+        unload_models()
+        engine = CacheClipEngine(
+            primary=tiny_models[primary],
+            auxiliary=tiny_models["auxiliary"],
+            chunk_context="prefix",
+            prefix_cache_bytes=0,
+        )
+        for name in there.split():
+            move(getattr(engine, name))
+        texts = [f"{number}. {CHUNKS[number % len(CHUNKS)]}" for number in range(chunks)]
+        engine.precompute(texts)
+        prompts = [OPENING + rag_prompt(order) for order in (texts, texts[::-1])]
+        engine.generate(prompts[0], SamplingParams(max_tokens=1), method=method)  # computes shared prefixes, captures
+        stops = self.stops.copy()
+        found = engine.prefill(prompts[1], PARAMS, method=engine.make_method(method))
+        self.of_request = self.stops - stops
+        assert found.stats.fallback is None
+        stops = self.stops.copy()
+        following = engine.primary.decode_step(found.cache, 5)  # type: ignore[arg-type]
+        self.of_token = self.stops - stops
+        assert isinstance(found.logits, Pretended) is ("primary" in there)
+        return tuple(each.inner if isinstance(each, Pretended) else each for each in (found.logits, following))
+
+    stops: Counter[str] = Counter()
+    of_request = of_token = stops
+
+    @pytest.mark.parametrize("there", ["primary", "auxiliary"])
+    def test_is_the_cpu_s_answer(
+        self, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch, there: str
+    ) -> None:
+        expected = self.prefilled(tiny_models, "cacheclip")
+        with pretended(monkeypatch) as self.stops:
+            found = self.prefilled(tiny_models, "cacheclip", there)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+    @pytest.mark.parametrize(
+        ("method", "reads"),
+        [
+            ("full", 1),
+            ("ape", 1),
+            ("cachecraft", 1),
+            ("cacheclip", 2),
+            ("cacheblend", 2),
+            ("query_attention", 2),
+        ],
+    )
+    def test_numbers_are_read_a_few_times(
+        self, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch, method: str, reads: int
+    ) -> None:
+        """Once for the first token's confidence; once per set of scores. None per layer, chunk or later token."""
+        expected = self.prefilled(tiny_models, method)
+        with pretended(monkeypatch) as self.stops:
+            found = self.prefilled(tiny_models, method, "primary auxiliary")
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+            assert self.of_request.total() == reads and self.of_token.total() == 0
+            self.prefilled(tiny_models, method, "primary auxiliary", chunks=4)
+            assert self.of_request.total() == reads
+
+    @pytest.mark.parametrize(("primary", "method"), [("qwen2-sliding", "ape"), ("gemma3", "cacheblend")])
+    def test_windows_and_caps(
+        self, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch, primary: str, method: str
+    ) -> None:
+        expected = self.prefilled(tiny_models, method, primary=primary)
+        with pretended(monkeypatch) as self.stops:
+            found = self.prefilled(tiny_models, method, "primary auxiliary", primary=primary)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert self.of_request.total() <= 2 and self.of_token.total() == 0
+
+    def test_prefix_cache(self, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+        """Blocks are inserted from a cache on the device, and matched into another one."""
+
+        def answered(there: str = "") -> torch.Tensor:
+            unload_models()
+            engine = CacheClipEngine(primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"])
+            for name in there.split():
+                move(getattr(engine, name))
+            engine.precompute(CHUNKS[:2])
+            engine.generate(OPENING + "Something else?", SamplingParams(max_tokens=1), method="prefix")
+            method = engine.make_method("cacheclip")
+            found = engine.prefill(OPENING + rag_prompt(CHUNKS[:2]), PARAMS, method=method)
+            assert found.stats.cached_prefix_tokens > 16
+            return found.logits
+
+        expected = answered()
+        with pretended(monkeypatch):
+            found = answered("primary auxiliary")
+        assert isinstance(found, Pretended) and torch.equal(found.inner, expected)
+
+    def test_finds_what_is_wrong(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The twin of the tests before: two devices are refused, and what waits is counted."""
+        with pretended(monkeypatch) as stops:
+            there, here = torch.ones(4, device="cuda"), torch.ones(4)
+            assert there.device.type == "cuda" and there[:2].device.type == "cuda"
+            for wrong in (lambda: there + here, lambda: here[there.long()], lambda: torch.cat((here, there))):
+                with pytest.raises(RuntimeError, match="two devices"):
+                    wrong()
+            assert not stops.total()
+            assert float(there.sum()) == 4 and there.tolist() == [1.0] * 4
+            assert there.cpu().device.type == there[there > 0].cpu().device.type == "cpu"
+            assert stops.total() == 5

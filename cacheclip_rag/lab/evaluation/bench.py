@@ -132,9 +132,9 @@ def _measure(
             for name, method in methods.items():
                 if not keep_page_cache:
                     _drop_page_cache(engine)
-                _reset_peak_rss()
+                reset_peak_rss()
                 stats = engine.generate(prompt, one_token, method=method, question=QUESTION).stats
-                results[name].append((stats, _peak_rss_bytes()))
+                results[name].append((stats, peak_rss_bytes()))
                 done += 1
                 advance(done)
     return results
@@ -210,7 +210,7 @@ def _drop_file(path: Path) -> None:
         os.close(descriptor)
 
 
-def _reset_peak_rss() -> None:
+def reset_peak_rss() -> None:
     """Reset the kernel's peak RSS (Linux). On other systems the peak is that of the whole process."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
@@ -218,7 +218,7 @@ def _reset_peak_rss() -> None:
         return
 
 
-def _peak_rss_bytes() -> int:
+def peak_rss_bytes() -> int:
     try:
         status = Path("/proc/self/status").read_text()
         return int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))) * 1024

@@ -60,7 +60,7 @@ def certify(config: EngineConfig, *, method: Method | None = None, quick: bool =
 
     Raises:
         ConfigurationError: the method reuses nothing, or reuses KV of earlier answers; it needs an auxiliary model and
-            none is set; or the models' contexts are too short for the prompts.
+            none is set; no prompt has a needle; or the models' contexts are too short for the prompts.
         UnsupportedModelError: a model's KV cannot be reused.
         CertificateError: the certificate could not be saved later.
     """
@@ -76,6 +76,11 @@ def certify(config: EngineConfig, *, method: Method | None = None, quick: bool =
         if each is not None and each.unsupported:
             raise UnsupportedModelError(each.unsupported)
     prompts = bundled_prompts(_QUICK_PROMPTS if quick else _PROMPTS)
+    if all(prompt.needle is None for prompt in prompts):
+        raise ConfigurationError(
+            f"a certificate counts found needles, and none of the {len(prompts)} prompts hides one. Use prompts of "
+            "which at least one has a needle."
+        )
     methods = _at_ratios(given)
     outcomes: dict[float, list[_Outcome]] = {ratio: [] for ratio in methods}
     found_by_full: list[bool | None] = []

@@ -124,7 +124,8 @@ class Block:
     keys: slice
     """Slots of the key tensor."""
     positions: torch.Tensor
-    """``(num_rows,)`` int64, increasing: the last slot that each row sees, counted from ``keys.start``."""
+    """``(num_rows,)`` int64, increasing: the last slot that each row sees, counted from ``keys.start``. On the CPU if
+    ``geometry`` or ``visible`` is set, because masks are made there then."""
     first: int
     """The first of ``positions`` as an int: reading it from the tensor would synchronise the accelerator."""
     geometry: Geometry | None = None
@@ -146,8 +147,18 @@ class Block:
         masks: Masks | None = None,
     ) -> Block:
         """Make a block for ``device`` from ``positions`` on the CPU."""
-        kept = Masks() if masks is None else masks
-        return cls(rows, keys, positions.to(device or positions.device), int(positions[0]), geometry, visible, kept)
+        first = int(positions[0])
+        if geometry is None and visible is None and device is not None:
+            positions = positions.to(device)
+        return cls(rows, keys, positions, first, geometry, visible, Masks() if masks is None else masks)
+
+    def kept(self, use: Any, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """One of :attr:`masks`, made if it is not there."""
+        found = self.masks.by_use.get((self.rows.start, use))
+        if found is None:
+            found = make()
+            self.masks.keep((self.rows.start, use), found)
+        return found
 
     def is_plain(self, rule: AttentionRule) -> bool:
         """Whether slots equal positions as far as ``rule`` needs them, and one softmax covers all keys."""
@@ -460,11 +471,10 @@ def _positioned_attention(
     geometry = block.geometry
     if geometry is None or geometry.contexts is None:
         return _weights(rows, keys, mask, rule).to(values.dtype) @ values
-    slots = torch.arange(keys.shape[-2])
-    context = geometry.contexts_of(slots).to(keys.device)
+    of_contexts, others = (_numbers_of_keys(block, geometry, keys, inside=inside) for inside in (True, False))
     logits = _logits(rows, keys, rule) + mask
-    inside = logits[..., context] / geometry.temperature
-    outside = logits[..., ~context]
+    inside = logits.index_select(-1, of_contexts) / geometry.temperature
+    outside = logits.index_select(-1, others)
     if rule.sinks is not None:
         outside = torch.cat((outside, _sink_logits(rows, rule.sinks)), dim=-1)
     masses = (
@@ -474,13 +484,27 @@ def _positioned_attention(
     shares = torch.cat(masses, dim=-1).softmax(-1)
     weights = torch.zeros_like(logits)
     # a window may hide every context from a row: then the contexts have no weight
-    weights[..., context] = (inside.softmax(-1) * shares[..., :1]).nan_to_num()
-    weights[..., ~context] = outside.softmax(-1)[..., : int((~context).sum())] * shares[..., 1:]
+    weights.index_copy_(-1, of_contexts, (inside.softmax(-1) * shares[..., :1]).nan_to_num())
+    weights.index_copy_(-1, others, outside.softmax(-1)[..., : len(others)] * shares[..., 1:])
     return weights.to(values.dtype) @ values
+
+
+def _numbers_of_keys(block: Block, geometry: Geometry, keys: torch.Tensor, *, inside: bool) -> torch.Tensor:
+    """Numbers of the keys in the contexts, or of all others, on the device of ``keys``."""
+
+    def make() -> torch.Tensor:
+        is_inside = geometry.contexts_of(torch.arange(keys.shape[-2]))
+        return (is_inside if inside else ~is_inside).nonzero().flatten().to(keys.device)
+
+    return block.kept((inside, keys.device), make)
 
 
 def _positioned_mask(block: Block, rule: AttentionRule, query: torch.Tensor) -> torch.Tensor:
     """Additive mask ``(num_rows, num_keys)`` float32: causal by slots, sliding window by positions."""
+    return block.kept((rule.window, query.device), lambda: _make_positioned_mask(block, rule).to(query.device))
+
+
+def _make_positioned_mask(block: Block, rule: AttentionRule) -> torch.Tensor:
     slots = torch.arange(block.keys.stop - block.keys.start)
     row_slots = block.positions.cpu()
     hidden = slots[None, :] > row_slots[:, None]
@@ -494,7 +518,7 @@ def _positioned_mask(block: Block, rule: AttentionRule, query: torch.Tensor) -> 
         hidden |= of_keys[None, :] <= of_rows[:, None] - rule.window
     if block.visible is not None:
         hidden |= ~block.visible[None, :] & (slots[None, :] != row_slots[:, None])
-    return torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf")).to(query.device)
+    return torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
 
 
 def _additive_mask(
@@ -505,17 +529,15 @@ def _additive_mask(
     num_keys = block.keys.stop - block.keys.start
     if block.first >= num_keys - 1 and (rule.window is None or skipped + rule.window >= num_keys):
         return None
+
+    def make() -> torch.Tensor:
+        positions = block.positions.to(query.device)
+        slots = torch.arange(skipped, num_keys, device=query.device)
+        hidden = slots[None, :] > positions[:, None]
+        if rule.window is not None:
+            hidden |= slots[None, :] <= positions[:, None] - rule.window
+        mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill_(hidden, float("-inf"))
+        return mask.repeat_interleave(repeats, 0) if repeats > 1 else mask
+
     # layers may be on several devices
-    use = block.rows.start, skipped, rule.window, repeats, query.dtype, query.device
-    if use in block.masks.by_use:
-        return block.masks.by_use[use]
-    positions = block.positions.to(query.device)
-    slots = torch.arange(skipped, num_keys, device=query.device)
-    hidden = slots[None, :] > positions[:, None]
-    if rule.window is not None:
-        hidden |= slots[None, :] <= positions[:, None] - rule.window
-    mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill_(hidden, float("-inf"))
-    if repeats > 1:
-        mask = mask.repeat_interleave(repeats, 0)
-    block.masks.keep(use, mask)
-    return mask
+    return block.kept((skipped, rule.window, repeats, query.dtype, query.device), make)

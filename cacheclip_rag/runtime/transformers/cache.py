@@ -28,8 +28,10 @@ class FusedLayer(DynamicLayer):  # type: ignore[misc]
         self._values = torch.empty_like(self._keys)
         self.slots: torch.Tensor | None = None
         """``(num_rows,)`` int64, slots that the next update writes; None: the update appends."""
+        self.slots_on_cpu: torch.Tensor | None = None
+        """The same numbers on the CPU: reading them from ``slots`` would synchronise the accelerator."""
         self.last_slot = 0
-        """The last of ``slots`` as an int: reading it from the tensor would synchronise the accelerator."""
+        """The last of ``slots``."""
         self.before_scatter: Callable[[FusedLayer, torch.Tensor, torch.Tensor], None] | None = None
         """Called with fresh keys and values before they are written to ``slots``. It may change KV of other slots."""
         self._resize(0)
@@ -137,9 +139,10 @@ class FusedCache(Cache):  # type: ignore[misc]
         """Write the next pass's rows to these slots (strictly increasing); None: append them."""
         if slots is None:
             for layer in self.layers:
-                layer.slots = None
+                layer.slots = layer.slots_on_cpu = None
             return
-        last = int(slots[-1])
+        on_cpu = slots.cpu()
+        last = int(on_cpu[-1])
         copies = {device: slots.to(device) for device in {layer.device for layer in self.layers}}
         for layer in self.layers:
-            layer.slots, layer.last_slot = copies[layer.device], last
+            layer.slots, layer.slots_on_cpu, layer.last_slot = copies[layer.device], on_cpu, last

@@ -51,16 +51,17 @@ def _enter_last(
     The layer runs as far as its attention, which ends this first run.
     """
     plan: AttentionPlan = kwargs["cacheclip_plan"]
-    needed = plan.last_rows
+    needed, num_rows = plan.last_rows, hidden.shape[1]
     last = plan.blocks[-1] if plan.blocks else None
-    num_rows = hidden.shape[1]
-    if not needed or needed >= num_rows or not isinstance(last, Block) or len(last.positions) < needed:
+    if not needed or needed >= num_rows or not isinstance(last, Block):
         return hidden, kwargs
     with suppress(PassEnded):
         layer.forward(hidden, **{**kwargs, "cacheclip_plan": replace(plan, last_rows=0)})
     cache = kwargs["past_key_values"]
-    cache.scatter(cache.layers[-1].slots[-needed:])
+    slots = cache.layers[-1].slots_on_cpu[-needed:]
+    cache.scatter(slots)
     rows = torch.arange(num_rows - needed, num_rows)
-    block = Block.of(slice(0, needed), last.keys, last.positions[-needed:], None, last.geometry, last.visible)
+    positions = slots - last.keys.start
+    block = Block.of(slice(0, needed), last.keys, positions, hidden.device, last.geometry, last.visible)
     of_needed = AttentionPlan([block], kv_rows=num_rows)
     return hidden[:, -needed:], {**rows_of(kwargs, rows), "cacheclip_plan": of_needed}

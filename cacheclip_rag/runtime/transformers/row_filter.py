@@ -46,7 +46,7 @@ class RowFilter(ABC):
         kept = self.before_layer(layer)
         if kept is not None and len(kept) < len(self.alive):
             stays = torch.isin(self.alive, kept)
-            hidden = hidden[:, stays.to(hidden.device)]
+            hidden = hidden.index_select(1, stays.nonzero().flatten().to(hidden.device))
             self.alive = self.alive[stays]
             slots = self.slots[self.alive]
             self.cache.scatter(slots)

@@ -1,0 +1,236 @@
+"""A CUDA device that is pretended: tensors say ``cuda`` and compute on the CPU, with real numbers.
+
+PyTorch's rules for two devices are checked at every operation, and what would stop the queue of a real device is
+counted: numbers that are read, copies to the CPU, and results whose shape depends on numbers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from cacheclip_rag.runtime.transformers.model import ModelRuntime
+
+__all__ = ["CUDA", "Pretended", "move", "pretended"]
+
+CUDA = torch.device("cuda", 0)
+aten = torch.ops.aten
+_READS = {
+    aten._local_scalar_dense.default,
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten.bincount.default,
+    aten.equal.default,
+    aten._unique2.default,
+    aten.unique_dim.default,
+    aten.repeat_interleave.Tensor,
+}
+"""Operations that wait for the device, because their result is a number, or its shape depends on numbers."""
+_MOVES = {"aten::_to_copy", "aten::to"}
+_COPIES = {
+    aten._to_copy.default,
+    aten.copy_.default,
+    aten.index_put_.default,
+    aten.index_put.default,
+    aten.index.Tensor,
+}
+"""Operations that may have tensors of two devices."""
+_READING = {getattr(torch.Tensor, f"__{name}__") for name in ("bool", "int", "float", "index")}
+_READING |= {torch.Tensor.item, torch.Tensor.tolist}
+_SIMPLE = {torch.Tensor.contiguous, torch.Tensor.__invert__, torch.Tensor.nonzero}
+_GUARDED = {torch.Tensor.__getitem__, torch.Tensor.__setitem__, torch.Tensor.copy_, *_SIMPLE, *_READING}
+"""Methods that choose the device before they begin, which PyTorch without CUDA cannot."""
+
+
+class Pretended(torch.Tensor):
+    """Says that it is on the device, and holds a tensor of the CPU."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Pretended:
+        made: Pretended = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            inner.shape,
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            layout=inner.layout,
+            device=CUDA,
+        )
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in _GUARDED:
+            with _Mode.current() as mode:
+                return mode.without_guard(function, *args)
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with _Mode.current() as mode:
+            return mode.compute(function, args, kwargs or {})
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Pretended({self.inner!r})"
+
+
+class _Mode(TorchDispatchMode):
+    """Makes tensors on the device, checks devices and counts."""
+
+    _active: list[_Mode] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stops: Counter[str] = Counter()
+        """How often each operation would have stopped the device's queue."""
+
+    @classmethod
+    @contextmanager
+    def current(cls) -> Iterator[_Mode]:
+        yield cls._active[-1] if cls._active else cls()
+
+    def __enter__(self) -> _Mode:
+        self._active.append(self)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._active.remove(self)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.compute(function, args, kwargs or {})
+
+    def compute(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Do on the CPU what the device would do."""
+        if function is aten._fused_sdp_choice.default:
+            return 0  # PyTorch's plain formula: it consists of operations that any device has
+        tensors = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, torch.Tensor)]
+        mine = [each for each in tensors if isinstance(each, Pretended)]
+        devices = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, torch.device)]
+        on_device = any(each.type == CUDA.type for each in devices) if devices else bool(mine)
+        if mine:
+            self._check(function, args, tensors)
+            self._count(function, args, on_device)
+        if function is aten._local_scalar_dense.default or function is aten.equal.default:
+            on_device = False
+        found = function(*tree_map(_inner, args), **tree_map(_inner, kwargs))
+        if function._schema.is_mutable:
+            return kwargs.get("out", args[0])
+        return tree_map(_wrapped, found) if on_device else found
+
+    def without_guard(self, function: Any, target: Any, *args: Any) -> Any:
+        """Do one of :data:`_GUARDED`."""
+        if function in _READING:
+            self.stops["a number is read"] += 1
+            return function(_inner(target), *args)
+        if function in _SIMPLE:
+            if function is torch.Tensor.nonzero:
+                self.stops["nonzero"] += 1
+            return _wrapped(function(_inner(target), *args))
+        if function is torch.Tensor.copy_:
+            if not isinstance(target, Pretended):
+                self.stops["copy to the CPU"] += 1
+            _inner(target).copy_(_inner(args[0]))
+            return target
+        for each in tree_flatten(args)[0]:
+            if isinstance(each, Pretended) is isinstance(target, Pretended) or not isinstance(each, torch.Tensor):
+                continue
+            if isinstance(each, Pretended) or (
+                function is torch.Tensor.__setitem__ and each is args[-1] and each.dim()
+            ):
+                raise RuntimeError(f"{function}: tensors on two devices: {each.device} and {target.device}")
+        for each in tree_flatten(args[0])[0]:
+            if isinstance(each, Pretended) and (each.dtype is torch.bool or not each.dim()):
+                self.stops["index by bools or a number"] += 1
+        found = function(_inner(target), *tree_map(_inner, args))
+        return _wrapped(found) if isinstance(target, Pretended) else found
+
+    @staticmethod
+    def _check(function: Any, args: Any, tensors: list[torch.Tensor]) -> None:
+        others = [each for each in tensors if not isinstance(each, Pretended) and each.dim()]
+        if not others or function._schema.name in _MOVES or function is aten.copy_.default:
+            return
+        if function in (
+            aten.index.Tensor,
+            aten.index_put_.default,
+            aten.index_put.default,
+            aten._index_put_impl_.default,
+        ):
+            values = [args[0], *args[2:3]]
+            if all(isinstance(each, Pretended) or not each.dim() for each in values):
+                return  # numbers of rows may be on the CPU
+        raise RuntimeError(f"{function}: tensors on two devices: {[(each.device, each.shape) for each in tensors]}")
+
+    def _count(self, function: Any, args: Any, on_device: bool) -> None:
+        name = str(function)
+        if function._schema.name in _MOVES:
+            if not on_device:
+                self.stops["copy to the CPU"] += 1
+        elif function is aten.copy_.default:
+            if not isinstance(args[0], Pretended):
+                self.stops["copy to the CPU"] += 1
+        elif function in _READS:
+            self.stops[name] += 1
+        elif function in _COPIES and any(
+            index is not None and index.dtype is torch.bool and isinstance(index, Pretended) for index in args[1]
+        ):
+            self.stops[f"{name} by bools"] += 1
+
+
+def _inner(value: Any) -> Any:
+    """What the CPU computes with."""
+    if isinstance(value, torch.device):
+        return torch.device("cpu")
+    return value.inner if isinstance(value, Pretended) else value
+
+
+def _wrapped(value: Any) -> Any:
+    return Pretended(value) if isinstance(value, torch.Tensor) and not isinstance(value, Pretended) else value
+
+
+def move(runtime: Any) -> None:
+    """Put a loaded model on the device that is pretended."""
+    assert isinstance(runtime, ModelRuntime)
+    for module in runtime.model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                module._parameters[name] = torch.nn.Parameter(Pretended(parameter.detach()), requires_grad=False)
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None:
+                module._buffers[name] = Pretended(buffer)
+        for name, value in list(vars(module).items()):
+            if isinstance(value, torch.Tensor):
+                setattr(module, name, Pretended(value))
+    runtime.device = CUDA
+    runtime.layer_devices = [CUDA] * runtime.num_layers
+
+
+@contextmanager
+def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """Pretend that there is a device; yields what would have stopped its queue, by operation."""
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    make, generator = torch.tensor, torch.Generator
+
+    def tensor(*args: Any, device: Any = None, **options: Any) -> torch.Tensor:
+        is_there = device is not None and torch.device(device).type == CUDA.type
+        made = make(*args, device="cpu" if is_there else device, **options)
+        return Pretended(made) if is_there else made
+
+    monkeypatch.setattr(torch, "tensor", tensor)
+    monkeypatch.setattr(torch, "Generator", lambda device=None: generator())
+    mode = _Mode()
+    with mode:
+        yield mode.stops
