@@ -2,7 +2,8 @@
 
 A method such as CacheBlend looks at a layer's fresh KV before it decides which tokens the next layers compute. The
 model's own loop over layers stays in use: a forward pre-hook on each layer removes rows from the hidden states and from
-the layer's other arguments. The hooks act only if the pass's plan has a row filter.
+the layer's other arguments. The hooks act only if the pass's plan has a row filter, or something else to do before each
+layer.
 """
 
 from __future__ import annotations
@@ -78,6 +79,8 @@ def install_row_filter_hooks(layers: Sequence[torch.nn.Module]) -> None:
             plan: AttentionPlan | None = kwargs.get("cacheclip_plan")
             if plan is not None and plan.layer_starts is not None:
                 plan.layer_starts.append(time.perf_counter())
+            if plan is not None and plan.before_layer is not None:
+                plan.before_layer(number)
             row_filter: RowFilter | None = getattr(plan, "row_filter", None)
             if row_filter is None:
                 return None
