@@ -16,7 +16,7 @@ from cacheclip_rag.selection.heads import HeadSet, weights_digest
 from cacheclip_rag.selection.scorers import AuxiliaryAttention
 from cacheclip_rag.selection.scoring import MAX_QUESTION_TOKENS, AuxiliaryScorer, Question
 from cacheclip_rag.selection.sentences import sentence_spans
-from tests.conftest import CHUNKS, QUESTION
+from tests.conftest import CHUNKS, QUESTION, lose
 from tests.training.planted import PLANTED, build_planted
 
 

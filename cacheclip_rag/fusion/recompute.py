@@ -76,7 +76,8 @@ class _Pass:
         texts = [] if self.sources.captured is not None else list(dict.fromkeys(span.whole for span in unread))
         with self.sources.primary.read_ahead(texts) as reading:
             if not plan.method.needs_auxiliary:  # whose KV is needed first
-                reading.start()
+                with clock.phase("read"):
+                    reading.start()
             with clock.phase("select"):
                 scorable = [span for span in plan.reused if not plan.layout.is_exact(span)]
                 view = PromptView(**self._seen(plan.reused, scorable, reading.start))

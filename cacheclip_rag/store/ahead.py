@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ReadAgain", "ReadAhead"]
 
-_LEAST_BYTES = 1 << 19
+_LEAST_BYTES = 1 << 18
 """Layers of a chunk are read together until they have so many bytes: smaller reads cost more calls than they hide."""
 _ALL = sys.maxsize
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import repeat
 
 import pytest
 import torch
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
-from tests.conftest import rag_prompt
+from tests.conftest import lose, rag_prompt
 from tests.fusion.cases import gap
 
 RATIOS = (0.1, 0.2, 0.3, 0.5)

@@ -15,7 +15,7 @@ from cacheclip_rag.guards.fidelity import greedy
 from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.base import Method
 from cacheclip_rag.models.load import load_model
-from tests.conftest import CHUNKS, SENTENCES, rag_prompt
+from tests.conftest import CHUNKS, SENTENCES, lose, rag_prompt
 from tests.fusion.cases import BROKEN, EXACT, Case, gap, make_case, make_engine, reference_greedy, reference_logits
 from tests.methods.spying import REUSING, few, run
 
