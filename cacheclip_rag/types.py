@@ -42,7 +42,8 @@ Documents = Iterable[str] | Mapping[str, Iterable[tuple[str, str]]]
 
 PHASES = ("lookup", "read", "select", "assemble", "recompute")
 """Phases of the time to the first token, in order: find and tokenise the chunks, read their KV, score and choose
-tokens, write KV at true positions, run the primary (plain prefill counts here completely)."""
+tokens, write KV at true positions, run the primary (plain prefill counts here completely). Reading goes on beside the
+others: only the time in which the request waits for it counts."""
 
 
 @dataclass(frozen=True, slots=True)
