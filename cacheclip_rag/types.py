@@ -244,6 +244,8 @@ class FusionStats:
     queued_s: float = 0.0
     """Seconds of ``ttft_s`` in which the request waited for others that came before it. The waits of an answer made of
     several prompts are added up."""
+    left_to_read_s: float = 0.0
+    """Seconds for which the store was still read after the recompute had begun. The recompute takes at least as long."""
     generated_tokens: int = 0
     decode_s: float = 0.0
     """Seconds from the first new token to the end of the answer, ``verify_s`` included."""
@@ -288,7 +290,14 @@ class FusionStats:
         unknown: dict[str, Any] = dict.fromkeys(
             ("confidence", "verified_tokens", "diverged_at", "partial_share", "predicted_ttft_s")
         )
-        zero |= {"fresh_tokens": self.prompt_tokens, "verify_s": 0.0, "gated": False, "bypassed": False, **unknown}
+        zero |= {
+            "fresh_tokens": self.prompt_tokens,
+            "verify_s": 0.0,
+            "left_to_read_s": 0.0,
+            "gated": False,
+            "bypassed": False,
+            **unknown,
+        }
         return replace(self, **zero, method=method, nominal_ratio=nominal_ratio, fallback=None, phases_s={})
 
     def to_dict(self) -> dict[str, Any]:

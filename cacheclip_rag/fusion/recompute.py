@@ -13,6 +13,7 @@ keys at positions up to p and no other.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -121,14 +122,20 @@ class _Pass:
             # a damaged chunk becomes ordinary text, which changes the method's positions: start again without it
             return fuse(self.runtime, kept, self.sources, capacity=self.capacity, clock=clock, trace=self.trace)
 
+        began: list[float] = []
+
         def before_layer(layer: int) -> None:
+            began.append(time.perf_counter())
             with clock.phase_within("assemble", "recompute"):
                 write(layer)
 
         scored = [span for span in scores if span in reused]
         pass_ = replace(self, plan=kept)
         missing = None if plan.method.reads_cache else before_layer
-        return pass_._recompute(cache, scored, [scores[span] for span in scored], missing)
+        found = pass_._recompute(cache, scored, [scores[span] for span in scored], missing)
+        if began:
+            clock.left_to_read_s = max(0.0, (reads.reading.ended_at or time.perf_counter()) - began[0])
+        return found
 
     def _recompute(
         self,

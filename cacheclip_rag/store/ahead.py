@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -66,6 +67,8 @@ class ReadAhead:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._started = False
+        self.ended_at: float | None = None
+        """``time.perf_counter()`` when all was read; None before that."""
 
     def start(self) -> None:
         """Begin to read. A second call does nothing."""
@@ -79,8 +82,8 @@ class ReadAhead:
             if len(near) < len(self._ready):
                 self._thread = threading.Thread(target=self._run, name="cacheclip-read", daemon=True)
                 self._thread.start()
-        if self._thread is None and self._then is not None:
-            self._then()
+        if self._thread is None:
+            self._end()
 
     def kv(self, number: int) -> StoredKV | None:
         """The KV of a key, by its number, or None if there is none. Waits until its size is known, not until its layers
@@ -136,8 +139,8 @@ class ReadAhead:
     def _run(self) -> None:
         try:
             self._read_all([key for key in self._ready if key not in self._found])
-            if self._then is not None and not self._stop.is_set():
-                self._then()
+            if not self._stop.is_set():
+                self._end()
         except BaseException as error:  # the request raises it
             with self._changed:
                 self._error = error
@@ -190,6 +193,11 @@ class ReadAhead:
     def _last(self, stored: StoredKV) -> int:
         num_layers = stored.shape[0]
         return num_layers if self._store.promotes else min(num_layers, self._num_layers)
+
+    def _end(self) -> None:
+        self.ended_at = time.perf_counter()
+        if self._then is not None:
+            self._then()
 
     def _settle(self, key: str, found: StoredKV | None) -> None:
         """A whole payload, or none, in place of what may have been given before."""
