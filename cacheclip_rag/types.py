@@ -245,7 +245,7 @@ class FusionStats:
     """Seconds of ``ttft_s`` in which the request waited for others that came before it. The waits of an answer made of
     several prompts are added up."""
     left_to_read_s: float = 0.0
-    """Seconds for which the store was still read after the recompute had begun, which takes at least as long."""
+    """Seconds for which the store was still read after the recompute had begun, which took at least as long."""
     generated_tokens: int = 0
     decode_s: float = 0.0
     """Seconds from the first new token to the end of the answer, ``verify_s`` included."""

@@ -228,8 +228,8 @@ class Controller:
         self._compute = self._before = 1.0
         """What the last answers took, as multiples of the profile's seconds."""
         self._left_s = 0.0
-        """For each chunk token, seconds for which the store is still read when the recompute begins. The latter takes at
-        least as long: a smaller ratio may save nothing."""
+        """For each chunk token, seconds for which the store is still read when the recompute begins: the least that
+        the recompute takes, whatever its ratio."""
 
     def decide(self, plan: Plan, known: int, max_ttft_s: float | None = None) -> Plan:
         """The plan at the ratio that is chosen for it, or with the reason why it is plain prefill.
