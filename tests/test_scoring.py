@@ -16,7 +16,7 @@ from cacheclip_rag.selection.heads import HeadSet, weights_digest
 from cacheclip_rag.selection.scorers import AuxiliaryAttention
 from cacheclip_rag.selection.scoring import MAX_QUESTION_TOKENS, AuxiliaryScorer, Question
 from cacheclip_rag.selection.sentences import sentence_spans
-from tests.conftest import CHUNKS, QUESTION
+from tests.conftest import CHUNKS, QUESTION, lose
 from tests.training.planted import PLANTED, build_planted
 
 
@@ -166,12 +166,7 @@ class TestDamage:
         for chunk in CHUNKS:
             asked.caches.write(chunk)
         expected = asked(CHUNKS, QUESTION)
-        read = type(asked.caches).read
-        monkeypatch.setattr(
-            type(asked.caches),
-            "read_each",
-            lambda self, texts, *rest: (None if text == CHUNKS[1] else read(self, text, *rest) for text in texts),
-        )
+        lose(monkeypatch, asked.caches, CHUNKS[1])
         found = asked(CHUNKS, QUESTION)
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=0)  # stored as bfloat16

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 
 import torch
 
 from ..errors import ConfigurationError, PromptTooLongError, StoreError
 from ..runtime.base import DTYPES, Runtime, TokenizedText
-from ..store import ReadBuffer, StoredKV, TenantStore, chunk_key, decode, encode, frame_bytes, keeps
+from ..store import ReadAhead, ReadBuffer, StoredKV, TenantStore, chunk_key, decode, encode, frame_bytes, keeps
 from .context import ChunkContext
 from .trained import TrainedContext
 
@@ -147,17 +147,16 @@ class ChunkCaches:
         """
         return self._read(self.key(text), self.codec, buffer)
 
-    def read_each(self, texts: Sequence[str], buffer: ReadBuffer | None = None) -> Iterator[StoredKV | None]:
-        """As :meth:`read`, for many chunks in order. One query asks the store for all of them; each is read when it is
-        asked for."""
-        for stored in self._store.get_each([self.key(text) for text in texts], buffer):
-            yield self._usable(stored, self.codec)
+    def read_ahead(
+        self, texts: Sequence[str], *, num_layers: int | None = None, then: Callable[[], None] | None = None
+    ) -> ReadAhead:
+        """Stored KV of many chunks, read on a thread while the caller does other work. See
+        :class:`~cacheclip_rag.store.ReadAhead`."""
+        keys = [self.key(text) for text in texts]
+        return ReadAhead(self._store, keys, codec=self.codec, num_layers=num_layers, then=then)
 
     def _read(self, key: str, codec: str, buffer: ReadBuffer | None = None) -> StoredKV | None:
-        return self._usable(self._store.get(key, buffer), codec)
-
-    @staticmethod
-    def _usable(stored: StoredKV | None, codec: str) -> StoredKV | None:
+        stored = self._store.get(key, buffer)
         # an engine with this model as auxiliary may have stored it with a coarser codec than ours
         return stored if stored is not None and keeps(stored.codec, codec) else None
 

@@ -1,6 +1,10 @@
 """Carries out a plan that reuses chunks on a transformers model. Read :func:`fuse` from top to bottom::
 
-    match the prefix cache -> score with the auxiliary -> read and assemble the primary's KV -> choose -> recompute
+    match the prefix cache -> score with the auxiliary -> assemble the primary's KV -> choose -> recompute
+
+Each layer of a model runs as soon as the layer's KV of all chunks is there, while the next layers are read on another
+thread (:class:`~cacheclip_rag.store.ReadAhead`): first the auxiliary's, then the primary's. A method that looks at the
+assembled cache (:attr:`~cacheclip_rag.methods.base.Method.reads_cache`) waits for all layers before it chooses.
 
 Source of selective recompute: CacheBlend (arXiv:2405.16444, section 4). Departure: the published implementations align
 the causal mask to the bottom-right corner, so that a recomputed token sees later tokens. Here a row at position p sees
@@ -9,9 +13,10 @@ keys at positions up to p and no other.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import groupby, repeat
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,7 +34,7 @@ from ..runtime.transformers.attention import Geometry
 from ..runtime.transformers.cache import FusedCache
 from ..runtime.transformers.row_filter import RowFilter
 from ..selection.scorers import AuxiliaryAttention
-from ..store import KV, ReadBuffer, part_of
+from ..store import KV, ReadAgain, ReadAhead, part_of
 from ..types import Plan, Trace
 
 if TYPE_CHECKING:
@@ -68,26 +73,82 @@ class _Pass:
 
     def run(self, match: Match) -> Fused | None:
         plan, clock = self.plan, self.clock
-        with clock.phase("select"):
-            scorable = [span for span in plan.reused if not plan.layout.is_exact(span)]
-            scores = dict(
-                zip(scorable, plan.method.score(PromptView(**self._seen(plan.reused, scorable))), strict=True)
-            )
+        unread = [span for span in plan.reused if not plan.layout.is_cached(span)]
+        texts = [] if self.sources.captured is not None else list(dict.fromkeys(span.whole for span in unread))
+        with self.sources.primary.read_ahead(texts) as reading:
+            if not plan.method.needs_auxiliary:  # whose KV is needed first
+                with clock.phase("read"):
+                    reading.start()
+            with clock.phase("select"):
+                scorable = [span for span in plan.reused if not plan.layout.is_exact(span)]
+                view = PromptView(**self._seen(plan.reused, scorable, reading.start))
+                scores = dict(zip(scorable, plan.method.score(view), strict=True))
+            while True:
+                with suppress(ReadAgain):
+                    return self._assemble(
+                        match, _Reads({text: number for number, text in enumerate(texts)}, reading), scores
+                    )
+
+    def _assemble(self, match: Match, reads: _Reads, scores: Mapping[Span, torch.Tensor]) -> Fused | None:
+        """Write prefix and chunk KV into a cache and recompute on it. A chunk that cannot be read becomes ordinary
+        text.
+
+        Raises:
+            ReadAgain: some KV turned out to be damaged.
+        """
+        plan, clock = self.plan, self.clock
+        layout = plan.layout
         with clock.phase("assemble"):
             cache = self.runtime.new_cache(self.capacity)
             cache.geometry = self.geometry
-            reused = self._assemble(cache, match)
-        if not reused:
-            return None
-        kept = plan.reusing(reused)
-        if len(reused) < len(plan.reused) and self.geometry is not None:
+            if layout.num_cached:
+                match.write_to(cache)  # tokens after num_cached are overwritten
+            reused, pieces = self._pieces(reads)
+            if not reused:
+                return None
+            kept = plan.reusing(reused)
+            is_changed = len(reused) < len(plan.reused) and self.geometry is not None
+            fill = self.runtime.filling(cache, pieces, None if self.geometry is None else self.geometry.positions_of)
+
+            def write(layer: int) -> None:
+                with clock.phase_within("read", "assemble"):
+                    reads.reading.wait(layer)
+                fill(layer)
+
+            if plan.method.reads_cache and not is_changed:
+                for layer in range(self.runtime.num_layers):
+                    write(layer)
+        if is_changed:
             # a damaged chunk becomes ordinary text, which changes the method's positions: start again without it
             return fuse(self.runtime, kept, self.sources, capacity=self.capacity, clock=clock, trace=self.trace)
-        scorable = [span for span in scorable if span in reused]
-        return replace(self, plan=kept)._recompute(cache, scorable, [scores[span] for span in scorable])
 
-    def _recompute(self, cache: FusedCache, scorable: Sequence[Span], scores: Sequence[torch.Tensor]) -> Fused:
-        """Choose tokens on the assembled cache and recompute them."""
+        began: list[float] = []
+
+        def before_layer(layer: int) -> None:
+            began.append(time.perf_counter())
+            with clock.phase_within("assemble", "recompute"):
+                write(layer)
+
+        scored = [span for span in scores if span in reused]
+        pass_ = replace(self, plan=kept)
+        missing = None if plan.method.reads_cache else before_layer
+        found = pass_._recompute(cache, scored, [scores[span] for span in scored], missing)
+        if began:
+            clock.left_to_read_s = max(0.0, (reads.reading.ended_at or time.perf_counter()) - began[0])
+        return found
+
+    def _recompute(
+        self,
+        cache: FusedCache,
+        scorable: Sequence[Span],
+        scores: Sequence[torch.Tensor],
+        before_layer: Callable[[int], None] | None,
+    ) -> Fused:
+        """Choose tokens on the assembled cache and recompute them.
+
+        Args:
+            before_layer: writes the stored KV of a layer; None if the cache has that of all layers.
+        """
         plan, clock, runtime = self.plan, self.clock, self.runtime
         layout, method, reused = plan.layout, plan.method, plan.reused
         charged = 0
@@ -113,7 +174,7 @@ class _Pass:
         starts: list[float] | None = [] if self.trace else None
         with clock.phase("recompute"):
             method.prepare(view, masks)
-            logits = recompute(runtime, cache, layout, rows, row_filter, starts)
+            logits = recompute(runtime, cache, layout, rows, row_filter, starts, before_layer)
             wait_for(logits)
         if row_filter is not None:
             rows, charged = rows[row_filter.alive], charged + row_filter.charged
@@ -124,8 +185,10 @@ class _Pass:
         trace = _trace(plan, scorable, recorded, chosen, starts or [], clock) if self.trace else None
         return Fused(cache, logits, plan, len(chosen), charged / runtime.num_layers, first, trace)
 
-    def _seen(self, reused: Sequence[Span], scorable: Sequence[Span]) -> dict[str, Any]:
-        """Fields of a :class:`PromptView`."""
+    def _seen(
+        self, reused: Sequence[Span], scorable: Sequence[Span], then: Callable[[], None] | None = None
+    ) -> dict[str, Any]:
+        """Fields of a :class:`PromptView`. ``then``: called when the auxiliary's KV is read."""
         layout = self.plan.layout
         return {
             "layout": layout,
@@ -133,50 +196,52 @@ class _Pass:
             "num_chunk_tokens": sum(len(span.tokens) for span in reused),
             "question": question_slots(layout, self.plan.question),
             "fresh": choose_rows(layout, reused, []),
-            "auxiliary_scores": lambda scorer: self._auxiliary_scores(scorable, scorer),
+            "auxiliary_scores": lambda scorer: self._auxiliary_scores(scorable, scorer, then),
         }
 
-    def _auxiliary_scores(self, spans: Sequence[Span], scorer: AuxiliaryAttention) -> list[torch.Tensor]:
+    def _auxiliary_scores(
+        self, spans: Sequence[Span], scorer: AuxiliaryAttention, then: Callable[[], None] | None
+    ) -> list[torch.Tensor]:
         """Scores of the auxiliary model for each span, in the primary's tokens."""
         auxiliary = self.sources.auxiliary
         assert auxiliary is not None, "a method that asks for the auxiliary's scores declares needs_auxiliary"
-        return auxiliary.score(spans, self.plan.question or _question_in(self.plan.layout), scorer, self.clock)
+        return auxiliary.score(spans, self.plan.question or _question_in(self.plan.layout), scorer, self.clock, then)
 
-    def _assemble(self, cache: FusedCache, match: Match) -> list[Span]:
-        """Write prefix and chunk KV into ``cache``; returns the spans that could be read (a damaged one could not)."""
-        layout, found = self.plan.layout, self.plan.reused
-        reused = [span for span in found if layout.is_cached(span)]
-        unread = found[len(reused) :]
-        if layout.num_cached:
-            match.write_to(cache)  # tokens after num_cached are overwritten
+    def _pieces(self, reads: _Reads) -> tuple[list[Span], list[tuple[int, KV]]]:
+        """The spans that could be read (a damaged one could not), and KV to write by its first slot."""
+        layout = self.plan.layout
+        reused, pieces = list[Span](), list[tuple[int, KV]]()
+        if layout.num_prefix and not layout.num_cached:
+            pieces.append((0, part_of(self.sources.prefix.prefix, 0, layout.num_prefix)))
+        for span in self.plan.reused:
+            if layout.is_cached(span):
+                reused.append(span)
+                continue
+            with self.clock.phase_within("read", "assemble"):
+                kv = self._part(span, reads)
+            if kv is not None:
+                reused.append(span)
+                pieces.append((span.start, kv))
+        return reused, pieces
 
-        buffer = ReadBuffer()  # each chunk is written into the cache before the next is read
-
-        def pieces() -> Iterator[tuple[int, KV]]:
-            if layout.num_prefix and not layout.num_cached:
-                yield 0, part_of(self.sources.prefix.prefix, 0, layout.num_prefix)
-            runs = [(whole, [*spans]) for whole, spans in groupby(unread, key=lambda span: span.whole)]
-            reads: Iterator[KV | None] = repeat(None)
-            if self.sources.captured is None and runs:
-                reads = self.sources.primary.read_each([whole for whole, _ in runs], buffer)
-            for _, spans in runs:
-                with self.clock.phase_within("read", "assemble"):
-                    read = next(reads)
-                for span in spans:
-                    kv = self._part(span, read)
-                    if kv is not None:
-                        reused.append(span)
-                        yield span.start, kv
-
-        assemble(self.runtime, cache, pieces())
-        return reused
-
-    def _part(self, span: Span, read: KV | None) -> KV | None:
-        """KV of the span's tokens. ``read``: KV of the whole chunk."""
+    def _part(self, span: Span, reads: _Reads) -> KV | None:
+        """KV of the span's tokens."""
         if self.sources.captured is not None:
             variant = self.captured.get(span.start)
             return None if variant is None else variant.kv
-        return None if read is None else part_of(read, span.first, span.first + len(span.tokens))
+        whole = reads.kv(span.whole)
+        return None if whole is None else part_of(whole, span.first, span.first + len(span.tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class _Reads:
+    """Stored KV by text."""
+
+    numbers: Mapping[str, int]
+    reading: ReadAhead
+
+    def kv(self, text: str) -> KV | None:
+        return self.reading.kv(self.numbers[text])
 
 
 def _captured(layout: Layout, sources: Sources) -> Mapping[int, Variant]:
@@ -230,10 +295,9 @@ def _trace(
 def assemble(primary: ModelRuntime, cache: FusedCache, pieces: Iterable[tuple[int, KV]]) -> None:
     """Write stored KV into ``cache``; each piece ``(start slot, kv)`` is rotated to its true positions.
 
-    Pieces are taken one at a time and put side by side (:func:`~cacheclip_rag.store.join`), so that the number of
-    tensor operations does not depend on their number, and memory holds at most ``JOINED_BYTES`` beside the fused cache
-    and the piece that is read. They must come in the order of their slots. Slots between them are not exact: they
-    belong to rows that are computed.
+    Pieces are put side by side (:func:`~cacheclip_rag.store.join`), so that the number of tensor operations does not
+    depend on their number. They must come in the order of their slots. Slots between them are not exact: they belong to
+    rows that are computed.
     """
     primary.fill_all(cache, pieces, None if cache.geometry is None else cache.geometry.positions_of)
 
@@ -271,13 +335,22 @@ def recompute(
     rows: torch.Tensor,
     row_filter: RowFilter | None = None,
     layer_starts: list[float] | None = None,
+    before_layer: Callable[[int], None] | None = None,
 ) -> torch.Tensor:
     """One forward pass over ``rows``; overwrites their KV in ``cache`` and returns the last row's logits.
 
     Args:
         row_filter: removes rows between layers, for methods that select again during the pass.
         layer_starts: gets ``time.perf_counter()`` at the beginning of each layer.
+        before_layer: called with each layer's number before it runs.
     """
-    logits = primary.run_slots(cache, layout.ids[rows], rows, row_filter=row_filter, layer_starts=layer_starts)
+    logits = primary.run_slots(
+        cache,
+        layout.ids[rows],
+        rows,
+        row_filter=row_filter,
+        layer_starts=layer_starts,
+        before_layer=before_layer,
+    )
     assert logits is not None
     return logits

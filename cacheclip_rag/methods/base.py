@@ -75,6 +75,12 @@ class Method(ABC):
         return False
 
     @property
+    def reads_cache(self) -> bool:
+        """Whether :meth:`select`, :meth:`row_filter` or :meth:`prepare` look at the KV in the assembled cache. If not,
+        they get the cache before its KV is there: each layer's KV is read while the layers before it are recomputed."""
+        return True
+
+    @property
     def head_sets(self) -> tuple[str, ...]:
         """Names or files of auxiliary head sets that the method needs, besides the engine's own head set."""
         return ()
@@ -118,7 +124,7 @@ class Method(ABC):
     def score(self, view: PromptView) -> list[torch.Tensor]:
         """Scores that need no KV of the primary: one tensor per span; the last dimension is the span's tokens.
 
-        The engine calls this before it reads the primary's KV, so that memory never holds the KV of both models.
+        The engine calls this while it reads the primary's KV.
         """
         lengths = [len(span.tokens) for span in view.spans]
         return list(torch.zeros(sum(lengths)).split(lengths))

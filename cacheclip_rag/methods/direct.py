@@ -29,6 +29,10 @@ class Direct(Method):
 
     exact_at_one: ClassVar[bool] = False
 
+    @property
+    def reads_cache(self) -> bool:
+        return False
+
     def select(self, view: CacheView, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return recompute_nothing(view)
 

@@ -52,6 +52,10 @@ class Recompute(Method):
         return self.scorer.needs_auxiliary
 
     @property
+    def reads_cache(self) -> bool:
+        return self.scorer.reads_cache
+
+    @property
     def head_sets(self) -> tuple[str, ...]:
         return self.scorer.head_sets
 

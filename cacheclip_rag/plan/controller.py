@@ -3,7 +3,8 @@
 A profile says how long this machine takes with these models: a line for plain prefill, one for the recompute of a fused
 prefill, one for everything before it. ``cacheclip profile`` measures it once, or
 :meth:`~cacheclip_rag.engine.CacheClipEngine.profile_machine`. It is adjusted to what answers take, because other load
-comes and goes, and reading depends on the store's tier.
+comes and goes, and reading depends on the store's tier: what is still read when the recompute begins is read beside it,
+so that the longer of both counts.
 
 Source of the idea to choose the ratio by measured lines: CacheBlend (arXiv:2405.16444, its loading controller).
 """
@@ -226,6 +227,9 @@ class Controller:
         self._lock = threading.Lock()
         self._compute = self._before = 1.0
         """What the last answers took, as multiples of the profile's seconds."""
+        self._left_s = 0.0
+        """For each chunk token, seconds for which the store is still read when the recompute begins: the least that
+        the recompute takes, whatever its ratio."""
 
     def decide(self, plan: Plan, known: int, max_ttft_s: float | None = None) -> Plan:
         """The plan at the ratio that is chosen for it, or with the reason why it is plain prefill.
@@ -258,15 +262,18 @@ class Controller:
         """Adjust to what the answer of a plan of :meth:`decide` took."""
         assert plan.prediction is not None, "a plan that was decided has a prediction"
         work, compute_s = Work.of(plan, plan.prediction.known_tokens), stats.phases_s["recompute"]
-        before_s = sum(stats.phases_s.values()) - compute_s
+        before_s = sum(stats.phases_s.values()) - max(compute_s, stats.left_to_read_s)
         with self._lock:
             if plan.bypass is not None:
                 self._before **= _REMEMBERED
-                self._compute = _adjusted(self._compute, before_s + compute_s, self.profile.plain_s(work))
+                self._left_s *= _REMEMBERED
+                self._compute = _adjusted(self._compute, sum(stats.phases_s.values()), self.profile.plain_s(work))
             elif stats.chunk_tokens == plan.chunk_tokens and not stats.gated:  # else some could not be read
                 before, expected = self.profile.fused_s(work, plan.method.nominal_ratio)
                 self._compute = _adjusted(self._compute, compute_s, expected)
                 self._before = _adjusted(self._before, before_s, before)
+                if work.stale:
+                    self._left_s += _NEW * (stats.left_to_read_s / work.stale - self._left_s)
 
     def _ratios(self, plan: Plan) -> list[float]:
         """Ratios that may be chosen, at least one, in order. 1.0 is always one of them: it is exact."""
@@ -278,7 +285,7 @@ class Controller:
 
     def _fused_s(self, work: Work, ratio: float) -> float:
         before_s, compute_s = self.profile.fused_s(work, ratio)
-        return self._before * before_s + self._compute * compute_s
+        return self._before * before_s + max(self._compute * compute_s, self._left_s * work.stale)
 
 
 def _adjusted(factor: float, took_s: float, expected_s: float) -> float:

@@ -236,6 +236,7 @@ def _stats(
         misses=len(occurrences(plan.missing)),
         missed_tokens=_chunk_tokens(layout.chunks) - chunk_tokens,
         phases_s=clock.seconds,
+        left_to_read_s=clock.left_to_read_s,
         ttft_s=clock.elapsed(),
         charged_ratio=charged / chunk_tokens if chunk_tokens else 0.0,
         cached_prefix_tokens=layout.num_cached,

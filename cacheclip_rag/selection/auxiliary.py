@@ -45,6 +45,7 @@ def score_chunks(
     queries: str = "mean",
     pooled: bool = False,
     sinks: int = 0,
+    before_layer: Callable[[int], None] | None = None,
 ) -> list[torch.Tensor]:
     """Attention mass of the question on every token of every chunk, in one packed forward pass.
 
@@ -55,7 +56,7 @@ def score_chunks(
 
     Args:
         prefix: KV of the auxiliary's shared prefix, ``(num_layers, 2, num_kv_heads, num_prefix_tokens, head_dim)``.
-        chunks: KV of each chunk after that prefix, same layout; taken one at a time.
+        chunks: KV of each chunk after that prefix, same layout; each must stay valid.
         question_ids: token ids of the question, at least one.
         lengths: tokens of each chunk, needed only if ``chunks`` is an iterator.
         layers: layers whose scores are averaged; default the last. Ignored for a head set, which names its layers.
@@ -65,6 +66,7 @@ def score_chunks(
             one softmax per chunk, over everything that the question sees there.
         sinks: tokens at the start of each chunk that score 0, because every question attends to them. A head set may
             ask for more. With ``pooled``, a chunk without other tokens is scored without this rule.
+        before_layer: called with each layer's number before the KV of the layer is used.
 
     Returns:
         Per chunk ``(num_chunk_tokens,)`` float32, each between 0 and 1.
@@ -73,7 +75,7 @@ def score_chunks(
         pooled, chosen, sinks = True, frozenset(heads.layers), max(sinks, heads.sinks)
     else:
         chosen = frozenset(layers) if layers is not None else frozenset([auxiliary.num_layers - 1])
-    packed = pack_chunks(auxiliary, prefix, chunks, question_ids, lengths, num_layers=max(chosen) + 1)
+    packed = pack_chunks(auxiliary, prefix, chunks, question_ids, lengths)
     hidden = packed.sinks(sinks, spare=pooled)
     scores = torch.zeros(sum(packed.lengths), device=auxiliary.device)
     waiting: list[torch.Tensor] = []
@@ -99,7 +101,7 @@ def score_chunks(
     probe = Probe(chosen, packed.blocks, record, stop=max(chosen), logits=pooled)
     if isinstance(heads, HeadSet) and heads.is_updated:
         probe.adjust = _updating(heads, packed, auxiliary)
-    packed.run(auxiliary, probe)
+    packed.run(auxiliary, probe, before_layer)
     return list(scores.cpu().split(packed.lengths))
 
 
@@ -119,9 +121,22 @@ class PackedChunks:
     num_prefix: int
     num_question: int
 
-    def run(self, auxiliary: ModelRuntime, probe: Probe) -> None:
-        """Run the questions up to the last layer that the probe needs."""
-        plan = AttentionPlan(self.blocks, probe)
+    fill: Callable[[int], None]
+    """Writes the KV of one layer into the cache. :meth:`run` does so."""
+
+    def run(self, auxiliary: ModelRuntime, probe: Probe, before_layer: Callable[[int], None] | None = None) -> None:
+        """Run the questions up to the last layer that the probe needs.
+
+        Args:
+            before_layer: called with each layer's number before the layer's KV is used.
+        """
+
+        def fill(layer: int) -> None:
+            if before_layer is not None:
+                before_layer(layer)
+            self.fill(layer)
+
+        plan = AttentionPlan(self.blocks, probe, before_layer=fill)
         auxiliary.run_rows(self.cache, self.ids, self.positions, plan, slots=self.slots, head=False)
 
     def tables(self, auxiliary: ModelRuntime, layer: int) -> Tables | None:
@@ -167,10 +182,8 @@ def pack_chunks(
     chunks: Iterable[KV],
     question_ids: Sequence[int],
     lengths: Sequence[int] | None = None,
-    num_layers: int | None = None,
 ) -> PackedChunks:
-    """Lay out stored KV in one cache, for the first ``num_layers`` layers (default all). Other arguments are as in
-    :func:`score_chunks`."""
+    """Lay out stored KV in one cache. Arguments are as in :func:`score_chunks`."""
     assert question_ids, "scoring needs at least one question token"
     num_prefix, num_question = prefix.shape[3], len(question_ids)
     if lengths is None:
@@ -196,19 +209,25 @@ def pack_chunks(
     of_tokens = np.concatenate([np.arange(begin, end) for begin, end in zip(begins, ends, strict=True)])
     position_of_slot[of_tokens] = of_tokens - begins.repeat(sizes) + num_prefix
     known = torch.from_numpy(position_of_slot)
-    auxiliary.fill_all(cache, pieces(), lambda slots: known[slots], num_layers=num_layers)
+    fill_chunks = auxiliary.filling(cache, pieces(), lambda slots: known[slots])
     copies = torch.from_numpy(begins[:, None] + np.arange(-num_prefix, 0))
-    auxiliary.repeat(cache, prefix, copies, position=0, num_layers=num_layers)
+    fill_prefixes = auxiliary.repeating(cache, prefix, copies, position=0)
     padded = np.concatenate([block.padding.numpy() for block in blocks])
-    if padded.any():
-        before = begins - num_prefix
-        empty = np.concatenate([np.arange(stop - count, stop) for stop, count in zip(before, padded, strict=True)])
-        cache.clear(torch.from_numpy(empty), num_layers)
+    before = begins - num_prefix
+    empty = np.concatenate([np.arange(stop - count, stop) for stop, count in zip(before, padded, strict=True)])
+    unused = {device: torch.from_numpy(empty).to(device) for device in set(auxiliary.layer_devices)}
+
+    def fill(layer: int) -> None:
+        fill_chunks(layer)
+        fill_prefixes(layer)
+        if len(empty):
+            cache.layers[layer].clear(unused[cache.layers[layer].device])
+
     ids = torch.tensor(list(question_ids) * len(lengths))
     places = np.arange(num_question)
     positions = torch.from_numpy((sizes[:, None] + num_prefix + places).flatten())
     slots = torch.from_numpy((ends[:, None] + places).flatten())
-    return PackedChunks(cache, blocks, ids, positions, slots, list(lengths), num_prefix, num_question)
+    return PackedChunks(cache, blocks, ids, positions, slots, list(lengths), num_prefix, num_question, fill)
 
 
 def _alike(widths: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,7 +15,7 @@ from ..chunks.caches import ChunkCaches
 from ..clock import PhaseClock
 from ..prompt.layout import Span
 from ..runtime.base import Runtime, TokenizedText
-from ..store import KV, ReadBuffer, part_of
+from ..store import KV, ReadAgain, ReadAhead, part_of
 from .auxiliary import score_chunks
 from .heads import HeadSet
 from .question import pick_layers
@@ -53,10 +54,19 @@ class AuxiliaryScorer:
         return cast("ModelRuntime", self.caches.runtime)
 
     def score(
-        self, spans: Sequence[Span], question: str, scorer: AuxiliaryAttention, clock: PhaseClock
+        self,
+        spans: Sequence[Span],
+        question: str,
+        scorer: AuxiliaryAttention,
+        clock: PhaseClock,
+        then: Callable[[], None] | None = None,
     ) -> list[torch.Tensor]:
         """Per span ``(num_tokens,)`` scores of the primary's tokens. Called within the clock's phase ``select``; time
-        spent on reading counts for ``read``."""
+        spent on waiting for the store counts for ``read``.
+
+        Args:
+            then: called when all KV is read, while it is still being scored.
+        """
         runtime, caches = self.runtime, self.caches
         asked = Question.of(runtime, question)
         least = min(len(asked.ids), _LEAST_QUESTION_TOKENS)
@@ -75,14 +85,18 @@ class AuxiliaryScorer:
         asked = asked.last(min(room[span] for span in scorable))
         texts = list(dict.fromkeys(span.whole for span in scorable))
         chosen = [pieces[text] for text in texts]
-        raw = self._scores(chosen, asked, scorer, clock)
-        if scorer.passes > 1:
-            between = Question.of(runtime, "\n")
-            longer = asked.after(between.after(self._best_sentence(chosen, raw)))
-            longer = longer.last(min(room[span] for span in scorable))
-            if len(longer.ids) > len(asked.ids):  # otherwise there is no room for the sentence
-                again = self._scores(chosen, longer, scorer, clock)
-                raw = [torch.maximum(one, other) for one, other in zip(raw, again, strict=True)]
+        heads, layers = self._head_set(scorer), self._layers(scorer)
+        read = [chosen[number].text for number in _by_length(chosen)]
+        num_layers = max(layers if heads is None else heads.layers) + 1
+        with caches.read_ahead(read, num_layers=num_layers, then=then) as reading:
+            raw = self._scores(chosen, asked, scorer, clock, reading)
+            if scorer.passes > 1:
+                between = Question.of(runtime, "\n")
+                longer = asked.after(between.after(self._best_sentence(chosen, raw)))
+                longer = longer.last(min(room[span] for span in scorable))
+                if len(longer.ids) > len(asked.ids):  # otherwise there is no room for the sentence
+                    again = self._scores(chosen, longer, scorer, clock, reading)
+                    raw = [torch.maximum(one, other) for one, other in zip(raw, again, strict=True)]
         return _mapped(spans, dict(zip(texts, raw, strict=True)), pieces)
 
     def _pieces(self, spans: Sequence[Span]) -> dict[str, _Piece]:
@@ -94,38 +108,54 @@ class AuxiliaryScorer:
         return {text: _Piece.of(text, self.caches.tokenize(text), *ends) for text, ends in edges.items()}
 
     def _scores(
-        self, pieces: Sequence[_Piece], asked: Question, scorer: AuxiliaryAttention, clock: PhaseClock
+        self,
+        pieces: Sequence[_Piece],
+        asked: Question,
+        scorer: AuxiliaryAttention,
+        clock: PhaseClock,
+        reading: ReadAhead,
     ) -> list[torch.Tensor]:
-        """Per piece ``(num_tokens,)`` scores of the auxiliary's tokens."""
+        """Per piece ``(num_tokens,)`` scores of the auxiliary's tokens.
+
+        Args:
+            reading: of the pieces' texts, :func:`_by_length`.
+        """
         runtime, caches = self.runtime, self.caches
-        # by length, because chunks of similar length are computed together
-        order = sorted(range(len(pieces)), key=lambda number: len(pieces[number].tokens))
+        order = _by_length(pieces)
         chosen = [pieces[number] for number in order]
-        buffer = ReadBuffer()  # each chunk is copied before the next is read
-        reads = caches.read_each([piece.text for piece in chosen], buffer)
 
         def chunks() -> Iterator[KV]:
-            for piece in chosen:
+            for number, piece in enumerate(chosen):
                 with clock.phase_within("read", "select"):
-                    kv: KV | None = next(reads)
+                    kv: KV | None = reading.kv(number)
                 if kv is None:  # damaged or evicted since the look-up: the auxiliary is small, so compute it here
                     kv = runtime.encode(caches.tokenize(piece.text).ids, caches.prefix)
                 yield part_of(kv, piece.first, piece.first + len(piece.tokens))
 
-        layers = "last" if scorer.layers == "tuned" else scorer.layers
-        scores = score_chunks(
-            runtime,
-            caches.prefix,
-            chunks(),
-            asked.ids,
-            [len(piece.tokens) for piece in chosen],
-            layers=pick_layers(layers, runtime.num_layers),
-            heads=self._head_set(scorer) or "mean",
-            pooled=scorer.pooled,
-            sinks=scorer.sinks,
-        )
-        by_number = dict(zip(order, scores, strict=True))
-        return [by_number[number] for number in range(len(pieces))]
+        def before_layer(layer: int) -> None:
+            with clock.phase_within("read", "select"):
+                reading.wait(layer)
+
+        while True:
+            with suppress(ReadAgain):
+                scores = score_chunks(
+                    runtime,
+                    caches.prefix,
+                    chunks(),
+                    asked.ids,
+                    [len(piece.tokens) for piece in chosen],
+                    layers=self._layers(scorer),
+                    heads=self._head_set(scorer) or "mean",
+                    pooled=scorer.pooled,
+                    sinks=scorer.sinks,
+                    before_layer=before_layer,
+                )
+                by_number = dict(zip(order, scores, strict=True))
+                return [by_number[number] for number in range(len(pieces))]
+
+    def _layers(self, scorer: AuxiliaryAttention) -> list[int]:
+        """The layers that are scored if there is no head set."""
+        return pick_layers("last" if scorer.layers == "tuned" else scorer.layers, self.runtime.num_layers)
 
     def _head_set(self, scorer: AuxiliaryAttention) -> HeadSet | None:
         if scorer.layers != "tuned" or scorer.heads == "none":
@@ -149,6 +179,11 @@ class AuxiliaryScorer:
                     stop = min(int(inside[-1]) + 1, start + _MAX_SENTENCE_TOKENS)
                     best, found = mean, Question(tokens.ids[start:stop])
         return found
+
+
+def _by_length(pieces: Sequence[_Piece]) -> list[int]:
+    """Numbers of the pieces, shortest first, because chunks of similar length are computed together."""
+    return sorted(range(len(pieces)), key=lambda number: len(pieces[number].tokens))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ and back; :class:`Catalog` lists entries, limits, texts and sources; :class:`Tex
 
 from __future__ import annotations
 
+from .ahead import ReadAgain, ReadAhead
 from .backend import Backend, Sink
 from .catalog import Catalog, Entry
 from .chunk_store import ChunkStore, StoreStats, is_store
@@ -30,6 +31,8 @@ __all__ = [
     "FrameError",
     "Joined",
     "MemoryBackend",
+    "ReadAgain",
+    "ReadAhead",
     "ReadBuffer",
     "Sink",
     "StoreStats",

@@ -40,6 +40,10 @@ class Backend(ABC):
     in_memory: ClassVar[bool] = False
     """True: payloads stay in this process, so that their checksums need no second check."""
 
+    has_parts: ClassVar[bool] = False
+    """True: :meth:`read_part` costs only what it reads, so that a model can run its first layers while others are
+    read."""
+
     @abstractmethod
     def get_many(self, keys: Iterable[str]) -> dict[str, Buffer]:
         """The payloads of the keys that exist; missing keys are left out.
@@ -68,6 +72,15 @@ class Backend(ABC):
     def read(self, key: str, sink: Sink) -> Buffer | None:
         """One payload, or None. The backend may read it into memory of ``sink``, which checks it piece by piece."""
         return self.get_many([key]).get(key)
+
+    def read_part(self, key: str, start: int, target: memoryview) -> int:
+        """Fill ``target`` from a payload's bytes, from number ``start`` on. Returns how many there were, 0 if the
+        payload is missing. Asked only of a backend with :attr:`has_parts`, which should override it. The payload may be
+        replaced between two parts."""
+        data = self.get_many([key]).get(key, b"")
+        found = memoryview(data)[start : start + target.nbytes]
+        target[: found.nbytes] = found
+        return found.nbytes
 
     def head(self, key: str, num_bytes: int) -> tuple[Buffer, int] | None:
         """The first ``num_bytes`` bytes of a payload (or all of it), and the payload's size; None if it is missing."""

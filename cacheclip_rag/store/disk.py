@@ -38,6 +38,7 @@ class DiskBackend(Backend):
     """One file per payload: ``FOLDER/kv/ab/abcd….kv``. Folders are made at the first write, for their owner alone."""
 
     name = "disk"
+    has_parts = True
 
     def __init__(self, folder: str | Path, writer: Writer | None = None) -> None:
         """``writer``: this process, by whose name temporary files are known; default a new one."""
@@ -69,6 +70,13 @@ class DiskBackend(Backend):
                 return None if size is None else b""
             target = sink.allocate(size or 0)
             return target[: _read_into(file, target, sink)]
+
+    def read_part(self, key: str, start: int, target: memoryview) -> int:
+        with self._opened(key) as (file, _):
+            if file is None:
+                return 0
+            os.lseek(file, start, os.SEEK_SET)
+            return _read_into(file, target, Sink())
 
     def head(self, key: str, num_bytes: int) -> tuple[Buffer, int] | None:
         with self._opened(key) as (file, size):

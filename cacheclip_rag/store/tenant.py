@@ -9,7 +9,7 @@ import logging
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 
 _USES = 64
 """Uses that are recorded in one transaction."""
+_HEAD_BYTES = 1 << 14
+"""Enough for the header of a frame with 300 layers; a payload with a longer one is read as a whole."""
+_FAILURES = (FrameError, OSError, MemoryError, StoreError)
 
 
 class ReadBuffer:
@@ -130,6 +133,68 @@ class TenantStore:
                 self._hits += 1
                 self._record_use(key)
             yield stored
+
+    # -- in parts -----------------------------------------------------------------------------------------------------
+
+    def is_in_memory(self, key: str) -> bool:
+        """Whether a tier in memory holds a payload of any tenant under this key."""
+        return self.store.tiers.is_in_memory(key)
+
+    @property
+    def reads_parts(self) -> bool:
+        """Whether payloads outside memory can be read in parts."""
+        return self.store.tiers.has_parts
+
+    @property
+    def promotes(self) -> bool:
+        """Whether a faster tier gets a copy of every payload that is read as a whole."""
+        return len(self.store.tiers.backends) > 1
+
+    def begin_each(self, keys: Sequence[str]) -> Iterator[StoredKV | None]:
+        """The headers of payloads in the last tier, each with memory for its layers, which :meth:`read_layers` reads.
+        None where the payload must be read by :meth:`get`, which also says what is wrong with it."""
+        known, entries = self._entries(keys)
+        for key in keys:
+            yield None if known and key not in entries else self._begin(key, entries.get(key))
+
+    def _begin(self, key: str, entry: Entry | None) -> StoredKV | None:
+        try:
+            found = self.store.tiers.head(key, _HEAD_BYTES)
+            if found is None:
+                return None
+            frame = Frame.parse(found[0], key, num_bytes=found[1])
+            if frame.namespace != self.namespace or (entry is not None and entry.codec != frame.codec):
+                return None
+            memory = _new_memory(found[1])
+            memory[: frame.start] = memoryview(found[0])[: frame.start]
+            return StoredKV(replace(frame, data=memory))
+        except _FAILURES:
+            return None
+
+    def read_layers(self, stored: StoredKV, first: int, stop: int) -> bool:
+        """Read layers ``first`` to ``stop - 1`` into memory and compare them with their checksums. False if they could
+        not be read or are not what the header says."""
+        frame = stored.frame
+        begin, end = (frame.start + number * frame.layer_size for number in (first, stop))
+        try:
+            if self.store.tiers.read_part(frame.key, begin, frame.data[begin:end]) != end - begin:
+                return False
+            frame.verify(first, end)
+        except _FAILURES:
+            return False
+        return True
+
+    def count_read(self, stored: StoredKV, *, is_whole: bool) -> None:
+        """Count a payload of which :meth:`read_layers` read all layers that are used.
+
+        Args:
+            is_whole: whether these are all layers, so that faster tiers may get a copy.
+        """
+        self._hits += 1
+        self.store.tiers.count_hit()
+        self._record_use(stored.frame.key)
+        if is_whole:
+            self.store.tiers.promote(stored.frame.key, stored.frame.data, len(self.store.tiers.backends) - 1)
 
     def _get(self, key: str, buffer: ReadBuffer | None, known: bool, entry: Entry | None) -> StoredKV | None:
         """``known``: whether the catalog could be asked for ``entry``."""

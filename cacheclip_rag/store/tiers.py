@@ -70,6 +70,28 @@ class Tiers(Backend):
             stats.misses += 1
         return None
 
+    def is_in_memory(self, key: str) -> bool:
+        """Whether a tier in memory holds a payload. Counts nothing."""
+        return any(backend.in_memory and backend.get_many([key]) for backend in self.backends)
+
+    @property
+    def has_parts(self) -> bool:  # type: ignore[override]
+        """Whether payloads that are not in memory can be read in parts: no tier between memory and the last one must
+        be asked first."""
+        return self.last.has_parts and all(backend.in_memory for backend in self.backends[:-1])
+
+    def read_part(self, key: str, start: int, target: memoryview) -> int:
+        started = time.perf_counter()
+        count = self.last.read_part(key, start, target)
+        self._stats[-1].read_s += time.perf_counter() - started
+        return count
+
+    def count_hit(self) -> None:
+        """Count a payload that was read in parts, and the faster tiers that did not have it."""
+        for stats in self._stats[:-1]:
+            stats.misses += 1
+        self._stats[-1].hits += 1
+
     def promote(self, key: str, data: Buffer, tier: int) -> None:
         """Copy a payload that was found in ``tier`` to all faster ones."""
         for faster in self.backends[:tier]:

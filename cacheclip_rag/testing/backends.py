@@ -175,6 +175,17 @@ class BackendConformance:
             assert found is not None and found[1] == 1000
             assert bytes(found[0])[:num_bytes] == sample_payload(1)[:num_bytes]
 
+    def test_a_part_of_a_payload(self, backend: Backend) -> None:
+        """Of a backend that has parts; the others' are right, too, but slow."""
+        payload, target = sample_payload(1), memoryview(bytearray(100))
+        assert backend.read_part(sample_key(1), 0, target) == 0
+        backend.put(sample_key(1), payload)
+        for start in (0, 1, 500, 900):
+            assert backend.read_part(sample_key(1), start, target) == 100
+            assert bytes(target) == payload[start : start + 100]
+        assert backend.read_part(sample_key(1), 950, target) == 50 and bytes(target[:50]) == payload[950:]
+        assert backend.read_part(sample_key(1), 2000, target) == 0
+
     def test_bytes_on_the_medium(self, backend: Backend) -> None:
         assert backend.occupied(sample_key(1)) == 0
         for num_bytes in (1, 5000):

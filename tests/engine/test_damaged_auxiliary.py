@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import repeat
 
 import pytest
 import torch
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
-from tests.conftest import rag_prompt
+from tests.conftest import lose, rag_prompt
 from tests.fusion.cases import gap
 
 RATIOS = (0.1, 0.2, 0.3, 0.5)
@@ -34,9 +33,7 @@ def test_it_is_computed_in_its_own_context(
         return found
 
     whole = asked()
-    monkeypatch.setattr(
-        engine.parts.auxiliary_caches, "read_each", lambda texts, *buffer: repeat(None, len(texts))
-    )  # as of an entry whose checksum is wrong
+    lose(monkeypatch, engine.parts.auxiliary_caches, *chunks)  # as of an entry whose checksum is wrong
     for damaged, expected in zip(asked(), whole, strict=True):
         assert gap(damaged, expected) < 1e-5
     assert all(gap(one, other) > 1e-3 for one, other in zip(whole, whole[1:], strict=False)), "what is chosen shows"

@@ -91,15 +91,15 @@ class TestExactness:
     def test_twin_keys_moved_to_wrong_positions(
         self, primary: str, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch, dtype: str
     ) -> None:
-        original = ModelRuntime.fill_all
+        original = ModelRuntime.filling
         engine = engine_for(primary, tiny_models["auxiliary"], dtype=dtype)
         num_prefix = engine.parts.prefix_caches.num_prefix
 
-        def fill_all(self: ModelRuntime, cache: Any, pieces: Any, positions_of: Any = None, **options: Any) -> None:
+        def filling(self: ModelRuntime, cache: Any, pieces: Any, positions_of: Any = None) -> Any:
             assert positions_of is None, "these methods keep all positions"
-            original(self, cache, pieces, lambda slots: slots + 2 * (slots >= num_prefix), **options)
+            return original(self, cache, pieces, lambda slots: slots + 2 * (slots >= num_prefix))
 
-        monkeypatch.setattr(ModelRuntime, "fill_all", fill_all)
+        monkeypatch.setattr(ModelRuntime, "filling", filling)
         checks = check_exactness(engine, PROMPT)["checks"]
         assert not checks["first_chunk"]["passed"]
 

@@ -92,7 +92,7 @@ def bottom_right_plan(rows: torch.Tensor, num_tokens: int) -> AttentionPlan:
     return AttentionPlan([Block.of(slice(0, len(rows)), slice(0, num_tokens), visible)])
 
 
-def make_engine(folder: str, auxiliary: str, store: str | None = None, **options: Any) -> CacheClipEngine:
+def make_engine(folder: str, auxiliary: str, store: Any = None, **options: Any) -> CacheClipEngine:
     return CacheClipEngine(**{"primary": folder, "auxiliary": auxiliary, "store": store, **CACHECLIP, **options})
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,8 +22,7 @@ from cacheclip_rag.runtime.transformers.attention import Geometry
 from cacheclip_rag.runtime.transformers.rotary import rotate, unrotate
 from cacheclip_rag.selection.auxiliary import score_chunks
 from cacheclip_rag.selection.heads import HeadSet, LowRank
-from cacheclip_rag.store import KV, decode, encode, join, part_of
-from cacheclip_rag.store import joined as module
+from cacheclip_rag.store import KV, StoredKV, decode, encode, join, part_of
 from tests.conftest import SENTENCES, rag_prompt
 from tests.fusion.cases import gap, make_engine
 
@@ -91,16 +91,33 @@ class TestAssemble:
 
     @pytest.mark.parametrize("codec", CODECS)
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-    def test_in_pieces_of_any_size(
-        self, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch, codec: str, dtype: str
-    ) -> None:
-        """However little is held side by side."""
+    def test_in_any_dtype(self, tiny_models: dict[str, str], codec: str, dtype: str) -> None:
         runtime = load_model(tiny_models["gemma3"], dtype=dtype)
-        one = runtime.num_layers * 2 * runtime.num_kv_heads * runtime.head_dim * 4
-        for seed, size in enumerate((1, one, 7 * one, 50 * one, 1 << 26)):
-            monkeypatch.setattr(module, "JOINED_BYTES", size)
+        for seed in range(5):
             pieces = pieces_of(runtime, codec, seed)
             assert_same(together(runtime, pieces), one_by_one(runtime, pieces), pieces)
+
+    @pytest.mark.parametrize("codec", CODECS)
+    def test_a_layer_is_needed_when_it_is_written(self, tiny_models: dict[str, str], codec: str) -> None:
+        """Layers whose bytes arrive one after the other, as from a slow store."""
+        runtime = load_model(tiny_models["llama"])
+        whole = [(start, stored(random_kv(runtime, 20, start), codec)) for start in (0, 30, 50)]
+        arriving: list[tuple[int, Any]] = []
+        for start, kv in whole:
+            assert isinstance(kv, StoredKV)
+            data = bytearray(kv.frame.data.nbytes)
+            data[: kv.frame.start] = kv.frame.data[: kv.frame.start]
+            arriving.append((start, StoredKV(replace(kv.frame, data=memoryview(data)))))
+        cache = runtime.new_cache(CAPACITY)
+        write = runtime.filling(cache, arriving)
+        assert {layer.length for layer in cache.layers} == {70}
+        for number in range(runtime.num_layers):
+            for (_, kv), (_, target) in zip(whole, arriving, strict=True):
+                frame = kv.frame  # type: ignore[union-attr]
+                first, stop = (frame.start + n * frame.layer_size for n in (number, number + 1))
+                target.frame.data[first:stop] = frame.data[first:stop]
+            write(number)
+        assert_same(cache, one_by_one(runtime, whole), whole)
 
     def test_computed_and_stored_with_several_codecs(self, tiny_models: dict[str, str]) -> None:
         runtime = load_model(tiny_models["llama"])
@@ -117,22 +134,6 @@ class TestAssemble:
         assert_same(found, one_by_one(runtime, pieces, geometry), pieces)
         plain = together(runtime, pieces)
         assert gap(plain.layers[0].keys[..., 120:150, :], found.layers[0].keys[..., 120:150, :]) > 1e-2
-
-    def test_memory_of_a_piece_may_be_used_again(self, tiny_models: dict[str, str]) -> None:
-        """As of chunks that are read into one buffer."""
-        runtime = load_model(tiny_models["llama"])
-        frames = [encode(random_kv(runtime, 12, seed), "bfloat16", KEY, namespace="t") for seed in range(4)]
-        buffer = bytearray(len(frames[0]))
-
-        def read() -> Iterator[tuple[int, KV]]:
-            for number, frame in enumerate(frames):
-                buffer[:] = frame
-                yield 20 * number, decode(buffer, KEY)
-
-        pieces = [(20 * number, decode(frame, KEY)) for number, frame in enumerate(frames)]
-        cache = runtime.new_cache(CAPACITY)
-        assemble(runtime, cache, read())
-        assert_same(cache, one_by_one(runtime, pieces), pieces)
 
     def test_pieces_out_of_order(self, tiny_models: dict[str, str]) -> None:
         kv = random_kv(load_model(tiny_models["llama"]), 5, 0)

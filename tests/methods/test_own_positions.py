@@ -11,7 +11,7 @@ from cacheclip_rag import Chunk, Fresh
 from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.fusion.recompute import choose_rows
 from cacheclip_rag.runtime.transformers.attention import Geometry
-from tests.conftest import CHUNKS
+from tests.conftest import CHUNKS, lose
 from tests.fusion.cases import BROKEN, EXACT, Case, gap, reference_model, scatter_cache
 from tests.methods.spying import made, plain, run
 
@@ -112,12 +112,7 @@ class TestOwnPositions:
         case = case_of("llama")
         caches = case.engine.parts.prefix_caches
         lost = case.layout.chunks[1].whole
-        read = type(caches).read
-        monkeypatch.setattr(
-            type(caches),
-            "read_each",
-            lambda self, texts, *buffer: (None if text == lost else read(self, text, *buffer) for text in texts),
-        )
+        lose(monkeypatch, caches, lost)
         result = run(case, "ape")
         assert (result.stats.hits, result.stats.misses) == (2, 1) and result.missing == (lost,)
         stored = [s for s in case.layout.chunks if s.whole != lost]

@@ -220,6 +220,35 @@ class TestObserve:
         assert self.observed(engine, 1.0, 1.0).decide(plan_of(engine), 0).bypass is None
         assert self.observed(engine, 1.0, 15.0).decide(plan_of(engine), 0).bypass is not None
 
+    def test_reading_beside_the_recompute(self, engine: CacheClipEngine) -> None:
+        """The longer of both counts, so that smaller ratios are not sooner, and larger ones cost nothing."""
+        controller = Controller(PROFILE)
+        work = Work.of(plan_of(engine), 0)
+        left = PROFILE.fused_s(work, 0.5)[1]
+        for _ in range(60):
+            plan = controller.decide(plan_of(engine), 0)
+            before, compute = PROFILE.fused_s(work, plan.method.nominal_ratio)
+            waited = max(0.0, left - compute)
+            controller.observe(plan, stats_of(engine, before + waited, compute, left_to_read_s=left))
+        seconds = before + left
+        found = [controller._fused_s(work, ratio) for ratio in (0.0, 0.2, 0.5)]
+        assert found == pytest.approx([seconds] * 3, rel=0.01)
+        assert controller._fused_s(work, 1.0) > seconds
+        chosen = controller.decide(plan_of(engine), 0, max_ttft_s=1.01 * seconds)
+        assert chosen.bypass is None and chosen.method.nominal_ratio >= 0.5
+
+    def test_a_store_that_was_slow_beside_the_recompute_is_tried_again(self, engine: CacheClipEngine) -> None:
+        controller = Controller(PROFILE)
+        plan = controller.decide(plan_of(engine), 0)
+        before, compute = PROFILE.fused_s(Work.of(plan, 0), 0.1)
+        controller.observe(plan, stats_of(engine, before + 100, compute, left_to_read_s=100 + compute))
+        for _ in range(200):
+            plan = controller.decide(plan_of(engine), 0)
+            if plan.bypass is None:
+                return
+            controller.observe(plan, stats_of(engine, 0.0, PROFILE.plain_s(Work.of(plan, 0)), bypassed=True))
+        pytest.fail("a slow store was never tried again")
+
     def test_one_slow_answer_changes_little(self, engine: CacheClipEngine) -> None:
         plain = Controller(PROFILE).decide(plan_of(engine), 0).prediction
         once = self.observed(engine, 3.0, 3.0, count=1).decide(plan_of(engine), 0).prediction

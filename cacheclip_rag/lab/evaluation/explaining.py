@@ -146,7 +146,7 @@ def _counted(answering: Answering, request: Request, engine: CacheClipEngine, ti
         for runtime in dict.fromkeys(models):
             if isinstance(runtime, ModelRuntime):
                 stack.enter_context(_watched(runtime, watch, work, operations))
-        stack.enter_context(_watched_reads(tiers, watch, work))
+        stack.enter_context(_watched_reads(tiers, work))
         stack.enter_context(operations)
         stats = answering.prefill(request, watch).stats
     work.known = all(isinstance(runtime, ModelRuntime) for runtime in models)
@@ -208,22 +208,30 @@ def _layer_flops(shape: LayerShape, number: int, rows: int, kwargs: Mapping[str,
 
 
 @contextmanager
-def _watched_reads(tiers: Tiers, watch: _Watch, work: _Work) -> Iterator[None]:
-    """Add payloads of chunks that are read to ``work``."""
-    find = tiers.find
+def _watched_reads(tiers: Tiers, work: _Work) -> Iterator[None]:
+    """Add chunk KV that is read, on any thread, to ``work``."""
+    find, read_part = tiers.find, tiers.read_part
+    keys: dict[str, None] = {}
 
-    def counted(key: str, sink: Sink) -> Any:
+    def found_whole(key: str, sink: Sink) -> Any:
         found = find(key, sink)
-        if found is not None and watch.phase_now == "read":
-            work.keys.append(key)
+        if found is not None:
+            keys[key] = None
             work.bytes["read"] += memoryview(found[0]).nbytes
         return found
 
-    tiers.find = counted  # type: ignore[method-assign]
+    def found_part(key: str, start: int, target: memoryview) -> int:
+        count = read_part(key, start, target)
+        keys[key] = None
+        work.bytes["read"] += count
+        return count
+
+    tiers.find, tiers.read_part = found_whole, found_part  # type: ignore[method-assign]
     try:
         yield
     finally:
-        del tiers.find
+        del tiers.find, tiers.read_part
+        work.keys.extend(keys)
 
 
 # -- what the machine can do --------------------------------------------------------------------------------------

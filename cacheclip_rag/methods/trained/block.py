@@ -67,5 +67,9 @@ class BlockAttention(Method):
             positions[span.start : span.stop] = torch.arange(len(span.tokens))
         return Geometry(positions)
 
+    @property
+    def reads_cache(self) -> bool:
+        return False
+
     def select(self, view: CacheView, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return recompute_nothing(view)

@@ -108,5 +108,9 @@ class KVLink(Method):
             "none."
         )
 
+    @property
+    def reads_cache(self) -> bool:
+        return False
+
     def select(self, view: CacheView, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return recompute_nothing(view)

@@ -257,6 +257,9 @@ class AttentionPlan:
     probe: Probe | None = None
     layer_starts: list[float] | None = None
     """Gets ``time.perf_counter()`` at the beginning of each layer; None: not recorded."""
+    before_layer: Callable[[int], None] | None = None
+    """Called with each layer's number before the layer runs, for instance to write its stored KV; None: nothing to
+    do."""
     row_filter: Any = None
     """A :class:`~cacheclip_rag.runtime.transformers.row_filter.RowFilter`; None: all rows run in all layers."""
     last_rows: int | None = None

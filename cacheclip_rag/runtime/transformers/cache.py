@@ -55,6 +55,10 @@ class FusedLayer(DynamicLayer):  # type: ignore[misc]
             target.mul_(scale)
         self._resize(max(self.length, stop))
 
+    def extend_to(self, length: int) -> None:
+        """As if KV were written up to slot ``length - 1``."""
+        self._resize(max(self.length, length))
+
     def write_at(self, start: int, keys: torch.Tensor, values: torch.Tensor, source: torch.Tensor) -> None:
         """Write one row of ``keys`` and ``values``, ``(num_kv_heads, num_tokens, head_dim)`` of the layer's dtype, to
         each slot from ``start`` on.
@@ -130,10 +134,10 @@ class FusedCache(Cache):  # type: ignore[misc]
         for layer in self.layers:
             layer.cut(length)
 
-    def clear(self, slots: torch.Tensor, num_layers: int | None = None) -> None:
-        """Set the KV of slots to 0, in the first ``num_layers`` layers (default all)."""
-        for layer in self.layers[:num_layers]:
-            layer.clear(slots.to(layer.device))
+    def extend_to(self, length: int) -> None:
+        """Give all layers at least this length. Their KV is written later."""
+        for layer in self.layers:
+            layer.extend_to(length)
 
     def scatter(self, slots: torch.Tensor | None) -> None:
         """Write the next pass's rows to these slots (strictly increasing); None: append them."""

@@ -1,7 +1,8 @@
 """Hooks on the decoder layers of unmodified models: the model's own loop over layers stays in use.
 
-They act only if a pass has a plan. Before each layer they note the time and ask the row filter, if the plan has them.
-Before the last layer they save work: all rows get KV there, but only few need the layer's output.
+They act only if a pass has a plan. Before each layer they note the time, let stored KV of this layer be written, and
+ask the row filter, if the plan has them. Before the last layer they save work: all rows get KV there, but only few need
+the layer's output.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ def install_layer_hooks(layers: Sequence[torch.nn.Module]) -> None:
                 return None
             if plan.layer_starts is not None:
                 plan.layer_starts.append(time.perf_counter())
+            if plan.before_layer is not None:
+                plan.before_layer(number)
             hidden, row_filter = args[0], plan.row_filter
             if isinstance(row_filter, RowFilter):
                 hidden, kwargs = row_filter.enter(number, hidden, kwargs)

@@ -273,37 +273,61 @@ class ModelRuntime(TextModel):
         Slots between the pieces get KV of other tokens: compute or fill them afterwards.
 
         Args:
-            pieces: slot of the first token, and KV; in order of slots, without overlap. Taken one at a time.
+            pieces: slot of the first token, and KV; in order of slots, without overlap.
             positions_of: position of each slot, ``(num_slots,)`` int64; default slot = position.
             num_layers: as in :meth:`fill`.
         """
+        write = self.filling(cache, pieces, positions_of)
+        for number in range(self.num_layers)[:num_layers]:
+            write(number)
+
+    def filling(
+        self,
+        cache: FusedCache,
+        pieces: Iterable[tuple[int, KV]],
+        positions_of: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> Callable[[int], None]:
+        """Writes many pieces of stored KV layer by layer: as :meth:`fill_all`, but a layer's KV is needed only when the
+        function that is returned is called with the layer's number. That may be within a pass."""
+        groups = []
         for joined in join(pieces):
             slots = joined.places
-            first = int(slots[0])
+            first, length = int(slots[0]), int(slots[-1]) + 1
             tables = self.rotary_tables_at(slots if positions_of is None else positions_of(slots))
-            source = torch.zeros(int(slots[-1]) + 1 - first, dtype=torch.int64)
+            source = torch.zeros(length - first, dtype=torch.int64)
             source[slots - first] = torch.arange(len(slots))
+            cache.extend_to(length)
             sources = {device: source.to(device) for device in set(self.layer_devices)}
-            for number, (layer, of_layer) in enumerate(list(zip(cache.layers, tables, strict=True))[:num_layers]):
+            groups.append((joined, first, tables, sources))
+
+        def write(number: int) -> None:
+            layer = cache.layers[number]
+            for joined, first, tables, sources in groups:
                 keys, values, scale = joined.layer(number, layer.device)
-                keys = rotate(keys, of_layer).to(self.dtype)
+                keys = rotate(keys, tables[number]).to(self.dtype)
                 values = (values if scale is None else values * scale).to(self.dtype)
                 layer.write_at(first, keys, values, sources[layer.device])
 
-    def repeat(
-        self, cache: FusedCache, kv: KV, slots: torch.Tensor, *, position: int, num_layers: int | None = None
-    ) -> None:
-        """Write stored KV several times: as :meth:`fill` for each row of ``slots``, ``(num_copies, num_tokens)``."""
+        return write
+
+    def repeating(
+        self, cache: FusedCache, kv: torch.Tensor, slots: torch.Tensor, *, position: int
+    ) -> Callable[[int], None]:
+        """Writes stored KV several times, layer by layer: as :meth:`fill` for each row of ``slots``, ``(num_copies,
+        num_tokens)``, when the function that is returned is called with the layer's number."""
         if not slots.numel():
-            return
+            return lambda number: None
         tables = self.rotary_tables(position, position + kv.shape[3])
         places = {device: slots.flatten().to(device) for device in set(self.layer_devices)}
-        for number, (layer, of_layer) in enumerate(list(zip(cache.layers, tables, strict=True))[:num_layers]):
-            keys, values, scale = layer_of(kv, number, layer.device)
-            keys = rotate(keys, of_layer).to(self.dtype)
-            values = (values if scale is None else values * scale).to(self.dtype)
+
+        def write(number: int) -> None:
+            layer = cache.layers[number]
+            keys, values, _ = layer_of(kv, number, layer.device)
+            keys = rotate(keys, tables[number]).to(self.dtype)
             copies = (1, len(slots), 1)
-            layer.copy_to(places[layer.device], keys.repeat(copies), values.repeat(copies))
+            layer.copy_to(places[layer.device], keys.repeat(copies), values.to(self.dtype).repeat(copies))
+
+        return write
 
     def extract(self, cache: FusedCache, start: int, stop: int) -> torch.Tensor:
         """Position-free KV of slots start to stop - 1 (slot = position): the inverse of :meth:`fill`."""
@@ -400,6 +424,10 @@ class ModelRuntime(TextModel):
         elif plan.probe is not None:
             # hooks after each layer move weights away again, and an exception would skip them
             plan = replace(plan, probe=replace(plan.probe, stop=None))
+        if self._offloaded and plan.before_layer is not None:  # it may raise, too
+            for layer in range(self.num_layers):
+                plan.before_layer(layer)
+            plan = replace(plan, before_layer=None)
         cache.scatter(positions if slots is None else slots)
         arguments = {
             "input_ids": ids[None].to(self.device),
@@ -437,6 +465,7 @@ class ModelRuntime(TextModel):
         probe: Probe | None = None,
         row_filter: RowFilter | None = None,
         layer_starts: list[float] | None = None,
+        before_layer: Callable[[int], None] | None = None,
         head: bool = True,
         logits_to_keep: int = 1,
     ) -> torch.Tensor | None:
@@ -446,6 +475,7 @@ class ModelRuntime(TextModel):
             visible: ``(num_slots,)`` bool, keys that any row may see; default all.
             row_filter: removes rows between layers.
             layer_starts: gets ``time.perf_counter()`` at the beginning of each layer.
+            before_layer: called with each layer's number before it runs. It must run no pass.
 
         Other arguments and the result are as in :meth:`run_rows`.
         """
@@ -453,6 +483,7 @@ class ModelRuntime(TextModel):
         positions = slots if geometry is None else geometry.positions_of(slots)
         plan = causal_plan(slots, self.device, geometry, visible)
         plan.probe, plan.row_filter, plan.layer_starts = probe, row_filter, layer_starts
+        plan.before_layer = before_layer
         return self.run_rows(cache, ids, positions, plan, slots=slots, head=head, logits_to_keep=logits_to_keep)
 
     @torch.inference_mode()

@@ -3,8 +3,7 @@
 Source: CacheClip (arXiv:2510.10129v1), section 3.2. The paper fine-tunes the auxiliary model and does not say how. Here
 a head set chooses heads and holds trained updates (:mod:`cacheclip_rag.lab.training`); without a head set the model is
 used unchanged. Departures: scores are mapped to the primary's tokens before grouping, so that the ratio counts the
-primary's tokens; the paper scores while the primary's KV is read, here scoring comes first; only the last 96 tokens of
-a long question score.
+primary's tokens; only the last 96 tokens of a long question score.
 """
 
 from __future__ import annotations

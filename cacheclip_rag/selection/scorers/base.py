@@ -1,7 +1,7 @@
 """Base classes of scorers.
 
-A :class:`PromptScorer` runs before the primary's KV is read, so that memory never holds the KV of both models. A
-:class:`CacheScorer` reads the assembled cache. Both have one abstract method, ``score``.
+A :class:`PromptScorer` runs while the primary's KV is read. A :class:`CacheScorer` reads the assembled cache. Both have
+one abstract method, ``score``.
 """
 
 from __future__ import annotations
@@ -28,6 +28,11 @@ class Scorer(ABC):
         return False
 
     @property
+    def reads_cache(self) -> bool:
+        """Whether :meth:`late` looks at the KV in the assembled cache."""
+        return True
+
+    @property
     def head_sets(self) -> tuple[str, ...]:
         """Names or files of auxiliary head sets that the scorer needs, besides the engine's own head set."""
         return ()
@@ -44,6 +49,10 @@ class Scorer(ABC):
 @dataclass(frozen=True, slots=True)
 class PromptScorer(Scorer):
     """Base of scorers that need no KV of the primary."""
+
+    @property
+    def reads_cache(self) -> bool:
+        return False
 
     @abstractmethod
     def score(self, view: PromptView) -> list[torch.Tensor]:

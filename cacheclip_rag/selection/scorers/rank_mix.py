@@ -36,6 +36,10 @@ class RankMix(Scorer):
         return self.first.needs_auxiliary or self.second.needs_auxiliary
 
     @property
+    def reads_cache(self) -> bool:
+        return self.first.reads_cache or self.second.reads_cache
+
+    @property
     def head_sets(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys((*self.first.head_sets, *self.second.head_sets)))
 

@@ -1,0 +1,208 @@
+"""Reads the KV of several chunks on a thread of its own, layer by layer, while the request computes.
+
+All chunks' first layers come first, then their second ones, and so on, so that a model can run its first layers while
+the rest is read. Source of the idea to load a layer's KV while the layer before it is computed: CacheBlend
+(arXiv:2405.16444, its pipelined loading). Departure: a backend that gives whole payloads only is read chunk by chunk,
+so that nothing but scoring and what else comes before the KV is needed can hide it.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from .codecs import StoredKV, keeps
+
+if TYPE_CHECKING:
+    from .tenant import TenantStore
+
+__all__ = ["ReadAgain", "ReadAhead"]
+
+_LEAST_BYTES = 1 << 18
+"""Layers of a chunk are read together until they have so many bytes: smaller reads cost more calls than they hide."""
+_ALL = sys.maxsize
+
+
+class ReadAgain(Exception):
+    """KV that :meth:`ReadAhead.kv` gave turned out to be damaged or was replaced. Ask for all KV again."""
+
+
+class ReadAhead:
+    """Reads the KV of keys in order. Use it in a ``with`` block, at whose end the thread has ended, whatever happens.
+
+    Every layer is compared with its checksum before :meth:`wait` lets anybody use it. Where a part of a payload cannot
+    be read as it should be, the payload is read once more as a whole, which decides whether it is damaged. Payloads
+    that are in memory need no thread. Memory holds the stored form of all KV until the block ends.
+    """
+
+    def __init__(
+        self,
+        store: TenantStore,
+        keys: Sequence[str],
+        *,
+        codec: str | None = None,
+        num_layers: int | None = None,
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            codec: KV of a coarser codec counts as missing; default any codec will do.
+            num_layers: read the first layers only, if no others are used; default all.
+            then: called when all is read, by the thread that read it. Not called if reading was stopped or failed.
+        """
+        self._store, self._keys, self._codec, self._then = store, tuple(keys), codec, then
+        self._num_layers = _ALL if num_layers is None else num_layers
+        self._found: dict[str, StoredKV | None] = {}
+        self._ready = dict.fromkeys(self._keys, 0)
+        """Layers that are there and checked, by key."""
+        self._given: set[str] = set()
+        self._changed = threading.Condition()
+        self._is_stale = False
+        self._stop = threading.Event()
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._started = False
+        self.ended_at: float | None = None
+        """``time.perf_counter()`` when all was read; None before that."""
+
+    def start(self) -> None:
+        """Begin to read. A second call does nothing."""
+        with self._lock:
+            if self._started:
+                return
+            self._started = True
+            near = [key for key in self._ready if self._store.is_in_memory(key)]
+            for key, found in zip(near, self._store.get_each(near), strict=True):
+                self._settle(key, found)
+            if len(near) < len(self._ready):
+                self._thread = threading.Thread(target=self._run, name="cacheclip-read", daemon=True)
+                self._thread.start()
+        if self._thread is None:
+            self._end()
+
+    def kv(self, number: int) -> StoredKV | None:
+        """The KV of a key, by its number, or None if there is none. Waits until its size is known, not until its layers
+        are there: call :meth:`wait` before each layer is used."""
+        self.start()
+        key = self._keys[number]
+        with self._changed:
+            self._changed.wait_for(lambda: key in self._found or self._error is not None)
+            self._check()
+            self._given.add(key)
+            found = self._found[key]
+        # an engine with this model as auxiliary may have stored it with a coarser codec
+        return found if found is None or self._codec is None or keeps(found.codec, self._codec) else None
+
+    def wait(self, layer: int) -> None:
+        """Wait until a layer of all keys is there.
+
+        Raises:
+            ReadAgain: some KV that :meth:`kv` gave is not what it should be.
+        """
+        self.start()
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_stale or self._error is not None or self._has(layer))
+            self._check()
+            if self._is_stale:
+                self._is_stale = False
+                raise ReadAgain
+
+    def close(self) -> None:
+        """Stop reading, and wait for the read that is under way."""
+        self._stop.set()
+        with self._lock:
+            self._started = True  # never again
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    def __enter__(self) -> ReadAhead:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _has(self, layer: int) -> bool:
+        return all(count > layer for count in self._ready.values())
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._read_all([key for key in self._ready if key not in self._found])
+            if not self._stop.is_set():
+                self._end()
+        except BaseException as error:  # the request raises it
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _read_all(self, keys: list[str]) -> None:
+        if not self._store.reads_parts:
+            reads = self._store.get_each(keys)
+            for key in keys:
+                if self._stop.is_set():
+                    return
+                self._settle(key, next(reads))
+            return
+        opened = {}
+        for key, begun in zip(keys, self._store.begin_each(keys), strict=True):
+            if self._stop.is_set():
+                return
+            if begun is None:
+                self._settle(key, self._store.get(key))
+            else:
+                opened[key] = begun
+                with self._changed:
+                    self._found[key] = begun
+                    self._changed.notify_all()
+        layer = 0
+        while opened and not self._stop.is_set():
+            for key, stored in [*opened.items()]:
+                if self._stop.is_set():
+                    return
+                if self._read_layers(key, stored, layer):
+                    del opened[key]
+            layer += 1
+
+    def _read_layers(self, key: str, stored: StoredKV, layer: int) -> bool:
+        """Read ``layer`` and those that come with it, if they are not there yet; True if nothing is left to read."""
+        first, last = self._ready[key], self._last(stored)
+        if first > layer:
+            return first >= last
+        stop = min(last, first + math.ceil(_LEAST_BYTES / stored.frame.layer_size))
+        if not self._store.read_layers(stored, first, stop):
+            self._settle(key, self._store.get(key))
+            return True
+        if stop == last:
+            self._store.count_read(stored, is_whole=last == stored.shape[0])
+        with self._changed:
+            self._ready[key] = stop if stop < last else _ALL
+            self._changed.notify_all()
+        return stop == last
+
+    def _last(self, stored: StoredKV) -> int:
+        num_layers = stored.shape[0]
+        return num_layers if self._store.promotes else min(num_layers, self._num_layers)
+
+    def _end(self) -> None:
+        self.ended_at = time.perf_counter()
+        if self._then is not None:
+            self._then()
+
+    def _settle(self, key: str, found: StoredKV | None) -> None:
+        """A whole payload, or none, in place of what may have been given before."""
+        with self._changed:
+            self._found[key], self._ready[key] = found, _ALL
+            self._is_stale |= key in self._given
+            self._given.discard(key)
+            self._changed.notify_all()

@@ -1,0 +1,394 @@
+"""Reading while computing changes no bit of an answer: however slow the store is, and whatever fails in it."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cacheclip_rag import SamplingParams
+from cacheclip_rag.fusion import recompute as fusion
+from cacheclip_rag.methods import preset
+from cacheclip_rag.store import Catalog, ChunkStore, DiskBackend, MemoryBackend, ReadAgain, ReadAhead, Tiers
+from cacheclip_rag.store import ahead as module
+from cacheclip_rag.store.codecs import Frame
+from cacheclip_rag.testing.throttled import ThrottledBackend
+from tests.conftest import CHUNKS, SENTENCES, rag_prompt
+from tests.fusion.cases import make_engine
+
+METHODS = ("cacheclip", "anchored", "epic", "direct", "ape", "query_attention", "cacheblend", "block")
+"""Methods that choose before the cache is there, with a correction, without the auxiliary, with other positions, and
+methods that look at the cache."""
+Before = Callable[[str, int, int], None]
+PROMPT = rag_prompt(CHUNKS)
+
+
+class Slow:
+    """An engine whose store does what a test says before each read."""
+
+    def __init__(self, folder: Path, models: tuple[str, str], *, memory: int | None = None, **options: Any) -> None:
+        in_parts = options.pop("in_parts", True)
+        self.disk = DiskBackend(folder)
+        self.throttled = ThrottledBackend(self.disk, before_read=self._before, in_parts=in_parts)
+        near = [] if memory is None else [MemoryBackend(memory)]
+        self.store = ChunkStore(Catalog(folder), Tiers([*near, self.throttled]))
+        self.engine = make_engine(*models, prefix_cache_bytes=0, method="cacheclip", store=self.store, **options)
+        self.hook: Before | None = None
+        self.reads: list[tuple[str, int, int]] = []
+
+    def _before(self, key: str, start: int, num_bytes: int) -> None:
+        self.reads.append((key, start, num_bytes))
+        if self.hook is not None:
+            self.hook(key, start, num_bytes)
+
+    def ask(self, method: str = "cacheclip", prompt: str = PROMPT, ratio: float = 0.3) -> Any:
+        self.reads.clear()
+        made = preset(method)
+        made = made.at(ratio) if made.has_ratio else made
+        self.engine.precompute(CHUNKS)
+        if made.context is not None:
+            self.engine._writer.precompute(CHUNKS, made.context)
+        self.reads.clear()
+        with torch.inference_mode():
+            return self.engine.prefill(prompt, SamplingParams(max_tokens=1), method=made)
+
+    def keys(self, role: str, method: str = "cacheclip") -> list[str]:
+        """Keys of the chunks in the order in which they are read."""
+        sources = self.engine.parts.sources(preset(method))
+        if role == "primary":
+            return [sources.primary.key(text) for text in CHUNKS]
+        assert sources.auxiliary is not None
+        caches = sources.auxiliary.caches
+        return [caches.key(text) for text in sorted(CHUNKS, key=lambda text: len(caches.tokenize(text)))]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    yield
+    assert [thread for thread in threading.enumerate() if thread.name == "cacheclip-read"] == []
+
+
+@pytest.fixture(autouse=True)
+def one_layer_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny models' layers would be read together."""
+    monkeypatch.setattr(module, "_LEAST_BYTES", 1)
+
+
+@pytest.fixture
+def models(tiny_models: dict[str, str]) -> tuple[str, str]:
+    return tiny_models["llama"], tiny_models["auxiliary"]
+
+
+@pytest.fixture
+def slow(models: tuple[str, str], tmp_path: Path) -> Slow:
+    return Slow(tmp_path / "store", models)
+
+
+def in_memory(models: tuple[str, str], **options: Any) -> Any:
+    """The same engine on a store in memory, which reads everything at once and uses no thread."""
+    engine = make_engine(*models, prefix_cache_bytes=0, method="cacheclip", **options)
+
+    def ask(method: str, prompt: str = PROMPT, chunks: Any = CHUNKS, ratio: float = 0.3) -> Any:
+        made = preset(method)
+        made = made.at(ratio) if made.has_ratio else made
+        engine.precompute(chunks)
+        if made.context is not None:
+            engine._writer.precompute(chunks, made.context)
+        with torch.inference_mode():
+            return engine.prefill(prompt, SamplingParams(max_tokens=1), method=made)
+
+    return ask
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    assert found.stats.hits == expected.stats.hits
+    assert found.stats.recomputed_tokens == expected.stats.recomputed_tokens
+    assert torch.equal(found.logits, expected.logits)
+    for ours, theirs in zip(found.cache.layers, expected.cache.layers, strict=True):
+        assert torch.equal(ours.keys, theirs.keys) and torch.equal(ours.values, theirs.values)
+
+
+class TestDelays:
+    @pytest.mark.parametrize("codec", ["float32", "int8"])
+    @pytest.mark.parametrize("in_parts", [True, False])
+    @pytest.mark.parametrize("method", METHODS)
+    def test_answers_are_the_same(
+        self, models: tuple[str, str], tmp_path: Path, method: str, codec: str, in_parts: bool
+    ) -> None:
+        options = {"codec": codec, "auxiliary_codec": codec}
+        expected = in_memory(models, **options)(method)
+        slow = Slow(tmp_path / "store", models, in_parts=in_parts, **options)
+        choice = random.Random(f"{method}{codec}{in_parts}")
+        slow.hook = lambda *_: time.sleep(choice.choice((0, 0, 0.001, 0.005)))
+        assert_same(slow.ask(method), expected)
+        assert any(num_bytes > 0 for *_, num_bytes in slow.reads) == in_parts
+
+    @pytest.mark.parametrize("seed", range(6))
+    def test_any_layout(self, models: tuple[str, str], tmp_path: Path, seed: int) -> None:
+        """Chunks in any order, twice, cut off, with text between them."""
+        choice = random.Random(seed)
+        parts = [choice.choice(CHUNKS) for _ in range(choice.randint(1, 5))]
+        parts = [part[: choice.randint(len(part) // 2, len(part))] if choice.random() < 0.3 else part for part in parts]
+        prompt = rag_prompt(
+            [f"{part}\n{choice.choice(SENTENCES)}" if choice.random() < 0.4 else part for part in parts]
+        )
+        slow = Slow(tmp_path / "store", models)
+        slow.hook = lambda *_: time.sleep(choice.choice((0, 0.002)))
+        for method in ("cacheclip", "epic", "ape"):
+            assert_same(slow.ask(method, prompt), in_memory(models)(method, prompt))
+
+    @pytest.mark.parametrize("primary", ["gemma3", "qwen2-sliding", "gpt-oss", "llama-rope-dynamic"], indirect=True)
+    def test_any_kind_of_model(self, primary: str, tiny_models: dict[str, str], tmp_path: Path) -> None:
+        models = primary, tiny_models["auxiliary"]
+        slow = Slow(tmp_path / "store", models)
+        slow.hook = lambda *_: time.sleep(0.001)
+        for method in ("cacheclip", "direct", "cacheblend"):
+            assert_same(slow.ask(method), in_memory(models)(method))
+
+    def test_layers_run_before_the_last_one_is_read(self, slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The last layer of the primary is read only when its first one has run."""
+        slow.ask()
+        last = self.last_layer_of(slow, slow.keys("primary")[-1])
+        has_run = threading.Event()
+        layer = slow.engine.primary.model.base_model.layers[0]  # type: ignore[attr-defined]
+        handle = layer.register_forward_hook(lambda *_: has_run.set())
+        waited: list[bool] = []
+
+        def hook(key: str, start: int, num_bytes: int) -> None:
+            if (key, start) == last:
+                waited.append(has_run.wait(20))
+
+        slow.hook = hook
+        try:
+            slow.ask()
+        finally:
+            handle.remove()
+        assert waited == [True]
+
+    def test_the_primary_is_read_after_the_auxiliary_and_while_it_scores(self, slow: Slow) -> None:
+        slow.ask()
+        order = [key for key, *_ in slow.reads]
+        primary, auxiliary = set(slow.keys("primary")), set(slow.keys("auxiliary"))
+        first = next(number for number, key in enumerate(order) if key in primary)
+        assert auxiliary.isdisjoint(order[first:])
+        assert len(auxiliary & set(order[:first])) == len(CHUNKS) - 1, "the first chunk is exact"
+
+    def test_the_auxiliary_is_read_up_to_its_last_scored_layer(self, slow: Slow) -> None:
+        slow.ask()
+        key = slow.keys("auxiliary")[0]
+        sources = slow.engine.parts.sources(preset("cacheclip"))
+        assert sources.auxiliary is not None
+        heads = sources.auxiliary.heads
+        layers = slow.engine.parts.auxiliary_caches.runtime.num_layers
+        used = layers if heads is None else max(heads.layers) + 1
+        assert sum(1 for each, *_ in slow.reads if each == key) == used
+
+    def test_waiting_counts_as_reading_and_phases_add_up(self, slow: Slow) -> None:
+        slow.hook = lambda *_: time.sleep(0.02)
+        stats = slow.ask().stats
+        assert stats.phases_s["read"] > 0.1 and min(stats.phases_s.values()) > -1e-3
+        assert sum(stats.phases_s.values()) <= stats.ttft_s + 1e-3
+
+    def test_what_is_in_memory_needs_no_thread(
+        self, models: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        slow = Slow(tmp_path / "store", models, memory=1 << 26)
+        expected = slow.ask()
+        slow.store.tiers.drop_copies([*slow.keys("primary"), *slow.keys("auxiliary")])
+        assert_same(slow.ask(), expected)  # read in parts, and copied to memory
+        assert slow.reads
+        monkeypatch.setattr(threading.Thread, "start", lambda self: pytest.fail("a thread was started"))
+        assert_same(slow.ask(), expected)
+        assert not slow.reads
+
+    @staticmethod
+    def last_layer_of(slow: Slow, key: str) -> tuple[str, int]:
+        frame = Frame.parse(slow.disk.get_many([key])[key], key)
+        return key, frame.start + (frame.shape[0] - 1) * frame.layer_size
+
+
+def damage(slow: Slow, key: str, layer: int) -> None:
+    """Change one byte of a layer on the medium."""
+    data = bytearray(slow.disk.get_many([key])[key])
+    frame = Frame.parse(bytes(data), key)
+    data[frame.start + layer * frame.layer_size + 3] ^= 1
+    slow.disk.path_of(key).write_bytes(data)
+
+
+class TestFailures:
+    @pytest.mark.parametrize("number", [0, 1, len(CHUNKS) - 1])
+    @pytest.mark.parametrize("layer", [0, -1])
+    @pytest.mark.parametrize("method", ["cacheclip", "epic", "ape", "cacheblend"])
+    def test_a_damaged_chunk_becomes_text(
+        self, slow: Slow, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, method: str,
+        number: int, layer: int,
+    ) -> None:  # fmt: skip
+        """As if it had been known before anything was computed; a damage of the last layer is found late."""
+        slow.ask(method)
+        key = slow.keys("primary", method)[number]
+        data = slow.disk.get_many([key])[key]
+        damage(slow, key, layer % slow.engine.primary.num_layers)
+        slow.throttled.has_parts = False  # type: ignore[misc]
+        expected = self.asked(slow, method)
+        assert (expected.stats.hits, expected.stats.misses) == (len(CHUNKS) - 1, 1)
+        slow.throttled.has_parts = True  # type: ignore[misc]
+        self.restore(slow, key, bytes(data))
+        damage(slow, key, layer % slow.engine.primary.num_layers)
+        caplog.clear()
+        found = self.asked(slow, method)
+        assert_same(found, expected)
+        assert found.missing == (CHUNKS[number],) and "is damaged" in caplog.text
+        assert slow.disk.head(key, 1) is None, "it is removed"
+
+    @staticmethod
+    def asked(slow: Slow, method: str) -> Any:
+        made = preset(method)
+        made = made.at(0.3) if made.has_ratio else made
+        with torch.inference_mode():
+            return slow.engine.prefill(PROMPT, SamplingParams(max_tokens=1), method=made)
+
+    @staticmethod
+    def restore(slow: Slow, key: str, data: bytes) -> None:
+        slow.disk.put(key, data)
+        slow.store.catalog.record(slow.store.entry_of(slow.store.header(key)))  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize("number", [0, 1, len(CHUNKS) - 1])
+    def test_a_damaged_chunk_of_the_auxiliary_is_computed(
+        self, models: tuple[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture, number: int
+    ) -> None:
+        slow = Slow(tmp_path / "store", models, auxiliary_codec="float32")
+        expected = slow.ask()
+        damage(slow, slow.keys("auxiliary")[number], 0)
+        found = self.asked(slow, "cacheclip")
+        assert found.stats.recomputed_tokens == expected.stats.recomputed_tokens and "is damaged" in caplog.text
+        assert float((found.logits - expected.logits).abs().max()) < 1e-5
+
+    @pytest.mark.parametrize("number", [0, 1, len(CHUNKS) - 1])
+    @pytest.mark.parametrize("is_lasting", [True, False])
+    def test_a_read_that_fails(
+        self, slow: Slow, caplog: pytest.LogCaptureFixture, number: int, is_lasting: bool
+    ) -> None:
+        """Once: the payload is read again. Always: a miss that stays stored."""
+        expected = slow.ask()
+        key = slow.keys("primary")[number]
+        failed: list[int] = []
+
+        def hook(asked: str, start: int, num_bytes: int) -> None:
+            if asked == key and (start or num_bytes < 0) and (is_lasting or not failed) and len(slow.reads) > 10:
+                failed.append(start)
+                raise OSError("the medium is gone")
+
+        slow.hook = hook
+        found = self.asked(slow, "cacheclip")
+        slow.hook = None
+        assert failed
+        if is_lasting:
+            assert (found.stats.hits, found.stats.misses) == (len(CHUNKS) - 1, 1)
+            assert "cannot be read now" in caplog.text
+        else:
+            assert_same(found, expected)
+        assert_same(self.asked(slow, "cacheclip"), expected)
+
+    def test_a_payload_that_is_replaced_between_two_parts(self, slow: Slow) -> None:
+        """By one with another codec: nothing of both is mixed."""
+        expected = slow.ask("epic")
+        key = slow.keys("primary", "epic")[1]
+        kv = slow.engine.store.get(key)
+        assert kv is not None
+        tensor, done = kv.tensor(), list[int]()
+
+        def hook(asked: str, start: int, num_bytes: int) -> None:
+            if asked == key and num_bytes > 0 and start > num_bytes and not done:
+                done.append(start)
+                slow.engine.store.put(key, tensor + 1, "float32", text=CHUNKS[1])
+
+        slow.hook = hook
+        found = self.asked(slow, "epic")
+        slow.hook = None
+        assert done and not torch.equal(found.logits, expected.logits)
+        assert_same(found, self.asked(slow, "epic"))
+
+    @pytest.mark.parametrize("method", ["cacheclip", "epic", "cacheblend"])
+    def test_an_error_in_the_thread_reaches_the_caller(self, slow: Slow, method: str) -> None:
+        slow.ask(method)
+
+        def hook(key: str, start: int, num_bytes: int) -> None:
+            raise ZeroDivisionError("a bug of the backend")
+
+        slow.hook = hook
+        with pytest.raises(ZeroDivisionError, match="a bug of the backend"):
+            self.asked(slow, method)
+
+    @pytest.mark.parametrize("where", ["select", "recompute"])
+    def test_a_request_that_ends_early(self, slow: Slow, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+        """Interrupted while the store is read: the thread has ended, and no file stays open."""
+        slow.ask()
+        slow.hook = lambda *_: time.sleep(0.01)
+
+        def interrupt(*args: Any, **options: Any) -> Any:
+            raise KeyboardInterrupt
+
+        if where == "select":
+            monkeypatch.setattr(type(preset("cacheclip")), "score", interrupt)
+        else:
+            monkeypatch.setattr(fusion, "recompute", interrupt)
+        opened = len([*Path("/proc/self/fd").iterdir()]) if Path("/proc/self/fd").is_dir() else 0
+        with pytest.raises(KeyboardInterrupt):
+            self.asked(slow, "cacheclip")
+        assert threading.active_count() and not [t for t in threading.enumerate() if t.name == "cacheclip-read"]
+        if opened:
+            assert len([*Path("/proc/self/fd").iterdir()]) <= opened
+
+
+class TestReadAhead:
+    def test_nothing_to_read(self, slow: Slow) -> None:
+        with ReadAhead(slow.engine.store, []) as reading:
+            reading.wait(5)
+
+    def test_a_missing_key(self, slow: Slow) -> None:
+        slow.ask()
+        keys = ["0" * 64, slow.keys("primary")[0]]
+        with ReadAhead(slow.engine.store, keys) as reading:
+            found = reading.kv(1)
+            assert reading.kv(0) is None and found is not None
+            reading.wait(found.shape[0] - 1)
+            expected = slow.engine.store.get(keys[1])
+            assert expected is not None and torch.equal(found.tensor(), expected.tensor())
+
+    def test_another_tenants_payload_is_missing(self, slow: Slow) -> None:
+        slow.ask()
+        with ReadAhead(slow.store.tenant("other"), slow.keys("primary")[:1]) as reading:
+            assert reading.kv(0) is None
+
+    def test_closed_before_it_began(self, slow: Slow) -> None:
+        slow.ask()
+        slow.reads.clear()
+        with ReadAhead(slow.engine.store, slow.keys("primary")):
+            pass
+        assert not slow.reads
+
+    def test_it_says_when_given_kv_is_stale(self, slow: Slow) -> None:
+        slow.ask()
+        key = slow.keys("primary")[0]
+        damage(slow, key, 1)
+        with ReadAhead(slow.engine.store, [key]) as reading:
+            first = reading.kv(0)
+            with pytest.raises(ReadAgain):
+                reading.wait(10**6)
+            assert first is not None and reading.kv(0) is None
+            reading.wait(0)
+
+    def test_then_is_called_once_all_is_read(self, slow: Slow) -> None:
+        slow.ask()
+        done = threading.Event()
+        with ReadAhead(slow.engine.store, slow.keys("primary"), then=done.set) as reading:
+            assert not done.is_set()
+            reading.start()
+            assert done.wait(20)
+            reading.wait(10**6)
