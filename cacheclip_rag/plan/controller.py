@@ -235,8 +235,9 @@ class Controller:
         """The plan at the ratio that is chosen for it, or with the reason why it is plain prefill.
 
         Without ``max_ttft_s``, that is the least ratio that may be chosen. With it, the plan is plain prefill if that
-        is soon enough, else it gets the largest ratio that is. Without a limit, and where no ratio keeps to it, the
-        plan is plain prefill if reuse would save less than a tenth of its time.
+        is soon enough, else it gets the largest ratio that is. Where reading the store takes longer than the recompute
+        beside it, the ratio is raised as long as that costs no time. Without a limit, and where no ratio keeps to it,
+        the plan is plain prefill if reuse would save less than a tenth of its time.
 
         Args:
             plan: reuses chunks.
@@ -249,6 +250,7 @@ class Controller:
         if max_ttft_s is not None:
             ratio = next((each for each in reversed(larger) if self._fused_s(work, each) <= max_ttft_s), ratio)
         seconds = self._fused_s(work, ratio)
+        ratio = max([ratio, *(each for each in larger if self._fused_s(work, each) <= seconds)])
         if max_ttft_s is not None and plain_s <= max_ttft_s:
             why = f"plain prefill is predicted to take {plain_s:.2f} s, and {max_ttft_s:.2f} s are allowed"
         elif seconds > _WORTH * plain_s and (max_ttft_s is None or seconds > max_ttft_s):

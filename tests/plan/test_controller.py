@@ -236,6 +236,10 @@ class TestObserve:
         assert controller._fused_s(work, 1.0) > seconds
         chosen = controller.decide(plan_of(engine), 0, max_ttft_s=1.01 * seconds)
         assert chosen.bypass is None and chosen.method.nominal_ratio >= 0.5
+        free = controller.decide(plan_of(engine), 0)  # without a limit: as much as costs no time
+        own = Controller(PROFILE).decide(plan_of(engine), 0).method.nominal_ratio
+        assert own < free.method.nominal_ratio < 1.0
+        assert controller._fused_s(work, free.method.nominal_ratio) == controller._fused_s(work, own)
 
     def test_a_store_that_was_slow_beside_the_recompute_is_tried_again(self, engine: CacheClipEngine) -> None:
         controller = Controller(PROFILE)
