@@ -8,6 +8,7 @@ store's files. Work that is not counted, such as copying the auxiliary model's K
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -146,7 +147,7 @@ def _counted(answering: Answering, request: Request, engine: CacheClipEngine, ti
         for runtime in dict.fromkeys(models):
             if isinstance(runtime, ModelRuntime):
                 stack.enter_context(_watched(runtime, watch, work, operations))
-        stack.enter_context(_watched_reads(tiers, work))
+        stack.enter_context(_watched_reads(tiers, watch, work))
         stack.enter_context(operations)
         stats = answering.prefill(request, watch).stats
     work.known = all(isinstance(runtime, ModelRuntime) for runtime in models)
@@ -208,14 +209,15 @@ def _layer_flops(shape: LayerShape, number: int, rows: int, kwargs: Mapping[str,
 
 
 @contextmanager
-def _watched_reads(tiers: Tiers, work: _Work) -> Iterator[None]:
-    """Add chunk KV that is read, on any thread, to ``work``."""
-    find, read_part = tiers.find, tiers.read_part
+def _watched_reads(tiers: Tiers, watch: _Watch, work: _Work) -> Iterator[None]:
+    """Add chunk KV that is read, on any thread, to ``work``. The request's own thread reads other KV, too: the shared
+    prefix."""
+    find, read_part, own = tiers.find, tiers.read_part, threading.get_ident()
     keys: dict[str, None] = {}
 
     def found_whole(key: str, sink: Sink) -> Any:
         found = find(key, sink)
-        if found is not None:
+        if found is not None and (watch.phase_now == "read" or threading.get_ident() != own):
             keys[key] = None
             work.bytes["read"] += memoryview(found[0]).nbytes
         return found
