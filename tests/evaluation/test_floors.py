@@ -27,6 +27,7 @@ from cacheclip_rag.runtime.transformers.attention import (
     causal_plan,
     query_attention,
 )
+from cacheclip_rag.store.codecs import Frame
 from cacheclip_rag.types import PHASES, Request
 from tests.conftest import QUESTION, rag_prompt
 
@@ -143,6 +144,12 @@ def explained(
     return engine, explaining.explain(engine, requests, seconds, before_read=lambda: None), requests
 
 
+def kv_bytes(engine: CacheClipEngine, key: str) -> int:
+    """Bytes of an entry's payload after its header."""
+    data, num_bytes = engine.store.store.tiers.head(key, 1 << 14)
+    return num_bytes - Frame.parse(data, key, num_bytes=num_bytes).start
+
+
 def test_work_of_each_phase(explained: Any, chunks: list[str]) -> None:
     engine, found, requests = explained
     answering = Answering(engine.parts, ChunkWriter(engine.parts), ())
@@ -164,7 +171,7 @@ def test_work_of_each_phase(explained: Any, chunks: list[str]) -> None:
         assert phases["recompute"]["operations"] > 0
     methods = found["methods"]
     sizes = [
-        [engine.store.store.tiers.head(caches.key(text), 0)[1] for text in chunks]
+        [kv_bytes(engine, caches.key(text)) for text in chunks]
         for caches in engine.chunk_caches(engine.context_of("cacheclip"))
     ]
     assert methods["direct"]["read"]["bytes"] == sum(sizes[0])
