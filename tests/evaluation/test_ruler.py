@@ -13,7 +13,7 @@ import pytest
 from cacheclip_rag.errors import ConfigurationError, MissingExtraError
 from cacheclip_rag.lab.evaluation import ruler
 from cacheclip_rag.lab.evaluation.records import Record
-from cacheclip_rag.lab.evaluation.ruler import TASKS, generate, sentences
+from cacheclip_rag.lab.evaluation.ruler import NeedleTask, generate, sentences
 
 HAYSTACK = "\n".join(f"Sentence {n} of the keeper's\n  log is about gulls, fog and rope." for n in range(1000))
 DEPTHS = (
@@ -23,6 +23,7 @@ DEPTHS = (
 WORD = r"[^\n]+-[^\n]+"
 NUMBER = r"[1-9]\d{6}"
 UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
+TASKS = {name: task for name, task in ruler.TASKS.items() if isinstance(task, NeedleTask)}
 ESSAY = [name for name, task in TASKS.items() if task.haystack == "essay"]
 LINES = [name for name, task in TASKS.items() if task.haystack != "essay"]
 ONE_CHUNK = 10**6
@@ -341,3 +342,52 @@ class TestSentences:
     def test_where_they_end(self, text: str, expected: list[str]) -> None:
         assert sentences(text) == expected
         assert " ".join(sentences(text)) == text
+
+
+class TestVariableTracking:
+    """RULER's ``vt``: one chain of five variables in lines of noise, after a solved example."""
+
+    def test_prompt(self) -> None:
+        for record in make("vt", num_tokens=2000, count=3):
+            meta, text = record.meta, context(record)
+            example, opening, rest = meta["opening"].partition("\n\nMemorize and track the chain(s) of variable")
+            assert opening and rest == " assignment hidden in the following text.\n\n"
+            assignments = [line for line in text.split("\n") if line != ruler._NOISE]
+            value = assignments[0].rsplit(" ", 1)[1]
+            assert re.fullmatch(r"[1-9]\d{4}", value)
+            names = list(record.answers)
+            assert len(set(names)) == 5 and all(re.fullmatch("[A-Z]{5}", name) for name in names)
+            chain = [f"VAR {after} = VAR {name} " for name, after in zip(names, names[1:], strict=False)]
+            assert assignments == [f"VAR {names[0]} = {value}", *chain]
+            question = f"\nQuestion: Find all variables that are assigned the value {value} in the text above."
+            assert meta["closing"] == question and record.question == question.strip()
+            assert meta["answer_prefix"] == (
+                " Answer: According to the chain(s) of variable assignment in the text above, 5 variables are assigned "
+                f"the value {value}, they are: "
+            )
+            assert (meta["max_tokens"], meta["metric"]) == (30, "string_match_all")
+            assert meta["length"] <= 2000 == meta["num_tokens"] and meta["length"] > 2000 - 5 * 25 - 100
+
+            solved = re.fullmatch(
+                r"Memorize and track .+ following text\.\n\n(?P<lines>(?s:.+))\nQuestion: .+ value (?P<value>\d{5}) in the "
+                r"text above\. Answer: .+ 5 variables .+ (?P=value), they are:  (?P<names>[A-Z]{3}(?: [A-Z]{3}){4})",
+                example,
+            )
+            assert solved is not None and len(offsets(example)) <= 500
+            found = re.findall(r"VAR ([A-Z]{3}) =", solved["lines"])
+            assert " ".join(found) == solved["names"] and f"VAR {found[0]} = {solved['value']}" in solved["lines"]
+
+    def test_samples_differ_and_come_again(self) -> None:
+        first, second = make("vt", num_tokens=1500)
+        assert first.answers != second.answers and first.chunks != second.chunks
+        assert make("vt", num_tokens=1500, count=1) == [first]
+
+    def test_chunks_cover_the_context(self) -> None:
+        [record] = make("vt", num_tokens=2000, count=1, chunk_tokens=200, overlap_tokens=0)
+        [whole] = make("vt", num_tokens=2000, count=1)
+        parts = "".join(chunk.text for chunk in record.chunks)
+        assert len(record.chunks) > 5 and "".join(parts.split()) == "".join(context(whole).split())
+
+    def test_too_few_tokens(self) -> None:
+        with pytest.raises(ConfigurationError, match="vt needs num_tokens"):
+            make("vt", num_tokens=400)

@@ -1,7 +1,7 @@
-"""The eight needle tasks of RULER, generated for any tokenizer and length.
+"""The eight needle tasks of RULER and its variable tracking, generated for any tokenizer and length.
 
-Source: NVIDIA/RULER (arXiv:2404.06654; Apache-2.0), ``scripts/data/synthetic/niah.py`` and ``constants.py``: strings,
-draws, insertion and fitting follow it; the code is ours. Where we depart from it:
+Source: NVIDIA/RULER (arXiv:2404.06654; Apache-2.0), ``scripts/data/synthetic/niah.py``, ``variable_tracking.py`` and
+``constants.py``: strings, draws, insertion and fitting follow it; the code is ours. Where we depart from it:
 
 - every sample has its own random generator, so that sample 7 does not depend on the count. The samples are not those of
   RULER's own files;
@@ -14,23 +14,22 @@ from __future__ import annotations
 
 import random
 import re
+import string
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from itertools import pairwise
 from typing import Literal
 
 from ...errors import ConfigurationError, MissingExtraError
 from .records import Passage, Record
 
-__all__ = ["MAX_TOKENS", "TASKS", "NeedleTask", "Offsets", "chosen_tasks", "generate", "sentences"]
+__all__ = ["TASKS", "NeedleTask", "Offsets", "VariableTracking", "chosen_tasks", "generate", "sentences"]
 
 Offsets = Callable[[str], Sequence[tuple[int, int]]]
 """Returns ``(start, end)`` in characters of every token of a text, without special tokens."""
-
-MAX_TOKENS = 128
-"""Room for the answer, part of every length."""
 
 _NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 _NEEDLE = "One of the special magic {type} for {key} is: {value}."
@@ -40,6 +39,14 @@ _TEMPLATE = (
     "\nWhat are all the special magic {type} for {query} mentioned in the provided text?",
     " The special magic {type} for {query} mentioned in the provided text are",
 )
+_TRACKING = (
+    "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n",
+    "\nQuestion: Find all variables that are assigned the value {value} in the text above.",
+    " Answer: According to the chain(s) of variable assignment in the text above, {count} variables are assigned the "
+    "value {value}, they are: ",
+)
+_EXAMPLE_TOKENS = 500
+"""Most tokens of the solved example before a prompt of variable tracking."""
 _SINGULAR = (("Some", "A"), ("are all", "is"), ("are", "is"), ("answers", "answer"))
 _DEPTHS = tuple(round(100 * n / 39) for n in range(40))
 """Percent of the sentences before an essay's needle."""
@@ -61,6 +68,12 @@ class NeedleTask:
     """Values per key, each in its own needle."""
     num_needle_q: int = 1
     """Keys asked for."""
+    max_tokens: int = 128
+    """Room for the answer, part of every length."""
+
+    def step(self, num_tokens: int) -> int:
+        """Words of essays, or lines, by which RULER makes a haystack longer."""
+        return 500 if self.haystack == "essay" else 25 if num_tokens >= 4096 else 5
 
     def parts(self, query: str) -> tuple[str, str, str]:
         """Text before the context, text after the context, and the answer prefix; singular for one answer."""
@@ -77,7 +90,50 @@ class NeedleTask:
         return _NEEDLE.format(type=self.value_type, key=key, value=value)
 
 
-TASKS: dict[str, NeedleTask] = {
+@dataclass(frozen=True, slots=True)
+class VariableTracking:
+    """A chain of assignments, in order, between lines of noise: which variables have its value? A solved example with
+    a chain of its own comes first."""
+
+    num_hops: int = 4
+    """Assignments after the chain's first one."""
+    haystack: Literal["noise"] = "noise"
+    max_tokens: int = 30
+    """Room for the answer, part of every length."""
+
+    def step(self, num_tokens: int) -> int:
+        """Lines by which RULER makes a haystack longer."""
+        return 10 if num_tokens >= 4096 else 5
+
+    def sample(self, draw: random.Random, size: int, example: str = "", letters: int = 5) -> _Sample:
+        """A chain in ``size`` lines of noise.
+
+        Args:
+            example: text before the prompt.
+            letters: letters of a variable's name.
+        """
+        names: list[str] = []
+        while len(names) <= self.num_hops:
+            name = "".join(draw.choices(string.ascii_uppercase, k=letters))
+            names += [] if name in names else [name]
+        value = str(draw.randint(10000, 99998))
+        chain = [f"VAR {names[0]} = {value}"]
+        chain += [f"VAR {name} = VAR {before} " for before, name in pairwise(names)]  # RULER's lines end with a space
+        lines = [_NOISE] * size
+        for number, (position, assignment) in enumerate(
+            zip(sorted(draw.sample(range(size), len(chain))), chain, strict=True)
+        ):
+            lines.insert(position + number, assignment)
+        opening, closing, prefix = (part.format(value=value, count=len(names)) for part in _TRACKING)
+        return _Sample("\n".join(lines), example + opening, closing, prefix, tuple(names))
+
+    def example(self, draw: random.Random, size: int) -> str:
+        """A solved prompt in ``size`` lines of noise, and the line breaks after it."""
+        sample = self.sample(draw, size, letters=3)
+        return f"{sample.prompt} {' '.join(sample.answers)}\n\n"
+
+
+TASKS: dict[str, NeedleTask | VariableTracking] = {
     "niah_single_1": NeedleTask("noise", "words", "numbers"),
     "niah_single_2": NeedleTask("essay", "words", "numbers"),
     "niah_single_3": NeedleTask("essay", "words", "uuids"),
@@ -86,6 +142,7 @@ TASKS: dict[str, NeedleTask] = {
     "niah_multikey_3": NeedleTask("needle", "uuids", "uuids"),
     "niah_multivalue": NeedleTask("essay", "words", "numbers", num_needle_v=4),
     "niah_multiquery": NeedleTask("essay", "words", "numbers", num_needle_q=4),
+    "vt": VariableTracking(),
 }
 
 
@@ -115,8 +172,8 @@ def generate(
 ) -> list[Record]:
     """``count`` records of ``task``, each of nearly ``num_tokens`` tokens and not more.
 
-    The tokens include prompt, answer prefix and 128 tokens for the answer. They do not include a chat template and the
-    overlaps of the chunks (5 % at 1000 / 50). ``haystack`` is the text of the essays, for tasks that need one.
+    The tokens include prompt, answer prefix and the task's room for the answer. They do not include a chat template and
+    the overlaps of the chunks (5 % at 1000 / 50). ``haystack`` is the text of the essays, for tasks that need one.
 
     ``meta`` holds ``opening`` and ``closing``, each with the line break beside the context: opening + context + closing
     is RULER's prompt; ``answer_prefix``, which begins with a space and goes right after it, or opens the assistant's
@@ -128,18 +185,23 @@ def generate(
     """
     row = _check(task, count, offsets, chunk_tokens, overlap_tokens)
     words = (haystack or "").split() if row.haystack == "essay" else None
-    step = 500 if words is not None else 25 if num_tokens >= 4096 else 5
+    step, room = row.step(num_tokens), row.max_tokens
+    lines = 0 if isinstance(row, NeedleTask) else _example_lines(row, task, offsets)
 
     def make(index: int, size: int) -> tuple[_Sample, Sequence[tuple[int, int]]]:
-        sample = _sample(row, random.Random(f"{seed}/{task}/{index}"), seed, words, size)
+        draw = random.Random(f"{seed}/{task}/{index}")
+        if isinstance(row, NeedleTask):
+            sample = _sample(row, draw, seed, words, size)
+        else:
+            sample = row.sample(draw, size, row.example(draw, lines))
         return sample, offsets(sample.prompt)
 
     most = max(num_tokens, step) if words is None else len(words)
-    fitted = _fit(task, lambda size: len(make(0, size)[1]) + MAX_TOKENS, num_tokens, step, most)
+    fitted = _fit(task, lambda size: len(make(0, size)[1]) + room, num_tokens, step, most)
     records = []
     for index in range(count):
         sample, spans = make(index, size := fitted)
-        while len(spans) + MAX_TOKENS > num_tokens:
+        while len(spans) + room > num_tokens:
             # RULER always removes a whole step, and does not end if no step is left
             sample, spans = make(index, size := max(size - step, size // 2))
         meta = {
@@ -147,9 +209,9 @@ def generate(
             "closing": sample.closing,
             "answer_prefix": sample.prefix,
             "num_tokens": num_tokens,
-            "length": len(spans) + MAX_TOKENS,
+            "length": len(spans) + room,
             "metric": "string_match_all",
-            "max_tokens": MAX_TOKENS,
+            "max_tokens": room,
         }
         chunks = tuple(Passage("", text) for text in _chunks(sample, spans, chunk_tokens, overlap_tokens))
         question = sample.closing.removeprefix("\n")
@@ -191,7 +253,16 @@ def sentences(text: str) -> list[str]:
     return [*found, text[start:]] if start < len(text) else found
 
 
-def _check(task: str, count: int, offsets: Offsets, chunk_tokens: int, overlap_tokens: int) -> NeedleTask:
+def _example_lines(row: VariableTracking, task: str, offsets: Offsets) -> int:
+    """Lines of noise in the solved example."""
+    return _fit(
+        task, lambda size: len(offsets(row.example(random.Random(task), size))), _EXAMPLE_TOKENS, 5, _EXAMPLE_TOKENS
+    )
+
+
+def _check(
+    task: str, count: int, offsets: Offsets, chunk_tokens: int, overlap_tokens: int
+) -> NeedleTask | VariableTracking:
     row = _known(task)
     if count < 1:
         raise ConfigurationError(f"expected a count of at least 1 sample, got {count}. Ask for one or more.")
@@ -207,7 +278,7 @@ def _check(task: str, count: int, offsets: Offsets, chunk_tokens: int, overlap_t
     return row
 
 
-def _known(task: str) -> NeedleTask:
+def _known(task: str) -> NeedleTask | VariableTracking:
     if task not in TASKS:
         raise ConfigurationError(f"expected a RULER task, got {task!r}. Known: {', '.join(TASKS)}.")
     return TASKS[task]
