@@ -369,8 +369,8 @@ class TestVariableTracking:
             assert meta["length"] <= 2000 == meta["num_tokens"] and meta["length"] > 2000 - 5 * 25 - 100
 
             solved = re.fullmatch(
-                r"Memorize and track .+ following text\.\n\n(?P<lines>(?s:.+))\nQuestion: .+ (?P<value>\d{5}) in the text "
-                r"above\. Answer: .+ 5 variables .+ (?P=value), they are:  (?P<names>[A-Z]{3}(?: [A-Z]{3}){4})",
+                r"Memorize and track .+ following text\.\n\n(?P<lines>(?s:.+))\nQuestion: .+ (?P<value>\d{5}) in the "
+                r"text above\. Answer: .+ 5 variables .+ (?P=value), they are:  (?P<names>[A-Z]{3}(?: [A-Z]{3}){4})",
                 example,
             )
             assert solved is not None and len(offsets(example)) <= 500
