@@ -148,12 +148,17 @@ class ChunkCaches:
         return self._read(self.key(text), self.codec, buffer)
 
     def read_ahead(
-        self, texts: Sequence[str], *, num_layers: int | None = None, then: Callable[[], None] | None = None
+        self,
+        texts: Sequence[str],
+        *,
+        num_layers: int | None = None,
+        once: bool = False,
+        then: Callable[[], None] | None = None,
     ) -> ReadAhead:
         """Stored KV of many chunks, read on a thread while the caller does other work. See
         :class:`~cacheclip_rag.store.ReadAhead`."""
         keys = [self.key(text) for text in texts]
-        return ReadAhead(self._store, keys, codec=self.codec, num_layers=num_layers, then=then)
+        return ReadAhead(self._store, keys, codec=self.codec, num_layers=num_layers, once=once, then=then)
 
     def _read(self, key: str, codec: str, buffer: ReadBuffer | None = None) -> StoredKV | None:
         stored = self._store.get(key, buffer)

@@ -13,7 +13,6 @@ keys at positions up to p and no other.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -75,7 +74,8 @@ class _Pass:
         plan, clock = self.plan, self.clock
         unread = [span for span in plan.reused if not plan.layout.is_cached(span)]
         texts = [] if self.sources.captured is not None else list(dict.fromkeys(span.whole for span in unread))
-        with self.sources.primary.read_ahead(texts) as reading:
+        numbers = {text: number for number, text in enumerate(texts)}
+        with self.sources.primary.read_ahead(texts, once=True) as reading:
             if not plan.method.needs_auxiliary:  # whose KV is needed first
                 with clock.phase("read"):
                     reading.start()
@@ -83,11 +83,11 @@ class _Pass:
                 scorable = [span for span in plan.reused if not plan.layout.is_exact(span)]
                 view = PromptView(**self._seen(plan.reused, scorable, reading.start))
                 scores = dict(zip(scorable, plan.method.score(view), strict=True))
-            while True:
-                with suppress(ReadAgain):
-                    return self._assemble(
-                        match, _Reads({text: number for number, text in enumerate(texts)}, reading), scores
-                    )
+            with suppress(ReadAgain):
+                return self._assemble(match, _Reads(numbers, reading), scores)
+        while True:  # something turned out to be damaged, and is gone
+            with reading.again() as reading, suppress(ReadAgain):
+                return self._assemble(match, _Reads(numbers, reading), scores)
 
     def _assemble(self, match: Match, reads: _Reads, scores: Mapping[Span, torch.Tensor]) -> Fused | None:
         """Write prefix and chunk KV into a cache and recompute on it. A chunk that cannot be read becomes ordinary
@@ -114,6 +114,7 @@ class _Pass:
                 with clock.phase_within("read", "assemble"):
                     reads.reading.wait(layer)
                 fill(layer)
+                reads.reading.done(layer)
 
             if plan.method.reads_cache and not is_changed:
                 for layer in range(self.runtime.num_layers):
@@ -125,7 +126,7 @@ class _Pass:
         began: list[float] = []
 
         def before_layer(layer: int) -> None:
-            began.append(time.perf_counter())
+            began.append(reads.reading.busy_s())
             with clock.phase_within("assemble", "recompute"):
                 write(layer)
 
@@ -134,7 +135,7 @@ class _Pass:
         missing = None if plan.method.reads_cache else before_layer
         found = pass_._recompute(cache, scored, [scores[span] for span in scored], missing)
         if began:
-            clock.left_to_read_s = max(0.0, (reads.reading.ended_at or time.perf_counter()) - began[0])
+            clock.left_to_read_s = reads.reading.busy_s() - began[0]
         return found
 
     def _recompute(

@@ -46,6 +46,7 @@ def score_chunks(
     pooled: bool = False,
     sinks: int = 0,
     before_layer: Callable[[int], None] | None = None,
+    after_layer: Callable[[int], None] | None = None,
 ) -> list[torch.Tensor]:
     """Attention mass of the question on every token of every chunk, in one packed forward pass.
 
@@ -67,6 +68,7 @@ def score_chunks(
         sinks: tokens at the start of each chunk that score 0, because every question attends to them. A head set may
             ask for more. With ``pooled``, a chunk without other tokens is scored without this rule.
         before_layer: called with each layer's number before the KV of the layer is used.
+        after_layer: called with each layer's number when ``chunks`` of that layer are not needed any more.
 
     Returns:
         Per chunk ``(num_chunk_tokens,)`` float32, each between 0 and 1.
@@ -101,7 +103,7 @@ def score_chunks(
     probe = Probe(chosen, packed.blocks, record, stop=max(chosen), logits=pooled)
     if isinstance(heads, HeadSet) and heads.is_updated:
         probe.adjust = _updating(heads, packed, auxiliary)
-    packed.run(auxiliary, probe, before_layer)
+    packed.run(auxiliary, probe, before_layer, after_layer)
     return list(scores.cpu().split(packed.lengths))
 
 
@@ -124,17 +126,22 @@ class PackedChunks:
     fill: Callable[[int], None]
     """Writes the KV of one layer into the cache. :meth:`run` does so."""
 
-    def run(self, auxiliary: ModelRuntime, probe: Probe, before_layer: Callable[[int], None] | None = None) -> None:
-        """Run the questions up to the last layer that the probe needs.
-
-        Args:
-            before_layer: called with each layer's number before the layer's KV is used.
-        """
+    def run(
+        self,
+        auxiliary: ModelRuntime,
+        probe: Probe,
+        before_layer: Callable[[int], None] | None = None,
+        after_layer: Callable[[int], None] | None = None,
+    ) -> None:
+        """Run the questions, once, up to the last layer that the probe needs. Arguments are as in
+        :func:`score_chunks`."""
 
         def fill(layer: int) -> None:
             if before_layer is not None:
                 before_layer(layer)
             self.fill(layer)
+            if after_layer is not None:
+                after_layer(layer)
 
         plan = AttentionPlan(self.blocks, probe, before_layer=fill)
         auxiliary.run_rows(self.cache, self.ids, self.positions, plan, slots=self.slots, head=False)
@@ -198,7 +205,7 @@ def pack_chunks(
         stops.append(start + width * np.arange(1, count + 1))
         padding = torch.from_numpy(width - around - sizes[first:stop])
         blocks.append(SideBySide(rows, slice(start, start := start + count * width), padding))
-    cache = auxiliary.new_cache(start)
+    cache = auxiliary.new_cache(start, one_layer=True)
     ends = np.concatenate(stops) - num_question
     begins = ends - sizes  # slots of the chunks' first tokens
 

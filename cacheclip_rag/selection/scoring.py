@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -88,7 +87,8 @@ class AuxiliaryScorer:
         heads, layers = self._head_set(scorer), self._layers(scorer)
         read = [chosen[number].text for number in _by_length(chosen)]
         num_layers = max(layers if heads is None else heads.layers) + 1
-        with caches.read_ahead(read, num_layers=num_layers, then=then) as reading:
+        once = scorer.passes == 1
+        with caches.read_ahead(read, num_layers=num_layers, once=once, then=then) as reading:
             raw = self._scores(chosen, asked, scorer, clock, reading)
             if scorer.passes > 1:
                 between = Question.of(runtime, "\n")
@@ -136,22 +136,25 @@ class AuxiliaryScorer:
             with clock.phase_within("read", "select"):
                 reading.wait(layer)
 
-        while True:
-            with suppress(ReadAgain):
-                scores = score_chunks(
-                    runtime,
-                    caches.prefix,
-                    chunks(),
-                    asked.ids,
-                    [len(piece.tokens) for piece in chosen],
-                    layers=self._layers(scorer),
-                    heads=self._head_set(scorer) or "mean",
-                    pooled=scorer.pooled,
-                    sinks=scorer.sinks,
-                    before_layer=before_layer,
-                )
-                by_number = dict(zip(order, scores, strict=True))
-                return [by_number[number] for number in range(len(pieces))]
+        try:
+            scores = score_chunks(
+                runtime,
+                caches.prefix,
+                chunks(),
+                asked.ids,
+                [len(piece.tokens) for piece in chosen],
+                layers=self._layers(scorer),
+                heads=self._head_set(scorer) or "mean",
+                pooled=scorer.pooled,
+                sinks=scorer.sinks,
+                before_layer=before_layer,
+                after_layer=reading.done,
+            )
+        except ReadAgain:  # something turned out to be damaged, and is gone
+            with reading.again() as another:
+                return self._scores(pieces, asked, scorer, clock, another)
+        by_number = dict(zip(order, scores, strict=True))
+        return [by_number[number] for number in range(len(pieces))]
 
     def _layers(self, scorer: AuxiliaryAttention) -> list[int]:
         """The layers that are scored if there is no head set."""

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 __all__ = ["ReadAgain", "ReadAhead"]
 
+_AHEAD_BYTES = 1 << 26
+"""Bytes that reading keeps ahead of layers that are used once. More would take memory and hide nothing."""
+_LEAST_AHEAD = 4
+"""Layers that it keeps ahead at least."""
 _LEAST_BYTES = 1 << 18
 """Layers of a chunk are read together until they have so many bytes: smaller reads cost more calls than they hide."""
 _ALL = sys.maxsize
@@ -36,7 +40,8 @@ class ReadAhead:
 
     Every layer is compared with its checksum before :meth:`wait` lets anybody use it. Where a part of a payload cannot
     be read as it should be, the payload is read once more as a whole, which decides whether it is damaged. Payloads
-    that are in memory need no thread. Memory holds the stored form of all KV until the block ends.
+    that are in memory need no thread. Memory holds the stored form of all KV until the block ends; of layers that are
+    used once, that of a few.
     """
 
     def __init__(
@@ -46,16 +51,21 @@ class ReadAhead:
         *,
         codec: str | None = None,
         num_layers: int | None = None,
+        once: bool = False,
         then: Callable[[], None] | None = None,
     ) -> None:
         """
         Args:
             codec: KV of a coarser codec counts as missing; default any codec will do.
             num_layers: read the first layers only, if no others are used; default all.
+            once: the caller uses the layers in order, each once, and calls :meth:`done` after each. After
+                :exc:`ReadAgain` it must go on with :meth:`again`.
             then: called when all is read, by the thread that read it. Not called if reading was stopped or failed.
         """
         self._store, self._keys, self._codec, self._then = store, tuple(keys), codec, then
+        self._once = once and not store.promotes  # which takes whole payloads
         self._num_layers = _ALL if num_layers is None else num_layers
+        self._again = lambda: ReadAhead(store, keys, codec=codec, num_layers=num_layers, once=once, then=then)
         self._found: dict[str, StoredKV | None] = {}
         self._ready = dict.fromkeys(self._keys, 0)
         """Layers that are there and checked, by key."""
@@ -67,15 +77,21 @@ class ReadAhead:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._started = False
-        self.ended_at: float | None = None
-        """``time.perf_counter()`` when all was read; None before that."""
+        self._opened: dict[str, StoredKV] = {}
+        """What is read in parts, by key."""
+        self._ahead = self._wanted = self._done = 0
+        """Layers that may be read ahead; the last one that was waited for; how many are done with."""
+        self._began_at: float | None = None
+        self._ended_at: float | None = None
+        self._idle_since: float | None = None
+        self._idle_s = 0.0
 
     def start(self) -> None:
         """Begin to read. A second call does nothing."""
         with self._lock:
             if self._started:
                 return
-            self._started = True
+            self._started, self._began_at = True, time.perf_counter()
             near = [key for key in self._ready if self._store.is_in_memory(key)]
             for key, found in zip(near, self._store.get_each(near), strict=True):
                 self._settle(key, found)
@@ -106,15 +122,41 @@ class ReadAhead:
         """
         self.start()
         with self._changed:
+            self._wanted = max(self._wanted, layer)
+            self._changed.notify_all()
             self._changed.wait_for(lambda: self._is_stale or self._error is not None or self._has(layer))
             self._check()
             if self._is_stale:
                 self._is_stale = False
                 raise ReadAgain
 
+    def again(self) -> ReadAhead:
+        """Another reading of the same keys, after :exc:`ReadAgain`."""
+        return self._again()
+
+    def done(self, layer: int) -> None:
+        """This layer is not used any more: its memory is given back if layers are used once."""
+        if not self._once:
+            return
+        with self._changed:
+            self._done = layer + 1
+            self._changed.notify_all()
+            opened = [*self._opened.values()]
+        for stored in opened:
+            self._store.give_back(stored, layer)
+
+    def busy_s(self) -> float:
+        """Seconds for which the thread has been reading, without those in which it was far enough ahead."""
+        with self._changed:
+            now = time.perf_counter()
+            idle = self._idle_s + (0.0 if self._idle_since is None else now - self._idle_since)
+            return 0.0 if self._began_at is None else (self._ended_at or now) - self._began_at - idle
+
     def close(self) -> None:
         """Stop reading, and wait for the read that is under way."""
         self._stop.set()
+        with self._changed:
+            self._changed.notify_all()
         with self._lock:
             self._started = True  # never again
             thread = self._thread
@@ -163,16 +205,32 @@ class ReadAhead:
             else:
                 opened[key] = begun
                 with self._changed:
-                    self._found[key] = begun
+                    self._found[key] = self._opened[key] = begun
                     self._changed.notify_all()
+        of_layer = sum(stored.frame.layer_size for stored in opened.values())
+        self._ahead = max(_LEAST_AHEAD, _AHEAD_BYTES // max(1, of_layer))
         layer = 0
         while opened and not self._stop.is_set():
+            self._pace(layer)
             for key, stored in [*opened.items()]:
                 if self._stop.is_set():
                     return
                 if self._read_layers(key, stored, layer):
                     del opened[key]
             layer += 1
+
+    def _pace(self, layer: int) -> None:
+        """Wait until a layer is near enough to what is used now."""
+        with self._changed:
+            if not self._once or self._is_near(layer):
+                return
+            self._idle_since = time.perf_counter()
+            self._changed.wait_for(lambda: self._is_near(layer) or self._stop.is_set())
+            self._idle_s += time.perf_counter() - self._idle_since
+            self._idle_since = None
+
+    def _is_near(self, layer: int) -> bool:
+        return layer <= max(self._wanted, self._done + self._ahead)
 
     def _read_layers(self, key: str, stored: StoredKV, layer: int) -> bool:
         """Read ``layer`` and those that come with it, if they are not there yet; True if nothing is left to read."""
@@ -195,7 +253,7 @@ class ReadAhead:
         return num_layers if self._store.promotes else min(num_layers, self._num_layers)
 
     def _end(self) -> None:
-        self.ended_at = time.perf_counter()
+        self._ended_at = time.perf_counter()
         if self._then is not None:
             self._then()
 
@@ -203,6 +261,7 @@ class ReadAhead:
         """A whole payload, or none, in place of what may have been given before."""
         with self._changed:
             self._found[key], self._ready[key] = found, _ALL
+            self._opened.pop(key, None)
             self._is_stale |= key in self._given
             self._given.discard(key)
             self._changed.notify_all()

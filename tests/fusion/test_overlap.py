@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import random
 import threading
 import time
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -392,3 +394,31 @@ class TestReadAhead:
             reading.start()
             assert done.wait(20)
             reading.wait(10**6)
+
+    def test_layers_that_are_used_once_take_memory_once(self, slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Reading stays a few layers ahead, and what is done with is given back."""
+        slow.ask()
+        monkeypatch.setattr(module, "_AHEAD_BYTES", 0)
+        monkeypatch.setattr(module, "_LEAST_AHEAD", 0)
+        monkeypatch.setattr(module, "_LEAST_BYTES", 1)
+        keys = slow.keys("primary")
+        expected = [kv.tensor() for kv in slow.engine.store.get_each(keys) if kv is not None]
+        assert len(expected) == len(keys) > 1
+        with ReadAhead(slow.engine.store, keys, once=True) as reading:
+            found = [reading.kv(number) for number in range(len(keys))]
+            num_layers = expected[0].shape[0]
+            for layer in range(num_layers):
+                reading.wait(layer)
+                for kv, exact in zip(found, expected, strict=True):
+                    assert kv is not None and torch.equal(kv.layer(layer).tensor(), exact[layer])
+                time.sleep(0.02)
+                assert all(count in (layer + 1, module._ALL) for count in reading._ready.values()), "not further"
+                reading.done(layer)
+            used = reading.busy_s()
+            assert 0 < used <= time.perf_counter()
+        if hasattr(mmap, "MADV_DONTNEED"):
+            for kv in found:
+                assert kv is not None
+                frame = kv.frame
+                pages = (frame.start + num_layers * frame.layer_size) // mmap.PAGESIZE * mmap.PAGESIZE
+                assert not np.frombuffer(frame.data, np.uint8)[:pages].any(), "given back"

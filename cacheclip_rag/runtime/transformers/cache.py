@@ -21,11 +21,23 @@ class FusedLayer(DynamicLayer):  # type: ignore[misc]
 
     is_croppable = False
 
-    def __init__(self, num_kv_heads: int, head_dim: int, capacity: int, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self,
+        num_kv_heads: int,
+        head_dim: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        shares: FusedLayer | None = None,
+    ):
+        """``shares``: a layer whose memory this one uses, too."""
         super().__init__()
         self.dtype, self.device, self.is_initialized = dtype, device, True
-        self._keys = torch.empty(1, num_kv_heads, capacity, head_dim, dtype=dtype, device=device)
-        self._values = torch.empty_like(self._keys)
+        if shares is None:
+            self._keys = torch.empty(1, num_kv_heads, capacity, head_dim, dtype=dtype, device=device)
+            self._values = torch.empty_like(self._keys)
+        else:
+            self._keys, self._values = shares._keys, shares._values
         self.slots: torch.Tensor | None = None
         """``(num_rows,)`` int64, slots that the next update writes; None: the update appends."""
         self.slots_on_cpu: torch.Tensor | None = None

@@ -209,15 +209,22 @@ class ModelRuntime(TextModel):
 
     # -- KV -----------------------------------------------------------------------------------------------------
 
-    def new_cache(self, capacity: int) -> FusedCache:
-        """An empty cache with room for ``capacity`` tokens. It grows if decoding needs more."""
+    def new_cache(self, capacity: int, *, one_layer: bool = False) -> FusedCache:
+        """An empty cache with room for ``capacity`` tokens. It grows if decoding needs more.
+
+        Args:
+            one_layer: all layers share one layer's memory, for a single pass that fills each layer right before it
+                runs (:attr:`AttentionPlan.before_layer`).
+        """
         self.check_process()  # stored KV is written, by several threads, before the model is first used
-        return FusedCache(
-            layers=[
-                FusedLayer(self.num_kv_heads, self.head_dim, capacity, self.dtype, device)
-                for device in self.layer_devices
-            ]
-        )
+        shared: dict[torch.device, FusedLayer] = {}
+        layers = []
+        for device in self.layer_devices:
+            layer = FusedLayer(self.num_kv_heads, self.head_dim, capacity, self.dtype, device, shared.get(device))
+            if one_layer and not self._offloaded:  # whose layers are all filled before the pass
+                shared.setdefault(device, layer)
+            layers.append(layer)
+        return FusedCache(layers=layers)
 
     def rotary_tables(self, start: int, stop: int) -> list[Tables | None]:
         """Per layer the model's float32 cos and sin, each ``(stop - start, rotary_dim)``, for positions start to
