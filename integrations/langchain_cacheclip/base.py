@@ -9,15 +9,15 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from cacheclip_adapters import ModelFields
-from cacheclip_adapters.aio import iterate_in_thread
-from cacheclip_adapters.finishing import final_events
-from cacheclip_adapters.usage import telemetry
 from langchain_core.documents import Document
 from langchain_core.exceptions import ContextOverflowError
 from pydantic import model_validator
 
 from cacheclip_rag import __version__
 from cacheclip_rag.errors import ConfigurationError, PromptTooLongError
+from cacheclip_rag.frontend.aio import iterate_in_thread
+from cacheclip_rag.frontend.finishing import final_events
+from cacheclip_rag.frontend.usage import telemetry
 
 if TYPE_CHECKING:
     from typing import Self

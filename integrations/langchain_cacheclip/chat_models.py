@@ -7,8 +7,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from cacheclip_adapters.aio import iterate_in_thread
-from cacheclip_adapters.tools import with_tool_choice
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.documents import Document
 from langchain_core.language_models import LanguageModelInput, ModelProfile
@@ -25,6 +23,8 @@ from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import Field, SecretStr
 
 from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.frontend.aio import iterate_in_thread
+from cacheclip_rag.frontend.tools import with_tool_choice
 from cacheclip_rag.models.context import known_context
 
 from .base import LangChainFields, ending, last_answer, last_answer_async

@@ -11,10 +11,6 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from cacheclip_adapters import ModelFields
-from cacheclip_adapters.aio import iterate_in_thread
-from cacheclip_adapters.finishing import final_events
-from cacheclip_adapters.tools import can_constrain
-from cacheclip_adapters.usage import telemetry, token_usage
 from llama_index.core.base.llms.types import (
     ChatMessage,
     ChatResponse,
@@ -36,6 +32,10 @@ from llama_index.core.llms.llm import ToolSelection
 from llama_index.core.program.utils import process_streaming_objects
 
 from cacheclip_rag.errors import ConfigurationError, MissingExtraError
+from cacheclip_rag.frontend.aio import iterate_in_thread
+from cacheclip_rag.frontend.finishing import final_events
+from cacheclip_rag.frontend.tools import can_constrain
+from cacheclip_rag.frontend.usage import telemetry, token_usage
 from cacheclip_rag.models.context import known_context, knows_tools
 
 from .events import CacheClipFusionEvent

@@ -7,9 +7,10 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from cacheclip_adapters import EngineFields
-from cacheclip_adapters.aio import iterate_in_thread
 from llama_index.core.schema import BaseNode, MetadataMode, TransformComponent
 from llama_index.core.utils import get_tqdm_iterable
+
+from cacheclip_rag.frontend.aio import iterate_in_thread
 
 if TYPE_CHECKING:
     from typing import Self
