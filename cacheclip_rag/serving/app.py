@@ -32,6 +32,8 @@ __all__ = ["App", "Limits"]
 logger = logging.getLogger(__name__)
 
 _LOCAL = frozenset({"localhost", "127.0.0.1", "[::1]"})
+_READ_AT_MOST = 4
+"""Times the limit of a body, after which the connection is cut."""
 _ENDED = b"data: [DONE]\n\n"
 
 
@@ -198,16 +200,17 @@ class App:
             raise RequestError(
                 f"the body must be JSON with 'Content-Type: application/json', got {kind[:80]!r}.", status=415
             )
-        most, found = self.limits.body_bytes, bytearray()
-        stated = request.headers.get("content-length", "0")
+        most, found, read = self.limits.body_bytes, bytearray(), 0
         async with asyncio.timeout(self.limits.request_s):
-            if not (stated.isdigit() and int(stated) > most):
-                async for piece in request.stream():
+            # what is too much is read and dropped, because many clients read no response before they have sent all
+            async for piece in request.stream():
+                read += len(piece)
+                if read <= most:
                     found += piece
-                    if len(found) > most:
-                        break
-                else:
-                    return bytes(found)
+                elif read > _READ_AT_MOST * most:
+                    break
+        if read <= most:
+            return bytes(found)
         raise RequestError(
             f"the body is larger than {most} bytes, the most that this server takes (--max-body-bytes).",
             status=413,
@@ -300,15 +303,15 @@ class _Answering(Response):
         self.done: Callable[..., None] = lambda status, answer=None: None
         self._began = False
         """Whether the beginning of the response was sent."""
-        self._is_ending = False
-        """Whether nothing is left to compute."""
+        self._has_ended = False
+        """Whether the end of the response was sent, or is being sent."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answering = asyncio.create_task(self._answer(scope, receive, send))
         leaving = asyncio.create_task(_left(receive))
         try:
             await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if self._is_ending:
+            if self._has_ended:
                 await answering
             elif not answering.done():
                 self._app.count_disconnect()
@@ -319,57 +322,45 @@ class _Answering(Response):
             await asyncio.gather(answering, leaving, return_exceptions=True)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        give = self._chunks if self._is_stream else self._whole
         try:
             async with asyncio.timeout(self._app.limits.request_s), aclosing(self._app.events(self._asked)) as events:
-                give = self._stream if self._is_stream else self._whole
-                answer = await give(events, scope, receive, send)
-            self.done(200, answer)
-        except OSError as error:
-            if not isinstance(error, TimeoutError):
-                raise  # the client hung up
-            await self._refuse(error, scope, receive, send)
+                async for event in events:  # also after the last: what was missing is stored then
+                    await give(event, scope, receive, send)
+                    if event.answer is not None:
+                        self.done(200, event.answer)
         except Exception as error:
             await self._refuse(error, scope, receive, send)
 
-    async def _whole(
-        self, events: AsyncGenerator[Event, None], scope: Scope, receive: Receive, send: Send
-    ) -> Answer | None:
-        answer = None
-        async for event in events:
-            answer = event.answer or answer
-        assert answer is not None, "a stream ends with its answer"
-        response = _json(self._reply.whole(answer), {"x-request-id": self._reply.id})
-        self._is_ending = True
-        await response(scope, receive, send)
-        return answer
+    async def _whole(self, event: Event, scope: Scope, receive: Receive, send: Send) -> None:
+        if event.answer is not None:
+            response = _json(self._reply.whole(event.answer), {"x-request-id": self._reply.id})
+            self._has_ended = True
+            await response(scope, receive, send)
 
-    async def _stream(
-        self, events: AsyncGenerator[Event, None], scope: Scope, receive: Receive, send: Send
-    ) -> Answer | None:
-        answer = None
-        async for event in events:
-            chunks = [*(() if self._began else self._reply.opening()), *self._reply.chunks(event)]
-            if not self._began:  # not before: an error has a status as long as nothing was sent
-                self._began = True
-                headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-                headers += [(b"x-accel-buffering", b"no"), (b"x-request-id", self._reply.id.encode())]
-                await send({"type": "http.response.start", "status": 200, "headers": headers})
-            answer = event.answer or answer
-            if chunks:
-                await _send(send, b"".join(map(server_sent, chunks)), more=True)
-        self._is_ending = True
-        await _send(send, _ENDED, more=False)
-        return answer
+    async def _chunks(self, event: Event, scope: Scope, receive: Receive, send: Send) -> None:
+        chunks = [*(() if self._began else self._reply.opening()), *self._reply.chunks(event)]
+        if not self._began:  # not before: an error has a status as long as nothing was sent
+            self._began = True
+            headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+            headers += [(b"x-accel-buffering", b"no"), (b"x-request-id", self._reply.id.encode())]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+        text = b"".join(map(server_sent, chunks))
+        self._has_ended = event.answer is not None
+        if self._has_ended:
+            await _send(send, text + _ENDED, more=False)
+        elif text:
+            await _send(send, text, more=True)
 
     async def _refuse(self, error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
-        self._is_ending = True
-        if not self._began:
-            response = _refusal(error)
-            await response(scope, receive, send)
-            self.done(response.status_code)
-            return
         found = _known(error)
-        await _send(send, server_sent(error_body(found)), more=False)
+        if self._has_ended:
+            return  # the client has its answer
+        self._has_ended = True
+        if self._began:
+            await _send(send, server_sent(error_body(found)), more=False)
+        else:
+            await _json(error_body(found), found.headers, found.status)(scope, receive, send)
         self.done(found.status)
 
 

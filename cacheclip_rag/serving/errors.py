@@ -43,7 +43,7 @@ def error_of(error: Exception) -> RequestError:
         case RequestError():
             return error
         case PromptTooLongError():
-            return RequestError(str(error), param="messages", code="context_length_exceeded")
+            return RequestError(str(error), code="context_length_exceeded")
         case MissingExtraError():
             return RequestError(str(error), status=501, kind="server_error", code="not_installed", headers=_NO_RETRY)
         case ConfigurationError() | DocumentError():

@@ -43,7 +43,7 @@ class CacheClipField(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True, use_attribute_docstrings=True)
 
-    documents: tuple[str, ...] = Field(default=(), strict=False)
+    documents: list[str] = Field(default_factory=list)
     """Texts that are known to be in the prompt. Those that were not stored are stored after the answer."""
     method: Annotated[str | None, AfterValidator(_checked_method)] = None
     """Name of a preset."""

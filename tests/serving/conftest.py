@@ -79,5 +79,3 @@ def served(config: EngineConfig) -> Iterator[Served]:
     """A server without keys."""
     with running(config) as found:
         yield found
-
-
