@@ -39,7 +39,7 @@ class Caller:
             return self.tenants[0]
         if not self.may_choose:
             raise RequestError(
-                "this server has no keys of tenants, so a request cannot name one. Start it with --tenants FILE.",
+                "only a request with a tenant's API key may name a tenant (--tenants FILE).",
                 status=403,
                 kind="permission_error",
                 param="cacheclip.tenant",

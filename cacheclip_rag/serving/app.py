@@ -326,16 +326,16 @@ class _Answering(Response):
         try:
             async with asyncio.timeout(self._app.limits.request_s), aclosing(self._app.events(self._asked)) as events:
                 async for event in events:  # also after the last: what was missing is stored then
-                    await give(event, scope, receive, send)
                     if event.answer is not None:
+                        self._has_ended = True
                         self.done(200, event.answer)
+                    await give(event, scope, receive, send)
         except Exception as error:
             await self._refuse(error, scope, receive, send)
 
     async def _whole(self, event: Event, scope: Scope, receive: Receive, send: Send) -> None:
         if event.answer is not None:
             response = _json(self._reply.whole(event.answer), {"x-request-id": self._reply.id})
-            self._has_ended = True
             await response(scope, receive, send)
 
     async def _chunks(self, event: Event, scope: Scope, receive: Receive, send: Send) -> None:
@@ -346,8 +346,7 @@ class _Answering(Response):
             headers += [(b"x-accel-buffering", b"no"), (b"x-request-id", self._reply.id.encode())]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
         text = b"".join(map(server_sent, chunks))
-        self._has_ended = event.answer is not None
-        if self._has_ended:
+        if event.answer is not None:
             await _send(send, text + _ENDED, more=False)
         elif text:
             await _send(send, text, more=True)

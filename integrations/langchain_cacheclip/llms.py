@@ -96,7 +96,7 @@ class CacheClipLLM(LangChainFields, BaseLLM):
         usage["prompt_tokens_details"] = {"cached_tokens": cached}
         return LLMResult(
             generations=[[Generation(text=answer.text, generation_info=ending(answer))] for answer in answers],
-            llm_output={"token_usage": usage, "model_name": self.primary},
+            llm_output={"token_usage": usage, "model_name": self.model_name},
         )
 
 
