@@ -149,16 +149,18 @@ def serve(
         else:
             typer.echo(f"{name} is ready at {address}/v1", err=True)
 
-    _log_to_stderr()
     server = Server(
-        TransformersBackend(config, temperature=temperature, max_tokens=max_tokens),
+        TransformersBackend(config),
         name=name,
         access=access,
         limits=Limits(max_running, max_queue, timeout, max_body_bytes),
         host=host,
         port=port,
+        temperature=temperature,
+        max_tokens=max_tokens,
         on_ready=tell,
     )
+    _log_to_stderr()
     with suppress(KeyboardInterrupt):
         server.run()
 

@@ -66,8 +66,9 @@ class Access:
         for key in filter(None, (self.api_key, *self.tenants)):
             if len(key) < _LEAST_KEY or not key.isascii() or any(each.isspace() for each in key):
                 raise ConfigurationError(
-                    f"an API key must have {_LEAST_KEY} or more ASCII characters without spaces, got one of "
-                    f"{len(key)}. Make one: python -c 'import secrets; print(secrets.token_urlsafe())'"
+                    f"an API key must have {_LEAST_KEY} or more ASCII characters and no spaces, got a key of "
+                    f"{len(key)} characters that has not. Make one: "
+                    "python -c 'import secrets; print(secrets.token_urlsafe())'"
                 )
         if self.api_key is not None and self.api_key in self.tenants:
             raise ConfigurationError("the server's own API key is also the key of a tenant. Give each its own.")

@@ -62,6 +62,10 @@ class App:
     limits: Limits = field(default_factory=Limits)
     any_host: bool = True
     """False: refuse requests whose ``Host`` is not this machine's, so that no web page can ask through a browser."""
+    temperature: float = 1.0
+    """Of requests that state none; 1 is OpenAI's."""
+    max_tokens: int | None = None
+    """Most tokens of a chat answer whose request states none; None: the model's context."""
     on_ready: Callable[[], None] = lambda: None
     """Called when the backend has started."""
     on_failure: Callable[[Exception], None] = lambda error: None
@@ -181,11 +185,13 @@ class App:
 
     async def _asked(self, request: Request, kind: type[Body], reply: type[Reply]) -> Response:
         caller = self._identify(request)
-        self._ready()
+        card = self._ready()
         body = parse(kind, read_json(await self._read(request)))
         self._check_model(body.model)
         tenant = caller.tenant(body.field.tenant)
-        asked = Asked(body.prompt_or_messages, tenant, body.sampling(), body.field, body.one_call)
+        defaults = {"temperature": self.temperature, "max_tokens": self.max_tokens or card.context_tokens}
+        options = {**defaults, **body.sampling()}
+        asked = Asked(body.prompt_or_messages, tenant, options, body.field, body.one_call)
         return _Answering(self, asked, reply(self.name, body.include_usage), is_stream=bool(body.stream))
 
     # -- parts of them --------------------------------------------------------------------------------------------

@@ -31,7 +31,8 @@ class Asked:
     """A text, which is read as it stands, or messages for the chat template."""
     tenant: str
     options: dict[str, Any] = field(default_factory=dict)
-    """Sampling options that the request states, by the engine's names, with ``tools`` and ``json_schema``."""
+    """Sampling options by the engine's names, with ``max_tokens`` and ``temperature`` always, and with ``tools`` and
+    ``json_schema`` if there are any."""
     field: CacheClipField = field(default_factory=CacheClipField)
     one_call: bool = False
     """Whether calls of tools after the first are left out."""

@@ -36,12 +36,16 @@ class Server:
         limits: Limits | None = None,
         host: str = "127.0.0.1",
         port: int = 8000,
+        temperature: float = 1.0,
+        max_tokens: int | None = None,
         on_ready: Callable[[str], None] = lambda address: None,
     ) -> None:
         """
         Args:
             name: served name of the model.
             port: 0 takes a free one.
+            temperature: of requests that state none; 1 is OpenAI's.
+            max_tokens: most tokens of a chat answer whose request states none; None: the model's context.
             on_ready: called with the address when the model is loaded.
 
         Raises:
@@ -60,6 +64,8 @@ class Server:
             access,
             limits,
             any_host=not access.is_open,
+            temperature=temperature,
+            max_tokens=max_tokens,
             on_ready=lambda: on_ready(self.address),
             on_failure=self._fail,
         )
@@ -71,6 +77,7 @@ class Server:
             access_log=False,
             server_header=False,
             lifespan="on",
+            ws="none",
             timeout_graceful_shutdown=round(limits.request_s) + 1,
             h11_max_incomplete_event_size=2**16,
         )

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..config import EngineConfig
 from ..engine import CacheClipEngine
+from ..errors import ConfigurationError
 from ..frontend.aio import iterate_in_thread
 from ..frontend.finishing import final_events
 from ..frontend.tools import can_constrain
@@ -29,20 +30,14 @@ __all__ = ["TransformersBackend"]
 class TransformersBackend(Backend):
     """An engine for each tenant. They share weights, store and queue; prefix caches are their own."""
 
-    def __init__(self, config: EngineConfig, *, temperature: float = 1.0, max_tokens: int | None = None) -> None:
-        """
-        Args:
-            config: settings of the engines; its namespace is that of the server's own tenant.
-            temperature: of requests that state none; OpenAI's is 1.
-            max_tokens: most tokens of an answer whose request states none; None: the model's context.
-        """
+    def __init__(self, config: EngineConfig) -> None:
+        """``config``: settings of the engines; its namespace is that of the server's own tenant."""
         self._config = config
         self._store = ChunkStore.open(
             Path(config.store) if config.store else None, config.max_bytes, config.memory_bytes
         )
         self._engines: dict[str, CacheClipEngine] = {}
         self._lock = threading.Lock()
-        self._temperature, self._max_tokens = temperature, max_tokens
 
     def engine(self, tenant: str) -> CacheClipEngine:
         """The engine of a tenant, made at first use."""
@@ -75,14 +70,12 @@ class TransformersBackend(Backend):
         engine, given = self.engine(asked.tenant), asked.field
         options = dict(asked.options)
         tools = options.pop("tools", ())
-        most = self._max_tokens or engine.primary.context_tokens
-        defaults = SamplingParams(max_tokens=most, temperature=self._temperature)
         prompt: str | Sequence[Message] | list[Segment] = asked.prompt
         if isinstance(prompt, str):
             prompt = _as_it_stands(engine, prompt, given)
         stream = engine.stream(
             prompt,
-            defaults.with_options(options),
+            SamplingParams().with_options(options),
             question=given.question,
             documents=given.documents,
             finish=given.finish,
@@ -122,4 +115,7 @@ def _uses_tools(engine: CacheClipEngine) -> bool:
     messages: list[Message] = [{"role": "user", "content": "?"}]
     tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
     render = engine.primary.render_chat
-    return render(messages) != render(messages, tools=[tool])
+    try:
+        return render(messages) != render(messages, tools=[tool])
+    except ConfigurationError:  # a template that refuses them
+        return False

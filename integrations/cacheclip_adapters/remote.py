@@ -23,6 +23,8 @@ __all__ = ["RemoteEngine", "ServedModel"]
 
 _TIMEOUT_S = 600.0
 """As the server's own."""
+_names: dict[str, str] = {}
+"""Served names, by the addresses of servers that have answered."""
 _UNKNOWN_ID = -1
 """Stands for each token of an answer, because a server does not send their ids."""
 
@@ -57,6 +59,11 @@ class RemoteEngine:
             raise ConfigurationError(
                 f"base_url must be the address of a server, such as http://127.0.0.1:8000/v1, got {self.base_url!r}."
             )
+
+    @property
+    def name(self) -> str:
+        """The served name as far as it is known: without asking for it."""
+        return self.model or _names.get(self.base_url, "cacheclip")
 
     @property
     def served(self) -> ServedModel:
@@ -120,7 +127,9 @@ class RemoteEngine:
                     continue
                 if line == "data: [DONE]":
                     break
-                event = reading.read(json.loads(line.removeprefix("data: ")))
+                chunk = json.loads(line.removeprefix("data: "))
+                _names[self.base_url] = chunk.get("model") or self.name
+                event = reading.read(chunk)
                 if event is not None:
                     yield event
         yield Event("", reading.answer(self.base_url))
@@ -265,6 +274,7 @@ def _served(engine: RemoteEngine) -> ServedModel:
         raise ConfigurationError(f"the server at {engine.base_url} has no model {engine.model!r}.")
     if not isinstance(own, Mapping):
         raise ServerError(f"the server at {engine.base_url} is no cacheclip server, or is still loading its model.")
+    _names[engine.base_url] = card["id"]
     return ServedModel(card["id"], card["max_model_len"], own["uses_tools"], own["can_constrain"])
 
 

@@ -51,9 +51,9 @@ class ServedFields(ModelFields):
 
     @property
     def model_name(self) -> str:
-        """The primary's name; with ``base_url``, the served name, which the server is asked for if it is not set."""
+        """The primary's name; with ``base_url``, the served name, which is known after the first answer."""
         remote = self._remote()
-        return self.primary if remote is None else remote.model or remote.served.name
+        return self.primary if remote is None else remote.name
 
     def _remote(self) -> RemoteEngine | None:
         """The server, if one answers."""

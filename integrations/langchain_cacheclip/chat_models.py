@@ -235,9 +235,10 @@ class ChatCacheClip(LangChainFields, BaseChatModel):
     def _chunks(self, events: Callable[[], Iterator[Event]]) -> Iterator[ChatGenerationChunk]:
         """LangChain adds chunks up, so the model's name is on the first chunk only, and counts on the last chunk
         only."""
-        metadata: dict[str, Any] = {"model_name": self.model_name}
+        metadata: dict[str, Any] | None = None
         called = 0
         for event in events():
+            metadata = {"model_name": self.model_name} if metadata is None else metadata
             chunks = [_call_chunk(call, called + number) for number, call in enumerate(event.tool_calls)]
             called += len(chunks)
             message = AIMessageChunk(content=event.text, tool_call_chunks=chunks, response_metadata=metadata)

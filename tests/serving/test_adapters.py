@@ -263,8 +263,7 @@ def test_another_server_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with httpx.Client(transport=httpx.MockTransport(answer)) as client:
         monkeypatch.setattr("cacheclip_adapters.remote._client", lambda: client)
-        llm = CacheClipLLM(base_url="http://other/v1")
         with pytest.raises(ServerError, match="another server"):
-            llm.complete("What?")
+            TextModel(base_url="http://other/v1").invoke("What?")
         with pytest.raises(ServerError, match="no cacheclip server"):
-            _ = llm.metadata
+            _ = CacheClipLLM(base_url="http://other/v1").metadata

@@ -54,7 +54,7 @@ class TestQueue:
         assert second.result().json()["cacheclip"]["queued_s"] > 0
         stats = second.result().json()["cacheclip"]
         assert stats["ttft_s"] > stats["queued_s"]
-        assert (queue.running, queue.waiting) == (0, 0)
+        until(lambda: (queue.running, queue.waiting) == (0, 0))
 
     @pytest.mark.parametrize("stream", [False, True])
     def test_who_hangs_up_before_the_first_token(self, narrow: Served, stream: bool) -> None:
