@@ -38,7 +38,8 @@ def unsupported(param: str, message: str) -> RequestError:
 
 
 def error_of(error: Exception) -> RequestError:
-    """The response's error for any error. What is not known is an internal error, and its text is not shown."""
+    """The response's error for any error. What is no fault of the request is an internal error, whose text is not
+    shown: it may name files of the server."""
     match error:
         case RequestError():
             return error
@@ -56,8 +57,6 @@ def error_of(error: Exception) -> RequestError:
                 code="timeout",
                 headers=_NO_RETRY,
             )
-        case CacheClipError():
-            return RequestError(str(error), status=500, kind="server_error", headers=_NO_RETRY)
     return RequestError(
         "an internal error; the server's log has it.", status=500, kind="server_error", headers=_NO_RETRY
     )
