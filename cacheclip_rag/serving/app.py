@@ -34,6 +34,9 @@ logger = logging.getLogger(__name__)
 _LOCAL = frozenset({"localhost", "127.0.0.1", "[::1]"})
 _READ_AT_MOST = 4
 """Times the limit of a body, after which the connection is cut."""
+_PING_S = 10.0
+"""Seconds of silence after which a stream says that it is alive, before proxies cut it off."""
+_PING = b": waiting\n\n"
 _ENDED = b"data: [DONE]\n\n"
 
 
@@ -307,14 +310,19 @@ class _Answering(Response):
         super().__init__()
         self._app, self._asked, self._reply, self._is_stream = app, asked, reply, is_stream
         self.done: Callable[..., None] = lambda status, answer=None: None
+        self._sending = asyncio.Lock()
+        self._sent_at = time.monotonic()
         self._began = False
         """Whether the beginning of the response was sent."""
+        self._opened = False
+        """Whether the first chunk was sent."""
         self._has_ended = False
         """Whether the end of the response was sent, or is being sent."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answering = asyncio.create_task(self._answer(scope, receive, send))
         leaving = asyncio.create_task(_left(receive))
+        pinging = asyncio.create_task(self._ping(send))
         try:
             await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if self._has_ended:
@@ -323,9 +331,9 @@ class _Answering(Response):
                 self._app.count_disconnect()
                 self.done(499)
         finally:
-            for task in (answering, leaving):
+            for task in (answering, leaving, pinging):
                 task.cancel()
-            await asyncio.gather(answering, leaving, return_exceptions=True)
+            await asyncio.gather(answering, leaving, pinging, return_exceptions=True)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         give = self._chunks if self._is_stream else self._whole
@@ -345,17 +353,33 @@ class _Answering(Response):
             await response(scope, receive, send)
 
     async def _chunks(self, event: Event, scope: Scope, receive: Receive, send: Send) -> None:
-        chunks = [*(() if self._began else self._reply.opening()), *self._reply.chunks(event)]
-        if not self._began:  # not before: an error has a status as long as nothing was sent
-            self._began = True
-            headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-            headers += [(b"x-accel-buffering", b"no"), (b"x-request-id", self._reply.id.encode())]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
+        chunks = [*(() if self._opened else self._reply.opening()), *self._reply.chunks(event)]
+        self._opened = True
         text = b"".join(map(server_sent, chunks))
         if event.answer is not None:
-            await _send(send, text + _ENDED, more=False)
+            await self._write(send, text + _ENDED, more=False)
         elif text:
-            await _send(send, text, more=True)
+            await self._write(send, text)
+
+    async def _ping(self, send: Send) -> None:
+        """Say now and then that a stream is alive. After the first time, an error can have no status any more."""
+        while self._is_stream and not self._has_ended:
+            silent_s = time.monotonic() - self._sent_at
+            if silent_s >= _PING_S:
+                await self._write(send, _PING)
+            else:
+                await asyncio.sleep(_PING_S - silent_s)
+
+    async def _write(self, send: Send, text: bytes, *, more: bool = True) -> None:
+        """Send a part of a stream, and before the first one its headers."""
+        async with self._sending:
+            if not self._began:  # not before: an error has a status as long as nothing was sent
+                self._began = True
+                headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+                headers += [(b"x-accel-buffering", b"no"), (b"x-request-id", self._reply.id.encode())]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": text, "more_body": more})
+            self._sent_at = time.monotonic()
 
     async def _refuse(self, error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
         found = _known(error)
@@ -363,14 +387,10 @@ class _Answering(Response):
             return  # the client has its answer
         self._has_ended = True
         if self._began:
-            await _send(send, server_sent(error_body(found)), more=False)
+            await self._write(send, server_sent(error_body(found)), more=False)
         else:
             await _json(error_body(found), found.headers, found.status)(scope, receive, send)
         self.done(found.status)
-
-
-async def _send(send: Send, body: bytes, *, more: bool) -> None:
-    await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
 async def _left(receive: Receive) -> None:

@@ -123,6 +123,8 @@ class RemoteEngine:
                 found.read()
                 raise _refusal(found)
             for line in found.iter_lines():
+                if line.startswith(":"):
+                    yield Event("")  # the server is alive; a consumer who has left stops here
                 if not line.startswith("data: "):
                     continue
                 if line == "data: [DONE]":

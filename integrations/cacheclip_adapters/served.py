@@ -26,7 +26,7 @@ class ServedFields(ModelFields):
     """With ``base_url``, a server answers and no model runs here. ``primary`` is then the served name, ``namespace``
     the tenant, and ``method``, ``recompute_ratio``, ``max_ttft_s`` and ``finish`` are sent if they are not at their
     defaults, so that else the server's settings hold. Documents are sent as candidates with each call. A cancelled call
-    ends at the next piece of text."""
+    ends at the next piece of text, or sign of life of the server (every ten seconds)."""
 
     base_url: str | None = None
     """Address of a server, such as ``http://127.0.0.1:8000/v1``; None: the model runs here."""

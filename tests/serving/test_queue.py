@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,12 +12,15 @@ from typing import Any
 
 import httpx
 import pytest
+from langchain_cacheclip import ChatCacheClip
 
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.serving.app import Limits
 from cacheclip_rag.serving.server import Server
 from tests.serving.conftest import Served, running
+
+PATH = "/v1/chat/completions"
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +120,42 @@ class TestQueue:
             assert response.status_code == 504 and response.json()["error"]["code"] == "timeout"
             assert response.headers["x-should-retry"] == "false"
         until(lambda: narrow.server.app._queue.running == 0)
+
+
+class TestSilence:
+    @pytest.fixture(autouse=True)
+    def _soon(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("cacheclip_rag.serving.app._PING_S", 0.1)
+
+    def test_a_stream_says_that_it_is_alive(self, narrow: Served) -> None:
+        body = {"messages": [{"role": "user", "content": "What?"}], "stream": True, "max_tokens": 3, "temperature": 0}
+        with prompts_of(narrow).prompt():
+            response = narrow.client.send(narrow.client.build_request("POST", PATH, json=body), stream=True)
+            lines = response.iter_lines()
+            assert response.status_code == 200 and next(lines) == ": waiting"
+        rest = [line for line in lines if line.startswith("data: ")]
+        assert '"role":"assistant"' in rest[0] and rest[-1] == "data: [DONE]"
+
+    def test_an_error_after_it_is_an_event(self, narrow: Served) -> None:
+        body = {"messages": [{"role": "user", "content": "word " * 6000}], "stream": True}
+        with prompts_of(narrow).prompt():
+            response = narrow.client.send(narrow.client.build_request("POST", PATH, json=body), stream=True)
+            lines = response.iter_lines()
+            assert next(lines) == ": waiting"
+        rest = [line for line in lines if line.startswith("data: ")]
+        assert len(rest) == 1 and "context_length_exceeded" in rest[0]
+
+    async def test_a_cancelled_adapter_leaves(self, narrow: Served) -> None:
+        """It waits in a thread, which notices at the next sign of life."""
+        queue = narrow.server.app._queue
+        llm = ChatCacheClip(base_url=narrow.url, max_tokens=2)
+        with prompts_of(narrow).prompt():
+            task = asyncio.create_task(llm.ainvoke("What?"))
+            await asyncio.to_thread(until, lambda: queue.running == 1)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await asyncio.to_thread(until, lambda: queue.running == 0)
 
 
 class TestStopping:
