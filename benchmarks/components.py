@@ -28,7 +28,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
-from cacheclip_adapters.tools import can_constrain
 from common import CORPUS, FILES, LangChainMiniLM, LlamaIndexMiniLM
 from langchain_cacheclip import CacheClipDocumentStore, ChatCacheClip
 from langchain_classic.chains import create_history_aware_retriever, create_retrieval_chain
@@ -72,6 +71,7 @@ from llama_index.core.tools import QueryEngineTool, ToolMetadata
 from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform
 
 from cacheclip_rag import CacheClipEngine
+from cacheclip_rag.frontend.tools import can_constrain
 from cacheclip_rag.guards.base import Answered, Observer
 from cacheclip_rag.models.context import knows_tools
 from cacheclip_rag.prompt.tools import ToolCall

@@ -11,6 +11,7 @@
     │   └── DigestMismatchError             downloaded bytes have another digest than expected
     ├── PromptTooLongError (ValueError)     the prompt does not fit the model's context
     ├── StoreError                          the chunk-cache store cannot be opened or written
+    ├── ServerError                         a cacheclip server cannot be reached, or cannot answer
     └── DocumentError (ValueError)          a document cannot be ingested (empty, binary, wrong encoding)
 
 A message says what was expected, what was found, and what to do next.
@@ -28,6 +29,7 @@ __all__ = [
     "MissingExtraError",
     "ModelError",
     "PromptTooLongError",
+    "ServerError",
     "StoreError",
     "UnknownModelError",
     "UnsupportedModelError",
@@ -82,6 +84,15 @@ class PromptTooLongError(CacheClipError, ValueError):
 
 class StoreError(CacheClipError):
     """The chunk-cache store cannot be opened or written."""
+
+
+class ServerError(CacheClipError):
+    """A server (``cacheclip serve``) cannot be reached, has no room, refuses the API key, or failed."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        """``status``: HTTP status; None without a response."""
+        super().__init__(message)
+        self.status = status
 
 
 class DocumentError(CacheClipError, ValueError):

@@ -11,7 +11,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from cacheclip_adapters.aio import iterate_in_thread
+
+from cacheclip_rag.frontend.aio import iterate_in_thread
 
 
 class Counter:
@@ -154,5 +155,5 @@ async def test_context_variables_are_the_callers() -> None:
 
 
 def test_needs_no_torch() -> None:
-    code = "import sys, cacheclip_adapters.aio; sys.exit('torch' in sys.modules)"
+    code = "import sys, cacheclip_rag.frontend.aio; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

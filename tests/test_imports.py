@@ -25,6 +25,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # the protocol of a running model; attention, caches and rotary embedding of transformers models
     ("runtime", "models.packaged"),
     ("prompt",),
+    # what adapters and server share
+    ("frontend",),
     ("chunks",),
     ("selection", "fusion.correction"),
     ("methods",),
@@ -38,7 +40,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("profiling",),
     ("engine",),
     ("plan.explain", "ingest", "testing"),
-    ("lab",),
+    ("lab", "serving"),
     ("cli",),
 )
 """Rooms of the package, and modules that stand elsewhere than their room, from bottom to top: a module may import from

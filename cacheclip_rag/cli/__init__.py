@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from . import ask, bench, certify, context, evaluate, explain, ingest, models, profile, store, training
+from . import ask, bench, certify, context, evaluate, explain, ingest, models, profile, serve, store, training
 from .common import guarded
 
 __all__ = ["app", "main"]
@@ -52,6 +52,7 @@ app.command("calibrate")(training.calibrate)
 app.command("explain-miss")(explain.explain_miss)
 app.command("finetune")(training.finetune)
 app.command("profile")(profile.profile)
+app.command("serve")(serve.serve)
 app.command("train-context")(context.train_context)
 
 

@@ -21,6 +21,7 @@ from .common import (
     JsonOption,
     PrimaryOption,
     VariantsOption,
+    number_or_name,
     print_json,
 )
 
@@ -89,7 +90,7 @@ def ask(
     # what can be refused without torch, which takes seconds to import
     if not question.strip():
         raise ConfigurationError("the question is empty.")
-    chosen_ratio = _number_or_name(ratio)
+    chosen_ratio = number_or_name(ratio)
     check_ratio_and_limit(chosen_ratio, max_ttft_s)
     if min_confidence is not None:
         check_probability("--min-confidence", min_confidence)
@@ -152,14 +153,6 @@ def ask(
         )
     else:
         _print_details(answer, passages)
-
-
-def _number_or_name(ratio: str | None) -> float | str | None:
-    """``--ratio`` as a number, if it is one."""
-    try:
-        return None if ratio is None else float(ratio)
-    except ValueError:
-        return ratio
 
 
 def _sources(passages: list[Passage]) -> list[dict[str, Any]]:

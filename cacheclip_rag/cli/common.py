@@ -43,6 +43,7 @@ __all__ = [
     "format_bytes",
     "guarded",
     "no_store",
+    "number_or_name",
     "output",
     "print_json",
     "print_tables",
@@ -138,6 +139,14 @@ VariantsOption = Annotated[
 NamespaceOption = Annotated[str | None, typer.Option("--namespace", help="Tenant; tenants never share chunk caches.")]
 
 _USAGE_ERRORS = (ConfigurationError, UnknownModelError, DocumentError)
+
+
+def number_or_name(ratio: str | None) -> float | str | None:
+    """``--ratio`` as a number, if it is one."""
+    try:
+        return None if ratio is None else float(ratio)
+    except ValueError:
+        return ratio
 
 
 def output() -> Console:

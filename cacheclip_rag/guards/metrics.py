@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from ..store import TierStats
 from ..types import FusionStats
@@ -45,6 +45,18 @@ class Metrics(Observer):
         self._tiers = tiers
         self._lock = threading.Lock()
         self._values: defaultdict[tuple[str, str], float] = defaultdict(float)
+
+    @classmethod
+    def together(cls, several: Sequence[Metrics]) -> Metrics:
+        """The sums of several engines' metrics. The engines share one store, whose tiers are counted once."""
+        whole = cls(several[0]._tiers if several else tuple)
+        for each in several:
+            with each._lock:
+                values = dict(each._values)
+            for (name, label), value in values.items():
+                known = whole._values[name, label]
+                whole._values[name, label] = max(known, value) if name.endswith("_max") else known + value
+        return whole
 
     def on_answer(self, answered: Answered) -> None:
         self.record_answer(answered.answer.stats)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .served import ServedFields
 from .settings import ALIASES, EngineFields, ModelFields
 
-__all__ = ["ALIASES", "EngineFields", "ModelFields"]
+__all__ = ["ALIASES", "EngineFields", "ModelFields", "ServedFields"]

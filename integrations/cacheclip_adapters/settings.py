@@ -14,9 +14,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 from cacheclip_rag.checks import ALIASES, AUTO_RATIO, aliases_of, by_real_names, did_you_mean, path_as_text
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.frontend.tools import with_tool_choice
 from cacheclip_rag.sampling import SamplingParams, merge_call_options
-
-from .tools import with_tool_choice
 
 if TYPE_CHECKING:
     from typing import Self

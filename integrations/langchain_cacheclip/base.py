@@ -8,16 +8,16 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from cacheclip_adapters import ModelFields
-from cacheclip_adapters.aio import iterate_in_thread
-from cacheclip_adapters.finishing import final_events
-from cacheclip_adapters.usage import telemetry
+from cacheclip_adapters import ServedFields
 from langchain_core.documents import Document
 from langchain_core.exceptions import ContextOverflowError
 from pydantic import model_validator
 
 from cacheclip_rag import __version__
 from cacheclip_rag.errors import ConfigurationError, PromptTooLongError
+from cacheclip_rag.frontend.aio import iterate_in_thread
+from cacheclip_rag.frontend.finishing import final_events
+from cacheclip_rag.frontend.usage import telemetry
 
 if TYPE_CHECKING:
     from typing import Self
@@ -39,7 +39,7 @@ class ContextTooLongError(PromptTooLongError, ContextOverflowError):
     """A prompt or document is longer than the model's context. LangChain's code catches this as its own error."""
 
 
-class LangChainFields(ModelFields):
+class LangChainFields(ServedFields):
     """The adapters' shared settings, and methods that LangChain expects of every model."""
 
     @model_validator(mode="after")
@@ -56,7 +56,7 @@ class LangChainFields(ModelFields):
         sampling = {name: getattr(self, name) for name in self._sampling_names()}
         # LangChain overwrites a key named "stop" with the call's stop strings
         stop = {"stop_sequences": sampling.pop("stop")}
-        return {"model_name": config.pop("primary"), **config, **sampling, **stop}
+        return {"model_name": config.pop("primary"), "base_url": self.base_url, **config, **sampling, **stop}
 
     def get_token_ids(self, text: str) -> list[int]:
         """Token ids of ``text`` in the primary's tokenizer. Loads the model."""
@@ -71,11 +71,11 @@ class LangChainFields(ModelFields):
         one_call = options.pop("parallel_tool_calls", None) is False
         if stop is not None:
             options["stop"] = stop
-        arguments = self._call_arguments(options)
+        arguments, answering = self._call_arguments(options), self._answering
 
         def events() -> Iterator[Event]:
             with langchain_errors():
-                yield from final_events(self.engine.stream(prompt, **arguments, documents=given), one_call=one_call)
+                yield from final_events(answering().stream(prompt, **arguments, documents=given), one_call=one_call)
 
         return events
 
@@ -108,11 +108,6 @@ class LangChainFields(ModelFields):
             source, whole = origin(document)
             if source and document.page_content.strip():
                 engine.library.add_source(normalise_chunk(document.page_content), source, whole)
-
-    def _stored_tokens(self, answer: Answer) -> int:
-        """Tokens of missing chunks that are stored after the answer."""
-        stores = self._engine_config().on_miss == "store" and not self.engine.primary.unsupported
-        return answer.stats.missed_tokens if stores else 0
 
 
 def ending(answer: Answer) -> dict[str, Any]:

@@ -7,8 +7,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from cacheclip_adapters.aio import iterate_in_thread
-from cacheclip_adapters.tools import with_tool_choice
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.documents import Document
 from langchain_core.language_models import LanguageModelInput, ModelProfile
@@ -22,9 +20,10 @@ from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 from langchain_core.utils.pydantic import is_basemodel_subclass
-from pydantic import Field, SecretStr
 
 from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.frontend.aio import iterate_in_thread
+from cacheclip_rag.frontend.tools import with_tool_choice
 from cacheclip_rag.models.context import known_context
 
 from .base import LangChainFields, ending, last_answer, last_answer_async
@@ -78,11 +77,7 @@ class ChatCacheClip(LangChainFields, BaseChatModel):
 
     streaming: bool = False
     """Whether ``invoke`` streams internally, so that callbacks get tokens."""
-    timeout: float | None = None
-    """Ignored; accepted because chains pass it."""
     max_retries: int | None = None
-    """Ignored; accepted because chains pass it."""
-    api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
     """Ignored; accepted because chains pass it."""
 
     @property
@@ -97,7 +92,7 @@ class ChatCacheClip(LangChainFields, BaseChatModel):
         """Profile for agents and trimmers. It has the context length if this is known without loading the model."""
         profile = ModelProfile(text_inputs=True, text_outputs=True, image_inputs=False)  # tools: the template says
         try:
-            tokens = known_context(self.primary)
+            tokens = known_context(self.primary) if self.base_url is None else None
         except (OSError, ValueError):  # loading the model reports the reason
             tokens = None
         return {**profile, "max_input_tokens": tokens} if tokens else profile
@@ -228,7 +223,7 @@ class ChatCacheClip(LangChainFields, BaseChatModel):
     # -- LangChain's result types -------------------------------------------------------------------------------
 
     def _result(self, answer: Answer) -> ChatResult:
-        metadata = {"model_name": self.primary, **ending(answer)}
+        metadata = {"model_name": self.model_name, **ending(answer)}
         message = AIMessage(
             content=answer.text,
             tool_calls=[tool_call(name=call.name, args=call.arguments, id=call.id) for call in answer.tool_calls],
@@ -240,9 +235,10 @@ class ChatCacheClip(LangChainFields, BaseChatModel):
     def _chunks(self, events: Callable[[], Iterator[Event]]) -> Iterator[ChatGenerationChunk]:
         """LangChain adds chunks up, so the model's name is on the first chunk only, and counts on the last chunk
         only."""
-        metadata: dict[str, Any] = {"model_name": self.primary}
+        metadata: dict[str, Any] | None = None
         called = 0
         for event in events():
+            metadata = {"model_name": self.model_name} if metadata is None else metadata
             chunks = [_call_chunk(call, called + number) for number, call in enumerate(event.tool_calls)]
             called += len(chunks)
             message = AIMessageChunk(content=event.text, tool_call_chunks=chunks, response_metadata=metadata)

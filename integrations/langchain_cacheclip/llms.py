@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from cacheclip_adapters.aio import iterate_in_thread
-from cacheclip_adapters.usage import token_usage
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models.llms import BaseLLM
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
+
+from cacheclip_rag.frontend.aio import iterate_in_thread
+from cacheclip_rag.frontend.usage import token_usage
 
 from .base import LangChainFields, ending, last_answer, last_answer_async
 
@@ -95,7 +96,7 @@ class CacheClipLLM(LangChainFields, BaseLLM):
         usage["prompt_tokens_details"] = {"cached_tokens": cached}
         return LLMResult(
             generations=[[Generation(text=answer.text, generation_info=ending(answer))] for answer in answers],
-            llm_output={"token_usage": usage, "model_name": self.primary},
+            llm_output={"token_usage": usage, "model_name": self.model_name},
         )
 
 

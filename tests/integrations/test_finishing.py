@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cacheclip_adapters.finishing import final_events
 from langchain_cacheclip import CacheClipLLM as LangChainLLM
 from langchain_cacheclip import ChatCacheClip
 from llama_index.llms.cacheclip import CacheClipLLM
 
 from cacheclip_rag import Event
 from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.frontend.finishing import final_events
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime import verification
 from tests.conftest import CACHECLIP, CHUNKS, rag_prompt

@@ -10,11 +10,7 @@ from contextlib import aclosing
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from cacheclip_adapters import ModelFields
-from cacheclip_adapters.aio import iterate_in_thread
-from cacheclip_adapters.finishing import final_events
-from cacheclip_adapters.tools import can_constrain
-from cacheclip_adapters.usage import telemetry, token_usage
+from cacheclip_adapters import ServedFields
 from llama_index.core.base.llms.types import (
     ChatMessage,
     ChatResponse,
@@ -36,6 +32,10 @@ from llama_index.core.llms.llm import ToolSelection
 from llama_index.core.program.utils import process_streaming_objects
 
 from cacheclip_rag.errors import ConfigurationError, MissingExtraError
+from cacheclip_rag.frontend.aio import iterate_in_thread
+from cacheclip_rag.frontend.finishing import final_events
+from cacheclip_rag.frontend.tools import can_constrain
+from cacheclip_rag.frontend.usage import telemetry, token_usage
 from cacheclip_rag.models.context import known_context, knows_tools
 
 from .events import CacheClipFusionEvent
@@ -74,7 +74,7 @@ _ROLES = {
 }
 
 
-class CacheClipLLM(ModelFields, FunctionCallingLLM):
+class CacheClipLLM(ServedFields, FunctionCallingLLM):
     """A local model that reuses the precomputed KV of chunks found in its prompts.
 
     Existing query engines and synthesizers only need this LLM. Precompute texts once with :class:`CacheClipTransform`
@@ -141,14 +141,18 @@ class CacheClipLLM(ModelFields, FunctionCallingLLM):
 
     @property
     def metadata(self) -> LLMMetadata:
-        """Context window, answer length and name. Loads no weights and opens no connection."""
+        """Context window, answer length and name. Loads no weights. A server (``base_url``) is asked once."""
         return _Metadata(
-            context_window=self.context_window or known_context(self.primary) or DEFAULT_CONTEXT_WINDOW,
+            context_window=self.context_window or self._known_context() or DEFAULT_CONTEXT_WINDOW,
             num_output=self.max_tokens,
             is_chat_model=self.is_chat_model,
-            model_name=self.primary,
+            model_name=self.model_name,
             is_function_calling_model=self._calls_functions(),
         ).because(self._why_no_functions())
+
+    def _known_context(self) -> int | None:
+        remote = self._remote()
+        return known_context(self.primary) if remote is None else remote.served.context_tokens
 
     def _calls_functions(self) -> bool:
         return not self._why_no_functions()
@@ -159,6 +163,10 @@ class CacheClipLLM(ModelFields, FunctionCallingLLM):
             return "" if self.is_function_calling_model else "is_function_calling_model=False is set"
         if not self.is_chat_model:
             return "is_chat_model=False is set"
+        if (remote := self._remote()) is not None:
+            if remote.served.uses_tools and remote.served.can_constrain:
+                return ""
+            return f"the server at {self.base_url} has a model without tools, or lacks the extra structured"
         known = knows_tools(self.primary)
         if known is None:
             return (
@@ -274,6 +282,8 @@ class CacheClipLLM(ModelFields, FunctionCallingLLM):
 
     def _can_constrain(self) -> bool:
         """Whether answers can follow a schema. Loads the model."""
+        if (remote := self._remote()) is not None:
+            return remote.served.can_constrain
         return can_constrain() and self.engine.primary.can_constrain
 
     def _with_schema(self, output_cls: type[BaseModel], options: dict[str, Any] | None) -> dict[str, Any]:
@@ -348,7 +358,7 @@ class CacheClipLLM(ModelFields, FunctionCallingLLM):
 
         def events() -> Iterator[Event]:
             given = _merged(self._nodes, documents)
-            stream = self.engine.stream(prompt, **arguments, documents=given)
+            stream = self._answering().stream(prompt, **arguments, documents=given)
             for event in final_events(stream, one_call=one_call):
                 if event.answer is not None:
                     if collect is not None:
@@ -361,7 +371,7 @@ class CacheClipLLM(ModelFields, FunctionCallingLLM):
     def _fusion_event(self, stats: FusionStats, node_ids: list[str]) -> CacheClipFusionEvent:
         found = stats.to_dict()
         named = {name: found[name] for name in CacheClipFusionEvent.model_fields if name in found}
-        return CacheClipFusionEvent(model_name=self.primary, node_ids=node_ids, stats=found, **named)
+        return CacheClipFusionEvent(model_name=self.model_name, node_ids=node_ids, stats=found, **named)
 
 
 class _Metadata(LLMMetadata):

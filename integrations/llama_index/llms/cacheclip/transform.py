@@ -7,9 +7,11 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from cacheclip_adapters import EngineFields
-from cacheclip_adapters.aio import iterate_in_thread
 from llama_index.core.schema import BaseNode, MetadataMode, TransformComponent
 from llama_index.core.utils import get_tqdm_iterable
+
+from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.frontend.aio import iterate_in_thread
 
 if TYPE_CHECKING:
     from typing import Self
@@ -43,6 +45,11 @@ class CacheClipTransform(EngineFields, TransformComponent):
     @classmethod
     def from_llm(cls, llm: CacheClipLLM) -> Self:
         """A transform for the store and the chunk context of this LLM."""
+        if llm.base_url is not None:
+            raise ConfigurationError(
+                f"the LLM runs in the server at {llm.base_url}. Make a CacheClipTransform with the server's models and "
+                "store on its machine, or use cacheclip ingest there."
+            )
         fields = {name: getattr(llm, name) for name in EngineFields.model_fields}
         transform = cls(**{**fields, "system_prompt": llm._shared_system_prompt()})
         transform._engine = llm._engine

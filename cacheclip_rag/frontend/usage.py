@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cacheclip_rag.types import Answer
+    from ..types import Answer
 
 __all__ = ["telemetry", "token_usage"]
 

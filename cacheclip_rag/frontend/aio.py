@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import suppress
 from typing import TypeVar
 
-from cacheclip_rag.runtime.turns import Caller
+from ..runtime.turns import Caller
 
 __all__ = ["iterate_in_thread"]
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from cacheclip_rag.errors import ConfigurationError
-from cacheclip_rag.prompt.tools import call_schema, check_tools
+from ..errors import ConfigurationError
+from ..prompt.tools import call_schema, check_tools
 
 __all__ = ["can_constrain", "forced_tool", "with_tool_choice"]
 

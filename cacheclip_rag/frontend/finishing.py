@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cacheclip_rag.types import Event
+    from ..types import Event
 
 __all__ = ["final_events"]
 

@@ -1,0 +1,185 @@
+"""``cacheclip serve --store DIR``."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..methods import DEFAULT_METHOD, check_method
+from .common import (
+    AuxiliaryOption,
+    ChunkContextOption,
+    DeviceOption,
+    DtypeOption,
+    FallbackOption,
+    HeadsOption,
+    JsonOption,
+    NamespaceOption,
+    PrimaryOption,
+    StoreOption,
+    number_or_name,
+    print_json,
+)
+
+if TYPE_CHECKING:
+    from ..config import EngineConfig
+
+
+def serve(
+    store: StoreOption,
+    primary: PrimaryOption = None,
+    auxiliary: AuxiliaryOption = None,
+    backend: Annotated[str, typer.Option(help="What runs the primary: transformers.")] = "transformers",
+    host: Annotated[str, typer.Option(help="Address to listen at; other than local ones need a key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0 takes a free one.")] = 8000,
+    served_name: Annotated[
+        str | None, typer.Option(help="Name of the model in requests. [default: the primary's]")
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="CACHECLIP_API_KEY",
+            show_envvar=True,
+            help="Key that requests need; other users of this "
+            "machine can read a command line, so rather set the variable.",
+        ),
+    ] = None,
+    tenants: Annotated[
+        Path | None, typer.Option(help="TOML or JSON file of API keys, each with its tenant or a list of tenants.")
+    ] = None,
+    method: Annotated[str, typer.Option(help="Preset of requests that name none.")] = DEFAULT_METHOD,
+    ratio: Annotated[
+        str | None,
+        typer.Option("--ratio", help="Share of chunk tokens to recompute, 0 to 1, or auto. [default: the method's]"),
+    ] = None,
+    max_ttft_s: Annotated[
+        float | None, typer.Option("--max-ttft", help="Seconds to the first token, instead of a ratio.")
+    ] = None,
+    min_confidence: Annotated[
+        float | None,
+        typer.Option(help="Prefill in full if the two likeliest first tokens differ less in probability, 0 to 1."),
+    ] = None,
+    finish: Annotated[str, typer.Option(help="Of requests that say nothing: none, verify or revise.")] = "none",
+    temperature: Annotated[
+        float, typer.Option(min=0, max=2, help="Of requests that state none; 1 is OpenAI's, 0 is greedy.")
+    ] = 1.0,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Of chat requests that state none. [default: the model's context]"),
+    ] = None,
+    max_running: Annotated[int, typer.Option(min=1, help="Most answers at once; each holds its prompt's KV.")] = 4,
+    max_queue: Annotated[int, typer.Option(min=0, help="Most questions that wait; more are refused (429).")] = 64,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Most seconds of a request, waiting included.")] = 600.0,
+    max_body_bytes: Annotated[int, typer.Option(min=1, help="Largest body of a request.")] = 2**23,
+    memory_bytes: Annotated[int, typer.Option(min=0, help="Memory tier before the disk; 0: none.")] = 0,
+    heads: HeadsOption = "auto",
+    dtype: DtypeOption = None,
+    device: DeviceOption = "cpu",
+    namespace: NamespaceOption = None,
+    chunk_context: ChunkContextOption = None,
+    system_prompt: Annotated[str | None, typer.Option(help="For conversations without one.")] = None,
+    fallback: FallbackOption = "error",
+    require_certificate: Annotated[
+        bool,
+        typer.Option("--require-certificate", help="Refuse models that 'cacheclip certify' has not found faithful."),
+    ] = False,
+    hide_hits: Annotated[
+        bool, typer.Option("--hide-hits", help="Leave out of responses which chunks were stored.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Serve OpenAI's API: chat completions, completions, models, health and metrics. Stops at SIGTERM or Ctrl-C, when
+    running answers are finished. With --json, prints the address when it is ready."""
+    from ..checks import check_choice, check_probability, check_ratio_and_limit
+    from ..sampling import FINISH_MODES
+    from ..serving.access import Access, read_tenants
+    from ..serving.backend import check_backend
+
+    # what can be refused without torch, which takes seconds to import
+    check_backend(backend)
+    check_method(method)
+    check_choice("finish", finish, FINISH_MODES)
+    chosen_ratio = number_or_name(ratio)
+    check_ratio_and_limit(chosen_ratio, max_ttft_s)
+    if min_confidence is not None:
+        check_probability("--min-confidence", min_confidence)
+    config = _config(
+        store,
+        primary=primary,
+        auxiliary=auxiliary,
+        dtype=dtype,
+        namespace=namespace,
+        chunk_context=chunk_context,
+    )
+    config = config.from_options(
+        config,
+        {
+            "device": device,
+            "method": method,
+            "recompute_ratio": chosen_ratio,
+            "max_ttft_s": max_ttft_s,
+            "min_confidence": min_confidence,
+            "finish": finish,
+            "memory_bytes": memory_bytes,
+            "heads": heads,
+            "system_prompt": system_prompt,
+            "fallback": fallback,
+            "require_certificate": require_certificate,
+            "hide_hits": hide_hits,
+        },
+    )
+    access = Access(config.namespace, api_key, read_tenants(tenants) if tenants else {})
+
+    from ..serving.app import Limits
+    from ..serving.server import Server
+    from ..serving.server import served_name as name_of
+    from ..serving.transformers import TransformersBackend
+
+    name = served_name or name_of(config.primary)
+
+    def tell(address: str) -> None:
+        if as_json:
+            print_json({"address": address, "model": name, "backend": backend})
+            sys.stdout.flush()
+        else:
+            typer.echo(f"{name} is ready at {address}/v1", err=True)
+
+    server = Server(
+        TransformersBackend(config),
+        name=name,
+        access=access,
+        limits=Limits(max_running, max_queue, timeout, max_body_bytes),
+        host=host,
+        port=port,
+        temperature=temperature,
+        max_tokens=max_tokens,
+        on_ready=tell,
+    )
+    _log_to_stderr()
+    with suppress(KeyboardInterrupt):
+        server.run()
+
+
+def _config(store: str, **given: str | None) -> EngineConfig:
+    """Settings of the engine: those of the store's documents, if it has any, and the given ones."""
+    from ..ingest.library import Library
+    from .settings import engine_config, merge_settings
+
+    folder = Path(store).expanduser()
+    library = Library(folder) if (folder / "library.sqlite3").is_file() else None
+    return engine_config(merge_settings(library, **given), store, device="cpu")
+
+
+def _log_to_stderr() -> None:
+    """Warnings, and a line for each request."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.getLogger("cacheclip_rag.serving").setLevel(logging.INFO)
+    for name in ("cacheclip_rag", "uvicorn"):
+        logging.getLogger(name).addHandler(handler)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)

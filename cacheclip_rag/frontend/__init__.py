@@ -1,0 +1,1 @@
+"""What front ends share: the adapters for LlamaIndex and LangChain, and the server."""

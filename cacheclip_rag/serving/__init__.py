@@ -1,0 +1,18 @@
+"""An HTTP server with OpenAI's API over an engine: ``cacheclip serve``.
+
+A request passes the files in this order: ``app.py`` (paths, time limit, streams), ``access.py`` (keys and tenants),
+``schema.py`` with ``field.py`` (what a body may hold), ``queue.py``, a backend (``backend.py``; ``transformers.py``
+answers with this package's engine), ``replies.py`` (what goes back). ``server.py`` starts and stops it. A second
+backend uses all of these but ``transformers.py``.
+"""
+
+from __future__ import annotations
+
+from ..errors import MissingExtraError
+
+try:
+    import pydantic  # noqa: F401
+    import starlette  # noqa: F401
+    import uvicorn  # noqa: F401
+except ImportError as error:
+    raise MissingExtraError("the server (starlette, uvicorn and pydantic)", "serve") from error

@@ -1,0 +1,436 @@
+"""The paths of the server: from an HTTP request to a question for the backend, and from its events to a response."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from ..types import Answer, Event
+from .access import Access, Caller
+from .backend import Asked, Backend, ModelCard
+from .errors import RequestError, error_body, error_of
+from .queue import Queue
+from .replies import ChatReply, CompletionReply, Reply, as_json, server_sent
+from .schema import Body, ChatBody, CompletionBody, parse, read_json
+
+__all__ = ["App", "Limits"]
+
+logger = logging.getLogger(__name__)
+
+_LOCAL = frozenset({"localhost", "127.0.0.1", "[::1]"})
+_READ_AT_MOST = 4
+"""Times the limit of a body, after which the connection is cut."""
+_PING_S = 10.0
+"""Seconds of silence after which a stream says that it is alive, before proxies cut it off."""
+_PING = b": waiting\n\n"
+_ENDED = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a server takes."""
+
+    running: int = 4
+    """Most answers at once. Each holds the KV of its prompt."""
+    waiting: int = 64
+    """Most questions that wait for them; more are refused (429)."""
+    request_s: float = 600.0
+    """Seconds for one request, waiting included."""
+    body_bytes: int = 2**23
+    """Largest body of a request."""
+
+
+@dataclass
+class App:
+    """The server as an ASGI application (:attr:`asgi`)."""
+
+    backend: Backend
+    name: str
+    """Served name of the model."""
+    access: Access
+    limits: Limits = field(default_factory=Limits)
+    any_host: bool = True
+    """False: refuse requests whose ``Host`` is not this machine's, so that no web page can ask through a browser."""
+    temperature: float = 1.0
+    """Of requests that state none; 1 is OpenAI's."""
+    max_tokens: int | None = None
+    """Most tokens of a chat answer whose request states none; None: the model's context."""
+    on_ready: Callable[[], None] = lambda: None
+    """Called when the backend has started."""
+    on_failure: Callable[[Exception], None] = lambda error: None
+    """Called if the backend cannot start."""
+
+    card: ModelCard | None = field(default=None, init=False)
+    """Set when the backend has started."""
+    is_stopping: bool = field(default=False, init=False)
+    """Set when no new question is taken."""
+
+    def __post_init__(self) -> None:
+        self._queue = Queue(self.limits.running, self.limits.waiting)
+        self._created = int(time.time())
+        self._requests: Counter[tuple[str, int]] = Counter()
+        self._disconnects = 0
+        paths: list[tuple[str, str, Callable[[Request], Awaitable[Any]]]] = [
+            ("POST", "/v1/chat/completions", self._chat),
+            ("POST", "/v1/completions", self._completion),
+            ("GET", "/v1/models", self._models),
+            ("GET", "/v1/models/{name:path}", self._model),
+            ("GET", "/health", self._health),
+            ("GET", "/metrics", self._metrics),
+        ]
+        self.asgi = Starlette(
+            routes=[Route(path, self._guarded(path, handle), methods=[method]) for method, path, handle in paths],
+            exception_handlers={HTTPException: _not_found},
+            lifespan=self._lifespan,
+        )
+
+    # -- life -----------------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        starting = asyncio.create_task(self._start())
+        try:
+            yield
+        finally:
+            await starting
+            await asyncio.to_thread(self.backend.close)
+
+    async def _start(self) -> None:
+        try:
+            self.card = await asyncio.to_thread(self.backend.start)
+        except Exception as error:  # the one who started the server is told
+            self.is_stopping = True
+            self.on_failure(error)
+        else:
+            self.on_ready()
+
+    def _ready(self) -> ModelCard:
+        if self.card is None or self.is_stopping:
+            what = "is shutting down" if self.is_stopping else "is loading its model"
+            raise RequestError(
+                f"the server {what}.",
+                status=503,
+                kind="server_error",
+                code="not_ready",
+                headers={"retry-after": "5"},
+            )
+        return self.card
+
+    # -- paths ----------------------------------------------------------------------------------------------------
+
+    def _guarded(self, path: str, handle: Callable[[Request], Awaitable[Any]]) -> Callable[[Request], Awaitable[Any]]:
+        """The handler of a path, with errors as responses, and every request counted and logged without its text."""
+
+        async def guarded(request: Request) -> Any:
+            done = _Done(self, path, time.perf_counter())
+            try:
+                if not self.any_host and _host(request) not in _LOCAL:
+                    raise RequestError(
+                        "this server answers requests to localhost only, because it has no API key.",
+                        status=403,
+                        kind="permission_error",
+                    )
+                response = await handle(request)
+            except ClientDisconnect:
+                self._disconnects += 1
+                response = Response(status_code=499)
+            except Exception as error:
+                response = _refusal(error)
+            if isinstance(response, _Answering):
+                response.done = done
+            else:
+                done(response.status_code)
+            return response
+
+        return guarded
+
+    async def _health(self, request: Request) -> Response:
+        self._ready()
+        return _json({"status": "ok"})
+
+    async def _metrics(self, request: Request) -> Response:
+        if not self._identify(request).sees_metrics:
+            raise RequestError(
+                "metrics are over all tenants: they need the server's own API key (--api-key).",
+                status=403,
+                kind="permission_error",
+            )
+        return Response(self.backend.metrics() + self._own_metrics(), media_type="text/plain; version=0.0.4")
+
+    async def _models(self, request: Request) -> Response:
+        self._identify(request)
+        return _json({"object": "list", "data": [self._card()]})
+
+    async def _model(self, request: Request) -> Response:
+        self._identify(request)
+        self._check_model(request.path_params["name"])
+        return _json(self._card())
+
+    async def _chat(self, request: Request) -> Response:
+        return await self._asked(request, ChatBody, ChatReply)
+
+    async def _completion(self, request: Request) -> Response:
+        return await self._asked(request, CompletionBody, CompletionReply)
+
+    async def _asked(self, request: Request, kind: type[Body], reply: type[Reply]) -> Response:
+        caller = self._identify(request)
+        card = self._ready()
+        body = parse(kind, read_json(await self._read(request)))
+        self._check_model(body.model)
+        tenant = caller.tenant(body.field.tenant)
+        defaults = {"temperature": self.temperature, "max_tokens": self.max_tokens or card.context_tokens}
+        options = {**defaults, **body.sampling()}
+        asked = Asked(body.prompt_or_messages, tenant, options, body.field, body.one_call)
+        return _Answering(self, asked, reply(self.name, body.include_usage), is_stream=bool(body.stream))
+
+    # -- parts of them --------------------------------------------------------------------------------------------
+
+    def _identify(self, request: Request) -> Caller:
+        return self.access.identify(request.headers.get("authorization"))
+
+    async def _read(self, request: Request) -> bytes:
+        """The body of a request, within its limit."""
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise RequestError(
+                f"the body must be JSON with 'Content-Type: application/json', got {kind[:80]!r}.", status=415
+            )
+        most, found, read = self.limits.body_bytes, bytearray(), 0
+        async with asyncio.timeout(self.limits.request_s):
+            # what is too much is read and dropped, because many clients read no response before they have sent all
+            async for piece in request.stream():
+                read += len(piece)
+                if read <= most:
+                    found += piece
+                elif read > _READ_AT_MOST * most:
+                    break
+        if read <= most:
+            return bytes(found)
+        raise RequestError(
+            f"the body is larger than {most} bytes, the most that this server takes (--max-body-bytes).",
+            status=413,
+            code="body_too_large",
+            headers={"connection": "close"},
+        )
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name != self.name:
+            raise RequestError(
+                f"there is no model {name[:200]!r}. This server has {self.name!r}.",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+
+    def _card(self) -> dict[str, Any]:
+        card = {"id": self.name, "object": "model", "created": self._created, "owned_by": "cacheclip"}
+        if self.card is not None:
+            own = {"uses_tools": self.card.uses_tools, "can_constrain": self.card.can_constrain}
+            card |= {"max_model_len": self.card.context_tokens, "cacheclip": own}
+        return card
+
+    def _own_metrics(self) -> str:
+        labels = sorted(self._requests.items())
+        requests = [f'cacheclip_http_requests_total{{path="{p}",status="{s}"}} {n}' for (p, s), n in labels]
+        values = {
+            "http_requests_total": ("counter", "Responses, by path and status.", requests),
+            "http_disconnects_total": (
+                "counter",
+                "Requests whose client hung up before the end.",
+                [f"cacheclip_http_disconnects_total {self._disconnects}"],
+            ),
+            "questions_running": (
+                "gauge",
+                "Questions that are being answered.",
+                [f"cacheclip_questions_running {self._queue.running}"],
+            ),
+            "questions_waiting": (
+                "gauge",
+                "Questions that wait for their turn.",
+                [f"cacheclip_questions_waiting {self._queue.waiting}"],
+            ),
+        }
+        return "".join(
+            "\n".join([f"# HELP cacheclip_{name} {text}", f"# TYPE cacheclip_{name} {kind}", *lines]) + "\n"
+            for name, (kind, text, lines) in values.items()
+        )
+
+    async def events(self, asked: Asked) -> AsyncGenerator[Event, None]:
+        """Events of an answer, when it is its turn. The seconds that it waited for its place are in its statistics."""
+        async with self._queue.place() as waited_s, aclosing(self.backend.answer(asked)) as events:
+            async for event in events:
+                yield event if event.answer is None else replace(event, answer=_waited(event.answer, waited_s))
+
+    def count(self, path: str, status: int) -> None:
+        """Count a response."""
+        self._requests[path, status] += 1
+
+    def count_disconnect(self) -> None:
+        """Count a request whose client hung up."""
+        self._disconnects += 1
+
+
+@dataclass
+class _Done:
+    """Counts and logs a request when it is done. The log has no text of prompts or answers."""
+
+    app: App
+    path: str
+    began: float
+
+    def __call__(self, status: int, answer: Answer | None = None) -> None:
+        self.app.count(self.path, status)
+        tokens = ""
+        if answer is not None:
+            stats = answer.stats
+            tokens = (
+                f", {stats.prompt_tokens} prompt tokens ({stats.reused_tokens} reused), {len(answer.token_ids)} new"
+            )
+        logger.info("%s %d in %.3f s%s", self.path, status, time.perf_counter() - self.began, tokens)
+
+
+class _Answering(Response):
+    """A response that is computed while it is sent. It stops when the client hangs up."""
+
+    def __init__(self, app: App, asked: Asked, reply: Reply, *, is_stream: bool) -> None:
+        super().__init__()
+        self._app, self._asked, self._reply, self._is_stream = app, asked, reply, is_stream
+        self.done: Callable[..., None] = lambda status, answer=None: None
+        self._sending = asyncio.Lock()
+        self._sent_at = time.monotonic()
+        self._began = False
+        """Whether the beginning of the response was sent."""
+        self._opened = False
+        """Whether the first chunk was sent."""
+        self._has_ended = False
+        """Whether the end of the response was sent, or is being sent."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answering = asyncio.create_task(self._answer(scope, receive, send))
+        leaving = asyncio.create_task(_left(receive))
+        pinging = asyncio.create_task(self._ping(send))
+        try:
+            await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if self._has_ended:
+                await answering
+            elif not answering.done():
+                self._app.count_disconnect()
+                self.done(499)
+        finally:
+            for task in (answering, leaving, pinging):
+                task.cancel()
+            await asyncio.gather(answering, leaving, pinging, return_exceptions=True)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        give = self._chunks if self._is_stream else self._whole
+        try:
+            async with asyncio.timeout(self._app.limits.request_s), aclosing(self._app.events(self._asked)) as events:
+                async for event in events:  # also after the last: what was missing is stored then
+                    if event.answer is not None:
+                        self._has_ended = True
+                        self.done(200, event.answer)
+                    await give(event, scope, receive, send)
+        except Exception as error:
+            await self._refuse(error, scope, receive, send)
+
+    async def _whole(self, event: Event, scope: Scope, receive: Receive, send: Send) -> None:
+        if event.answer is not None:
+            response = _json(self._reply.whole(event.answer), {"x-request-id": self._reply.id})
+            await response(scope, receive, send)
+
+    async def _chunks(self, event: Event, scope: Scope, receive: Receive, send: Send) -> None:
+        chunks = [*(() if self._opened else self._reply.opening()), *self._reply.chunks(event)]
+        self._opened = True
+        text = b"".join(map(server_sent, chunks))
+        if event.answer is not None:
+            await self._write(send, text + _ENDED, more=False)
+        elif text:
+            await self._write(send, text)
+
+    async def _ping(self, send: Send) -> None:
+        """Say now and then that a stream is alive. After the first time, an error can have no status any more."""
+        while self._is_stream and not self._has_ended:
+            silent_s = time.monotonic() - self._sent_at
+            if silent_s >= _PING_S:
+                await self._write(send, _PING)
+            else:
+                await asyncio.sleep(_PING_S - silent_s)
+
+    async def _write(self, send: Send, text: bytes, *, more: bool = True) -> None:
+        """Send a part of a stream, and before the first one its headers."""
+        async with self._sending:
+            if not self._began:  # not before: an error has a status as long as nothing was sent
+                self._began = True
+                headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+                headers += [(b"x-accel-buffering", b"no"), (b"x-request-id", self._reply.id.encode())]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": text, "more_body": more})
+            self._sent_at = time.monotonic()
+
+    async def _refuse(self, error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
+        found = _known(error)
+        if self._has_ended:
+            return  # the client has its answer
+        self._has_ended = True
+        if self._began:
+            await self._write(send, server_sent(error_body(found)), more=False)
+        else:
+            await _json(error_body(found), found.headers, found.status)(scope, receive, send)
+        self.done(found.status)
+
+
+async def _left(receive: Receive) -> None:
+    """Returns when the client is gone."""
+    with contextlib.suppress(OSError):
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+
+def _waited(answer: Answer, seconds: float) -> Answer:
+    stats = answer.stats
+    stats = replace(stats, ttft_s=stats.ttft_s + seconds, queued_s=stats.queued_s + seconds)
+    return replace(answer, stats=stats)
+
+
+def _host(request: Request) -> str:
+    """The host that a request names, without its port."""
+    host = request.headers.get("host", "")
+    return host[: host.rfind("]") + 1] if host.startswith("[") else host.partition(":")[0].lower()
+
+
+def _json(value: Any, headers: Mapping[str, str] | None = None, status: int = 200) -> Response:
+    return Response(as_json(value), status, headers, media_type="application/json")
+
+
+def _known(error: Exception) -> RequestError:
+    """The error for the client; the log has those that are nobody's fault but ours, without texts of requests."""
+    found = error_of(error)
+    if found.status >= 500 and found.code is None:
+        logger.error("a request failed: %s", type(error).__name__, exc_info=None if found is error else error)
+    return found
+
+
+def _refusal(error: Exception) -> Response:
+    found = _known(error)
+    return _json(error_body(found), found.headers, found.status)
+
+
+async def _not_found(request: Request, error: Exception) -> Response:
+    """Paths and methods that do not exist."""
+    assert isinstance(error, HTTPException)
+    found = RequestError(f"{request.method} {request.url.path[:200]}: {error.detail}.", status=error.status_code)
+    return _json(error_body(found), error.headers, error.status_code)

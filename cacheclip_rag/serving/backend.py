@@ -1,0 +1,70 @@
+"""What a server needs of the engine behind it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import ConfigurationError
+from ..types import Event, Message
+from .field import CacheClipField
+
+__all__ = ["BACKENDS", "Asked", "Backend", "ModelCard", "check_backend"]
+
+BACKENDS = ("transformers",)
+"""Values of ``--backend``."""
+
+
+def check_backend(name: str) -> None:
+    """Raise ConfigurationError unless there is a backend of this name."""
+    if name not in BACKENDS:
+        raise ConfigurationError(f"backend must be one of {', '.join(BACKENDS)}, got {name!r}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One question, checked."""
+
+    prompt: str | Sequence[Message]
+    """A text, which is read as it stands, or messages for the chat template."""
+    tenant: str
+    options: dict[str, Any] = field(default_factory=dict)
+    """Sampling options by the engine's names, with ``max_tokens`` and ``temperature`` always, and with ``tools`` and
+    ``json_schema`` if there are any."""
+    field: CacheClipField = field(default_factory=CacheClipField)
+    one_call: bool = False
+    """Whether calls of tools after the first are left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """What ``/v1/models`` says of the model."""
+
+    context_tokens: int
+    uses_tools: bool
+    """Whether its chat template writes tools."""
+    can_constrain: bool
+    """Whether answers can follow a JSON schema."""
+
+
+class Backend(ABC):
+    """Answers questions. All methods but :meth:`answer` block."""
+
+    @abstractmethod
+    def start(self) -> ModelCard:
+        """Load what the first answer needs."""
+
+    @abstractmethod
+    def answer(self, asked: Asked) -> AsyncGenerator[Event, None]:
+        """Events of an answer, none of which withdraws text; the last one has the whole answer. Closing the generator
+        stops the answer."""
+
+    @abstractmethod
+    def metrics(self) -> str:
+        """Counters in Prometheus' text format."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free what :meth:`start` took. No answer is running."""

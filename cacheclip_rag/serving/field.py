@@ -1,0 +1,71 @@
+"""The optional field ``cacheclip`` of a request: what OpenAI's API has no words for."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from ..checks import check_choice, check_namespace, check_probability, check_ratio_and_limit, did_you_mean
+from ..methods import check_method
+from ..sampling import FINISH_MODES
+from .errors import RequestError
+
+__all__ = ["CacheClipField"]
+
+
+def _checked_finish(value: str | None) -> str | None:
+    if value is not None:
+        check_choice("finish", value, FINISH_MODES)
+    return value
+
+
+def _checked_method(value: str | None) -> str | None:
+    if value is not None:
+        check_method(value)
+    return value
+
+
+def _checked_confidence(value: float | None) -> float | None:
+    if value is not None:
+        check_probability("min_confidence", value)
+    return value
+
+
+def _checked_tenant(value: str | None) -> str | None:
+    if value is not None:
+        check_namespace(value)
+    return value
+
+
+class CacheClipField(BaseModel):
+    """How chunks are reused in one answer. Every part is optional; the server's settings hold for the others."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True, use_attribute_docstrings=True)
+
+    documents: list[str] = Field(default_factory=list)
+    """Texts that are known to be in the prompt. Those that were not stored are stored after the answer."""
+    method: Annotated[str | None, AfterValidator(_checked_method)] = None
+    """Name of a preset."""
+    ratio: float | str | None = None
+    """Share of chunk tokens to recompute, 0 to 1, or ``auto``."""
+    max_ttft_s: float | None = None
+    """Seconds after which the first token should be there, instead of a ratio."""
+    min_confidence: Annotated[float | None, AfterValidator(_checked_confidence)] = None
+    """Prefill in full if the two likeliest first tokens differ less in probability, 0 to 1."""
+    finish: Annotated[str | None, AfterValidator(_checked_finish)] = None
+    """``none``, ``verify`` or ``revise``."""
+    question: str | None = None
+    """Text that scores the chunks; default the text after the last chunk."""
+    tenant: Annotated[str | None, AfterValidator(_checked_tenant)] = None
+    """Tenant whose chunks are used; the request's API key must allow it."""
+
+    def model_post_init(self, context: Any, /) -> None:
+        unknown = sorted(self.model_extra or ())
+        if unknown:
+            known = list(type(self).model_fields)
+            raise RequestError(
+                f"unknown field cacheclip.{unknown[0]}.{did_you_mean(unknown[:1], known)} Known: {', '.join(known)}.",
+                param=f"cacheclip.{unknown[0]}",
+            )
+        check_ratio_and_limit(self.ratio, self.max_ttft_s)

@@ -1,0 +1,129 @@
+"""What goes back: answers as OpenAI's objects, whole or as chunks of a stream, with our statistics in ``cacheclip``."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..frontend.usage import token_usage
+from ..types import Answer, Event
+
+__all__ = ["ChatReply", "CompletionReply", "Reply", "as_json", "server_sent"]
+
+
+def as_json(value: Any) -> bytes:
+    """A value as JSON. Halves of characters become question marks."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+def server_sent(value: Any) -> bytes:
+    """A value as one event of a stream."""
+    return b"data: " + as_json(value) + b"\n\n"
+
+
+@dataclass
+class Reply:
+    """One answer on its way. Kinds differ in the name of the object and in the form of a choice."""
+
+    model: str
+    """Served name."""
+    include_usage: bool = False
+    """Whether a stream ends with a chunk of token counts."""
+    id: str = ""
+    created: int = field(default_factory=lambda: int(time.time()))
+    _calls: int = 0
+
+    prefix = ""
+    whole_kind = chunk_kind = ""
+
+    def __post_init__(self) -> None:
+        self.id = self.id or f"{self.prefix}-{uuid.uuid4().hex}"
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        """The body of a response that is no stream."""
+        choice = {"index": 0, **self._said(answer), "logprobs": None, "finish_reason": _reason(answer)}
+        return {**self._head(self.whole_kind), "choices": [choice], "usage": token_usage(answer), **_statistics(answer)}
+
+    def opening(self) -> Iterator[dict[str, Any]]:
+        """Chunks before the first text."""
+        return iter(())
+
+    def chunks(self, event: Event) -> Iterator[dict[str, Any]]:
+        """Chunks for an event; after the last event, also those that end the stream."""
+        for delta in self._deltas(event):
+            yield self._chunk(delta, None)
+        answer = event.answer
+        if answer is None:
+            return
+        last = self._chunk(self._delta(""), _reason(answer))
+        if not self.include_usage:
+            yield {**last, **_statistics(answer)}
+            return
+        yield last
+        yield {**self._head(self.chunk_kind), "choices": [], "usage": token_usage(answer), **_statistics(answer)}
+
+    def _chunk(self, delta: dict[str, Any], reason: str | None) -> dict[str, Any]:
+        choice = {"index": 0, **delta, "logprobs": None, "finish_reason": reason}
+        return {**self._head(self.chunk_kind), "choices": [choice], **({"usage": None} if self.include_usage else {})}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def _deltas(self, event: Event) -> Iterator[dict[str, Any]]:
+        if event.text:
+            yield self._delta(event.text)
+
+    def _said(self, answer: Answer) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _delta(self, text: str) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class ChatReply(Reply):
+    """An answer of ``/v1/chat/completions``."""
+
+    prefix, whole_kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def opening(self) -> Iterator[dict[str, Any]]:
+        yield self._chunk({"delta": {"role": "assistant", "content": ""}}, None)
+
+    def _said(self, answer: Answer) -> dict[str, Any]:
+        calls = [call.to_dict() for call in answer.tool_calls]
+        content = answer.text if answer.text or not calls else None
+        message = {"role": "assistant", "content": content, "refusal": None, **({"tool_calls": calls} if calls else {})}
+        return {"message": message}
+
+    def _deltas(self, event: Event) -> Iterator[dict[str, Any]]:
+        yield from super()._deltas(event)
+        for call in event.tool_calls:
+            yield {"delta": {"tool_calls": [{"index": self._calls, **call.to_dict()}]}}
+            self._calls += 1
+
+    def _delta(self, text: str) -> dict[str, Any]:
+        return {"delta": {"content": text} if text else {}}
+
+
+class CompletionReply(Reply):
+    """An answer of ``/v1/completions``."""
+
+    prefix, whole_kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+
+    def _said(self, answer: Answer) -> dict[str, Any]:
+        return {"text": answer.text}
+
+    def _delta(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+
+def _reason(answer: Answer) -> str:
+    return "tool_calls" if answer.tool_calls else answer.finish_reason
+
+
+def _statistics(answer: Answer) -> dict[str, Any]:
+    """The field ``cacheclip`` of a response: the answer's :class:`~cacheclip_rag.types.FusionStats`."""
+    return {"cacheclip": answer.stats.to_dict()}

@@ -1,0 +1,340 @@
+"""Bodies of requests in OpenAI's format. Whatever would change the answer and is not followed is refused by name; what
+cannot change it is ignored."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from ..errors import CacheClipError, ConfigurationError
+from ..frontend.tools import forced_tool, with_tool_choice
+from ..prompt.tools import check_calls, check_tools
+from ..types import Message
+from .errors import RequestError, error_of, unsupported
+from .field import CacheClipField
+
+__all__ = ["Body", "ChatBody", "CompletionBody", "parse", "read_json"]
+
+_IGNORED = frozenset(
+    {
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prediction"),
+        *("prompt_cache_retention", "prompt_cache_options"),
+    }
+)
+"""Fields that do not change the answer."""
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "echo": (False,),
+    "suffix": ("",),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+    "functions": ([],),
+    "function_call": ("none",),
+    "top_k": (-1, 0),
+    "min_p": (0,),
+    "ignore_eos": (False,),
+}
+"""Values with which a field that is not followed changes nothing; null never does."""
+_REASONS = {
+    "n": "this server gives one answer a request. Send the request several times",
+    "best_of": "this server gives one answer a request",
+    "logprobs": "this server does not give probabilities of tokens",
+    "top_logprobs": "this server does not give probabilities of tokens",
+    "echo": "this server does not repeat the prompt",
+    "functions": "give tools instead",
+    "function_call": "give tool_choice instead",
+}
+_IGNORED_IN_MESSAGES = frozenset({"refusal", "annotations", "reasoning", "reasoning_content", "audio"})
+"""Fields of earlier answers that are no text of the conversation."""
+
+B = TypeVar("B", bound="Body")
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+
+
+def _text(value: Any) -> Any:
+    """A content as one text: its parts, one a line."""
+    if not isinstance(value, list):
+        return value
+    texts: list[str] = []
+    for part in value:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind != "text":
+            raise ValueError(f"this server reads parts of type 'text' only, got {str(kind)[:80]!r}")
+        if not isinstance(part.get("text"), str):
+            raise ValueError("a part of type 'text' must have a string 'text'")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+class _Message(_Part):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str | None, BeforeValidator(_text)] = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+    def for_engine(self, place: str) -> Message:
+        """The message in the engine's format."""
+        for name, value in (self.model_extra or {}).items():
+            if value and name not in _IGNORED_IN_MESSAGES:
+                raise unsupported(f"{place}.{name}", f"a message has no {name!r} on this server. Leave it out.")
+        if self.name and self.role != "tool":
+            raise unsupported(f"{place}.name", "names of participants are not followed. Write them into the content.")
+        if self.content is None and not self.tool_calls:
+            raise RequestError(f"{place}.content: a text is missing.", param=f"{place}.content")
+        message: Message = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": self.content or "",
+        }
+        if self.tool_calls:
+            if self.role != "assistant":
+                raise RequestError("only an assistant's message has tool_calls.", param=f"{place}.tool_calls")
+            try:
+                check_calls(self.tool_calls)
+            except ConfigurationError as error:
+                raise RequestError(str(error), param=f"{place}.tool_calls") from error
+            message["tool_calls"] = self.tool_calls
+        if self.role == "tool":
+            message |= {key: value for key in ("tool_call_id", "name") if (value := getattr(self, key))}
+        return message
+
+
+class _StreamOptions(_Part):
+    include_usage: bool | None = None
+
+
+class Body(_Part):
+    """What both kinds of requests have."""
+
+    model: str | None = None
+    """Name that the server serves; absent: whatever it serves."""
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    stop: str | list[str] | None = None
+    max_tokens: int | None = Field(default=None, ge=1)
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    cacheclip: CacheClipField | None = None
+
+    @property
+    def field(self) -> CacheClipField:
+        """The field ``cacheclip``."""
+        return self.cacheclip or CacheClipField()
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a chunk of token counts."""
+        return bool(self.stream and self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def prompt_or_messages(self) -> str | list[Message]:
+        """A text, or messages in the engine's format."""
+        raise NotImplementedError
+
+    @property
+    def one_call(self) -> bool:
+        """Whether calls of tools after the first are left out."""
+        return False
+
+    def sampling(self) -> dict[str, Any]:
+        """Options of the call that the request states, by the engine's names. Tools are among them."""
+        stated = {name: getattr(self, name) for name in ("temperature", "top_p", "seed", "stop", "max_tokens")}
+        return {name: value for name, value in stated.items() if value is not None}
+
+    def check(self) -> None:
+        """Raise RequestError for fields that would change the answer and are not followed."""
+        for name, value in (self.model_extra or {}).items():
+            if value is None or name in _IGNORED or _is_neutral(name, value):
+                continue
+            why = _REASONS.get(name, "this server does not follow it. Leave it out")
+            raise unsupported(name, f"{name} is not supported with this value: {why}.")
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options needs stream=true.", param="stream_options")
+        if isinstance(self.stop, list) and not all(self.stop):
+            raise RequestError("stop must hold strings that are not empty.", param="stop")
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+    """Whether a field changes nothing. A number is no flag: 0 is not false."""
+    return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in _NEUTRAL.get(name, ()))
+
+
+class ChatBody(Body):
+    """Body of a request to ``/v1/chat/completions``."""
+
+    messages: list[_Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: dict[str, Any] | None = None
+
+    @property
+    def prompt_or_messages(self) -> str | list[Message]:
+        return [message.for_engine(f"messages[{number}]") for number, message in enumerate(self.messages)]
+
+    @property
+    def one_call(self) -> bool:
+        return self.parallel_tool_calls is False
+
+    def sampling(self) -> dict[str, Any]:
+        options = super().sampling()
+        if self.max_completion_tokens is not None:
+            options["max_tokens"] = self.max_completion_tokens
+        schema = _json_schema(self.response_format)
+        if schema is not None:
+            options["json_schema"] = schema
+        if self.tools:
+            options["tools"] = _checked_tools(self.tools)
+        try:
+            return with_tool_choice({**options, "tool_choice": _checked_choice(self.tool_choice, bool(self.tools))})
+        except ConfigurationError as error:
+            raise RequestError(str(error), param="tool_choice") from error
+
+    def check(self) -> None:
+        super().check()
+        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
+            raise RequestError("give max_completion_tokens or max_tokens, not both.", param="max_completion_tokens")
+        _ = self.prompt_or_messages, self.sampling()
+
+
+def _checked_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    for number, tool in enumerate(tools):
+        if tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
+            raise RequestError(
+                f'tools[{number}] must be {{"type": "function", "function": {{…}}}}, the only kind on this server.',
+                param=f"tools[{number}]",
+            )
+    try:
+        return check_tools(tools)
+    except ConfigurationError as error:
+        raise RequestError(str(error), param="tools") from error
+
+
+def _checked_choice(choice: str | dict[str, Any] | None, has_tools: bool) -> str | dict[str, Any] | None:
+    if isinstance(choice, str) and choice not in ("none", "auto", "required"):
+        raise RequestError(
+            f"tool_choice must be none, auto, required or a function, got {choice[:80]!r}.", param="tool_choice"
+        )
+    if isinstance(choice, dict) and choice.get("type") != "function":
+        raise unsupported(
+            "tool_choice", f"tool_choice must have type 'function', got {str(choice.get('type'))[:80]!r}."
+        )
+    if forced_tool(choice)[0] and not has_tools:
+        raise RequestError("tool_choice asks for a call, and there are no tools.", param="tool_choice")
+    return choice
+
+
+def _json_schema(wanted: Mapping[str, Any] | None) -> Any:
+    """The JSON schema that the answer must follow; None: any text."""
+    kind = None if wanted is None else wanted.get("type")
+    if wanted is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": "object"}
+    if kind == "json_schema":
+        found = wanted.get("json_schema")
+        if isinstance(found, Mapping) and isinstance(found.get("schema"), Mapping):
+            return found["schema"]
+        raise RequestError(
+            'response_format must be {"type": "json_schema", "json_schema": {"name": …, "schema": {…}}}.',
+            param="response_format.json_schema.schema",
+        )
+    raise unsupported(
+        "response_format.type", f"response_format must be text, json_object or json_schema, got {str(kind)[:80]!r}."
+    )
+
+
+def _one_prompt(value: Any) -> Any:
+    """A prompt, or a list of one."""
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):
+        return value[0]
+    if isinstance(value, list):
+        raise ValueError("this server takes one text a request: no token ids, and no list of several prompts")
+    return value
+
+
+class CompletionBody(Body):
+    """Body of a request to ``/v1/completions``. Its prompt is read as it stands, without the chat template."""
+
+    prompt: Annotated[str, BeforeValidator(_one_prompt)] = Field(min_length=1)
+
+    @property
+    def prompt_or_messages(self) -> str | list[Message]:
+        return self.prompt
+
+    def sampling(self) -> dict[str, Any]:
+        return {"max_tokens": 16, **super().sampling()}  # OpenAI's default
+
+
+def read_json(body: bytes) -> dict[str, Any]:
+    """A request's body. Raises RequestError unless it is a JSON object whose texts can be written as UTF-8."""
+    try:
+        found = json.loads(body, parse_constant=_no_number)
+        if b"\\u" in body:
+            json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise RequestError("the body holds half a character (a lone surrogate), which is no text.") from error
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the body is no JSON: {str(error)[:200]}.") from error
+    if not isinstance(found, dict):
+        raise RequestError(f"the body must be a JSON object, got {type(found).__name__}.")
+    return found
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is no number in JSON")
+
+
+def parse(kind: type[B], given: Mapping[str, Any]) -> B:
+    """The body of a request, checked.
+
+    Raises:
+        RequestError: it names the field that is wrong.
+    """
+    try:
+        body = kind.model_validate(given)
+    except ValidationError as error:
+        raise _named(error) from None
+    except RequestError:
+        raise
+    except CacheClipError as error:  # of the field cacheclip as a whole
+        raise RequestError(str(error), param="cacheclip") from error
+    body.check()
+    return body
+
+
+def _named(error: ValidationError) -> RequestError:
+    """The first thing that is wrong."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    cause = first.get("ctx", {}).get("error")
+    param = _path(first["loc"])
+    if isinstance(cause, CacheClipError):
+        found = error_of(cause)
+        return RequestError(found.message, param=found.param or param, code=found.code)
+    code = "missing_required_parameter" if first["type"] == "missing" else "invalid_type"
+    return RequestError(f"{param}: {first['msg'].removeprefix('Value error, ')}.", param=param, code=code)
+
+
+def _path(place: Sequence[int | str]) -> str:
+    """A place in a body, such as ``messages[0].content``. The names of alternatives at its end are left out."""
+    path = ""
+    for each in place:
+        if isinstance(each, int):
+            path += f"[{each}]"
+        elif each not in ("str", "float", "list[str]", "dict[str,any]"):
+            path += f".{each}" if path else each
+    return path

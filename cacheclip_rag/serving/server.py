@@ -1,0 +1,157 @@
+"""Starts the server, and stops it."""
+
+from __future__ import annotations
+
+import ipaddress
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from ..errors import ConfigurationError
+from .access import Access
+from .app import App, Limits
+from .backend import Backend
+
+__all__ = ["Server", "served_name"]
+
+
+class Server:
+    """The server of one backend, on one address.
+
+    SIGTERM and SIGINT stop it: it takes no new questions, finishes those it has, and returns. A second signal stops at
+    once.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        name: str,
+        access: Access,
+        limits: Limits | None = None,
+        host: str = "127.0.0.1",
+        port: int = 8000,
+        temperature: float = 1.0,
+        max_tokens: int | None = None,
+        on_ready: Callable[[str], None] = lambda address: None,
+    ) -> None:
+        """
+        Args:
+            name: served name of the model.
+            port: 0 takes a free one.
+            temperature: of requests that state none; 1 is OpenAI's.
+            max_tokens: most tokens of a chat answer whose request states none; None: the model's context.
+            on_ready: called with the address when the model is loaded.
+
+        Raises:
+            ConfigurationError: other machines could reach the address, and no API key is set.
+        """
+        if access.is_open and not _is_loopback(host):
+            raise ConfigurationError(
+                f"host {host!r} can be reached from other machines, and no API key is set, so anybody could ask. Set "
+                "--api-key or --tenants, or leave --host out."
+            )
+        limits = limits or Limits()
+        self._failure: Exception | None = None
+        self.app = App(
+            backend,
+            name,
+            access,
+            limits,
+            any_host=not access.is_open,
+            temperature=temperature,
+            max_tokens=max_tokens,
+            on_ready=lambda: on_ready(self.address),
+            on_failure=self._fail,
+        )
+        config = uvicorn.Config(
+            self.app.asgi,
+            host=host,
+            port=port,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            lifespan="on",
+            ws="none",
+            timeout_graceful_shutdown=round(limits.request_s) + 1,
+            h11_max_incomplete_event_size=2**16,
+        )
+        self._host, self._port, self._config = host, port, config
+        self._uvicorn = _Uvicorn(config, self._stopping)
+        self.address = ""
+        """``http://host:port``, once it listens."""
+
+    def run(self) -> None:
+        """Serve until a signal comes, or :meth:`stop`.
+
+        Raises:
+            ConfigurationError: the address is taken.
+            The errors of the backend's start.
+        """
+        listening = _listen(self._host, self._port)
+        port = listening.getsockname()[1]
+        self.address = f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{port}"
+        before = None
+        if threading.current_thread() is threading.main_thread():
+            # uvicorn raises the signal again when it has stopped, and by then it has done its work
+            before = signal.signal(signal.SIGTERM, lambda *_: None)
+        try:
+            self._uvicorn.run(sockets=[listening])
+        finally:
+            listening.close()
+            if before is not None:
+                signal.signal(signal.SIGTERM, before)
+        if self._failure is not None:
+            raise self._failure
+
+    def stop(self) -> None:
+        """Stop like a signal: what runs is finished first."""
+        self._stopping()
+        self._uvicorn.should_exit = True
+
+    def _stopping(self) -> None:
+        self.app.is_stopping = True
+
+    def _fail(self, error: Exception) -> None:
+        self._failure = error
+        self._uvicorn.should_exit = True
+
+
+class _Uvicorn(uvicorn.Server):
+    """Tells when a signal comes, before it waits for running answers."""
+
+    def __init__(self, config: uvicorn.Config, stopping: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._stopping = stopping
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._stopping()
+        super().handle_exit(sig, frame)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        return socket.create_server(found[0][4][:2], family=found[0][0], backlog=1024)
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot listen at {host}:{port}: {error.strerror or error}. Choose another --port."
+        ) from error
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def served_name(primary: str) -> str:
+    """The name under which a model is served if none is given: its own, or the last part of its folder's path."""
+    folder = Path(primary).expanduser()
+    return folder.resolve().name if folder.is_dir() else primary

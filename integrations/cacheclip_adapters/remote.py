@@ -1,0 +1,290 @@
+"""A client of ``cacheclip serve`` with the calls of an engine that the adapters use."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from cacheclip_rag.errors import CacheClipError, ConfigurationError, MissingExtraError, PromptTooLongError, ServerError
+from cacheclip_rag.prompt.tools import ToolCall, as_object, check_calls
+from cacheclip_rag.types import Answer, Event, FusionStats
+
+if TYPE_CHECKING:
+    import httpx
+
+    from cacheclip_rag.sampling import SamplingParams
+    from cacheclip_rag.types import Documents, Prompt
+
+__all__ = ["RemoteEngine", "ServedModel"]
+
+_TIMEOUT_S = 600.0
+"""As the server's own."""
+_names: dict[str, str] = {}
+"""Served names, by the addresses of servers that have answered."""
+_UNKNOWN_ID = -1
+"""Stands for each token of an answer, because a server does not send their ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What a server says of its model."""
+
+    name: str
+    context_tokens: int
+    uses_tools: bool
+    can_constrain: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteEngine:
+    """Answers by a server. It holds no connection of its own, so that it can be copied and pickled."""
+
+    base_url: str
+    """With ``/v1`` at its end, as for OpenAI's client."""
+    api_key: str | None = field(default=None, repr=False)
+    model: str | None = None
+    """Served name; None: whatever the server has."""
+    tenant: str | None = None
+    system_prompt: str | None = None
+    """For conversations without a system message."""
+    timeout_s: float | None = None
+    """Longest wait for the next piece of an answer; default 600 seconds."""
+
+    def __post_init__(self) -> None:
+        if not self.base_url.startswith(("http://", "https://")):
+            raise ConfigurationError(
+                f"base_url must be the address of a server, such as http://127.0.0.1:8000/v1, got {self.base_url!r}."
+            )
+
+    @property
+    def name(self) -> str:
+        """The served name as far as it is known: without asking for it."""
+        return self.model or _names.get(self.base_url, "cacheclip")
+
+    @property
+    def served(self) -> ServedModel:
+        """What the server says of its model; asked once."""
+        return _served(self)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        method: Any = None,
+        recompute_ratio: float | str | None = None,
+        max_ttft_s: float | None = None,
+        question: str | None = None,
+        finish: str | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        documents: Documents = (),
+    ) -> Iterator[Event]:
+        """Events of an answer, as of :meth:`~cacheclip_rag.engine.CacheClipEngine.stream`. A string is one user
+        message. Sources of documents stay here: a server has no use for them.
+
+        Raises:
+            ConfigurationError: the server refuses the request.
+            PromptTooLongError: the prompt does not fit the model's context.
+            ServerError: the server cannot be reached, has no room, or refuses the API key.
+        """
+        if method is not None and not isinstance(method, str):
+            raise ConfigurationError("a server takes names of methods only. Give a preset's name, or leave it out.")
+        own = {
+            "documents": list(documents),
+            "method": method,
+            "ratio": recompute_ratio,
+            "max_ttft_s": max_ttft_s,
+            "finish": finish,
+            "question": question,
+            "tenant": self.tenant,
+        }
+        body = {
+            "messages": self._messages(prompt),
+            **_sampling(params),
+            **({"model": self.model} if self.model else {}),
+            **({"tools": list(tools)} if tools else {}),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "cacheclip": {name: value for name, value in own.items() if value not in (None, [])},
+        }
+        return self._events(body)
+
+    def _events(self, body: Mapping[str, Any]) -> Iterator[Event]:
+        reading = _Reading()
+        with (
+            self._errors(),
+            _client().stream("POST", self._path("/chat/completions"), json=body, **self._options()) as found,
+        ):
+            if found.status_code != 200:
+                found.read()
+                raise _refusal(found)
+            for line in found.iter_lines():
+                if line.startswith(":"):
+                    yield Event("")  # the server is alive; a consumer who has left stops here
+                if not line.startswith("data: "):
+                    continue
+                if line == "data: [DONE]":
+                    break
+                chunk = json.loads(line.removeprefix("data: "))
+                _names[self.base_url] = chunk.get("model") or self.name
+                event = reading.read(chunk)
+                if event is not None:
+                    yield event
+        yield Event("", reading.answer(self.base_url))
+
+    def _messages(self, prompt: Prompt) -> list[dict[str, Any]]:
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*map(_message, prompt)]
+        if self.system_prompt and all(message["role"] != "system" for message in messages):
+            messages.insert(0, {"role": "system", "content": self.system_prompt})
+        return messages
+
+    def _get(self, path: str) -> Any:
+        with self._errors():
+            found = _client().get(self._path(path), **self._options())
+        if found.status_code != 200:
+            raise _refusal(found)
+        return found.json()
+
+    def _path(self, path: str) -> str:
+        return self.base_url.rstrip("/") + path
+
+    def _options(self) -> dict[str, Any]:
+        import httpx
+
+        headers = {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        return {"headers": headers, "timeout": httpx.Timeout(30.0, read=self.timeout_s or _TIMEOUT_S, pool=None)}
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Errors of the connection as errors of this library."""
+        import httpx
+
+        try:
+            yield
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise ServerError(
+                f"the server at {self.base_url} cannot be reached, or broke off: {error or type(error).__name__}. "
+                "Start it with: cacheclip serve"
+            ) from error
+
+
+class _Reading:
+    """Chunks of a stream on their way to an answer."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._calls: list[ToolCall] = []
+        self._reason = "stop"
+        self._usage: Mapping[str, Any] = {}
+        self._stats: Mapping[str, Any] | None = None
+
+    def read(self, chunk: Mapping[str, Any]) -> Event | None:
+        """The event of a chunk, if it has text or calls."""
+        if "error" in chunk:
+            raise _error(200, chunk["error"])
+        self._usage = chunk.get("usage") or self._usage
+        self._stats = chunk.get("cacheclip") or self._stats
+        text, calls = "", []
+        for choice in chunk.get("choices") or ():
+            delta = choice.get("delta") or {}
+            text += delta.get("content") or ""
+            calls += [_call(each) for each in delta.get("tool_calls") or ()]
+            self._reason = choice.get("finish_reason") or self._reason
+        self._texts.append(text)
+        self._calls += calls
+        return Event(text, tool_calls=tuple(calls)) if text or calls else None
+
+    def answer(self, base_url: str) -> Answer:
+        """The whole answer."""
+        known = {each.name for each in fields(FusionStats)}
+        try:
+            stats = FusionStats(**{name: value for name, value in (self._stats or {}).items() if name in known})
+        except TypeError as error:
+            raise ServerError(
+                f"the server at {base_url} sent no statistics of cacheclip, so it is another server. Use the client "
+                "of OpenAI for it."
+            ) from error
+        ids = (_UNKNOWN_ID,) * int(self._usage.get("completion_tokens") or 0)
+        reason = "length" if self._reason == "length" else "stop"
+        return Answer("".join(self._texts), ids, reason, stats, tool_calls=tuple(self._calls))
+
+
+def _call(given: Mapping[str, Any]) -> ToolCall:
+    function = given.get("function") or {}
+    return ToolCall(str(function.get("name")), as_object(function.get("arguments")) or {}, str(given.get("id")))
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message in OpenAI's format, in which arguments of calls are text."""
+    found = {name: value for name, value in message.items() if value}
+    found["content"] = message.get("content") or ""
+    if "tool_calls" in found:
+        found["tool_calls"] = [
+            {
+                "id": call.get("id", ""),
+                "type": "function",
+                "function": {
+                    "name": call["function"]["name"],
+                    "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+                },
+            }
+            for call in check_calls(found["tool_calls"])
+        ]
+    return found
+
+
+def _sampling(params: SamplingParams) -> dict[str, Any]:
+    stated: dict[str, Any] = {"max_tokens": params.max_tokens, "temperature": params.temperature, "top_p": params.top_p}
+    if params.stop:
+        stated["stop"] = list(params.stop)
+    if params.seed is not None:
+        stated["seed"] = params.seed
+    if params.json_schema is not None:
+        schema = {"name": "answer", "schema": json.loads(params.json_schema), "strict": True}
+        stated["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return stated
+
+
+def _refusal(response: httpx.Response) -> CacheClipError:
+    try:
+        found = response.json()["error"]
+    except (ValueError, KeyError, TypeError):
+        found = {"message": f"status {response.status_code}"}
+    return _error(response.status_code, found if isinstance(found, Mapping) else {"message": str(found)})
+
+
+def _error(status: int, found: Mapping[str, Any]) -> CacheClipError:
+    """The error of a server as the engine would raise it."""
+    message = f"the server says: {found.get('message')}"
+    if found.get("code") == "context_length_exceeded":
+        return PromptTooLongError(message)
+    if status in (400, 404, 415, 422) or (status == 200 and found.get("type") == "invalid_request_error"):
+        return ConfigurationError(message)
+    return ServerError(message, status)
+
+
+@lru_cache(64)
+def _served(engine: RemoteEngine) -> ServedModel:
+    cards = engine._get("/models")["data"]
+    card = next((each for each in cards if engine.model in (None, each["id"])), None)
+    own = None if card is None else card.get("cacheclip")
+    if card is None:
+        raise ConfigurationError(f"the server at {engine.base_url} has no model {engine.model!r}.")
+    if not isinstance(own, Mapping):
+        raise ServerError(f"the server at {engine.base_url} is no cacheclip server, or is still loading its model.")
+    _names[engine.base_url] = card["id"]
+    return ServedModel(card["id"], card["max_model_len"], own["uses_tools"], own["can_constrain"])
+
+
+@lru_cache(1)
+def _client() -> httpx.Client:
+    """The connections of this process."""
+    try:
+        import httpx
+    except ImportError as error:
+        raise MissingExtraError("httpx (for base_url)", "langchain") from error
+    return httpx.Client(limits=httpx.Limits(max_connections=None, max_keepalive_connections=20))

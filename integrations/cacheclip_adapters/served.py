@@ -1,0 +1,107 @@
+"""Settings of a language model that runs here, or in a server (``cacheclip serve``)."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field, SecretStr
+
+from cacheclip_rag.errors import ConfigurationError
+
+from .remote import RemoteEngine
+from .settings import ModelFields
+
+if TYPE_CHECKING:
+    from cacheclip_rag.engine import CacheClipEngine
+    from cacheclip_rag.types import Answer
+
+__all__ = ["ServedFields"]
+
+_LOCAL = ("auxiliary", "store", "dtype", "device", "engine_kwargs")
+"""Settings that only the process with the model can follow."""
+
+
+class ServedFields(ModelFields):
+    """With ``base_url``, a server answers and no model runs here. ``primary`` is then the served name, ``namespace``
+    the tenant, and ``method``, ``recompute_ratio``, ``max_ttft_s`` and ``finish`` are sent if they are not at their
+    defaults, so that else the server's settings hold. Documents are sent as candidates with each call. A cancelled call
+    ends at the next piece of text, or sign of life of the server (every ten seconds)."""
+
+    base_url: str | None = None
+    """Address of a server, such as ``http://127.0.0.1:8000/v1``; None: the model runs here."""
+    api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
+    """API key for the server; default the environment's ``CACHECLIP_API_KEY``. Ignored without ``base_url``."""
+    timeout: float | None = None
+    """Longest wait in seconds for the next piece of a server's answer; None: 600. Ignored without ``base_url``."""
+
+    @property
+    def engine(self) -> CacheClipEngine:
+        """The engine in use, if the model runs here.
+
+        Raises:
+            ConfigurationError: ``base_url`` is set.
+        """
+        if self.base_url is not None:
+            raise ConfigurationError(
+                f"the model runs in the server at {self.base_url}, so there is no engine here. What needs one (to "
+                "precompute, release, warm up, profile or count tokens) runs on the server's machine."
+            )
+        return super().engine
+
+    @property
+    def model_name(self) -> str:
+        """The primary's name; with ``base_url``, the served name, which is known after the first answer."""
+        remote = self._remote()
+        return self.primary if remote is None else remote.name
+
+    def _remote(self) -> RemoteEngine | None:
+        """The server, if one answers."""
+        if self.base_url is None:
+            return None
+        key = self.api_key.get_secret_value() if self.api_key else os.environ.get("CACHECLIP_API_KEY")
+        return RemoteEngine(
+            self.base_url,
+            key,
+            model=self.primary if self._is_set("primary") else None,
+            tenant=self.namespace if self._is_set("namespace") else None,
+            system_prompt=self._shared_system_prompt(),
+            timeout_s=self.timeout,
+        )
+
+    def _answering(self) -> CacheClipEngine | RemoteEngine:
+        """What answers."""
+        return self._remote() or self.engine
+
+    def _stored_tokens(self, answer: Answer) -> int:
+        """Tokens of missing chunks that are stored after the answer."""
+        if self.base_url is not None:
+            return answer.stats.missed_tokens
+        stores = self._engine_config().on_miss == "store" and not self.engine.primary.unsupported
+        return answer.stats.missed_tokens if stores else 0
+
+    def _check(self) -> None:
+        super()._check()
+        if self.base_url is None:
+            return
+        here = [name for name in _LOCAL if self._is_set(name)]
+        if here:
+            raise ConfigurationError(
+                f"{', '.join(here)} cannot be combined with base_url: the server at {self.base_url} has its own. Leave "
+                "them out, or give them to cacheclip serve."
+            )
+        if not isinstance(self.method, str):
+            raise ConfigurationError("method must be a preset's name with base_url, because a server takes names only.")
+        self._remote()
+
+    def _call_arguments(self, options: Any) -> dict[str, Any]:
+        arguments = super()._call_arguments(options)
+        if self.base_url is not None:
+            for name in ("method", "finish"):  # at their defaults, the server's settings hold
+                if options.get(name) is None and not self._is_set(name):
+                    arguments[name] = None
+        return arguments
+
+    def _is_set(self, name: str) -> bool:
+        """Whether a field has another value than its default."""
+        return bool(getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True))

@@ -1,0 +1,283 @@
+"""Answers over HTTP are the engine's own, through the clients that people use."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from openai import OpenAI
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.conftest import CHUNKS, QUESTION, rag_prompt
+from tests.serving.conftest import NAME, Served
+
+PROMPT = rag_prompt(CHUNKS)
+MESSAGES: list[Any] = [{"role": "user", "content": PROMPT}]
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "search",
+        "description": "Looks up.",
+        "parameters": {"type": "object", "properties": {"words": {"type": "string"}}, "required": ["words"]},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> OpenAI:
+    served.engine.precompute(CHUNKS)
+    return OpenAI(base_url=served.url, api_key="unused", max_retries=0)
+
+
+def ask(client: OpenAI, **fields: Any) -> Any:
+    own: dict[str, Any] = {"model": NAME, "messages": MESSAGES, "max_tokens": 12, "temperature": 0}
+    return client.chat.completions.create(**{**own, **fields})
+
+
+class TestOpenAI:
+    def test_an_answer_is_the_engines_own(self, served: Served, client: OpenAI) -> None:
+        answer = served.engine.generate(MESSAGES, max_tokens=12)
+        said = ask(client)
+        assert said.choices[0].message.content == answer.text != ""
+        assert said.choices[0].finish_reason == answer.finish_reason == "length"
+        assert said.object == "chat.completion" and said.model == NAME
+        usage = said.usage
+        assert (usage.prompt_tokens, usage.completion_tokens) == (answer.stats.prompt_tokens, len(answer.token_ids))
+        assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+
+    def test_stored_chunks_are_found_in_messages(self, served: Served, client: OpenAI) -> None:
+        served.engine.prefixes.clear()
+        said = ask(client)
+        stats = said.cacheclip
+        assert stats["hits"] == len(CHUNKS) and stats["misses"] == 0 and stats["method"] == "cacheclip"
+        assert stats["chunk_tokens"] > stats["recomputed_tokens"] > 0
+        cached = said.usage.prompt_tokens_details.cached_tokens
+        assert cached == stats["reused_tokens"]
+        assert cached == stats["prefix_tokens"] + stats["chunk_tokens"] - stats["recomputed_tokens"]
+        assert set(stats) == set(served.engine.generate(MESSAGES, max_tokens=1).stats.to_dict())
+
+    def test_a_stream_is_the_same_answer(self, client: OpenAI) -> None:
+        whole = ask(client)
+        chunks = list(ask(client, stream=True, stream_options={"include_usage": True}))
+        assert chunks[0].choices[0].delta.role == "assistant"
+        texts = [chunk.choices[0].delta.content or "" for chunk in chunks[:-1]]
+        assert "".join(texts) == whole.choices[0].message.content and len([t for t in texts if t]) > 3
+        assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]][-1] == "length"
+        assert chunks[-1].choices == [] and chunks[-1].usage == whole.usage.model_copy(
+            update={"prompt_tokens_details": chunks[-1].usage.prompt_tokens_details}
+        )
+        assert chunks[-1].cacheclip["prompt_tokens"] == whole.usage.prompt_tokens
+        assert all(chunk.usage is None and "cacheclip" not in chunk.model_extra for chunk in chunks[:-1])
+        assert len({chunk.id for chunk in chunks}) == 1
+
+    def test_a_stream_without_usage_ends_with_statistics(self, client: OpenAI) -> None:
+        chunks = list(ask(client, stream=True))
+        assert chunks[-1].choices[0].finish_reason == "length" and chunks[-1].cacheclip["generated_tokens"] == 12
+        assert not any("usage" in chunk.model_fields_set for chunk in chunks)
+
+    def test_a_completion_reads_the_prompt_as_it_stands(self, served: Served, client: OpenAI) -> None:
+        served.engine.prefixes.clear()
+        said: Any = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=8, temperature=0)
+        segments = served.engine.segment(PROMPT)
+        begin, end = segments.index(next(s for s in segments if not s.control)), len(segments)
+        while segments[end - 1].control:
+            end -= 1
+        raw = served.engine.generate(segments[begin:end], max_tokens=8)
+        assert said.choices[0].text == raw.text
+        assert said.usage.prompt_tokens == raw.stats.prompt_tokens
+        assert said.cacheclip["hits"] == len(CHUNKS)
+        plain = served.engine.primary.tokenize(PROMPT).ids
+        assert said.usage.prompt_tokens == len(plain), "no template around it"
+        streamed = client.completions.create(model=NAME, prompt=[PROMPT], max_tokens=8, temperature=0, stream=True)
+        assert "".join(chunk.choices[0].text for chunk in streamed) == raw.text
+
+    def test_sixteen_tokens_complete_a_prompt(self, client: OpenAI) -> None:
+        said = client.completions.create(model=NAME, prompt="The harbour", temperature=0)
+        assert said.usage is not None and 0 < said.usage.completion_tokens <= 16
+
+    def test_sampling(self, served: Served, client: OpenAI) -> None:
+        options: dict[str, Any] = {"temperature": 1.5, "top_p": 0.9, "seed": 7}
+        answer = served.engine.generate(MESSAGES, max_tokens=12, **options)
+        assert ask(client, **options).choices[0].message.content == answer.text
+        assert ask(client, temperature=1.5, seed=8).choices[0].message.content != answer.text
+
+    def test_temperature_is_one_unless_stated(self, served: Served, client: OpenAI) -> None:
+        said = client.chat.completions.create(model=NAME, messages=MESSAGES, max_completion_tokens=12, seed=7)
+        answer = served.engine.generate(MESSAGES, max_tokens=12, temperature=1.0, seed=7)
+        assert said.choices[0].message.content == answer.text
+
+    def test_stop(self, served: Served, client: OpenAI) -> None:
+        text = ask(client).choices[0].message.content
+        stopped = ask(client, stop=[text[5:8], "never written"])
+        assert stopped.choices[0].message.content == text[: text.index(text[5:8])]
+        assert stopped.choices[0].finish_reason == "stop"
+
+    def test_roles_and_parts(self, served: Served, client: OpenAI) -> None:
+        messages: list[Any] = [
+            {"role": "developer", "content": "Be short."},
+            {"role": "user", "content": [{"type": "text", "text": CHUNKS[0]}, {"type": "text", "text": QUESTION}]},
+            {"role": "assistant", "content": "I look.", "refusal": None, "annotations": []},
+            {"role": "user", "content": "Go on."},
+        ]
+        same = [
+            {"role": "system", "content": "Be short."},
+            {"role": "user", "content": f"{CHUNKS[0]}\n{QUESTION}"},
+            {"role": "assistant", "content": "I look."},
+            {"role": "user", "content": "Go on."},
+        ]
+        said = ask(client, messages=messages)
+        assert said.choices[0].message.content == served.engine.generate(same, max_tokens=12).text
+        assert said.cacheclip["hits"] == 1
+
+    def test_harmless_fields_are_ignored(self, client: OpenAI) -> None:
+        harmless: dict[str, Any] = {"user": "somebody", "metadata": {"a": "b"}, "store": False, "n": 1}
+        neutral: dict[str, Any] = {"service_tier": "auto", "frequency_penalty": 0, "logprobs": False, "logit_bias": {}}
+        assert ask(client, **harmless, **neutral).choices[0].message.content == ask(client).choices[0].message.content
+
+    def test_eight_at_once(self, served: Served, client: OpenAI) -> None:
+        prompts = [rag_prompt(CHUNKS[n % 4 :], f"Number {n}?") for n in range(8)]
+        expected = [served.engine.generate(prompt, max_tokens=6).text for prompt in prompts]
+
+        def one(prompt: str) -> str:
+            said = ask(client, messages=[{"role": "user", "content": prompt}], max_tokens=6)
+            return str(said.choices[0].message.content)
+
+        with ThreadPoolExecutor(8) as pool:
+            assert list(pool.map(one, prompts)) == expected
+
+
+class TestTools:
+    def test_a_forced_call(self, client: OpenAI) -> None:
+        choice = {"type": "function", "function": {"name": "search"}}
+        said = ask(client, tools=[TOOL], tool_choice=choice, max_tokens=200)
+        (call,) = said.choices[0].message.tool_calls
+        assert call.function.name == "search" and set(json.loads(call.function.arguments)) == {"words"}
+        assert said.choices[0].finish_reason == "tool_calls" and said.choices[0].message.content is None
+
+    def test_in_a_stream(self, client: OpenAI) -> None:
+        whole = ask(client, tools=[TOOL], tool_choice="required", max_tokens=200)
+        chunks = list(ask(client, tools=[TOOL], tool_choice="required", max_tokens=200, stream=True))
+        (call,) = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+        assert call.index == 0 and call.type == "function"
+        assert call.function.arguments == whole.choices[0].message.tool_calls[0].function.arguments
+        assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+    def test_the_result_goes_back(self, served: Served, client: OpenAI) -> None:
+        call = {"id": "abcdefghi", "type": "function", "function": {"name": "search", "arguments": '{"words": "x"}'}}
+        messages = [
+            {"role": "user", "content": "Search."},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "abcdefghi", "content": CHUNKS[0]},
+        ]
+        said = ask(client, messages=messages, tools=[TOOL], tool_choice="auto")
+        own = [{**message, "content": message["content"] or ""} for message in messages]
+        assert said.choices[0].message.content == served.engine.generate(own, max_tokens=12, tools=[TOOL]).text
+        assert said.cacheclip["hits"] == 1, "what a tool returned is found like everything else"
+
+    def test_none_leaves_them_out(self, client: OpenAI) -> None:
+        without = ask(client, tools=[TOOL], tool_choice="none")
+        assert without.usage.prompt_tokens == ask(client).usage.prompt_tokens
+
+    def test_a_schema_is_followed(self, client: OpenAI) -> None:
+        schema = {"type": "object", "properties": {"year": {"type": "integer"}}, "required": ["year"]}
+        wanted = {"type": "json_schema", "json_schema": {"name": "year", "schema": schema, "strict": True}}
+        said = ask(client, response_format=wanted, max_tokens=200)
+        assert isinstance(json.loads(said.choices[0].message.content)["year"], int)
+
+    def test_any_object(self, client: OpenAI) -> None:
+        said = ask(client, response_format={"type": "json_object"}, max_tokens=200)
+        assert said.choices[0].message.content.startswith("{")
+
+
+class TestField:
+    """The field ``cacheclip``."""
+
+    def test_it_says_how(self, client: OpenAI) -> None:
+        said = ask(client, extra_body={"cacheclip": {"method": "direct", "question": QUESTION}})
+        assert said.cacheclip["method"] == "direct" and said.cacheclip["recomputed_tokens"] == 0
+
+    def test_a_ratio(self, served: Served, client: OpenAI) -> None:
+        served.engine.prefixes.clear()
+        half = ask(client, extra_body={"cacheclip": {"method": "cacheclip", "ratio": 0.5}}).cacheclip
+        assert half["nominal_ratio"] == 0.5
+
+    def test_a_confidence(self, client: OpenAI) -> None:
+        unsure = ask(client, extra_body={"cacheclip": {"ratio": 0.1, "min_confidence": 1.0}}).cacheclip
+        assert unsure["gated"] is True and unsure["nominal_ratio"] == 0.1
+
+    def test_auto_without_a_profile_keeps_the_methods_ratio(self, client: OpenAI) -> None:
+        auto = ask(client, extra_body={"cacheclip": {"ratio": "auto", "min_confidence": 0.0}}).cacheclip
+        assert auto["nominal_ratio"] == 0.2
+
+    def test_finish(self, served: Served, client: OpenAI) -> None:
+        served.engine.prefixes.clear()
+        revised = list(ask(client, stream=True, extra_body={"cacheclip": {"finish": "revise"}}))
+        full = served.engine.generate(MESSAGES, max_tokens=12, method="full").text
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in revised) == full
+        assert revised[-1].cacheclip["verified_tokens"] is not None
+
+    def test_documents_are_stored_after_the_answer(self, client: OpenAI) -> None:
+        new = "A lighthouse keeper wrote down seventeen ships on the last day of the year. " * 2
+        fields: dict[str, Any] = {"messages": [{"role": "user", "content": f"{new}\n\nHow many?"}]}
+        first = ask(client, **fields, extra_body={"cacheclip": {"documents": [new]}}).cacheclip
+        assert (first["hits"], first["misses"]) == (0, 1)
+        for _ in range(50):  # stored after the last event
+            again = ask(client, **fields).cacheclip
+            if again["hits"]:
+                break
+        assert again["hits"] == 1
+
+
+class TestFrameworks:
+    """Frameworks' own clients of OpenAI work by another address."""
+
+    def test_langchain(self, served: Served, client: OpenAI) -> None:
+        from langchain_openai import ChatOpenAI
+
+        llm = ChatOpenAI(base_url=served.url, api_key="unused", model=NAME, temperature=0, max_tokens=12)  # type: ignore[call-arg, arg-type]
+        expected = served.engine.generate(MESSAGES, max_tokens=12).text
+        said = llm.invoke(PROMPT)
+        assert said.content == expected
+        assert said.usage_metadata is not None and said.usage_metadata["input_token_details"]["cache_read"] > 0
+        assert "".join(str(chunk.content) for chunk in llm.stream(PROMPT)) == expected
+        bound = llm.bind_tools([TOOL], tool_choice="search").bind(max_tokens=200)
+        assert bound.invoke(PROMPT).tool_calls[0]["name"] == "search"
+
+    def test_llama_index(self, served: Served, client: OpenAI) -> None:
+        from llama_index.llms.openai_like import OpenAILike
+
+        own: dict[str, Any] = {"api_base": served.url, "api_key": "unused", "model": NAME, "max_tokens": 12}
+        llm = OpenAILike(**own, temperature=0.0, is_chat_model=True, context_window=4096)
+        expected = served.engine.generate(MESSAGES, max_tokens=12).text
+        assert llm.complete(PROMPT).text == expected
+        assert [response.text for response in llm.stream_complete(PROMPT)][-1] == expected
+
+
+class TestOtherPaths:
+    def test_models(self, served: Served, client: OpenAI) -> None:
+        (found,) = client.models.list().data
+        assert found.id == NAME and client.models.retrieve(NAME).id == NAME
+        assert found.model_extra is not None
+        assert found.model_extra["max_model_len"] == served.engine.primary.context_tokens
+        assert found.model_extra["cacheclip"] == {"uses_tools": True, "can_constrain": True}
+
+    def test_health(self, served: Served) -> None:
+        assert served.client.get("/health").json() == {"status": "ok"}
+
+    def test_metrics(self, served: Served, client: OpenAI) -> None:
+        def read() -> dict[str, float]:
+            text = served.client.get("/metrics").text
+            found = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+            return {sample.name + "".join(sorted(sample.labels.values())): sample.value for sample in found}
+
+        before = read()
+        ask(client)
+        after = read()
+        path = "cacheclip_http_requests_total" + "".join(sorted(["/v1/chat/completions", "200"]))
+        assert after[path] == before.get(path, 0) + 1
+        assert after["cacheclip_chunk_hits_total"] == before["cacheclip_chunk_hits_total"] + len(CHUNKS)
+        while read()["cacheclip_questions_running"]:  # an answer has its place until what was missing is stored
+            pass
+        assert read()["cacheclip_questions_waiting"] == 0

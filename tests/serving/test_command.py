@@ -1,0 +1,69 @@
+"""``cacheclip serve`` as a process, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from cacheclip_rag.cli import app
+from cacheclip_rag.errors import CacheClipError, ConfigurationError, MissingExtraError
+
+
+def test_it_serves_until_a_signal(tiny_models: dict[str, str], tmp_path: Path) -> None:
+    options = ["--primary", tiny_models["llama"], "--auxiliary", tiny_models["auxiliary"], "--port", "0", "--json"]
+    program = "from cacheclip_rag.cli import main; main()"
+    command = [sys.executable, "-c", program, "serve", "--store", str(tmp_path / "store"), *options]
+    environment = {**os.environ, "CACHECLIP_API_KEY": "a-secret-key"}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as process:
+        assert process.stdout is not None and process.stderr is not None
+        ready = json.loads(process.stdout.readline() or process.stderr.read())
+        assert ready == {"address": ready["address"], "model": "llama", "backend": "transformers"}
+        body = {"messages": [{"role": "user", "content": "Something private"}], "max_tokens": 400, "stream": True}
+        headers = {"authorization": "Bearer a-secret-key"}
+        with httpx.Client(base_url=ready["address"], headers=headers, timeout=60) as client:
+            with client.stream("POST", "/v1/chat/completions", json=body) as response:
+                assert response.status_code == 200
+                lines = response.iter_lines()
+                assert next(lines).startswith("data: {")
+                process.send_signal(signal.SIGTERM)
+                rest = [line for line in lines if line]
+            assert rest[-1] == "data: [DONE]", "a running answer is finished"
+        assert process.wait(60) == 0
+        logged = process.stderr.read()
+    assert "/v1/chat/completions 200 in" in logged and "private" not in logged and "secret" not in logged
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--backend", "vlm"], "backend must be one of transformers"),
+        (["--method", "cachclip"], "cacheclip"),
+        (["--ratio", "2"], "between 0"),
+        (["--finish", "maybe"], "finish must be one of"),
+        (["--api-key", "short"], "API key"),
+        (["--tenants", "none.toml"], "cannot read none.toml"),
+        (["--host", "0.0.0.0"], "--api-key"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_what_it_refuses(tmp_path: Path, options: list[str], words: str) -> None:
+    done = CliRunner().invoke(app, ["serve", "--store", str(tmp_path / "store"), *options])
+    assert isinstance(done.exception, ConfigurationError) and words in str(done.exception)
+
+
+def test_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("cacheclip_rag.serving")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "starlette", None)
+    done = CliRunner().invoke(app, ["serve", "--store", str(tmp_path / "store")])
+    assert isinstance(done.exception, MissingExtraError) and "[serve]" in str(done.exception)
+    assert isinstance(done.exception, CacheClipError)

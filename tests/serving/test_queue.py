@@ -1,0 +1,229 @@
+"""Many at once, too many, those who hang up, and those who wait too long."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+from langchain_cacheclip import ChatCacheClip
+
+from cacheclip_rag.config import EngineConfig
+from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.serving.app import Limits
+from cacheclip_rag.serving.server import Server
+from tests.serving.conftest import Served, running
+
+PATH = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def narrow(config: EngineConfig) -> Iterator[Served]:
+    """A server that answers one question while one waits."""
+    with running(replace(config, store=None), limits=Limits(running=1, waiting=1, request_s=30)) as found:
+        yield found
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end, "it never came to this"
+        time.sleep(0.002)
+
+
+def prompts_of(served: Served) -> Any:
+    return served.engine._answering.turns
+
+
+class TestQueue:
+    def test_too_many_are_refused(self, narrow: Served) -> None:
+        queue = narrow.server.app._queue
+        with ThreadPoolExecutor(2) as pool:
+            with prompts_of(narrow).prompt():
+                first = pool.submit(narrow.chat)
+                until(lambda: queue.running == 1)
+                second = pool.submit(narrow.chat)
+                until(lambda: queue.waiting == 1)
+                third = narrow.chat()
+                assert third.status_code == 429 and int(third.headers["retry-after"]) >= 1
+                assert third.json()["error"]["code"] == "queue_full"
+                assert narrow.client.get("/health").status_code == 200, "it is busy, not ill"
+            assert first.result().status_code == second.result().status_code == 200
+        assert second.result().json()["cacheclip"]["queued_s"] > 0
+        stats = second.result().json()["cacheclip"]
+        assert stats["ttft_s"] > stats["queued_s"]
+        until(lambda: (queue.running, queue.waiting) == (0, 0))
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_who_hangs_up_before_the_first_token(self, narrow: Served, stream: bool) -> None:
+        turns, queue = prompts_of(narrow), narrow.server.app._queue
+        body = {"messages": [{"role": "user", "content": "What?"}], "stream": stream}
+        with turns.prompt():
+            before = len(turns._prompts)
+            with httpx.Client(base_url=narrow.server.address) as leaving, pytest.raises(httpx.ReadTimeout):
+                leaving.post("/v1/chat/completions", json=body, timeout=httpx.Timeout(60, read=0.3))
+            until(lambda: queue.running == 0)
+            until(lambda: len(turns._prompts) == before)
+        assert narrow.chat().status_code == 200
+
+    def test_who_hangs_up_while_it_waits(self, narrow: Served) -> None:
+        queue = narrow.server.app._queue
+        with ThreadPoolExecutor(1) as pool, prompts_of(narrow).prompt():
+            pool.submit(narrow.chat)
+            until(lambda: queue.running == 1)
+            body = {"messages": [{"role": "user", "content": "What?"}]}
+            with httpx.Client(base_url=narrow.server.address) as leaving, pytest.raises(httpx.ReadTimeout):
+                leaving.post("/v1/chat/completions", json=body, timeout=httpx.Timeout(60, read=0.3))
+            until(lambda: queue.waiting == 0)
+
+    def test_who_hangs_up_in_the_middle(self, narrow: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+        """No token is computed for nobody."""
+        runtime, computed = narrow.engine.primary, []
+        step = runtime.decode_step
+
+        def counted(*args: Any) -> Any:
+            computed.append(time.monotonic())
+            time.sleep(0.005)
+            return step(*args)
+
+        monkeypatch.setattr(runtime, "decode_step", counted)
+        body = {"messages": [{"role": "user", "content": "What?"}], "stream": True, "temperature": 2, "seed": 1}
+        with narrow.client.stream("POST", "/v1/chat/completions", json={**body, "max_tokens": 2000}) as response:
+            lines = response.iter_lines()
+            assert response.status_code == 200 and next(lines).startswith("data: {")
+        until(lambda: narrow.server.app._queue.running == 0)
+        time.sleep(0.1)
+        count = len(computed)
+        time.sleep(0.2)
+        assert len(computed) == count < 1500
+        assert "cacheclip_http_disconnects_total 0" not in narrow.client.get("/metrics").text
+
+    @pytest.mark.parametrize("began", [False, True], ids=["before", "after the first token"])
+    def test_who_takes_too_long(self, narrow: Served, monkeypatch: pytest.MonkeyPatch, began: bool) -> None:
+        monkeypatch.setattr(narrow.server.app, "limits", replace(narrow.server.app.limits, request_s=0.3))
+        if began:
+            step = narrow.engine.primary.decode_step
+            monkeypatch.setattr(narrow.engine.primary, "decode_step", lambda *a: time.sleep(0.02) or step(*a))
+            response = narrow.chat(stream=True, max_tokens=2000, temperature=2, seed=1)
+            assert response.status_code == 200
+            last = [line for line in response.text.splitlines() if line][-1]
+            assert '"code":"timeout"' in last, last
+        else:
+            with prompts_of(narrow).prompt():
+                response = narrow.chat()
+            assert response.status_code == 504 and response.json()["error"]["code"] == "timeout"
+            assert response.headers["x-should-retry"] == "false"
+        until(lambda: narrow.server.app._queue.running == 0)
+
+
+class TestSilence:
+    @pytest.fixture(autouse=True)
+    def _soon(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("cacheclip_rag.serving.app._PING_S", 0.1)
+
+    def test_a_stream_says_that_it_is_alive(self, narrow: Served) -> None:
+        body = {"messages": [{"role": "user", "content": "What?"}], "stream": True, "max_tokens": 3, "temperature": 0}
+        with prompts_of(narrow).prompt():
+            response = narrow.client.send(narrow.client.build_request("POST", PATH, json=body), stream=True)
+            lines = response.iter_lines()
+            assert response.status_code == 200 and next(lines) == ": waiting"
+        rest = [line for line in lines if line.startswith("data: ")]
+        assert '"role":"assistant"' in rest[0] and rest[-1] == "data: [DONE]"
+
+    def test_an_error_after_it_is_an_event(self, narrow: Served) -> None:
+        body = {"messages": [{"role": "user", "content": "word " * 6000}], "stream": True}
+        with prompts_of(narrow).prompt():
+            response = narrow.client.send(narrow.client.build_request("POST", PATH, json=body), stream=True)
+            lines = response.iter_lines()
+            assert next(lines) == ": waiting"
+        rest = [line for line in lines if line.startswith("data: ")]
+        assert len(rest) == 1 and "context_length_exceeded" in rest[0]
+
+    async def test_a_cancelled_adapter_leaves(self, narrow: Served) -> None:
+        """It waits in a thread, which notices at the next sign of life."""
+        queue = narrow.server.app._queue
+        llm = ChatCacheClip(base_url=narrow.url, max_tokens=2)
+        with prompts_of(narrow).prompt():
+            task = asyncio.create_task(llm.ainvoke("What?"))
+            await asyncio.to_thread(until, lambda: queue.running == 1)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await asyncio.to_thread(until, lambda: queue.running == 0)
+
+
+class TestStopping:
+    def test_what_runs_is_finished(self, config: EngineConfig) -> None:
+        with running(config) as served, ThreadPoolExecutor(1) as pool:
+            queue = served.server.app._queue
+            with prompts_of(served).prompt():
+                asked = pool.submit(served.chat)
+                until(lambda: queue.running == 1)
+                served.server.stop()
+                until(lambda: _refuses(served))
+            assert asked.result().status_code == 200
+
+    def test_new_questions_are_refused(self, config: EngineConfig) -> None:
+        with running(config) as served:
+            served.server.app.is_stopping = True
+            for response in (served.chat(), served.client.get("/health")):
+                assert response.status_code == 503 and response.json()["error"]["code"] == "not_ready"
+
+
+def _refuses(served: Served) -> bool:
+    try:
+        return httpx.get(f"{served.server.address}/health", timeout=5).status_code == 503
+    except httpx.TransportError:
+        return True
+
+
+class TestStarting:
+    def test_health_while_it_loads(self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+        from cacheclip_rag.serving.transformers import TransformersBackend
+
+        may_start, seen = threading.Event(), []
+        start = TransformersBackend.start
+
+        def slowly(self: Any) -> Any:
+            assert may_start.wait(30)
+            return start(self)
+
+        def watch(server: Server) -> None:
+            until(lambda: bool(server.address))
+            until(lambda: _status(server) is not None)
+            seen.append(_status(server))
+            may_start.set()
+
+        monkeypatch.setattr(TransformersBackend, "start", slowly)
+        made = Server.__init__
+
+        def watched(self: Any, *args: Any, **options: Any) -> None:
+            made(self, *args, **options)
+            threading.Thread(target=watch, args=(self,)).start()
+
+        monkeypatch.setattr(Server, "__init__", watched)
+        with running(config) as served:
+            assert seen == [503] and served.client.get("/health").status_code == 200
+
+    def test_a_failure_is_raised(self, config: EngineConfig) -> None:
+        with pytest.raises(AssertionError, match="UnknownModelError"), running(replace(config, primary="/no/folder")):
+            pass
+
+    def test_a_taken_port(self, served: Served) -> None:
+        port = int(served.server.address.rpartition(":")[2])
+        server = Server(served.backend, name="tiny", access=served.server.app.access, port=port)
+        with pytest.raises(ConfigurationError, match="--port"):
+            server.run()
+
+
+def _status(server: Server) -> int | None:
+    try:
+        return httpx.get(f"{server.address}/health", timeout=5).status_code
+    except httpx.TransportError:
+        return None

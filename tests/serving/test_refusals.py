@@ -1,0 +1,213 @@
+"""What a server refuses, and how it says so."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from cacheclip_rag.errors import StoreError
+from tests.serving.conftest import NAME, Served
+
+MESSAGES = [{"role": "user", "content": "What?"}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"model": NAME, "messages": MESSAGES, "max_tokens": 2, **fields}
+
+
+def message(**fields: Any) -> dict[str, Any]:
+    return chat(messages=[{"role": "user", "content": "What?", **fields}])
+
+
+def cacheclip(**fields: Any) -> dict[str, Any]:
+    return chat(cacheclip=fields)
+
+
+CHATS: dict[str, tuple[dict[str, Any], str | None, str]] = {
+    # name: body, field that the error names, words of its message
+    "no messages": ({"model": NAME}, "messages", "required"),
+    "empty messages": (chat(messages=[]), "messages", "at least 1"),
+    "messages are no list": (chat(messages="What?"), "messages", "list"),
+    "unknown role": (message(role="robot"), "messages[0].role", "'user'"),
+    "no content": (chat(messages=[{"role": "user"}]), "messages[0].content", "missing"),
+    "content is a number": (chat(messages=[{"role": "user", "content": 3}]), "messages[0].content", "string"),
+    "picture": (
+        message(content=[{"type": "image_url", "image_url": {"url": "x"}}]),
+        "messages[0].content",
+        "'image_url'",
+    ),
+    "name of a participant": (message(name="anna"), "messages[0].name", "content"),
+    "function call": (message(function_call={"name": "f"}), "messages[0].function_call", "Leave it out"),
+    "calls of a user": (message(tool_calls=[TOOL]), "messages[0].tool_calls", "assistant"),
+    "temperature": (chat(temperature="hot"), "temperature", "number"),
+    "temperature too high": (chat(temperature=3), "temperature", "less than or equal to 2"),
+    "top_p": (chat(top_p=0), "top_p", "greater than 0"),
+    "max_tokens": (chat(max_tokens=0), "max_tokens", "greater than or equal to 1"),
+    "max_tokens is a flag": (chat(max_tokens=True), "max_tokens", "integer"),
+    "two limits": (chat(max_completion_tokens=3), "max_completion_tokens", "not both"),
+    "seed": (chat(seed=2**63), "seed", "less than"),
+    "stop": (chat(stop=[""]), "stop", "not empty"),
+    "several answers": (chat(n=2), "n", "one answer"),
+    "n is a flag": (chat(n=True), "n", "one answer"),
+    "logprobs": (chat(logprobs=True), "logprobs", "probabilities"),
+    "penalty": (chat(frequency_penalty=0.5), "frequency_penalty", "not supported"),
+    "bias": (chat(logit_bias={"1": 5}), "logit_bias", "not supported"),
+    "reasoning": (chat(reasoning_effort="high"), "reasoning_effort", "Leave it out"),
+    "top_k": (chat(top_k=5), "top_k", "not supported"),
+    "misspelt": (chat(temprature=0), "temprature", "not supported"),
+    "options of no stream": (chat(stream_options={"include_usage": True}), "stream_options", "stream=true"),
+    "functions": (chat(functions=[{"name": "f"}]), "functions", "tools instead"),
+    "tool": (chat(tools=[{"type": "web_search"}]), "tools[0]", "function"),
+    "tool's name": (chat(tools=[{"type": "function", "function": {"name": "a b"}}]), "tools", "word"),
+    "choice": (chat(tools=[TOOL], tool_choice="maybe"), "tool_choice", "none, auto, required"),
+    "choice of an unknown tool": (
+        chat(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "g"}}),
+        "tool_choice",
+        "'g'",
+    ),
+    "choice without tools": (chat(tool_choice="required"), "tool_choice", "no tools"),
+    "format": (chat(response_format={"type": "xml"}), "response_format.type", "json_schema"),
+    "no schema": (chat(response_format={"type": "json_schema"}), "response_format.json_schema.schema", "schema"),
+    "unknown cacheclip field": (cacheclip(documants=["a"]), "cacheclip.documants", "Did you mean 'documents'?"),
+    "documents": (cacheclip(documents="a text"), "cacheclip.documents", "list"),
+    "a document": (cacheclip(documents=[1]), "cacheclip.documents[0]", "string"),
+    "method": (cacheclip(method="cachclip"), "cacheclip.method", "cacheclip"),
+    "ratio": (cacheclip(ratio=1.5), "cacheclip", "between 0"),
+    "ratio's name": (cacheclip(ratio="much"), "cacheclip", "'auto'"),
+    "ratio and time": (cacheclip(ratio=0.5, max_ttft_s=1.0), "cacheclip", "Leave one"),
+    "confidence": (cacheclip(min_confidence=2), "cacheclip.min_confidence", "probability"),
+    "finish": (cacheclip(finish="maybe"), "cacheclip.finish", "verify"),
+    "schema and finish": (
+        {**cacheclip(finish="verify"), "response_format": {"type": "json_object"}},
+        None,
+        "json_schema cannot be combined",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_of_a_chat(served: Served, name: str) -> None:
+    body, param, words = CHATS[name]
+    response = served.client.post("/v1/chat/completions", json=body)
+    if "stream_options" not in body:
+        streamed = served.client.post("/v1/chat/completions", json={**body, "stream": True})
+        assert (streamed.status_code, streamed.json()) == (response.status_code, response.json())
+    error = response.json()["error"]
+    assert response.status_code == 400, response.text
+    assert (error["type"], error["param"]) == ("invalid_request_error", param), error
+    assert words in error["message"], error
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": [1, 2, 3]}, "prompt"),
+        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({}, "prompt"),
+        ({"prompt": "a", "echo": True}, "echo"),
+        ({"prompt": "a", "logprobs": 1}, "logprobs"),
+        ({"prompt": "a", "logprobs": 0}, "logprobs"),
+        ({"prompt": "a", "best_of": 2}, "best_of"),
+        ({"prompt": "a", "suffix": "b"}, "suffix"),
+        ({"prompt": "a", "tools": [TOOL]}, "tools"),
+    ],
+)
+def test_of_a_completion(served: Served, body: dict[str, Any], param: str) -> None:
+    response = served.client.post("/v1/completions", json=body)
+    assert response.status_code == 400 and response.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[1]",
+        b'"text"',
+        b'{"messages": NaN}',
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+    ],
+    ids=["empty", "cut", "list", "string", "nan", "bytes", "deep", "half a character"],
+)
+def test_of_a_body_that_is_no_json(served: Served, body: bytes) -> None:
+    response = served.client.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_of_another_content_type(served: Served) -> None:
+    """A web page can send text to another server without asking it, but no JSON."""
+    response = served.client.post("/v1/chat/completions", content=json.dumps(chat()))
+    assert response.status_code == 415 and "application/json" in response.json()["error"]["message"]
+
+
+def test_of_another_host(served: Served) -> None:
+    """A web page may have a name of its own for this machine."""
+    response = served.client.get("/v1/models", headers={"host": "evil.example"})
+    assert response.status_code == 403
+    assert served.client.get("/v1/models", headers={"host": "localhost:1"}).status_code == 200
+
+
+def test_of_an_unknown_model(served: Served) -> None:
+    response = served.chat(model="gpt-5")
+    assert response.status_code == 404
+    assert response.json()["error"] == {
+        "message": f"there is no model 'gpt-5'. This server has '{NAME}'.",
+        "type": "invalid_request_error",
+        "param": "model",
+        "code": "model_not_found",
+    }
+    assert served.client.get("/v1/models/gpt-5").status_code == 404
+    assert served.chat().status_code == 200, "without a model, it is the one that there is"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_of_a_prompt_that_is_too_long(served: Served, stream: bool) -> None:
+    response = served.chat("word " * 6000, stream=stream)
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("says_so", [True, False], ids=["stated", "in pieces"])
+def test_of_a_body_that_is_too_large(served: Served, says_so: bool) -> None:
+    most = served.server.app.limits.body_bytes
+    text = b" " * (most + 1)
+    content = text if says_so else (text[at : at + 2**20] for at in range(0, len(text), 2**20))
+    response = served.client.post("/v1/chat/completions", content=content, headers={"content-type": "application/json"})
+    assert response.status_code == 413 and response.json()["error"]["code"] == "body_too_large"
+
+
+def test_of_unknown_paths(served: Served) -> None:
+    response = served.client.get("/v1/embeddings")
+    assert response.status_code == 404 and "/v1/embeddings" in response.json()["error"]["message"]
+    assert served.client.get("/v1/chat/completions").status_code == 405
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, StoreError])
+def test_an_internal_error_tells_nothing(
+    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: type[Exception]
+) -> None:
+    def fail(*args: Any, **options: Any) -> Any:
+        raise kind("/secret/store")
+
+    monkeypatch.setattr(served.engine, "stream", fail)
+    response = served.chat()
+    assert response.status_code == 500 and "secret" not in response.text
+    assert response.headers["x-should-retry"] == "false"
+    assert kind.__name__ in caplog.text
+
+
+def test_the_log_has_no_texts(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="cacheclip_rag.serving")
+    assert served.chat("Something private").status_code == 200
+    assert served.chat("Something private", n=2).status_code == 400
+    lines = [record.getMessage() for record in caplog.records if record.name.startswith("cacheclip_rag.serving")]
+    assert any("/v1/chat/completions 200 in" in line and "prompt tokens" in line for line in lines)
+    assert any("/v1/chat/completions 400 in" in line for line in lines)
+    assert not any("private" in line for line in lines)
