@@ -143,7 +143,8 @@ class Method(ABC):
         return None
 
     def prepare(self, view: CacheView, masks: Sequence[torch.Tensor]) -> None:  # noqa: B027 (may stay empty)
-        """Called right before the recompute: set up a correction here."""
+        """Called right before the recompute: set up a correction here. Without :attr:`reads_cache`, the stored KV of
+        each layer is written into the cache only before that layer runs."""
 
     def compose(self, parts: Composition) -> Iterator[Event]:
         """Answer a prompt with chunks by several prompts; the last event carries the answer."""

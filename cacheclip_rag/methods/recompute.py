@@ -53,7 +53,9 @@ class Recompute(Method):
 
     @property
     def reads_cache(self) -> bool:
-        return self.scorer.reads_cache
+        # a subclass with a hook of its own may look at the cache or change it
+        hooks = ("select", "row_filter", "prepare")
+        return self.scorer.reads_cache or any(getattr(type(self), h) is not getattr(Recompute, h) for h in hooks)
 
     @property
     def head_sets(self) -> tuple[str, ...]:

@@ -87,7 +87,9 @@ def test_the_auxiliary_is_asked_before_the_primarys_kv_is_read(case: Case, monke
     monkeypatch.setattr(
         type(case.runtime),
         "new_cache",
-        lambda self, n: (order.append("new cache") if self is case.runtime else None) or read(self, n),
+        lambda self, n, **options: (
+            (order.append("new cache") if self is case.runtime else None) or read(self, n, **options)
+        ),
     )
     run(case, Recompute(RankMix(QueryAttention(), AuxiliaryAttention())), 0.3)
     assert order == ["auxiliary", "new cache", "primary"]
