@@ -1,7 +1,7 @@
 """vLLM engines on tiny models. ``make test-vllm`` runs these tests in an environment of its own.
 
-Every engine runs in a process of its own, one at a time. Sixteen tokens a block, so that chunks and blocks never have
-the same borders.
+Engines run in the process of the tests, one at a time. Blocks of 32 tokens, the smallest of vLLM's kernels for CPUs, so
+that few borders of chunks are borders of blocks.
 """
 
 from __future__ import annotations
@@ -74,13 +74,15 @@ class Setting:
         return Planner(**{**self.options, **options})
 
 
-def greedy(engine: CacheClipEngine, asked: Any, method: Any, **options: Any) -> tuple[int, ...]:
+def greedy(
+    engine: CacheClipEngine, asked: Any, method: Any, tokens: int = TOKENS, **options: Any
+) -> tuple[int, ...]:
     import torch
 
-    found = engine.prefill(asked, SamplingParams(max_tokens=TOKENS), method=engine.make_method(method), **options)
+    found = engine.prefill(asked, SamplingParams(max_tokens=tokens), method=engine.make_method(method), **options)
     ids, logits = [], found.logits
     with torch.inference_mode():
-        for _ in range(TOKENS):
+        for _ in range(tokens):
             ids.append(int(logits.argmax()))
             logits = engine.primary.decode_step(found.cache, ids[-1])
     return tuple(ids)
@@ -114,6 +116,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def started(setting: Setting, *, engine: bool = False, **options: Any) -> Iterator[FusedLLM]:
     """A vLLM engine with our connector."""
     from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
 
     defaults = {
         "dtype": "float32",
@@ -131,6 +134,8 @@ def started(setting: Setting, *, engine: bool = False, **options: Any) -> Iterat
         yield FusedLLM(llm, setting.planner(), **own)
     finally:
         llm.llm_engine.engine_core.shutdown()
+        del llm
+        cleanup_dist_env_and_memory()
 
 
 def ask(fused: FusedLLM, prompts: Sequence[Any], method: Any, **options: Any) -> list[tuple[int, ...]]:
@@ -138,10 +143,10 @@ def ask(fused: FusedLLM, prompts: Sequence[Any], method: Any, **options: Any) ->
     return [tuple(output.outputs[0].token_ids) for output in outputs(fused, prompts, method, **options)]
 
 
-def outputs(fused: FusedLLM, prompts: Sequence[Any], method: Any, **options: Any) -> list[Any]:
+def outputs(fused: FusedLLM, prompts: Sequence[Any], method: Any, tokens: int = TOKENS, **options: Any) -> list[Any]:
     from vllm import SamplingParams as Sampling
 
-    params = Sampling(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+    params = Sampling(temperature=0, max_tokens=tokens, ignore_eos=True)
     return fused.generate(prompts, params, method=method, use_tqdm=False, **options)
 
 
