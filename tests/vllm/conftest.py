@@ -74,9 +74,7 @@ class Setting:
         return Planner(**{**self.options, **options})
 
 
-def greedy(
-    engine: CacheClipEngine, asked: Any, method: Any, tokens: int = TOKENS, **options: Any
-) -> tuple[int, ...]:
+def greedy(engine: CacheClipEngine, asked: Any, method: Any, tokens: int = TOKENS, **options: Any) -> tuple[int, ...]:
     import torch
 
     found = engine.prefill(asked, SamplingParams(max_tokens=tokens), method=engine.make_method(method), **options)

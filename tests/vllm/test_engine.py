@@ -1,4 +1,4 @@
-"""Greedy answers of an unmodified vLLM are those of our engine, in float32; and plain requests notice nothing of ours."""
+"""Greedy answers of an unmodified vLLM are those of our engine, in float32; plain requests notice nothing of ours."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ class TestEqualAnswers:
         assert expected != plain, "the twin: plain prefill gives other answers"
         assert all(1 < len(each.prompt_token_ids) - each.num_cached_tokens < 60 for each in found)
 
-    @pytest.mark.parametrize("method", ["cacheblend", "anchored", replace(preset("epic"), min_confidence=0.01)], ids=str)
+    @pytest.mark.parametrize(
+        "method", ["cacheblend", "anchored", replace(preset("epic"), min_confidence=0.01)], ids=str
+    )
     def test_handoff(self, fused: FusedLLM, setting: Setting, method: Any) -> None:
         found = outputs(fused, PROMPTS[:2], method)
         assert outcomes(found) == ["fused"] * 2 and not fused.plain
@@ -142,7 +144,9 @@ class TestPrefixCache:
         assert ask(fused, PROMPTS, method) == expected
         again = outputs(fused, PROMPTS, method)
         assert [tuple(each.outputs[0].token_ids) for each in again] == expected
-        assert ask(fused, PROMPTS, "direct" if method != "direct" else "epic") != expected, "another method's is its own"
+        assert ask(fused, PROMPTS, "direct" if method != "direct" else "epic") != expected, (
+            "another method's is its own"
+        )
 
     def test_the_same_prompt_twice_at_once(self, fused: FusedLLM, setting: Setting) -> None:
         expected = setting.expected(PROMPTS[:1], "cacheclip")

@@ -19,6 +19,9 @@ from ...config import EngineConfig
 from ...errors import ConfigurationError
 from ...fusion.recompute import plan_ahead
 from ...fusion_plan import FusionPlan
+from ...guards.base import Observer
+from ...guards.certificate import CertificateGuard
+from ...guards.misses import MissWarning
 from ...methods.base import Method
 from ...models.load import load_planning
 from ...parts import Parts
@@ -54,7 +57,8 @@ class Planner:
         a folder that vLLM's workers can read.
 
         Raises:
-            ConfigurationError: there is no store, or primary and auxiliary are one model.
+            ConfigurationError: there is no store, primary and auxiliary are one model, or a setting has no effect on
+                vLLM's answers.
         """
         self.config = EngineConfig.from_options(config, options)
         if self.config.store is None:
@@ -63,9 +67,15 @@ class Planner:
             raise ConfigurationError(
                 "a planner has no weights of the primary, so that it cannot score with it. Set another auxiliary."
             )
+        for name in ("finish", "shadow_rate", "max_ttft_s", "hide_hits"):
+            if getattr(self.config, name) not in (None, False, 0.0, "none"):
+                raise ConfigurationError(f"{name} has no effect on answers of vLLM. Leave it out.")
+        if self.config.fixed_ratio != self.config.recompute_ratio:
+            raise ConfigurationError("ratios are not chosen by time for vLLM. Give recompute_ratio as a number.")
         self.parts = Parts(self.config, load_primary=load_planning)
         """Store, models and caches, each made at first use."""
         self._answering = Answering(self.parts, ChunkWriter(self.parts), ())
+        self._observers: tuple[Observer, ...] = (CertificateGuard(self.config), MissWarning())
 
     @property
     def primary(self) -> PlanningRuntime:
@@ -91,6 +101,7 @@ class Planner:
 
         Raises:
             ConfigurationError: a setting is out of range. PromptTooLongError: the prompt does not fit the model.
+            CertificateError: as for :meth:`CacheClipEngine.generate`.
         """
         chosen = self.make_method(method, recompute_ratio)
         if chosen.composes:
@@ -102,6 +113,8 @@ class Planner:
         request = Request(prompt, SamplingParams(), chosen, question, documents, tools=tools)
         sources = self.parts.sources(chosen)
         plan = self._answering.plan(request, sources, clock)
+        for observer in self._observers:
+            observer.on_plan(plan, sources)
         ids = plan.layout.token_ids
         if not chosen.reuses_chunks:
             return PlannedPrompt(ids, plan)
