@@ -120,6 +120,14 @@ class TestPlanner:
         with pytest.raises(CertificateError):
             Planner(**made["options"], require_certificate=True).plan(rag_prompt(CHUNKS))
 
+    def test_uses_are_recorded_for_eviction(self, made: dict[str, Any]) -> None:
+        planner = Planner(**made["options"])
+        for chunks in ([CHUNKS[2]], [CHUNKS[0], CHUNKS[1]]):
+            fusion = planner.plan(rag_prompt(chunks)).fusion
+            planner.parts.store.flush()
+            used = planner.parts.store.catalog.keys("default")[-len(fusion.pieces) :]
+            assert used == [piece.key for piece in fusion.pieces]
+
     def test_loads_no_weights(self, made: dict[str, Any]) -> None:
         planner = Planner(**made["options"])
         assert planner.plan(rag_prompt(CHUNKS)).fusion == made["plan"]

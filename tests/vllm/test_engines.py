@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,3 +61,27 @@ def test_tensor_parallel(settings: Any, model: str) -> None:
     setting = settings(model)
     with started(setting, engine=True, tensor_parallel_size=2, distributed_executor_backend="mp") as fused:
         check(setting, fused, handoff=True)
+
+
+def test_in_a_process_of_its_own(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM's servers run it: plans are serialised, and steps are scheduled ahead of their results."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    setting = settings()
+    with started(setting, engine=True, distributed_executor_backend="uni") as fused:
+        check(setting, fused, handoff=True)
+        planned = fused.planner.plan(PROMPTS[0], method="cacheclip")
+        key = planned.fusion.pieces[2].key
+        payload = Path(setting.store) / "kv" / key[:2] / f"{key}.kv"
+        payload.rename(payload.with_suffix(".gone"))
+        try:
+            fused.llm.reset_prefix_cache()
+            found = outputs(fused, PROMPTS[1:], CORRECTED.at(0.4))
+        finally:
+            payload.with_suffix(".gone").rename(payload)
+        assert "plain" in outcomes(found)
+        answers = zip(
+            found, *(setting.expected(PROMPTS[1:], method) for method in ("full", CORRECTED.at(0.4))), strict=True
+        )
+        for each, plain, other in answers:
+            gone = (each.kv_transfer_params or {})["cacheclip"]["outcome"] == "plain"
+            assert tuple(each.outputs[0].token_ids) == (plain if gone else other)

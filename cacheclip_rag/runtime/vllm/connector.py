@@ -92,7 +92,7 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._scheduled: dict[str, int] = {}
         """Tokens to load in this step, by request."""
         self._loading: dict[str, tuple[int, ...]] = {}
-        """Blocks of the loads that the workers have not reported on yet."""
+        """Blocks that were loaded last, by request."""
         # the workers'
         self._loader: Loader | None = None
         self._failed_blocks: set[int] = set()
@@ -140,24 +140,25 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
             load = Load(request_id, tuple(block_ids), stop - num_tokens, stop, ready.plan, ready.handoff)
             found.loads.append(load)
             self._loading[request_id] = load.failed_blocks(self._block_size)
+            if self._outcomes[request_id]["outcome"] == "cached":  # not again after a preemption
+                self._counters.add(fused_requests=1)
             self._outcomes[request_id] = {"outcome": "fused", "reason": None}
-            self._counters.add(fused_requests=1)
         self._scheduled.clear()
         return found
 
     def update_connector_output(self, connector_output: Any) -> None:
-        failed = connector_output.invalid_block_ids or set()
-        for request_id, blocks in self._loading.items():
-            if failed & set(blocks):
+        failed = connector_output.invalid_block_ids
+        for request_id, blocks in self._loading.items() if failed else ():
+            if not failed.isdisjoint(blocks):
                 reason = "its KV could not be read or computed; vLLM's log says why"
                 self._outcomes[request_id] = {"outcome": "plain", "reason": reason}
-        self._loading.clear()
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """What became of the request is in its output's ``kv_transfer_params``. Only now are plan and handoff no longer
         needed: a preempted request asks for them again."""
         self._ready.pop(request.request_id, None)
         self._scheduled.pop(request.request_id, None)
+        self._loading.pop(request.request_id, None)
         outcome = self._outcomes.pop(request.request_id, None)
         return False, None if outcome is None else {PARAMETER: outcome}
 

@@ -63,22 +63,29 @@ def passes(plan: FusionPlan, start: int, *, max_runs: int, max_rows: int) -> lis
         ConfigurationError: the rows of one corrected chunk exceed a limit.
     """
     found: list[Pass] = []
-    held: list[_Atom] = []
+    runs: list[Interval] = []
+    chunks: list[Interval] = []
+    rows = 0
 
     def close(stop: int) -> None:
         begin = found[-1].stop if found else start
-        runs = _joined([run for atom in held for run in atom.runs])
-        chunks = tuple(atom.chunk for atom in held if atom.chunk is not None)
         if stop > begin:
-            found.append(Pass(begin, stop, runs, chunks))
-        held.clear()
+            found.append(Pass(begin, stop, tuple(runs), tuple(chunks)))
+        runs.clear()
+        chunks.clear()
 
     for atom in _atoms(plan, start, max_rows):
         _check(atom, max_runs, max_rows)
-        runs = _joined([run for each in (*held, atom) for run in each.runs])
-        if held and (len(runs) > max_runs or _rows(runs) > max_rows):
+        more = _rows(atom.runs)
+        continues = bool(runs) and runs[-1][1] == atom.runs[0][0]
+        if runs and (len(runs) + len(atom.runs) - continues > max_runs or rows + more > max_rows):
             close(atom.begin)
-        held.append(atom)
+            rows, continues = 0, False
+        if continues:
+            runs.append((runs.pop()[0], atom.runs[0][1]))
+        runs.extend(atom.runs[continues:])
+        chunks.extend([atom.chunk] if atom.chunk is not None else [])
+        rows += more
     close(plan.num_ready)
     return found
 
@@ -127,16 +134,6 @@ def _gaps(runs: Sequence[Interval], begin: int, end: int) -> list[Interval]:
     """Positions of an interval that no run covers."""
     edges = [begin, *(edge for run in runs for edge in run), end]
     return [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
-
-
-def _joined(runs: Sequence[Interval]) -> tuple[Interval, ...]:
-    """Runs in order, with neighbours joined."""
-    joined: list[Interval] = []
-    for first, last in runs:
-        if joined and joined[-1][1] == first:
-            first = joined.pop()[0]
-        joined.append((first, last))
-    return tuple(joined)
 
 
 def _rows(runs: Sequence[Interval]) -> int:

@@ -126,7 +126,10 @@ class Planner:
         reason = _needs_engine(chosen)
         if reason is not None:
             return PlannedPrompt(ids, plan, reason=reason, needs_engine=True)
-        return PlannedPrompt(ids, plan, plan_ahead(self.primary, plan, sources, clock=clock))
+        fusion = plan_ahead(self.primary, plan, sources, clock=clock)
+        for piece in fusion.pieces:
+            self.parts.store.record_use(piece.key)  # the workers, which read them, write nothing
+        return PlannedPrompt(ids, plan, fusion)
 
     def close(self) -> None:
         """Close file handles; the planner may be used again afterwards."""
