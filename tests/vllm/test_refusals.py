@@ -30,14 +30,32 @@ REQUEST = {
 }
 
 
-def engine(part: str = "", groups: int = 1, draft: str | None = None, **changed: Any) -> tuple[Any, Any]:
+def full_attention() -> Any:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    return FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32)
+
+
+def sliding_window() -> Any:
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+    return SlidingWindowSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32, sliding_window=64)
+
+
+SPECS = {"full": full_attention, "sliding": sliding_window}
+
+
+def engine(
+    part: str = "", groups: int = 1, draft: str | None = None, spec: str = "full", **changed: Any
+) -> tuple[Any, Any]:
     parts = {
         name: SimpleNamespace(**{**values, **(changed if name == part else {})}) for name, values in ENGINE.items()
     }
     if not hasattr(parts["model_config"], "dtype"):
         parts["model_config"].dtype = torch.float32
     speculative = None if draft is None else SimpleNamespace(method=draft)
-    return SimpleNamespace(**parts, speculative_config=speculative), SimpleNamespace(kv_cache_groups=[None] * groups)
+    group = SimpleNamespace(kv_cache_spec=SPECS[spec]())
+    return SimpleNamespace(**parts, speculative_config=speculative), SimpleNamespace(kv_cache_groups=[group] * groups)
 
 
 class TestEngine:
@@ -53,6 +71,7 @@ class TestEngine:
             ("kv_transfer_config", {"kv_load_failure_policy": "fail"}, "recompute"),
             ("", {"groups": 2}, "KV cache groups"),
             ("", {"draft": "eagle3"}, "drafters"),
+            ("", {"spec": "sliding"}, "blocks"),
         ],
     )
     def test_refused(self, part: str, changed: dict[str, Any], what: str) -> None:

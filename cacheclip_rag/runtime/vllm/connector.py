@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from ...errors import CacheClipError
 from ...models.load import load_planning
@@ -257,6 +258,12 @@ def check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
             str(model.dtype).removeprefix("torch.") not in DTYPES
         ),
     }
+    if not any(refused.values()):
+        spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        refused[
+            "vLLM keeps not all blocks of this model's prompts (a sliding window in every layer, or layers of several "
+            "kinds)"
+        ] = not isinstance(spec, FullAttentionSpec)
     found = [reason for reason, holds in refused.items() if holds]
     if found:
         raise ValueError(f"CacheClip cannot be used with this vLLM: {'; '.join(found)}.")
