@@ -115,6 +115,7 @@ def started(setting: Setting, *, engine: bool = False, **options: Any) -> Iterat
     """A vLLM engine with our connector."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
     defaults = {
         "dtype": "float32",
@@ -126,12 +127,15 @@ def started(setting: Setting, *, engine: bool = False, **options: Any) -> Iterat
         "disable_log_stats": True,
     }
     ours = engine_options(setting.store, handoffs=setting.handoffs)
-    llm = LLM(setting.model, **{**defaults, **ours, **options})
+    llm = None
     try:
+        llm = LLM(setting.model, **{**defaults, **ours, **options})
         own = {"engine": setting.engine, "handoffs": setting.handoffs} if engine else {}
         yield FusedLLM(llm, setting.planner(), **own)
     finally:
-        llm.llm_engine.engine_core.shutdown()
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
+        ensure_kv_transfer_shutdown()  # also of an engine that failed to start
         del llm
         cleanup_dist_env_and_memory()
 

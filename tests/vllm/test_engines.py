@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,17 @@ import pytest
 from tests.vllm.conftest import CORRECTED, PROMPTS, Setting, ask, outcomes, outputs, started
 
 METHODS = ["cacheclip", CORRECTED]
+
+
+@contextmanager
+def gone(setting: Setting, key: str) -> Iterator[None]:
+    """An entry of the store cannot be read within the block."""
+    payload = Path(setting.store) / "kv" / key[:2] / f"{key}.kv"
+    payload.rename(payload.with_suffix(".gone"))
+    try:
+        yield
+    finally:
+        payload.with_suffix(".gone").rename(payload)
 
 
 def check(setting: Setting, fused: Any, *, handoff: bool = False) -> None:
@@ -61,6 +74,11 @@ def test_tensor_parallel(settings: Any, model: str) -> None:
     setting = settings(model)
     with started(setting, engine=True, tensor_parallel_size=2, distributed_executor_backend="mp") as fused:
         check(setting, fused, handoff=True)
+        fused.llm.reset_prefix_cache()
+        with gone(setting, fused.planner.plan(PROMPTS[0], method="cacheclip").fusion.pieces[2].key):
+            (found,) = outputs(fused, PROMPTS[:1], "cacheclip")
+        assert outcomes([found]) == ["plain"]
+        assert [tuple(found.outputs[0].token_ids)] == setting.expected(PROMPTS[:1], "full")
 
 
 def test_in_a_process_of_its_own(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,19 +87,14 @@ def test_in_a_process_of_its_own(settings: Any, monkeypatch: pytest.MonkeyPatch)
     setting = settings()
     with started(setting, engine=True, distributed_executor_backend="uni") as fused:
         check(setting, fused, handoff=True)
-        planned = fused.planner.plan(PROMPTS[0], method="cacheclip")
-        key = planned.fusion.pieces[2].key
-        payload = Path(setting.store) / "kv" / key[:2] / f"{key}.kv"
-        payload.rename(payload.with_suffix(".gone"))
-        try:
+        key = fused.planner.plan(PROMPTS[0], method="cacheclip").fusion.pieces[2].key
+        with gone(setting, key):
             fused.llm.reset_prefix_cache()
             found = outputs(fused, PROMPTS[1:], CORRECTED.at(0.4))
-        finally:
-            payload.with_suffix(".gone").rename(payload)
         assert "plain" in outcomes(found)
         answers = zip(
             found, *(setting.expected(PROMPTS[1:], method) for method in ("full", CORRECTED.at(0.4))), strict=True
         )
         for each, plain, other in answers:
-            gone = (each.kv_transfer_params or {})["cacheclip"]["outcome"] == "plain"
-            assert tuple(each.outputs[0].token_ids) == (plain if gone else other)
+            failed = (each.kv_transfer_params or {})["cacheclip"]["outcome"] == "plain"
+            assert tuple(each.outputs[0].token_ids) == (plain if failed else other)

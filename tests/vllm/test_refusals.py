@@ -106,6 +106,11 @@ class TestEngine:
         ):
             pass
 
+    def test_a_real_engine_with_vllms_own_worker(self, settings: Any) -> None:
+        setting = settings()
+        with pytest.raises(ValueError, match="worker_cls"), started(setting, worker_cls="auto"):
+            pass
+
 
 class TestRequest:
     @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from ...models.load import load_planning
 from ...runtime.base import DTYPES
 from .loading import Load, Loader
 from .requests import PARAMETER, Ready, Settings
+from .worker import model_runner
 
 __all__ = ["CacheClipConnector", "Counters", "Loads"]
 
@@ -174,7 +175,8 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
                     f"the attention backend of layer {name} ({type(layer.impl).__name__}) writes its cache within "
                     "attention, so that no other KV can be written. Choose another one with --attention-backend."
                 )
-        self._loader = Loader(chosen, self._settings, self._runtime, block_size=self._block_size, **self._room)
+        runner = None if self._settings.store is None else model_runner(self._vllm_config)
+        self._loader = Loader(chosen, self._settings, self._runtime, runner, block_size=self._block_size, **self._room)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         assert self._loader is not None, "vLLM registers its caches before the first step"

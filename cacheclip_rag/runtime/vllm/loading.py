@@ -26,7 +26,6 @@ from .passes import Pass, passes
 from .requests import Settings
 from .rows import RowRunner, slots_of
 from .stored import StoredInterval, check_shape
-from .worker import model_runner
 
 __all__ = ["Load", "Loader"]
 
@@ -56,16 +55,23 @@ class Loader:
         layers: Mapping[str, Any],
         settings: Settings,
         runtime: PlanningRuntime,
+        runner: Any,
         *,
         block_size: int,
         max_runs: int,
         max_rows: int,
     ) -> None:
-        """``layers``: vLLM's attention layers by name. Other arguments are those of :class:`Ready`."""
+        """
+        Args:
+            layers: vLLM's attention layers by name.
+            runner: vLLM's model runner; None if there are no plans.
+
+        Other arguments are those of :class:`~cacheclip_rag.runtime.vllm.requests.Ready`.
+        """
         self._layers = {extract_layer_index(name): layer for name, layer in layers.items()}
         if sorted(self._layers) != list(range(runtime.num_layers)):
             raise ValueError(f"vLLM has attention layers {sorted(self._layers)}, the model {runtime.num_layers} layers")
-        self._settings, self._runtime = settings, runtime
+        self._settings, self._runtime, self._runner = settings, runtime, runner
         self._block_size, self._max_runs, self._max_rows = block_size, max_runs, max_rows
         self._heads = _local_heads(runtime.num_kv_heads)
         self._rows: RowRunner | None = None
@@ -114,7 +120,7 @@ class Loader:
                     writer.write_stored(number, layer)
                 continue
             if self._rows is None:
-                self._rows = RowRunner(model_runner(), self._block_size)
+                self._rows = RowRunner(self._runner, self._block_size)
             with self._wrapped(writer):
                 self._rows.run(ids, each.runs, load.block_ids)
             computed += sum(stop - start for start, stop in each.runs)
