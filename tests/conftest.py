@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import json
 import os
 from pathlib import Path
@@ -24,6 +25,9 @@ __all__ = ["CHAT_TEMPLATE", "SENTENCES", "TINY_MODELS", "build_model", "make_tok
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# An environment of its own has vLLM: make test-vllm.
+collect_ignore = [] if importlib.util.find_spec("vllm") else ["vllm"]
 
 # The libraries' objects stay until the end: to search them for garbage takes a third of the collection of tests.
 gc.disable()

@@ -21,6 +21,7 @@ ROOT = Path(cacheclip_rag.__file__).parent
 LAYERS: tuple[tuple[str, ...], ...] = (
     # the package itself (its version), and leaves
     ("", "errors", "checks", "machine", "paths", "progress", "types", "clock", "sampling", "tensor_files"),
+    ("fusion_plan", "handoff"),
     ("store",),
     # the protocol of a running model; attention, caches and rotary embedding of transformers models
     ("runtime", "models.packaged"),
@@ -32,14 +33,14 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("methods",),
     ("config",),
     ("fusion",),
-    ("runtime.transformers.model", "runtime.prefill"),
+    ("runtime.transformers.model", "runtime.transformers.planning", "runtime.prefill"),
     ("models", "runtime.transformers.plain"),
     ("plan", "guards"),
     ("parts",),
     ("answering",),
     ("profiling",),
     ("engine",),
-    ("plan.explain", "ingest", "testing"),
+    ("plan.explain", "ingest", "testing", "runtime.vllm"),
     ("lab", "serving"),
     ("cli",),
 )

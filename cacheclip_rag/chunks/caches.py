@@ -109,6 +109,22 @@ class ChunkCaches:
         """Store key of the KV of :attr:`prefix_ids`."""
         return self._key((), self.prefix_ids)
 
+    @property
+    def holds_prefix(self) -> bool:
+        """Whether the KV of :attr:`prefix_ids` is stored, with at least the precision of this engine's codec."""
+        codec = self._store.codec_of(self.prefix_key)
+        return codec is not None and keeps(codec, self._prefix_codec)
+
+    @property
+    def _prefix_codec(self) -> str:
+        """Every prompt reads the prefix, and it is short: it is not quantised."""
+        return self.codec if self.codec in DTYPES else self._compute_dtype
+
+    @property
+    def namespace(self) -> str:
+        """Tenant of the entries."""
+        return self._store.namespace
+
     def encode_prefix(self) -> torch.Tensor:
         """:attr:`prefix`, computed without the store."""
         return self._with_trained(self.runtime.encode(self.prefix_ids) if self.prefix_ids else self._no_kv())
@@ -230,8 +246,7 @@ class ChunkCaches:
         if not self.prefix_ids:
             return self._no_kv()
         key = self.prefix_key
-        # every prompt reads the prefix, and it is short: it is not quantised
-        codec = self.codec if self.codec in DTYPES else self._compute_dtype
+        codec = self._prefix_codec
         if (stored := self._read(key, codec)) is not None:
             return stored.tensor()
         kv = runtime.encode(self.prefix_ids)

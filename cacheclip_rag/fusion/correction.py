@@ -21,7 +21,7 @@ from ..runtime.transformers.rotary import Tables, rotate, unrotate
 if TYPE_CHECKING:
     from ..runtime.transformers.model import ModelRuntime
 
-__all__ = ["ResidualCorrection"]
+__all__ = ["Chunks", "ResidualCorrection", "Split", "offsets"]
 
 
 class ResidualCorrection:
@@ -35,111 +35,141 @@ class ResidualCorrection:
         """Correct the chunks at ``spans`` during the next pass, which recomputes some of their tokens."""
         if not spans:
             return
-        chunks = _Chunks(spans)
+        chunks = Chunks([(span.start, span.stop) for span in spans])
         slots = torch.arange(chunks.start, chunks.stop)
         geometry = self._cache.geometry
         tables = self._runtime.rotary_tables_at(slots if geometry is None else geometry.positions_of(slots))
+        splits = _Splits(chunks)
         for layer, of_layer in zip(self._cache.layers, tables, strict=True):
-            layer.before_scatter = self._corrector(chunks, of_layer)
+            layer.before_scatter = self._corrector(splits, of_layer)
 
     def _corrector(
-        self, chunks: _Chunks, tables: Tables | None
+        self, splits: _Splits, tables: Tables | None
     ) -> Callable[[FusedLayer, torch.Tensor, torch.Tensor], None]:
         def correct(layer: FusedLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
             layer.before_scatter = None  # for this pass only
-            split = chunks.split(layer)
+            split = splits.of(layer)
             if split is None:
                 return
-            of_chosen = None if tables is None else split.tables(tables)
-            own = slice(chunks.start, chunks.stop)
-            for fresh, stored, is_key in ((keys[0], layer.keys[0], True), (values[0], layer.values[0], False)):
-                change = fresh.index_select(1, split.rows).float() - stored.index_select(1, split.chosen).float()
-                if is_key:
-                    change = unrotate(change, of_chosen)
-                # one row per chunk, and one of zeros for slots that are not corrected
-                offsets = (self._weight * split.means) @ change
-                added = offsets.index_select(1, split.chunk_of_slot)
-                if is_key:
-                    added = rotate(added, tables)
-                stored[:, own] += added.to(stored.dtype)
+            own = slice(split.start, split.stop)
+            stored = layer.keys[0, :, own], layer.values[0, :, own]
+            added = offsets((keys[0], values[0]), stored, split, self._weight, tables)
+            for target, offset in zip(stored, added, strict=True):
+                target += offset.to(target.dtype)
 
         return correct
 
 
-class _Split:
+def offsets(
+    fresh: tuple[torch.Tensor, torch.Tensor],
+    stored: tuple[torch.Tensor, torch.Tensor],
+    split: Split,
+    weight: float,
+    tables: Tables | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the correction adds to one layer's KV.
+
+    Args:
+        fresh: keys after RoPE and values of the computed rows, each ``(num_kv_heads, num_rows, head_dim)``.
+        stored: keys after RoPE and values as stored, each ``(num_kv_heads, num_slots, head_dim)``, of slots
+            ``split.start`` to ``split.stop - 1``.
+        weight: share of the mean change that is added, 0 to 1.
+        tables: rotary tables of these slots; None for a layer without RoPE.
+
+    Returns:
+        Float32 offsets of keys and values of these slots, shapes as ``stored``; 0 where a slot is not corrected.
+    """
+    of_chosen = None if tables is None else split.tables(tables)
+    found = []
+    for new, old, is_key in ((fresh[0], stored[0], True), (fresh[1], stored[1], False)):
+        change = new.index_select(1, split.rows).float() - old.index_select(1, split.chosen).float()
+        if is_key:
+            change = unrotate(change, of_chosen)
+        # one row per chunk, and one of zeros for slots that are not corrected
+        added = ((weight * split.means) @ change).index_select(1, split.chunk_of_slot)
+        found.append(rotate(added, tables) if is_key else added)
+    return found[0], found[1]
+
+
+class Split:
     """Recomputed and stale tokens of all chunks, valid for all layers that compute the same rows."""
 
-    def __init__(self, rows: torch.Tensor, chosen: torch.Tensor, means: torch.Tensor, chunk_of_slot: torch.Tensor):
+    def __init__(
+        self, start: int, rows: torch.Tensor, chosen: torch.Tensor, means: torch.Tensor, chunk_of_slot: torch.Tensor
+    ):
+        self.start, self.stop = start, start + len(chunk_of_slot)
+        """Slots from the first chunk's start to the last one's end."""
         self.rows = rows
         """``(num_chosen,)`` rows of the pass."""
         self.chosen = chosen
-        """``(num_chosen,)`` slots of these rows."""
+        """``(num_chosen,)`` slots of these rows, counted from ``start``."""
         self.means = means
         """``(num_chunks + 1, num_chosen)`` float32: takes the mean of each chunk's rows; the last row is 0."""
         self.chunk_of_slot = chunk_of_slot
-        """``(num_slots,)`` from the first chunk's start to the last one's end: number of the chunk whose mean a slot
-        gets; the last row of ``means`` for slots that are not stale."""
-        self._start = 0
-        self._tables: dict[int, Tables] = {}
-
-    @classmethod
-    def of(
-        cls, numbers: torch.Tensor, start: int, num_chunks: int, slots: torch.Tensor, device: torch.device
-    ) -> _Split | None:
-        """None if no chunk has both chosen and stale tokens. Computed on the CPU, so that no number is read from the
-        accelerator.
-
-        Args:
-            numbers: ``(num_slots,)`` number of each slot's chunk from slot ``start`` on, ``num_chunks`` between chunks.
-            slots: ``(num_rows,)`` slots that the pass computes, on the CPU.
-            device: where the result is used.
-        """
-        is_inside = (slots >= start) & (slots < start + len(numbers))
-        rows = is_inside.nonzero().flatten()
-        at = slots[rows] - start
-        of_rows = numbers[at]
-        counts = torch.bincount(of_rows, minlength=num_chunks + 1)
-        sizes = torch.bincount(numbers, minlength=num_chunks + 1)
-        is_split = (counts > 0) & (counts < sizes)
-        is_split[num_chunks] = False
-        kept = is_split[of_rows].nonzero().flatten()
-        if not len(kept):
-            return None
-        chunk_of_slot = numbers.masked_fill(~is_split[numbers], num_chunks)
-        chunk_of_slot[at] = num_chunks
-        means = torch.zeros(num_chunks + 1, len(kept))
-        of_kept = of_rows[kept]
-        means[of_kept, torch.arange(len(kept))] = 1.0 / counts[of_kept].float()
-        parts = rows[kept], at[kept] + start, means, chunk_of_slot
-        found = cls(*(part.to(device) for part in parts))
-        found._start = start
-        return found
+        """``(num_slots,)``: number of the chunk whose mean a slot gets; the last row of ``means`` for slots that are
+        not stale."""
+        self._tables: dict[int, tuple[torch.Tensor, Tables]] = {}
 
     def tables(self, tables: Tables) -> Tables:
         """The rows of the chunks' rotary tables for the chosen tokens. Layers of one kind share them."""
-        key = id(tables[0])
-        if key not in self._tables:
-            cos, sin = (table.index_select(0, self.chosen - self._start) for table in tables)
-            self._tables[key] = cos, sin
-        return self._tables[key]
+        cos, sin = tables
+        known = self._tables.get(id(cos))
+        if known is None:
+            found = cos.index_select(0, self.chosen), sin.index_select(0, self.chosen)
+            known = self._tables[id(cos)] = (cos, found)  # a tensor that is kept keeps its id
+        return known[1]
 
 
-class _Chunks:
+class Chunks:
     """The chunks of a pass."""
 
-    def __init__(self, spans: Sequence[Span]) -> None:
-        self.start, self.stop = spans[0].start, max(span.stop for span in spans)
-        numbers = np.full(self.stop - self.start, len(spans), np.int64)
-        for number, span in enumerate(spans):
-            numbers[span.start - self.start : span.stop - self.start] = number
-        self._numbers, self._count = torch.from_numpy(numbers), len(spans)
-        self._known: tuple[torch.Tensor | None, _Split | None] = (None, None)
+    def __init__(self, chunks: Sequence[tuple[int, int]]) -> None:
+        """``chunks``: first slot, and slot after the last one; in order, at least one."""
+        self.start, self.stop = chunks[0][0], max(stop for _, stop in chunks)
+        numbers = np.full(self.stop - self.start, len(chunks), np.int64)
+        for number, (start, stop) in enumerate(chunks):
+            numbers[start - self.start : stop - self.start] = number
+        self._numbers, self._count = torch.from_numpy(numbers), len(chunks)
 
-    def split(self, layer: FusedLayer) -> _Split | None:
+    def split(self, slots: torch.Tensor, device: torch.device) -> Split | None:
+        """The split for a pass that computes ``slots``, ``(num_rows,)`` on the CPU; None if no chunk has both chosen
+        and stale tokens. Computed on the CPU, so that no number is read from the accelerator.
+
+        Args:
+            device: where the result is used.
+        """
+        numbers, count = self._numbers, self._count
+        is_inside = (slots >= self.start) & (slots < self.stop)
+        rows = is_inside.nonzero().flatten()
+        at = slots[rows] - self.start
+        of_rows = numbers[at]
+        counts = torch.bincount(of_rows, minlength=count + 1)
+        sizes = torch.bincount(numbers, minlength=count + 1)
+        is_split = (counts > 0) & (counts < sizes)
+        is_split[count] = False
+        kept = is_split[of_rows].nonzero().flatten()
+        if not len(kept):
+            return None
+        chunk_of_slot = numbers.masked_fill(~is_split[numbers], count)
+        chunk_of_slot[at] = count
+        means = torch.zeros(count + 1, len(kept))
+        of_kept = of_rows[kept]
+        means[of_kept, torch.arange(len(kept))] = 1.0 / counts[of_kept].float()
+        parts = rows[kept], at[kept], means, chunk_of_slot
+        return Split(self.start, *(part.to(device) for part in parts))
+
+
+class _Splits:
+    """The splits of a pass's layers."""
+
+    def __init__(self, chunks: Chunks) -> None:
+        self._chunks = chunks
+        self._known: tuple[torch.Tensor | None, Split | None] = (None, None)
+
+    def of(self, layer: FusedLayer) -> Split | None:
         """The split for the rows that a layer computes. Layers that share one tensor of slots share the split; it is
         made again after rows left the pass or the device changed."""
         assert layer.slots is not None and layer.slots_on_cpu is not None
         if self._known[0] is not layer.slots:
-            found = _Split.of(self._numbers, self.start, self._count, layer.slots_on_cpu, layer.device)
-            self._known = layer.slots, found
+            self._known = layer.slots, self._chunks.split(layer.slots_on_cpu, layer.device)
         return self._known[1]

@@ -25,6 +25,8 @@ from ..chunks.captured import Variant, digest_before
 from ..chunks.prefix_cache import Match
 from ..chunks.sources import Sources
 from ..clock import PhaseClock
+from ..errors import ConfigurationError
+from ..fusion_plan import FusionPlan, StoredPiece, runs_of
 from ..methods.base import CacheView, PromptView
 from ..prompt.layout import Layout, Span, question_slots
 from ..prompt.segments import Fresh
@@ -39,7 +41,7 @@ from ..types import Plan, Trace
 if TYPE_CHECKING:
     from ..runtime.transformers.model import ModelRuntime
 
-__all__ = ["assemble", "choose_rows", "fuse", "recompute"]
+__all__ = ["assemble", "choose_rows", "fuse", "plan_ahead", "recompute"]
 
 
 def fuse(
@@ -54,6 +56,52 @@ def fuse(
         captured = _captured(layout, sources) if sources.captured is not None else {}
         pass_ = _Pass(runtime, replace(plan, layout=layout), sources, capacity, clock, geometry, trace, captured)
         return pass_.run(match)
+
+
+def plan_ahead(runtime: ModelRuntime, plan: Plan, sources: Sources, *, clock: PhaseClock) -> FusionPlan:
+    """What :func:`fuse` would do with a plan, for another process. Needs no weights of the primary.
+
+    Args:
+        plan: reuses chunks by a method with :attr:`~cacheclip_rag.methods.base.Method.plans_ahead`, which changes no
+            positions.
+
+    Raises:
+        ConfigurationError: the method is not such a one.
+    """
+    method, layout = plan.method, plan.layout
+    if not method.plans_ahead:
+        raise ConfigurationError(f"method {method.name!r} chooses tokens by the primary's KV. Prefill with an engine.")
+    if method.positions(layout, plan.reused) is not None:
+        raise ConfigurationError(f"method {method.name!r} changes positions, which a fusion plan cannot say.")
+    assert plan.reused and plan.bypass is None and not layout.num_cached, "only stored chunks can be planned ahead"
+    pass_ = _Pass(runtime, plan, sources, 0, clock, None, False, {})
+    scorable = [span for span in plan.reused if not layout.is_exact(span)]
+    with clock.phase("select"):
+        masks = pass_.choose(scorable)
+    rows = choose_rows(layout, plan.reused, zip(scorable, masks, strict=True))
+    pieces = [
+        StoredPiece(span.start, key, span.first, len(span.tokens))
+        for span, key in zip(plan.reused, plan.keys, strict=True)
+    ]
+    computed = rows.tolist()
+    if layout.num_prefix:
+        prefix = sources.prefix
+        if prefix.holds_prefix:
+            pieces.insert(0, StoredPiece(0, prefix.prefix_key, 0, layout.num_prefix))
+        else:
+            computed = [*range(layout.num_prefix), *computed]
+    end = pieces[-1].stop
+    return FusionPlan(
+        token_ids=layout.token_ids,
+        pieces=tuple(pieces),
+        computed=runs_of([row for row in computed if row < end]),
+        chunks=tuple((span.start, span.stop) for span in scorable) if method.mean_change else (),
+        correction=method.mean_change,
+        model=runtime.fingerprint,
+        rope_pin=runtime.rope_pin,
+        namespace=sources.primary.namespace,
+        codec=sources.primary.codec,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +185,23 @@ class _Pass:
         if began:
             clock.left_to_read_s = reads.reading.busy_s() - began[0]
         return found
+
+    def choose(self, scorable: Sequence[Span]) -> list[torch.Tensor]:
+        """Masks of the tokens to recompute, for a method that needs no KV of the primary."""
+        plan = self.plan
+        scores = plan.method.score(PromptView(**self._seen(plan.reused, scorable)))
+
+        def no_prefill() -> FusedCache:
+            raise AssertionError(f"method {plan.method.name!r} plans ahead, and asked for the primary's KV")
+
+        view = CacheView(
+            **self._seen(plan.reused, scorable),
+            runtime=self.runtime,
+            cache=FusedCache(layers=[]),
+            captured={},
+            full_prefill=no_prefill,
+        )
+        return plan.method.select(view, scores)
 
     def _recompute(
         self,

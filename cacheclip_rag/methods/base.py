@@ -81,6 +81,19 @@ class Method(ABC):
         return True
 
     @property
+    def plans_ahead(self) -> bool:
+        """Whether all that the method does can be said before the primary runs: :meth:`select` needs none of its KV,
+        no row leaves the pass, and nothing happens to the other tokens but the correction by :attr:`mean_change`. A
+        :class:`~cacheclip_rag.fusion_plan.FusionPlan` can then carry the method to another process."""
+        return False
+
+    @property
+    def mean_change(self) -> float:
+        """Share of the recomputed tokens' mean change that is added to the other tokens, for methods with
+        :attr:`plans_ahead`."""
+        return 0.0
+
+    @property
     def head_sets(self) -> tuple[str, ...]:
         """Names or files of auxiliary head sets that the method needs, besides the engine's own head set."""
         return ()

@@ -33,6 +33,10 @@ class Direct(Method):
     def reads_cache(self) -> bool:
         return False
 
+    @property
+    def plans_ahead(self) -> bool:
+        return True
+
     def select(self, view: CacheView, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return recompute_nothing(view)
 

@@ -58,6 +58,14 @@ class Recompute(Method):
         return self.scorer.reads_cache or any(getattr(type(self), h) is not getattr(Recompute, h) for h in hooks)
 
     @property
+    def plans_ahead(self) -> bool:
+        return not self.scorer.reads_cache
+
+    @property
+    def mean_change(self) -> float:
+        return self.correction
+
+    @property
     def head_sets(self) -> tuple[str, ...]:
         return self.scorer.head_sets
 

@@ -31,6 +31,7 @@ from .packaged.pull import known_names, pull
 if TYPE_CHECKING:
     from ..runtime.base import Runtime
     from ..runtime.transformers.model import ModelRuntime
+    from ..runtime.transformers.planning import PlanningRuntime
 
 __all__ = [
     "DEVICE_MAPS",
@@ -38,6 +39,7 @@ __all__ = [
     "check_name",
     "load_any",
     "load_model",
+    "load_planning",
     "register_runtime",
     "resolve",
     "unload_models",
@@ -163,6 +165,30 @@ def load_any(
     return runtime
 
 
+def load_planning(name: str | PathLike[str], *, dtype: str = "float32") -> PlanningRuntime:
+    """The model called ``name`` without its weights: what plans prompts for a process that has them. Shared by later
+    calls in this process. Its fingerprint is that of the loaded model.
+
+    Raises:
+        The errors of :func:`load_model`, but for those of the device.
+    """
+    import torch
+
+    from ..runtime.transformers.planning import PlanningRuntime
+
+    check_choice("dtype", dtype, DTYPES)
+    name = os.fspath(name)
+    folder = resolve(name)
+    key = (str(folder), dtype, "none")
+    with _registry_lock:
+        if key not in _registry:
+            config, tokenizer, reason = _open(folder, name, "error")
+            assert reason is None, "without fallback, other models are refused"
+            identity = {"name": name, "fingerprint": f"{fingerprint(folder)}:{dtype}"}
+            _registry[key] = PlanningRuntime(folder, config, tokenizer, dtype=getattr(torch, dtype), **identity)
+        return cast("PlanningRuntime", _registry[key])
+
+
 def register_runtime(scheme: str, factory: RuntimeFactory) -> None:
     """Let ``factory(REST, dtype=..., device=...)`` make the runtime of models named ``SCHEME:REST``.
 
@@ -184,7 +210,6 @@ def unload_models() -> None:
 
 def _load(folder: Path, name: str, dtype: str, device: str, fallback: str) -> Runtime:
     import torch
-    from transformers import AutoConfig
 
     from ..runtime.transformers.model import ModelRuntime
     from ..runtime.transformers.plain import PlainRuntime
@@ -192,22 +217,8 @@ def _load(folder: Path, name: str, dtype: str, device: str, fallback: str) -> Ru
     from .memory import check_fits
 
     check_device(device)
-    if (folder / "adapter_config.json").is_file():
-        raise ModelError(
-            f"model {name!r} is an adapter (adapter_config.json in {folder}), whose base model is elsewhere. Merge the "
-            "two with peft's merge_and_unload(), and give the folder of the merged model."
-        )
     states = file_states(folder)
-    config = _read(name, "config.json", lambda: AutoConfig.from_pretrained(folder, trust_remote_code=False))
-    reason = _refused(config, name, fallback)
-    tokenizer = _load_tokenizer(folder, name)
-    if reason is None and not getattr(tokenizer, "is_fast", False):
-        reason = (
-            f"model {name!r} has no fast tokenizer (tokenizer.json), which is needed for character offsets. Save one "
-            "in the model's folder, or set fallback='full' to let this model answer by plain prefill, without reuse."
-        )
-        if fallback == "error":
-            raise UnsupportedModelError(reason)
+    config, tokenizer, reason = _open(folder, name, fallback)
     if reason is not None:
         logger.warning("answering by plain prefill, without reuse: %s", reason)
     check_fits(folder, name, getattr(torch, dtype), device)
@@ -235,6 +246,28 @@ def _load(folder: Path, name: str, dtype: str, device: str, fallback: str) -> Ru
     if reason is not None:
         return PlainRuntime(model, tokenizer, unsupported=reason, **identity)
     return ModelRuntime(model, tokenizer, **identity)
+
+
+def _open(folder: Path, name: str, fallback: str) -> tuple[Any, Any, str | None]:
+    """Config, tokenizer, and why the model's KV cannot be reused; None if it can."""
+    from transformers import AutoConfig
+
+    if (folder / "adapter_config.json").is_file():
+        raise ModelError(
+            f"model {name!r} is an adapter (adapter_config.json in {folder}), whose base model is elsewhere. Merge the "
+            "two with peft's merge_and_unload(), and give the folder of the merged model."
+        )
+    config = _read(name, "config.json", lambda: AutoConfig.from_pretrained(folder, trust_remote_code=False))
+    reason = _refused(config, name, fallback)
+    tokenizer = _load_tokenizer(folder, name)
+    if reason is None and not getattr(tokenizer, "is_fast", False):
+        reason = (
+            f"model {name!r} has no fast tokenizer (tokenizer.json), which is needed for character offsets. Save one "
+            "in the model's folder, or set fallback='full' to let this model answer by plain prefill, without reuse."
+        )
+        if fallback == "error":
+            raise UnsupportedModelError(reason)
+    return config, tokenizer, reason
 
 
 def _refused(config: Any, name: str, fallback: str) -> str | None:

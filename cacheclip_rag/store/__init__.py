@@ -16,6 +16,7 @@ from .disk import DiskBackend
 from .joined import Joined, join
 from .keys import chunk_key, text_digest
 from .memory import MemoryBackend
+from .reader import StoreReader
 from .tenant import ReadBuffer, TenantStats, TenantStore
 from .texts import TextIndex
 from .tiers import Tiers, TierStats
@@ -35,6 +36,7 @@ __all__ = [
     "ReadAhead",
     "ReadBuffer",
     "Sink",
+    "StoreReader",
     "StoreStats",
     "StoredKV",
     "TenantStats",

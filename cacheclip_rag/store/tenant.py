@@ -132,7 +132,7 @@ class TenantStore:
                 self._misses += 1
             else:
                 self._hits += 1
-                self._record_use(key)
+                self.record_use(key)
             yield stored
 
     # -- in parts -----------------------------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ class TenantStore:
         """
         self._hits += 1
         self.store.tiers.count_hit()
-        self._record_use(stored.frame.key)
+        self.record_use(stored.frame.key)
         if is_whole:
             self.store.tiers.promote(stored.frame.key, stored.frame.data, len(self.store.tiers.backends) - 1)
 
@@ -343,7 +343,8 @@ class TenantStore:
         except StoreError as error:
             logger.debug("%d uses were not recorded: %s", len(uses), error)
 
-    def _record_use(self, key: str) -> None:
+    def record_use(self, key: str) -> None:
+        """Count a use for eviction, as :meth:`get` does. For entries that another process reads."""
         with self._lock:
             self._uses.append(key)
             full = len(self._uses) >= _USES

@@ -1,0 +1,63 @@
+"""A transformers model without its weights: tokenizer, config, fingerprint and rotary tables.
+
+It plans prompts for another process that has the weights, in seconds less and gigabytes less than the model itself. Its
+keys of the store are those of the loaded model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from ...errors import ModelError
+from .model import ModelRuntime
+
+__all__ = ["PlanningRuntime"]
+
+
+class PlanningRuntime(ModelRuntime):
+    """Tokenises, lays out and rotates. Whatever needs weights raises ModelError."""
+
+    can_score = keeps_prefixes = can_extend = False
+
+    def __init__(
+        self, folder: Path, config: Any, tokenizer: Any, *, name: str, fingerprint: str, dtype: torch.dtype
+    ) -> None:
+        from transformers import AutoModelForCausalLM, GenerationConfig
+
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        if (folder / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+        base = model.base_model
+        base.rotary_emb = type(base.rotary_emb)(config=base.config)  # its frequencies are computed, not loaded
+        super().__init__(model, tokenizer, name=name, fingerprint=fingerprint)
+        self.device = torch.device("cpu")
+        self.layer_devices = [self.device] * self.num_layers
+
+    def _refuse(self) -> NoReturn:
+        raise ModelError(
+            f"model {self.name!r} was opened without its weights, which only plans prompts. Load it with an engine of "
+            "its own to compute KV, for instance: cacheclip ingest."
+        )
+
+    def encode(self, ids: Sequence[int], context: torch.Tensor | None = None) -> torch.Tensor:
+        self._refuse()
+
+    def encode_many(self, chunks: Sequence[Sequence[int]], context: torch.Tensor | None = None) -> list[torch.Tensor]:
+        self._refuse()
+
+    def prefill(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse()
+
+    def run_rows(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse()
+
+    def decode_step(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse()
+
+    def new_cache(self, capacity: int) -> NoReturn:
+        self._refuse()

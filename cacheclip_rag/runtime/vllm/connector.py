@@ -1,0 +1,290 @@
+"""The KV connector: vLLM asks it for the KV of a prompt's first tokens.
+
+vLLM is not changed. It loads this class by its module path (:func:`~cacheclip_rag.runtime.vllm.offline.engine_options`
+gives the settings) and makes one in the scheduler and one in every worker. The scheduler's decides, before a token is
+scheduled, whether a request's KV can be made. The workers' makes it. Whatever fails on the way is ordinary prefill by
+vLLM, counted, and logged once per reason.
+
+KV made by reuse is approximate. It must not enter vLLM's prefix cache under the hash of the exact KV, where every
+later prompt with the same first tokens would find it. So the scheduler's connector salts the hashes of a request by the
+digest of its plan or handoff, whatever the client sent.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from ...errors import CacheClipError
+from ...models.load import load_planning
+from ...runtime.base import DTYPES
+from .loading import Load, Loader
+from .requests import PARAMETER, Ready, Settings
+from .worker import model_runner
+
+__all__ = ["CacheClipConnector", "Counters", "Loads"]
+
+logger = init_logger("vllm.cacheclip")
+
+_DRAFTERS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix")
+"""Methods of speculative decoding that keep no KV of their own."""
+
+
+@dataclass
+class Loads(KVConnectorMetadata):  # type: ignore[misc]
+    """The loads of one step, from the scheduler to the workers."""
+
+    loads: list[Load] = field(default_factory=list)
+
+
+@dataclass
+class Counters(KVConnectorStats):  # type: ignore[misc]
+    """Numbers since they were last taken: ``fused_requests``, ``plain_requests`` (with a plan or handoff that could not
+    be used), ``failed_loads``, ``loaded_tokens``, ``computed_rows``, ``load_s``."""
+
+    data: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, **numbers: float) -> None:
+        for name, number in numbers.items():
+            self.data[name] = self.data.get(name, 0) + number
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> Counters:
+        self.add(**other.data)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return dict(self.data)
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
+    """Serves requests whose ``kv_transfer_params`` name a plan or a handoff (:mod:`.requests`)."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        """
+        Raises:
+            ValueError: vLLM was started in a way in which reuse would be wrong or impossible; the message says which.
+        """
+        super().__init__(vllm_config, role, kv_cache_config)
+        check_engine(vllm_config, kv_cache_config)
+        config = vllm_config.model_config
+        self._settings = Settings.of(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        self._runtime = load_planning(config.model, dtype=str(config.dtype).removeprefix("torch."))
+        self._block_size = int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
+        scheduler = vllm_config.scheduler_config
+        self._room = {"max_runs": scheduler.max_num_seqs, "max_rows": scheduler.max_num_batched_tokens}
+        self._counters = Counters()
+        self._logged: set[str] = set()
+        # the scheduler's
+        self._ready: dict[str, Ready] = {}
+        self._outcomes: dict[str, dict[str, Any]] = {}
+        self._scheduled: dict[str, int] = {}
+        """Tokens to load in this step, by request."""
+        self._loading: dict[str, tuple[int, ...]] = {}
+        """Blocks that were loaded last, by request."""
+        # the workers'
+        self._loader: Loader | None = None
+        self._failed_blocks: set[int] = set()
+
+    # -- scheduler --------------------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Any) -> None:
+        """Decide whether the request's KV can be made. If so, its hashes in the prefix cache are its own from here."""
+        given = (request.kv_transfer_params or {}).get(PARAMETER)
+        if given is None:
+            return
+        try:
+            check_request(request)
+            ready = Ready.of(given, request.prompt_token_ids, self._settings, self._runtime, **self._room)
+        except (CacheClipError, ValueError, OSError) as error:
+            self._counters.add(plain_requests=1)
+            self._outcomes[request.request_id] = {"outcome": "plain", "reason": str(error)}
+            self._log_once("answering by plain prefill: %s", error)
+            return
+        self._ready[request.request_id] = ready
+        self._outcomes[request.request_id] = {"outcome": "cached", "reason": None}
+        request.cache_salt = f"{request.cache_salt or ''}|{PARAMETER}:{ready.digest}"
+        request.block_hashes.clear()
+        request.update_block_hashes()
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        ready = self._ready.get(request.request_id)
+        return (0 if ready is None else max(ready.num_ready - num_computed_tokens, 0)), False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if num_external_tokens > 0:
+            self._scheduled[request.request_id] = num_external_tokens
+
+    def build_connector_meta(self, scheduler_output: Any) -> Loads:
+        placed: dict[str, tuple[list[int], int]] = {
+            new.req_id: (new.block_ids[0], new.num_computed_tokens) for new in scheduler_output.scheduled_new_reqs
+        }
+        cached = scheduler_output.scheduled_cached_reqs
+        for number, request_id in enumerate(cached.req_ids):
+            if request_id in cached.resumed_req_ids:  # after a preemption, which took its blocks
+                placed[request_id] = cached.new_block_ids[number][0], cached.num_computed_tokens[number]
+        found = Loads()
+        for request_id, num_tokens in self._scheduled.items():
+            ready, (block_ids, stop) = self._ready[request_id], placed[request_id]
+            load = Load(request_id, tuple(block_ids), stop - num_tokens, stop, ready.plan, ready.handoff)
+            found.loads.append(load)
+            self._loading[request_id] = load.failed_blocks(self._block_size)
+            if self._outcomes[request_id]["outcome"] == "cached":  # not again after a preemption
+                self._counters.add(fused_requests=1)
+            self._outcomes[request_id] = {"outcome": "fused", "reason": None}
+        self._scheduled.clear()
+        return found
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        failed = connector_output.invalid_block_ids
+        for request_id, blocks in self._loading.items() if failed else ():
+            if not failed.isdisjoint(blocks):
+                reason = "its KV could not be read or computed; vLLM's log says why"
+                self._outcomes[request_id] = {"outcome": "plain", "reason": reason}
+
+    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        """What became of the request is in its output's ``kv_transfer_params``. Only now are plan and handoff no longer
+        needed: a preempted request asks for them again."""
+        self._ready.pop(request.request_id, None)
+        self._scheduled.pop(request.request_id, None)
+        self._loading.pop(request.request_id, None)
+        outcome = self._outcomes.pop(request.request_id, None)
+        return False, None if outcome is None else {PARAMETER: outcome}
+
+    # -- worker -----------------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
+        layers = self._vllm_config.compilation_config.static_forward_context
+        chosen = {name: layers[name] for name in kv_caches}
+        for name, layer in chosen.items():
+            if not hasattr(layer.impl, "do_kv_cache_update"):
+                raise ValueError(
+                    f"the attention backend of layer {name} ({type(layer.impl).__name__}) writes its cache within "
+                    "attention, so that no other KV can be written. Choose another one with --attention-backend."
+                )
+        runner = None if self._settings.store is None else model_runner(self._vllm_config)
+        self._loader = Loader(chosen, self._settings, self._runtime, runner, block_size=self._block_size, **self._room)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        assert self._loader is not None, "vLLM registers its caches before the first step"
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, Loads)
+        for load in metadata.loads:
+            began = time.perf_counter()
+            try:
+                rows = self._loader.load(load)
+            except Exception as error:  # vLLM computes these blocks itself then
+                self._failed_blocks.update(load.failed_blocks(self._block_size))
+                self._count(failed_loads=1)
+                self._log_once("loading failed, answering by plain prefill: %s", error)
+                logger.debug("request %s", load.request_id, exc_info=True)
+            else:
+                seconds = time.perf_counter() - began
+                self._count(loaded_tokens=load.stop - load.start, computed_rows=rows, load_s=seconds)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are complete when :meth:`start_load_kv` returns."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing of vLLM's is saved."""
+
+    def wait_for_save(self) -> None:
+        """Nothing of vLLM's is saved."""
+
+    # -- counters ---------------------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> Counters | None:
+        """The numbers since the last call. vLLM adds up those of scheduler and workers, and logs them."""
+        if self._counters.is_empty():
+            return None
+        found, self._counters = self._counters, Counters()
+        return found
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Counters:
+        return Counters(dict(data or {}))
+
+    def _count(self, **numbers: float) -> None:
+        if get_tensor_model_parallel_rank() == 0:
+            self._counters.add(**numbers)
+
+    def _log_once(self, message: str, error: Exception) -> None:
+        text = f"{type(error).__name__}: {error}"
+        level = logger.debug if text in self._logged else logger.warning
+        if len(self._logged) < 1000:  # requests can make up reasons
+            self._logged.add(text)
+        level(message, text)
+
+
+def check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Raise ValueError if vLLM was started in a way in which reuse would be wrong or impossible."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    transfer, draft = vllm_config.kv_transfer_config, vllm_config.speculative_config
+    refused = {
+        "kv_load_failure_policy must be 'recompute', or a request fails where plain prefill would answer it": (
+            transfer.kv_load_failure_policy != "recompute"
+        ),
+        "models with MLA keep no keys after RoPE": model.use_mla,
+        "models with several KV cache groups (hybrid models) are not supported": (
+            len(kv_cache_config.kv_cache_groups) != 1
+        ),
+        "pipeline parallelism is not supported: leave pipeline_parallel_size at 1": parallel.pipeline_parallel_size > 1,
+        "context parallelism is not supported: leave decode_context_parallel_size and prefill_context_parallel_size "
+        "at 1": parallel.decode_context_parallel_size > 1 or getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+        "mixture-of-experts models under data parallelism are not supported, because all ranks must run every pass": (
+            parallel.data_parallel_size > 1 and model.is_moe
+        ),
+        "multimodal models are not supported": model.is_multimodal_model,
+        f"drafters with KV of their own are not supported; use one of {', '.join(_DRAFTERS_WITHOUT_KV)}": (
+            draft is not None and draft.method not in _DRAFTERS_WITHOUT_KV
+        ),
+        "hf_overrides would change the model that chunks were computed with": bool(model.hf_overrides),
+        f"the dtype must be one of {', '.join(DTYPES)}, got {model.dtype}": (
+            str(model.dtype).removeprefix("torch.") not in DTYPES
+        ),
+    }
+    if not any(refused.values()):
+        spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        refused[
+            "vLLM keeps not all blocks of this model's prompts (a sliding window in every layer, or layers of several "
+            "kinds)"
+        ] = not isinstance(spec, FullAttentionSpec)
+    found = [reason for reason, holds in refused.items() if holds]
+    if found:
+        raise ValueError(f"CacheClip cannot be used with this vLLM: {'; '.join(found)}.")
+
+
+def check_request(request: Any) -> None:
+    """Raise ValueError for a request whose KV must be vLLM's own."""
+    params = request.sampling_params
+    reasons = {
+        "LoRA changes the KV": request.lora_request is not None,
+        "it has multimodal inputs": bool(getattr(request, "mm_features", None)),
+        "it has embeddings instead of token ids": request.prompt_token_ids is None
+        or getattr(request, "prompt_embeds", None) is not None,
+        "it asks for logprobs of the prompt, which only plain prefill computes": (
+            params is not None and params.prompt_logprobs is not None
+        ),
+        "it asks not to read a prefix cache": bool(request.skip_reading_prefix_cache),
+        "it pools instead of generating": params is None,
+    }
+    found = [reason for reason, holds in reasons.items() if holds]
+    if found:
+        raise ValueError("; ".join(found))

@@ -1,0 +1,180 @@
+"""vLLM offline: answers from stored chunks by a ``vllm.LLM`` in this process.
+
+>>> llm = vllm.LLM("my-model", dtype="float32", **engine_options(store="my-store"))
+>>> fused = FusedLLM(llm, Planner(primary="my-model", store="my-store", method="cacheclip"))
+>>> fused.generate([prompt], SamplingParams(temperature=0, max_tokens=64))[0].outputs[0].text
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from copy import copy
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from ...checks import check_choice
+from ...engine import CacheClipEngine
+from ...errors import CacheClipError, ConfigurationError
+from ...handoff import path_of
+from ...methods.base import Method
+from ...types import Documents, Prompt
+from .planner import PlannedPrompt, Planner
+from .requests import request_parameters
+
+__all__ = ["FusedLLM", "engine_options"]
+
+logger = logging.getLogger(__name__)
+
+_WORKERS = {"cpu": "CPUWorker", "gpu": "GPUWorker"}
+
+
+def engine_options(
+    store: str | PathLike[str] | None = None,
+    *,
+    namespace: str = "default",
+    handoffs: str | PathLike[str] | None = None,
+    device: str = "cpu",
+) -> dict[str, Any]:
+    """Arguments of ``vllm.LLM`` (and ``AsyncEngineArgs``) that make it take fused prompts.
+
+    Args:
+        store: folder of the chunk-cache store, for methods that choose tokens without the primary's KV.
+        namespace: tenant whose chunks requests may use.
+        handoffs: folder of handoffs, for the other methods; memory (``/dev/shm``) is best.
+        device: ``cpu`` or ``gpu``.
+    """
+    check_choice("device", device, tuple(_WORKERS))
+    extra = {"namespace": namespace}
+    extra |= {name: str(Path(f).absolute()) for name, f in (("store", store), ("handoffs", handoffs)) if f is not None}
+    return {
+        "worker_cls": f"cacheclip_rag.runtime.vllm.worker.{_WORKERS[device]}",
+        "kv_transfer_config": {
+            "kv_connector": "CacheClipConnector",
+            "kv_connector_module_path": "cacheclip_rag.runtime.vllm.connector",
+            "kv_role": "kv_consumer",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": extra,
+        },
+    }
+
+
+class FusedLLM:
+    """Plans prompts, and has vLLM answer them.
+
+    A prompt that cannot be fused is answered by vLLM's ordinary prefill; ``plain`` counts the reasons. What became of a
+    fused one is in its output: ``output.kv_transfer_params["cacheclip"]`` has ``outcome`` (``fused``; ``cached``: all
+    was in vLLM's own prefix cache; ``plain``) and ``reason``.
+    """
+
+    def __init__(
+        self,
+        llm: Any,
+        planner: Planner,
+        *,
+        engine: CacheClipEngine | None = None,
+        handoffs: str | PathLike[str] | None = None,
+    ) -> None:
+        """
+        Args:
+            llm: a ``vllm.LLM`` made with :func:`engine_options`.
+            engine: an engine with the primary's weights and the planner's settings. It fuses for the methods that
+                choose tokens by the primary's KV. None: prompts with such methods are answered by plain prefill.
+            handoffs: folder for what ``engine`` fuses, the one of :func:`engine_options`.
+        """
+        if (engine is None) != (handoffs is None):
+            raise ConfigurationError("engine and handoffs belong together: give both or none.")
+        self.llm, self.planner, self._engine = llm, planner, engine
+        self._handoffs = None if handoffs is None else Path(handoffs)
+        self.plain: Counter[str] = Counter()
+        """Prompts answered by plain prefill, by reason."""
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: Any = None,
+        *,
+        method: str | Method | None = None,
+        recompute_ratio: float | None = None,
+        question: str | None = None,
+        documents: Documents = (),
+        tools: Sequence[Mapping[str, Any]] = (),
+        **options: Any,
+    ) -> list[Any]:
+        """Answer prompts; returns vLLM's ``RequestOutput`` objects.
+
+        Args:
+            prompts: strings, or lists of chat messages.
+            sampling_params: vLLM's ``SamplingParams``, one for all prompts or one each; default vLLM's.
+            options: passed to ``LLM.generate``.
+
+        Other arguments are those of :meth:`CacheClipEngine.generate`.
+
+        Raises:
+            ConfigurationError: a setting is out of range. PromptTooLongError: a prompt does not fit the model.
+        """
+        sampling = self._sampling(sampling_params, len(prompts))
+        asked = {"method": method, "recompute_ratio": recompute_ratio, "question": question, "tools": tools}
+        inputs, chosen = [], []
+        with ExitStack() as after:
+            for prompt, params in zip(prompts, sampling, strict=True):
+                planned = self.planner.plan(prompt, documents=documents, **asked)  # type: ignore[arg-type]
+                carried = self._parameters(prompt, planned, documents, asked, after)
+                inputs.append({"prompt_token_ids": list(planned.token_ids)})
+                chosen.append(params if carried is None else _with(params, carried))
+            found: list[Any] = self.llm.generate(inputs, chosen, **options)
+        for output in found:
+            outcome = (output.kv_transfer_params or {}).get("cacheclip", {})
+            if outcome.get("outcome") == "plain":
+                self._count(outcome["reason"])
+        return found
+
+    def _sampling(self, given: Any, count: int) -> list[Any]:
+        if given is None:
+            given = self.llm.get_default_sampling_params()
+        if not isinstance(given, Sequence):
+            return [given] * count
+        if len(given) != count:
+            raise ConfigurationError(f"there are {count} prompts and {len(given)} sampling_params. Give one each.")
+        return list(given)
+
+    def _parameters(
+        self, prompt: Prompt, planned: PlannedPrompt, documents: Documents, asked: dict[str, Any], after: ExitStack
+    ) -> dict[str, Any] | None:
+        """What the request carries; None for plain prefill."""
+        if planned.fusion is not None:
+            return request_parameters(plan=planned.fusion)
+        if planned.reason is None:
+            return None
+        if not planned.needs_engine or self._engine is None or self._handoffs is None:
+            self._count(planned.reason)
+            return None
+        try:
+            method = self.planner.make_method(asked["method"], asked["recompute_ratio"])
+            found = self._engine.prefill(prompt, method=method, question=asked["question"], documents=documents)
+            if found.layout.token_ids != planned.token_ids:
+                raise ConfigurationError("engine and planner make other token ids: give them the same settings")
+            name = found.export(self._handoffs, self._engine.primary)
+        except (CacheClipError, OSError) as error:
+            self._count(str(error))
+            return None
+        # a preempted request reads it again, so it stays until all requests are answered
+        after.callback(path_of(self._handoffs, name).unlink, missing_ok=True)
+        return request_parameters(handoff=name)
+
+    def _count(self, reason: str) -> None:
+        level = logging.DEBUG if reason in self.plain else logging.WARNING
+        self.plain[reason] += 1
+        logger.log(level, "answering by plain prefill: %s", reason)
+
+
+def _with(params: Any, carried: Mapping[str, Any]) -> Any:
+    """Sampling parameters that carry ``kv_transfer_params``."""
+    params = copy(params)
+    extra = dict(params.extra_args or {})
+    extra["kv_transfer_params"] = {**(extra.get("kv_transfer_params") or {}), **carried}
+    params.extra_args = extra
+    return params

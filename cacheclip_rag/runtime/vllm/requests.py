@@ -1,0 +1,123 @@
+"""What a request to vLLM carries, and whether its KV can be made. Everything here happens before a token is scheduled.
+
+A request names its plan or its handoff in vLLM's ``kv_transfer_params``, under ``cacheclip``::
+
+    {"cacheclip": {"plan": {…}}}            FusionPlan.to_dict(): vLLM's workers recompute
+    {"cacheclip": {"handoff": "DIGEST"}}    an engine has prefilled: vLLM's workers read the file
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...checks import check_namespace
+from ...errors import ConfigurationError
+from ...fusion_plan import FusionPlan
+from ...handoff import read_handoff
+from ..transformers.planning import PlanningRuntime
+from .passes import passes
+
+__all__ = ["PARAMETER", "Ready", "Settings", "request_parameters"]
+
+PARAMETER = "cacheclip"
+"""Name in ``kv_transfer_params``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Settings of the connector: ``kv_connector_extra_config``."""
+
+    store: Path | None = None
+    """Folder of the store, for plans; None refuses them."""
+    namespace: str = "default"
+    """Tenant whose entries may be read. A request cannot choose it."""
+    handoffs: Path | None = None
+    """Folder of handoffs; None refuses them."""
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Settings:
+        """Raises ConfigurationError for an unknown setting or a wrong value."""
+        unknown = sorted(set(given) - {"store", "namespace", "handoffs"})
+        if unknown:
+            raise ConfigurationError(
+                f"unknown setting {', '.join(unknown)} in kv_connector_extra_config. Known: store, namespace, handoffs."
+            )
+        if not given.get("store") and not given.get("handoffs"):
+            raise ConfigurationError("kv_connector_extra_config needs store (for plans), handoffs (a folder), or both.")
+        namespace = given.get("namespace", "default")
+        check_namespace(namespace)
+        store, handoffs = (Path(given[name]) if given.get(name) else None for name in ("store", "handoffs"))
+        return cls(store, namespace, handoffs)
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A request whose first tokens' KV can be made."""
+
+    digest: str
+    """Identifies the KV."""
+    num_ready: int
+    """Tokens whose KV is made; at least one token of the prompt is left to vLLM."""
+    plan: FusionPlan | None = None
+    handoff: str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        given: object,
+        token_ids: Sequence[int],
+        settings: Settings,
+        runtime: PlanningRuntime,
+        *,
+        max_runs: int,
+        max_rows: int,
+    ) -> Ready:
+        """Read what a request carries.
+
+        Args:
+            given: the value under :data:`PARAMETER`.
+            token_ids: the prompt as vLLM has it.
+            runtime: vLLM's model.
+            max_runs, max_rows: room of a pass (:func:`~cacheclip_rag.runtime.vllm.passes.passes`).
+
+        Raises:
+            ConfigurationError, ValueError, OSError: why its KV cannot be made.
+        """
+        if not isinstance(given, Mapping) or len(given) != 1 or not set(given) <= {"plan", "handoff"}:
+            raise ConfigurationError(f"a request gives either a plan or a handoff under {PARAMETER!r}")
+        if "plan" in given:
+            plan = FusionPlan.from_dict(given["plan"])
+            if settings.store is None:
+                raise ConfigurationError("the request has a plan, and the connector has no store")
+            if plan.namespace != settings.namespace:
+                raise ConfigurationError("the plan is for another tenant than the connector")
+            if plan.rope_pin != runtime.rope_pin:
+                raise ConfigurationError("the plan is for another rotary embedding")
+            _check(plan.token_ids, plan.model, token_ids, runtime)
+            passes(plan, 0, max_runs=max_runs, max_rows=max_rows)
+            return cls(plan.digest, plan.num_ready, plan=plan)
+        if settings.handoffs is None:
+            raise ConfigurationError("the request has a handoff, and the connector has no folder of handoffs")
+        with read_handoff(settings.handoffs, given["handoff"]) as handoff:
+            if handoff.num_layers != runtime.num_layers:
+                raise ConfigurationError(f"the handoff has {handoff.num_layers} layers, not {runtime.num_layers}")
+            _check(handoff.token_ids, handoff.model, token_ids, runtime)
+            return cls(given["handoff"], handoff.num_tokens, handoff=given["handoff"])
+
+
+def request_parameters(*, plan: FusionPlan | None = None, handoff: str | None = None) -> dict[str, Any]:
+    """A request's ``kv_transfer_params``, for one of the two."""
+    assert (plan is None) != (handoff is None), "a request has a plan or a handoff"
+    return {PARAMETER: {"handoff": handoff} if plan is None else {"plan": plan.to_dict()}}
+
+
+def _check(ids: Sequence[int], model: str, token_ids: Sequence[int], runtime: PlanningRuntime) -> None:
+    if model != runtime.fingerprint:
+        raise ConfigurationError("it was made for other weights, another config or another dtype")
+    if list(ids) != list(token_ids):
+        raise ConfigurationError("it was made for other token ids: give vLLM the prompt's token ids, not its text")
+    if runtime.pinned_rope:
+        raise ConfigurationError("the model's rotary frequencies depend on the length, and vLLM's differ")

@@ -1,0 +1,44 @@
+"""Reads entries of a store folder, and writes nothing: for processes that carry out plans of another one.
+
+There is no catalog here. Uses are not recorded, limits are not applied, and a damaged payload stays where it is: the
+process that plans does all this.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .backend import Sink
+from .codecs import Frame, FrameError, StoredKV, keeps
+from .disk import DiskBackend
+
+__all__ = ["StoreReader"]
+
+
+class StoreReader:
+    """One tenant's entries of a store folder."""
+
+    def __init__(self, folder: str | Path, namespace: str) -> None:
+        self.folder, self.namespace = Path(folder), namespace
+        self._backend = DiskBackend(self.folder)
+
+    def get(self, key: str, *, codec: str) -> StoredKV:
+        """The KV of a key, compared with its checksums.
+
+        Args:
+            codec: KV of a coarser codec is refused.
+
+        Raises:
+            FrameError: the payload is missing, damaged, coarser, or another tenant's.
+            OSError: it cannot be read now.
+        """
+        data = self._backend.read(key, Sink())
+        if data is None:
+            raise FrameError(f"entry {key[:12]}… is not in {self.folder}")
+        frame = Frame.parse(data, key)
+        if frame.namespace != self.namespace:
+            raise FrameError(f"entry {key[:12]}… belongs to another tenant")
+        if not keeps(frame.codec, codec):
+            raise FrameError(f"entry {key[:12]}… is stored as {frame.codec}, which is coarser than {codec}")
+        frame.verify()
+        return StoredKV(frame)

@@ -1,0 +1,278 @@
+"""A fusion plan carried out without the engine that made it gives the engine's own KV."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cacheclip_rag import CacheClipEngine, Chunk, Fresh
+from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.fusion.correction import Chunks, offsets
+from cacheclip_rag.fusion_plan import FusionPlan, StoredPiece, runs_of
+from cacheclip_rag.handoff import read_handoff
+from cacheclip_rag.methods import preset
+from cacheclip_rag.runtime.transformers.model import ModelRuntime
+from cacheclip_rag.runtime.vllm.passes import passes
+from cacheclip_rag.runtime.vllm.planner import Planner
+from cacheclip_rag.runtime.vllm.stored import StoredInterval, check_shape
+from cacheclip_rag.store import FrameError, StoreReader
+from tests.conftest import CHUNKS, rag_prompt
+
+CORRECTED = {"corrected": replace(preset("epic"), correction=0.5, name="corrected")}
+METHODS = ["cacheclip", "epic", "direct", "random", "corrected"]
+
+
+def method_of(name: str) -> Any:
+    return CORRECTED.get(name) or preset(name)
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2-sliding", "smollm3", "gemma3"])
+def made(request: pytest.FixtureRequest, tiny_models: dict[str, str], tmp_path_factory: Any) -> dict[str, Any]:
+    """An engine with stored chunks, and a planner on the same store."""
+    settings = {
+        "primary": tiny_models[request.param],
+        "auxiliary": tiny_models["auxiliary"],
+        "store": str(tmp_path_factory.mktemp("store")),
+        "chunk_context": "passages",
+        "prefix_cache_bytes": 0,
+    }
+    engine = CacheClipEngine(**settings)
+    engine.precompute(CHUNKS)
+    return {"engine": engine, "planner": Planner(**settings), "prompt": rag_prompt(CHUNKS)}
+
+
+@torch.inference_mode()
+def carry_out(
+    plan: FusionPlan,
+    engine: CacheClipEngine,
+    *,
+    start: int = 0,
+    cache: Any = None,
+    max_runs: int = 999,
+    max_rows: int = 9999,
+) -> torch.Tensor:
+    """Logits of the last token, as another engine would compute them: pass by pass, each row seeing what is there.
+
+    Args:
+        cache: holds the KV of positions before ``start``.
+    """
+    runtime = engine.primary
+    assert isinstance(runtime, ModelRuntime)
+    reader = StoreReader(engine.config.store, plan.namespace)
+    entries = {piece.key: reader.get(piece.key, codec=plan.codec) for piece in plan.pieces}
+    check_shape(plan, entries, runtime)
+    ids, heads = torch.tensor(plan.token_ids), slice(0, runtime.num_kv_heads)
+    cache = runtime.new_cache(len(ids)) if cache is None else cache
+    cache.extend_to(len(ids))
+    for layer in cache.layers:
+        layer._keys[:, :, start:] = 1e4  # whatever is read before it is written must show
+        layer._values[:, :, start:] = 1e4
+    for each in passes(plan, start, max_runs=max_runs, max_rows=max_rows):
+        stored = StoredInterval.of(plan, entries, each.begin, each.end, runtime)
+        rows = torch.tensor([row for a, b in each.runs for row in range(a, b)], dtype=torch.int64)
+        split = Chunks(each.chunks).split(rows, runtime.device) if each.chunks else None
+        for number, layer in enumerate(cache.layers):
+            kv = stored.layer(number, runtime.device, heads) if len(stored.places) else ()
+            own = stored.places[stored.places >= each.start]
+            for target, values in zip((layer._keys, layer._values), kv, strict=False):
+                target[0, :, own] = values[:, own - stored.start]
+            if split is not None:
+                layer.before_scatter = correcting(plan, stored, split, number, each.start)
+        if len(rows):
+            runtime.run_slots(cache, ids[rows], rows, head=False)
+    rest = torch.arange(plan.num_ready, len(ids))
+    return runtime.run_slots(cache, ids[rest], rest)
+
+
+def kv(stored: StoredInterval, number: int, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    return stored.layer(number, torch.device("cpu"), heads)
+
+
+def correcting(plan: FusionPlan, stored: StoredInterval, split: Any, number: int, start: int) -> Any:
+    """The correction before a layer's rows attend; positions before ``start`` are left as they are."""
+
+    def correct(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> None:
+        layer.before_scatter = None
+        own = slice(split.start, split.stop)
+        tables = stored.tables[number]
+        if tables is not None:
+            tables = tuple(table[split.start - stored.start : split.stop - stored.start] for table in tables)
+        heads = slice(0, keys.shape[1])
+        old = [each[:, split.start - stored.start : split.stop - stored.start] for each in kv(stored, number, heads)]
+        added = offsets((keys[0], values[0]), (old[0], old[1]), split, plan.correction, tables)
+        fresh = torch.arange(split.start, split.stop) >= start
+        for target, stale, offset in zip((layer.keys, layer.values), old, added, strict=True):
+            target[0, :, own][:, fresh] = (stale + offset)[:, fresh]
+
+    return correct
+
+
+class TestEqualToTheEngine:
+    @pytest.mark.parametrize("name", METHODS)
+    def test_in_one_pass(self, made: dict[str, Any], name: str) -> None:
+        method = method_of(name)
+        planned = made["planner"].plan(made["prompt"], method=method)
+        engine = made["engine"].prefill(made["prompt"], method=method)
+        assert planned.fusion is not None and planned.token_ids == engine.layout.token_ids
+        assert planned.fusion.num_ready < len(planned.token_ids)
+        logits = carry_out(planned.fusion, made["engine"])
+        assert (logits - engine.logits).abs().max() < 1e-4
+
+    @pytest.mark.parametrize("name", ["cacheclip", "random"])
+    @pytest.mark.parametrize(("max_runs", "max_rows"), [(4, 9999), (999, 60), (5, 50)])
+    def test_in_small_passes(self, made: dict[str, Any], name: str, max_runs: int, max_rows: int) -> None:
+        method = method_of(name)
+        fusion = made["planner"].plan(made["prompt"], method=method).fusion
+        found = passes(fusion, 0, max_runs=max_runs, max_rows=max_rows)
+        assert len(found) > 1 and all(sum(b - a for a, b in each.runs) <= max_rows for each in found)
+        assert all(len(each.runs) <= max_runs for each in found)
+        logits = carry_out(fusion, made["engine"], max_runs=max_runs, max_rows=max_rows)
+        assert (logits - made["engine"].prefill(made["prompt"], method=method).logits).abs().max() < 1e-4
+
+    @pytest.mark.parametrize("name", ["cacheclip", "random"])
+    def test_after_a_part_that_is_there(self, made: dict[str, Any], name: str) -> None:
+        """As after a hit in another engine's own prefix cache, which ends anywhere, also inside a chunk."""
+        engine, method = made["engine"], method_of(name)
+        fusion = made["planner"].plan(made["prompt"], method=method).fusion
+        found = engine.prefill(made["prompt"], method=method)
+        inside = [(piece.start + piece.stop) // 2 for piece in fusion.pieces[-3:]]
+        for start in (*inside, fusion.pieces[-1].start, fusion.num_ready - 1):
+            again = carry_out(fusion, engine, start=start, cache=found.cache)
+            assert (again - found.logits).abs().max() < 1e-4, start
+
+    def test_twin_without_correction_differs(self, made: dict[str, Any]) -> None:
+        fusion = made["planner"].plan(made["prompt"], method="cacheclip").fusion
+        wrong = replace(fusion, correction=0.0)
+        right = made["engine"].prefill(made["prompt"], method=preset("cacheclip")).logits
+        assert (carry_out(wrong, made["engine"]) - right).abs().max() > 1e-2
+
+    def test_a_chunk_at_the_very_end(self, made: dict[str, Any]) -> None:
+        prompt = [Fresh("Read this.\n\n"), Chunk(CHUNKS[0]), Fresh("\n\n"), Chunk(CHUNKS[1])]
+        method = method_of("corrected")
+        fusion = made["planner"].plan(prompt, method=method, question="Who?").fusion
+        assert fusion.end == len(fusion.token_ids) == fusion.num_ready + 1
+        right = made["engine"].prefill(prompt, method=method, question="Who?").logits
+        assert (carry_out(fusion, made["engine"]) - right).abs().max() < 1e-4
+
+
+class TestPlan:
+    def test_survives_json(self, made: dict[str, Any]) -> None:
+        fusion = made["planner"].plan(made["prompt"], method="cacheclip").fusion
+        again = FusionPlan.from_dict(json.loads(json.dumps(fusion.to_dict())))
+        assert again == fusion and again.digest == fusion.digest
+        assert replace(fusion, correction=0.25).digest != fusion.digest
+
+    @pytest.mark.parametrize(
+        ("changed", "what"),
+        [
+            ({"version": 2}, "version"),
+            ({"unknown": 1}, "unknown"),
+            ({"pieces": [[0, "../../etc/passwd", 0, 3]]}, "key"),
+            ({"pieces": []}, "pieces"),
+            ({"computed": []}, "neither stored nor computed"),
+            ({"computed": [[0, 3], [2, 4]]}, "order"),
+            ({"computed": [["0", 3]]}, "whole numbers|read"),
+            ({"chunks": [[1, 2]]}, "chunk"),
+            ({"correction": 2.0}, "correction"),
+            ({"correction": "0.5"}, "read"),
+            ({"token_ids": []}, "token_ids|within"),
+            ({"model": None}, "model"),
+        ],
+    )
+    def test_refuses_what_contradicts_itself(self, made: dict[str, Any], changed: dict[str, Any], what: str) -> None:
+        values = made["planner"].plan(made["prompt"], method="cacheclip").fusion.to_dict()
+        with pytest.raises(ConfigurationError, match=what):
+            FusionPlan.from_dict({**values, **changed})
+
+    def test_refuses_what_is_no_plan(self) -> None:
+        with pytest.raises(ConfigurationError, match="version"):
+            FusionPlan.from_dict([1, 2])  # type: ignore[arg-type]
+
+    def test_methods_that_read_the_cache_need_an_engine(self, made: dict[str, Any]) -> None:
+        for name in ("cacheblend", "anchored"):
+            planned = made["planner"].plan(made["prompt"], method=name)
+            assert planned.fusion is None and planned.needs_engine and name in planned.reason
+        gated = replace(preset("epic"), min_confidence=0.5)
+        assert made["planner"].plan(made["prompt"], method=gated).needs_engine
+
+    def test_methods_that_change_positions_are_refused(self, made: dict[str, Any]) -> None:
+        planned = made["planner"].plan(made["prompt"], method="direct_gapped")
+        assert planned.fusion is None and not planned.needs_engine and "positions" in planned.reason
+
+    def test_without_stored_chunks(self, made: dict[str, Any]) -> None:
+        planned = made["planner"].plan("Nothing of this is stored.", method="cacheclip")
+        assert planned.fusion is None and not planned.needs_engine and planned.reason
+
+    def test_full_prefill_has_no_reason(self, made: dict[str, Any]) -> None:
+        planned = made["planner"].plan(made["prompt"], method="full")
+        assert planned.fusion is None and planned.reason is None
+
+
+class TestReader:
+    def test_refuses_other_tenants_coarser_codecs_and_damage(self, made: dict[str, Any], tmp_path: Path) -> None:
+        fusion, folder = made["planner"].plan(made["prompt"], method="direct").fusion, made["engine"].config.store
+        key = fusion.pieces[-1].key
+        with pytest.raises(FrameError, match="tenant"):
+            StoreReader(folder, "somebody").get(key, codec="float32")
+        with pytest.raises(FrameError, match="is not in"):
+            StoreReader(folder, "default").get("0" * 64, codec="float32")
+        copy = tmp_path / "kv" / key[:2] / f"{key}.kv"
+        copy.parent.mkdir(parents=True)
+        data = bytearray((Path(folder) / "kv" / key[:2] / f"{key}.kv").read_bytes())
+        data[-1] ^= 1
+        copy.write_bytes(data)
+        with pytest.raises(FrameError, match="checksum"):
+            StoreReader(tmp_path, "default").get(key, codec="float32")
+        assert copy.exists(), "a reader removes nothing"
+
+    def test_an_entry_of_another_shape(self, made: dict[str, Any]) -> None:
+        fusion = made["planner"].plan(made["prompt"], method="direct").fusion
+        last = fusion.pieces[-1]
+        moved = replace(fusion, pieces=(*fusion.pieces[:-1], StoredPiece(last.start, last.key, 9, last.num_tokens)))
+        reader = StoreReader(made["engine"].config.store, "default")
+        entries = {piece.key: reader.get(piece.key, codec="float32") for piece in fusion.pieces}
+        with pytest.raises(ValueError, match="does not fit"):
+            check_shape(moved, entries, made["engine"].primary)
+
+
+class TestHandoff:
+    def test_holds_what_the_engine_prefilled(self, made: dict[str, Any], tmp_path: Path) -> None:
+        engine = made["engine"]
+        found = engine.prefill(made["prompt"], method=preset("cacheblend"))
+        name = found.export(tmp_path, engine.primary)
+        assert found.export(tmp_path, engine.primary) == name, "the same KV has the same name"
+        with read_handoff(tmp_path, name) as handoff:
+            assert handoff.token_ids == found.layout.token_ids and handoff.model == engine.primary.fingerprint
+            assert handoff.num_tokens == found.layout.num_tokens - 1
+            keys, values = handoff.layer(1, 2, 9, slice(0, 1))
+        assert torch.equal(keys.transpose(0, 1), found.cache.layers[1].keys[0, :1, 2:9])
+        assert torch.equal(values.transpose(0, 1), found.cache.layers[1].values[0, :1, 2:9])
+
+    def test_names_and_damage(self, made: dict[str, Any], tmp_path: Path) -> None:
+        engine = made["engine"]
+        name = engine.prefill(made["prompt"], method=preset("epic")).export(tmp_path, engine.primary)
+        for wrong in ("../" + name, name.upper(), name[:-1], "", None, 7):
+            with pytest.raises(ValueError, match="name"), read_handoff(tmp_path, wrong):
+                pass
+        with pytest.raises(FileNotFoundError), read_handoff(tmp_path, "0" * 32):
+            pass
+        (tmp_path / f"{'1' * 32}.safetensors").write_bytes((tmp_path / f"{name}.safetensors").read_bytes())
+        with pytest.raises(ValueError, match="another name"), read_handoff(tmp_path, "1" * 32):
+            pass
+        (tmp_path / f"{'2' * 32}.safetensors").write_bytes(b"no tensors")
+        with pytest.raises(ValueError, match="cannot be read"), read_handoff(tmp_path, "2" * 32):
+            pass
+
+    def test_other_positions_are_refused(self, made: dict[str, Any], tmp_path: Path) -> None:
+        engine = made["engine"]
+        with pytest.raises(ConfigurationError, match="positions"):
+            engine.prefill(made["prompt"], method=preset("direct_gapped")).export(tmp_path, engine.primary)
+
+
+def test_runs() -> None:
+    assert runs_of([0, 1, 2, 5, 7, 8]) == ((0, 3), (5, 6), (7, 9)) and runs_of([]) == ()

@@ -1,0 +1,182 @@
+"""What surrounds vLLM needs no vLLM: settings, requests, planning."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cacheclip_rag import CacheClipEngine
+from cacheclip_rag.errors import CertificateError, ConfigurationError
+from cacheclip_rag.fusion_plan import FusionPlan, StoredPiece
+from cacheclip_rag.methods import preset
+from cacheclip_rag.models.load import load_planning
+from cacheclip_rag.runtime.vllm.offline import engine_options
+from cacheclip_rag.runtime.vllm.passes import passes
+from cacheclip_rag.runtime.vllm.planner import Planner
+from cacheclip_rag.runtime.vllm.requests import PARAMETER, Ready, Settings, request_parameters
+from tests.conftest import CHUNKS, rag_prompt
+
+ROOM = {"max_runs": 99, "max_rows": 999}
+
+
+@pytest.fixture(scope="module")
+def made(tiny_models: dict[str, str], tmp_path_factory: Any) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("store")
+    options = {"primary": tiny_models["llama"], "auxiliary": None, "store": str(folder), "method": "epic"}
+    engine = CacheClipEngine(**options)
+    engine.precompute(CHUNKS)
+    engine.warm_up()  # stores the shared prefix, of which later plans make use
+    plan = Planner(**options).plan(rag_prompt(CHUNKS)).fusion
+    return {"engine": engine, "options": options, "plan": plan, "runtime": load_planning(tiny_models["llama"])}
+
+
+def test_nothing_of_this_imports_vllm() -> None:
+    program = """
+import sys
+sys.modules["vllm"] = None
+import cacheclip_rag.runtime.vllm.offline, cacheclip_rag.runtime.vllm.worker
+print("imported")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "imported\n", done.stderr
+
+
+class TestSettings:
+    def test_from_engine_options(self, tmp_path: Path) -> None:
+        options = engine_options(tmp_path, namespace="a", handoffs=tmp_path / "h")
+        settings = Settings.of(options["kv_transfer_config"]["kv_connector_extra_config"])
+        assert settings == Settings(tmp_path, "a", tmp_path / "h")
+        assert options["kv_transfer_config"]["kv_load_failure_policy"] == "recompute"
+        assert options["worker_cls"].endswith("CPUWorker")
+        assert engine_options(tmp_path, device="gpu")["worker_cls"].endswith("GPUWorker")
+        with pytest.raises(ConfigurationError, match="device"):
+            engine_options(tmp_path, device="cuda")
+
+    @pytest.mark.parametrize(
+        ("given", "what"),
+        [
+            ({}, "needs store"),
+            ({"folder": "x", "store": "x"}, "unknown"),
+            ({"store": "x", "namespace": ""}, "namespace"),
+        ],
+    )
+    def test_refused(self, given: dict[str, Any], what: str) -> None:
+        with pytest.raises(ConfigurationError, match=what):
+            Settings.of(given)
+
+
+class TestReady:
+    def ready(self, made: dict[str, Any], given: Any, ids: Any = None, settings: Settings | None = None) -> Ready:
+        settings = settings or Settings(Path(made["options"]["store"]))
+        return Ready.of(given, ids or made["plan"].token_ids, settings, made["runtime"], **ROOM)
+
+    def test_of_a_plan(self, made: dict[str, Any]) -> None:
+        carried = request_parameters(plan=made["plan"])[PARAMETER]
+        ready = self.ready(made, carried)
+        assert ready.plan == made["plan"] and ready.num_ready == made["plan"].num_ready
+        assert ready.digest == made["plan"].digest and ready.handoff is None
+        with pytest.raises(ConfigurationError, match="token ids"):
+            self.ready(made, carried, [5, *made["plan"].token_ids[1:]])
+        with pytest.raises(ConfigurationError, match="no store"):
+            self.ready(made, carried, settings=Settings(handoffs=Path("x")))
+        with pytest.raises(ConfigurationError, match="another tenant"):
+            self.ready(made, carried, settings=Settings(Path("x"), "other"))
+
+    def test_of_a_handoff(self, made: dict[str, Any], tmp_path: Path) -> None:
+        found = made["engine"].prefill(rag_prompt(CHUNKS), method=preset("cacheblend"))
+        name = found.export(tmp_path, made["engine"].primary)
+        carried = request_parameters(handoff=name)[PARAMETER]
+        ready = self.ready(made, carried, settings=Settings(handoffs=tmp_path))
+        assert ready.num_ready == found.layout.num_tokens - 1 and ready.digest == ready.handoff == name
+        with pytest.raises(ConfigurationError, match="no folder"):
+            self.ready(made, carried)
+
+    @pytest.mark.parametrize("given", [None, 7, "plan", {}, {"plan": {}, "handoff": "0" * 32}, {"other": 1}])
+    def test_of_nonsense(self, made: dict[str, Any], given: Any) -> None:
+        with pytest.raises(ConfigurationError, match="either a plan or a handoff"):
+            self.ready(made, given)
+
+
+class TestPlanner:
+    def test_settings_without_effect_are_refused(self, made: dict[str, Any]) -> None:
+        for name, value in (
+            ("finish", "verify"),
+            ("max_ttft_s", 1.0),
+            ("recompute_ratio", "auto"),
+            ("hide_hits", True),
+        ):
+            with pytest.raises(ConfigurationError, match=name):
+                Planner(**{**made["options"], name: value})
+        with pytest.raises(ConfigurationError, match="store"):
+            Planner(**{**made["options"], "store": None})
+        with pytest.raises(ConfigurationError, match="another auxiliary"):
+            Planner(**{**made["options"], "auxiliary": made["options"]["primary"]})
+
+    def test_a_certificate_that_is_required_and_missing(self, made: dict[str, Any]) -> None:
+        with pytest.raises(CertificateError):
+            Planner(**made["options"], require_certificate=True).plan(rag_prompt(CHUNKS))
+
+    def test_uses_are_recorded_for_eviction(self, made: dict[str, Any]) -> None:
+        planner = Planner(**made["options"])
+        for chunks in ([CHUNKS[2]], [CHUNKS[0], CHUNKS[1]]):
+            fusion = planner.plan(rag_prompt(chunks)).fusion
+            planner.parts.store.flush()
+            used = planner.parts.store.catalog.keys("default")[-len(fusion.pieces) :]
+            assert used == [piece.key for piece in fusion.pieces]
+
+    def test_loads_no_weights(self, made: dict[str, Any]) -> None:
+        planner = Planner(**made["options"])
+        assert planner.plan(rag_prompt(CHUNKS)).fusion == made["plan"]
+        assert all(parameter.is_meta for parameter in planner.primary.model.parameters())
+        planner.close()
+
+
+class TestPasses:
+    """By hand: chunks at 10 to 20 and 22 to 30, prefix 0 to 8, fresh text between them."""
+
+    plan = FusionPlan(
+        token_ids=tuple(range(40)),
+        pieces=(StoredPiece(0, "a" * 64, 0, 8), StoredPiece(10, "b" * 64, 0, 10), StoredPiece(22, "c" * 64, 3, 8)),
+        computed=((8, 12), (15, 16), (20, 24)),
+        chunks=((10, 20), (22, 30)),
+        correction=0.5,
+    )
+
+    def found(self, start: int = 0, **room: int) -> list[tuple[Any, ...]]:
+        return [(e.start, e.stop, e.runs, e.chunks) for e in passes(self.plan, start, **{**ROOM, **room})]
+
+    def test_all_at_once(self) -> None:
+        runs, chunks = self.plan.computed, self.plan.chunks
+        assert self.found() == [(0, 30, runs, chunks)]
+
+    def test_never_within_a_corrected_chunk(self) -> None:
+        first = (0, 20, ((8, 12), (15, 16)), ((10, 20),))
+        assert self.found(max_runs=2) == [first, (20, 30, ((20, 24),), ((22, 30),))]
+        small = self.found(max_rows=3)
+        assert small == [
+            (0, 10, ((8, 10),), ()),
+            (10, 20, ((10, 12), (15, 16)), ((10, 20),)),
+            (20, 22, ((20, 22),), ()),
+            (22, 30, ((22, 24),), ((22, 30),)),
+        ]
+        with pytest.raises(ConfigurationError, match="a chunk has 3 tokens to compute in 2 runs"):
+            self.found(max_runs=1)
+
+    def test_from_within_a_chunk(self) -> None:
+        """All rows of the chunk are computed, and what is there is not written again."""
+        assert self.found(14) == [(14, 30, ((10, 12), (15, 16), (20, 24)), self.plan.chunks)]
+        assert passes(self.plan, 14, **ROOM)[0].begin == 10
+        assert self.found(20) == [(20, 30, ((20, 24),), ((22, 30),))]
+
+    def test_from_where_only_computed_tokens_are_left(self) -> None:
+        plan = FusionPlan(tuple(range(9)), (StoredPiece(0, "a" * 64, 0, 8),), ((6, 8),), ((0, 8),), 0.5)
+        (only,) = passes(plan, 6, **ROOM)
+        assert (only.start, only.stop, only.runs, only.chunks, only.begin) == (6, 8, ((6, 8),), (), 6)
+
+    def test_nothing_to_compute(self) -> None:
+        plan = FusionPlan(tuple(range(9)), (StoredPiece(0, "a" * 64, 0, 8),), ())
+        assert [(each.start, each.stop, each.runs) for each in passes(plan, 3, **ROOM)] == [(3, 8, ())]

@@ -1,0 +1,163 @@
+"""vLLM engines on tiny models. ``make test-vllm`` runs these tests in an environment of its own.
+
+Engines run in the process of the tests, one at a time. Blocks of 32 tokens, the smallest of vLLM's kernels for CPUs, so
+that few borders of chunks are borders of blocks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cacheclip_rag import CacheClipEngine, SamplingParams
+from cacheclip_rag.methods import preset
+from cacheclip_rag.runtime.vllm.offline import FusedLLM, engine_options
+from cacheclip_rag.runtime.vllm.planner import Planner
+from cacheclip_rag.testing.tiny import SENTENCES, build_auxiliary, build_model, tiny_spec
+
+os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ["VLLM_NO_USAGE_STATS"] = "1"
+root = str(Path(__file__).resolve().parents[2])
+os.environ["PYTHONPATH"] = os.pathsep.join([root, f"{root}/integrations", os.environ.get("PYTHONPATH", "")])
+
+HEADS = {"num_attention_heads": 4, "head_dim": 32, "hidden_size": 128, "num_hidden_layers": 4}
+"""vLLM's kernels for CPUs want heads of 32 numbers or more."""
+MODELS = {
+    "qwen3": tiny_spec("qwen3", **HEADS, num_key_value_heads=2),
+    "llama": tiny_spec("llama", **HEADS, num_key_value_heads=1),
+}
+CHUNKS = [" ".join(SENTENCES[(start + step) % 8] for step in range(4)) for start in range(6)]
+QUESTIONS = ["What is the magic number?", "Who built the lighthouse?", "When does the ferry leave?", "Who went ashore?"]
+CORRECTED = replace(preset("random"), correction=0.5, name="corrected")
+"""Many runs of single windows, and a correction."""
+TOKENS = 16
+
+
+def prompt(number: int) -> str:
+    """A prompt with four chunks, another one for each number."""
+    chosen = [CHUNKS[(number + step) % 6] for step in range(4)]
+    return "Read this.\n\n" + "\n\n".join(chosen) + f"\n\nQuestion: {QUESTIONS[number % 4]} ({number})"
+
+
+PROMPTS = [prompt(number) for number in range(4)]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A tiny model, a store with its chunks, and an engine of ours to compare with."""
+
+    model: str
+    store: str
+    handoffs: str
+    options: dict[str, Any]
+
+    @property
+    def engine(self) -> CacheClipEngine:
+        return CacheClipEngine(**self.options)
+
+    def expected(self, prompts: Sequence[Any], method: Any, **options: Any) -> list[tuple[int, ...]]:
+        """Token ids of our engine's answers, and never the end of a turn."""
+        engine = self.engine
+        return [greedy(engine, each, method, **options) for each in prompts]
+
+    def planner(self, **options: Any) -> Planner:
+        return Planner(**{**self.options, **options})
+
+
+def greedy(engine: CacheClipEngine, asked: Any, method: Any, tokens: int = TOKENS, **options: Any) -> tuple[int, ...]:
+    import torch
+
+    found = engine.prefill(asked, SamplingParams(max_tokens=tokens), method=engine.make_method(method), **options)
+    ids, logits = [], found.logits
+    with torch.inference_mode():
+        for _ in range(tokens):
+            ids.append(int(logits.argmax()))
+            logits = engine.primary.decode_step(found.cache, ids[-1])
+    return tuple(ids)
+
+
+@pytest.fixture(scope="session")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Makes the setting of a model, once."""
+    folder, made = tmp_path_factory.mktemp("vllm"), dict[str, Setting]()
+
+    def setting(name: str = "qwen3") -> Setting:
+        if name not in made:
+            own = folder / name
+            options = {
+                "primary": str(build_model(own / "model", MODELS[name])),
+                "auxiliary": str(build_auxiliary(own / "auxiliary")),
+                "store": str(own / "store"),
+                "chunk_context": "passages",
+                "method": "cacheclip",
+                "prefix_cache_bytes": 0,
+            }
+            made[name] = Setting(options["primary"], options["store"], str(own / "handoffs"), options)
+            made[name].engine.precompute(CHUNKS)
+            assert all(made[name].engine.is_stored(chunk) for chunk in CHUNKS)
+        return made[name]
+
+    return setting
+
+
+@contextmanager
+def started(setting: Setting, *, engine: bool = False, **options: Any) -> Iterator[FusedLLM]:
+    """A vLLM engine with our connector."""
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+    defaults = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 1024,
+        "max_num_seqs": 16,
+        "block_size": 32,
+        "seed": 0,
+        "disable_log_stats": True,
+    }
+    ours = engine_options(setting.store, handoffs=setting.handoffs)
+    llm = None
+    try:
+        llm = LLM(setting.model, **{**defaults, **ours, **options})
+        own = {"engine": setting.engine, "handoffs": setting.handoffs} if engine else {}
+        yield FusedLLM(llm, setting.planner(), **own)
+    finally:
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
+        ensure_kv_transfer_shutdown()  # also of an engine that failed to start
+        del llm
+        cleanup_dist_env_and_memory()
+
+
+def ask(fused: FusedLLM, prompts: Sequence[Any], method: Any, **options: Any) -> list[tuple[int, ...]]:
+    """Token ids of vLLM's answers."""
+    return [tuple(output.outputs[0].token_ids) for output in outputs(fused, prompts, method, **options)]
+
+
+def outputs(fused: FusedLLM, prompts: Sequence[Any], method: Any, tokens: int = TOKENS, **options: Any) -> list[Any]:
+    from vllm import SamplingParams as Sampling
+
+    params = Sampling(temperature=0, max_tokens=tokens, ignore_eos=True)
+    return fused.generate(prompts, params, method=method, use_tqdm=False, **options)
+
+
+def outcomes(found: Sequence[Any]) -> list[str]:
+    """What became of each request."""
+    return [(each.kv_transfer_params or {}).get("cacheclip", {}).get("outcome", "none") for each in found]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.filterwarnings("default"))  # vLLM's own, of which there are many

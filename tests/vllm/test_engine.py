@@ -1,0 +1,301 @@
+"""Greedy answers of an unmodified vLLM are those of our engine, in float32; plain requests notice nothing of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.fusion_plan import StoredPiece, runs_of
+from cacheclip_rag.methods import preset
+from cacheclip_rag.runtime.vllm.offline import FusedLLM
+from cacheclip_rag.runtime.vllm.requests import request_parameters
+from tests.vllm.conftest import CHUNKS, CORRECTED, PROMPTS, TOKENS, Setting, ask, outcomes, outputs, prompt, started
+
+METHODS = ["cacheclip", "epic", "direct", "random", CORRECTED]
+
+
+@pytest.fixture(scope="module")
+def setting(settings: Any) -> Setting:
+    return settings()
+
+
+@pytest.fixture(scope="module")
+def engine(setting: Setting) -> Iterator[FusedLLM]:
+    with started(setting, engine=True) as found:
+        yield found
+
+
+@pytest.fixture
+def fused(engine: FusedLLM) -> FusedLLM:
+    """vLLM's prefix cache knows nothing of earlier tests."""
+    assert engine.llm.reset_prefix_cache()
+    engine.plain.clear()
+    return engine
+
+
+@pytest.fixture(scope="module")
+def plain(setting: Setting) -> list[tuple[int, ...]]:
+    """Answers by plain prefill."""
+    return setting.expected(PROMPTS, "full")
+
+
+def cached(found: list[Any]) -> list[int]:
+    return [each.num_cached_tokens for each in found]
+
+
+class TestEqualAnswers:
+    @pytest.mark.parametrize("method", METHODS, ids=lambda method: getattr(method, "name", method))
+    def test_recompute_in_workers(self, fused: FusedLLM, setting: Setting, plain: Any, method: Any) -> None:
+        found = outputs(fused, PROMPTS, method)
+        assert outcomes(found) == ["fused"] * 4 and not fused.plain
+        expected = setting.expected(PROMPTS, method)
+        assert [tuple(each.outputs[0].token_ids) for each in found] == expected
+        assert expected != plain, "the twin: plain prefill gives other answers"
+        assert all(1 < len(each.prompt_token_ids) - each.num_cached_tokens < 60 for each in found)
+
+    @pytest.mark.parametrize(
+        "method", ["cacheblend", "anchored", replace(preset("epic"), min_confidence=0.01)], ids=str
+    )
+    def test_handoff(self, fused: FusedLLM, setting: Setting, method: Any) -> None:
+        found = outputs(fused, PROMPTS[:2], method)
+        assert outcomes(found) == ["fused"] * 2 and not fused.plain
+        assert [tuple(each.outputs[0].token_ids) for each in found] == setting.expected(PROMPTS[:2], method)
+        assert all(len(each.prompt_token_ids) - each.num_cached_tokens == 1 for each in found)
+        assert list(Path(setting.handoffs).iterdir()) == [], "they are deleted when all is answered"
+
+    @pytest.mark.parametrize("ratio", [0.0, 0.05, 1.0])
+    def test_any_ratio(self, fused: FusedLLM, setting: Setting, plain: Any, ratio: float) -> None:
+        method = CORRECTED.at(ratio)
+        found = ask(fused, PROMPTS, method)
+        assert found == setting.expected(PROMPTS, method)
+        assert (found == plain) == (ratio == 1.0)
+
+    def test_chat_messages(self, fused: FusedLLM, setting: Setting) -> None:
+        chats = [[{"role": "system", "content": "Be brief."}, {"role": "user", "content": each}] for each in PROMPTS]
+        found = outputs(fused, chats, "cacheclip")
+        assert outcomes(found) == ["fused"] * 4
+        assert [tuple(each.outputs[0].token_ids) for each in found] == setting.expected(chats, "cacheclip")
+
+    def test_a_chunk_that_is_not_stored_is_computed(self, fused: FusedLLM, setting: Setting) -> None:
+        asked = PROMPTS[0].replace("Question:", "Nobody has stored this sentence about whales and lamps. Question:")
+        asked = asked.replace("Read this.", "Read this. " + "It was never stored. " * 20)
+        assert ask(fused, [asked], "cacheclip") == setting.expected([asked], "cacheclip")
+
+    def test_beside_plain_requests(self, fused: FusedLLM, setting: Setting, plain: Any) -> None:
+        """Fused and plain requests in one batch."""
+        planned = [fused.planner.plan(each, method="cacheclip") for each in PROMPTS]
+        inputs = [{"prompt_token_ids": list(each.token_ids)} for each in planned]
+        params = [sampling(each.fusion if number % 2 else None) for number, each in enumerate(planned)]
+        found = fused.llm.generate(inputs, params, use_tqdm=False)
+        expected = setting.expected(PROMPTS, "cacheclip")
+        for number, each in enumerate(found):
+            assert tuple(each.outputs[0].token_ids) == (expected if number % 2 else plain)[number]
+
+
+def sampling(fusion: Any = None, handoff: str | None = None, **options: Any) -> Any:
+    from vllm import SamplingParams
+
+    given = {"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True, **options}
+    if fusion is None and handoff is None:
+        return SamplingParams(**given)
+    carried = request_parameters(plan=fusion) if handoff is None else request_parameters(handoff=handoff)
+    return SamplingParams(**given, extra_args={"kv_transfer_params": carried})
+
+
+class TestPrefixCache:
+    def test_plain_requests_find_nothing_of_ours(self, fused: FusedLLM, plain: Any) -> None:
+        first = outputs(fused, PROMPTS, "full")
+        assert [tuple(each.outputs[0].token_ids) for each in first] == plain
+        fused.llm.reset_prefix_cache()
+        outputs(fused, PROMPTS, "cacheclip")
+        after = outputs(fused, PROMPTS, "full")
+        assert cached(after) == cached(first), "the same as on a server that has never seen a fused request"
+        assert [tuple(each.outputs[0].token_ids) for each in after] == plain
+
+    def test_twin_without_a_salt_poisons(self, fused: FusedLLM, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        connector = fused.llm.llm_engine.engine_core.engine_core.scheduler.connector
+        decide = connector.on_new_request
+
+        def unsalted(request: Any) -> None:
+            decide(request)
+            request.cache_salt = None
+            request.block_hashes.clear()
+            request.update_block_hashes()
+
+        monkeypatch.setattr(connector, "on_new_request", unsalted)
+        ask(fused, PROMPTS, "cacheclip")
+        assert ask(fused, PROMPTS, "full") != plain
+        monkeypatch.undo()
+        fused.llm.reset_prefix_cache()
+
+    def test_fused_requests_find_nothing_plain(self, fused: FusedLLM, setting: Setting) -> None:
+        outputs(fused, PROMPTS, "full")
+        assert ask(fused, PROMPTS, "cacheclip") == setting.expected(PROMPTS, "cacheclip")
+
+    @pytest.mark.parametrize("method", METHODS, ids=lambda method: getattr(method, "name", method))
+    def test_repeats_hit_their_own(self, fused: FusedLLM, setting: Setting, method: Any) -> None:
+        """The hit ends in the middle of a chunk, of which only the rest is made again."""
+        expected = setting.expected(PROMPTS, method)
+        assert ask(fused, PROMPTS, method) == expected
+        again = outputs(fused, PROMPTS, method)
+        assert [tuple(each.outputs[0].token_ids) for each in again] == expected
+        assert ask(fused, PROMPTS, "direct" if method != "direct" else "epic") != expected, (
+            "another method's is its own"
+        )
+
+    def test_the_same_prompt_twice_at_once(self, fused: FusedLLM, setting: Setting) -> None:
+        expected = setting.expected(PROMPTS[:1], "cacheclip")
+        assert ask(fused, PROMPTS[:1] * 3, "cacheclip") == expected * 3
+
+
+class TestFailures:
+    """Whatever fails, the answer is plain prefill's, and says so."""
+
+    def give(self, fused: FusedLLM, planned: Any, params: Any) -> tuple[tuple[int, ...], dict[str, Any]]:
+        found = fused.llm.generate([{"prompt_token_ids": list(planned.token_ids)}], [params], use_tqdm=False)[0]
+        return tuple(found.outputs[0].token_ids), (found.kv_transfer_params or {}).get("cacheclip", {})
+
+    def test_an_entry_is_gone(self, fused: FusedLLM, setting: Setting, plain: Any, tmp_path: Path) -> None:
+        planned = fused.planner.plan(PROMPTS[0], method="cacheclip")
+        key = planned.fusion.pieces[2].key
+        payload = Path(setting.store) / "kv" / key[:2] / f"{key}.kv"
+        kept = payload.read_bytes()
+        payload.unlink()
+        try:
+            tokens, outcome = self.give(fused, planned, sampling(planned.fusion))
+        finally:
+            payload.write_bytes(kept)
+        assert tokens == plain[0] and outcome["outcome"] == "plain" and "log" in outcome["reason"]
+        assert fused.llm.reset_prefix_cache()
+        assert ask(fused, PROMPTS[:1], "cacheclip") == setting.expected(PROMPTS[:1], "cacheclip")
+
+    def test_a_damaged_entry(self, fused: FusedLLM, setting: Setting, plain: Any) -> None:
+        planned = fused.planner.plan(PROMPTS[1], method="cacheclip")
+        key = planned.fusion.pieces[-1].key
+        payload = Path(setting.store) / "kv" / key[:2] / f"{key}.kv"
+        kept = payload.read_bytes()
+        payload.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
+        try:
+            assert self.give(fused, planned, sampling(planned.fusion))[0] == plain[1]
+        finally:
+            payload.write_bytes(kept)
+
+    def test_the_pass_fails_halfway(self, fused: FusedLLM, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        from cacheclip_rag.runtime.vllm.rows import RowRunner
+
+        def fails(*args: Any) -> None:
+            raise RuntimeError("out of memory")
+
+        monkeypatch.setattr(RowRunner, "run", fails)
+        found = outputs(fused, PROMPTS, "cacheclip")
+        assert [tuple(each.outputs[0].token_ids) for each in found] == plain
+        assert outcomes(found) == ["plain"] * 4 and sum(fused.plain.values()) == 4
+        monkeypatch.undo()
+        fused.llm.reset_prefix_cache()
+        assert ask(fused, PROMPTS, "full") == plain, "the layers write as before"
+
+    @pytest.mark.parametrize(
+        ("change", "why"),
+        [
+            ({"model": "other"}, "other weights"),
+            ({"namespace": "somebody"}, "another tenant"),
+            ({"rope_pin": "other"}, "rotary"),
+            ({"version": 0}, "version"),
+            ({"codec": 7}, "codec"),
+        ],
+    )
+    def test_a_wrong_plan(self, fused: FusedLLM, plain: Any, change: dict[str, Any], why: str) -> None:
+        planned = fused.planner.plan(PROMPTS[0], method="cacheclip")
+        params = sampling(planned.fusion)
+        params.extra_args["kv_transfer_params"]["cacheclip"]["plan"].update(change)
+        tokens, outcome = self.give(fused, planned, params)
+        assert tokens == plain[0] and outcome["outcome"] == "plain" and why in outcome["reason"]
+
+    def test_a_plan_of_another_prompt(self, fused: FusedLLM, plain: Any) -> None:
+        planned, other = (fused.planner.plan(each, method="cacheclip") for each in PROMPTS[:2])
+        tokens, outcome = self.give(fused, planned, sampling(other.fusion))
+        assert tokens == plain[0] and "token ids" in outcome["reason"]
+
+    def test_an_entry_of_another_length(self, fused: FusedLLM, plain: Any) -> None:
+        planned = fused.planner.plan(PROMPTS[0], method="direct")
+        *first, last = planned.fusion.pieces
+        wrong = replace(planned.fusion, pieces=(*first, StoredPiece(last.start, last.key, 99, last.num_tokens)))
+        assert self.give(fused, planned, sampling(wrong))[0] == plain[0]
+
+    @pytest.mark.parametrize("given", ["text", {"handoff": "../../etc/passwd"}, {"handoff": "0" * 32}, {"both": 1}, []])
+    def test_nonsense(self, fused: FusedLLM, plain: Any, given: Any) -> None:
+        planned = fused.planner.plan(PROMPTS[0], method="full")
+        params = sampling()
+        params.extra_args = {"kv_transfer_params": {"cacheclip": given}}
+        tokens, outcome = self.give(fused, planned, params)
+        assert tokens == plain[0] and outcome["outcome"] == "plain"
+
+    def test_a_damaged_handoff(self, fused: FusedLLM, setting: Setting, plain: Any) -> None:
+        found = setting.engine.prefill(PROMPTS[0], method=preset("epic"))
+        name = found.export(Path(setting.handoffs), setting.engine.primary)
+        planned = fused.planner.plan(PROMPTS[0], method="full")
+        assert self.give(fused, planned, sampling(handoff=name))[0] == setting.expected(PROMPTS[:1], "epic")[0]
+        path = Path(setting.handoffs) / f"{name}.safetensors"
+        path.write_bytes(path.read_bytes()[:-64])
+        tokens, outcome = self.give(fused, planned, sampling(handoff=name))
+        path.unlink()
+        assert tokens == plain[0] and outcome["outcome"] == "plain"
+
+
+class TestMethodsThatCannot:
+    def test_geometry_is_refused(self, fused: FusedLLM, plain: Any) -> None:
+        found = outputs(fused, PROMPTS[:2], "direct_gapped")
+        assert [tuple(each.outputs[0].token_ids) for each in found] == plain[:2]
+        assert outcomes(found) == ["none"] * 2 and "positions" in next(iter(fused.plain)) and fused.plain.total() == 2
+
+    def test_without_an_engine(self, fused: FusedLLM, plain: Any) -> None:
+        alone = FusedLLM(fused.llm, fused.planner)
+        assert ask(alone, PROMPTS[:2], "cacheblend") == plain[:2]
+        assert "cacheblend" in next(iter(alone.plain)) and alone.plain.total() == 2
+
+    def test_composing_methods_raise(self, fused: FusedLLM) -> None:
+        with pytest.raises(ConfigurationError, match="several prompts"):
+            fused.generate(PROMPTS[:1], method="map_reduce")
+
+    def test_nothing_stored(self, fused: FusedLLM, setting: Setting) -> None:
+        asked = ["Nothing of this is stored. What is it?"]
+        assert ask(fused, asked, "cacheclip") == setting.expected(asked, "full") and fused.plain.total() == 1
+
+    def test_more_runs_in_a_chunk_than_a_pass_holds(self, fused: FusedLLM, plain: Any) -> None:
+        planned = fused.planner.plan(PROMPTS[0], method=CORRECTED)
+        start, stop = planned.fusion.chunks[1]
+        rows = {row for run in planned.fusion.computed for row in range(*run)}
+        kept = {row for row in rows if not start <= row < stop}
+        many = replace(planned.fusion, computed=runs_of(sorted(kept | {*range(start, stop, 2)})))
+        assert stop - start > 32
+        tokens, outcome = TestFailures().give(fused, planned, sampling(many))
+        assert tokens == plain[0] and "max_num_seqs" in outcome["reason"]
+
+
+def test_counters(fused: FusedLLM) -> None:
+    connector = fused.llm.llm_engine.engine_core.engine_core.scheduler.connector
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    worker = get_kv_transfer_group()
+    worker.get_kv_connector_stats(), connector.get_kv_connector_stats()
+    counted = {}
+    keep = type(worker).get_kv_connector_stats
+
+    def taking(self: Any) -> Any:
+        found = keep(self)
+        for name, number in (found.data if found is not None else {}).items():
+            counted[name] = counted.get(name, 0) + number
+        return found
+
+    type(worker).get_kv_connector_stats = taking
+    try:
+        ask(fused, [prompt(5), "Nothing stored?"], "cacheclip")
+    finally:
+        type(worker).get_kv_connector_stats = keep
+    assert counted["fused_requests"] == 1 and counted["loaded_tokens"] > 400 and counted["computed_rows"] > 50
+    assert counted["load_s"] > 0 and "failed_loads" not in counted and len(CHUNKS) == 6

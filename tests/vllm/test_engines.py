@@ -1,0 +1,100 @@
+"""The same answers from engines that schedule, compile or divide the work otherwise. Each test starts its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm.conftest import CORRECTED, PROMPTS, Setting, ask, outcomes, outputs, started
+
+METHODS = ["cacheclip", CORRECTED]
+
+
+@contextmanager
+def gone(setting: Setting, key: str) -> Iterator[None]:
+    """An entry of the store cannot be read within the block."""
+    payload = Path(setting.store) / "kv" / key[:2] / f"{key}.kv"
+    payload.rename(payload.with_suffix(".gone"))
+    try:
+        yield
+    finally:
+        payload.with_suffix(".gone").rename(payload)
+
+
+def check(setting: Setting, fused: Any, *, handoff: bool = False) -> None:
+    for method in [*METHODS, *(["anchored"] if handoff else [])]:
+        expected = setting.expected(PROMPTS, method)
+        found = outputs(fused, PROMPTS, method)
+        assert outcomes(found) == ["fused"] * 4 and not fused.plain
+        assert [tuple(each.outputs[0].token_ids) for each in found] == expected
+        assert ask(fused, PROMPTS[:2], method) == expected[:2], "a repeat"
+    assert ask(fused, PROMPTS, "full") == setting.expected(PROMPTS, "full")
+
+
+def test_chunked_scheduling_and_small_passes(settings: Any) -> None:
+    """Less room in a step than a prompt has, and few runs in a pass."""
+    setting = settings()
+    room = {"max_num_batched_tokens": 160, "max_num_seqs": 9, "enable_chunked_prefill": True}
+    with started(setting, engine=True, **room) as fused:
+        check(setting, fused, handoff=True)
+
+
+def test_preemption(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks for two prompts, and not for their answers: a preempted request loads its KV again."""
+    setting = settings()
+    with started(setting, engine=True, num_gpu_blocks_override=42) as fused:
+        scheduler = fused.llm.llm_engine.engine_core.engine_core.scheduler
+        preempt, preempted = scheduler._preempt_request, []
+
+        def counting(request: Any, *args: Any, **kwargs: Any) -> Any:
+            preempted.append(request.request_id)
+            return preempt(request, *args, **kwargs)
+
+        monkeypatch.setattr(scheduler, "_preempt_request", counting)
+        for method in (*METHODS, "anchored"):
+            fused.llm.reset_prefix_cache()
+            preempted.clear()
+            assert ask(fused, PROMPTS, method, tokens=48) == setting.expected(PROMPTS, method, tokens=48)
+            assert preempted, "there are more blocks than this test wants"
+
+
+def test_compiled(settings: Any) -> None:
+    setting = settings()
+    with started(setting, enforce_eager=False) as fused:
+        check(setting, fused)
+
+
+@pytest.mark.parametrize("model", ["qwen3", "llama"], ids=["a-head-each", "replicated-heads"])
+def test_tensor_parallel(settings: Any, model: str) -> None:
+    """Two workers, each with one of two KV heads, or both with the only one."""
+    setting = settings(model)
+    with started(setting, engine=True, tensor_parallel_size=2, distributed_executor_backend="mp") as fused:
+        check(setting, fused, handoff=True)
+        fused.llm.reset_prefix_cache()
+        with gone(setting, fused.planner.plan(PROMPTS[0], method="cacheclip").fusion.pieces[2].key):
+            (found,) = outputs(fused, PROMPTS[:1], "cacheclip")
+        assert outcomes([found]) == ["plain"]
+        assert [tuple(found.outputs[0].token_ids)] == setting.expected(PROMPTS[:1], "full")
+
+
+def test_in_a_process_of_its_own(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM's servers run it: plans are serialised, and steps are scheduled ahead of their results."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    setting = settings()
+    with started(setting, engine=True, distributed_executor_backend="uni") as fused:
+        check(setting, fused, handoff=True)
+        key = fused.planner.plan(PROMPTS[0], method="cacheclip").fusion.pieces[2].key
+        with gone(setting, key):
+            fused.llm.reset_prefix_cache()
+            found = outputs(fused, PROMPTS[1:], CORRECTED.at(0.4))
+        assert "plain" in outcomes(found)
+        answers = zip(
+            found, *(setting.expected(PROMPTS[1:], method) for method in ("full", CORRECTED.at(0.4))), strict=True
+        )
+        for each, plain, other in answers:
+            failed = (each.kv_transfer_params or {})["cacheclip"]["outcome"] == "plain"
+            assert tuple(each.outputs[0].token_ids) == (plain if failed else other)

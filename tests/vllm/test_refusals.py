@@ -1,0 +1,133 @@
+"""What vLLM can do and reuse cannot is refused, when the engine starts or before a request is scheduled."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.vllm.conftest import started
+
+ENGINE = {
+    "model_config": {"use_mla": False, "is_moe": False, "is_multimodal_model": False, "hf_overrides": {}},
+    "parallel_config": {
+        "pipeline_parallel_size": 1,
+        "decode_context_parallel_size": 1,
+        "prefill_context_parallel_size": 1,
+        "data_parallel_size": 1,
+    },
+    "kv_transfer_config": {"kv_load_failure_policy": "recompute"},
+}
+REQUEST = {
+    "sampling_params": SimpleNamespace(prompt_logprobs=None),
+    "lora_request": None,
+    "mm_features": [],
+    "prompt_token_ids": [1, 2],
+    "prompt_embeds": None,
+    "skip_reading_prefix_cache": False,
+}
+
+
+def full_attention() -> Any:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    return FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32)
+
+
+def sliding_window() -> Any:
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+    return SlidingWindowSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32, sliding_window=64)
+
+
+SPECS = {"full": full_attention, "sliding": sliding_window}
+
+
+def engine(
+    part: str = "", groups: int = 1, draft: str | None = None, spec: str = "full", **changed: Any
+) -> tuple[Any, Any]:
+    parts = {
+        name: SimpleNamespace(**{**values, **(changed if name == part else {})}) for name, values in ENGINE.items()
+    }
+    if not hasattr(parts["model_config"], "dtype"):
+        parts["model_config"].dtype = torch.float32
+    speculative = None if draft is None else SimpleNamespace(method=draft)
+    group = SimpleNamespace(kv_cache_spec=SPECS[spec]())
+    return SimpleNamespace(**parts, speculative_config=speculative), SimpleNamespace(kv_cache_groups=[group] * groups)
+
+
+class TestEngine:
+    @pytest.mark.parametrize(
+        ("part", "changed", "what"),
+        [
+            ("model_config", {"use_mla": True}, "MLA"),
+            ("model_config", {"is_multimodal_model": True}, "multimodal"),
+            ("model_config", {"hf_overrides": {"rope_theta": 7}}, "hf_overrides"),
+            ("model_config", {"dtype": torch.float64}, "dtype"),
+            ("parallel_config", {"pipeline_parallel_size": 2}, "pipeline"),
+            ("parallel_config", {"decode_context_parallel_size": 2}, "context parallelism"),
+            ("kv_transfer_config", {"kv_load_failure_policy": "fail"}, "recompute"),
+            ("", {"groups": 2}, "KV cache groups"),
+            ("", {"draft": "eagle3"}, "drafters"),
+            ("", {"spec": "sliding"}, "blocks"),
+        ],
+    )
+    def test_refused(self, part: str, changed: dict[str, Any], what: str) -> None:
+        from cacheclip_rag.runtime.vllm.connector import check_engine
+
+        with pytest.raises(ValueError, match=what):
+            check_engine(*engine(part, **changed))
+
+    def test_experts_under_data_parallelism(self) -> None:
+        from cacheclip_rag.runtime.vllm.connector import check_engine
+
+        config, cache = engine("parallel_config", data_parallel_size=2)
+        check_engine(config, cache)
+        config.model_config.is_moe = True
+        with pytest.raises(ValueError, match="mixture-of-experts"):
+            check_engine(config, cache)
+
+    def test_accepted(self) -> None:
+        from cacheclip_rag.runtime.vllm.connector import check_engine
+
+        check_engine(*engine())
+        check_engine(*engine(draft="ngram"))
+
+    def test_a_real_engine_says_why(self, settings: Any) -> None:
+        from cacheclip_rag.runtime.vllm.offline import engine_options
+
+        setting = settings()
+        transfer = engine_options(setting.store)["kv_transfer_config"]
+        with (
+            pytest.raises(ValueError, match="kv_load_failure_policy must be 'recompute'"),
+            started(setting, kv_transfer_config={**transfer, "kv_load_failure_policy": "fail"}),
+        ):
+            pass
+
+    def test_a_real_engine_with_vllms_own_worker(self, settings: Any) -> None:
+        setting = settings()
+        with pytest.raises(ValueError, match="worker_cls"), started(setting, worker_cls="auto"):
+            pass
+
+
+class TestRequest:
+    @pytest.mark.parametrize(
+        ("changed", "what"),
+        [
+            ({"lora_request": object()}, "LoRA"),
+            ({"mm_features": [object()]}, "multimodal"),
+            ({"prompt_token_ids": None}, "embeddings"),
+            ({"prompt_embeds": object()}, "embeddings"),
+            ({"sampling_params": SimpleNamespace(prompt_logprobs=1)}, "logprobs"),
+            ({"sampling_params": None}, "pools"),
+            ({"skip_reading_prefix_cache": True}, "prefix cache"),
+        ],
+    )
+    def test_refused(self, changed: dict[str, Any], what: str) -> None:
+        from cacheclip_rag.runtime.vllm.connector import check_request
+
+        check_request(SimpleNamespace(**REQUEST))
+        with pytest.raises(ValueError, match=what):
+            check_request(SimpleNamespace(**{**REQUEST, **changed}))
