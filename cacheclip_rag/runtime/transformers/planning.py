@@ -59,5 +59,5 @@ class PlanningRuntime(ModelRuntime):
     def decode_step(self, *args: Any, **kwargs: Any) -> NoReturn:
         self._refuse()
 
-    def new_cache(self, capacity: int) -> NoReturn:
+    def new_cache(self, capacity: int, *, one_layer: bool = False) -> NoReturn:
         self._refuse()
