@@ -499,12 +499,13 @@ def _numbers_of_keys(block: Block, geometry: Geometry, keys: torch.Tensor, *, in
         is_inside = geometry.contexts_of(torch.arange(keys.shape[-2]))
         return (is_inside if inside else ~is_inside).nonzero().flatten().to(keys.device)
 
-    return block.kept((inside, keys.device), make)
+    return block.kept(("keys", inside, keys.device), make)
 
 
 def _positioned_mask(block: Block, rule: AttentionRule, query: torch.Tensor) -> torch.Tensor:
     """Additive mask ``(num_rows, num_keys)`` float32: causal by slots, sliding window by positions."""
-    return block.kept((rule.window, query.device), lambda: _make_positioned_mask(block, rule).to(query.device))
+    use = "positioned", rule.window, query.device  # a window of 1 equals True, hence the names
+    return block.kept(use, lambda: _make_positioned_mask(block, rule).to(query.device))
 
 
 def _make_positioned_mask(block: Block, rule: AttentionRule) -> torch.Tensor:
