@@ -146,7 +146,7 @@ class App:
                     )
                 response = await handle(request)
             except ClientDisconnect:
-                self._disconnects += 1
+                self.count_disconnect()
                 response = Response(status_code=499)
             except Exception as error:
                 response = _refusal(error)

@@ -241,17 +241,22 @@ class TestObserve:
         assert own < free.method.nominal_ratio < 1.0
         assert controller._fused_s(work, free.method.nominal_ratio) == controller._fused_s(work, own)
 
-    def test_a_store_that_was_slow_beside_the_recompute_is_tried_again(self, engine: CacheClipEngine) -> None:
-        controller = Controller(PROFILE)
-        plan = controller.decide(plan_of(engine), 0)
-        before, compute = PROFILE.fused_s(Work.of(plan, 0), 0.1)
-        controller.observe(plan, stats_of(engine, before + 100, compute, left_to_read_s=100 + compute))
+    @staticmethod
+    def check_tried_again(controller: Controller, engine: CacheClipEngine) -> None:
+        """After many plain prefills, reuse is planned again."""
         for _ in range(200):
             plan = controller.decide(plan_of(engine), 0)
             if plan.bypass is None:
                 return
             controller.observe(plan, stats_of(engine, 0.0, PROFILE.plain_s(Work.of(plan, 0)), bypassed=True))
         pytest.fail("a slow store was never tried again")
+
+    def test_a_store_that_was_slow_beside_the_recompute_is_tried_again(self, engine: CacheClipEngine) -> None:
+        controller = Controller(PROFILE)
+        plan = controller.decide(plan_of(engine), 0)
+        before, compute = PROFILE.fused_s(Work.of(plan, 0), 0.1)
+        controller.observe(plan, stats_of(engine, before + 100, compute, left_to_read_s=100 + compute))
+        self.check_tried_again(controller, engine)
 
     def test_one_slow_answer_changes_little(self, engine: CacheClipEngine) -> None:
         plain = Controller(PROFILE).decide(plan_of(engine), 0).prediction
@@ -262,12 +267,7 @@ class TestObserve:
     def test_reuse_is_tried_again(self, engine: CacheClipEngine) -> None:
         """Plain prefills say nothing about a store that was slow, so its slowness is forgotten."""
         controller = self.observed(engine, 1.0, 15.0)
-        for _ in range(200):
-            plan = controller.decide(plan_of(engine), 0)
-            if plan.bypass is None:
-                return
-            controller.observe(plan, stats_of(engine, 0.0, PROFILE.plain_s(Work.of(plan, 0)), bypassed=True))
-        pytest.fail("a slow store was never tried again")
+        self.check_tried_again(controller, engine)
 
     def test_an_answer_without_its_chunks_counts_for_nothing(self, engine: CacheClipEngine) -> None:
         """They could not be read, and the prompt was computed in full."""
