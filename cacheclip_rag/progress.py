@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 __all__ = ["Advance", "progress_bar"]
 
@@ -26,7 +27,8 @@ def progress_bar(
     done: int = 0,
     get_time: Callable[[], float] | None = None,
 ) -> Iterator[Advance]:
-    """Show a bar with time left, or lines (``precomputing: 120 of 345 chunks``) where stderr is not a terminal.
+    """Show a bar with time left, or lines (``precomputing: 120 of 345 chunks, 0:01:20 left``) where stderr is not a
+    terminal.
 
     Args:
         total: total amount; None if unknown.
@@ -46,7 +48,7 @@ def progress_bar(
 
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield _lines(title, total, unit, get_time or time.monotonic)
+        yield _lines(title, total, unit, done, get_time or time.monotonic)
         return
     count = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()
     columns = (TextColumn("{task.description}"), BarColumn(), count, TimeRemainingColumn())
@@ -65,18 +67,24 @@ def progress_bar(
         yield advance
 
 
-def _lines(title: str, total: float | None, unit: str, get_time: Callable[[], float]) -> Advance:
-    last = get_time()
+def _lines(title: str, total: float | None, unit: str, begun: float, get_time: Callable[[], float]) -> Advance:
+    """``begun``: amount done before."""
+    start = last = get_time()
 
     def advance(done: float) -> None:
         nonlocal last
-        if get_time() - last < _LINE_EVERY_S:
+        now = get_time()
+        if now - last < _LINE_EVERY_S:
             return
-        last = get_time()
+        last = now
         scale, noun = 1.0, unit
         if unit == "bytes":
             scale, noun = (1e3, "kB") if total is not None and total < 1e7 else (1e6, "MB")
-        of = "" if total is None else f" of {total / scale:.0f}"
-        print(f"{title}: {done / scale:.0f}{of} {noun}", file=sys.stderr, flush=True)
+        of, left = "", ""
+        if total is not None:
+            of = f" of {total / scale:.0f}"
+            if begun < done < total:
+                left = f", {timedelta(seconds=round((total - done) * (now - start) / (done - begun)))} left"
+        print(f"{title}: {done / scale:.0f}{of} {noun}{left}", file=sys.stderr, flush=True)
 
     return advance

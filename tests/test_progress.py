@@ -50,7 +50,21 @@ def test_lines_without_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatc
         for number in range(1, 31):
             clock.now_s += 1.0
             advance(number)
-    assert capsys.readouterr().err.splitlines() == [f"asking: {done} of 30 answers" for done in (10, 20, 30)]
+    assert capsys.readouterr().err.splitlines() == [
+        "asking: 10 of 30 answers, 0:00:20 left",
+        "asking: 20 of 30 answers, 0:00:10 left",
+        "asking: 30 of 30 answers",
+    ]
+    with progress_bar("asking", 60, "answers", done=50, get_time=clock) as advance:
+        advance(50)
+        clock.now_s += 10.0
+        advance(50)
+        clock.now_s += 10.0
+        advance(54)
+    assert capsys.readouterr().err.splitlines() == [
+        "asking: 50 of 60 answers",
+        "asking: 54 of 60 answers, 0:00:30 left",
+    ]
     with progress_bar("fetching", None, get_time=clock) as advance:
         clock.now_s += 9.0
         advance(1e6)

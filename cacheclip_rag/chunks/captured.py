@@ -20,7 +20,7 @@ import torch
 
 from ..errors import ConfigurationError
 from ..prompt.layout import Layout, Span
-from ..runtime.transformers.attention import Probe, causal_plan
+from ..runtime.transformers.attention_plan import Probe, causal_plan
 from ..runtime.transformers.cache import FusedCache
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from ..methods.base import CacheView, PromptView
 from ..prompt.layout import Layout, Span, question_slots
 from ..prompt.segments import Fresh
 from ..runtime.base import Fused, wait_for
-from ..runtime.transformers.attention import Geometry
+from ..runtime.transformers.attention_plan import Geometry
 from ..runtime.transformers.cache import FusedCache
 from ..runtime.transformers.row_filter import RowFilter
 from ..selection.scorers import AuxiliaryAttention

@@ -16,7 +16,7 @@ import torch
 
 from ..checks import check_number
 from ..prompt.layout import Layout, Span
-from ..runtime.transformers.attention import Geometry
+from ..runtime.transformers.attention_plan import Geometry
 from .direct import Direct
 
 __all__ = ["Ape"]

@@ -21,7 +21,7 @@ from ..errors import ConfigurationError
 from ..prompt.layout import Layout, Span
 from ..prompt.segments import Segment
 from ..runtime.base import Runtime
-from ..runtime.transformers.attention import Geometry
+from ..runtime.transformers.attention_plan import Geometry
 from ..runtime.transformers.row_filter import RowFilter
 from ..selection.views import CacheView, PromptView
 from ..types import Event

@@ -15,7 +15,7 @@ import torch
 
 from ..checks import check_whole_number
 from ..prompt.layout import Layout, Span
-from ..runtime.transformers.attention import Geometry
+from ..runtime.transformers.attention_plan import Geometry
 from .base import CacheView, Method, recompute_nothing
 
 __all__ = ["Direct", "DirectGapped"]

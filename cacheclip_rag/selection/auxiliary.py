@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ..runtime.transformers.attention import AttentionPlan, Probe, SideBySide
+from ..runtime.transformers.attention_plan import AttentionPlan, Probe, SideBySide
 from ..runtime.transformers.cache import FusedCache
 from ..runtime.transformers.rotary import Tables, rotate, unrotate
 from ..store import KV

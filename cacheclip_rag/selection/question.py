@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import ConfigurationError
-from ..runtime.transformers.attention import Block, Probe
+from ..runtime.transformers.attention_plan import Block, Probe
 from ..runtime.transformers.cache import FusedCache
 
 if TYPE_CHECKING:

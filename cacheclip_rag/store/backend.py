@@ -67,6 +67,11 @@ class Backend(ABC):
     def close(self) -> None:
         """Release handles; the backend may be used again afterwards."""
 
+    def _read_each(self, keys: Iterable[str]) -> dict[str, Buffer]:
+        """:meth:`get_many` of a backend that has its own :meth:`read`."""
+        found = ((key, self.read(key, Sink())) for key in keys)
+        return {key: data for key, data in found if data is not None}
+
     # -- what a backend may do better than these ------------------------------------------------------------------
 
     def read(self, key: str, sink: Sink) -> Buffer | None:

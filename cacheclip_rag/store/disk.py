@@ -57,12 +57,7 @@ class DiskBackend(Backend):
         return f"{self._folder}{os.sep}{key[:2]}{os.sep}{key}{_SUFFIX}"  # ten times as fast as with pathlib
 
     def get_many(self, keys: Iterable[str]) -> dict[str, Buffer]:
-        found: dict[str, Buffer] = {}
-        for key in keys:
-            data = self.read(key, Sink())
-            if data is not None:
-                found[key] = data
-        return found
+        return self._read_each(keys)
 
     def read(self, key: str, sink: Sink) -> Buffer | None:
         with self._opened(key) as (file, size):

@@ -55,12 +55,7 @@ class ThrottledBackend(Backend):
             self._before_read(key, start, num_bytes)
 
     def get_many(self, keys: Iterable[str]) -> dict[str, Buffer]:
-        found = {}
-        for key in keys:
-            data = self.read(key, Sink())
-            if data is not None:
-                found[key] = data
-        return found
+        return self._read_each(keys)
 
     def read(self, key: str, sink: Sink) -> Buffer | None:
         self._asked(key, 0, -1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -14,7 +15,10 @@ import pytest
 import cacheclip_rag
 from cacheclip_rag import CacheClipEngine, EngineConfig, get_engine
 from cacheclip_rag.errors import ConfigurationError
+from tests.conftest import CHUNKS
 from tests.engine.asking import SHORT, rag
+
+OPEN_FILES = Path("/proc/self/fd")
 
 
 class TestProcess:
@@ -53,6 +57,31 @@ class TestProcess:
         for thread in threads:
             thread.join()
         assert len(engines) == 8 and len(set(map(id, engines))) == 1
+
+    @pytest.mark.skipif(not OPEN_FILES.is_dir(), reason="this system does not list a process's open files")
+    def test_no_file_is_left_open(self, make: Callable[..., CacheClipEngine], tmp_path: Path) -> None:
+        make().generate(rag(CHUNKS), SHORT)  # what the process opens once
+
+        def opened() -> list[str]:
+            links = [os.readlink(each) for each in OPEN_FILES.iterdir() if each.exists()]
+            return sorted(link for link in links if str(tmp_path) in link)
+
+        engine = make(store=str(tmp_path))
+        engine.precompute(CHUNKS)
+        assert engine.generate(rag(CHUNKS), SHORT).stats.hits
+        in_use = opened()
+        assert in_use  # the catalog
+        for number in range(3):
+            engine.generate(rag(CHUNKS), SHORT)
+            engine.precompute([f"Text number {number} of the harbour master."])
+            events = engine.stream(rag(CHUNKS), SHORT)
+            next(events)
+            events.close()
+            with pytest.raises(ConfigurationError):
+                engine.generate(rag(CHUNKS), SHORT, method="nothing")
+        assert opened() == in_use
+        engine.close()
+        assert opened() == []
 
     def test_engines_share_weights(self, make: Callable[..., CacheClipEngine]) -> None:
         assert make().primary is make(namespace="other").primary

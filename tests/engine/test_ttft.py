@@ -86,3 +86,27 @@ def test_reading_the_store_counts(stored: CacheClipEngine, monkeypatch: pytest.M
     monkeypatch.setattr(stored.store, "get_each", slow)
     ttft_s, _ = timed(stored, "direct")
     assert ttft_s >= len(CHUNKS) * SLEEP_S
+
+
+@pytest.mark.parametrize("method", ["full", "direct"])
+def test_finding_stored_texts_counts(stored: CacheClipEngine, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    _slow(monkeypatch, stored.library, "find")
+    ttft_s, elapsed = timed(stored, method)
+    assert SLEEP_S <= ttft_s <= elapsed
+
+
+@pytest.mark.parametrize("method", ["full", "direct"])
+def test_asking_the_prefix_cache_counts(stored: CacheClipEngine, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    _slow(monkeypatch, stored.prefixes, "match")
+    ttft_s, elapsed = timed(stored, method)
+    assert SLEEP_S <= ttft_s <= elapsed
+
+
+def _slow(monkeypatch: pytest.MonkeyPatch, part: Any, name: str) -> None:
+    ordinary = getattr(part, name)
+
+    def slow(*args: Any, **options: Any) -> Any:
+        time.sleep(SLEEP_S)
+        return ordinary(*args, **options)
+
+    monkeypatch.setattr(part, name, slow)

@@ -27,7 +27,7 @@ from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.settings import vary
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime.transformers import model as runtime_module
-from cacheclip_rag.runtime.transformers.attention import AttentionPlan, Block
+from cacheclip_rag.runtime.transformers.attention_plan import AttentionPlan, Block
 from cacheclip_rag.runtime.transformers.model import ModelRuntime
 from tests.conftest import CACHECLIP, CHUNKS, QUESTION
 from tests.fusion.test_invariance import DENSE

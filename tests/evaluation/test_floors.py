@@ -17,7 +17,8 @@ from cacheclip_rag.chunks.writer import ChunkWriter
 from cacheclip_rag.lab.evaluation import explaining
 from cacheclip_rag.lab.evaluation.floors import block_pairs, causal_pairs, layer_shapes, linear_flops
 from cacheclip_rag.models.load import load_model
-from cacheclip_rag.runtime.transformers.attention import (
+from cacheclip_rag.runtime.transformers.attention import query_attention
+from cacheclip_rag.runtime.transformers.attention_plan import (
     AttentionPlan,
     AttentionRule,
     Block,
@@ -25,7 +26,6 @@ from cacheclip_rag.runtime.transformers.attention import (
     Probe,
     SideBySide,
     causal_plan,
-    query_attention,
 )
 from cacheclip_rag.store.codecs import Frame
 from cacheclip_rag.types import PHASES, Request

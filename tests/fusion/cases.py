@@ -16,7 +16,7 @@ from cacheclip_rag.fusion.recompute import assemble, choose_rows
 from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.base import Method
 from cacheclip_rag.prompt.layout import Layout, lay_out
-from cacheclip_rag.runtime.transformers.attention import AttentionPlan, Block
+from cacheclip_rag.runtime.transformers.attention_plan import AttentionPlan, Block
 from cacheclip_rag.runtime.transformers.cache import FusedCache
 from tests.conftest import CACHECLIP
 

@@ -17,14 +17,9 @@ from transformers.cache_utils import DynamicCache
 from cacheclip_rag import Chunk, Fresh, SamplingParams
 from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.settings import vary
-from cacheclip_rag.runtime.transformers import attention
-from cacheclip_rag.runtime.transformers.attention import (
-    AttentionPlan,
-    AttentionRule,
-    Block,
-    block_attention,
-    causal_plan,
-)
+from cacheclip_rag.runtime.transformers import attention, attention_plan
+from cacheclip_rag.runtime.transformers.attention import block_attention
+from cacheclip_rag.runtime.transformers.attention_plan import AttentionPlan, AttentionRule, Block, causal_plan
 from cacheclip_rag.runtime.transformers.rotary import rotate
 from tests.conftest import TINY_MODELS
 from tests.fusion.cases import (
@@ -342,6 +337,36 @@ class TestBlockAttention:
             gaps.append((got.double() - expected).abs().max().item())
         assert gaps[0] < (1e-5 if dtype == torch.float32 else 1e-2), gaps
         assert gaps[0] < 1.5 * gaps[1], gaps
+
+    def test_long_prompts_have_blocks_of_twice_as_many_rows(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        slots = attention_plan._LONG + 50
+        rows = torch.randperm(slots, generator=generator)[:300].sort().values
+        rows[-1] = slots - 1
+        query = torch.randn(1, 2, 300, 8, generator=generator)
+        key, value = torch.randn(2, 1, 1, slots, 8, generator=generator)
+        for window in (None, 1, 700, slots):
+            rule = AttentionRule(scaling=0.3, window=window)
+            blocks = causal_plan(rows).blocks
+            assert [len(block.positions) for block in blocks] == [128, 128, 44]
+            with torch.inference_mode():
+                got = block_attention(query, key, value, blocks, rule)
+            assert gap(got.double(), self.dense(query, key, value, rows, rule)) < 1e-5
+
+    def test_masks_beyond_the_memory_for_them_are_made_anew(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        rows = torch.randperm(400, generator=generator)[:200].sort().values
+        query = torch.randn(1, 2, 200, 8, generator=generator)
+        key, value = torch.randn(2, 1, 1, 400, 8, generator=generator)
+        rule, found = AttentionRule(scaling=0.3), []
+        for most in (attention_plan._MASK_BYTES, 100_000, 0):
+            with patch.object(attention_plan, "_MASK_BYTES", most):
+                blocks = causal_plan(rows).blocks
+                found.append([block_attention(query, key, value, blocks, rule) for _ in range(2)])
+            masks = blocks[0].masks
+            assert masks.num_bytes == sum(mask.nbytes for mask in masks.by_use.values()) <= most
+            assert bool(masks.by_use) == (most > 0)
+        assert all(torch.equal(each, found[0][0]) for pair in found for each in pair)
 
     def test_gradients_flow_through_one_product(self) -> None:
         """The kernel that returns the log-sum-exp has no gradient for it."""

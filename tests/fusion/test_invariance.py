@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.models.load import load_model
-from cacheclip_rag.runtime.transformers.attention import causal_plan
+from cacheclip_rag.runtime.transformers.attention_plan import causal_plan
 from cacheclip_rag.runtime.transformers.cache import FusedLayer
 from cacheclip_rag.selection.auxiliary import score_chunks
 from tests.conftest import CHUNKS, QUESTION, rag_prompt

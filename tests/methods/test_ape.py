@@ -11,7 +11,8 @@ from cacheclip_rag import Chunk, Fresh
 from cacheclip_rag.fusion.recompute import choose_rows
 from cacheclip_rag.guards.fidelity import greedy
 from cacheclip_rag.methods import preset
-from cacheclip_rag.runtime.transformers.attention import AttentionRule, Geometry, block_attention, causal_plan
+from cacheclip_rag.runtime.transformers.attention import block_attention
+from cacheclip_rag.runtime.transformers.attention_plan import AttentionRule, Geometry, causal_plan
 from tests.fusion.cases import BROKEN, EXACT, Case, gap
 from tests.methods.spying import few, plain, run
 from tests.methods.test_own_positions import assembled

@@ -18,7 +18,8 @@ from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.models.load import load_model, unload_models
 from cacheclip_rag.runtime.prefill import Prefilled
-from cacheclip_rag.runtime.transformers.attention import AttentionRule, block_attention, causal_plan
+from cacheclip_rag.runtime.transformers.attention import block_attention
+from cacheclip_rag.runtime.transformers.attention_plan import AttentionRule, causal_plan
 from cacheclip_rag.runtime.transformers.model import ModelRuntime, device_of
 from tests.conftest import CHUNKS, TINY_MODELS, rag_prompt
 from tests.fusion.cases import EXACT, KINDS, gap, reference_logits

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from cacheclip_rag.models.load import load_model
-from cacheclip_rag.runtime.transformers.attention import AttentionRule, causal_plan, query_attention
+from cacheclip_rag.runtime.transformers.attention import query_attention
+from cacheclip_rag.runtime.transformers.attention_plan import AttentionRule, causal_plan
 from cacheclip_rag.testing.tiny import tiny_spec
 from tests.conftest import build_model
 from tests.fusion.cases import BROKEN, EXACT, gap, reference_logits, reference_model

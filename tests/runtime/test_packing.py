@@ -10,7 +10,7 @@ import torch
 
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime.transformers import packing
-from cacheclip_rag.runtime.transformers.attention import Block
+from cacheclip_rag.runtime.transformers.attention_plan import Block
 from cacheclip_rag.runtime.transformers.model import ModelRuntime
 from cacheclip_rag.runtime.transformers.packing import packs
 from tests.conftest import CHUNKS, SENTENCES, TINY_MODELS

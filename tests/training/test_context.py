@@ -286,7 +286,8 @@ class TestJob:
         assert gap(kept["kv"], expected) < 1e-3 * float((expected - begin).abs().max())
 
     def test_the_check_is_of_what_is_kept(self, config: EngineConfig, whole: ContextTraining, teacher: Teacher) -> None:
-        readings = Readings(teacher.runtime, context_tokens=min(450, teacher.runtime.reuse_tokens // 2), held_out=True)
+        room = min(1200, teacher.runtime.reuse_tokens // 2)
+        readings = Readings(teacher.runtime, context_tokens=room, held_out=True)
         kept = whole.context.kv  # type: ignore[union-attr]
         for figures in whole.figures:
             for number in range(2):

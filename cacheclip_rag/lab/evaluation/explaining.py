@@ -28,7 +28,7 @@ from ...engine import CacheClipEngine
 from ...machine import processor_name, unit_name
 from ...progress import progress_bar
 from ...runtime.base import Runtime
-from ...runtime.transformers.attention import AttentionPlan
+from ...runtime.transformers.attention_plan import AttentionPlan
 from ...runtime.transformers.model import ModelRuntime
 from ...store import ReadBuffer, Sink, Tiers
 from ...types import PHASES, FusionStats, Request

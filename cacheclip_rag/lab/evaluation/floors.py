@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ...runtime.transformers.attention import Block, SideBySide
+from ...runtime.transformers.attention_plan import Block, SideBySide
 
 __all__ = ["LayerShape", "block_pairs", "causal_pairs", "layer_shapes", "linear_flops", "linear_layers"]
 

@@ -44,6 +44,9 @@ CHECKED_RATIOS = (0.0, 0.2)
 """Shares of chunk tokens that are computed again in checks: none, and the engine's default."""
 _CONTEXT_TOKENS = 450
 """Most tokens of a training prompt's chunks."""
+_JUDGED_TOKENS = 1200
+"""Most tokens of the chunks of the prompts that decide. What helps short prompts need not help those that people
+have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +146,18 @@ class Learned(torch.nn.Module):
         return self.begin + self.unit * (self.change if change is None else change)
 
 
+class _HeldOutPrompts:
+    """Prompts to judge by, each read once by the teacher."""
+
+    def __init__(self, teacher: Teacher, readings: Readings) -> None:
+        self.readings, self._teacher, self._read = readings, teacher, list[TaughtPrompt]()
+
+    def first(self, count: int) -> list[TaughtPrompt]:
+        for number in range(len(self._read), count):
+            self._read.append(self._teacher.read(self.readings[number], number))
+        return self._read[:count]
+
+
 class _Training:
     """A training in progress: parameters, their moving average, the optimizer, and the file that keeps them."""
 
@@ -151,18 +166,25 @@ class _Training:
         teacher: Teacher,
         readings: Readings,
         held_out: Readings,
+        judged: Readings,
         settings: ContextSettings,
         path: Path,
         digest: str,
     ) -> None:
-        self.teacher, self.runtime, self.readings, self.held_out = teacher, teacher.runtime, readings, held_out
+        """
+        Args:
+            readings: to learn from.
+            held_out: for checks while training, as long as those to learn from.
+            judged: for the check that decides.
+        """
+        self.teacher, self.runtime, self.readings = teacher, teacher.runtime, readings
         self.settings, self.path, self._digest = settings, path, digest
         self.learned = Learned(teacher.passages(0))
         self.step = 0
         self.history: list[dict[str, Any]] = []
         self._mean = torch.zeros_like(self.learned.change)
         self._optimizer = torch.optim.Adam([self.learned.change], lr=settings.learning_rate, betas=(0.9, 0.98))
-        self._held_out: list[TaughtPrompt] | None = None
+        self.held_out, self.judged = _HeldOutPrompts(teacher, held_out), _HeldOutPrompts(teacher, judged)
         self._load()
 
     @property
@@ -213,21 +235,18 @@ class _Training:
         """Add a check of the moving average to the history."""
         found: dict[str, Any] = {}
         for ratio in CHECKED_RATIOS:
-            along, first = self.measure(lambda prompt: self.kv, ratio)
+            along, first = self.measure(self.held_out, lambda prompt: self.kv, ratio)
             found[f"kl@{ratio}"], found[f"first@{ratio}"] = ([round(kl, 5) for kl in each] for each in (along, first))
         self.history.append({"step": self.step, **found})
         logger.info("step %d: %s", self.step, {name: round(sum(each) / len(each), 4) for name, each in found.items()})
 
     @torch.no_grad()
     def measure(
-        self, context_of: Callable[[TaughtPrompt], torch.Tensor], ratio: float
+        self, prompts: _HeldOutPrompts, context_of: Callable[[TaughtPrompt], torch.Tensor], ratio: float
     ) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Per held-out prompt the mean KL along answers, and at their first tokens, after ``context_of(prompt)``."""
-        if self._held_out is None:
-            count = self.settings.held_out
-            self._held_out = [self.teacher.read(self.held_out[number], number) for number in range(count)]
         along, first = [], []
-        for number, prompt in enumerate(self._held_out):
+        for number, prompt in enumerate(prompts.first(self.settings.held_out)):
             chosen = choose_some(prompt, ratio, random.Random(number))
             kl, _ = distances(self.runtime, prompt, context_of(prompt), chosen, self.settings.correction)
             along.append(float(kl.mean()))
@@ -238,16 +257,16 @@ class _Training:
         """The held-out check that decides, saved once it is done. ``rival``: the context in use; None: the passages."""
         path = self.path.with_name(self.path.name.replace("context-", "figures-"))
         used = rival.sha256 if rival is not None else ""
-        digest = digest_of([self._digest, self.settings.held_out, self.held_out.sha256, used])
+        digest = digest_of([self._digest, self.settings.held_out, self.judged.readings.sha256, _JUDGED_TOKENS, used])
         loaded = load(path, digest)
         if loaded is not None:
             return tuple(_held_out(each) for each in json.loads(loaded[1]["figures"]))
         found, kept = [], self.kv.bfloat16()
         for ratio in CHECKED_RATIOS:
             before, first_before = self.measure(
-                lambda prompt: self.teacher.passages(prompt.number) if rival is None else rival.kv, ratio
+                self.judged, lambda prompt: self.teacher.passages(prompt.number) if rival is None else rival.kv, ratio
             )
-            after, first_after = self.measure(lambda prompt: kept, ratio)
+            after, first_after = self.measure(self.judged, lambda prompt: kept, ratio)
             found.append(HeldOut(ratio, before, after, first_before, first_after))
         save({}, {"digest": digest, "figures": json.dumps([asdict(each) for each in found])}, path)
         return tuple(found)
@@ -314,9 +333,10 @@ def train_context(
     if rival is not None:
         rival.check(runtime)
     folder = folder or cache_home() / "training" / weights_digest(runtime.fingerprint)[:16]
-    room = min(_CONTEXT_TOKENS, runtime.reuse_tokens // 2)
-    readings, held_out = (
-        Readings(runtime, data, seed=settings.seed, context_tokens=room, held_out=part) for part in (False, True)
+    short, long = (min(most, runtime.reuse_tokens // 2) for most in (_CONTEXT_TOKENS, _JUDGED_TOKENS))
+    readings, held_out, judged = (
+        Readings(runtime, data, seed=settings.seed, context_tokens=room, held_out=part)
+        for part, room in ((False, short), (True, short), (True, long))
     )
     learning = {name: value for name, value in asdict(settings).items() if name not in ("held_out", "check_every")}
     digest = digest_of(
@@ -330,7 +350,7 @@ def train_context(
     )
     with resumable(folder):
         path = folder / f"context-{digest[:20]}.safetensors"
-        training = _Training(teacher, readings, held_out, settings, path, digest)
+        training = _Training(teacher, readings, held_out, judged, settings, path, digest)
         _train(training, until=None if minutes is None else started + 60 * minutes)
         figures = training.figures(rival) if training.step >= settings.steps else ()
     found = None

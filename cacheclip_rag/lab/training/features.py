@@ -10,7 +10,7 @@ import torch
 from ...chunks.caches import ChunkCaches
 from ...errors import ModelError
 from ...runtime.base import TokenizedText
-from ...runtime.transformers.attention import Probe
+from ...runtime.transformers.attention_plan import Probe
 from ...runtime.transformers.model import ModelRuntime
 from ...runtime.transformers.rotary import Tables, unrotate
 from ...selection.auxiliary import pack_chunks

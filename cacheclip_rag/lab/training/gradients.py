@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
-from ...runtime.transformers.attention import ROWS_PER_BLOCK, AttentionPlan, Block, causal_plan
+from ...runtime.transformers.attention_plan import ROWS_PER_BLOCK, AttentionPlan, Block, causal_plan
 from ...runtime.transformers.model import ModelRuntime
 from ...runtime.transformers.rotary import Tables, rotate, unrotate
 

@@ -154,7 +154,7 @@ class Readings:
 
     def _synthetic(self, rng: random.Random) -> tuple[list[str], list[tuple[str, str]]]:
         seed, count = rng.randrange(1 << 30), rng.randint(1, 2)
-        num_chunks, chunk_words = rng.randint(2, 4), rng.randint(20, 90)
+        num_chunks, chunk_words = rng.randint(2, 4), rng.randint(20, max(90, self._context_tokens // 6))
         split: Split = "test" if self._held_out else "train"
         samples = synthetic_samples(split, 12, seed=seed, num_chunks=num_chunks, chunk_words=chunk_words)
         picked = rng.sample(samples, count)

@@ -19,7 +19,7 @@ from ...checks import check_choice, check_flag
 from ...chunks.context import ChunkContext
 from ...errors import ConfigurationError
 from ...prompt.layout import Layout, Span
-from ...runtime.transformers.attention import Geometry
+from ...runtime.transformers.attention_plan import Geometry
 from ..base import CacheView, Method, recompute_nothing
 from . import check_no_context, warn_untuned
 

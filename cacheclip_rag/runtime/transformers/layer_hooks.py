@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .attention import AttentionPlan, Block, PassEnded
+from .attention_plan import AttentionPlan, Block, PassEnded
 from .row_filter import RowFilter, rows_of
 
 __all__ = ["install_layer_hooks"]

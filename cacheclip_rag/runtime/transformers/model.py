@@ -2,13 +2,14 @@
 
 Models are used unmodified, through two extension points of transformers. A ``Cache`` scatters new rows into the fused
 KV. An attention function, registered as ``cacheclip``, follows an
-:class:`~cacheclip_rag.runtime.transformers.attention.AttentionPlan` in the forward's keyword arguments.
+:class:`~cacheclip_rag.runtime.transformers.attention_plan.AttentionPlan` in the forward's keyword arguments.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,20 +20,12 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ...fusion.recompute import fuse
+from ...pages import empty
 from ...store import KV, join, layer_of
 from ..base import wait_for
 from .architectures import SUPPORTED, has_pinned_rope, reuse_tokens, rope_pin
-from .attention import (
-    AttentionPlan,
-    AttentionRule,
-    Geometry,
-    PassEnded,
-    Probe,
-    block_attention,
-    causal_plan,
-    query_attention,
-    sdpa_backends,
-)
+from .attention import block_attention, query_attention, sdpa_backends
+from .attention_plan import AttentionPlan, AttentionRule, Geometry, PassEnded, Probe, causal_plan
 from .cache import FusedCache, FusedLayer
 from .layer_hooks import install_layer_hooks
 from .packing import encode_packed, packs
@@ -217,13 +210,18 @@ class ModelRuntime(TextModel):
                 runs (:attr:`AttentionPlan.before_layer`).
         """
         self.check_process()  # stored KV is written, by several threads, before the model is first used
-        shared: dict[torch.device, FusedLayer] = {}
+        shape = (2, 1, self.num_kv_heads, capacity, self.head_dim)
+        shares = one_layer and not self._offloaded  # whose layers are all filled before the pass
+        memory = {
+            device: empty((1 if shares else count, *shape), self.dtype, device)
+            for device, count in Counter(self.layer_devices).items()
+        }
+        used = Counter[torch.device]()
         layers = []
         for device in self.layer_devices:
-            layer = FusedLayer(self.num_kv_heads, self.head_dim, capacity, self.dtype, device, shared.get(device))
-            if one_layer and not self._offloaded:  # whose layers are all filled before the pass
-                shared.setdefault(device, layer)
-            layers.append(layer)
+            own = memory[device][0 if shares else used[device]]
+            used[device] += 1
+            layers.append(FusedLayer(self.num_kv_heads, self.head_dim, capacity, self.dtype, device, own))
         return FusedCache(layers=layers)
 
     def rotary_tables(self, start: int, stop: int) -> list[Tables | None]:

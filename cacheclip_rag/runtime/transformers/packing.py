@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .attention import ROWS_PER_BLOCK, AttentionPlan, Block
+from .attention_plan import ROWS_PER_BLOCK, AttentionPlan, Block
 from .rotary import unrotate
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .attention import AttentionPlan, Block, causal_plan
+from .attention_plan import AttentionPlan, Block, causal_plan
 from .cache import FusedCache
 
 __all__ = ["RowFilter", "rows_of"]

@@ -1,0 +1,512 @@
+"""A vLLM server that reuses chunks, under load: ``cacheclip serve --backend vllm``.
+
+    python benchmarks/serving.py --json serving.json
+    python benchmarks/serving.py --only poisoning,failures --primary smollm2-135m --chunk-tokens 80 --chunks 4
+    python benchmarks/serving.py --only soak --minutes 30
+
+Run it with the interpreter of an environment that has this package and vLLM. It stores chunks in a temporary folder,
+starts the server, and asks it over HTTP. Methods take turns, so that a slow minute hits all of them.
+
+``ttft``: seconds from sending a request to the first text of the answer, with the chunks in an order that no request
+had before; plain prefill is asked of the same server (method ``full``). ``throughput``: answers a minute while requests
+arrive as a Poisson process, faster than they are answered, and a bounded number of them runs at once. Prompts take
+random chunks in random order, so that vLLM's own prefix cache helps where it can.
+
+``poisoning``: plain requests among others that reuse chunks get the bytes, log-probabilities included, that a vLLM
+without this package gives. ``failures``: payloads are damaged, one for each request; what falls back to plain prefill
+must be plain prefill's answer. ``soak``: mixed requests, broken off streams and refused ones for some time; the memory
+of all processes must stay. These three exit with 1 if the promise is not kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from cacheclip_rag.machine import processor_name
+from cacheclip_rag.profiling import QUESTION
+
+PARTS = ("ttft", "throughput", "poisoning", "failures", "soak")
+FULL = "full"
+PLAIN_TEXT = "Say in one sentence what a lighthouse is for."
+_OURS = "from cacheclip_rag.cli import main; main()"
+_START_S = 600.0
+_TAIL_CHARACTERS = 3000
+
+
+def main() -> None:
+    args = parse()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheclip-serving-")))
+        scene = Scene(args, folder, prepare(args, folder))
+        found: dict[str, Any] = {
+            "processor": processor_name(),
+            "cores": psutil.cpu_count(logical=False),
+            "settings": {name: value for name, value in vars(args).items() if name != "json"},
+        }
+        ours = stack.enter_context(server(args, folder, reusing=True))
+        twin = stack.enter_context(server(args, folder, reusing=False)) if needs_twin(args.only) else None
+        for part in args.only:
+            say(f"{part} …")
+            found[part] = asyncio.run(MEASURES[part](scene, ours, twin))
+            say(f"{part}: {json.dumps(found[part])}")
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1, default=str))
+    broken = [part for part in args.only if found[part].get("kept") is False]
+    if broken:
+        sys.exit(f"not kept: {', '.join(broken)}")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="ttft,throughput", help=f"comma-separated: {', '.join(PARTS)}")
+    parser.add_argument("--primary", default="qwen2.5-coder-0.5b")
+    parser.add_argument("--auxiliary", default="smollm2-135m")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--method", default="cacheclip")
+    parser.add_argument("--ratio", type=float, default=0.2)
+    parser.add_argument("--pool", type=int, default=24, help="stored chunks")
+    parser.add_argument("--chunks", type=int, default=8, help="chunks of a prompt")
+    parser.add_argument("--chunk-tokens", type=int, default=400)
+    parser.add_argument("--rounds", type=int, default=7, help="ttft: prompts")
+    parser.add_argument("--running", type=int, default=8, help="throughput: most requests at once")
+    parser.add_argument("--arrivals", type=float, default=2.0, help="throughput: requests a second")
+    parser.add_argument("--answers", type=int, default=24, help="throughput: answers of each method, in two halves")
+    parser.add_argument("--answer-tokens", type=int, default=64)
+    parser.add_argument("--requests", type=int, default=1000, help="poisoning: requests")
+    parser.add_argument("--failures", type=int, default=500, help="failures: failed loads")
+    parser.add_argument("--minutes", type=float, default=30.0, help="soak: how long")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--log", type=Path, help="folder for the servers' logs; default a temporary one")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    args.only = args.only.split(",")
+    for part in args.only:
+        if part not in PARTS:
+            parser.error(f"expected names of parts ({', '.join(PARTS)}), got {part!r}")
+    if args.chunks > args.pool:
+        parser.error(f"expected --pool of {args.chunks} or more, the chunks of a prompt, got {args.pool}")
+    return args
+
+
+def needs_twin(parts: Sequence[str]) -> bool:
+    return bool({"poisoning", "failures"} & set(parts))
+
+
+# -- scene ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Scene:
+    """Texts that are stored, and the prompts that are made of them."""
+
+    args: argparse.Namespace
+    folder: Path
+    texts: list[str]
+    _orders: set[tuple[int, ...]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(self.args.seed)
+
+    def new_order(self) -> list[str]:
+        """Chunks of a prompt, in an order that no prompt had before."""
+        while True:
+            order = tuple(self.rng.sample(range(len(self.texts)), self.args.chunks))
+            if order not in self._orders:
+                self._orders.add(order)
+                return [self.texts[number] for number in order]
+
+    def body(self, texts: Sequence[str], method: str | None = None, **more: Any) -> dict[str, Any]:
+        """A chat request; ``method`` None is plain prefill."""
+        asked = {"method": FULL} if method is None else {"method": method, "ratio": self.args.ratio}
+        content = "\n\n".join([*texts, f"Question: {QUESTION}"])
+        return {
+            "messages": [{"role": "user", "content": content}],
+            "temperature": 0,
+            "ignore_eos": True,
+            "max_tokens": self.args.answer_tokens,
+            "cacheclip": asked,
+            **more,
+        }
+
+
+def prepare(args: argparse.Namespace, folder: Path) -> list[str]:
+    """Store the chunks, in a process that ends and so gives its memory back. Returns their texts."""
+    script = (
+        "import json, sys\n"
+        "from cacheclip_rag import CacheClipEngine\n"
+        "from cacheclip_rag.profiling import make_texts\n"
+        "given = json.loads(sys.argv[1])\n"
+        "engine = CacheClipEngine(**given['engine'])\n"
+        "texts = make_texts(engine.primary.tokenize, given['pool'], given['tokens'])\n"
+        "engine.precompute(texts)\n"
+        "engine.warm_up()\n"
+        "print(json.dumps(texts))\n"
+    )
+    settings = {name: getattr(args, name) for name in ("primary", "auxiliary", "dtype", "method")}
+    given = {
+        "engine": {**settings, "store": str(folder / "store")},
+        "pool": args.pool,
+        "tokens": args.chunk_tokens,
+    }
+    say(f"storing {args.pool} chunks")
+    done = subprocess.run(
+        [sys.executable, "-c", script, json.dumps(given)], stdout=subprocess.PIPE, text=True, check=True
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+    return [str(text) for text in found]
+
+
+# -- servers ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server."""
+
+    address: str
+    process: subprocess.Popen[bytes]
+
+    def memory_bytes(self) -> int:
+        """Memory of all its processes; what they share counts once."""
+        parent = psutil.Process(self.process.pid)
+        return sum(int(one.memory_full_info().pss) for one in (parent, *parent.children(recursive=True)))
+
+    @contextmanager
+    def client(self) -> Iterator[httpx.AsyncClient]:
+        yield httpx.AsyncClient(base_url=self.address, timeout=httpx.Timeout(1800.0, connect=30.0))
+
+
+@contextmanager
+def server(args: argparse.Namespace, folder: Path, *, reusing: bool) -> Iterator[Server]:
+    """Ours, or vLLM's alone."""
+    from cacheclip_rag.models.load import resolve
+
+    port = free_port()
+    context = args.chunks * (args.chunk_tokens + 16) + args.answer_tokens + 256
+    flags = ["--enforce-eager", "--max-model-len", str(context), "--max-num-seqs", str(max(16, args.running))]
+    if reusing:
+        store = ["--store", str(folder / "store"), "--primary", args.primary, "--auxiliary", args.auxiliary]
+        own = ["-c", _OURS, "serve", "--backend", "vllm", *store, "--dtype", args.dtype]
+        command = [*own, "--method", args.method, "--port", str(port), "--", *flags]
+    else:
+        model = ["--model", str(resolve(args.primary)), "--dtype", args.dtype, "--host", "127.0.0.1"]
+        command = ["-m", "vllm.entrypoints.openai.api_server", *model, "--port", str(port), *flags]
+    logs = args.log or folder
+    logs.mkdir(parents=True, exist_ok=True)
+    log = logs / f"{'ours' if reusing else 'plain'}.log"
+    env = {
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        **os.environ,
+    }
+    say(f"starting {'the server' if reusing else 'a server without reuse'}")
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, *command], stdout=file, stderr=subprocess.STDOUT, env=env, start_new_session=True
+        )
+    try:
+        started = Server(f"http://127.0.0.1:{port}", process)
+        wait_ready(started, log)
+        yield started
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def wait_ready(started: Server, log: Path) -> None:
+    end = time.monotonic() + _START_S
+    while time.monotonic() < end and started.process.poll() is None:
+        try:
+            if httpx.get(f"{started.address}/health").status_code == httpx.codes.OK:
+                return
+        except httpx.HTTPError:
+            pass
+        time.sleep(1)
+    raise RuntimeError(f"the server did not start:\n{log.read_text(errors='replace')[-_TAIL_CHARACTERS:]}")
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+# -- asking -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Said:
+    """An answer that was streamed."""
+
+    text: str
+    ttft_s: float
+    seconds: float
+    prompt_tokens: int
+    cached_tokens: int
+    outcome: str
+
+
+async def streamed(client: httpx.AsyncClient, body: dict[str, Any]) -> Said:
+    began, first, text = time.perf_counter(), 0.0, ""
+    usage: dict[str, Any] = {}
+    outcome = "none"
+    async for event in events(client, body):
+        for choice in event.get("choices", ()):
+            piece = choice["delta"].get("content") or ""
+            if piece and not first:
+                first = time.perf_counter() - began
+            text += piece
+        usage = event.get("usage") or usage
+        outcome = event.get("cacheclip", {}).get("outcome") or outcome
+    details = usage.get("prompt_tokens_details") or {}
+    cached = details.get("cached_tokens") or 0
+    return Said(text, first, time.perf_counter() - began, usage["prompt_tokens"], cached, outcome)
+
+
+async def events(client: httpx.AsyncClient, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    async with client.stream("POST", "/v1/chat/completions", json=asked) as response:
+        if response.is_error:
+            raise RuntimeError(f"status {response.status_code}: {(await response.aread())[:500]!r}")
+        async for line in response.aiter_lines():
+            if line.startswith("data: ") and line != "data: [DONE]":
+                yield json.loads(line.removeprefix("data: "))
+
+
+async def whole(client: httpx.AsyncClient, body: dict[str, Any]) -> dict[str, Any]:
+    response = await client.post("/v1/chat/completions", json=body)
+    if response.is_error:
+        raise RuntimeError(f"status {response.status_code}: {response.content[:500]!r}")
+    return dict(response.json())
+
+
+def choices_of(answer: dict[str, Any]) -> str:
+    """What must be equal: text, reason and log-probabilities."""
+    return json.dumps(answer["choices"], sort_keys=True)
+
+
+def without_field(body: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in body.items() if name != "cacheclip"}
+
+
+# -- measures ---------------------------------------------------------------------------------------------------------
+
+
+async def measure_ttft(scene: Scene, ours: Server, twin: Server | None) -> dict[str, Any]:
+    args, found = scene.args, dict[str, list[Said]]()
+    ways = {FULL: None, args.method: args.method}
+    with ours.client() as client:
+        for way in ways.values():  # the first answer makes threads and buffers
+            await streamed(client, scene.body(scene.new_order(), way, max_tokens=2))
+        for _ in range(args.rounds):
+            texts = scene.new_order()
+            for name, way in ways.items():
+                found.setdefault(name, []).append(await streamed(client, scene.body(texts, way, max_tokens=2)))
+    medians = {name: statistics.median(said.ttft_s for said in each) for name, each in found.items()}
+    return {
+        "prompt_tokens": found[FULL][0].prompt_tokens,
+        "ttft_s": {name: [said.ttft_s for said in each] for name, each in found.items()},
+        "cached_tokens": {name: [said.cached_tokens for said in each] for name, each in found.items()},
+        "outcomes": Counter(said.outcome for said in found[args.method]),
+        "median_s": medians,
+        "times_sooner": medians[FULL] / medians[args.method],
+    }
+
+
+async def measure_throughput(scene: Scene, ours: Server, twin: Server | None) -> dict[str, Any]:
+    args = scene.args
+    seconds: dict[str, float] = {FULL: 0.0, args.method: 0.0}
+    found: dict[str, list[Said]] = {FULL: [], args.method: []}
+    with ours.client() as client:
+        for name in (FULL, args.method, args.method, FULL):
+            bodies = [
+                scene.body(scene.new_order(), None if name == FULL else name) for _ in range(max(1, args.answers // 2))
+            ]
+            began = time.perf_counter()
+            found[name] += await arriving(client, bodies, args)
+            seconds[name] += time.perf_counter() - began
+    rates = {name: 60 * len(found[name]) / seconds[name] for name in found}
+    return {
+        "answers_a_minute": rates,
+        "times_more": rates[args.method] / rates[FULL],
+        "median_ttft_s": {name: statistics.median(said.ttft_s for said in each) for name, each in found.items()},
+        "outcomes": Counter(said.outcome for said in found[args.method]),
+        "cached_share_of_full": sum(said.cached_tokens for said in found[FULL])
+        / sum(said.prompt_tokens for said in found[FULL]),
+    }
+
+
+async def arriving(client: httpx.AsyncClient, bodies: Sequence[dict[str, Any]], args: argparse.Namespace) -> list[Said]:
+    """Ask as a Poisson process; ``ttft_s`` counts from the arrival, waiting included."""
+    room, rng, running = asyncio.Semaphore(args.running), random.Random(args.seed), []
+
+    async def one(body: dict[str, Any]) -> Said:
+        arrived = time.perf_counter()
+        async with room:
+            waited = time.perf_counter() - arrived
+            said = await streamed(client, body)
+        return Said(**{**vars(said), "ttft_s": said.ttft_s + waited})
+
+    for body in bodies:
+        running.append(asyncio.create_task(one(body)))
+        await asyncio.sleep(rng.expovariate(args.arrivals))
+    return list(await asyncio.gather(*running))
+
+
+async def measure_poisoning(scene: Scene, ours: Server, twin: Server | None) -> dict[str, Any]:
+    """One request after the other, so that both servers compute the same batches."""
+    assert twin is not None
+    args, seen = scene.args, Counter[str]()
+    more = {"logprobs": True, "top_logprobs": 2, "max_tokens": 8}
+    with ours.client() as client, twin.client() as plain:
+        for _ in range(args.requests):
+            texts = scene.rng.sample(scene.texts, args.chunks)  # orders recur, so that caches are asked again
+            if scene.rng.random() < 0.5:
+                answer = await whole(client, scene.body(texts, args.method, **more))
+                seen[str(answer["cacheclip"].get("outcome"))] += 1
+                continue
+            body = scene.body(texts, **more)
+            if scene.rng.random() < 0.5:  # without a word about us
+                body = {**without_field(body), "messages": [{"role": "user", "content": PLAIN_TEXT + texts[0]}]}
+            answer, expected = await whole(client, body), await whole(plain, without_field(body))
+            seen["equal" if choices_of(answer) == choices_of(expected) else "different"] += 1
+    return {"requests": args.requests, "seen": seen, "kept": not seen["different"] and seen["fused"] > 0}
+
+
+async def measure_failures(scene: Scene, ours: Server, twin: Server | None) -> dict[str, Any]:
+    assert twin is not None
+    args, seen, reasons = scene.args, Counter[str](), Counter[str]()
+    more = {"logprobs": True, "top_logprobs": 2, "max_tokens": 8}
+    payloads = sorted((scene.folder / "store" / "kv").glob("*/*.kv"))
+    with ours.client() as client, twin.client() as plain:
+        while seen["plain"] < args.failures and sum(seen.values()) < 20 * args.failures:
+            body = scene.body(scene.new_order(), args.method, **more)
+            with damaged(payloads, scene.rng):
+                answer = await whole(client, body)
+            outcome = str(answer["cacheclip"].get("outcome"))
+            seen[outcome] += 1
+            if outcome == "plain":
+                reasons[str(answer["cacheclip"].get("reason"))[:80]] += 1
+                expected = await whole(plain, without_field(body))
+                seen["equal" if choices_of(answer) == choices_of(expected) else "different"] += 1
+    return {
+        "seen": seen,
+        "reasons": reasons,
+        "kept": not seen["different"] and seen["plain"] >= args.failures,
+    }
+
+
+@contextmanager
+def damaged(payloads: Sequence[Path], rng: random.Random) -> Iterator[None]:
+    """A third of the payloads is damaged, and then as before."""
+    chosen = rng.sample(list(payloads), max(1, len(payloads) // 3))
+    before = {path: path.read_bytes() for path in chosen}
+    for path in chosen:
+        rng.choice(DAMAGES)(path, rng)
+    try:
+        yield
+    finally:
+        for path, content in before.items():
+            path.write_bytes(content)
+
+
+def flip(path: Path, rng: random.Random) -> None:
+    content = bytearray(path.read_bytes())
+    content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    path.write_bytes(content)
+
+
+def cut(path: Path, rng: random.Random) -> None:
+    os.truncate(path, rng.randrange(path.stat().st_size))
+
+
+def remove(path: Path, rng: random.Random) -> None:
+    path.unlink()
+
+
+DAMAGES: tuple[Callable[[Path, random.Random], None], ...] = (flip, cut, remove)
+
+
+async def measure_soak(scene: Scene, ours: Server, twin: Server | None) -> dict[str, Any]:
+    args, seen, memory = scene.args, Counter[str](), list[tuple[float, int]]()
+    began = time.monotonic()
+    end = began + 60 * args.minutes
+
+    async def asking(client: httpx.AsyncClient, number: int) -> None:
+        rng = random.Random(args.seed + number)
+        while time.monotonic() < end:
+            texts = rng.sample(scene.texts, args.chunks)
+            draw = rng.random()
+            if draw < 0.1:
+                response = await client.post("/v1/chat/completions", json={**scene.body(texts), "cacheclip": {"no": 1}})
+                seen[f"refused with {response.status_code}"] += 1
+            elif draw < 0.25:
+                async for event in events(client, scene.body(texts, args.method)):
+                    if event["choices"] and event["choices"][0]["delta"].get("content"):
+                        break
+                seen["broken off"] += 1
+            else:
+                said = await streamed(client, scene.body(texts, args.method if draw < 0.75 else None))
+                seen[said.outcome if draw < 0.75 else FULL] += 1
+                seen["empty"] += not said.text
+
+    async def watching() -> None:
+        while time.monotonic() < end:
+            memory.append((time.monotonic() - began, ours.memory_bytes()))
+            await asyncio.sleep(5)
+
+    with ours.client() as client:
+        await asyncio.gather(watching(), *(asking(client, number) for number in range(min(4, args.running))))
+    # caches fill at first, so growth is looked for in the second half
+    late = [value for at, value in memory if at > 30 * args.minutes]
+    growth = statistics.fmean(late[-len(late) // 5 :]) / statistics.fmean(late[: len(late) // 5 + 1]) - 1
+    bad = [name for name in seen if name.startswith("refused") and not name.endswith("400")]
+    return {
+        "minutes": args.minutes,
+        "seen": seen,
+        "memory_bytes": memory[:: max(1, len(memory) // 60)],
+        "growth_of_the_second_half": growth,
+        "kept": growth < 0.02 and not bad and not seen["empty"],
+    }
+
+
+MEASURES = {
+    "ttft": measure_ttft,
+    "throughput": measure_throughput,
+    "poisoning": measure_poisoning,
+    "failures": measure_failures,
+    "soak": measure_soak,
+}
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()
