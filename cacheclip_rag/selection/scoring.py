@@ -237,19 +237,19 @@ def _mapped(
     Args:
         scores: by whole text, of the tokens of its piece.
     """
-    sources, targets, values, end = [], [], [], 0  # as if the texts were one text
+    sources, targets, end = [], [], 0  # as if the texts were one text
     at: dict[str, int] = {}
-    for text, found in scores.items():
+    for text in scores:
         at[text] = end
         sources.append(pieces[text].tokens.columns[1] + end)
-        values.append(found.numpy())
         end += len(text)
-    if not values:
+    if not sources:
         return [torch.zeros(len(span.tokens)) for span in spans]
     for span in spans:
         offsets = span.tokens.columns[1]
         targets.append(offsets + (at[span.whole] + span.at) if span.whole in at else np.zeros_like(offsets))
-    joined = map_scores(np.concatenate(values), np.concatenate(sources), np.concatenate(targets))
+    values = torch.cat([*scores.values()]).numpy()
+    joined = map_scores(values, np.concatenate(sources), np.concatenate(targets))
     return list(torch.from_numpy(joined).split([len(span.tokens) for span in spans]))
 
 
