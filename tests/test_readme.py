@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
-from cacheclip_rag.lab.variants import read_variants
+from cacheclip_rag.lab.variants import AGAIN, read_variants
 from cacheclip_rag.methods import DEFAULT_METHOD, PRESET_NAMES
 from cacheclip_rag.methods.base import Method
 
@@ -192,7 +192,8 @@ class TestPages:
             local = {name for each in self.toml_blocks(page) for name in each}
             for names in re.findall(r"--methods ([\w,.-]+)", arguments):
                 for name in names.strip(".").split(","):
-                    assert not name or name in (*PRESET_NAMES, DEFAULT_METHOD, "all", *own, *local), (page, name)
+                    known = (*PRESET_NAMES, DEFAULT_METHOD, AGAIN, "all", *own, *local)
+                    assert not name or name in known, (page, name)
 
     def test_compared_methods_exist(self) -> None:
         """Rows of tables of figures: presets, or variants of the file that the commands name."""
