@@ -1,0 +1,57 @@
+"""The benchmarks run: on tiny models, whose figures mean nothing. ``test_peers.py`` has the largest of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tiny_models: dict[str, str], tmp_path: Path) -> Any:
+    """Runs a benchmark with arguments; returns what it wrote with ``--json``."""
+    monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
+    models = ["--primary", tiny_models["llama"], "--auxiliary", tiny_models["auxiliary"], "--dtype", "float32"]
+
+    def run(name: str, *arguments: str, missed: bool = False) -> Any:
+        spec = importlib.util.spec_from_file_location(f"benchmark_{name}", BENCHMARKS / f"{name}.py")
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, spec.name, module)
+        spec.loader.exec_module(module)
+        out = tmp_path / f"{name}.json"
+        monkeypatch.setattr(sys, "argv", [name, *models, "--json", str(out), *arguments])
+        try:
+            module.main()
+        except SystemExit as ended:  # limits.py fails if a figure misses its limit
+            assert missed and ended.code == 1
+        return json.loads(out.read_text())
+
+    return run
+
+
+def test_cold_reads(run: Any) -> None:
+    found = run("cold_reads", "--tokens", "120", "--chunk-tokens", "40", "--speeds", "1", "--repeats", "1")
+    [row] = found["rows"]
+    assert row["megabytes_per_s"] == 1
+    assert row["in turn ttft_s"] > row["warm ttft_s"], "a slow store costs time"
+
+
+def test_limits(run: Any) -> None:
+    sizes = ["--prompt-tokens", "100", "--new-tokens", "4", "--chunks", "3", "--chunk-tokens", "40"]
+    found = run("limits", *sizes, "--repeats", "1", "--memory-tokens", "120", missed=True)
+    whats = " ".join(row["what"] for row in found["rows"])
+    assert all(word in whats for word in ("decode", "ingest", "memory")), found
+    assert "(4 equal)" in whats
+
+
+def test_latency(run: Any) -> None:
+    found = run("latency", "--tokens", "150", "--chunk-tokens", "50,500", "--rounds", "1")
+    assert [row["way"] for row in found] == ["full", "auto", "limited"]  # chunks of 500 tokens do not fit
+    assert found[0]["predicted_ttft_s"] is None and found[1]["predicted_ttft_s"] > 0
