@@ -6,6 +6,7 @@ A key of another tenant is answered exactly as a key that does not exist: by the
 from __future__ import annotations
 
 import logging
+import mmap
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -15,7 +16,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import StoreError
-from ..pages import give_back, new_memory
 from .backend import Sink
 from .catalog import Catalog, Entry
 from .codecs import CODECS, Frame, FrameError, StoredKV, encode
@@ -48,7 +48,7 @@ class ReadBuffer:
     def allocate(self, num_bytes: int) -> memoryview:
         """Memory for ``num_bytes`` bytes, not cleared."""
         if self._memory.nbytes < num_bytes:
-            self._memory = new_memory(num_bytes)
+            self._memory = _new_memory(num_bytes)
         return self._memory[:num_bytes]
 
 
@@ -67,7 +67,7 @@ class _FrameSink(Sink):
         # a payload that was replaced just now may be larger than its entry
         if num_bytes > self._expected and self._store.header(self._key) is None:
             raise FrameError(f"it has {num_bytes} bytes, which its header does not explain")
-        self._memory = new_memory(num_bytes) if self._buffer is None else self._buffer.allocate(num_bytes)
+        self._memory = _new_memory(num_bytes) if self._buffer is None else self._buffer.allocate(num_bytes)
         return self._memory
 
     def received(self, num_bytes: int) -> None:
@@ -166,7 +166,7 @@ class TenantStore:
             frame = Frame.parse(found[0], key, num_bytes=found[1])
             if frame.namespace != self.namespace or (entry is not None and entry.codec != frame.codec):
                 return None
-            memory = new_memory(found[1])
+            memory = _returnable_memory(found[1])
             memory[: frame.start] = memoryview(found[0])[: frame.start]
             return StoredKV(replace(frame, data=memory))
         except _FAILURES:
@@ -188,9 +188,12 @@ class TenantStore:
     @staticmethod
     def give_back(stored: StoredKV, layer: int) -> None:
         """Return the memory of a layer that :meth:`read_layers` read, and of those before it, to the system."""
-        frame = stored.frame
-        begin, end = (frame.start + number * frame.layer_size for number in (layer, layer + 1))
-        give_back(frame.data, begin, end)
+        frame, memory = stored.frame, stored.frame.data.obj
+        if isinstance(memory, mmap.mmap):
+            begin, end = (frame.start + number * frame.layer_size for number in (layer, layer + 1))
+            begin, end = begin - begin % mmap.PAGESIZE, end - end % mmap.PAGESIZE
+            if begin < end:
+                memory.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
     def count_read(self, stored: StoredKV, *, is_whole: bool) -> None:
         """Count a payload of which :meth:`read_layers` read all layers that are used.
@@ -376,3 +379,14 @@ class TenantStore:
             self.catalog.remove(self.namespace, [key], self.store.tiers.delete)
         except (OSError, StoreError) as error:  # a read-only store can still be read
             self.store.warn_once("removal", "the damaged chunk cache %s… could not be removed: %s", key[:12], error)
+
+
+def _returnable_memory(num_bytes: int) -> memoryview:
+    """Memory of which parts can be given back, where the system has that."""
+    if not hasattr(mmap, "MADV_DONTNEED") or not hasattr(mmap, "MAP_ANONYMOUS"):
+        return _new_memory(num_bytes)
+    return memoryview(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
+def _new_memory(num_bytes: int) -> memoryview:
+    return memoryview(torch.empty(num_bytes, dtype=torch.uint8).numpy())  # type: ignore[arg-type]

@@ -28,14 +28,16 @@ class FusedLayer(DynamicLayer):  # type: ignore[misc]
         capacity: int,
         dtype: torch.dtype,
         device: torch.device,
-        memory: torch.Tensor | None = None,
+        shares: FusedLayer | None = None,
     ):
-        """``memory``: for keys and values, ``(2, 1, num_kv_heads, capacity, head_dim)``; default new memory."""
+        """``shares``: a layer whose memory this one uses, too."""
         super().__init__()
         self.dtype, self.device, self.is_initialized = dtype, device, True
-        if memory is None:
-            memory = torch.empty(2, 1, num_kv_heads, capacity, head_dim, dtype=dtype, device=device)
-        self._keys, self._values = memory
+        if shares is None:
+            self._keys = torch.empty(1, num_kv_heads, capacity, head_dim, dtype=dtype, device=device)
+            self._values = torch.empty_like(self._keys)
+        else:
+            self._keys, self._values = shares._keys, shares._values
         self.slots: torch.Tensor | None = None
         """``(num_rows,)`` int64, slots that the next update writes; None: the update appends."""
         self.slots_on_cpu: torch.Tensor | None = None

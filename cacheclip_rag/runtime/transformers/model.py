@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,7 +19,6 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ...fusion.recompute import fuse
-from ...pages import empty
 from ...store import KV, join, layer_of
 from ..base import wait_for
 from .architectures import SUPPORTED, has_pinned_rope, reuse_tokens, rope_pin
@@ -210,18 +208,13 @@ class ModelRuntime(TextModel):
                 runs (:attr:`AttentionPlan.before_layer`).
         """
         self.check_process()  # stored KV is written, by several threads, before the model is first used
-        shape = (2, 1, self.num_kv_heads, capacity, self.head_dim)
-        shares = one_layer and not self._offloaded  # whose layers are all filled before the pass
-        memory = {
-            device: empty((1 if shares else count, *shape), self.dtype, device)
-            for device, count in Counter(self.layer_devices).items()
-        }
-        used = Counter[torch.device]()
+        shared: dict[torch.device, FusedLayer] = {}
         layers = []
         for device in self.layer_devices:
-            own = memory[device][0 if shares else used[device]]
-            used[device] += 1
-            layers.append(FusedLayer(self.num_kv_heads, self.head_dim, capacity, self.dtype, device, own))
+            layer = FusedLayer(self.num_kv_heads, self.head_dim, capacity, self.dtype, device, shared.get(device))
+            if one_layer and not self._offloaded:  # whose layers are all filled before the pass
+                shared.setdefault(device, layer)
+            layers.append(layer)
         return FusedCache(layers=layers)
 
     def rotary_tables(self, start: int, stop: int) -> list[Tables | None]:
