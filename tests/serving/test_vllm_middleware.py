@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,12 @@ import uvicorn
 from langchain_cacheclip import CacheClipLLM as TextModel
 from langchain_cacheclip import ChatCacheClip
 from llama_index.llms.cacheclip import CacheClipLLM
+from prometheus_client.parser import text_string_to_metric_families
 from starlette.responses import JSONResponse
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.config import EngineConfig
-from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.errors import ConfigurationError, PromptTooLongError, ServerError
 from cacheclip_rag.fusion_plan import FusionPlan
 from cacheclip_rag.models.load import load_planning
 from cacheclip_rag.runtime.vllm.planner import Planner
@@ -211,8 +212,6 @@ class TestPlans:
         assert (stats["outcome"], stats["method"], stats["reason"]) == ("plain", "full", None)
 
     def test_a_system_prompt(self, config: EngineConfig) -> None:
-        from dataclasses import replace
-
         settings = ServerSettings(replace(config, system_prompt="Be short."), "tiny", seal=SEAL)
         with running(settings) as served:
             served.ask("Hello")
@@ -246,6 +245,7 @@ CHATS: dict[str, tuple[dict[str, Any], str]] = {
     "parts": ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 2}]}, "parts of a content"),
     "no content": ({"messages": [{"role": "assistant", "content": None}]}, "no content"),
     "developer": ({"messages": [{"role": "developer", "content": "a"}]}, "role of a message"),
+    "name of a tool": ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "prompt that cannot be planned"),
     "name": ({"messages": [{"role": "user", "content": "a", "name": "anna"}]}, "field of a message"),
     "reasoning of an answer": (
         {"messages": [{"role": "assistant", "content": "a", "reasoning": "b"}]},
@@ -310,6 +310,13 @@ class TestAsItIs:
             assert "disk" not in json.dumps(stats)
         assert caplog.text.count("because planning failed: RuntimeError: the disk is gone") == 1
         assert metric(served, 'plain_total{reason="planning failed"}') == before + 2
+
+    def test_what_no_certificate_covers(self, config: EngineConfig) -> None:
+        settings = ServerSettings(replace(config, method="full", require_certificate=True), "tiny", seal=SEAL)
+        with running(settings) as served:
+            assert served.ask().json()["cacheclip"]["reason"] is None
+            stats = served.ask(cacheclip={"method": "direct"}).json()["cacheclip"]
+            assert (stats["outcome"], stats["reason"]) == ("plain", "no certificate")
 
     def test_other_paths(self, served: Served) -> None:
         assert served.client.post("/v1/responses", content=b"not read").json() == {"path": "/v1/responses"}
@@ -390,7 +397,7 @@ class TestReplies:
         assert (own["outcome"], own["reason"], own["method"]) == ("fused", None, "cacheclip")
         assert own["hits"] == len(CHUNKS) and own["misses"] == 0 and own["generated_tokens"] == 4
         assert 0 < own["effective_ratio"] < 1 and 0 < own["reused_tokens"] < own["prompt_tokens"]
-        assert 0.005 < own["planning_s"] + 0.005 <= own["ttft_s"] + 1e-6
+        assert 0 < own["planning_s"] < own["ttft_s"] <= own["planning_s"] + own["queued_s"] + 0.005 + 1e-6
         assert found["kv_transfer_params"] is None and found["metrics"] is None
         assert found["usage"]["prompt_tokens_details"]["cached_tokens"] == own["prompt_tokens"] - 1
 
@@ -440,8 +447,6 @@ class TestReplies:
         assert metric(served, "chunk_hits_total") == before["chunk_hits_total"] + 2 * len(CHUNKS)
         assert f'cacheclip_http_requests_total{{path="{CHAT}",status="200"}}' in text
         assert "cacheclip_questions_running 0\n" in text and "cacheclip_questions_waiting 0\n" in text
-        from prometheus_client.parser import text_string_to_metric_families
-
         assert len(list(text_string_to_metric_families(text))) > 15
 
 
@@ -639,8 +644,6 @@ class TestStarting:
         os.close(read), os.close(write)
 
     def test_it_says_why_not(self, config: EngineConfig) -> None:
-        from dataclasses import replace
-
         for changed, words in (({"method": "cacheblend"}, "nothing would be reused"), ({"method": "ape"}, "positions")):
             failed = self.life(ServerSettings(replace(config, **changed), "tiny", seal=SEAL))[0]
             assert failed["type"] == "lifespan.startup.failed" and words in failed["message"]
@@ -688,8 +691,6 @@ class TestAdapters:
         assert chunks[-1].response_metadata["cacheclip"]["hits"] == 1
 
     def test_errors(self, guarded: Served) -> None:
-        from cacheclip_rag.errors import PromptTooLongError, ServerError
-
         with pytest.raises(ServerError, match="API key"):
             ChatCacheClip(base_url=f"{guarded.address}/v1", api_key="another-key").invoke(PROMPT)
         with pytest.raises(PromptTooLongError):

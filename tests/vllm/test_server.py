@@ -19,11 +19,13 @@ import pytest
 from cacheclip_adapters.remote import RemoteEngine
 from openai import AuthenticationError, BadRequestError, OpenAI
 
-from cacheclip_rag import SamplingParams
+from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.fusion_plan import FusionPlan
-from tests.vllm.conftest import CHUNKS, PROMPTS, TOKENS, Setting, ask, started
+from cacheclip_rag.methods import preset
+from cacheclip_rag.runtime.vllm.planner import Planner
+from tests.vllm.conftest import CHUNKS, PROMPTS, TOKENS, Setting, ask, greedy, started
 
-KEY, NORTH = "server-key-1", "north-key-11"
+KEY, NORTH, SOUTH = "server-key-1", "north-key-11", "south-key-11"
 FLAGS = [
     *("--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "16", "--block-size", "32", "--seed", "0"),
     *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
@@ -97,7 +99,8 @@ def served(
 ) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("server")
     tenants = folder / "tenants.json"
-    tenants.write_text(json.dumps({NORTH: "north"}))
+    tenants.write_text(json.dumps({NORTH: "north", SOUTH: "south"}))
+    north(setting).precompute(CHUNKS[:3])
     options = setting.options
     command = [
         *(sys.executable, "-c", "from cacheclip_rag.cli import main; main()", "serve", "--backend", "vllm"),
@@ -148,8 +151,6 @@ class TestEqualAnswers:
         assert tuple(again.choices[0].token_ids) == expected[0]
 
     def test_completions(self, served: Served, setting: Setting) -> None:
-        from cacheclip_rag.runtime.vllm.planner import Planner
-
         segments = Planner(**setting.options).segments(PROMPTS[1], as_it_stands=True)
         (expected,) = setting.expected([segments], "cacheclip")
         fields: dict[str, Any] = {"model": "tiny", "prompt": PROMPTS[1], "temperature": 0, "max_tokens": TOKENS}
@@ -187,8 +188,6 @@ class TestEqualAnswers:
 
     def test_methods_and_documents(self, served: Served, setting: Setting) -> None:
         found = served.chat(PROMPTS[3], field={"method": "epic", "ratio": 0.5, "documents": CHUNKS})
-        from cacheclip_rag.methods import preset
-
         assert tuple(found.choices[0].token_ids) == setting.expected([PROMPTS[3]], preset("epic").at(0.5))[0]
         assert found.cacheclip["nominal_ratio"] == 0.5 and found.cacheclip["not_found"] > 0
         new = f"{'It was never stored. ' * 9}\n\nWhat?"
@@ -267,11 +266,27 @@ class TestRefusals:
         assert said == {"outcome": "plain", "reason": "the request was not planned by this server"}
         assert served.post("/v1/responses", NORTH, **body).status_code == 403
 
-    def test_a_tenant_has_its_own_chunks(self, served: Served, setting: Setting) -> None:
+
+class TestTenants:
+    def test_each_has_its_own_chunks(self, served: Served, setting: Setting) -> None:
         found = served.chat(PROMPTS[0], key=NORTH)
-        assert (found.cacheclip["outcome"], found.cacheclip["hits"]) == ("plain", 0)
-        assert found.usage.prompt_tokens_details.cached_tokens == 0, "of another tenant's plain requests"
-        assert tuple(found.choices[0].token_ids) == setting.expected(PROMPTS[:1], "full")[0]
+        assert (found.cacheclip["outcome"], found.cacheclip["hits"], found.cacheclip["misses"]) == ("fused", 3, 0)
+        expected = greedy(north(setting), PROMPTS[0], "cacheclip")
+        assert tuple(found.choices[0].token_ids) == expected != setting.expected(PROMPTS[:1], "cacheclip")[0]
+
+    def test_none_finds_what_others_asked(self, served: Served, setting: Setting) -> None:
+        """Neither fused nor plain."""
+        own = served.chat(PROMPTS[0], field={"method": "full"})
+        for again in (False, True):
+            found = served.chat(PROMPTS[0], key=SOUTH)
+            assert (found.cacheclip["outcome"], found.cacheclip["hits"]) == ("plain", 0)
+            assert found.choices[0].token_ids == own.choices[0].token_ids
+            cached = found.usage.prompt_tokens_details.cached_tokens
+            assert (cached > 0) == again, "its own, the second time"
+
+
+def north(setting: Setting) -> CacheClipEngine:
+    return CacheClipEngine(**{**setting.options, "namespace": "north"})
 
 
 def test_metrics(served: Served) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...errors import ConfigurationError, PromptTooLongError
+from ...errors import CertificateError, ConfigurationError, PromptTooLongError
 from ...frontend.tools import uses_tools
 from ...guards.metrics import Metrics
 from ...methods.base import Method
@@ -32,6 +32,8 @@ _MOST_WAITING = 64
 """Prompts that wait for their plan; more are prefilled in full, which needs no wait."""
 _MOST_REASONS = 50
 """Reasons that are counted apart."""
+_MOST_LOGGED = 1000
+"""Errors that are remembered, to log each of them once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,13 +123,24 @@ class Planning:
             raise RequestError(str(error), code="context_length_exceeded") from error
         except NotPlanned as error:
             reason = str(error)
+        except ConfigurationError as error:  # of messages or tools
+            reason = "prompt that cannot be planned"
+            logger.debug("answering by plain prefill: %s", error)
+        except CertificateError as error:
+            reason = "no certificate"
+            self._log_once(error)
         except Exception as error:  # vLLM answers what we cannot plan
             reason = "planning failed"
-            text = f"{type(error).__name__}: {error}"
-            level = logging.DEBUG if text in self._logged else logging.WARNING
-            self._logged.add(text)
-            logger.log(level, "answering by plain prefill, because planning failed: %s", text, exc_info=level > 10)
+            self._log_once(error)
         return Way(planned, reason, began - came, time.perf_counter() - began)
+
+    def _log_once(self, error: Exception) -> None:
+        text = f"{type(error).__name__}: {error}"
+        is_new = text not in self._logged
+        if len(self._logged) < _MOST_LOGGED:
+            self._logged.add(text)
+        level = logging.WARNING if is_new else logging.DEBUG
+        logger.log(level, "answering by plain prefill, because planning failed: %s", text, exc_info=is_new)
 
     def _planned(self, planner: Planner, asked: Asked, field: CacheClipField, method: Method) -> PlannedPrompt:
         runtime, is_text = planner.primary, isinstance(asked.prompt, str)
