@@ -128,7 +128,7 @@ class CacheClip:
             await _refuse(error)(scope, receive, counted)
 
     async def _guarded(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["method"] == "OPTIONS":
+        if scope["method"] == "OPTIONS" and not path.startswith("/metrics"):
             return await self._app(scope, receive, send)
         request = Request(scope, receive)
         if self._access.is_open:
