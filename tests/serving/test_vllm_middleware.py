@@ -90,7 +90,7 @@ def running(settings: ServerSettings) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def config(tool_model: str, tiny_models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
-    """A model that knows tools, and the chunks of two tenants."""
+    """A model that knows tools, and the chunks of two tenants. The second has one, of which another holds a part."""
     store = str(tmp_path_factory.mktemp("vllm") / "store")
     options = {"primary": tool_model, "auxiliary": tiny_models["auxiliary"], "store": store, **CACHECLIP}
     engine = CacheClipEngine(**options)
@@ -560,7 +560,7 @@ class TestKeys:
             assert response.status_code == 200, response.text
             return int(response.json()["cacheclip"]["hits"])
 
-        assert (hits(OWN), hits(NORTH), hits(BOTH), hits(BOTH, "north")) == (4, 1, 0, 1)
+        assert (hits(OWN), hits(NORTH), hits(BOTH), hits(BOTH, "north")) == (4, 2, 0, 2)
         assert plan_of(guarded.inner.last).namespace == "north"
 
     def test_a_key_allows_its_tenants_only(self, guarded: Served) -> None:
@@ -688,7 +688,7 @@ class TestAdapters:
         llm = ChatCacheClip(base_url=f"{guarded.address}/v1", api_key=NORTH)
         chunks = list(llm.stream(PROMPT))
         assert "".join(str(chunk.content) for chunk in chunks) == "".join(WORDS)
-        assert chunks[-1].response_metadata["cacheclip"]["hits"] == 1
+        assert chunks[-1].response_metadata["cacheclip"]["hits"] == 2
 
     def test_errors(self, guarded: Served) -> None:
         with pytest.raises(ServerError, match="API key"):

@@ -88,12 +88,11 @@ class CacheClip:
                     message = {"type": "lifespan.startup.failed", "message": str(error)}
                 else:
                     self._tell_ready()
+            elif message["type"] == "lifespan.shutdown.complete":
+                await asyncio.to_thread(self.planning.close)
             await send(message)
 
-        try:
-            await self._app(scope, receive, answered)
-        finally:
-            await asyncio.to_thread(self.planning.close)
+        await self._app(scope, receive, answered)
 
     def _tell_ready(self) -> None:
         settings = self._settings
