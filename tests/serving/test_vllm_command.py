@@ -36,12 +36,11 @@ def started(installed: None, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What is started instead of this process."""
     found: dict[str, Any] = {}
 
-    def replace(program: str, arguments: Any, environment: dict[str, str]) -> None:
-        found.update(program=program, arguments=list(arguments), environment=environment)
+    def become(program: launch.Command) -> None:
+        found.update(arguments=list(program.arguments), environment=program.environment)
         raise Replaced
 
-    monkeypatch.setattr(launch.os, "execve", replace)
-    monkeypatch.setattr(launch.os, "dup2", lambda source, target: found.update(dup2=(source, target)))
+    monkeypatch.setattr(launch, "_become", become)
     return found
 
 
@@ -74,7 +73,7 @@ def test_what_is_started(
     assert isinstance(done.exception, Replaced), done.output or done.exception
     arguments = started["arguments"]
     assert arguments[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    assert arguments[-len(theirs) :] == theirs and started["dup2"] == (2, 1)
+    assert arguments[-len(theirs) :] == theirs
     assert value(started, "--model") == tiny_models["llama"] and value(started, "--served-model-name") == "tiny"
     assert (value(started, "--host"), value(started, "--port")) == ("0.0.0.0", "81")
     assert value(started, "--dtype") == "bfloat16" and "--enable-prompt-tokens-details" in arguments

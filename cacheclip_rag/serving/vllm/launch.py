@@ -120,11 +120,15 @@ def launch(
     planner.close()
     if as_json:
         settings = _to_stdout(settings)
-    made = command(settings, flags, host=host, port=port)
+    _become(command(settings, flags, host=host, port=port))
+
+
+def _become(program: Command) -> NoReturn:
+    """Run a program in place of this one. What it writes to stdout goes to stderr."""
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(2, 1)
-    os.execve(made.arguments[0], made.arguments, {**os.environ, **made.environment})
+    os.execve(program.arguments[0], program.arguments, {**os.environ, **program.environment})
 
 
 def _to_stdout(settings: ServerSettings) -> ServerSettings:
