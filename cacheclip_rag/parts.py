@@ -26,7 +26,7 @@ from .methods.base import Method
 from .models.load import check_name, load_any
 from .models.memory import free_bytes
 from .plan.controller import Controller, Profile, find_profile
-from .prompt.segments import PromptReader, Segment
+from .prompt.segments import Fresh, PromptReader, Segment, segment_text
 from .runtime.base import Runtime
 from .runtime.transformers.model import ModelRuntime
 from .selection.heads import HeadSet, find_head_set, load_named
@@ -185,6 +185,12 @@ class Parts:
         """Cut a prompt for the primary model into stored chunks and fresh text; see :class:`PromptReader`."""
         reader = PromptReader(self.prefix_caches.runtime, self.config.system_prompt)
         return reader.segments(prompt, self.library.index, documents, date=date, tools=tools, parts=parts)
+
+    def segment_as_it_stands(self, text: str, documents: Iterable[str] = (), *, parts: bool = True) -> list[Segment]:
+        """Cut a text without chat template and system prompt into stored chunks and fresh text."""
+        runtime = self.prefix_caches.runtime
+        opening: list[Segment] = [Fresh(runtime.opening, control=True)] if runtime.opening else []
+        return opening + segment_text(text, self.library.index, documents, parts=parts and runtime.has_offsets)
 
     def _caches_of(self, name: str, context: ChunkContext) -> ChunkCaches:
         with self._lock:

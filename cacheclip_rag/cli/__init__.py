@@ -52,7 +52,7 @@ app.command("calibrate")(training.calibrate)
 app.command("explain-miss")(explain.explain_miss)
 app.command("finetune")(training.finetune)
 app.command("profile")(profile.profile)
-app.command("serve")(serve.serve)
+app.command("serve", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve.serve)
 app.command("train-context")(context.train_context)
 
 

@@ -17,9 +17,12 @@ from .common import (
     EmbeddingOption,
     ExistingStoreOption,
     FallbackOption,
+    FinishOption,
     HeadsOption,
     JsonOption,
+    MinConfidenceOption,
     PrimaryOption,
+    RequireCertificateOption,
     VariantsOption,
     number_or_name,
     print_json,
@@ -68,18 +71,9 @@ def ask(
     dtype: DtypeOption = None,
     device: DeviceOption = "cpu",
     fallback: FallbackOption = "error",
-    require_certificate: Annotated[
-        bool,
-        typer.Option("--require-certificate", help="Refuse models that 'cacheclip certify' has not found faithful."),
-    ] = False,
-    finish: Annotated[
-        str,
-        typer.Option(help="Full prefill while the answer is shown: none, verify (compares it), revise (corrects it)."),
-    ] = "none",
-    min_confidence: Annotated[
-        float | None,
-        typer.Option(help="Prefill in full if the two likeliest first tokens differ less in probability, 0 to 1."),
-    ] = None,
+    require_certificate: RequireCertificateOption = False,
+    finish: FinishOption = "none",
+    min_confidence: MinConfidenceOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Retrieve, fuse and stream the answer; then the sources and where the time went."""

@@ -31,11 +31,14 @@ __all__ = [
     "EmbeddingOption",
     "ExistingStoreOption",
     "FallbackOption",
+    "FinishOption",
     "HeadsOption",
     "JsonOption",
+    "MinConfidenceOption",
     "NamespaceOption",
     "PrimaryOption",
     "RatioOption",
+    "RequireCertificateOption",
     "StoreOption",
     "VariantsOption",
     "check_folder",
@@ -131,6 +134,24 @@ ChunkContextOption = Annotated[
 ]
 RatioOption = Annotated[
     float | None, typer.Option("--ratio", help="Share of chunk tokens to recompute, 0 to 1. [default: the method's]")
+]
+MinConfidenceOption = Annotated[
+    float | None,
+    typer.Option(
+        "--min-confidence",
+        help="Prefill in full if the two likeliest first tokens differ less in probability, 0 to 1.",
+    ),
+]
+FinishOption = Annotated[
+    str,
+    typer.Option(
+        "--finish",
+        help="Full prefill while the answer is shown: none, verify (compares it), revise (corrects it).",
+    ),
+]
+RequireCertificateOption = Annotated[
+    bool,
+    typer.Option("--require-certificate", help="Refuse models that 'cacheclip certify' has not found faithful."),
 ]
 VariantsOption = Annotated[
     Path | None,

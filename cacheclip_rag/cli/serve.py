@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..errors import ConfigurationError
 from ..methods import DEFAULT_METHOD, check_method
 from .common import (
     AuxiliaryOption,
@@ -17,10 +18,13 @@ from .common import (
     DeviceOption,
     DtypeOption,
     FallbackOption,
+    FinishOption,
     HeadsOption,
     JsonOption,
+    MinConfidenceOption,
     NamespaceOption,
     PrimaryOption,
+    RequireCertificateOption,
     StoreOption,
     number_or_name,
     print_json,
@@ -31,10 +35,11 @@ if TYPE_CHECKING:
 
 
 def serve(
+    context: typer.Context,
     store: StoreOption,
     primary: PrimaryOption = None,
     auxiliary: AuxiliaryOption = None,
-    backend: Annotated[str, typer.Option(help="What runs the primary: transformers.")] = "transformers",
+    backend: Annotated[str, typer.Option(help="What runs the primary: transformers or vllm.")] = "transformers",
     host: Annotated[str, typer.Option(help="Address to listen at; other than local ones need a key.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0 takes a free one.")] = 8000,
     served_name: Annotated[
@@ -60,11 +65,8 @@ def serve(
     max_ttft_s: Annotated[
         float | None, typer.Option("--max-ttft", help="Seconds to the first token, instead of a ratio.")
     ] = None,
-    min_confidence: Annotated[
-        float | None,
-        typer.Option(help="Prefill in full if the two likeliest first tokens differ less in probability, 0 to 1."),
-    ] = None,
-    finish: Annotated[str, typer.Option(help="Of requests that say nothing: none, verify or revise.")] = "none",
+    min_confidence: MinConfidenceOption = None,
+    finish: FinishOption = "none",
     temperature: Annotated[
         float, typer.Option(min=0, max=2, help="Of requests that state none; 1 is OpenAI's, 0 is greedy.")
     ] = 1.0,
@@ -84,17 +86,15 @@ def serve(
     chunk_context: ChunkContextOption = None,
     system_prompt: Annotated[str | None, typer.Option(help="For conversations without one.")] = None,
     fallback: FallbackOption = "error",
-    require_certificate: Annotated[
-        bool,
-        typer.Option("--require-certificate", help="Refuse models that 'cacheclip certify' has not found faithful."),
-    ] = False,
+    require_certificate: RequireCertificateOption = False,
     hide_hits: Annotated[
         bool, typer.Option("--hide-hits", help="Leave out of responses which chunks were stored.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Serve OpenAI's API: chat completions, completions, models, health and metrics. Stops at SIGTERM or Ctrl-C, when
-    running answers are finished. With --json, prints the address when it is ready."""
+    running answers are finished. With --json, prints the address when it is ready. With --backend vllm, flags that are
+    not listed here are passed on to vLLM; write -- before them."""
     from ..checks import check_choice, check_probability, check_ratio_and_limit
     from ..sampling import FINISH_MODES
     from ..serving.access import Access, read_tenants
@@ -102,6 +102,13 @@ def serve(
 
     # what can be refused without torch, which takes seconds to import
     check_backend(backend)
+    if backend == "vllm":
+        from ..serving.vllm.options import check_given, check_vllm
+
+        check_vllm()
+        check_given([name for name in context.params if _is_given(context, name)])
+    elif context.args:
+        raise ConfigurationError(f"unknown option {context.args[0]!r}. See: cacheclip serve --help")
     check_method(method)
     check_choice("finish", finish, FINISH_MODES)
     chosen_ratio = number_or_name(ratio)
@@ -133,6 +140,20 @@ def serve(
             "hide_hits": hide_hits,
         },
     )
+    if backend == "vllm":
+        from ..serving.vllm.launch import launch
+
+        launch(
+            config,
+            context.args,
+            served_name=served_name,
+            host=host,
+            port=port,
+            api_key=api_key,
+            tenants=tenants,
+            body_bytes=max_body_bytes,
+            as_json=as_json,
+        )
     access = Access(config.namespace, api_key, read_tenants(tenants) if tenants else {})
 
     from ..serving.app import Limits
@@ -163,6 +184,12 @@ def serve(
     _log_to_stderr()
     with suppress(KeyboardInterrupt):
         server.run()
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    """Whether an option was given, and is not at its default."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name not in ("DEFAULT", "DEFAULT_MAP")
 
 
 def _config(store: str, **given: str | None) -> EngineConfig:

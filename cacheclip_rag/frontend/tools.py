@@ -4,17 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigurationError
 from ..prompt.tools import call_schema, check_tools
 
-__all__ = ["can_constrain", "forced_tool", "with_tool_choice"]
+if TYPE_CHECKING:
+    from ..runtime.base import Runtime
+    from ..types import Message
+
+__all__ = ["can_constrain", "forced_tool", "uses_tools", "with_tool_choice"]
 
 
 def can_constrain() -> bool:
     """Whether the extra ``structured`` is installed."""
     return find_spec("llguidance") is not None
+
+
+def uses_tools(runtime: Runtime) -> bool:
+    """Whether the model's chat template writes a tool that it is given."""
+    if not runtime.has_chat_template:
+        return False
+    messages: list[Message] = [{"role": "user", "content": "?"}]
+    tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
+    try:
+        return runtime.render_chat(messages) != runtime.render_chat(messages, tools=[tool])
+    except ConfigurationError:  # a template that refuses them
+        return False
 
 
 def with_tool_choice(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from ..prompt.occurrences import occurrences
 from ..types import FusionStats, Plan, Trace
 from .base import Fused, Runtime, State, wait_for
 
-__all__ = ["Keeping", "Prefilled", "confidence", "prefill"]
+__all__ = ["Keeping", "Prefilled", "confidence", "prefill", "stats_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ def _sureness(stats: FusionStats) -> float:
 
 def _bypassing(plan: Plan, why: str, sources: Sources, capacity: int, clock: PhaseClock) -> Prefilled:
     """Plain prefill although chunks are stored. Hits and misses are those of the plan."""
-    stats = _stats(plan, clock)
+    stats = stats_of(plan, clock)
     found = _plain(replace(plan.reusing(()), fallback=why), sources, capacity, clock)
     counts = {name: getattr(stats, name) for name in _COUNTS}
     return replace(found, stats=replace(found.stats, **counts, bypassed=True), missing=plan.missing_texts)
@@ -161,7 +161,7 @@ def _after(plan: Plan, tried: FusionStats, sources: Sources, capacity: int, cloc
 
 def _fused(fused: Fused, sources: Sources, clock: PhaseClock) -> Prefilled:
     plan = fused.plan
-    stats = _stats(plan, clock, fused.logits, fused.recomputed_tokens, fused.charged_tokens)
+    stats = stats_of(plan, clock, fused.logits, fused.recomputed_tokens, fused.charged_tokens)
     keeping = None if fused.first_computed is None else _keeping(plan, sources, fused.first_computed)
     is_exact = _is_exact(fused, sources)
     return Prefilled(plan.layout, fused.state, fused.logits, stats, plan.missing_texts, keeping, fused.trace, is_exact)
@@ -208,7 +208,7 @@ def _plain(plan: Plan, sources: Sources, capacity: int, clock: PhaseClock) -> Pr
             with clock.phase("recompute"):
                 state, logits = runtime.prefill(layout.ids, capacity)
                 wait_for(logits)
-    stats = replace(_stats(used, clock, logits), misses=0, missed_tokens=0)
+    stats = replace(stats_of(used, clock, logits), misses=0, missed_tokens=0)
     stats = replace(stats, charged_ratio=stats.effective_ratio)
     keeping = Keeping(sources.prefixes, runtime.reuse_tokens) if sources.shares_prefixes(plan) else None
     if not method.reuses_chunks:
@@ -231,16 +231,22 @@ def _capture(plan: Plan, sources: Sources, capacity: int, clock: PhaseClock) -> 
     with clock.phase("recompute"):
         state, logits, variants = capture(sources.primary.runtime, layout, capacity)  # type: ignore[arg-type]
         sources.captured.add(variants)
-    stats = replace(_stats(plan, clock, logits), method="full", charged_ratio=1.0, fallback=plan.fallback)
+    stats = replace(stats_of(plan, clock, logits), method="full", charged_ratio=1.0, fallback=plan.fallback)
     misses = len(occurrences(layout.chunks))
     stats = replace(stats, prefix_tokens=0, fresh_tokens=layout.num_tokens, misses=misses)
     return Prefilled(layout, state, logits, stats, ())
 
 
-def _stats(
+def stats_of(
     plan: Plan, clock: PhaseClock, logits: torch.Tensor | None = None, recomputed: int = 0, charged: float = 0.0
 ) -> FusionStats:
-    """``charged``: chunk tokens that got fresh KV, as in :class:`~cacheclip_rag.runtime.base.Fused`."""
+    """Statistics of a plan that is carried out.
+
+    Args:
+        logits: of the first token, if they are known.
+        recomputed: chunk tokens that are recomputed.
+        charged: chunk tokens that got fresh KV, as in :class:`~cacheclip_rag.runtime.base.Fused`.
+    """
     layout, reused = plan.layout, plan.reused
     chunk_tokens = plan.chunk_tokens
     found = occurrences(reused)

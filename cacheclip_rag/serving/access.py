@@ -29,6 +29,15 @@ class Caller:
     """Whether a request may name its tenant."""
     sees_metrics: bool
 
+    def check_metrics(self) -> None:
+        """Raise RequestError unless the key may see the metrics."""
+        if not self.sees_metrics:
+            raise RequestError(
+                "metrics are over all tenants: they need the server's own API key (--api-key).",
+                status=403,
+                kind="permission_error",
+            )
+
     def tenant(self, wanted: str | None) -> str:
         """The tenant of a request that asks for ``wanted``.
 

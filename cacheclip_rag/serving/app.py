@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -22,6 +21,8 @@ from starlette.types import Receive, Scope, Send
 from ..types import Answer, Event
 from .access import Access, Caller
 from .backend import Asked, Backend, ModelCard
+from .bodies import check_host, read_body
+from .counters import Counters
 from .errors import RequestError, error_body, error_of
 from .queue import Queue
 from .replies import ChatReply, CompletionReply, Reply, as_json, server_sent
@@ -31,9 +32,6 @@ __all__ = ["App", "Limits"]
 
 logger = logging.getLogger(__name__)
 
-_LOCAL = frozenset({"localhost", "127.0.0.1", "[::1]"})
-_READ_AT_MOST = 4
-"""Times the limit of a body, after which the connection is cut."""
 _PING_S = 10.0
 """Seconds of silence after which a stream says that it is alive, before proxies cut it off."""
 _PING = b": waiting\n\n"
@@ -82,8 +80,7 @@ class App:
     def __post_init__(self) -> None:
         self._queue = Queue(self.limits.running, self.limits.waiting)
         self._created = int(time.time())
-        self._requests: Counter[tuple[str, int]] = Counter()
-        self._disconnects = 0
+        self._counters = Counters()
         paths: list[tuple[str, str, Callable[[Request], Awaitable[Any]]]] = [
             ("POST", "/v1/chat/completions", self._chat),
             ("POST", "/v1/completions", self._completion),
@@ -138,12 +135,8 @@ class App:
         async def guarded(request: Request) -> Any:
             done = _Done(self, path, time.perf_counter())
             try:
-                if not self.any_host and _host(request) not in _LOCAL:
-                    raise RequestError(
-                        "this server answers requests to localhost only, because it has no API key.",
-                        status=403,
-                        kind="permission_error",
-                    )
+                if not self.any_host:
+                    check_host(request)
                 response = await handle(request)
             except ClientDisconnect:
                 self.count_disconnect()
@@ -163,12 +156,7 @@ class App:
         return _json({"status": "ok"})
 
     async def _metrics(self, request: Request) -> Response:
-        if not self._identify(request).sees_metrics:
-            raise RequestError(
-                "metrics are over all tenants: they need the server's own API key (--api-key).",
-                status=403,
-                kind="permission_error",
-            )
+        self._identify(request).check_metrics()
         return Response(self.backend.metrics() + self._own_metrics(), media_type="text/plain; version=0.0.4")
 
     async def _models(self, request: Request) -> Response:
@@ -189,7 +177,7 @@ class App:
     async def _asked(self, request: Request, kind: type[Body], reply: type[Reply]) -> Response:
         caller = self._identify(request)
         card = self._ready()
-        body = parse(kind, read_json(await self._read(request)))
+        body = parse(kind, read_json(await read_body(request, self.limits.body_bytes, self.limits.request_s)))
         self._check_model(body.model)
         tenant = caller.tenant(body.field.tenant)
         defaults = {"temperature": self.temperature, "max_tokens": self.max_tokens or card.context_tokens}
@@ -201,31 +189,6 @@ class App:
 
     def _identify(self, request: Request) -> Caller:
         return self.access.identify(request.headers.get("authorization"))
-
-    async def _read(self, request: Request) -> bytes:
-        """The body of a request, within its limit."""
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":
-            raise RequestError(
-                f"the body must be JSON with 'Content-Type: application/json', got {kind[:80]!r}.", status=415
-            )
-        most, found, read = self.limits.body_bytes, bytearray(), 0
-        async with asyncio.timeout(self.limits.request_s):
-            # what is too much is read and dropped, because many clients read no response before they have sent all
-            async for piece in request.stream():
-                read += len(piece)
-                if read <= most:
-                    found += piece
-                elif read > _READ_AT_MOST * most:
-                    break
-        if read <= most:
-            return bytes(found)
-        raise RequestError(
-            f"the body is larger than {most} bytes, the most that this server takes (--max-body-bytes).",
-            status=413,
-            code="body_too_large",
-            headers={"connection": "close"},
-        )
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self.name:
@@ -244,30 +207,7 @@ class App:
         return card
 
     def _own_metrics(self) -> str:
-        labels = sorted(self._requests.items())
-        requests = [f'cacheclip_http_requests_total{{path="{p}",status="{s}"}} {n}' for (p, s), n in labels]
-        values = {
-            "http_requests_total": ("counter", "Responses, by path and status.", requests),
-            "http_disconnects_total": (
-                "counter",
-                "Requests whose client hung up before the end.",
-                [f"cacheclip_http_disconnects_total {self._disconnects}"],
-            ),
-            "questions_running": (
-                "gauge",
-                "Questions that are being answered.",
-                [f"cacheclip_questions_running {self._queue.running}"],
-            ),
-            "questions_waiting": (
-                "gauge",
-                "Questions that wait for their turn.",
-                [f"cacheclip_questions_waiting {self._queue.waiting}"],
-            ),
-        }
-        return "".join(
-            "\n".join([f"# HELP cacheclip_{name} {text}", f"# TYPE cacheclip_{name} {kind}", *lines]) + "\n"
-            for name, (kind, text, lines) in values.items()
-        )
+        return self._counters.text(running=self._queue.running, waiting=self._queue.waiting)
 
     async def events(self, asked: Asked) -> AsyncGenerator[Event, None]:
         """Events of an answer, when it is its turn. The seconds that it waited for its place are in its statistics."""
@@ -277,11 +217,11 @@ class App:
 
     def count(self, path: str, status: int) -> None:
         """Count a response."""
-        self._requests[path, status] += 1
+        self._counters.count(path, status)
 
     def count_disconnect(self) -> None:
         """Count a request whose client hung up."""
-        self._disconnects += 1
+        self._counters.disconnects += 1
 
 
 @dataclass
@@ -404,12 +344,6 @@ def _waited(answer: Answer, seconds: float) -> Answer:
     stats = answer.stats
     stats = replace(stats, ttft_s=stats.ttft_s + seconds, queued_s=stats.queued_s + seconds)
     return replace(answer, stats=stats)
-
-
-def _host(request: Request) -> str:
-    """The host that a request names, without its port."""
-    host = request.headers.get("host", "")
-    return host[: host.rfind("]") + 1] if host.startswith("[") else host.partition(":")[0].lower()
 
 
 def _json(value: Any, headers: Mapping[str, str] | None = None, status: int = 200) -> Response:

@@ -13,8 +13,8 @@ from .field import CacheClipField
 
 __all__ = ["BACKENDS", "Asked", "Backend", "ModelCard", "check_backend"]
 
-BACKENDS = ("transformers",)
-"""Values of ``--backend``."""
+BACKENDS = ("transformers", "vllm")
+"""Values of ``--backend``. vLLM is no :class:`Backend`: its own server answers (:mod:`cacheclip_rag.serving.vllm`)."""
 
 
 def check_backend(name: str) -> None:

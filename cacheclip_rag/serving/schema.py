@@ -16,7 +16,7 @@ from ..types import Message
 from .errors import RequestError, error_of, unsupported
 from .field import CacheClipField
 
-__all__ = ["Body", "ChatBody", "CompletionBody", "parse", "read_json"]
+__all__ = ["Body", "ChatBody", "CompletionBody", "parse", "parse_field", "read_json"]
 
 _IGNORED = frozenset(
     {
@@ -305,16 +305,36 @@ def parse(kind: type[B], given: Mapping[str, Any]) -> B:
     Raises:
         RequestError: it names the field that is wrong.
     """
+    body = _validated(kind, given)
+    body.check()
+    return body
+
+
+def parse_field(given: Any) -> CacheClipField:
+    """The field ``cacheclip`` of a body whose other fields another server reads.
+
+    Raises:
+        RequestError: it names the part that is wrong.
+    """
+    return _validated(_FieldOnly, {"cacheclip": given}).cacheclip or CacheClipField()
+
+
+class _FieldOnly(_Part):
+    cacheclip: CacheClipField | None = None
+
+
+P = TypeVar("P", bound=_Part)
+
+
+def _validated(kind: type[P], given: Mapping[str, Any]) -> P:
     try:
-        body = kind.model_validate(given)
+        return kind.model_validate(given)
     except ValidationError as error:
         raise _named(error) from None
     except RequestError:
         raise
     except CacheClipError as error:  # of the field cacheclip as a whole
         raise RequestError(str(error), param="cacheclip") from error
-    body.check()
-    return body
 
 
 def _named(error: ValidationError) -> RequestError:

@@ -17,7 +17,7 @@ from .access import Access
 from .app import App, Limits
 from .backend import Backend
 
-__all__ = ["Server", "served_name"]
+__all__ = ["Server", "address_of", "check_reachable", "served_name"]
 
 
 class Server:
@@ -51,11 +51,7 @@ class Server:
         Raises:
             ConfigurationError: other machines could reach the address, and no API key is set.
         """
-        if access.is_open and not _is_loopback(host):
-            raise ConfigurationError(
-                f"host {host!r} can be reached from other machines, and no API key is set, so anybody could ask. Set "
-                "--api-key or --tenants, or leave --host out."
-            )
+        check_reachable(host, access)
         limits = limits or Limits()
         self._failure: Exception | None = None
         self.app = App(
@@ -95,7 +91,7 @@ class Server:
         """
         listening = _listen(self._host, self._port)
         port = listening.getsockname()[1]
-        self.address = f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{port}"
+        self.address = address_of(self._host, port)
         before = None
         if threading.current_thread() is threading.main_thread():
             # uvicorn raises the signal again when it has stopped, and by then it has done its work
@@ -142,6 +138,20 @@ def _listen(host: str, port: int) -> socket.socket:
         raise ConfigurationError(
             f"cannot listen at {host}:{port}: {error.strerror or error}. Choose another --port."
         ) from error
+
+
+def check_reachable(host: str, access: Access) -> None:
+    """Raise ConfigurationError if other machines could reach the address, and no API key is set."""
+    if access.is_open and not _is_loopback(host):
+        raise ConfigurationError(
+            f"host {host!r} can be reached from other machines, and no API key is set, so anybody could ask. Set "
+            "--api-key or --tenants, or leave --host out."
+        )
+
+
+def address_of(host: str, port: int) -> str:
+    """``http://host:port``."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _is_loopback(host: str) -> bool:

@@ -12,12 +12,11 @@ from typing import Any
 
 from ..config import EngineConfig
 from ..engine import CacheClipEngine
-from ..errors import ConfigurationError
 from ..frontend.aio import iterate_in_thread
 from ..frontend.finishing import final_events
-from ..frontend.tools import can_constrain
+from ..frontend.tools import can_constrain, uses_tools
 from ..guards.metrics import Metrics
-from ..prompt.segments import Fresh, Segment, given_texts, segment_text
+from ..prompt.segments import Segment, given_texts
 from ..sampling import SamplingParams
 from ..store import ChunkStore
 from ..types import Event, Message
@@ -50,7 +49,7 @@ class TransformersBackend(Backend):
         engine = self.engine(self._config.namespace)
         engine.warm_up()
         runtime = engine.primary
-        return ModelCard(runtime.context_tokens, _uses_tools(engine), runtime.can_constrain and can_constrain())
+        return ModelCard(runtime.context_tokens, uses_tools(runtime), runtime.can_constrain and can_constrain())
 
     async def answer(self, asked: Asked) -> AsyncGenerator[Event, None]:
         async with aclosing(iterate_in_thread(lambda: self._events(asked))) as events:
@@ -72,7 +71,8 @@ class TransformersBackend(Backend):
         tools = options.pop("tools", ())
         prompt: str | Sequence[Message] | list[Segment] = asked.prompt
         if isinstance(prompt, str):
-            prompt = _as_it_stands(engine, prompt, given)
+            parts = not engine.context_of(given.method).isolated
+            prompt = engine.parts.segment_as_it_stands(prompt, given_texts(given.documents), parts=parts)
         stream = engine.stream(
             prompt,
             SamplingParams().with_options(options),
@@ -98,24 +98,3 @@ def _reuse(engine: CacheClipEngine, given: CacheClipField) -> dict[str, Any]:
     elif not isinstance(given.ratio, str):
         options["recompute_ratio"] = None  # the instance has it
     return options
-
-
-def _as_it_stands(engine: CacheClipEngine, text: str, given: CacheClipField) -> list[Segment]:
-    """Segments of a prompt without the chat template and the system prompt."""
-    runtime = engine.primary
-    parts = runtime.has_offsets and not engine.context_of(given.method).isolated
-    opening: list[Segment] = [Fresh(runtime.opening, control=True)] if runtime.opening else []
-    return opening + segment_text(text, engine.library.index, given_texts(given.documents), parts=parts)
-
-
-def _uses_tools(engine: CacheClipEngine) -> bool:
-    """Whether the chat template writes a tool that it is given."""
-    if not engine.primary.has_chat_template:
-        return False
-    messages: list[Message] = [{"role": "user", "content": "?"}]
-    tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
-    render = engine.primary.render_chat
-    try:
-        return render(messages) != render(messages, tools=[tool])
-    except ConfigurationError:  # a template that refuses them
-        return False

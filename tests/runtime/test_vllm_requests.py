@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,10 @@ class TestSettings:
     def test_from_engine_options(self, tmp_path: Path) -> None:
         options = engine_options(tmp_path, namespace="a", handoffs=tmp_path / "h")
         settings = Settings.of(options["kv_transfer_config"]["kv_connector_extra_config"])
-        assert settings == Settings(tmp_path, "a", tmp_path / "h")
+        assert settings == Settings(tmp_path, frozenset("a"), tmp_path / "h")
+        options = engine_options(tmp_path, namespace=["b", "a"], sealed=True)
+        settings = Settings.of(options["kv_transfer_config"]["kv_connector_extra_config"])
+        assert settings == Settings(tmp_path, frozenset("ab"), sealed=True)
         assert options["kv_transfer_config"]["kv_load_failure_policy"] == "recompute"
         assert options["worker_cls"].endswith("CPUWorker")
         assert engine_options(tmp_path, device="gpu")["worker_cls"].endswith("GPUWorker")
@@ -61,7 +65,9 @@ class TestSettings:
         [
             ({}, "needs store"),
             ({"folder": "x", "store": "x"}, "unknown"),
-            ({"store": "x", "namespace": ""}, "namespace"),
+            ({"store": "x", "namespaces": [""]}, "namespace"),
+            ({"store": "x", "namespaces": "a"}, "list of names"),
+            ({"store": "x", "namespaces": []}, "a name or more"),
         ],
     )
     def test_refused(self, given: dict[str, Any], what: str) -> None:
@@ -84,7 +90,11 @@ class TestReady:
         with pytest.raises(ConfigurationError, match="no store"):
             self.ready(made, carried, settings=Settings(handoffs=Path("x")))
         with pytest.raises(ConfigurationError, match="another tenant"):
-            self.ready(made, carried, settings=Settings(Path("x"), "other"))
+            self.ready(made, carried, settings=Settings(Path("x"), frozenset({"other"})))
+        several = Settings(Path("x"), frozenset({"other", "default"}))
+        assert self.ready(made, carried, settings=several).digest == ready.digest
+        other = replace(made["plan"], namespace="other")
+        assert other.digest != made["plan"].digest, "tenants never share blocks of vLLM's prefix cache"
 
     def test_of_a_handoff(self, made: dict[str, Any], tmp_path: Path) -> None:
         found = made["engine"].prefill(rag_prompt(CHUNKS), method=preset("cacheblend"))

@@ -45,7 +45,7 @@ def test_it_serves_until_a_signal(tiny_models: dict[str, str], tmp_path: Path) -
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--backend", "vlm"], "backend must be one of transformers"),
+        (["--backend", "vlm"], "backend must be one of transformers, vllm"),
         (["--method", "cachclip"], "cacheclip"),
         (["--ratio", "2"], "between 0"),
         (["--finish", "maybe"], "finish must be one of"),

@@ -20,6 +20,7 @@ from cacheclip_rag.methods import preset
 from cacheclip_rag.runtime.vllm.offline import FusedLLM, engine_options
 from cacheclip_rag.runtime.vllm.planner import Planner
 from cacheclip_rag.testing.tiny import SENTENCES, build_auxiliary, build_model, tiny_spec
+from tests.conftest import TOOLS_TEMPLATE
 
 os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
@@ -35,7 +36,10 @@ HEADS = {"num_attention_heads": 4, "head_dim": 32, "hidden_size": 128, "num_hidd
 MODELS = {
     "qwen3": tiny_spec("qwen3", **HEADS, num_key_value_heads=2),
     "llama": tiny_spec("llama", **HEADS, num_key_value_heads=1),
+    "tools": tiny_spec("qwen3", **HEADS, num_key_value_heads=2),
 }
+TEMPLATES = {"tools": TOOLS_TEMPLATE}
+"""Chat templates of models, instead of the one of all tiny models."""
 CHUNKS = [" ".join(SENTENCES[(start + step) % 8] for step in range(4)) for start in range(6)]
 QUESTIONS = ["What is the magic number?", "Who built the lighthouse?", "When does the ferry leave?", "Who went ashore?"]
 CORRECTED = replace(preset("random"), correction=0.5, name="corrected")
@@ -102,6 +106,8 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Any:
                 "method": "cacheclip",
                 "prefix_cache_bytes": 0,
             }
+            if name in TEMPLATES:
+                (own / "model" / "chat_template.jinja").write_text(TEMPLATES[name])
             made[name] = Setting(options["primary"], options["store"], str(own / "handoffs"), options)
             made[name].engine.precompute(CHUNKS)
             assert all(made[name].engine.is_stored(chunk) for chunk in CHUNKS)

@@ -103,7 +103,8 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def on_new_request(self, request: Any) -> None:
         """Decide whether the request's KV can be made. If so, its hashes in the prefix cache are its own from here."""
-        given = (request.kv_transfer_params or {}).get(PARAMETER)
+        carried = request.kv_transfer_params
+        given = carried.get(PARAMETER) if isinstance(carried, Mapping) else None  # a client may send anything
         if given is None:
             return
         try:

@@ -128,7 +128,7 @@ class Loader:
 
     def _read(self, plan: FusionPlan) -> dict[str, KV]:
         assert self._settings.store is not None, "the scheduler checked the request"
-        reader = StoreReader(self._settings.store, self._settings.namespace)
+        reader = StoreReader(self._settings.store, plan.namespace)  # one of the connector's
         entries: dict[str, KV] = {}
         for piece in plan.pieces:
             if piece.key not in entries:

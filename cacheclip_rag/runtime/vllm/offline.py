@@ -35,20 +35,24 @@ _WORKERS = {"cpu": "CPUWorker", "gpu": "GPUWorker"}
 def engine_options(
     store: str | PathLike[str] | None = None,
     *,
-    namespace: str = "default",
+    namespace: str | Sequence[str] = "default",
     handoffs: str | PathLike[str] | None = None,
     device: str = "cpu",
+    sealed: bool = False,
 ) -> dict[str, Any]:
     """Arguments of ``vllm.LLM`` (and ``AsyncEngineArgs``) that make it take fused prompts.
 
     Args:
         store: folder of the chunk-cache store, for methods that choose tokens without the primary's KV.
-        namespace: tenant whose chunks requests may use.
+        namespace: tenant whose chunks requests may use, or several. Plans of several tenants should be sealed.
         handoffs: folder of handoffs, for the other methods; memory (``/dev/shm``) is best.
         device: ``cpu`` or ``gpu``.
+        sealed: whether plans need a seal (:mod:`.requests`), as those of ``cacheclip serve`` have.
     """
     check_choice("device", device, tuple(_WORKERS))
-    extra = {"namespace": namespace}
+    extra: dict[str, Any] = {"namespaces": [namespace] if isinstance(namespace, str) else sorted(namespace)}
+    if sealed:
+        extra["sealed"] = True
     extra |= {name: str(Path(f).absolute()) for name, f in (("store", store), ("handoffs", handoffs)) if f is not None}
     return {
         "worker_cls": f"cacheclip_rag.runtime.vllm.worker.{_WORKERS[device]}",

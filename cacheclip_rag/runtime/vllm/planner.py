@@ -7,7 +7,7 @@ compute their KV.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -20,15 +20,17 @@ from ...errors import ConfigurationError
 from ...fusion.recompute import plan_ahead
 from ...fusion_plan import FusionPlan
 from ...guards.base import Observer
-from ...guards.certificate import CertificateGuard
+from ...guards.certificate import CertificateGuard, check_certificate
 from ...guards.misses import MissWarning
 from ...methods.base import Method
 from ...models.load import load_planning
 from ...parts import Parts
 from ...plan.planner import choose_method
-from ...prompt.segments import Segment
+from ...prompt.segments import Segment, given_texts
 from ...sampling import SamplingParams
-from ...types import Documents, Plan, Prompt, Request
+from ...store import ChunkStore
+from ...types import Documents, FusionStats, Plan, Prompt, Request
+from ..prefill import stats_of
 from ..transformers.planning import PlanningRuntime
 
 __all__ = ["PlannedPrompt", "Planner"]
@@ -41,6 +43,8 @@ class PlannedPrompt:
     token_ids: tuple[int, ...]
     """What vLLM must be given: its own tokenisation may differ where text of users looks like control tokens."""
     plan: Plan
+    stats: FusionStats
+    """What is known before vLLM has the prompt: tokens, hits and misses, and the seconds of planning (``ttft_s``)."""
     fusion: FusionPlan | None = None
     """How vLLM's workers make the KV of the first tokens; None: ``reason`` says why they cannot."""
     reason: str | None = None
@@ -54,12 +58,14 @@ class Planner:
 
     def __init__(self, config: EngineConfig | None = None, **options: Any) -> None:
         """Settings are those of :class:`~cacheclip_rag.engine.CacheClipEngine`. ``dtype`` must be vLLM's, and ``store``
-        a folder that vLLM's workers can read.
+        a folder that vLLM's workers can read. Planners of several tenants may share the
+        :class:`~cacheclip_rag.store.ChunkStore` of that folder: ``Planner(config, store=shared)``.
 
         Raises:
             ConfigurationError: there is no store, primary and auxiliary are one model, or a setting has no effect on
                 vLLM's answers.
         """
+        shared = options.pop("store") if isinstance(options.get("store"), ChunkStore) else None
         self.config = EngineConfig.from_options(config, options)
         if self.config.store is None:
             raise ConfigurationError("vLLM's workers read chunks from a store folder, and none is set. Set store.")
@@ -72,7 +78,7 @@ class Planner:
                 raise ConfigurationError(f"{name} has no effect on answers of vLLM. Leave it out.")
         if self.config.fixed_ratio != self.config.recompute_ratio:
             raise ConfigurationError("ratios are not chosen by time for vLLM. Give recompute_ratio as a number.")
-        self.parts = Parts(self.config, load_primary=load_planning)
+        self.parts = Parts(self.config, shared, load_primary=load_planning)
         """Store, models and caches, each made at first use."""
         self._answering = Answering(self.parts, ChunkWriter(self.parts), ())
         self._observers: tuple[Observer, ...] = (CertificateGuard(self.config), MissWarning())
@@ -85,6 +91,59 @@ class Planner:
     def make_method(self, method: str | Method | None = None, recompute_ratio: float | None = None) -> Method:
         """The method of a call; see :meth:`CacheClipEngine.make_method`."""
         return choose_method(self.config, method, recompute_ratio, lambda: self.parts.has_head_set)
+
+    def warm_up(self) -> None:
+        """Load what the settings' method needs, so that the first plan need not wait for it.
+
+        Raises:
+            ConfigurationError: vLLM could fuse no prompt with this method.
+            CertificateError: the settings require a certificate, and there is none for this method and its ratio.
+        """
+        method = self.make_method()
+        reason = self.why_never(method)
+        if reason is not None:
+            raise ConfigurationError(
+                f"nothing would be reused: {reason}. Choose a method that chooses tokens without the primary's KV, for "
+                "instance cacheclip (with an auxiliary model) or epic."
+            )
+        sources = self.parts.sources(method)
+        self.parts.library.find("Is the text index open?")
+        if method.reuses_chunks and self.config.require_certificate:
+            check_certificate(self.config, method, self.parts.identity(method))
+        self.segments("?", method=method)
+        assert sources.primary.runtime is self.primary
+
+    def why_never(self, method: Method) -> str | None:
+        """Why vLLM alone can fuse no prompt with this method; None if it can, or if the method reuses no chunks."""
+        if method.composes:
+            return f"method {method.name!r} answers by several prompts, which vLLM cannot be given as one"
+        if not method.reuses_chunks:
+            return None
+        if type(method).positions is not Method.positions:
+            return _other_positions(method)
+        return _needs_engine(method) or self._obstacle_of_model()
+
+    def segments(
+        self,
+        prompt: Prompt,
+        *,
+        method: str | Method | None = None,
+        documents: Documents = (),
+        tools: Sequence[Mapping[str, Any]] = (),
+        as_it_stands: bool = False,
+    ) -> list[Segment]:
+        """A prompt cut into chunks and fresh text, for :meth:`plan` with the same method.
+
+        Args:
+            as_it_stands: the prompt is a text without chat template and system prompt.
+        """
+        chosen = method if isinstance(method, Method) else self.make_method(method)
+        parts = not self.parts.context(chosen.context).isolated
+        given = given_texts(documents)
+        if not as_it_stands:
+            return self.parts.segment(prompt, given, tools=tools, parts=parts)
+        assert isinstance(prompt, str), "only a text can be read as it stands"
+        return self.parts.segment_as_it_stands(prompt, given, parts=parts)
 
     @torch.inference_mode()
     def plan(
@@ -105,10 +164,7 @@ class Planner:
         """
         chosen = self.make_method(method, recompute_ratio)
         if chosen.composes:
-            raise ConfigurationError(
-                f"method {chosen.name!r} answers by several prompts, which vLLM cannot be given as one. Choose another "
-                "method."
-            )
+            raise ConfigurationError(f"{self.why_never(chosen)}. Choose another method.")
         clock = PhaseClock()
         request = Request(prompt, SamplingParams(), chosen, question, documents, tools=tools)
         sources = self.parts.sources(chosen)
@@ -116,20 +172,20 @@ class Planner:
         for observer in self._observers:
             observer.on_plan(plan, sources)
         ids = plan.layout.token_ids
-        if not chosen.reuses_chunks:
-            return PlannedPrompt(ids, plan)
-        if not plan.reused:
-            return PlannedPrompt(ids, plan, reason=plan.fallback)
-        reason = self._obstacle(plan)
-        if reason is not None:
-            return PlannedPrompt(ids, plan, reason=reason)
-        reason = _needs_engine(chosen)
-        if reason is not None:
-            return PlannedPrompt(ids, plan, reason=reason, needs_engine=True)
+        reason = plan.fallback if chosen.reuses_chunks else None
+        needs_engine = False
+        if plan.reused:
+            reason = self._obstacle(plan)
+            if reason is None:
+                reason = _needs_engine(chosen)
+                needs_engine = reason is not None
+        if not plan.reused or reason is not None:
+            return PlannedPrompt(ids, plan, _plain_stats(plan, reason, clock), None, reason, needs_engine)
         fusion = plan_ahead(self.primary, plan, sources, clock=clock)
         for piece in fusion.pieces:
             self.parts.store.record_use(piece.key)  # the workers, which read them, write nothing
-        return PlannedPrompt(ids, plan, fusion)
+        computed = _computed_of_chunks(plan, fusion)
+        return PlannedPrompt(ids, plan, stats_of(plan, clock, None, computed, computed), fusion)
 
     def close(self) -> None:
         """Close file handles; the planner may be used again afterwards."""
@@ -137,11 +193,18 @@ class Planner:
 
     def _obstacle(self, plan: Plan) -> str | None:
         """Why vLLM cannot decode what the method makes; None if it can."""
+        if plan.method.positions(plan.layout, plan.reused) is not None:
+            return _other_positions(plan.method)
+        return self._obstacle_of_model()
+
+    def _obstacle_of_model(self) -> str | None:
         if self.primary.pinned_rope:
             return "the model's rotary frequencies depend on the length, and vLLM's differ from the stored chunks'"
-        if plan.method.positions(plan.layout, plan.reused) is not None:
-            return f"method {plan.method.name!r} changes positions or attention, which vLLM cannot decode with"
         return None
+
+
+def _other_positions(method: Method) -> str:
+    return f"method {method.name!r} changes positions or attention, which vLLM cannot decode with"
 
 
 def _needs_engine(method: Method) -> str | None:
@@ -151,3 +214,27 @@ def _needs_engine(method: Method) -> str | None:
     if method.min_confidence:
         return "min_confidence needs the first token's logits before the answer, which vLLM does not give"
     return None
+
+
+def _plain_stats(plan: Plan, reason: str | None, clock: PhaseClock) -> FusionStats:
+    """Statistics of a prompt that vLLM prefills in full. Hits are those of the plan, as if it were carried out."""
+    hits = stats_of(plan, clock)
+    layout = replace(plan.layout, num_prefix=0, num_cached=0)
+    stats = stats_of(replace(plan.reusing(()), layout=layout), clock)
+    reuses = plan.method.reuses_chunks
+    return replace(
+        stats,
+        method="full" if reuses else stats.method,
+        fallback=reason,
+        hits=hits.hits,
+        misses=hits.misses if reuses else 0,
+        missed_tokens=hits.missed_tokens if reuses else 0,
+        charged_ratio=1.0,
+    )
+
+
+def _computed_of_chunks(plan: Plan, fusion: FusionPlan) -> int:
+    """Number of computed tokens in reused chunks."""
+    return sum(
+        max(0, min(stop, span.stop) - max(start, span.start)) for start, stop in fusion.computed for span in plan.reused
+    )

@@ -4,11 +4,18 @@ A request names its plan or its handoff in vLLM's ``kv_transfer_params``, under 
 
     {"cacheclip": {"plan": {…}}}            FusionPlan.to_dict(): vLLM's workers recompute
     {"cacheclip": {"handoff": "DIGEST"}}    an engine has prefilled: vLLM's workers read the file
+
+A server with clients of its own seals them: ``{"plan": {…}, "seal": "…"}`` holds a digest made with a secret key, which
+server and connector have from the environment. So no client can send plans past the server.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+import hmac
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +27,12 @@ from ...handoff import read_handoff
 from ..transformers.planning import PlanningRuntime
 from .passes import passes
 
-__all__ = ["PARAMETER", "Ready", "Settings", "request_parameters"]
+__all__ = ["PARAMETER", "SEAL_VARIABLE", "Ready", "Settings", "request_parameters"]
 
 PARAMETER = "cacheclip"
 """Name in ``kv_transfer_params``."""
+SEAL_VARIABLE = "CACHECLIP_VLLM_SEAL"
+"""Environment variable with the key of seals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,25 +41,38 @@ class Settings:
 
     store: Path | None = None
     """Folder of the store, for plans; None refuses them."""
-    namespace: str = "default"
-    """Tenant whose entries may be read. A request cannot choose it."""
+    namespaces: frozenset[str] = frozenset({"default"})
+    """Tenants whose entries may be read. Of several, the plan names one, so that plans should be sealed."""
     handoffs: Path | None = None
     """Folder of handoffs; None refuses them."""
+    sealed: bool = False
+    """Whether plans and handoffs without a seal are refused."""
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Settings:
         """Raises ConfigurationError for an unknown setting or a wrong value."""
-        unknown = sorted(set(given) - {"store", "namespace", "handoffs"})
+        known = ("store", "namespaces", "handoffs", "sealed")
+        unknown = sorted(set(given) - set(known))
         if unknown:
             raise ConfigurationError(
-                f"unknown setting {', '.join(unknown)} in kv_connector_extra_config. Known: store, namespace, handoffs."
+                f"unknown setting {', '.join(unknown)} in kv_connector_extra_config. Known: {', '.join(known)}."
             )
         if not given.get("store") and not given.get("handoffs"):
             raise ConfigurationError("kv_connector_extra_config needs store (for plans), handoffs (a folder), or both.")
-        namespace = given.get("namespace", "default")
-        check_namespace(namespace)
         store, handoffs = (Path(given[name]) if given.get(name) else None for name in ("store", "handoffs"))
-        return cls(store, namespace, handoffs)
+        namespaces = _checked_namespaces(given.get("namespaces", ["default"]))
+        return cls(store, namespaces, handoffs, bool(given.get("sealed", False)))
+
+
+def _checked_namespaces(given: object) -> frozenset[str]:
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise ConfigurationError(f"namespaces must be a list of names, got {given!r}.")
+    names = list(given)
+    if not names:
+        raise ConfigurationError("namespaces must hold a name or more.")
+    for name in names:
+        check_namespace(name)
+    return frozenset(names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +108,17 @@ class Ready:
         Raises:
             ConfigurationError, ValueError, OSError: why its KV cannot be made.
         """
-        if not isinstance(given, Mapping) or len(given) != 1 or not set(given) <= {"plan", "handoff"}:
+        named = set(given) - {"seal"} if isinstance(given, Mapping) else set()
+        if not isinstance(given, Mapping) or len(named) != 1 or not named <= {"plan", "handoff"}:
             raise ConfigurationError(f"a request gives either a plan or a handoff under {PARAMETER!r}")
+        if settings.sealed:
+            _check_seal(given)
         if "plan" in given:
             plan = FusionPlan.from_dict(given["plan"])
             if settings.store is None:
                 raise ConfigurationError("the request has a plan, and the connector has no store")
-            if plan.namespace != settings.namespace:
-                raise ConfigurationError("the plan is for another tenant than the connector")
+            if plan.namespace not in settings.namespaces:
+                raise ConfigurationError("the plan is for another tenant than the connector's")
             if plan.rope_pin != runtime.rope_pin:
                 raise ConfigurationError("the plan is for another rotary embedding")
             _check(plan.token_ids, plan.model, token_ids, runtime)
@@ -108,10 +133,27 @@ class Ready:
             return cls(given["handoff"], handoff.num_tokens, handoff=given["handoff"])
 
 
-def request_parameters(*, plan: FusionPlan | None = None, handoff: str | None = None) -> dict[str, Any]:
-    """A request's ``kv_transfer_params``, for one of the two."""
+def request_parameters(
+    *, plan: FusionPlan | None = None, handoff: str | None = None, key: str | None = None
+) -> dict[str, Any]:
+    """A request's ``kv_transfer_params``, for one of the two. ``key``: seal them with it."""
     assert (plan is None) != (handoff is None), "a request has a plan or a handoff"
-    return {PARAMETER: {"handoff": handoff} if plan is None else {"plan": plan.to_dict()}}
+    carried: dict[str, Any] = {"handoff": handoff} if plan is None else {"plan": plan.to_dict()}
+    return {PARAMETER: carried if key is None else {**carried, "seal": _seal(carried, key)}}
+
+
+def _seal(carried: Mapping[str, Any], key: str) -> str:
+    text = json.dumps(carried, sort_keys=True, default=repr)
+    return hmac.new(key.encode(), text.encode(), hashlib.sha256).hexdigest()
+
+
+def _check_seal(given: Mapping[str, Any]) -> None:
+    key = os.environ.get(SEAL_VARIABLE)
+    if not key:
+        raise ConfigurationError(f"the connector takes sealed requests only, and {SEAL_VARIABLE} is not set")
+    carried = {name: value for name, value in given.items() if name != "seal"}
+    if not hmac.compare_digest(_seal(carried, key).encode(), str(given.get("seal")).encode()):
+        raise ConfigurationError("the request was not planned by this server")
 
 
 def _check(ids: Sequence[int], model: str, token_ids: Sequence[int], runtime: PlanningRuntime) -> None:

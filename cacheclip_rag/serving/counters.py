@@ -1,0 +1,55 @@
+"""Counters of a server, beside those of its answers (:mod:`cacheclip_rag.guards.metrics`)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+__all__ = ["Counters", "exposition"]
+
+
+@dataclass
+class Counters:
+    """What happened to requests. Used by one event loop."""
+
+    requests: Counter[tuple[str, int]] = field(default_factory=Counter)
+    """Responses, by path and status."""
+    disconnects: int = 0
+    """Requests whose client hung up before the end."""
+
+    def count(self, path: str, status: int) -> None:
+        """Count a response."""
+        self.requests[path, status] += 1
+
+    def text(self, *, running: int, waiting: int) -> str:
+        """In Prometheus' text format.
+
+        Args:
+            running: questions that are being answered.
+            waiting: questions that wait for their turn.
+        """
+        requests = [(f'path="{path}",status="{status}"', n) for (path, status), n in sorted(self.requests.items())]
+        return (
+            exposition("http_requests_total", "counter", "Responses, by path and status.", requests)
+            + exposition(
+                "http_disconnects_total",
+                "counter",
+                "Requests whose client hung up before the end.",
+                [("", self.disconnects)],
+            )
+            + exposition("questions_running", "gauge", "Questions that are being answered.", [("", running)])
+            + exposition("questions_waiting", "gauge", "Questions that wait for their turn.", [("", waiting)])
+        )
+
+
+def exposition(name: str, kind: str, says: str, values: Iterable[tuple[str, float]]) -> str:
+    """One metric in Prometheus' text format, its name prefixed with ``cacheclip_``.
+
+    Args:
+        kind: ``counter`` or ``gauge``.
+        values: each with its labels, such as ``path="/health"``, or an empty string.
+    """
+    lines = [f"# HELP cacheclip_{name} {says}", f"# TYPE cacheclip_{name} {kind}"]
+    lines += [f"cacheclip_{name}{f'{{{labels}}}' if labels else ''} {value}" for labels, value in values]
+    return "\n".join(lines) + "\n"

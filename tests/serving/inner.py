@@ -1,0 +1,112 @@
+"""What the middleware finds behind it: an application with the paths and responses of vLLM's server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+WORDS = ["The", " year", " was", " 1904."]
+METRICS = "# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 0.0\n"
+
+
+class Inner:
+    """Answers every prompt with the same words, and remembers what came."""
+
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.paths: list[str] = []
+        self.told: dict[str, Any] = {"outcome": "fused", "reason": None}
+        """What the connector says of a plan."""
+        self.cached: int | None = None
+        """Cached tokens; None: all but the last token of a planned prompt, else none."""
+        self.gate = threading.Event()
+        """Streams wait for it after their first word."""
+        self.gate.set()
+        self.error: Response | None = None
+        paths = [("/v1/chat/completions", self._chat), ("/v1/completions", self._completion)]
+        others = ["/v1/responses", "/tokenize", "/health", "/metrics", "/v1/models"]
+        self.app = Starlette(
+            routes=[
+                *(Route(path, handle, methods=["POST"]) for path, handle in paths),
+                *(Route(path, self._other, methods=["GET", "POST"]) for path in others),
+            ]
+        )
+
+    @property
+    def last(self) -> dict[str, Any]:
+        return self.bodies[-1]
+
+    async def _other(self, request: Request) -> Response:
+        self.paths.append(request.url.path)
+        if request.url.path == "/metrics":
+            assert "gzip" not in request.headers.get("accept-encoding", "")
+            return PlainTextResponse(METRICS)
+        if request.url.path == "/v1/models":
+            cards = [{"id": name, "object": "model", "max_model_len": 4096} for name in ("tiny", "an-adapter")]
+            return JSONResponse({"object": "list", "data": cards})
+        return JSONResponse({"path": request.url.path})
+
+    async def _chat(self, request: Request) -> Response:
+        return await self._answer(request, "chat.completion")
+
+    async def _completion(self, request: Request) -> Response:
+        return await self._answer(request, "text_completion")
+
+    async def _answer(self, request: Request, kind: str) -> Response:
+        body = json.loads(await request.body())
+        assert request.headers["content-length"] == str(len(await request.body()))
+        self.bodies.append(body)
+        if self.error is not None:
+            return self.error
+        carried = body.get("kv_transfer_params") or {}
+        plan = carried.get("cacheclip", {}).get("plan")
+        prompt = len(plan["token_ids"]) if plan else 40
+        cached = self.cached if self.cached is not None else (prompt - 1 if plan else 0)
+        usage = {
+            "prompt_tokens": prompt,
+            "completion_tokens": 4,
+            "total_tokens": prompt + 4,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+        head = {"id": "x-1", "created": 7, "model": "tiny"}
+        metrics = {"time_to_first_token_ms": 5.0}
+        if body.get("stream"):
+            return StreamingResponse(
+                self._events(body, {**head, "object": f"{kind}.chunk"}, usage, metrics), 200, None, "text/event-stream"
+            )
+        said: dict[str, Any] = {"text": "".join(WORDS)}
+        if kind == "chat.completion":
+            said = {"message": {"role": "assistant", "content": "".join(WORDS), "tool_calls": []}}
+        found = {
+            **head,
+            "object": kind,
+            "choices": [{"index": 0, **said, "finish_reason": "stop"}],
+            "usage": usage,
+            "kv_transfer_params": {"cacheclip": self.told, "other": 1} if plan else None,
+            "metrics": metrics,
+        }
+        return JSONResponse(found)
+
+    async def _events(
+        self, body: dict[str, Any], head: dict[str, Any], usage: dict[str, Any], metrics: dict[str, Any]
+    ) -> AsyncIterator[bytes]:
+        def event(value: dict[str, Any]) -> bytes:
+            return b"data: " + json.dumps({**head, **value}, separators=(",", ":")).encode() + b"\n\n"
+
+        for number, word in enumerate(WORDS):
+            last = number == len(WORDS) - 1
+            delta = {"delta": {"content": word}} if "messages" in body else {"text": word}
+            yield event({"choices": [{"index": 0, **delta, "finish_reason": "stop" if last else None}]})
+            while not self.gate.is_set():
+                await asyncio.sleep(0.01)
+        if (body.get("stream_options") or {}).get("include_usage"):
+            yield event({"choices": [], "usage": usage, "metrics": metrics, "system_fingerprint": "f"})
+        yield b"data: [DONE]\n\n"

