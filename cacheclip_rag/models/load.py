@@ -165,9 +165,16 @@ def load_any(
     return runtime
 
 
-def load_planning(name: str | PathLike[str], *, dtype: str = "float32") -> PlanningRuntime:
+def load_planning(
+    name: str | PathLike[str], *, dtype: str = "float32", quantization: str | None = None, backend: str = ""
+) -> PlanningRuntime:
     """The model called ``name`` without its weights: what plans prompts for a process that has them. Shared by later
     calls in this process. Its fingerprint is that of the loaded model.
+
+    Args:
+        quantization: how the other process quantises the weights while it loads them. Its KV is that of other weights,
+            so that the fingerprint is another one. A checkpoint that is quantised already keeps its fingerprint.
+        backend: what runs the model there (:attr:`~cacheclip_rag.runtime.base.Runtime.backend`).
 
     Raises:
         The errors of :func:`load_model`, but for those of the device.
@@ -179,13 +186,16 @@ def load_planning(name: str | PathLike[str], *, dtype: str = "float32") -> Plann
     check_choice("dtype", dtype, DTYPES)
     name = os.fspath(name)
     folder = resolve(name)
-    key = (str(folder), dtype, "none")
+    key = (str(folder), dtype, f"none {quantization} {backend}")
     with _registry_lock:
         if key not in _registry:
             config, tokenizer, reason = _open(folder, name, "error")
             assert reason is None, "without fallback, other models are refused"
-            identity = {"name": name, "fingerprint": f"{fingerprint(folder)}:{dtype}"}
-            _registry[key] = PlanningRuntime(folder, config, tokenizer, dtype=getattr(torch, dtype), **identity)
+            changed = quantization if getattr(config, "quantization_config", None) is None else None
+            identity = {"name": name, "fingerprint": ":".join(filter(None, (fingerprint(folder), dtype, changed)))}
+            runtime = PlanningRuntime(folder, config, tokenizer, dtype=getattr(torch, dtype), **identity)
+            runtime.backend = backend
+            _registry[key] = runtime
         return cast("PlanningRuntime", _registry[key])
 
 
