@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.errors import ConfigurationError, EncodingError, UnsupportedModelError
+from cacheclip_rag.errors import ConfigurationError, EncodingError, ModelError, UnsupportedModelError
 from cacheclip_rag.models.load import load_model, load_planning
 from cacheclip_rag.runtime.vllm.captures import (
     Captor,
@@ -22,7 +22,7 @@ from cacheclip_rag.runtime.vllm.captures import (
     read_capture,
     remove_capture,
 )
-from cacheclip_rag.runtime.vllm.encoding import encoding_options, vllm_engine
+from cacheclip_rag.runtime.vllm.encoding import encoding_options, encoding_primary, vllm_engine
 from cacheclip_rag.runtime.vllm.requests import Settings
 from cacheclip_rag.runtime.vllm.served import Served
 from tests.conftest import CHUNKS, TINY_MODELS, build_model
@@ -271,7 +271,7 @@ class TestEncodingElsewhere:
     def test_without_an_encoder(self, tiny_models: dict[str, str]) -> None:
         planning = load_planning(tiny_models["llama"])
         assert planning.encoding_by(lambda chunks, context: [], batch_characters=1) is not planning
-        with pytest.raises(Exception, match="without its weights"):
+        with pytest.raises(ModelError, match="without its weights"):
             planning.encode([1, 2])
 
 
@@ -300,9 +300,8 @@ class TestOptions:
         ):
             pass
 
-    def test_rotary_frequencies_that_depend_on_the_length(self, tiny_models: dict[str, str]) -> None:
-        with (
-            vllm_engine(primary=tiny_models["llama-rope-dynamic"], auxiliary=None) as engine,
-            pytest.raises(Exception, match="depend on the length"),
-        ):
+    def test_rotary_frequencies_that_depend_on_the_length(self, tiny_models: dict[str, str], tmp_path: Path) -> None:
+        load = encoding_primary(None, tmp_path)
+        engine = CacheClipEngine(primary=tiny_models["llama-rope-dynamic"], auxiliary=None, load_primary=load)
+        with pytest.raises(ModelError, match="depend on the length"):
             engine.precompute(CHUNKS)

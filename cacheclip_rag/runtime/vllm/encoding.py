@@ -10,7 +10,7 @@ gets it back for every chunk as a handoff.
 
 from __future__ import annotations
 
-import logging
+import importlib.util
 import os
 import secrets
 import shutil
@@ -35,8 +35,6 @@ from .offline import engine_options
 from .served import Served
 
 __all__ = ["BATCH_CHARACTERS", "ChunkEncoder", "encoding_options", "encoding_primary", "start_vllm", "vllm_engine"]
-
-logger = logging.getLogger(__name__)
 
 BATCH_CHARACTERS = 32_000
 """Characters of chunks that vLLM gets at once: several of its steps. The KV of so many is in memory meanwhile."""
@@ -255,13 +253,16 @@ def vllm_engine(
     Other arguments are those of :class:`~cacheclip_rag.engine.CacheClipEngine`.
 
     Raises:
-        ConfigurationError, MissingExtraError, ModelError: at the first chunk, as for :func:`start_vllm`.
+        ConfigurationError, MissingExtraError, ModelError: as for :func:`start_vllm`, some of them at the first chunk.
     """
     given = dict(vllm or {})
     settings = EngineConfig.from_options(config, options)
     encoders: list[ChunkEncoder] = []
     started: list[Any] = []
     _check_options(given, {})
+    if importlib.util.find_spec("vllm") is None:
+        raise MissingExtraError("vLLM", "vllm")
+    longest = given.get("max_model_len")
     with TemporaryDirectory(prefix="cacheclip-", dir=_exchange()) as folder:
         ours = encoding_options(folder, device=device_of(settings.device))
 
@@ -275,7 +276,7 @@ def vllm_engine(
             start,
             folder,
             quantization=given.get("quantization"),
-            max_tokens=given.get("max_model_len"),
+            max_tokens=longest if isinstance(longest, int) and longest > 0 else None,
             keep=encoders.append,
         )
         engine = CacheClipEngine(settings, load_primary=load)
