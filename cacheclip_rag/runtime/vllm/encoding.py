@@ -134,8 +134,9 @@ class ChunkEncoder:
             self._context = None
 
     def _answers(self, prompts: list[Any], params: list[Any]) -> list[Any]:
+        llm = self.llm
         try:
-            found: list[Any] = self.llm.generate(prompts, params, use_tqdm=False)
+            found: list[Any] = llm.generate(prompts, params, use_tqdm=False)
         except ValueError as error:  # of vLLM: a chunk that is too long for it
             raise EncodingError(f"vLLM refuses a chunk: {error}", [None] * len(prompts)) from error
         return found
