@@ -73,21 +73,15 @@ def test_a_certificate(settings: Any, folder: Path, monkeypatch: pytest.MonkeyPa
     assert certificates.find_certificate(engine.parts.identity(method))[0] is None
 
 
+@pytest.mark.usefixtures("alone")
 def test_the_figures_are_those_of_our_engine(settings: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same prompts, the same chunks but for rounding: the same KL, agreement and needles."""
-    from vllm.distributed import cleanup_dist_env_and_memory
-    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
-
     for name, value in (("_QUICK_PROMPTS", 2), ("ANSWER_TOKENS", 6), ("RATIOS", (0.3,))):
         monkeypatch.setattr(common, name, value)
     setting: Setting = settings()
     config = EngineConfig(**{**setting.options, "method": "cacheclip"})
     ours = common.certify(config, quick=True)
-    try:
-        theirs = certify_vllm(config, quick=True, vllm=VLLM)
-    finally:
-        ensure_kv_transfer_shutdown()
-        cleanup_dist_env_and_memory()
+    theirs = certify_vllm(config, quick=True, vllm=VLLM)
     assert replace(theirs.identity, backend="") == ours.identity
     assert theirs.needle_accuracy_of_full == ours.needle_accuracy_of_full
     for left, right in zip(theirs.ratios, ours.ratios, strict=True):
@@ -106,12 +100,13 @@ def test_methods_that_vllm_alone_cannot_answer_by(settings: Any, folder: Path, m
         certify_vllm(config, quick=True)
 
 
-class TestShadow:
-    @pytest.fixture(scope="class")
-    def engine(self, settings: Any) -> Iterator[FusedLLM]:
-        with started(settings()) as found:
-            yield found
+@pytest.fixture(scope="class")
+def engine(settings: Any) -> Iterator[FusedLLM]:
+    with started(settings()) as found:
+        yield found
 
+
+class TestShadow:
     def fused(self, engine: FusedLLM, setting: Setting, **options: Any) -> FusedLLM:
         engine.llm.reset_prefix_cache()
         return FusedLLM(engine.llm, setting.planner(**options))

@@ -19,6 +19,7 @@ from cacheclip_rag.errors import ConfigurationError, EncodingError
 from cacheclip_rag.ingest.embedding import Embedder, Vectors
 from cacheclip_rag.ingest.job import ingest
 from cacheclip_rag.ingest.library import Library, LibrarySettings
+from cacheclip_rag.ingest.splitting import Splitter
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime.base import weights_digest
 from cacheclip_rag.runtime.vllm import captures
@@ -79,7 +80,7 @@ def setting(settings: Any) -> Setting:
     return settings()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="class")
 def made(setting: Setting, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Encoding]:
     with encoding(setting, tmp_path_factory.mktemp("encoding")) as found:
         yield found
@@ -129,6 +130,11 @@ class TestKV:
         made.engine(None, chunk_context="prefix").precompute(CHUNKS)
         assert ask(made.fused, PROMPTS, "full") == made.setting.expected(PROMPTS, "full")
 
+    def test_by_our_engine(self, made: Encoding, tmp_path: Path) -> None:
+        made.engine(tmp_path / "store").precompute(CHUNKS)
+        other = replace(made.setting, options={**made.setting.options, "store": str(tmp_path / "store")})
+        assert other.expected(PROMPTS, "cacheclip") == made.setting.expected(PROMPTS, "cacheclip")
+
 
 @pytest.mark.parametrize("name", NAMES)
 def test_architectures(name: str, tmp_path: Path) -> None:
@@ -169,11 +175,6 @@ class TestAnswers:
                 expected = setting.expected(PROMPTS, method)
                 assert [tuple(each.outputs[0].token_ids) for each in found] == expected
 
-    def test_by_our_engine(self, made: Encoding, tmp_path: Path) -> None:
-        made.engine(tmp_path / "store").precompute(CHUNKS)
-        other = replace(made.setting, options={**made.setting.options, "store": str(tmp_path / "store")})
-        assert other.expected(PROMPTS, "cacheclip") == made.setting.expected(PROMPTS, "cacheclip")
-
 
 class LetterEmbedder(Embedder):
     """Counts letters."""
@@ -183,7 +184,14 @@ class LetterEmbedder(Embedder):
         return counts / np.maximum(1e-6, np.linalg.norm(counts, axis=1, keepdims=True)).astype(np.float32)
 
 
+@pytest.fixture
+def paragraphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents are cut at blank lines; the extra that cuts them otherwise is not in this environment."""
+    monkeypatch.setattr(Splitter, "split", lambda self, text, markdown=False: text.split("\n\n"))
+
+
 class TestFailures:
+    @pytest.mark.usefixtures("paragraphs")
     def test_ingestion_goes_on_and_is_resumed(
         self, made: Encoding, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -219,7 +227,7 @@ class TestFailures:
         assert again.documents == 6
         check(made, [f"{chunk} Number {number}." for number, chunk in enumerate(CHUNKS)])
 
-    def test_a_context_that_is_gone(self, made: Encoding, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_context_that_is_gone(self, made: Encoding) -> None:
         """vLLM would compute the chunk after other KV: nothing is stored."""
         engine = made.engine(None)
         engine.precompute(CHUNKS[:1])
@@ -247,15 +255,17 @@ class TestFailures:
         assert not engine.is_stored(CHUNKS[1])
         assert engine.precompute(CHUNKS[1:3]) == 2
 
+    def test_another_model(self, made: Encoding, settings: Any) -> None:
+        with pytest.raises(ConfigurationError, match="is not the primary"):
+            made.engine(None, primary=settings("llama").model).precompute(CHUNKS)
+
+
+class TestRefused:
     def test_an_engine_without_our_connector_of_chunks(self, setting: Setting, tmp_path: Path) -> None:
         with started(setting) as fused:
             made = Encoding(fused, setting, tmp_path)
             with pytest.raises(EncodingError, match="connector"):
                 made.engine(None).precompute(CHUNKS)
-
-    def test_another_model(self, made: Encoding, settings: Any) -> None:
-        with pytest.raises(ConfigurationError, match="is not the primary"):
-            made.engine(None, primary=settings("llama").model).precompute(CHUNKS)
 
     def test_a_rounded_cache(self, setting: Setting, tmp_path: Path) -> None:
         with (
@@ -266,6 +276,7 @@ class TestFailures:
 
 
 class TestCommand:
+    @pytest.mark.usefixtures("paragraphs")
     def test_ingest(self, setting: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
         from vllm.distributed import cleanup_dist_env_and_memory
         from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
