@@ -71,8 +71,10 @@ def check(made: Encoding, texts: Sequence[str] = TEXTS, **options: Any) -> None:
     for text in texts:
         found, expected = (each.read(text).tensor() for each in (left, right))
         assert found.shape == expected.shape
-        for layer, other in zip(found, expected, strict=True):
-            assert (layer - other).abs().max() <= 1e-5 * max(1.0, float(other.abs().max()))
+        for number, (layer, other) in enumerate(zip(found, expected, strict=True)):
+            # rounding grows with the layers of random weights, from 1e-7 in the first one
+            most = 1e-5 if number < 2 else 1e-4
+            assert (layer - other).abs().max() <= most * max(1.0, float(other.abs().max()))
 
 
 @pytest.fixture(scope="module")
