@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from .answering import Answering
@@ -53,16 +53,22 @@ class CacheClipEngine:
     >>> answer.text, answer.stats.ttft_s
     """
 
-    def __init__(self, config: EngineConfig | None = None, **options: Any) -> None:
+    def __init__(
+        self, config: EngineConfig | None = None, *, load_primary: Callable[..., Runtime] | None = None, **options: Any
+    ) -> None:
         """Settings are an :class:`EngineConfig`, keyword options with the same field names, or both (options win).
         The names of frameworks (``model``, ``model_name``) are accepted too.
 
         ``store`` may also be a :class:`~cacheclip_rag.store.ChunkStore`, for backends of your own. Such an engine is
         not the one that another process or :func:`get_engine` finds.
+
+        Args:
+            load_primary: called with the primary's name and ``dtype=…``, instead of loading its weights into this
+                process.
         """
         store = options.pop("store") if isinstance(options.get("store"), ChunkStore) else None
         self.config = EngineConfig.from_options(config, options)
-        self.parts = Parts(self.config, store)
+        self.parts = Parts(self.config, store, load_primary)
         """Store, models and caches, each made at first use."""
         self.metrics = Metrics(self.parts.tier_stats)
         """Counters over all answers; :meth:`~cacheclip_rag.guards.metrics.Metrics.to_prometheus` exports them."""

@@ -7,6 +7,7 @@
     │   ├── UnknownModelError               the name is no folder, packaged name or hub id
     │   ├── UnsupportedModelError           the architecture or its rotary embedding cannot be reused exactly
     │   ├── CertificateError                a certificate is required, and none covers this engine
+    │   ├── EncodingError                   the KV of some chunks could not be computed; that of others is there
     │   ├── DownloadError                   no network, interrupted transfer, no space; no partial file is kept
     │   └── DigestMismatchError             downloaded bytes have another digest than expected
     ├── PromptTooLongError (ValueError)     the prompt does not fit the model's context
@@ -19,6 +20,9 @@ A message says what was expected, what was found, and what to do next.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 __all__ = [
     "CacheClipError",
     "CertificateError",
@@ -26,6 +30,7 @@ __all__ = [
     "DigestMismatchError",
     "DocumentError",
     "DownloadError",
+    "EncodingError",
     "MissingExtraError",
     "ModelError",
     "PromptTooLongError",
@@ -68,6 +73,15 @@ class UnsupportedModelError(ModelError):
 
 class CertificateError(ModelError):
     """``require_certificate`` is set, and no certificate covers these models or its verdict is "not faithful"."""
+
+
+class EncodingError(ModelError):
+    """The KV of some chunks could not be computed. That of the others is there."""
+
+    def __init__(self, message: str, encoded: Sequence[Any]) -> None:
+        """``encoded``: what was to be returned, with None for each chunk that failed."""
+        super().__init__(message)
+        self.encoded = encoded
 
 
 class DownloadError(ModelError):

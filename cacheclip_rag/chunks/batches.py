@@ -14,13 +14,18 @@ _CHARACTERS = 2400
 _TEXTS = 32
 
 
-def in_batches(items: Iterable[T], text_of: Callable[[T], str]) -> Iterator[list[T]]:
-    """Divide items, in order, into batches of short texts. Takes no more items than the next batch needs, and one."""
+def in_batches(items: Iterable[T], text_of: Callable[[T], str], *, characters: int | None = None) -> Iterator[list[T]]:
+    """Divide items, in order, into batches of short texts. Takes no more items than the next batch needs, and one.
+
+    Args:
+        characters: most characters of a batch, of any number of texts; None: the default, and at most 32 texts.
+    """
+    most = characters or _CHARACTERS
     batch: list[T] = []
     size = 0
     for item in items:
         length = len(text_of(item))
-        if batch and (size + length > _CHARACTERS or len(batch) == _TEXTS):
+        if batch and (size + length > most or (characters is None and len(batch) == _TEXTS)):
             yield batch
             batch, size = [], 0
         batch.append(item)

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import torch
 
-from ..errors import ConfigurationError, PromptTooLongError, StoreError
+from ..errors import ConfigurationError, EncodingError, PromptTooLongError, StoreError
 from ..runtime.base import DTYPES, Runtime, TokenizedText
 from ..store import ReadAhead, ReadBuffer, StoredKV, TenantStore, chunk_key, decode, encode, frame_bytes, keeps
 from .context import ChunkContext
@@ -190,15 +190,28 @@ class ChunkCaches:
         return self.write_many([text])[0]
 
     def write_many(self, texts: Sequence[str]) -> list[bool]:
-        """Like :meth:`write`, for several texts; short ones are computed together. False for a repeated text."""
+        """Like :meth:`write`, for several texts; short ones are computed together. False for a repeated text.
+
+        Raises:
+            EncodingError: some texts failed; the others are stored.
+        """
         missing = [text for text in dict.fromkeys(texts) if text not in self] if self.can_reuse else []
         if missing:
             for text in missing:
                 self.check_length(text)
             prefix = self.prefix if self.prefix.shape[3] else None
-            encoded = self.runtime.encode_many([self.tokenize(text).ids for text in missing], prefix)
+            failed: EncodingError | None = None
+            try:
+                encoded: Sequence[torch.Tensor | None] = self.runtime.encode_many(
+                    [self.tokenize(text).ids for text in missing], prefix
+                )
+            except EncodingError as error:
+                failed, encoded = error, error.encoded
             for text, kv in zip(missing, encoded, strict=True):
-                self._store.put(self.key(text), kv, self.codec, text=text)
+                if kv is not None:
+                    self._store.put(self.key(text), kv, self.codec, text=text)
+            if failed is not None:
+                raise failed
         written = set(missing)
         firsts = {text: number for number, text in reversed(list(enumerate(texts)))}
         return [text in written and firsts[text] == number for number, text in enumerate(texts)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from ..errors import CacheClipError, ConfigurationError
@@ -33,9 +34,14 @@ class ChunkWriter:
         """See :meth:`cacheclip_rag.engine.CacheClipEngine.precompute`. ``context`` is as in
         :meth:`cacheclip_rag.parts.Parts.context`; without texts, no model is loaded for it."""
         origins = _origins(texts)
+        chunks = iter(chunk_texts(texts))
+        first = next(chunks, None)
+        if first is None:
+            return 0
+        most = self._parts.prefix_caches.runtime.batch_characters
         return sum(
             self._write(batch, context, origins, source, document)
-            for batch in in_batches(chunk_texts(texts), lambda text: text)
+            for batch in in_batches(chain((first,), chunks), lambda text: text, characters=most)
         )
 
     def _write(

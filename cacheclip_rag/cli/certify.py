@@ -11,6 +11,7 @@ from ..methods import DEFAULT_METHOD
 from .common import (
     AuxiliaryDeviceOption,
     AuxiliaryOption,
+    BackendOption,
     ChunkContextOption,
     DeviceOption,
     DtypeOption,
@@ -19,8 +20,10 @@ from .common import (
     PrimaryOption,
     RatioOption,
     VariantsOption,
+    VLLMOption,
     output,
     print_json,
+    vllm_options,
 )
 
 if TYPE_CHECKING:
@@ -41,13 +44,16 @@ def certify(
     chunk_context: ChunkContextOption = None,
     codec: Annotated[str | None, typer.Option(help="Codec of the primary's chunk caches.")] = None,
     auxiliary_codec: Annotated[str, typer.Option(help="Codec of the auxiliary's chunk caches.")] = "bfloat16",
+    backend: BackendOption = "transformers",
+    vllm: VLLMOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Check that reuse is exact on these models, measure how close answers are to full prefill, save a certificate.
 
     Exit code 1 if the verdict is "not faithful".
     """
-    from ..lab.evaluation.certify import certify as run
+    options = vllm_options(vllm, backend)
+
     from ..lab.variants import method_named, read_variants
     from .settings import config_of_models
 
@@ -64,7 +70,14 @@ def certify(
         codec=codec,
         auxiliary_codec=auxiliary_codec,
     )
-    certificate = run(config, quick=quick)
+    if backend == "vllm":
+        from ..lab.evaluation.served import certify_vllm
+
+        certificate = certify_vllm(config, quick=quick, vllm=options)
+    else:
+        from ..lab.evaluation.certify import certify as run
+
+        certificate = run(config, quick=quick)
     path = certificate.save()
     if as_json:
         print_json({**certificate.to_dict(), "path": str(path)})
@@ -87,7 +100,8 @@ def _print(certificate: Certificate, path: Path) -> None:
         checks.add_row(name, f"{check['figure']:.3g}", f"{check['limit']:.3g}", verdict, check["says"])
     out.print(checks)
     floor = exactness["noise_floor"]
-    out.print(f"Noise floor of plain transformers here: logits {floor['logits']:.2g}, KL {floor['kl']:.2g} nats.")
+    backend = certificate.identity.backend or "plain transformers"
+    out.print(f"Noise floor of {backend} here: logits {floor['logits']:.2g}, KL {floor['kl']:.2g} nats.")
     fidelity = Table(
         title=f"Fidelity of {certificate.identity.method} ({certificate.auxiliary}) to full prefill, "
         f"{certificate.prompts} prompts"
@@ -116,14 +130,23 @@ def _print(certificate: Certificate, path: Path) -> None:
         f"{limits['agreement']:.0%} equal greedy tokens, and {limits['needle_accuracy_of_full']:.0%} of the needles "
         "that full prefill finds."
     )
+    if not_measured := exactness.get("not_measured"):
+        out.print(f"Not measured with {backend}: {'; '.join(not_measured)}.")
+    if certificate.gate:
+        _print_gate(certificate)
+    out.print(
+        f"Verdict at ratio {certificate.ratio:g}: [bold]{certificate.verdict}[/bold] ({certificate.seconds:.0f} s)"
+    )
+    out.print(f"Certificate: {path}", soft_wrap=True)
+
+
+def _print_gate(certificate: Certificate) -> None:
+    from rich.table import Table
+
     gate = Table(title=f"A confidence gate from ratio {certificate.ratio:g} on (setting min_confidence)")
     for column in ("min_confidence", "equal first tokens", "charged ratio", "full prefills"):
         gate.add_column(column, justify="right")
     for each in certificate.gate:
         shares = (f"{each.first_token_agreement:.0%}", f"{each.charged_ratio:.2f}", f"{each.full_prefills:.0%}")
         gate.add_row(f"{each.min_confidence:g}", *shares)
-    out.print(gate)
-    out.print(
-        f"Verdict at ratio {certificate.ratio:g}: [bold]{certificate.verdict}[/bold] ({certificate.seconds:.0f} s)"
-    )
-    out.print(f"Certificate: {path}", soft_wrap=True)
+    output().print(gate)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AuxiliaryDeviceOption",
     "AuxiliaryOption",
+    "BackendOption",
     "ChunkContextOption",
     "DeviceOption",
     "DtypeOption",
@@ -40,6 +41,7 @@ __all__ = [
     "RatioOption",
     "RequireCertificateOption",
     "StoreOption",
+    "VLLMOption",
     "VariantsOption",
     "check_folder",
     "existing_store",
@@ -51,6 +53,7 @@ __all__ = [
     "print_json",
     "print_tables",
     "stoppable",
+    "vllm_options",
 ]
 
 
@@ -157,6 +160,21 @@ VariantsOption = Annotated[
     Path | None,
     typer.Option("--variants", help="TOML file of methods by name: each a preset with changed settings."),
 ]
+BACKENDS = ("transformers", "vllm")
+BackendOption = Annotated[
+    str,
+    typer.Option(
+        "--backend",
+        callback=_one_of("backend", BACKENDS),
+        help="What runs the primary: transformers in this process, or vllm.",
+    ),
+]
+VLLMOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--vllm", metavar="NAME=VALUE", help="Argument of vLLM's LLM, such as tensor_parallel_size=2; may be repeated."
+    ),
+]
 NamespaceOption = Annotated[str | None, typer.Option("--namespace", help="Tenant; tenants never share chunk caches.")]
 
 _USAGE_ERRORS = (ConfigurationError, UnknownModelError, DocumentError)
@@ -220,6 +238,27 @@ def check_folder(path: Path | None, of: str) -> None:
     """Raise ConfigurationError if the folder for ``of`` is a file."""
     if path is not None and path.exists() and not path.is_dir():
         raise ConfigurationError(f"expected a folder for {of}, and {path} is a file. Name another.")
+
+
+def vllm_options(given: Sequence[str] | None, backend: str) -> dict[str, Any]:
+    """``--vllm NAME=VALUE`` as arguments. A value that is JSON is read as such, any other is text.
+
+    Raises:
+        ConfigurationError: no ``=``, or another backend.
+    """
+    if given and backend != "vllm":
+        raise ConfigurationError(f"--vllm is for --backend vllm, and the backend is {backend}. Leave one out.")
+    found: dict[str, Any] = {}
+    for each in given or ():
+        name, equals, value = each.partition("=")
+        name = name.strip().lstrip("-").replace("-", "_")
+        if not equals or not name:
+            raise ConfigurationError(f"--vllm must be NAME=VALUE, got {each!r}. For instance: max_model_len=4096.")
+        try:
+            found[name] = json.loads(value)
+        except ValueError:
+            found[name] = {"True": True, "False": False}.get(value, value)
+    return found
 
 
 @contextmanager

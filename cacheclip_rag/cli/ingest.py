@@ -12,6 +12,7 @@ import typer
 from ..errors import ConfigurationError
 from .common import (
     AuxiliaryOption,
+    BackendOption,
     ChunkContextOption,
     DeviceOption,
     DtypeOption,
@@ -21,10 +22,12 @@ from .common import (
     NamespaceOption,
     PrimaryOption,
     StoreOption,
+    VLLMOption,
     existing_store,
     format_bytes,
     print_json,
     stoppable,
+    vllm_options,
 )
 
 if TYPE_CHECKING:
@@ -73,12 +76,15 @@ def ingest(
             help="Instead of documents: encode the stored passages again for the current (or another) --chunk-context.",
         ),
     ] = False,
+    backend: BackendOption = "transformers",
+    vllm: VLLMOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Precompute the chunk caches of documents and index them for retrieval. A second run processes only changes."""
     from ..config import EngineConfig
 
     _check_paths(paths, upgrade)
+    options = vllm_options(vllm, backend)
     if codec is not None:
         EngineConfig(codec=codec)  # refused before torch is imported, which takes seconds
     if upgrade:
@@ -112,7 +118,13 @@ def ingest(
     if upgrade and chunk_context is not None:
         settings = replace(settings, chunk_context=chunk_context)
     check_sizes(settings.chunk_tokens, settings.overlap_tokens)
-    engine = CacheClipEngine(engine_config(settings, str(folder), device=device, fallback=fallback))
+    config = engine_config(settings, str(folder), device=device, fallback=fallback)
+    if backend == "vllm":
+        from ..runtime.vllm.encoding import vllm_engine
+
+        engine = context.with_resource(vllm_engine(config, vllm=options))
+    else:
+        engine = CacheClipEngine(config)
     limit = engine.store.store.limit if max_bytes is None else max_bytes or None
     if dry_run:
         if upgrade:

@@ -80,9 +80,14 @@ class Identity:
     transformers: str
     torch: str
     cacheclip_rag: str
+    backend: str = ""
+    """What computes answers and chunks of the primary: empty for transformers in one process, else for instance
+    ``vllm 0.32.0 on cpu``. A certificate of one says nothing about another, whose kernels round otherwise."""
 
     def digest(self) -> str:
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+        # an empty backend does not count, so that certificates without one stay what they were
+        fields = {name: value for name, value in asdict(self).items() if name != "backend" or value}
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,6 +284,8 @@ def identity_of(
         transformers=transformers.__version__,
         torch=torch.__version__,
         cacheclip_rag=__version__,
+        # without the method's plan ahead, an engine with the weights fuses, and another backend only decodes
+        backend=primary.runtime.backend if method.plans_ahead and not method.min_confidence else "",
     )
 
 
@@ -326,7 +333,7 @@ def check_certificate(config: EngineConfig, method: Method, identity: Identity) 
         why = f"its certificate says {verdict!r} at recompute ratio {method.nominal_ratio}"
         if verdict == "faithful":
             why += ", but it is a quick certificate, and require_certificate needs a thorough one"
-    advice = f"Measure it: {_command(config, method)}"
+    advice = f"Measure it: {_command(config, method, identity.backend)}"
     if method.captures:
         why = "certificates cannot cover chunk caches that differ from engine to engine"
         advice = "Compare a share of the answers with full prefill (shadow_rate)"
@@ -340,6 +347,7 @@ def check_certificate(config: EngineConfig, method: Method, identity: Identity) 
         _warn_once((identity, why), message)
 
 
+_CERTIFY = "cacheclip_rag.lab.evaluation.certify.certify"
 _NEVER_CERTIFIED = "it has not been certified"
 _NOT_CERTIFIED = "not certified"
 _warned: set[object] = set()
@@ -352,16 +360,18 @@ def _warn_once(what: object, message: str) -> None:
         logger.warning(message)
 
 
-def _command(config: EngineConfig, method: Method) -> str:
+def _command(config: EngineConfig, method: Method, backend: str) -> str:
     """Command that makes the missing certificate: a shell command, or Python if the method is not a preset."""
+    run = "cacheclip_rag.lab.evaluation.served.certify_vllm" if backend else _CERTIFY
     own = preset(method.name) if method.name in PRESET_NAMES else None
     as_preset = own if own is None or own.chunk_context else replace(own, chunk_context=method.chunk_context)
     if as_preset is None or _without_ratio(method) != _without_ratio(as_preset):
-        return f"cacheclip_rag.lab.evaluation.certify.certify(config, method={type(method).__name__}(...)).save()"
+        return f"{run}(config, method={type(method).__name__}(...)).save()"
     defaults = EngineConfig()
     context = method.chunk_context or config.chunk_context
     from_preset = method.context is not None and as_preset == own
     options: dict[str, Any] = {
+        "backend": "vllm" if backend else None,
         "primary": config.primary,
         "auxiliary": config.auxiliary if method.needs_auxiliary else None,
         "method": method.name,

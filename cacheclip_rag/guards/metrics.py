@@ -25,6 +25,7 @@ _HELP = {
     "shadow_skipped_total": "Comparisons skipped because too many were waiting, or failed.",
     "shadow_first_token_kl_sum": "KL to full prefill at the first token in nats, summed over comparisons.",
     "shadow_first_token_kl_max": "Largest KL to full prefill at the first token, nats.",
+    "shadow_other_first_token_total": "Comparisons by tokens alone whose first token is not full prefill's.",
     "shadow_greedy_checks_total": "Comparisons of greedy answers; only these have an agreement.",
     "shadow_agreement_sum": "Share of a greedy answer's tokens that full prefill chooses too, summed.",
     "store_hits_total": "Chunk caches found, by tier of the store.",
@@ -77,14 +78,24 @@ class Metrics(Observer):
             self._values["prompt_tokens_total", 'source="computed"'] += computed
             self._values["ttft_seconds_sum", ""] += stats.ttft_s
 
-    def record_shadow(self, first_token_kl: float, agreement: float | None) -> None:
-        """Count one comparison with full prefill; a sampled answer has no agreement."""
+    def record_shadow(
+        self, first_token_kl: float | None, agreement: float | None, *, first_agrees: bool | None = None
+    ) -> None:
+        """Count one comparison with full prefill; a sampled answer has no agreement.
+
+        Args:
+            first_agrees: whether the first tokens are equal, for a comparison without logits, which has no KL.
+        """
         with self._lock:
             self._values["shadow_checks_total", ""] += 1
-            self._values["shadow_first_token_kl_sum", ""] += first_token_kl
             if agreement is not None:
                 self._values["shadow_greedy_checks_total", ""] += 1
                 self._values["shadow_agreement_sum", ""] += agreement
+            if first_agrees is not None:
+                self._values["shadow_other_first_token_total", ""] += not first_agrees
+            if first_token_kl is None:
+                return
+            self._values["shadow_first_token_kl_sum", ""] += first_token_kl
             highest = self._values["shadow_first_token_kl_max", ""]
             self._values["shadow_first_token_kl_max", ""] = max(highest, first_token_kl)
 

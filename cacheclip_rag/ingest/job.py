@@ -17,7 +17,7 @@ from typing import Any
 
 from ..chunks.batches import in_batches
 from ..engine import CacheClipEngine
-from ..errors import DocumentError
+from ..errors import DocumentError, EncodingError
 from ..progress import progress_bar
 from .documents import MARKDOWN_SUFFIXES, SUFFIXES, digest_file, find_files, is_read, printable, read_document
 from .embedding import Embedder
@@ -69,6 +69,10 @@ class _Work:
     digest: str
     num_bytes: int
     is_new: bool
+
+
+_Document = tuple[_Work, list[str]]
+"""A document to process and its passages."""
 
 
 @dataclass(slots=True)
@@ -156,16 +160,17 @@ def _ingest(
     done = []
     with progress_bar("ingesting", sum(item.num_bytes for item in survey.work)) as advance:
         before = 0
-        for item, passages in _passages(survey, engine, settings):
-            done_here = 0
-            for batch in in_batches(passages, lambda passage: passage):
-                report.computed += engine.precompute(batch)
-                report.chunks += len(batch)
-                done_here += len(batch)
-                advance(before + item.num_bytes * done_here / len(passages))
-            before += item.num_bytes
-            _record(item, passages, library, engine, embedder, settings, report)
-            done.append(str(item.path))
+        for group in _together(_passages(survey, engine, settings), engine):
+            num_bytes = sum(item.num_bytes for item, _ in group)
+
+            def show(share: float, before: int = before, num_bytes: int = num_bytes) -> None:
+                advance(before + num_bytes * share)
+
+            for item, passages in _precompute(group, engine, report, show):
+                report.chunks += len(passages)
+                _record(item, passages, library, engine, embedder, settings, report)
+                done.append(str(item.path))
+            before += num_bytes
     _remove_gone(library, engine, survey, report)  # last, so that a renamed document's texts keep their KV
     report.evicted = sum(_num_evicted(engine, library.passages_of(path)) for path in done)
     report.documents = len(library.documents())
@@ -238,7 +243,7 @@ def _reporter(problems: Problems) -> Callable[[Path, str], None]:
     return report
 
 
-def _passages(survey: _Survey, engine: CacheClipEngine, settings: LibrarySettings) -> Iterator[tuple[_Work, list[str]]]:
+def _passages(survey: _Survey, engine: CacheClipEngine, settings: LibrarySettings) -> Iterator[_Document]:
     """Each document to process and its passages. Documents that cannot be read are reported as failed."""
     splitter: Splitter | None = None  # made at the first change, so that an unchanged library loads no model
     for item in survey.work:
@@ -251,6 +256,50 @@ def _passages(survey: _Survey, engine: CacheClipEngine, settings: LibrarySetting
         passages = splitter.split(text, markdown=item.path.suffix.lower() in MARKDOWN_SUFFIXES)
         # some tokenizers drop all characters of a text, for instance invisible characters
         yield item, [passage for passage in passages if len(engine.primary.tokenize(passage))]
+
+
+def _together(documents: Iterable[_Document], engine: CacheClipEngine) -> Iterator[list[_Document]]:
+    """Documents whose passages are computed together: one, unless the primary's runtime takes more at once."""
+    group: list[_Document] = []
+    characters = 0
+    for item, passages in documents:
+        group.append((item, passages))
+        characters += sum(map(len, passages))
+        if characters >= (engine.primary.batch_characters or 0):
+            yield group
+            group, characters = [], 0
+    if group:
+        yield group
+
+
+def _precompute(
+    group: list[_Document], engine: CacheClipEngine, report: IngestReport, show: Callable[[float], None]
+) -> Iterator[_Document]:
+    """Store the chunk caches of a group; gives the documents for which that worked. Others are reported as failed.
+
+    Args:
+        show: called with the share of the group that is done.
+    """
+    texts = [passage for _, passages in group for passage in passages]
+    try:
+        done = 0
+        for batch in in_batches(
+            texts, lambda text: text, characters=engine.primary.batch_characters if texts else None
+        ):
+            report.computed += engine.precompute(batch)
+            done += len(batch)
+            show(done / len(texts))
+    except EncodingError as error:
+        logger.info("documents are computed one by one after a failure: %s", error)
+        for item, passages in group:
+            try:
+                report.computed += engine.precompute(passages)
+            except EncodingError as failure:
+                _reporter(report.failed)(item.path, f"{printable(item.path)}: {failure}")
+            else:
+                yield item, passages
+        return
+    yield from group
 
 
 def _record(

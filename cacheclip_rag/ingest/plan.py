@@ -94,7 +94,8 @@ def _seconds_per_token(caches: ChunkCaches, texts: Sequence[str]) -> float:
     prefix = caches.encode_prefix() if caches.num_prefix else None
     middle = sorted(texts, key=len)[len(texts) // 2 :]
     batches = [
-        [caches.tokenize(text).ids for text in batch] for batch in islice(in_batches(middle, str), _TIMED_BATCHES)
+        [caches.tokenize(text).ids for text in batch]
+        for batch in islice(in_batches(middle, str, characters=caches.runtime.batch_characters), _TIMED_BATCHES)
     ]
     caches.runtime.encode_many(batches[0], prefix)  # warm up: the first run of a shape takes longer
     started = time.perf_counter()

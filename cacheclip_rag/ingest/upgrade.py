@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..chunks.batches import in_batches
 from ..chunks.caches import ChunkCaches
 from ..engine import CacheClipEngine
 from ..progress import progress_bar
@@ -50,6 +51,7 @@ def upgrade(library: Library, engine: CacheClipEngine) -> UpgradeReport:
     Raises:
         StoreError: the library or the store cannot be used.
         PromptTooLongError: a passage does not fit after the new chunk context. The passages before it are done.
+        EncodingError: another process that computes chunks failed with some. The others are done.
     """
     models, context = engine.chunk_caches(), engine.context_of()  # all models load before anything is changed
     known = library.contexts()
@@ -59,10 +61,11 @@ def upgrade(library: Library, engine: CacheClipEngine) -> UpgradeReport:
     report = UpgradeReport(documents=len(library.documents()))
     total = sum(1 for _ in _texts(library))
     with progress_bar("encoding", total, "passages") as advance:
-        for text in _texts(library):
-            report.chunks += 1
-            report.computed += engine.precompute([text])
-            report.removed += _remove(engine, text, models, earlier)
+        # one by one, unless the primary's runtime takes more at once
+        for batch in in_batches(_texts(library), str, characters=models[0].runtime.batch_characters or 1):
+            report.chunks += len(batch)
+            report.computed += engine.precompute(batch)
+            report.removed += sum([_remove(engine, text, models, earlier) for text in batch])
             advance(report.chunks)
     report.evicted = sum(not _is_stored(text, models) for text in _texts(library))
     if not report.evicted:

@@ -165,9 +165,17 @@ def load_any(
     return runtime
 
 
-def load_planning(name: str | PathLike[str], *, dtype: str = "float32") -> PlanningRuntime:
+def load_planning(
+    name: str | PathLike[str], *, dtype: str = "float32", quantization: str | None = None, backend: str = ""
+) -> PlanningRuntime:
     """The model called ``name`` without its weights: what plans prompts for a process that has them. Shared by later
     calls in this process. Its fingerprint is that of the loaded model.
+
+    Args:
+        quantization: how the other process quantises the weights while it loads them. Its KV is that of other weights,
+            so that the fingerprint is another one. A checkpoint that is quantised already keeps its fingerprint, and
+            is accepted here, where its weights are not run.
+        backend: what runs the model there (:attr:`~cacheclip_rag.runtime.base.Runtime.backend`).
 
     Raises:
         The errors of :func:`load_model`, but for those of the device.
@@ -179,13 +187,16 @@ def load_planning(name: str | PathLike[str], *, dtype: str = "float32") -> Plann
     check_choice("dtype", dtype, DTYPES)
     name = os.fspath(name)
     folder = resolve(name)
-    key = (str(folder), dtype, "none")
+    key = (str(folder), dtype, f"none {quantization} {backend}")
     with _registry_lock:
         if key not in _registry:
-            config, tokenizer, reason = _open(folder, name, "error")
+            config, tokenizer, reason = _open(folder, name, "error", quantised=True)
             assert reason is None, "without fallback, other models are refused"
-            identity = {"name": name, "fingerprint": f"{fingerprint(folder)}:{dtype}"}
-            _registry[key] = PlanningRuntime(folder, config, tokenizer, dtype=getattr(torch, dtype), **identity)
+            changed = quantization if getattr(config, "quantization_config", None) is None else None
+            identity = {"name": name, "fingerprint": ":".join(filter(None, (fingerprint(folder), dtype, changed)))}
+            runtime = PlanningRuntime(folder, config, tokenizer, dtype=getattr(torch, dtype), **identity)
+            runtime.backend = backend
+            _registry[key] = runtime
         return cast("PlanningRuntime", _registry[key])
 
 
@@ -248,7 +259,7 @@ def _load(folder: Path, name: str, dtype: str, device: str, fallback: str) -> Ru
     return ModelRuntime(model, tokenizer, **identity)
 
 
-def _open(folder: Path, name: str, fallback: str) -> tuple[Any, Any, str | None]:
+def _open(folder: Path, name: str, fallback: str, *, quantised: bool = False) -> tuple[Any, Any, str | None]:
     """Config, tokenizer, and why the model's KV cannot be reused; None if it can."""
     from transformers import AutoConfig
 
@@ -258,7 +269,7 @@ def _open(folder: Path, name: str, fallback: str) -> tuple[Any, Any, str | None]
             "two with peft's merge_and_unload(), and give the folder of the merged model."
         )
     config = _read(name, "config.json", lambda: AutoConfig.from_pretrained(folder, trust_remote_code=False))
-    reason = _refused(config, name, fallback)
+    reason = _refused(config, name, fallback, quantised)
     tokenizer = _load_tokenizer(folder, name)
     if reason is None and not getattr(tokenizer, "is_fast", False):
         reason = (
@@ -270,10 +281,10 @@ def _open(folder: Path, name: str, fallback: str) -> tuple[Any, Any, str | None]
     return config, tokenizer, reason
 
 
-def _refused(config: Any, name: str, fallback: str) -> str | None:
+def _refused(config: Any, name: str, fallback: str, quantised: bool) -> str | None:
     """Why the model's KV cannot be reused; None if it can. Raises UnsupportedModelError without fallback."""
     try:
-        check_supported(config, name)
+        check_supported(config, name, quantised=quantised)
     except UnsupportedModelError as error:
         if fallback == "error":
             raise

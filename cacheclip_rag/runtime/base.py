@@ -144,6 +144,11 @@ class Runtime(ABC):
     """SHA-256 of the tokenizer and its chat template."""
     tokenizer: Any
     """A Hugging Face tokenizer. Documents are split by its token counts."""
+    batch_characters: int | None = None
+    """Characters of chunks that are best given to :meth:`encode_many` at once, also of several documents; None: those
+    of one batch (:mod:`cacheclip_rag.chunks.batches`) of one document."""
+    backend: str = ""
+    """What runs the model, for certificates; empty for transformers in this process."""
     opening: str
     """Special tokens that the tokenizer puts before any text, as a string: usually one BOS token, or nothing."""
 
@@ -224,7 +229,11 @@ class Runtime(ABC):
 
     def encode_many(self, chunks: Sequence[Sequence[int]], context: torch.Tensor | None = None) -> list[torch.Tensor]:
         """KV of several chunks, each as :meth:`encode` gives it. A runtime overrides this where one pass over many
-        short chunks is cheaper than a pass each."""
+        short chunks is cheaper than a pass each.
+
+        Raises:
+            EncodingError: some chunks failed, in a runtime in which one chunk can fail alone.
+        """
         return [self.encode(ids, context) for ids in chunks]
 
     @abstractmethod

@@ -47,7 +47,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "bundled_prompts", short_prompts)
     monkeypatch.setattr(module, "_QUICK_PROMPTS", 2)
     monkeypatch.setattr(exactness, "_GREEDY_TOKENS", 16)
-    monkeypatch.setattr(module, "_ANSWER_TOKENS", 6)
+    monkeypatch.setattr(module, "ANSWER_TOKENS", 6)
     monkeypatch.setattr(module, "RATIOS", (0.2,))
 
 

@@ -13,12 +13,14 @@ import pytest
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.errors import CertificateError, ConfigurationError
 from cacheclip_rag.fusion_plan import FusionPlan, StoredPiece
+from cacheclip_rag.guards.certificate import THRESHOLDS, Certificate, Identity, RatioFigures
 from cacheclip_rag.methods import preset
 from cacheclip_rag.models.load import load_planning
 from cacheclip_rag.runtime.vllm.offline import engine_options
 from cacheclip_rag.runtime.vllm.passes import passes
 from cacheclip_rag.runtime.vllm.planner import Planner
 from cacheclip_rag.runtime.vllm.requests import PARAMETER, Ready, Settings, request_parameters
+from cacheclip_rag.runtime.vllm.served import Served
 from tests.conftest import CHUNKS, rag_prompt
 
 ROOM = {"max_runs": 99, "max_rows": 999}
@@ -40,6 +42,7 @@ def test_nothing_of_this_imports_vllm() -> None:
 import sys
 sys.modules["vllm"] = None
 import cacheclip_rag.runtime.vllm.offline, cacheclip_rag.runtime.vllm.worker
+import cacheclip_rag.runtime.vllm.encoding, cacheclip_rag.lab.evaluation.served
 print("imported")
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
@@ -111,6 +114,15 @@ class TestReady:
             self.ready(made, given)
 
 
+def certificate(identity: Identity) -> Certificate:
+    """A faithful one, at any ratio."""
+    spread = {"mean": 0.0, "median": 0.0, "max": 0.0}
+    row = RatioFigures(0.0, 0.1, spread, spread, 1.0, 1.0, "faithful")
+    exactness = {"passed": True, "checks": {"greedy": {"figure": 1.0}}}
+    about = ("faithful", 0.2, exactness, 1.0, [row], [], THRESHOLDS, 20, False, 1.0, "2026-01-01T00:00:00+00:00")
+    return Certificate("primary", None, identity, *about)
+
+
 class TestPlanner:
     def test_settings_without_effect_are_refused(self, made: dict[str, Any]) -> None:
         for name, value in (
@@ -129,6 +141,38 @@ class TestPlanner:
     def test_a_certificate_that_is_required_and_missing(self, made: dict[str, Any]) -> None:
         with pytest.raises(CertificateError):
             Planner(**made["options"], require_certificate=True).plan(rag_prompt(CHUNKS))
+
+    def test_a_certificate_of_another_backend_does_not_count(
+        self, made: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        from cacheclip_rag.guards import certificate as certificates
+
+        monkeypatch.setattr(certificates, "_folder", lambda: tmp_path)
+        engine, planner = made["engine"], Planner(**made["options"], require_certificate=True)
+        ours, method = engine.parts.identity(engine.make_method()), engine.make_method()
+        theirs = planner.parts.identity(method)
+        assert theirs == replace(ours, backend=planner.served.label) and ours.backend == ""
+        assert theirs.digest() != ours.digest()
+        certificate(ours).save()
+        with pytest.raises(CertificateError, match=r"other backend.*cacheclip certify --backend vllm "):
+            planner.plan(rag_prompt(CHUNKS))
+        certificate(theirs).save()
+        assert planner.plan(rag_prompt(CHUNKS)).fusion == made["plan"]
+
+    def test_methods_that_an_engine_fuses_have_the_engines_certificate(self, made: dict[str, Any]) -> None:
+        planner = Planner(**made["options"])
+        for method in (preset("cacheblend"), replace(preset("epic"), min_confidence=0.1)):
+            assert planner.parts.identity(method) == made["engine"].parts.identity(method)
+
+    def test_what_vllm_runs(self, made: dict[str, Any]) -> None:
+        planner = Planner(**made["options"])
+        planner.serve(Served("cuda", "fp8"))
+        plan = planner.plan(rag_prompt(CHUNKS))
+        assert planner.primary.fingerprint == f"{made['runtime'].fingerprint}:fp8"
+        assert plan.fusion is None, "chunks of other weights are not found"
+        planner.serve(Served("cuda", "fp8"))
+        with pytest.raises(ConfigurationError, match="has planned for"):
+            planner.serve(Served())
 
     def test_uses_are_recorded_for_eviction(self, made: dict[str, Any]) -> None:
         planner = Planner(**made["options"])

@@ -27,17 +27,27 @@ from .gating import CONFIDENCES
 from .prompts import EvaluationPrompt, bundled_prompts
 from .reference import Reference
 
-__all__ = ["RATIOS", "certify"]
+__all__ = [
+    "ANSWER_TOKENS",
+    "RATIOS",
+    "Outcome",
+    "at_ratios",
+    "certify",
+    "check_method",
+    "figures_of",
+    "finds",
+    "prompts_of",
+]
 
 RATIOS = (0.05, 0.1, 0.2, 0.3, 0.5)
 _EXACT_KL = 1e-4
 """Largest KL on any prompt for ``exact``, nats; in half precision, twice the noise floor if larger. Float32: 1e-7."""
 _PROMPTS, _QUICK_PROMPTS = 20, 4
-_ANSWER_TOKENS = 32
+ANSWER_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class _Outcome:
+class Outcome:
     """Result for one prompt at one ratio."""
 
     fidelity: Fidelity
@@ -68,21 +78,16 @@ def certify(config: EngineConfig, *, method: Method | None = None, quick: bool =
     check_writable()
     given = CacheClipEngine(replace(config, store=None, shadow_rate=0.0)).make_method(method)
     given = replace(given, min_confidence=0.0)
-    _check_method(given)
+    check_method(given)
     auxiliary_name = config.auxiliary if given.needs_auxiliary else None
     config = replace(config, store=None, shadow_rate=0.0, auxiliary=auxiliary_name)
     engine = CacheClipEngine(config)
     for each in (engine.primary, engine.auxiliary):
         if each is not None and each.unsupported:
             raise UnsupportedModelError(each.unsupported)
-    prompts = bundled_prompts(_QUICK_PROMPTS if quick else _PROMPTS)
-    if all(prompt.needle is None for prompt in prompts):
-        raise ConfigurationError(
-            f"a certificate counts found needles, and none of the {len(prompts)} prompts hides one. Use prompts of "
-            "which at least one has a needle."
-        )
-    methods = _at_ratios(given)
-    outcomes: dict[float, list[_Outcome]] = {ratio: [] for ratio in methods}
+    prompts = prompts_of(quick)
+    methods = at_ratios(given)
+    outcomes: dict[float, list[Outcome]] = {ratio: [] for ratio in methods}
     found_by_full: list[bool | None] = []
     with progress_bar("certifying", len(prompts) + 1, "prompts") as advance:
         # the checks are of reuse itself, whatever the method
@@ -91,14 +96,14 @@ def certify(config: EngineConfig, *, method: Method | None = None, quick: bool =
         advance(1)
         for number, prompt in enumerate(prompts, 2):
             engine.precompute(prompt.chunks, method=given)
-            reference = Reference.of(engine, engine.prefill(prompt.text, method=preset("full")), _ANSWER_TOKENS)
-            found_by_full.append(_finds(prompt, reference.answer))
+            reference = Reference.of(engine, engine.prefill(prompt.text, method=preset("full")), ANSWER_TOKENS)
+            found_by_full.append(finds(prompt, reference.answer))
             for ratio, at_ratio in methods.items():
                 outcomes[ratio].append(_measure(engine, prompt, at_ratio, reference))
             engine.release(set(prompt.chunks) - {text for later in prompts[number - 1 :] for text in later.chunks})
             advance(number)
     needles_of_full = statistics.mean(found for found in found_by_full if found is not None)
-    rows = [_figures(ratio, outcomes[ratio], needles_of_full, exactness) for ratio in sorted(outcomes)]
+    rows = [figures_of(ratio, outcomes[ratio], needles_of_full, exactness) for ratio in sorted(outcomes)]
     certificate = Certificate(
         primary=config.primary,
         auxiliary=config.auxiliary,
@@ -118,7 +123,18 @@ def certify(config: EngineConfig, *, method: Method | None = None, quick: bool =
     return replace(certificate, verdict=verdict_at(certificate, certificate.ratio))
 
 
-def _check_method(method: Method) -> None:
+def prompts_of(quick: bool) -> list[EvaluationPrompt]:
+    """The prompts of a certificate."""
+    prompts = bundled_prompts(_QUICK_PROMPTS if quick else _PROMPTS)
+    if all(prompt.needle is None for prompt in prompts):
+        raise ConfigurationError(
+            f"a certificate counts found needles, and none of the {len(prompts)} prompts hides one. Use prompts of "
+            "which at least one has a needle."
+        )
+    return prompts
+
+
+def check_method(method: Method) -> None:
     """Raise ConfigurationError for methods that cannot be certified."""
     if not method.reuses_chunks or method.composes:
         raise ConfigurationError(f"method {method.name!r} reuses nothing inexactly, so there is nothing to certify.")
@@ -130,7 +146,7 @@ def _check_method(method: Method) -> None:
         )
 
 
-def _at_ratios(given: Method) -> dict[float, Method]:
+def at_ratios(given: Method) -> dict[float, Method]:
     """The method at each ratio, including 0 (direct reuse); one entry for a method without a ratio."""
     if not given.has_ratio:
         return {given.nominal_ratio: given}
@@ -138,22 +154,23 @@ def _at_ratios(given: Method) -> dict[float, Method]:
     return {ratio: given.at(ratio) for ratio in ratios}
 
 
-def _measure(engine: CacheClipEngine, prompt: EvaluationPrompt, method: Method, reference: Reference) -> _Outcome:
+def _measure(engine: CacheClipEngine, prompt: EvaluationPrompt, method: Method, reference: Reference) -> Outcome:
     prefilled = check_reuse(engine.prefill(prompt.text, method=method, question=prompt.question))
     followed = reference.follow(prefilled, answers=prompt.needle is not None)
-    stats, found = prefilled.stats, _finds(prompt, followed.answer or "")
+    stats, found = prefilled.stats, finds(prompt, followed.answer or "")
     assert stats.confidence is not None, "every prefill says how sure it is"
-    return _Outcome(followed.fidelity, stats.effective_ratio, stats.charged_ratio, found, stats.confidence)
+    return Outcome(followed.fidelity, stats.effective_ratio, stats.charged_ratio, found, stats.confidence)
 
 
-def _finds(prompt: EvaluationPrompt, answer: str) -> bool | None:
+def finds(prompt: EvaluationPrompt, answer: str) -> bool | None:
     """Whether an answer contains the needle, with any grouping of its digits."""
     return None if prompt.needle is None else prompt.needle in answer.replace(",", "").replace(" ", "")
 
 
-def _figures(
-    ratio: float, outcomes: Sequence[_Outcome], needles_of_full: float, exactness: Mapping[str, Any]
+def figures_of(
+    ratio: float, outcomes: Sequence[Outcome], needles_of_full: float, exactness: Mapping[str, Any]
 ) -> RatioFigures:
+    """Figures of one ratio and its verdict. ``needles_of_full``: share that full prefill finds."""
     first_token_kl = _spread(outcomes, lambda f: f.first_token_kl)
     answer_kl = _spread(outcomes, lambda f: f.answer_kl)
     agreement = statistics.mean(outcome.fidelity.agreement for outcome in outcomes)
@@ -183,7 +200,7 @@ def _figures(
     )
 
 
-def _gate(outcomes: Sequence[_Outcome]) -> list[GateFigures]:
+def _gate(outcomes: Sequence[Outcome]) -> list[GateFigures]:
     """What each value of ``min_confidence`` would have done."""
     found = []
     for least in CONFIDENCES:
@@ -201,6 +218,6 @@ def _gate(outcomes: Sequence[_Outcome]) -> list[GateFigures]:
     return found
 
 
-def _spread(outcomes: Sequence[_Outcome], of: Callable[[Fidelity], float]) -> dict[str, float]:
+def _spread(outcomes: Sequence[Outcome], of: Callable[[Fidelity], float]) -> dict[str, float]:
     values = [of(outcome.fidelity) for outcome in outcomes]
     return {"mean": statistics.mean(values), "median": statistics.median(values), "max": max(values)}

@@ -73,8 +73,11 @@ def check_architecture(model_type: str, name: str) -> None:
         _refuse(name, f"has architecture {model_type!r}, which is not among those proven exact")
 
 
-def check_supported(config: Any, name: str) -> None:
+def check_supported(config: Any, name: str, *, quantised: bool = False) -> None:
     """Check a transformers ``config``.
+
+    Args:
+        quantised: accept quantised weights, which another process runs.
 
     Raises:
         UnsupportedModelError: KV of this model cannot be reused exactly. The message gives one reason and an
@@ -97,7 +100,7 @@ def check_supported(config: Any, name: str) -> None:
         if getattr(config, "text_config", None) is not None:
             _refuse(name, f"({model_type!r}) is a multimodal model; only text-only checkpoints are reused")
         check_architecture(model_type, name)
-    if getattr(config, "quantization_config", None):
+    if getattr(config, "quantization_config", None) and not quantised:
         _refuse(name, "has quantised weights: their results depend on the other tokens in the pass; use dense weights")
     if getattr(config, "use_bidirectional_attention", False):
         _refuse(name, "attends in both directions, so no part of a prompt can be computed ahead")

@@ -6,7 +6,8 @@ keys of the store are those of the loaded model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,13 +16,17 @@ import torch
 from ...errors import ModelError
 from .model import ModelRuntime
 
-__all__ = ["PlanningRuntime"]
+__all__ = ["Encoder", "PlanningRuntime"]
+
+Encoder = Callable[[Sequence[Sequence[int]], torch.Tensor | None], list[torch.Tensor]]
+"""Computes the KV of chunks, as :meth:`~cacheclip_rag.runtime.base.Runtime.encode_many`."""
 
 
 class PlanningRuntime(ModelRuntime):
     """Tokenises, lays out and rotates. Whatever needs weights raises ModelError."""
 
     can_score = keeps_prefixes = can_extend = False
+    _encoder: Encoder | None = None
 
     def __init__(
         self, folder: Path, config: Any, tokenizer: Any, *, name: str, fingerprint: str, dtype: torch.dtype
@@ -44,11 +49,24 @@ class PlanningRuntime(ModelRuntime):
             "its own to compute KV, for instance: cacheclip ingest."
         )
 
+    def encoding_by(self, encoder: Encoder, *, batch_characters: int, max_tokens: int | None = None) -> PlanningRuntime:
+        """The same model, whose chunks another process encodes.
+
+        Args:
+            max_tokens: longest chunk with what comes before it, if that is less than the model's.
+        """
+        found = copy(self)
+        found._encoder, found.batch_characters = encoder, batch_characters
+        found.reuse_tokens = min(self.reuse_tokens, max_tokens or self.reuse_tokens)
+        return found
+
     def encode(self, ids: Sequence[int], context: torch.Tensor | None = None) -> torch.Tensor:
-        self._refuse()
+        return self.encode_many([ids], context)[0]
 
     def encode_many(self, chunks: Sequence[Sequence[int]], context: torch.Tensor | None = None) -> list[torch.Tensor]:
-        self._refuse()
+        if self._encoder is None:
+            self._refuse()
+        return self._encoder(chunks, context)
 
     def prefill(self, *args: Any, **kwargs: Any) -> NoReturn:
         self._refuse()

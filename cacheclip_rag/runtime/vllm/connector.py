@@ -30,7 +30,7 @@ from .loading import Load, Loader
 from .requests import PARAMETER, Ready, Settings
 from .worker import model_runner
 
-__all__ = ["CacheClipConnector", "Counters", "Loads"]
+__all__ = ["CacheClipConnector", "Counters", "Loads", "check_request", "salt"]
 
 logger = init_logger("vllm.cacheclip")
 
@@ -82,7 +82,8 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
         check_engine(vllm_config, kv_cache_config)
         config = vllm_config.model_config
         self._settings = Settings.of(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        self._runtime = load_planning(config.model, dtype=str(config.dtype).removeprefix("torch."))
+        dtype = str(config.dtype).removeprefix("torch.")
+        self._runtime = load_planning(config.model, dtype=dtype, quantization=config.quantization)
         self._block_size = int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
         scheduler = vllm_config.scheduler_config
         self._room = {"max_runs": scheduler.max_num_seqs, "max_rows": scheduler.max_num_batched_tokens}
@@ -117,9 +118,7 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
             return
         self._ready[request.request_id] = ready
         self._outcomes[request.request_id] = {"outcome": "cached", "reason": None}
-        request.cache_salt = f"{request.cache_salt or ''}|{PARAMETER}:{ready.digest}"
-        request.block_hashes.clear()
-        request.update_block_hashes()
+        salt(request, ready.digest)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         ready = self._ready.get(request.request_id)
@@ -232,6 +231,13 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if len(self._logged) < 1000:  # requests can make up reasons
             self._logged.add(text)
         level(message, text)
+
+
+def salt(request: Any, digest: str) -> None:
+    """Give the request's tokens hashes of their own in vLLM's prefix cache, whatever the client sent."""
+    request.cache_salt = f"{request.cache_salt or ''}|{PARAMETER}:{digest}"
+    request.block_hashes.clear()
+    request.update_block_hashes()
 
 
 def check_engine(vllm_config: Any, kv_cache_config: Any) -> None:

@@ -27,7 +27,7 @@ from .requests import Settings
 from .rows import RowRunner, slots_of
 from .stored import StoredInterval, check_shape
 
-__all__ = ["Load", "Loader"]
+__all__ = ["Load", "Loader", "local_heads"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Loader:
             raise ValueError(f"vLLM has attention layers {sorted(self._layers)}, the model {runtime.num_layers} layers")
         self._settings, self._runtime, self._runner = settings, runtime, runner
         self._block_size, self._max_runs, self._max_rows = block_size, max_runs, max_rows
-        self._heads = _local_heads(runtime.num_kv_heads)
+        self._heads = local_heads(runtime.num_kv_heads)
         self._rows: RowRunner | None = None
 
     @torch.inference_mode()
@@ -240,7 +240,7 @@ class _PassWriter:
         return self._tables[key]
 
 
-def _local_heads(num_heads: int) -> slice:
+def local_heads(num_heads: int) -> slice:
     """This worker's KV heads: a share of them, or a copy of one if there are more workers than heads."""
     group = get_tp_group()
     rank, size = group.rank_in_group, group.world_size

@@ -19,11 +19,14 @@ from typing import Any
 from ...checks import check_choice
 from ...engine import CacheClipEngine
 from ...errors import CacheClipError, ConfigurationError
+from ...guards.metrics import Metrics
 from ...handoff import path_of
 from ...methods.base import Method
 from ...types import Documents, Prompt
 from .planner import PlannedPrompt, Planner
 from .requests import request_parameters
+from .served import Served
+from .shadow import Shadow
 
 __all__ = ["FusedLLM", "engine_options"]
 
@@ -93,6 +96,10 @@ class FusedLLM:
             raise ConfigurationError("engine and handoffs belong together: give both or none.")
         self.llm, self.planner, self._engine = llm, planner, engine
         self._handoffs = None if handoffs is None else Path(handoffs)
+        planner.serve(Served.of(llm.llm_engine.vllm_config))
+        self.metrics = Metrics(planner.parts.tier_stats)
+        """Counters of shadow checks (``shadow_rate`` of the planner's settings) and of the store."""
+        self._shadow = Shadow(planner.config.shadow_rate, self.metrics)
         self.plain: Counter[str] = Counter()
         """Prompts answered by plain prefill, by reason."""
 
@@ -134,7 +141,29 @@ class FusedLLM:
             outcome = (output.kv_transfer_params or {}).get("cacheclip", {})
             if outcome.get("outcome") == "plain":
                 self._count(outcome["reason"])
+        self._compare(sampling, found, str(getattr(method, "name", method) or self.planner.config.method))
         return found
+
+    def _compare(self, params: Sequence[Any], found: Sequence[Any], method: str) -> None:
+        """Ask a share of the fused prompts again, for plain prefill, and compare."""
+        chosen = []
+        for number, (given, output) in enumerate(zip(params, found, strict=True)):
+            outcome = (output.kv_transfer_params or {}).get("cacheclip", {}).get("outcome")
+            if self._shadow.chooses(given, outcome):
+                chosen.append(number)
+        if not chosen:
+            return
+        answers = [list(found[number].outputs[0].token_ids) for number in chosen]
+        again = [self._shadow.params(params[n], len(ids)) for n, ids in zip(chosen, answers, strict=True)]
+        try:
+            prompts = [{"prompt_token_ids": list(found[number].prompt_token_ids)} for number in chosen]
+            plain = self.llm.generate(prompts, again, use_tqdm=False)
+        except Exception as error:
+            for _ in chosen:
+                self._shadow.skip(error)
+            return
+        for ids, output in zip(answers, plain, strict=True):
+            self._shadow.record(ids, output.outputs[0].token_ids, method=method)
 
     def _sampling(self, given: Any, count: int) -> list[Any]:
         if given is None:

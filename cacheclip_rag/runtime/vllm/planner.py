@@ -32,6 +32,7 @@ from ...store import ChunkStore
 from ...types import Documents, FusionStats, Plan, Prompt, Request
 from ..prefill import stats_of
 from ..transformers.planning import PlanningRuntime
+from .served import Served
 
 __all__ = ["PlannedPrompt", "Planner"]
 
@@ -56,10 +57,14 @@ class PlannedPrompt:
 class Planner:
     """Plans prompts by the settings of an engine. Loads the auxiliary model if the method needs it."""
 
-    def __init__(self, config: EngineConfig | None = None, **options: Any) -> None:
+    def __init__(self, config: EngineConfig | None = None, *, served: Served | None = None, **options: Any) -> None:
         """Settings are those of :class:`~cacheclip_rag.engine.CacheClipEngine`. ``dtype`` must be vLLM's, and ``store``
         a folder that vLLM's workers can read. Planners of several tenants may share the
         :class:`~cacheclip_rag.store.ChunkStore` of that folder: ``Planner(config, store=shared)``.
+
+        Args:
+            served: what vLLM runs; default a CPU without quantisation. A
+                :class:`~cacheclip_rag.runtime.vllm.offline.FusedLLM` tells it by :meth:`serve`.
 
         Raises:
             ConfigurationError: there is no store, primary and auxiliary are one model, or a setting has no effect on
@@ -73,15 +78,35 @@ class Planner:
             raise ConfigurationError(
                 "a planner has no weights of the primary, so that it cannot score with it. Set another auxiliary."
             )
-        for name in ("finish", "shadow_rate", "max_ttft_s", "hide_hits"):
+        for name in ("finish", "max_ttft_s", "hide_hits"):
             if getattr(self.config, name) not in (None, False, 0.0, "none"):
                 raise ConfigurationError(f"{name} has no effect on answers of vLLM. Leave it out.")
         if self.config.fixed_ratio != self.config.recompute_ratio:
             raise ConfigurationError("ratios are not chosen by time for vLLM. Give recompute_ratio as a number.")
-        self.parts = Parts(self.config, shared, load_primary=load_planning)
+        self.served = served or Served()
+        """What vLLM runs: part of the keys of stored chunks (quantisation) and of the certificate's identity."""
+        self._is_loaded = False
+        self.parts = Parts(self.config, shared, load_primary=self._load_primary)
         """Store, models and caches, each made at first use."""
         self._answering = Answering(self.parts, ChunkWriter(self.parts), ())
         self._observers: tuple[Observer, ...] = (CertificateGuard(self.config), MissWarning())
+
+    def _load_primary(self, name: str, *, dtype: str) -> PlanningRuntime:
+        self._is_loaded = True
+        return load_planning(name, dtype=dtype, quantization=self.served.quantization, backend=self.served.label)
+
+    def serve(self, served: Served) -> None:
+        """Say what vLLM runs, before the first plan.
+
+        Raises:
+            ConfigurationError: prompts were planned for another vLLM already.
+        """
+        if served != self.served and self._is_loaded:
+            raise ConfigurationError(
+                f"the planner has planned for {self.served.label}, and this is {served.label}. Make a planner for "
+                "each, or give it served."
+            )
+        self.served = served
 
     @property
     def primary(self) -> PlanningRuntime:

@@ -1,0 +1,37 @@
+"""Lets a request follow given tokens, while vLLM reports the log-probabilities that it would have chosen by: what
+certification compares.
+
+``logits_processors=[FORCING]`` of ``vllm.LLM``, for its first model runner. The second one has this built in
+(``enable_trace_replay``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
+
+__all__ = ["ForcedTokens"]
+
+FORCED = "cacheclip_forced"
+"""Name in ``extra_args`` of sampling parameters: a list of token ids."""
+
+
+class ForcedTokens(AdapterLogitsProcessor):  # type: ignore[misc]
+    """Leaves one token to choose. Raw log-probabilities are computed before."""
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def new_req_logits_processor(self, params: Any) -> Any:
+        forced = (params.extra_args or {}).get(FORCED)
+        return None if not forced else lambda output_ids, logits: _force(forced, len(output_ids), logits)
+
+
+def _force(forced: list[int], number: int, logits: torch.Tensor) -> torch.Tensor:
+    if number >= len(forced):
+        return logits
+    only = torch.full_like(logits, float("-inf"))
+    only[forced[number]] = 0.0
+    return only

@@ -1,0 +1,307 @@
+"""KV on its way out of vLLM's workers, without vLLM: which rows, what is there, files; and a runtime that another
+process encodes for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cacheclip_rag import CacheClipEngine
+from cacheclip_rag.errors import ConfigurationError, EncodingError, ModelError, UnsupportedModelError
+from cacheclip_rag.models.load import load_model, load_planning
+from cacheclip_rag.runtime.vllm.captures import (
+    Captor,
+    Capture,
+    CapturedRows,
+    CaptureSchedule,
+    read_capture,
+    remove_capture,
+)
+from cacheclip_rag.runtime.vllm.encoding import encoding_options, encoding_primary, vllm_engine
+from cacheclip_rag.runtime.vllm.requests import Settings
+from cacheclip_rag.runtime.vllm.served import Served
+from tests.conftest import CHUNKS, TINY_MODELS, build_model
+
+NAME, CONTEXT = "a" * 32, "b" * 32
+LAYERS, HEADS, DIM = 3, 4, 8
+
+
+class TestCapture:
+    def test_there_and_back(self) -> None:
+        capture = Capture(NAME, 3, CONTEXT)
+        assert Capture.of(capture.to_dict(), 9) == capture
+        assert Capture.of({"name": NAME}, 1) == Capture(NAME)
+
+    @pytest.mark.parametrize(
+        ("given", "what"),
+        [
+            (None, "must have a name"),
+            ({}, "must have a name"),
+            ({"name": NAME, "more": 1}, "must have a name"),
+            ({"name": "../" + "a" * 29}, "hexadecimal"),
+            ({"name": NAME, "start": 3, "context": "x"}, "hexadecimal"),
+            ({"name": NAME, "start": 9}, "a position of the prompt"),
+            ({"name": NAME, "start": -1}, "a position of the prompt"),
+            ({"name": NAME, "start": "1"}, "a position of the prompt"),
+            ({"name": NAME, "context": CONTEXT}, "no positions"),
+        ],
+    )
+    def test_nonsense(self, given: Any, what: str) -> None:
+        with pytest.raises(ConfigurationError, match=what):
+            Capture.of(given, 9)
+
+
+def new(request_id: str, blocks: list[int], computed: int) -> Any:
+    return SimpleNamespace(req_id=request_id, block_ids=(blocks,), num_computed_tokens=computed)
+
+
+def scheduled(new_ones: list[Any], tokens: dict[str, int], **cached: Any) -> Any:
+    empty = {"req_ids": [], "num_computed_tokens": [], "new_block_ids": [], "resumed_req_ids": set()}
+    return SimpleNamespace(
+        scheduled_new_reqs=new_ones,
+        scheduled_cached_reqs=SimpleNamespace(**{**empty, **cached}),
+        num_scheduled_tokens=tokens,
+    )
+
+
+class TestSchedule:
+    """By hand: a prompt of 20 tokens, of which 5 on are wanted; "other" is nobody's capture."""
+
+    @pytest.fixture
+    def schedule(self) -> CaptureSchedule:
+        made = CaptureSchedule()
+        made.add("r", Capture(NAME, 5, CONTEXT), 20)
+        return made
+
+    def rows(self, blocks: tuple[int, ...], begin: int, end: int) -> CapturedRows:
+        return CapturedRows("r", NAME, blocks, 5, 20, begin, end)
+
+    def test_in_pieces(self, schedule: CaptureSchedule) -> None:
+        first = scheduled([new("r", [7, 8], 5), new("other", [1], 0)], {"r": 6, "other": 3})
+        assert schedule.step(first) == [self.rows((7, 8), 5, 11)]
+        more = {"req_ids": ["other", "r"], "num_computed_tokens": [3, 11], "new_block_ids": [None, ([9],)]}
+        assert schedule.step(scheduled([], {"r": 9, "other": 1}, **more)) == [self.rows((7, 8, 9), 11, 20)]
+        after = {"req_ids": ["r"], "num_computed_tokens": [20], "new_block_ids": [None]}
+        assert schedule.step(scheduled([], {"r": 1}, **after)) == [], "what it decodes is not wanted"
+
+    def test_what_comes_before_is_left_out(self, schedule: CaptureSchedule) -> None:
+        assert schedule.step(scheduled([new("r", [7], 0)], {"r": 8})) == [self.rows((7,), 5, 8)]
+        assert schedule.step(scheduled([new("r", [7], 0)], {"r": 5})) == []
+
+    def test_other_blocks_after_a_preemption(self, schedule: CaptureSchedule) -> None:
+        schedule.step(scheduled([new("r", [7, 8], 5)], {"r": 6}))
+        assert schedule.step(scheduled([], {})) == []
+        again = {"req_ids": ["r"], "num_computed_tokens": [5], "new_block_ids": [([3, 4],)], "resumed_req_ids": {"r"}}
+        assert schedule.step(scheduled([], {"r": 15}, **again)) == [self.rows((3, 4), 5, 20)]
+
+    def test_removed(self, schedule: CaptureSchedule) -> None:
+        schedule.remove("r")
+        schedule.remove("unknown")
+        assert schedule.step(scheduled([new("r", [7], 0)], {"r": 8})) == []
+
+
+def kv_of(num_tokens: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(LAYERS, 2, HEADS, num_tokens, DIM, generator=generator)
+
+
+def give(captor: Captor, kv: torch.Tensor, slots: torch.Tensor, order: torch.Tensor, *, layers: int = LAYERS) -> None:
+    """Layers write rows in this order, with two rows behind that have no slot."""
+    padding = torch.zeros(2, kv.shape[2], DIM)
+    for layer in range(layers):
+        key, value = (torch.cat([part.transpose(0, 1)[order], padding]) for part in kv[layer])
+        captor.take(layer, key, value, slots[order])
+
+
+class TestCaptor:
+    def test_two_captures_in_two_steps(self, tmp_path: Path) -> None:
+        """The second step has the rest of one, all of another, and rows of nobody's capture."""
+        captor = Captor(tmp_path, LAYERS, 0)
+        one, other, nobody = kv_of(6), kv_of(3, 1), kv_of(4, 2)
+        first = CapturedRows("one", NAME, (), 5, 11, 5, 9)
+        captor.begin([first], [torch.arange(32, 36)])
+        give(captor, one[:, :, :, :4], torch.arange(32, 36), torch.tensor([2, 0, 3, 1]))
+        assert captor.end() == [] and not list(tmp_path.iterdir())
+        rows = [CapturedRows("one", NAME, (), 5, 11, 9, 11), CapturedRows("other", CONTEXT, (), 0, 3, 0, 3)]
+        captor.begin(rows, [torch.tensor([70, 71]), torch.tensor([1, 2, 3])])
+        together = torch.cat([one[:, :, :, 4:], other, nobody], dim=3)
+        slots = torch.tensor([70, 71, 1, 2, 3, 90, 91, 92, 93])
+        give(captor, together, slots, torch.randperm(9, generator=torch.Generator().manual_seed(3)))
+        assert captor.end() == []
+        assert torch.equal(read_capture(tmp_path, NAME, HEADS), one)
+        assert torch.equal(read_capture(tmp_path, CONTEXT, HEADS), other)
+        remove_capture(tmp_path, NAME)
+        with pytest.raises(ValueError, match="have not written"):
+            read_capture(tmp_path, NAME, HEADS)
+
+    def test_heads_of_several_workers(self, tmp_path: Path) -> None:
+        kv = kv_of(5)
+        workers = [Captor(tmp_path, LAYERS, 0), Captor(tmp_path, LAYERS, 2), Captor(tmp_path, LAYERS, 2, writes=False)]
+        for captor in workers:
+            captor.begin([CapturedRows("r", NAME, (), 0, 5, 0, 5)], [torch.arange(5)])
+            give(captor, kv[:, :, captor.first_head : captor.first_head + 2], torch.arange(5), torch.arange(5))
+            assert captor.end() == []
+        assert len(list(tmp_path.iterdir())) == 2
+        assert torch.equal(read_capture(tmp_path, NAME, HEADS), kv)
+        next(tmp_path.glob("*.2.safetensors")).unlink()
+        with pytest.raises(ValueError, match="have not written all"):
+            read_capture(tmp_path, NAME, HEADS)
+
+    def test_a_damaged_part(self, tmp_path: Path) -> None:
+        (tmp_path / f"{NAME}.0.safetensors").write_bytes(b"nothing")
+        with pytest.raises(ValueError, match="cannot be read"):
+            read_capture(tmp_path, NAME, HEADS)
+
+    def test_rows_that_no_layer_wrote(self, tmp_path: Path) -> None:
+        captor, kv, slots = Captor(tmp_path, LAYERS, 0), kv_of(5), torch.arange(5)
+        for layers, shown in ((LAYERS, 4), (LAYERS - 1, 5)):
+            captor.begin([CapturedRows("r", NAME, (), 0, 5, 0, 5)], [slots])
+            give(captor, kv, slots, torch.arange(shown), layers=layers)
+            ((name, reason),) = captor.end()
+            assert name == NAME and "unseen" in reason and not list(tmp_path.iterdir())
+
+    def test_an_aborted_request_is_forgotten(self, tmp_path: Path) -> None:
+        captor, kv = Captor(tmp_path, LAYERS, 0), kv_of(5)
+        captor.begin([CapturedRows("r", NAME, (), 0, 9, 0, 5)], [torch.arange(5)])
+        give(captor, kv, torch.arange(5), torch.arange(5))
+        captor.end()
+        captor.forget({"r", "unknown"})
+        captor.begin([CapturedRows("r", NAME, (), 0, 9, 5, 9)], [torch.arange(5, 9)])
+        give(captor, kv, torch.arange(5, 10), torch.arange(4))
+        assert len(captor.end()) == 1, "its first tokens are gone"
+
+    def test_nothing_to_take(self, tmp_path: Path) -> None:
+        captor = Captor(tmp_path, LAYERS, 0)
+        give(captor, kv_of(5), torch.arange(5), torch.arange(5))
+        assert captor.end() == [] and not list(tmp_path.iterdir())
+
+    def test_a_folder_that_is_gone(self, tmp_path: Path) -> None:
+        captor = Captor(tmp_path / "file" / "folder", LAYERS, 0)
+        (tmp_path / "file").write_text("")
+        captor.begin([CapturedRows("r", NAME, (), 0, 5, 0, 5)], [torch.arange(5)])
+        give(captor, kv_of(5), torch.arange(5), torch.arange(5))
+        ((_, reason),) = captor.end()
+        assert "could not be written" in reason
+
+
+class TestFingerprint:
+    def test_weights_that_vllm_quantises_are_others(self, tiny_models: dict[str, str]) -> None:
+        plain = load_planning(tiny_models["llama"])
+        changed = load_planning(tiny_models["llama"], quantization="fp8")
+        assert plain.fingerprint == load_model(tiny_models["llama"]).fingerprint
+        assert changed.fingerprint == f"{plain.fingerprint}:fp8"
+        assert load_planning(tiny_models["llama"], quantization="fp8") is changed
+
+    def test_a_quantised_checkpoint_is_what_it_is(self, tmp_path: Path) -> None:
+        folder = build_model(tmp_path / "model", TINY_MODELS["llama"])
+        config = json.loads((folder / "config.json").read_text())
+        config["quantization_config"] = {"quant_method": "compressed-tensors", "format": "int-quantized"}
+        (folder / "config.json").write_text(json.dumps(config))
+        found = load_planning(folder, quantization="compressed-tensors")
+        assert found.fingerprint == load_planning(folder).fingerprint
+        with pytest.raises(UnsupportedModelError, match="quantised weights"):
+            load_model(folder)
+
+    def test_what_an_engine_runs(self) -> None:
+        config = SimpleNamespace(
+            model_config=SimpleNamespace(quantization="fp8"),
+            cache_config=SimpleNamespace(cache_dtype="fp8_e4m3"),
+            device_config=SimpleNamespace(device_type="cuda"),
+        )
+        served = Served.of(config)
+        assert (served.device, served.quantization, served.kv_cache_dtype) == ("cuda", "fp8", "fp8_e4m3")
+        assert served.label == f"vllm {served.version} on cuda, fp8, KV as fp8_e4m3"
+        assert Served(version="1").label == "vllm 1 on cpu"
+
+
+class Elsewhere:
+    """Encodes as another process would, and fails for chunks with a word."""
+
+    def __init__(self, folder: str, fails: str = "") -> None:
+        self.model, self.fails = load_model(folder), fails
+        self.calls: list[int] = []
+
+    def __call__(self, name: str, *, dtype: str) -> Any:
+        return load_planning(name, dtype=dtype).encoding_by(self.encode, batch_characters=100_000, max_tokens=512)
+
+    def encode(self, chunks: Any, context: torch.Tensor | None) -> list[torch.Tensor]:
+        self.calls.append(len(chunks))
+        found: list[Any] = self.model.encode_many(chunks, context)
+        if self.fails:
+            texts = [self.model.decode_ids(ids) for ids in chunks]
+            found = [None if self.fails in text else kv for text, kv in zip(texts, found, strict=True)]
+        if any(kv is None for kv in found):
+            raise EncodingError("a chunk failed", found)
+        return found
+
+
+class TestEncodingElsewhere:
+    def test_the_same_entries(self, tiny_models: dict[str, str], tmp_path: Path) -> None:
+        options: dict[str, Any] = {"primary": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"]}
+        elsewhere = Elsewhere(tiny_models["llama"])
+        engine = CacheClipEngine(**options, store=str(tmp_path / "a"), load_primary=elsewhere)
+        ours = CacheClipEngine(**options, store=str(tmp_path / "b"))
+        many = [*CHUNKS, *(f"{chunk} And number {n}." for n in range(10) for chunk in CHUNKS)]
+        assert engine.precompute(many) == ours.precompute(many) == len(many)
+        assert elsewhere.calls == [1, len(many)], "the prefix, then all that its runtime takes at once"
+        for chunk in many:
+            (a, b), (c, d) = ((each.read(chunk) for each in made.chunk_caches()) for made in (engine, ours))
+            assert torch.allclose(a.tensor(), c.tensor(), atol=1e-5) and torch.equal(b.tensor(), d.tensor())
+        assert {*engine.store.catalog.keys("default")} == {*ours.store.catalog.keys("default")}
+        assert engine.precompute(many) == 0
+        assert engine.primary.reuse_tokens == 512
+
+    def test_one_chunk_that_fails(self, tiny_models: dict[str, str], tmp_path: Path) -> None:
+        elsewhere = Elsewhere(tiny_models["llama"], fails="lighthouse")
+        engine = CacheClipEngine(primary=tiny_models["llama"], auxiliary=None, load_primary=elsewhere)
+        failing = [chunk for chunk in CHUNKS if "lighthouse" in chunk]
+        assert 0 < len(failing) < len(CHUNKS)
+        with pytest.raises(EncodingError, match="a chunk failed"):
+            engine.precompute(CHUNKS)
+        assert [chunk for chunk in CHUNKS if not engine.is_stored(chunk)] == failing
+        elsewhere.fails = ""
+        assert engine.precompute(CHUNKS) == len(failing)
+        assert all(engine.is_stored(chunk) for chunk in CHUNKS)
+
+    def test_without_an_encoder(self, tiny_models: dict[str, str]) -> None:
+        planning = load_planning(tiny_models["llama"])
+        assert planning.encoding_by(lambda chunks, context: [], batch_characters=1) is not planning
+        with pytest.raises(ModelError, match="without its weights"):
+            planning.encode([1, 2])
+
+
+class TestOptions:
+    def test_of_an_engine_that_ingests(self, tmp_path: Path) -> None:
+        transfer = encoding_options(tmp_path / "exchange", tmp_path)["kv_transfer_config"]
+        assert transfer["kv_connector_module_path"] == "cacheclip_rag.runtime.vllm.capturing"
+        settings = Settings.of(transfer["kv_connector_extra_config"])
+        assert (settings.store, settings.handoffs) == (tmp_path, tmp_path / "exchange")
+
+    @pytest.mark.parametrize(
+        ("options", "what"),
+        [
+            ({"kv_cache_dtype": "fp8"}, "rounded cache"),
+            ({"dtype": "bfloat16"}, "primary or dtype"),
+            ({"kv_transfer_config": {}}, "this package sets it"),
+            ({"hf_overrides": {"rope_theta": 1}}, "change the model"),
+            ({"quantization_config": {"ignore": ["lm_head"]}}, "Give quantization, a name"),
+            ({"enable_lora": True}, "LoRA"),
+        ],
+    )
+    def test_refused(self, tiny_models: dict[str, str], options: dict[str, Any], what: str) -> None:
+        with (
+            pytest.raises(ConfigurationError, match=what),
+            vllm_engine(primary=tiny_models["llama"], auxiliary=None, vllm=options),
+        ):
+            pass
+
+    def test_rotary_frequencies_that_depend_on_the_length(self, tiny_models: dict[str, str], tmp_path: Path) -> None:
+        load = encoding_primary(None, tmp_path)
+        engine = CacheClipEngine(primary=tiny_models["llama-rope-dynamic"], auxiliary=None, load_primary=load)
+        with pytest.raises(ModelError, match="depend on the length"):
+            engine.precompute(CHUNKS)

@@ -1,0 +1,73 @@
+"""Shadow checks of vLLM's answers: which are compared, with what, and what is counted."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cacheclip_rag.guards.metrics import Metrics
+from cacheclip_rag.runtime.vllm.shadow import SHADOW_TOKENS, Shadow
+
+GREEDY = {
+    "temperature": 0,
+    "n": 1,
+    "max_tokens": 64,
+    "logprobs": 5,
+    "prompt_logprobs": None,
+    "structured_outputs": None,
+    "extra_args": {"kv_transfer_params": {"cacheclip": {}}, "other": 1},
+}
+
+
+def params(**changed: Any) -> Any:
+    return SimpleNamespace(**{**GREEDY, **changed})
+
+
+def test_which_answers() -> None:
+    shadow = Shadow(1.0, Metrics())
+    assert shadow.chooses(params(), "fused") and shadow.chooses(params(), "cached")
+    assert not shadow.chooses(params(), "plain") and not shadow.chooses(params(), None)
+    for changed in ({"temperature": 0.7}, {"n": 2}, {"structured_outputs": object()}, {"prompt_logprobs": 1}):
+        assert not shadow.chooses(params(**changed), "fused")
+    assert not any(Shadow(0.0, Metrics()).chooses(params(), "fused") for _ in range(100))
+    chosen = sum(Shadow(0.3, Metrics()).chooses(params(), "fused") for _ in range(2000))
+    assert 450 < chosen < 750
+
+
+def test_the_plain_request() -> None:
+    shadow, given = Shadow(1.0, Metrics()), params()
+    plain = shadow.params(given, 5)
+    assert (plain.max_tokens, plain.logprobs, plain.extra_args) == (5, None, {"other": 1})
+    assert given.max_tokens == 64 and "kv_transfer_params" in given.extra_args, "the answer's own are left alone"
+    assert shadow.params(given, 64).max_tokens == SHADOW_TOKENS
+    assert shadow.params(params(extra_args=None), 0).max_tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "plain", "agreement", "other_first"),
+    [
+        ([1, 2, 3, 4], [1, 2, 3, 4], 1.0, 0),
+        ([1, 2, 3, 4], [1, 2, 9, 4], 0.5, 0),
+        ([1, 2, 3, 4], [9, 2, 3, 4], 0.0, 1),
+        ([1, 2, 3, 4], [1], 0.25, 0),
+        ([1, *range(40)], [1, *range(40)], 1.0, 0),
+    ],
+)
+def test_what_is_counted(answer: list[int], plain: list[int], agreement: float, other_first: int) -> None:
+    metrics = Metrics()
+    assert Shadow(1.0, metrics).record(answer, plain[:SHADOW_TOKENS], method="epic") == agreement
+    assert metrics.snapshot() == {
+        "shadow_checks_total": 1,
+        "shadow_greedy_checks_total": 1,
+        "shadow_agreement_sum": agreement,
+        "shadow_other_first_token_total": other_first,
+    }
+    assert f"cacheclip_shadow_agreement_sum {agreement:g}" in metrics.to_prometheus()
+
+
+def test_a_comparison_that_failed() -> None:
+    metrics = Metrics()
+    Shadow(1.0, metrics).skip("out of memory")
+    assert metrics.snapshot() == {"shadow_skipped_total": 1}
