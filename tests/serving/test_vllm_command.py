@@ -95,6 +95,24 @@ def test_what_vllm_is_told_of_devices_and_tools(started: dict[str, Any], models:
     assert settings.address == f"http://127.0.0.1:{value(started, '--port')}" == "http://127.0.0.1:8000"
 
 
+@pytest.mark.parametrize(
+    ("flags", "quantization", "kv"),
+    [
+        ([], None, "auto"),
+        (["--quantization", "fp8", "--kv_cache_dtype=fp8"], "fp8", "fp8"),
+        (["-q", "awq"], "awq", "auto"),
+        (["--quantization=fp8"], "fp8", "auto"),
+    ],
+)
+def test_planners_know_how_vllm_runs_the_model(
+    started: dict[str, Any], models: list[str], flags: list[str], quantization: str | None, kv: str
+) -> None:
+    """Weights that vLLM quantises have other KV, and other certificates."""
+    run(*models, "--", *flags)
+    served = ServerSettings.of_environment(started["environment"]).served
+    assert (served.device, served.quantization, served.kv_cache_dtype) == ("cpu", quantization, kv)
+
+
 def test_a_free_port_and_the_ready_line(started: dict[str, Any], models: list[str]) -> None:
     run(*models, "--port", "0", "--json")
     settings = ServerSettings.of_environment(started["environment"])

@@ -21,6 +21,7 @@ from ...errors import ConfigurationError
 from ...models.load import resolve
 from ...runtime.vllm.offline import engine_options
 from ...runtime.vllm.planner import Planner
+from ...runtime.vllm.served import Served
 from ..server import address_of, check_reachable
 from ..server import served_name as name_of
 from .options import check_flags, check_vllm
@@ -113,9 +114,10 @@ def launch(
         body_bytes,
         calls_tools="--enable-auto-tool-choice" in given,
         shows_metrics="--enable-per-request-metrics" in given,
+        served=_served(config.device, flags),
     )
     command(settings, flags, host=host, port=port)  # what it refuses takes no time
-    planner = Planner(config)
+    planner = Planner(config, served=settings.served)
     planner.warm_up()
     planner.close()
     if as_json:
@@ -136,6 +138,21 @@ def _to_stdout(settings: ServerSettings) -> ServerSettings:
     stdout = os.dup(1)
     os.set_inheritable(stdout, True)
     return replace(settings, json_to=stdout)
+
+
+def _served(device: str, flags: Sequence[str]) -> Served:
+    quantization = _value(flags, "--quantization", "-q")
+    return Served(device, quantization, _value(flags, "--kv-cache-dtype") or "auto")
+
+
+def _value(flags: Sequence[str], *names: str) -> str | None:
+    """What a flag of vLLM is set to; None if it is not given."""
+    found = None
+    for number, flag in enumerate(flags):
+        name, has_value, value = flag.partition("=")
+        if name.replace("_", "-") in names:
+            found = value if has_value else next(iter(flags[number + 1 :]), None)
+    return found
 
 
 def _free_port(host: str) -> int:

@@ -78,7 +78,7 @@ class Planning:
         with self._lock:
             if tenant not in self._planners:
                 config = replace(self._settings.config, namespace=tenant)
-                self._planners[tenant] = Planner(config, store=self._store)
+                self._planners[tenant] = Planner(config, store=self._store, served=self._settings.served)
             return self._planners[tenant]
 
     def start(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from ...config import EngineConfig
 from ...errors import ConfigurationError
 from ...runtime.vllm.requests import SEAL_VARIABLE
+from ...runtime.vllm.served import Served
 from ..access import Access, read_tenants
 
 __all__ = ["SETTINGS_VARIABLE", "ServerSettings"]
@@ -42,6 +43,8 @@ class ServerSettings:
     """Whether vLLM was told how to read calls of tools in answers."""
     shows_metrics: bool = False
     """Whether vLLM's own ``metrics`` of a request stay in its response."""
+    served: Served = field(default_factory=Served)
+    """How vLLM runs the primary."""
     json_to: int | None = None
     """File descriptor to which a JSON object is written when the server is ready; None: a line on stderr."""
 
@@ -57,7 +60,8 @@ class ServerSettings:
     def to_environment(self) -> dict[str, str]:
         """The variables that :meth:`of_environment` reads."""
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "seal"}
-        values |= {"config": asdict(self.config), "tenants": None if self.tenants is None else str(self.tenants)}
+        values |= {"config": asdict(self.config), "served": asdict(self.served)}
+        values["tenants"] = None if self.tenants is None else str(self.tenants)
         return {SETTINGS_VARIABLE: json.dumps(values), SEAL_VARIABLE: self.seal}
 
     @classmethod
@@ -71,6 +75,7 @@ class ServerSettings:
         try:
             values: dict[str, Any] = json.loads(environment[SETTINGS_VARIABLE])
             values |= {"config": EngineConfig(**values["config"]), "seal": environment[SEAL_VARIABLE]}
+            values["served"] = Served(**values["served"])
             values["tenants"] = None if values["tenants"] is None else Path(values["tenants"])
             return cls(**values)
         except (KeyError, ValueError, TypeError) as error:
