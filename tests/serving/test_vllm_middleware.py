@@ -28,6 +28,7 @@ from cacheclip_rag.fusion_plan import FusionPlan
 from cacheclip_rag.models.load import load_planning
 from cacheclip_rag.runtime.vllm.planner import Planner
 from cacheclip_rag.runtime.vllm.requests import PARAMETER, SEAL_VARIABLE, Ready, Settings
+from cacheclip_rag.runtime.vllm.served import Served as HowServed
 from cacheclip_rag.serving.vllm.middleware import CacheClip
 from cacheclip_rag.serving.vllm.planning import Way
 from cacheclip_rag.serving.vllm.replies import Result, StreamReply
@@ -653,7 +654,8 @@ class TestStarting:
     def test_settings_travel_in_the_environment(self, config: EngineConfig, tmp_path: Path) -> None:
         file = tmp_path / "tenants.json"
         file.write_text(json.dumps({NORTH: "north"}))
-        settings = ServerSettings(config, "tiny", "http://a", OWN, file, SEAL, 5, False, True, 7)
+        how = HowServed("cuda", "fp8")
+        settings = ServerSettings(config, "tiny", "http://a", OWN, file, SEAL, 5, False, True, how, 7)
         assert ServerSettings.of_environment(settings.to_environment()) == settings
         assert OWN not in repr(settings) and SEAL not in repr(settings)
         assert settings.access.identify(f"Bearer {NORTH}").tenants == ("north",)
