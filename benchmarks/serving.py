@@ -49,6 +49,8 @@ PARTS = ("ttft", "throughput", "poisoning", "failures", "soak")
 FULL = "full"
 PLAIN_TEXT = "Say in one sentence what a lighthouse is for."
 _OURS = "from cacheclip_rag.cli import main; main()"
+_SHORT = {"logprobs": True, "top_logprobs": 2, "max_tokens": 8}
+"""Answers that are compared byte by byte."""
 _START_S = 600.0
 _TAIL_CHARACTERS = 3000
 
@@ -191,9 +193,8 @@ class Server:
         parent = psutil.Process(self.process.pid)
         return sum(int(one.memory_full_info().pss) for one in (parent, *parent.children(recursive=True)))
 
-    @contextmanager
-    def client(self) -> Iterator[httpx.AsyncClient]:
-        yield httpx.AsyncClient(base_url=self.address, timeout=httpx.Timeout(1800.0, connect=30.0))
+    def client(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=self.address, timeout=httpx.Timeout(1800.0, connect=30.0))
 
 
 @contextmanager
@@ -320,7 +321,7 @@ def without_field(body: dict[str, Any]) -> dict[str, Any]:
 async def measure_ttft(scene: Scene, ours: Server, twin: Server | None) -> dict[str, Any]:
     args, found = scene.args, dict[str, list[Said]]()
     ways = {FULL: None, args.method: args.method}
-    with ours.client() as client:
+    async with ours.client() as client:
         for way in ways.values():  # the first answer makes threads and buffers
             await streamed(client, scene.body(scene.new_order(), way, max_tokens=2))
         for _ in range(args.rounds):
@@ -342,7 +343,7 @@ async def measure_throughput(scene: Scene, ours: Server, twin: Server | None) ->
     args = scene.args
     seconds: dict[str, float] = {FULL: 0.0, args.method: 0.0}
     found: dict[str, list[Said]] = {FULL: [], args.method: []}
-    with ours.client() as client:
+    async with ours.client() as client:
         for name in (FULL, args.method, args.method, FULL):
             bodies = [
                 scene.body(scene.new_order(), None if name == FULL else name) for _ in range(max(1, args.answers // 2))
@@ -382,15 +383,14 @@ async def measure_poisoning(scene: Scene, ours: Server, twin: Server | None) -> 
     """One request after the other, so that both servers compute the same batches."""
     assert twin is not None
     args, seen = scene.args, Counter[str]()
-    more = {"logprobs": True, "top_logprobs": 2, "max_tokens": 8}
-    with ours.client() as client, twin.client() as plain:
+    async with ours.client() as client, twin.client() as plain:
         for _ in range(args.requests):
             texts = scene.rng.sample(scene.texts, args.chunks)  # orders recur, so that caches are asked again
             if scene.rng.random() < 0.5:
-                answer = await whole(client, scene.body(texts, args.method, **more))
+                answer = await whole(client, scene.body(texts, args.method, **_SHORT))
                 seen[str(answer["cacheclip"].get("outcome"))] += 1
                 continue
-            body = scene.body(texts, **more)
+            body = scene.body(texts, **_SHORT)
             if scene.rng.random() < 0.5:  # without a word about us
                 body = {**without_field(body), "messages": [{"role": "user", "content": PLAIN_TEXT + texts[0]}]}
             answer, expected = await whole(client, body), await whole(plain, without_field(body))
@@ -401,11 +401,10 @@ async def measure_poisoning(scene: Scene, ours: Server, twin: Server | None) -> 
 async def measure_failures(scene: Scene, ours: Server, twin: Server | None) -> dict[str, Any]:
     assert twin is not None
     args, seen, reasons = scene.args, Counter[str](), Counter[str]()
-    more = {"logprobs": True, "top_logprobs": 2, "max_tokens": 8}
     payloads = sorted((scene.folder / "store" / "kv").glob("*/*.kv"))
-    with ours.client() as client, twin.client() as plain:
+    async with ours.client() as client, twin.client() as plain:
         while seen["plain"] < args.failures and sum(seen.values()) < 20 * args.failures:
-            body = scene.body(scene.new_order(), args.method, **more)
+            body = scene.body(scene.new_order(), args.method, **_SHORT)
             with damaged(payloads, scene.rng):
                 answer = await whole(client, body)
             outcome = str(answer["cacheclip"].get("outcome"))
@@ -480,7 +479,7 @@ async def measure_soak(scene: Scene, ours: Server, twin: Server | None) -> dict[
             memory.append((time.monotonic() - began, ours.memory_bytes()))
             await asyncio.sleep(5)
 
-    with ours.client() as client:
+    async with ours.client() as client:
         await asyncio.gather(watching(), *(asking(client, number) for number in range(min(4, args.running))))
     # caches fill at first, so growth is looked for in the second half
     late = [value for at, value in memory if at > 30 * args.minutes]

@@ -17,7 +17,15 @@ from typing import Any
 from ...config import EngineConfig
 from ...engine import CacheClipEngine
 from ...errors import ConfigurationError, UnsupportedModelError
-from ...guards.certificate import THRESHOLDS, Certificate, GateFigures, RatioFigures, check_writable, verdict_at
+from ...guards.certificate import (
+    THRESHOLDS,
+    Certificate,
+    GateFigures,
+    Identity,
+    RatioFigures,
+    check_writable,
+    verdict_at,
+)
 from ...guards.fidelity import Fidelity
 from ...methods import preset
 from ...methods.base import Method
@@ -102,22 +110,52 @@ def certify(config: EngineConfig, *, method: Method | None = None, quick: bool =
                 outcomes[ratio].append(_measure(engine, prompt, at_ratio, reference))
             engine.release(set(prompt.chunks) - {text for later in prompts[number - 1 :] for text in later.chunks})
             advance(number)
-    needles_of_full = statistics.mean(found for found in found_by_full if found is not None)
-    rows = [figures_of(ratio, outcomes[ratio], needles_of_full, exactness) for ratio in sorted(outcomes)]
+    return certificate_of(
+        config,
+        given,
+        engine.parts.identity(methods[max(methods)]),
+        exactness,
+        found_by_full,
+        outcomes,
+        gate=_gate(outcomes[given.nominal_ratio]),
+        quick=quick,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def certificate_of(
+    config: EngineConfig,
+    method: Method,
+    identity: Identity,
+    exactness: dict[str, Any],
+    found_by_full: Sequence[bool | None],
+    outcomes: Mapping[float, Sequence[Outcome]],
+    *,
+    gate: list[GateFigures],
+    quick: bool,
+    seconds: float,
+) -> Certificate:
+    """The certificate, with its verdict.
+
+    Args:
+        found_by_full: per prompt, whether full prefill found the needle; None for a prompt without one.
+        outcomes: per ratio, one of each prompt.
+    """
+    needles = statistics.mean(found for found in found_by_full if found is not None)
     certificate = Certificate(
         primary=config.primary,
         auxiliary=config.auxiliary,
-        identity=engine.parts.identity(methods[max(methods)]),
+        identity=identity,
         verdict="",
-        ratio=given.nominal_ratio,
+        ratio=method.nominal_ratio,
         exactness=exactness,
-        needle_accuracy_of_full=needles_of_full,
-        ratios=rows,
-        gate=_gate(outcomes[given.nominal_ratio]),
+        needle_accuracy_of_full=needles,
+        ratios=[figures_of(ratio, outcomes[ratio], needles, exactness) for ratio in sorted(outcomes)],
+        gate=gate,
         thresholds=dict(THRESHOLDS),
-        prompts=len(prompts),
+        prompts=len(found_by_full),
         quick=quick,
-        seconds=time.perf_counter() - started,
+        seconds=seconds,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
     )
     return replace(certificate, verdict=verdict_at(certificate, certificate.ratio))

@@ -8,12 +8,10 @@ this package compares its kernels), and confidence gates, because vLLM gives no 
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,13 +22,14 @@ import torch
 from ...config import EngineConfig
 from ...engine import CacheClipEngine
 from ...errors import ConfigurationError
-from ...guards.certificate import THRESHOLDS, Certificate, check_writable, verdict_at
+from ...guards.certificate import Certificate, check_writable
 from ...guards.fidelity import compare, kl_divergence
 from ...methods import preset
 from ...methods.base import Method
 from ...progress import progress_bar
 from ...runtime.prefill import confidence
-from ...runtime.vllm.encoding import device_of, encoding_options, encoding_primary, start_vllm
+from ...runtime.vllm.encoding import encoding_options, encoding_primary, start_vllm
+from ...runtime.vllm.offline import worker_of
 from ...runtime.vllm.planner import PlannedPrompt, Planner
 from ...runtime.vllm.requests import request_parameters
 from ...runtime.vllm.served import Served
@@ -217,30 +216,23 @@ def certify_vllm(
             engine.release(set(prompt.chunks) - {text for later in prompts[number - 1 :] for text in later.chunks})
             advance(number)
         identity = asker.planner.parts.identity(methods[max(methods)])
-    needles = statistics.mean(found for found in found_by_full if found is not None)
-    certificate = Certificate(
-        primary=config.primary,
-        auxiliary=config.auxiliary,
-        identity=identity,
-        verdict="",
-        ratio=given.nominal_ratio,
-        exactness=exactness,
-        needle_accuracy_of_full=needles,
-        ratios=[common.figures_of(ratio, outcomes[ratio], needles, exactness) for ratio in sorted(outcomes)],
+    return common.certificate_of(
+        config,
+        given,
+        identity,
+        exactness,
+        found_by_full,
+        outcomes,
         gate=[],
-        thresholds=dict(THRESHOLDS),
-        prompts=len(prompts),
         quick=quick,
         seconds=time.perf_counter() - started,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
     )
-    return replace(certificate, verdict=verdict_at(certificate, certificate.ratio))
 
 
 @contextmanager
 def _started(config: EngineConfig, options: Mapping[str, Any]) -> Iterator[_Asker]:
     """vLLM with a store of its own."""
-    device = device_of(config.device)
+    device = worker_of(config.device)
     replays = device == "gpu"  # of vLLM's two model runners, the one for accelerators
     following = {"enable_trace_replay": True} if replays else {"logits_processors": [_PROCESSOR]}
     with TemporaryDirectory(prefix="cacheclip-") as folder:

@@ -31,7 +31,7 @@ from ...models.load import load_planning
 from ..transformers.planning import PlanningRuntime
 from ..transformers.rotary import rotate, unrotate
 from .captures import CAPTURE, Capture, read_capture, remove_capture
-from .offline import engine_options
+from .offline import engine_options, worker_of
 from .served import Served
 
 __all__ = ["BATCH_CHARACTERS", "ChunkEncoder", "encoding_options", "encoding_primary", "start_vllm", "vllm_engine"]
@@ -265,7 +265,7 @@ def vllm_engine(
         raise MissingExtraError("vLLM", "vllm")
     longest = given.get("max_model_len")
     with TemporaryDirectory(prefix="cacheclip-", dir=_exchange()) as folder:
-        ours = encoding_options(folder, device=device_of(settings.device))
+        ours = encoding_options(folder, device=worker_of(settings.device))
 
         def start() -> Any:
             started.append(
@@ -295,11 +295,6 @@ def _exchange() -> Path | None:
     """Where KV goes between vLLM and this process; None: the system's folder for temporary files."""
     enough = _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free >= _LEAST_MEMORY
     return _SHARED_MEMORY if enough else None
-
-
-def device_of(device: str) -> str:
-    """The kind of vLLM's worker for a setting ``device``."""
-    return "cpu" if device.startswith("cpu") else "gpu"
 
 
 def _check_options(options: Mapping[str, Any], ours: Mapping[str, Any]) -> None:

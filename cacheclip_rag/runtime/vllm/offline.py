@@ -28,11 +28,16 @@ from .requests import request_parameters
 from .served import Served
 from .shadow import Shadow
 
-__all__ = ["FusedLLM", "engine_options"]
+__all__ = ["FusedLLM", "engine_options", "worker_of"]
 
 logger = logging.getLogger(__name__)
 
 _WORKERS = {"cpu": "CPUWorker", "gpu": "GPUWorker"}
+
+
+def worker_of(device: str) -> str:
+    """The kind of vLLM's worker, ``cpu`` or ``gpu``, for a setting ``device``."""
+    return "cpu" if device.startswith("cpu") else "gpu"
 
 
 def engine_options(

@@ -19,7 +19,7 @@ from typing import NoReturn
 from ...config import EngineConfig
 from ...errors import ConfigurationError
 from ...models.load import resolve
-from ...runtime.vllm.offline import engine_options
+from ...runtime.vllm.offline import engine_options, worker_of
 from ...runtime.vllm.planner import Planner
 from ...runtime.vllm.served import Served
 from ..server import address_of, check_reachable
@@ -58,8 +58,7 @@ def command(settings: ServerSettings, flags: Sequence[str], *, host: str, port: 
     config, access = settings.config, settings.access
     check_reachable(host, access)
     tenants = {config.namespace, *(tenant for names in access.tenants.values() for tenant in names)}
-    device = "cpu" if config.device == "cpu" else "gpu"
-    engine = engine_options(config.store, namespace=sorted(tenants), device=device, sealed=True)
+    engine = engine_options(config.store, namespace=sorted(tenants), device=worker_of(config.device), sealed=True)
     arguments = [
         *(sys.executable, "-m", _MODULE),
         *("--model", str(resolve(config.primary))),

@@ -293,10 +293,7 @@ class _Replying:
         if message.get("more_body", False):
             return
         assert self._start is not None, "a body has a start before it"
-        body = self._whole.finish(bytes(self._body))
-        headers = [*_without_length(self._start)["headers"], (b"content-length", str(len(body)).encode())]
-        await self._send({**self._start, "headers": headers})
-        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+        await _send_whole(self._send, self._start, self._whole.finish(bytes(self._body)))
 
     async def _pass_on(self, message: Message) -> None:
         more = message.get("more_body", False)
@@ -323,12 +320,16 @@ def _changing(send: Send, change: Callable[[bytes], bytes]) -> Send:
         else:
             body.extend(message.get("body", b""))
             if not message.get("more_body", False):
-                whole = change(bytes(body))
-                headers = [*_without_length(start)["headers"], (b"content-length", str(len(whole)).encode())]
-                await send({**start, "headers": headers})
-                await send({"type": "http.response.body", "body": whole, "more_body": False})
+                await _send_whole(send, start, change(bytes(body)))
 
     return changed
+
+
+async def _send_whole(send: Send, start: Message, body: bytes) -> None:
+    """Send a response that began with ``start``, with this body."""
+    headers = [*_without_length(start)["headers"], (b"content-length", str(len(body)).encode())]
+    await send({**start, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
 def _appending(send: Send, more: Callable[[], bytes]) -> Send:
