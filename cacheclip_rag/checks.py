@@ -16,6 +16,7 @@ __all__ = [
     "check_flag",
     "check_number",
     "check_ratio",
+    "check_confidence",
     "check_probability",
     "check_share",
     "check_whole_number",
@@ -143,6 +144,16 @@ def check_share(name: str, value: Any, of: str) -> None:
 def check_probability(name: str, value: Any) -> None:
     """Raise ConfigurationError unless ``value`` is a number from 0 to 1."""
     check_number(name, value, "a probability, 0 to 1", most=1.0)
+
+
+AUTO_CONFIDENCE = "auto"
+"""The confidence gate that the certificate states."""
+
+
+def check_confidence(name: str, value: Any) -> None:
+    """Raise ConfigurationError unless ``value`` is a probability, 0 to 1, or ``auto``."""
+    if value != AUTO_CONFIDENCE:
+        check_number(name, value, "a probability, 0 to 1, or 'auto'", most=1.0)
 
 
 def check_choice(name: str, value: Any, allowed: Collection[str]) -> None:

@@ -11,10 +11,10 @@ from .checks import (
     aliases_of,
     by_real_names,
     check_choice,
+    check_confidence,
     check_flag,
     check_namespace,
     check_number,
-    check_probability,
     check_ratio_and_limit,
     check_whole_number,
     did_you_mean,
@@ -61,10 +61,11 @@ class EngineConfig:
     max_ttft_s: float | None = None
     """Seconds after which the first token should be there: of all ratios that are predicted to keep to it, the largest
     is taken. Implies ``recompute_ratio="auto"``. A time that not even the least ratio keeps to is not an error."""
-    min_confidence: float | None = None
+    min_confidence: float | str | None = None
     """Least difference between the probabilities of the two likeliest first tokens, 0 to 1. Prompts below it are
-    prefilled in full, after the reusing pass. ``cacheclip certify`` shows what a value gives and costs. 0: none. None:
-    the method's own. It holds for methods given by name; a Method instance has its own."""
+    prefilled in full, after the reusing pass. ``cacheclip certify`` shows what a value gives and costs. ``auto``: the
+    least value with which 95 % of the certificate's prompts began as with full prefill; it needs a certificate. 0:
+    none. None: the method's own. It holds for methods given by name; a Method instance has its own."""
     heads: str | PathLike[str] = "auto"
     """Head set of the auxiliary model: a file, ``none`` or ``auto``. ``auto`` takes the head set that ``cacheclip
     calibrate`` or ``cacheclip finetune`` wrote for this pair of models, else the head set in the package."""
@@ -123,7 +124,7 @@ class EngineConfig:
             object.__setattr__(self, name, path_as_text(getattr(self, name)))
         check_ratio_and_limit(self.recompute_ratio, self.max_ttft_s)
         if self.min_confidence is not None:
-            check_probability("min_confidence", self.min_confidence)
+            check_confidence("min_confidence", self.min_confidence)
         check_method(self.method)
         check_chunk_context(self.chunk_context)
         choices = {

@@ -257,9 +257,25 @@ class CacheClipEngine:
 
     # -- answers ----------------------------------------------------------------------------------------------------
 
-    def make_method(self, method: str | Method | None = None, recompute_ratio: float | str | None = None) -> Method:
-        """The method of a call with these options; see :func:`~cacheclip_rag.plan.planner.choose_method`."""
-        return choose_method(self.config, method, recompute_ratio, lambda: self.parts.has_head_set)
+    def make_method(
+        self,
+        method: str | Method | None = None,
+        recompute_ratio: float | str | None = None,
+        *,
+        any_ratio: bool = False,
+    ) -> Method:
+        """The method of a call with these options; see :func:`~cacheclip_rag.plan.planner.choose_method`.
+
+        Args:
+            any_ratio: its ratio is chosen by predicted time later.
+        """
+        return choose_method(
+            self.config,
+            method,
+            recompute_ratio,
+            lambda: self.parts.has_head_set,
+            lambda chosen: self.parts.certified_confidence(chosen, any_ratio=any_ratio),
+        )
 
     def context_of(self, method: str | Method | None = None) -> ChunkContext:
         """The chunk context of a method (default the engine's method): its own, else the engine's setting.
@@ -296,7 +312,7 @@ class CacheClipEngine:
     ) -> Plan:
         """What :meth:`generate` would do with this prompt: hits, exact chunks, budget, fallback. Computes no tensor."""
         auto, limit = self._time_limit(method, recompute_ratio, max_ttft_s)
-        chosen = self.make_method(method, recompute_ratio)
+        chosen = self.make_method(method, recompute_ratio, any_ratio=auto)
         request = Request(prompt, SamplingParams(), chosen, question, documents, False, "none", tools, auto, limit)
         return self._answering.plan(request, self.parts.sources(chosen), PhaseClock())
 
@@ -396,7 +412,7 @@ class CacheClipEngine:
         finish = self.config.finish if finish is None else finish
         check_choice("finish", finish, FINISH_MODES)
         auto, limit = self._time_limit(method, recompute_ratio, max_ttft_s)
-        chosen = self.make_method(method, recompute_ratio)
+        chosen = self.make_method(method, recompute_ratio, any_ratio=auto)
         called = tuple(check_tools(tools))
         yield from self._answering.stream(
             Request(prompt, params, chosen, question, documents, trace, finish, called, auto, limit)

@@ -20,7 +20,14 @@ from .chunks.sources import Sources
 from .chunks.trained import TrainedContext, find_trained_context, no_trained_context
 from .config import EngineConfig
 from .errors import ConfigurationError, ModelError
-from .guards.certificate import Identity, find_certificate, identity_of, verdict_at
+from .guards.certificate import (
+    Identity,
+    confidence_at,
+    find_certificate,
+    identity_of,
+    no_confidence,
+    verdict_at,
+)
 from .machine import unit_name
 from .methods.base import Method
 from .models.load import check_name, load_any
@@ -74,6 +81,7 @@ class Parts:
         self._trained: tuple[TrainedContext | None] | None = None
         self._named_heads: dict[str, HeadSet] = {}
         self._controllers: dict[str, Controller | None] = {}
+        self._confidences: dict[tuple[str, bool], float] = {}
 
     # -- store --------------------------------------------------------------------------------------------------
 
@@ -291,6 +299,7 @@ class Parts:
             self._heads = (heads,)
             self._sources.clear()
             self._controllers.clear()
+            self._confidences.clear()
 
     def named_heads(self, names: Collection[str]) -> dict[str, HeadSet]:
         """The head sets that a method names, each read once; empty if no auxiliary model can score.
@@ -377,6 +386,30 @@ class Parts:
         """Whether the method's certificate calls a recompute ratio exact or faithful; None without a certificate."""
         certificate, _ = find_certificate(self.identity(method))
         return None if certificate is None else lambda ratio: verdict_at(certificate, ratio) != "not faithful"
+
+    def certified_confidence(self, method: Method, *, any_ratio: bool = False) -> float:
+        """The value of ``min_confidence="auto"``: of the method's ratio, by its certificate, which is read once.
+
+        Args:
+            any_ratio: the largest value of all ratios that may be chosen.
+
+        Raises:
+            CertificateError: no certificate of these models and this method says it.
+        """
+        key = repr(method), any_ratio
+        with self._lock:
+            if key not in self._confidences:
+                certificate, why = find_certificate(self.identity(method))
+                ratios = [method.nominal_ratio]
+                if certificate is not None and any_ratio:
+                    may_be = [row.ratio for row in certificate.ratios if row.verdict != "not faithful"]
+                    ratios += [ratio for ratio in may_be if ratio < method.nominal_ratio]
+                found = [confidence_at(certificate, ratio) if certificate else None for ratio in ratios]
+                known = [each for each in found if each is not None]
+                if len(known) < len(found):
+                    raise no_confidence(self.config, method, self.identity(method), why)
+                self._confidences[key] = max(known)
+            return self._confidences[key]
 
     def profile_identity(self, method: Method) -> dict[str, Any]:
         """What a profile needs to hold for these models with this method: weights, settings, versions, processors."""

@@ -15,7 +15,7 @@ import pytest
 import cacheclip_rag.guards.certificate as certificates
 from cacheclip_rag import CacheClipEngine, EngineConfig, SamplingParams
 from cacheclip_rag.chunks.context import CONTEXTS, ChunkContext
-from cacheclip_rag.errors import CertificateError, ModelError
+from cacheclip_rag.errors import CertificateError, ConfigurationError, ModelError
 from cacheclip_rag.guards.certificate import (
     THRESHOLDS,
     Certificate,
@@ -35,6 +35,7 @@ from cacheclip_rag.selection.scorers import AuxiliaryAttention
 from tests.conftest import CACHECLIP, rag_prompt
 
 ONE = SamplingParams(max_tokens=1)
+GATE = (GateFigures(0.0, 0.9, 0.2, 0.0), GateFigures(0.1, 0.95, 0.3, 0.1), GateFigures(1.0, 1.0, 1.2, 1.0))
 SPREAD = {"mean": 0.05, "median": 0.04, "max": 0.1}
 
 
@@ -57,7 +58,10 @@ def make(tiny_models: dict[str, str]) -> Callable[..., CacheClipEngine]:
 
 def certificate_for(engine: CacheClipEngine, method: str = "cacheclip", **changes: Any) -> Certificate:
     verdicts = {0.0: "not faithful", 0.1: "not faithful", 0.2: "faithful", 0.5: "exact"}
-    rows = [RatioFigures(r, r, SPREAD, SPREAD, 0.95, 1.0, verdict) for r, verdict in verdicts.items()]
+    gates = {0.1: (GateFigures(0.0, 0.8, 0.2, 0.0), GateFigures(0.3, 0.95, 0.4, 0.2)), 0.2: GATE}
+    rows = [
+        RatioFigures(r, r, SPREAD, SPREAD, 0.95, 1.0, verdict, gate=gates.get(r, ())) for r, verdict in verdicts.items()
+    ]
     made = Certificate(
         primary="p",
         auxiliary="a",
@@ -67,7 +71,6 @@ def certificate_for(engine: CacheClipEngine, method: str = "cacheclip", **change
         exactness={"passed": True, "checks": {"greedy": {"figure": 1.0}}},
         needle_accuracy_of_full=1.0,
         ratios=rows,
-        gate=[GateFigures(0.5, 1.0, 0.5, 0.25)],
         thresholds=dict(THRESHOLDS),
         prompts=24,
         quick=False,
@@ -92,7 +95,7 @@ class TestFile:
             lambda text: "",
             lambda text: "[]",
             lambda text: text.replace('"not faithful"', '"faithful"', 1),
-            lambda text: text.replace('"format": 2', '"format": 3'),
+            lambda text: text.replace('"format": 3', '"format": 2'),
         ],
     )
     def test_damaged_is_none(self, make: Callable[..., CacheClipEngine], damage: Callable[[str], str]) -> None:
@@ -159,6 +162,41 @@ class TestFile:
         assert verdict_at(measured, 1.0) == "faithful" and verdict_at(measured, 0.9) == "exact"
         failed = replace(made, exactness={"passed": False})
         assert {verdict_at(failed, ratio) for ratio in (0.0, 0.5, 1.0)} == {"not faithful"}
+
+
+class TestGate:
+    def test_auto_is_the_least_value_that_agrees_often_enough(self, make: Callable[..., CacheClipEngine]) -> None:
+        certificate_for(make()).save()
+        at = {ratio: make(min_confidence="auto", recompute_ratio=ratio) for ratio in (0.1, 0.15, 0.2)}
+        assert {ratio: engine.make_method("cacheclip").min_confidence for ratio, engine in at.items()} == {
+            0.1: 0.3,
+            0.15: 0.3,
+            0.2: 0.1,
+        }
+        assert at[0.2].make_method("full").min_confidence == 0.0
+        assert at[0.2].make_method(preset("cacheclip")).min_confidence == 0.0, "an instance has its own"
+
+    def test_a_ratio_that_is_chosen_later_takes_the_largest(self, make: Callable[..., CacheClipEngine]) -> None:
+        engine = make(min_confidence="auto")
+        made = certificate_for(engine)
+        rows = [replace(row, verdict="faithful") if row.ratio == 0.1 else row for row in made.ratios]
+        replace(made, ratios=rows).save()
+        assert engine.make_method("cacheclip", any_ratio=True).min_confidence == 0.3
+        assert engine.make_method("cacheclip").min_confidence == 0.1
+
+    def test_auto_needs_a_certificate_with_a_gate(self, make: Callable[..., CacheClipEngine]) -> None:
+        engine = make(min_confidence="auto")
+        with pytest.raises(CertificateError, match=r"has not been certified. Measure it: cacheclip certify .*or set"):
+            engine.generate("What is kept?", method="cacheclip")
+        certificate_for(engine).save()
+        with pytest.raises(CertificateError, match=r"no gate at recompute ratio 0.5 or below"):
+            engine.make_method("cacheclip", 0.5)
+        assert engine.make_method("cacheclip").min_confidence == 0.1, "a later certificate is found"
+
+    @pytest.mark.parametrize("value", ["most", 1.5, -0.1, True])
+    def test_nothing_else_is_taken(self, value: object) -> None:
+        with pytest.raises(ConfigurationError, match="min_confidence must be a probability, 0 to 1, or 'auto'"):
+            EngineConfig(min_confidence=value)
 
 
 class TestSaving:

@@ -77,7 +77,7 @@ def ask(
     as_json: JsonOption = False,
 ) -> None:
     """Retrieve, fuse and stream the answer; then the sources and where the time went."""
-    from ..checks import check_choice, check_probability, check_ratio_and_limit
+    from ..checks import check_choice, check_confidence, check_ratio_and_limit
     from ..errors import ConfigurationError
     from ..sampling import FINISH_MODES, SamplingParams
 
@@ -86,8 +86,9 @@ def ask(
         raise ConfigurationError("the question is empty.")
     chosen_ratio = number_or_name(ratio)
     check_ratio_and_limit(chosen_ratio, max_ttft_s)
-    if min_confidence is not None:
-        check_probability("--min-confidence", min_confidence)
+    least = number_or_name(min_confidence)
+    if least is not None:
+        check_confidence("--min-confidence", least)
     if variants is None:
         check_method(method)
     check_choice("finish", finish, FINISH_MODES)
@@ -117,7 +118,7 @@ def ask(
         method=chosen,
         recompute_ratio=chosen_ratio,
         max_ttft_s=max_ttft_s,
-        min_confidence=min_confidence,
+        min_confidence=least,
         heads=heads,
         fallback=fallback,
         require_certificate=require_certificate,

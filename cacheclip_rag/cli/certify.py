@@ -132,8 +132,7 @@ def _print(certificate: Certificate, path: Path) -> None:
     )
     if not_measured := exactness.get("not_measured"):
         out.print(f"Not measured with {backend}: {'; '.join(not_measured)}.")
-    if certificate.gate:
-        _print_gate(certificate)
+    _print_gate(certificate)
     out.print(
         f"Verdict at ratio {certificate.ratio:g}: [bold]{certificate.verdict}[/bold] ({certificate.seconds:.0f} s)"
     )
@@ -143,10 +142,18 @@ def _print(certificate: Certificate, path: Path) -> None:
 def _print_gate(certificate: Certificate) -> None:
     from rich.table import Table
 
+    from ..guards.certificate import THRESHOLDS, confidence_at
+
+    rows = next(row.gate for row in certificate.ratios if row.ratio == certificate.ratio)
+    if not rows:
+        return
     gate = Table(title=f"A confidence gate from ratio {certificate.ratio:g} on (setting min_confidence)")
     for column in ("min_confidence", "equal first tokens", "charged ratio", "full prefills"):
         gate.add_column(column, justify="right")
-    for each in certificate.gate:
+    for each in rows:
         shares = (f"{each.first_token_agreement:.0%}", f"{each.charged_ratio:.2f}", f"{each.full_prefills:.0%}")
         gate.add_row(f"{each.min_confidence:g}", *shares)
-    output().print(gate)
+    out = output()
+    out.print(gate)
+    if (least := confidence_at(certificate, certificate.ratio)) is not None:
+        out.print(f"min_confidence 'auto' is {least:g} here: the least with {THRESHOLDS['agreement']:.0%} agreement.")

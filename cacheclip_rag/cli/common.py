@@ -139,10 +139,11 @@ RatioOption = Annotated[
     float | None, typer.Option("--ratio", help="Share of chunk tokens to recompute, 0 to 1. [default: the method's]")
 ]
 MinConfidenceOption = Annotated[
-    float | None,
+    str | None,
     typer.Option(
         "--min-confidence",
-        help="Prefill in full if the two likeliest first tokens differ less in probability, 0 to 1.",
+        help="Prefill in full if the two likeliest first tokens differ less in probability, 0 to 1; auto: the "
+        "certificate's value.",
     ),
 ]
 FinishOption = Annotated[
@@ -180,12 +181,12 @@ NamespaceOption = Annotated[str | None, typer.Option("--namespace", help="Tenant
 _USAGE_ERRORS = (ConfigurationError, UnknownModelError, DocumentError)
 
 
-def number_or_name(ratio: str | None) -> float | str | None:
-    """``--ratio`` as a number, if it is one."""
+def number_or_name(given: str | None) -> float | str | None:
+    """An option's value as a number, if it is one."""
     try:
-        return None if ratio is None else float(ratio)
+        return None if given is None else float(given)
     except ValueError:
-        return ratio
+        return given
 
 
 def output() -> Console:

@@ -95,7 +95,7 @@ def serve(
     """Serve OpenAI's API: chat completions, completions, models, health and metrics. Stops at SIGTERM or Ctrl-C, when
     running answers are finished. With --json, prints the address when it is ready. With --backend vllm, flags that are
     not listed here are passed on to vLLM; write -- before them."""
-    from ..checks import check_choice, check_probability, check_ratio_and_limit
+    from ..checks import check_choice, check_confidence, check_ratio_and_limit
     from ..sampling import FINISH_MODES
     from ..serving.access import Access, read_tenants
     from ..serving.backend import check_backend
@@ -113,8 +113,9 @@ def serve(
     check_choice("finish", finish, FINISH_MODES)
     chosen_ratio = number_or_name(ratio)
     check_ratio_and_limit(chosen_ratio, max_ttft_s)
-    if min_confidence is not None:
-        check_probability("--min-confidence", min_confidence)
+    least = number_or_name(min_confidence)
+    if least is not None:
+        check_confidence("--min-confidence", least)
     config = _config(
         store,
         primary=primary,
@@ -130,7 +131,7 @@ def serve(
             "method": method,
             "recompute_ratio": chosen_ratio,
             "max_ttft_s": max_ttft_s,
-            "min_confidence": min_confidence,
+            "min_confidence": least,
             "finish": finish,
             "memory_bytes": memory_bytes,
             "heads": heads,

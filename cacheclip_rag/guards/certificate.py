@@ -42,14 +42,16 @@ __all__ = [
     "RatioFigures",
     "check_certificate",
     "check_writable",
+    "confidence_at",
     "find_certificate",
     "identity_of",
+    "no_confidence",
     "verdict_at",
 ]
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 VERDICTS = ("exact", "faithful", "not faithful")
 THRESHOLDS = {"first_token_kl": 0.1, "answer_kl": 0.05, "agreement": 0.95, "needle_accuracy_of_full": 0.95}
 """Limits for ``faithful``, over all prompts: mean KL at the first token at most 0.1 nats, mean KL along the answer at
@@ -91,6 +93,19 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True)
+class GateFigures:
+    """What a confidence gate does on the prompts, after a pass at one recompute ratio."""
+
+    min_confidence: float
+    first_token_agreement: float
+    """Share of prompts whose first token is full prefill's."""
+    charged_ratio: float
+    """Mean over prompts, both passes counted; 1.0 is the cost of full prefill."""
+    full_prefills: float
+    """Share of prompts that are prefilled in full after all."""
+
+
+@dataclass(frozen=True, slots=True)
 class RatioFigures:
     """Fidelity to full prefill at one recompute ratio, over all prompts."""
 
@@ -110,19 +125,13 @@ class RatioFigures:
     """One of :data:`VERDICTS`."""
     charged_ratio: float | None = None
     """Mean over prompts, as :class:`~cacheclip_rag.types.FusionStats` counts it; None: not recorded."""
+    gate: Sequence[GateFigures] = ()
+    """What a confidence gate would have done, by increasing confidence; empty where there can be none. All other
+    figures are of the method without a gate."""
 
-
-@dataclass(frozen=True, slots=True)
-class GateFigures:
-    """What a confidence gate does on the prompts, at the certificate's recompute ratio."""
-
-    min_confidence: float
-    first_token_agreement: float
-    """Share of prompts whose first token is full prefill's."""
-    charged_ratio: float
-    """Mean over prompts, both passes counted; 1.0 is the cost of full prefill."""
-    full_prefills: float
-    """Share of prompts that are prefilled in full after all."""
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> RatioFigures:
+        return cls(**{**value, "gate": tuple(GateFigures(**row) for row in value["gate"])})
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +150,6 @@ class Certificate:
     needle_accuracy_of_full: float
     ratios: Sequence[RatioFigures]
     """Increasing ratios."""
-    gate: Sequence[GateFigures]
-    """Increasing confidences. All other figures are of the method without a gate."""
     thresholds: Mapping[str, float]
     prompts: int
     quick: bool
@@ -158,11 +165,10 @@ class Certificate:
         """Inverse of :meth:`to_dict`; raises KeyError, TypeError or ValueError on anything else."""
         if value["format"] != FORMAT_VERSION:
             raise ValueError(f"certificate format {value['format']!r}")
-        fields = {key: value[key] for key in value if key not in ("format", "identity", "ratios", "gate")}
+        fields = {key: value[key] for key in value if key not in ("format", "identity", "ratios")}
         certificate = cls(
             identity=Identity(**value["identity"]),
-            ratios=[RatioFigures(**row) for row in value["ratios"]],
-            gate=[GateFigures(**row) for row in value["gate"]],
+            ratios=[RatioFigures.from_dict(row) for row in value["ratios"]],
             **fields,
         )
         if certificate.verdict not in VERDICTS or any(row.verdict not in VERDICTS for row in certificate.ratios):
@@ -242,6 +248,15 @@ def find_certificate(identity: Identity) -> tuple[Certificate | None, str]:
         return None, _NEVER_CERTIFIED
     differences = min((_differences(identity, other) for other in same), key=len)
     return None, f"its certificate is for other {', '.join(differences)}"
+
+
+def confidence_at(certificate: Certificate, ratio: float) -> float | None:
+    """The least ``min_confidence`` with which as many prompts as :data:`THRESHOLDS` asks for (``agreement``) began as
+    with full prefill: of the nearest certified ratio that is not larger. None if no gate was measured there."""
+    below = [row for row in certificate.ratios if row.ratio <= ratio + 1e-9]
+    gate = below[-1].gate if below else ()
+    enough = THRESHOLDS["agreement"]
+    return next((each.min_confidence for each in gate if each.first_token_agreement >= enough), None)
 
 
 def verdict_at(certificate: Certificate, ratio: float) -> str:
@@ -345,6 +360,19 @@ def check_certificate(config: EngineConfig, method: Method, identity: Identity) 
         logger.info(message)
     else:
         _warn_once((identity, why), message)
+
+
+def no_confidence(config: EngineConfig, method: Method, identity: Identity, why: str) -> CertificateError:
+    """The error for ``min_confidence="auto"`` without a certificate that states a value.
+
+    Args:
+        why: there is no certificate; empty: it has no gate for the method's ratio.
+    """
+    why = why or f"its certificate measured no gate at recompute ratio {method.nominal_ratio:g} or below"
+    return CertificateError(
+        f"min_confidence='auto' is read from the certificate of model {config.primary!r} with method {method.name!r}: "
+        f"{why}. Measure it: {_command(config, method, '')}; or set a number, such as 0.2."
+    )
 
 
 _CERTIFY = "cacheclip_rag.lab.evaluation.certify.certify"

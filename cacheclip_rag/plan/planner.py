@@ -152,6 +152,7 @@ def choose_method(
     method: str | Method | None,
     recompute_ratio: float | str | None,
     has_head_set: Callable[[], bool],
+    certified_confidence: Callable[[Method], float],
 ) -> Method:
     """The method for a call, at its recompute ratio.
 
@@ -161,6 +162,7 @@ def choose_method(
         recompute_ratio: default the engine's ratio for names and for the engine's method, and the instance's own ratio
             for an instance. Presets without a ratio ignore it. ``auto``: the method's own, until a controller chooses.
         has_head_set: called for ``auto`` only, because it loads the models.
+        certified_confidence: the method's confidence gate by its certificate; called for ``auto`` only.
 
     Raises:
         ConfigurationError: an unknown name; a ratio out of range, or for an instance without a ratio; a method that
@@ -177,9 +179,10 @@ def choose_method(
     chosen = preset(given) if isinstance(given, str) else given
     if ratio is not None and (chosen.has_ratio or (recompute_ratio is not None and not isinstance(given, str))):
         chosen = chosen.at(ratio)
-    if config.min_confidence is not None and (method is None or isinstance(method, str)):
-        chosen = replace(chosen, min_confidence=config.min_confidence)
     check_auxiliary(chosen, config.auxiliary)
+    least = config.min_confidence
+    if least is not None and (method is None or isinstance(method, str)) and chosen.reuses_chunks:
+        chosen = replace(chosen, min_confidence=certified_confidence(chosen) if isinstance(least, str) else least)
     return chosen
 
 

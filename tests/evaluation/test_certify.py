@@ -174,10 +174,11 @@ class TestCertify:
         """Brute force: an engine with each confidence, on the same prompts."""
         config = replace(config, recompute_ratio=0.3)  # among others
         certificate = certify(config, quick=True)
-        assert [each.min_confidence for each in certificate.gate] == list(CONFIDENCES)
         prompts = short_prompts(2)
-        for figures in certificate.gate:
-            engine = CacheClipEngine(replace(config, min_confidence=figures.min_confidence, prefix_cache_bytes=0))
+        rows = {row.ratio: row.gate for row in certificate.ratios}
+        for ratio, figures in [*((0.3, each) for each in rows[0.3]), *((0.0, each) for each in rows[0.0])]:
+            own = replace(config, recompute_ratio=ratio, prefix_cache_bytes=0)
+            engine = CacheClipEngine(replace(own, min_confidence=figures.min_confidence))
             method, agreeing, stats = engine.make_method(), [], []
             for prompt in prompts:
                 engine.precompute(prompt.chunks)
@@ -188,7 +189,16 @@ class TestCertify:
             assert figures.first_token_agreement == pytest.approx(sum(agreeing) / 2)
             assert figures.charged_ratio == pytest.approx(sum(each.charged_ratio for each in stats) / 2, abs=0.01)
             assert figures.full_prefills == sum(each.method == "full" for each in stats) / 2
-        assert certificate.gate[-1].full_prefills == 1.0 and certificate.gate[-1].first_token_agreement == 1.0
+        for gate in rows.values():
+            assert [each.min_confidence for each in gate] == list(CONFIDENCES)
+            assert gate[-1].full_prefills == 1.0 and gate[-1].first_token_agreement == 1.0
+
+    def test_an_engine_takes_the_gate_from_it(self, config: EngineConfig) -> None:
+        certificate = certify(replace(config, min_confidence="auto"), quick=True)
+        certificate.save()
+        gate = next(row.gate for row in certificate.ratios if row.ratio == certificate.ratio)
+        least = min(each.min_confidence for each in gate if each.first_token_agreement >= 0.95)
+        assert CacheClipEngine(replace(config, min_confidence="auto")).make_method().min_confidence == least
 
     def test_a_gate_of_the_engine_is_left_out(self, config: EngineConfig) -> None:
         found = certify(replace(config, min_confidence=1.0), quick=True)

@@ -124,15 +124,24 @@ class TestSummary:
 
     def test_answerable_is_where_full_is_right(self, summary: dict[str, Any]) -> None:
         rows = summary["methods"]
-        nothing = {"kl_to_full": None, "agreement_with_full": None}
+        same = {"first_token_agreement": None, "equal_answers": None}  # not recorded
+        nothing = {"kl_to_full": None, "agreement_with_full": None, **same}
         assert rows["full"]["answerable"] == {"n": 2, "f1": 1.0, "contains": 1.0, **nothing}
-        found = {"kl_to_full": 0.125, "agreement_with_full": 0.875}
+        found = {"kl_to_full": 0.125, "agreement_with_full": 0.875, **same}
         assert rows["clip 0.2"]["answerable"] == {"n": 2, "f1": 0.75, "contains": 0.5, **found}
-        found = {"kl_to_full": 0.5, "agreement_with_full": 0.5}
+        found = {"kl_to_full": 0.5, "agreement_with_full": 0.5, **same}
         assert rows["direct"]["answerable"] == {"n": 1, "f1": 0.5, "contains": 0.0, **found}
         assert rows["clip 0.2"]["answerable_intervals"]["kl_to_full"] == list(paired_bootstrap([0.0, 0.25]))
         assert "| KL where full is right |" in to_markdown(summary)
         assert "| Agreement where full is right |" in to_markdown(summary)
+
+    def test_same_answers_where_full_is_right(self, unsure: Comparison) -> None:
+        found = summarise(unsure)
+        clip = found["methods"]["clip 0.2"]  # full is right on questions 1 and 4
+        assert (clip["answerable"]["equal_answers"], clip["answerable"]["first_token_agreement"]) == (0.5, 0.5)
+        assert clip["answerable_intervals"]["equal_answers"] == list(paired_bootstrap([1.0, 0.0]))
+        assert "| Equal answers where full is right |" in to_markdown(found)
+        assert "| Equal first token where full is right |" in to_markdown(found)
 
     @pytest.mark.parametrize(
         ("scores", "right"),
@@ -273,6 +282,9 @@ class TestAgainst:
         assert [each["full_prefills"] for each in gate.values()] == [0.0, 0.25, 0.25, 0.5, 0.75, 0.75, 1.0, 1.0]
         assert gate[0.0]["first_token_agreement"] == 0.5 and gate[0.05]["first_token_agreement"] == 0.75
         assert gate[0.2]["equal_answers"] == 1.0
+        assert gate[0.05]["equal_answers_interval"] == list(paired_bootstrap([1.0, 1.0, 1.0, 0.0]))
+        assert gate[0.0]["first_token_agreement_interval"] == list(paired_bootstrap([1.0, 0.0, 1.0, 0.0]))
+        assert "| 75.0% [25.0%, 100.0%] | 75.0% [25.0%, 100.0%] |" in to_markdown(found)
         # F1 by hand: 1, .5, 0, .5 without a gate; question 4 becomes full's 1.0 at 0.2
         assert gate[0.0]["share_of_full"]["f1"][0] == pytest.approx(2.0 / 2.5)
         assert gate[0.2]["share_of_full"]["f1"][0] == pytest.approx(1.0)

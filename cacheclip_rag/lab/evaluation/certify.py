@@ -84,11 +84,10 @@ def certify(config: EngineConfig, *, method: Method | None = None, quick: bool =
     """
     started = time.perf_counter()
     check_writable()
-    given = CacheClipEngine(replace(config, store=None, shadow_rate=0.0)).make_method(method)
-    given = replace(given, min_confidence=0.0)
+    config = replace(config, store=None, shadow_rate=0.0, min_confidence=None)
+    given = replace(CacheClipEngine(config).make_method(method), min_confidence=0.0)
     check_method(given)
-    auxiliary_name = config.auxiliary if given.needs_auxiliary else None
-    config = replace(config, store=None, shadow_rate=0.0, auxiliary=auxiliary_name)
+    config = replace(config, auxiliary=config.auxiliary if given.needs_auxiliary else None)
     engine = CacheClipEngine(config)
     for each in (engine.primary, engine.auxiliary):
         if each is not None and each.unsupported:
@@ -117,7 +116,7 @@ def certify(config: EngineConfig, *, method: Method | None = None, quick: bool =
         exactness,
         found_by_full,
         outcomes,
-        gate=_gate(outcomes[given.nominal_ratio]),
+        gates={ratio: _gate(found) for ratio, found in outcomes.items()},
         quick=quick,
         seconds=time.perf_counter() - started,
     )
@@ -131,7 +130,7 @@ def certificate_of(
     found_by_full: Sequence[bool | None],
     outcomes: Mapping[float, Sequence[Outcome]],
     *,
-    gate: list[GateFigures],
+    gates: Mapping[float, Sequence[GateFigures]] | None = None,
     quick: bool,
     seconds: float,
 ) -> Certificate:
@@ -140,6 +139,7 @@ def certificate_of(
     Args:
         found_by_full: per prompt, whether full prefill found the needle; None for a prompt without one.
         outcomes: per ratio, one of each prompt.
+        gates: per ratio, what a confidence gate would have done; None where there can be no gate.
     """
     needles = statistics.mean(found for found in found_by_full if found is not None)
     certificate = Certificate(
@@ -150,8 +150,10 @@ def certificate_of(
         ratio=method.nominal_ratio,
         exactness=exactness,
         needle_accuracy_of_full=needles,
-        ratios=[figures_of(ratio, outcomes[ratio], needles, exactness) for ratio in sorted(outcomes)],
-        gate=gate,
+        ratios=[
+            replace(figures_of(ratio, outcomes[ratio], needles, exactness), gate=tuple((gates or {}).get(ratio, ())))
+            for ratio in sorted(outcomes)
+        ],
         thresholds=dict(THRESHOLDS),
         prompts=len(found_by_full),
         quick=quick,

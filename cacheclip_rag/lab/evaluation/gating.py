@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from .statistics import paired_ratio
+from .statistics import paired_bootstrap, paired_ratio
 
 if TYPE_CHECKING:
     from .report import ItemResult
@@ -45,8 +45,8 @@ def _at(least: float, pairs: Sequence[tuple[ItemResult, ItemResult]], scores: Se
         "charged_ratio": fmean(item.charged_ratio for item, _ in pairs) + fmean(in_full),
         "mean_ttft_s": fmean(seconds),
         "speedup_of_means": fmean(full.ttft_s for _, full in pairs) / fmean(seconds) if fmean(seconds) else None,
-        "first_token_agreement": _share(pairs, in_full, "first_token_agreement"),
-        "equal_answers": _share(pairs, in_full, "equal_answer"),
+        **_share("first_token_agreement", pairs, in_full, "first_token_agreement"),
+        **_share("equal_answers", pairs, in_full, "equal_answer"),
         "share_of_full": shares_of_full(shown, scores),
     }
 
@@ -63,7 +63,14 @@ def shares_of_full(
     return shares
 
 
-def _share(pairs: Sequence[tuple[ItemResult, ItemResult]], in_full: Sequence[bool], name: str) -> float | None:
-    found = [1.0 if unsure else item.fidelity.get(name) for (item, _), unsure in zip(pairs, in_full, strict=True)]
+def _share(
+    name: str, pairs: Sequence[tuple[ItemResult, ItemResult]], in_full: Sequence[bool], key: str
+) -> dict[str, Any]:
+    """Mean of a fidelity value, and its interval; None unless every item has it."""
+    found = [1.0 if unsure else item.fidelity.get(key) for (item, _), unsure in zip(pairs, in_full, strict=True)]
     known = [value for value in found if value is not None]
-    return fmean(known) if len(known) == len(found) else None
+    is_known = len(known) == len(found)
+    return {
+        name: fmean(known) if is_known else None,
+        f"{name}_interval": list(paired_bootstrap(known)) if is_known else None,
+    }

@@ -264,6 +264,8 @@ def _faithful(items: Sequence[ItemResult], figure: Callable[[list[float]], Any])
     return {
         "kl_to_full": figure(_fidelity(items, "answer_kl")),
         "agreement_with_full": figure(_fidelity(items, "agreement")),
+        "first_token_agreement": figure(_fidelity(items, "first_token_agreement")),
+        "equal_answers": figure(_fidelity(items, "equal_answer")),
     }
 
 

@@ -195,7 +195,7 @@ def certify_vllm(
     """
     started = time.perf_counter()
     check_writable()
-    config = replace(config, shadow_rate=0.0, require_certificate=False)
+    config = replace(config, shadow_rate=0.0, require_certificate=False, min_confidence=None)
     given = replace(CacheClipEngine(replace(config, store=None)).make_method(method), min_confidence=0.0)
     _check_method(given)
     config = replace(config, auxiliary=config.auxiliary if given.needs_auxiliary else None)
@@ -223,7 +223,6 @@ def certify_vllm(
         exactness,
         found_by_full,
         outcomes,
-        gate=[],
         quick=quick,
         seconds=time.perf_counter() - started,
     )

@@ -31,6 +31,7 @@ _SCORES = {
     "rouge_l": ("ROUGE-L", "ROUGE-L F with the nearest right answer"),
     "string_match_all": ("String match", "share of the right strings that occur in the answer"),
 }
+_SAME = ("equal_answers", "first_token_agreement")
 _DIFFERENCE = "mean difference to full over the questions that both answered (with its 95 % interval)"
 
 
@@ -130,8 +131,8 @@ def _gate_lines(summary: dict[str, Any]) -> list[str]:
                 f"{each['full_prefills']:.0%}",
                 f"{each['mean_ttft_s']:.3f}",
                 _shown(each["speedup_of_means"], "{:.2f}x"),
-                *(_shown(each[name], "{:.1%}") for name in ("equal_answers", "first_token_agreement")),
-                *("-" if share is None else _with_interval(share) for share in shares),
+                *(_with_interval([each[name], *(each[f"{name}_interval"] or ())]) for name in _SAME),
+                *map(_with_interval, shares),
             ]
             lines.append(cells)
     if not lines:
@@ -146,8 +147,11 @@ def _gate_lines(summary: dict[str, Any]) -> list[str]:
     return [*heading, *_markdown_rows(titles, lines)]
 
 
-def _with_interval(share: Sequence[float | None]) -> str:
-    mean, *bounds = share
+def _with_interval(share: Sequence[float | None] | None) -> str:
+    """A mean with the bounds of its interval, as far as known."""
+    mean, *bounds = share or [None]
+    if mean is None:
+        return "-"
     inside = ", ".join(f"{bound:.1%}" for bound in bounds if bound is not None)
     return f"{mean:.1%}" + (f" [{inside}]" if inside else "")
 
@@ -238,7 +242,7 @@ def _columns(summary: dict[str, Any]) -> list[Column]:
         _figure("speedup_vs_full", "Speed-up", "full's TTFT over this one's, median over questions", "{:.2f}x", "high"),
         *(_score(name, summary) for name in scores),
         *(column for score in summary["own_scores"] for column in _against_full(score, summary)),
-        *_same_answers(),
+        *_same_answers(summary),
         *_divergence(summary),
         _figure("kl_to_full_median", "KL median", "the same, median over questions", "{:#.3g}", "low"),
         _figure("kl_to_full_trimmed", "KL trimmed", "the same, mean without a tenth at each end", "{:#.3g}", "low"),
@@ -280,13 +284,13 @@ def _task_columns(summary: dict[str, Any]) -> list[Column]:
         _figure("n", "n", "questions answered", "{}"),
         *(_score(name, summary) for name in own),
         *(column for score in own for column in _against_full(score, summary)),
-        *_same_answers(),
+        *_same_answers(summary),
         *_divergence(summary),
         _agreement(),
     ]
 
 
-def _same_answers() -> list[Column]:
+def _same_answers(summary: dict[str, Any]) -> list[Column]:
     return [
         _figure(
             "equal_answers",
@@ -303,6 +307,11 @@ def _same_answers() -> list[Column]:
             "{:.1%}",
             "high",
             "first_token_agreement_interval",
+        ),
+        *_where_right(
+            summary,
+            ("equal_answers", "Equal answers", "{:.1%}", "high"),
+            ("first_token_agreement", "Equal first token", "{:.1%}", "high"),
         ),
     ]
 

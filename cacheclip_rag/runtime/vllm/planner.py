@@ -115,7 +115,13 @@ class Planner:
 
     def make_method(self, method: str | Method | None = None, recompute_ratio: float | None = None) -> Method:
         """The method of a call; see :meth:`CacheClipEngine.make_method`."""
-        return choose_method(self.config, method, recompute_ratio, lambda: self.parts.has_head_set)
+        return choose_method(
+            self.config,
+            method,
+            recompute_ratio,
+            lambda: self.parts.has_head_set,
+            self.parts.certified_confidence,
+        )
 
     def warm_up(self) -> None:
         """Load what the settings' method needs, so that the first plan need not wait for it.
