@@ -53,6 +53,8 @@ _SHORT = {"logprobs": True, "top_logprobs": 2, "max_tokens": 8}
 """Answers that are compared byte by byte."""
 _START_S = 600.0
 _TAIL_CHARACTERS = 3000
+_SEQUENCES = 64
+"""vLLM's ``max_num_seqs``: also the most runs of neighbouring tokens in one pass of a recompute."""
 
 
 def main() -> None:
@@ -204,7 +206,7 @@ def server(args: argparse.Namespace, folder: Path, *, reusing: bool) -> Iterator
 
     port = free_port()
     context = args.chunks * (args.chunk_tokens + 16) + args.answer_tokens + 256
-    flags = ["--enforce-eager", "--max-model-len", str(context), "--max-num-seqs", str(max(16, args.running))]
+    flags = ["--enforce-eager", "--max-model-len", str(context), "--max-num-seqs", str(max(_SEQUENCES, args.running))]
     if reusing:
         store = ["--store", str(folder / "store"), "--primary", args.primary, "--auxiliary", args.auxiliary]
         own = ["-c", _OURS, "serve", "--backend", "vllm", *store, "--dtype", args.dtype]
