@@ -131,17 +131,20 @@ class CacheClipEngine:
         method: str | Method | None = None,
         source: str | None = None,
         document: str | None = None,
+        stored: Callable[[int, int], object] | None = None,
     ) -> int:
         """Compute and store the KV of chunk texts for the primary model, and for the auxiliary model if there is one.
 
-        Idempotent: a stored chunk costs a look-up only. Short texts are computed together, so give many at once. A
-        killed run loses at most one text, or the short texts of one batch.
+        Idempotent: a stored chunk costs a look-up only. Short texts are computed together, and one batch of them is
+        written while the next one is computed, so give many at once. A killed run loses at most these two batches.
 
         Args:
             texts: texts, or a mapping of texts to their ``(source, document)`` pairs.
             method: method whose chunk context is used (:meth:`context_of`); default the engine's method.
             source: source of the texts (the id of a node or record), for :meth:`release`.
             document: document to which the source belongs.
+            stored: called when a batch is stored, in order, with the number of its texts and how many of them had to be
+                computed. Another thread may call it.
 
         Returns:
             Number of texts for which something had to be computed.
@@ -150,7 +153,7 @@ class CacheClipEngine:
             ConfigurationError: an empty text.
             PromptTooLongError: a text longer than the model's context.
         """
-        return self._writer.precompute(texts, context_of(self.config, method), source, document or "")
+        return self._writer.precompute(texts, context_of(self.config, method), source, document or "", stored)
 
     def release(self, texts: Iterable[str] = (), *, sources: Iterable[str] = (), keep: Iterable[str] = ()) -> int:
         """Delete the KV of chunk texts, and of texts that come only from these sources or documents.

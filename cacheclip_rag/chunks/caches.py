@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
 from ..errors import ConfigurationError, EncodingError, PromptTooLongError, StoreError
 from ..runtime.base import DTYPES, Runtime, TokenizedText
 from ..store import ReadAhead, ReadBuffer, StoredKV, TenantStore, chunk_key, decode, encode, frame_bytes, keeps
+from .behind import WriteBehind
 from .context import ChunkContext
 from .trained import TrainedContext
 
@@ -100,6 +101,11 @@ class ChunkCaches:
         return self._prefix
 
     @property
+    def has_prefix(self) -> bool:
+        """Whether :attr:`prefix` is in memory."""
+        return self._prefix is not None
+
+    @property
     def num_prefix(self) -> int:
         """Positions before every chunk: those of :attr:`prefix_ids`, and of the trained context if there is one."""
         return len(self.prefix_ids) + (self._trained.num_tokens if self._trained is not None else 0)
@@ -187,34 +193,50 @@ class ChunkCaches:
 
     def write(self, text: str) -> bool:
         """Compute and store a chunk's KV unless it is stored already or cannot be reused; True if it was computed."""
-        return self.write_many([text])[0]
+        with WriteBehind() as behind:
+            return self.write_many([text], behind)[0]
 
-    def write_many(self, texts: Sequence[str]) -> list[bool]:
+    def write_many(self, texts: Sequence[str], behind: WriteBehind) -> list[bool]:
         """Like :meth:`write`, for several texts; short ones are computed together. False for a repeated text.
+
+        Args:
+            behind: stores the KV, at the latest when it ends.
 
         Raises:
             EncodingError: some texts failed; the others are stored.
         """
-        missing = [text for text in dict.fromkeys(texts) if text not in self] if self.can_reuse else []
+        missing = self._missing(texts, behind) if self.can_reuse else []
         if missing:
             for text in missing:
                 self.check_length(text)
             prefix = self.prefix if self.prefix.shape[3] else None
             failed: EncodingError | None = None
             try:
-                encoded: Sequence[torch.Tensor | None] = self.runtime.encode_many(
-                    [self.tokenize(text).ids for text in missing], prefix
-                )
+                with behind.beside():
+                    encoded = self._encode([self.tokenize(text).ids for text in missing], prefix)
             except EncodingError as error:
                 failed, encoded = error, error.encoded
             for text, kv in zip(missing, encoded, strict=True):
                 if kv is not None:
-                    self._store.put(self.key(text), kv, self.codec, text=text)
+                    key = self.key(text)
+                    behind.add(partial(self._store.put, key, kv, self.codec, text=text), key)
             if failed is not None:
                 raise failed
         written = set(missing)
         firsts = {text: number for number, text in reversed(list(enumerate(texts)))}
         return [text in written and firsts[text] == number for number, text in enumerate(texts)]
+
+    def _missing(self, texts: Sequence[str], behind: WriteBehind) -> list[str]:
+        """Texts that are not stored, each once."""
+        held = self.held(texts)
+        # what waits may be one of these texts, or evict one
+        if (held or behind.awaits({self.key(text) for text in texts})) and behind.catch_up():
+            held = self.held(texts)
+        return [text for text in dict.fromkeys(texts) if text not in held]
+
+    def _encode(self, chunks: Sequence[Sequence[int]], prefix: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
+        """KV of chunks on the CPU. Moved by another thread, it would wait for a GPU that computes the next chunks."""
+        return [kv.cpu() for kv in self.runtime.encode_many(chunks, prefix)]
 
     def check_length(self, text: str) -> None:
         """Raise PromptTooLongError unless the chunk fits after the prefix, ConfigurationError if it has no tokens."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from ..errors import CacheClipError, ConfigurationError
 from ..prompt.segments import chunk_texts, normalise_chunk
 from ..types import Documents
 from .batches import in_batches
+from .behind import WriteBehind
 from .caches import ChunkCaches
 from .context import ChunkContext
 
@@ -29,7 +31,12 @@ class ChunkWriter:
         self._parts = parts
 
     def precompute(
-        self, texts: Documents, context: ChunkContext | str | None, source: str | None = None, document: str = ""
+        self,
+        texts: Documents,
+        context: ChunkContext | str | None,
+        source: str | None = None,
+        document: str = "",
+        stored: Callable[[int, int], object] | None = None,
     ) -> int:
         """See :meth:`cacheclip_rag.engine.CacheClipEngine.precompute`. ``context`` is as in
         :meth:`cacheclip_rag.parts.Parts.context`; without texts, no model is loaded for it."""
@@ -39,34 +46,32 @@ class ChunkWriter:
         if first is None:
             return 0
         most = self._parts.prefix_caches.runtime.batch_characters
-        return sum(
-            self._write(batch, context, origins, source, document)
-            for batch in in_batches(chain((first,), chunks), lambda text: text, characters=most)
-        )
+        total = 0
+        with WriteBehind() as behind:
+            for batch in in_batches(chain((first,), chunks), lambda text: text, characters=most):
+                models = self._parts.chunk_caches(self._parts.context(context))
+                good, error = _checked(batch, models)
+                computed = _write(good, models, behind)
+                behind.add(partial(self._record, good, origins, source, document))
+                if error is not None:
+                    raise error
+                if stored is not None:
+                    behind.add(partial(stored, len(batch), computed))
+                total += computed
+        return total
 
-    def _write(
+    def _record(
         self,
-        batch: Sequence[str],
-        context: ChunkContext | str | None,
+        chunks: Sequence[str],
         origins: Mapping[str, Sequence[tuple[str, str]]],
         source: str | None,
         document: str,
-    ) -> int:
-        """Store a batch of chunks and their sources. If one cannot be stored, those before it are."""
-        models = self._parts.chunk_caches(self._parts.context(context))
-        good, error = _checked(batch, models)
-        for caches in models:
-            if caches.can_reuse and any(chunk not in caches for chunk in good):
-                _ = caches.prefix  # before another model's chunks may evict it from a store that is full
-        # lists, not generators: every model must run
-        written = [caches.write_many(good) for caches in models] if good else []
-        for chunk in good:
+    ) -> None:
+        """Store texts and their sources."""
+        for chunk in chunks:
             self._parts.library.add(chunk, source, document)
             for name, whole in origins.get(chunk, ()):
                 self._parts.library.add_source(chunk, name, whole)
-        if error is not None:
-            raise error
-        return sum(any(each) for each in zip(*written, strict=True))
 
     def release(self, texts: Iterable[str]) -> int:
         """See :meth:`cacheclip_rag.engine.CacheClipEngine.release`."""
@@ -104,6 +109,17 @@ class ChunkWriter:
                     self._parts.library.add_source(chunk, source, document)
             except CacheClipError as error:
                 logger.warning("a chunk of this prompt could not be stored: %s", error)
+
+
+def _write(chunks: Sequence[str], models: Sequence[ChunkCaches], behind: WriteBehind) -> int:
+    """Compute the KV of chunks for every model where it is missing; returns for how many it was."""
+    for caches in models:
+        if caches.can_reuse and not caches.has_prefix and any(chunk not in caches for chunk in chunks):
+            behind.catch_up()
+            _ = caches.prefix  # before another model's chunks may evict it from a store that is full
+    # a list, not a generator: every model must run
+    written = [caches.write_many(chunks, behind) for caches in models]
+    return sum(any(each) for each in zip(*written, strict=True))
 
 
 def _checked(batch: Sequence[str], models: Sequence[ChunkCaches]) -> tuple[list[str], CacheClipError | None]:

@@ -1,7 +1,8 @@
 """An ingestion run: finds files, skips unchanged documents, precomputes chunk caches, embeds, and records passages.
 
-Documents are read one at a time. Each document's chunk caches are stored first, then its passages and embeddings in one
-transaction. If a run is killed in between, the next run finds the stored chunk caches by their content.
+Documents are read one at a time. Each document's chunk caches are stored first, one batch while the next one is
+computed, then its passages and embeddings in one transaction. If a run is killed in between, the next run finds the
+stored chunk caches by their content.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..chunks.batches import in_batches
 from ..engine import CacheClipEngine
 from ..errors import DocumentError, EncodingError
 from ..progress import progress_bar
@@ -281,14 +281,16 @@ def _precompute(
         show: called with the share of the group that is done.
     """
     texts = [passage for _, passages in group for passage in passages]
+    done = 0
+
+    def stored(num_texts: int, computed: int) -> None:
+        nonlocal done
+        done += num_texts
+        report.computed += computed
+        show(done / len(texts))
+
     try:
-        done = 0
-        for batch in in_batches(
-            texts, lambda text: text, characters=engine.primary.batch_characters if texts else None
-        ):
-            report.computed += engine.precompute(batch)
-            done += len(batch)
-            show(done / len(texts))
+        engine.precompute(texts, stored=stored)
     except EncodingError as error:
         logger.info("documents are computed one by one after a failure: %s", error)
         for item, passages in group:

@@ -6,7 +6,9 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -139,21 +141,59 @@ def test_a_run_stopped_in_the_middle_is_resumed_without_computing_again(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cacheclip_rag.chunks.batches._TEXTS", 1)
-    real, calls = workshop.engine.precompute, []
+    primary, calls = workshop.engine.primary, []
+    real = primary.encode_many
 
-    def stops_at_the_third(texts: list[str]) -> int:
-        calls.append(texts)
+    def stops_at_the_third(*chunks: Any) -> Any:
+        calls.append(chunks)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return real(texts)
+        return real(*chunks)
 
-    monkeypatch.setattr(workshop.engine, "precompute", stops_at_the_third)
+    monkeypatch.setattr(primary, "encode_many", stops_at_the_third)
     with pytest.raises(KeyboardInterrupt):
         workshop.run()
-    monkeypatch.setattr(workshop.engine, "precompute", real)
+    monkeypatch.setattr(primary, "encode_many", real)
     report = workshop.run()
-    assert report.computed == report.chunks - 2
+    # the second text may not have been written for the auxiliary yet
+    assert report.chunks >= 4 and report.computed in (report.chunks - 1, report.chunks - 2)
     assert len(workshop.library.documents()) == 2
+
+
+def test_a_document_is_written_while_it_is_computed_and_progress_counts_what_is_written(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cacheclip_rag.chunks.batches._TEXTS", 1)
+    (workshop.corpus / "b.md").unlink()
+    primary, tiers, meeting = workshop.engine.primary, workshop.engine.store.store.tiers, threading.Barrier(2)
+    auxiliary = workshop.engine.chunk_caches()[1]
+    for caches in workshop.engine.chunk_caches():
+        _ = caches.prefix
+    real, put, shares = primary.encode_many, tiers.put, []
+    keys = []
+
+    def encode_many(*chunks: Any) -> Any:
+        if keys:
+            meeting.wait(20)  # for the auxiliary's KV of the passage before
+        return real(*chunks)
+
+    def waiting_put(key: str, data: Any) -> None:
+        keys.append(key)
+        if len(keys) % 2 == 0 and threading.current_thread() is not threading.main_thread():
+            meeting.wait(20)
+        put(key, data)
+
+    @contextmanager
+    def progress_bar(title: str, total: float) -> Iterator[Callable[[float], None]]:
+        yield lambda done: shares.append((round(done / total, 3), len(keys)))
+
+    monkeypatch.setattr(primary, "encode_many", encode_many)
+    monkeypatch.setattr(tiers, "put", waiting_put)
+    monkeypatch.setattr(job, "progress_bar", progress_bar)
+    report = workshop.run()
+    texts = workshop.library.passages_of(str(workshop.corpus / "a.txt"))
+    assert report.computed == report.chunks == len(texts) >= 3 and all(text in auxiliary for text in texts)
+    assert shares == [(round((number + 1) / len(texts), 3), 2 * (number + 1)) for number in range(len(texts))]
 
 
 def test_other_settings_than_the_store_was_made_with_are_refused(workshop: Workshop) -> None:
@@ -368,13 +408,13 @@ def test_files_that_change_or_vanish_during_a_run_are_reported(workshop: Worksho
     workshop.write("d.txt", "A text that makes room for a pipe of the same name.")
     precompute = workshop.engine.precompute
 
-    def meanwhile(texts: list[str]) -> int:
+    def meanwhile(texts: list[str], **options: Any) -> int:
         (workshop.corpus / "b.md").unlink(missing_ok=True)
         workshop.write("c.txt", "Something else, written while the run was going on.")
         if not (workshop.corpus / "d.txt").is_fifo():
             (workshop.corpus / "d.txt").unlink()
             os.mkfifo(workshop.corpus / "d.txt")
-        return precompute(texts)
+        return precompute(texts, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(workshop.engine, "precompute", meanwhile)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
+from cacheclip_rag.chunks.behind import WriteBehind
 from cacheclip_rag.chunks.caches import ChunkCaches
 from cacheclip_rag.chunks.context import CONTEXTS, ChunkContext
 from cacheclip_rag.chunks.trained import TrainedContext, trained_context_path
@@ -122,13 +123,13 @@ def test_interrupted_nothing_is_lost_and_it_goes_on(shop: Upgraded, monkeypatch:
     trained, count, calls = shop.train(), len(shop.texts), 0
     write = ChunkCaches.write_many
 
-    def stopping(self: ChunkCaches, texts: list[str]) -> list[bool]:
+    def stopping(self: ChunkCaches, texts: list[str], behind: WriteBehind) -> list[bool]:
         nonlocal calls
         if self.context == trained:
             calls += 1
             if calls == at:
                 raise KeyboardInterrupt
-        return write(self, texts)
+        return write(self, texts, behind)
 
     monkeypatch.setattr(ChunkCaches, "write_many", stopping)
     with pytest.raises(KeyboardInterrupt):
@@ -145,7 +146,7 @@ def test_interrupted_nothing_is_lost_and_it_goes_on(shop: Upgraded, monkeypatch:
 def test_the_old_goes_only_when_the_new_is_there(shop: Upgraded, monkeypatch: pytest.MonkeyPatch) -> None:
     trained = shop.train()
     # as if the store took nothing
-    monkeypatch.setattr(ChunkCaches, "write_many", lambda self, texts: [False] * len(texts))
+    monkeypatch.setattr(ChunkCaches, "write_many", lambda self, texts, behind: [False] * len(texts))
     report = upgrade(shop.library, shop.open())
     assert (report.removed, report.evicted) == (0, len(shop.texts)) and all(shop.stored(PASSAGES))
     assert set(shop.library.contexts()) == {PASSAGES, trained}, "not done"

@@ -37,7 +37,8 @@ from .served import Served
 __all__ = ["BATCH_CHARACTERS", "ChunkEncoder", "encoding_options", "encoding_primary", "start_vllm", "vllm_engine"]
 
 BATCH_CHARACTERS = 32_000
-"""Characters of chunks that vLLM gets at once: several of its steps. The KV of so many is in memory meanwhile."""
+"""Characters of chunks that vLLM gets at once: several of its steps. The KV of twice so many is in memory
+meanwhile: of these, and of those that are written."""
 _SHARED_MEMORY = Path("/dev/shm")
 _LEAST_MEMORY = 4 << 30
 """Bytes that must be free in shared memory for KV to go through it; containers often have little."""
