@@ -37,9 +37,9 @@ def samples(monkeypatch: pytest.MonkeyPatch) -> list[Sample]:
     found: list[Sample] = []
     fitted = profiling.Profile.of
 
-    def recorded(identity: Any, measured: list[Sample]) -> Any:
+    def recorded(identity: Any, measured: list[Sample], reads: Any) -> Any:
         found.extend(measured)
-        return fitted(identity, measured)
+        return fitted(identity, measured, reads)
 
     monkeypatch.setattr(profiling.Profile, "of", recorded)
     return found

@@ -119,12 +119,19 @@ class TestProfile:
         assert find_profile(IDENTITY) is None
         PROFILE.save()
         assert find_profile(IDENTITY) == PROFILE
+        slow = replace(PROFILE, media={"disk at /": Cost(0.1, 1e-3, 1e-8)})
+        slow.save()
+        assert find_profile(IDENTITY) == slow
         assert find_profile({**IDENTITY, "threads": 8}) is None
 
     @pytest.mark.parametrize(
         "content",
-        ["", "[]", '{"format": 1}', '{"format": 1, "identity": {}, "plain": 3}', "{" + LINES % 1 + "}"]
-        + ['{"format": 1, ' + LINES % number + "}" for number in ("NaN", "-1", "Infinity")],
+        ["", "[]", '{"format": 2}', '{"format": 2, "identity": {}, "plain": 3}', "{" + LINES % 1 + "}"]
+        + ['{"format": 2, "media": {}, ' + LINES % number + "}" for number in ("NaN", "-1", "Infinity")]
+        + [
+            '{"format": 2, ' + f'"media": {media}, ' + LINES % 1 + "}"
+            for media in ("[]", '{"slow": 3}', f'{{"slow": {LINE % "NaN"}}}', f'{{"slow": {LINE % "-1"}}}')
+        ],
     )
     def test_damaged(self, content: str, caplog: pytest.LogCaptureFixture) -> None:
         PROFILE.save().write_text(content)
@@ -136,10 +143,13 @@ class TestProfile:
         with pytest.raises(ConfigurationError, match="CACHECLIP_HOME"):
             PROFILE.save()
 
-    def test_of_another_format(self) -> None:
+    @pytest.mark.parametrize("version", [1, 99])
+    def test_of_another_format(self, version: int, caplog: pytest.LogCaptureFixture) -> None:
+        """It is not used, and the user is told why and what to do."""
         path = PROFILE.save()
-        path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
+        path.write_text(json.dumps({**json.loads(path.read_text()), "format": version}))
         assert find_profile(IDENTITY) is None
+        assert f"format {version}" in caplog.text and "cacheclip profile" in caplog.text
 
 
 class TestDecide:
