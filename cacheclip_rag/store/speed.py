@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
 
 from ..errors import StoreError
-from .ahead import ReadAhead
+from .ahead import ReadAgain, ReadAhead
 from .backend import Backend
 from .chunk_store import ChunkStore
 from .codecs import frame_bytes
@@ -84,11 +85,13 @@ def _read(tenant: TenantStore, backend: Backend, keys: Sequence[str], *, num_lay
     """None if the entries are not all on one medium."""
     entries = tenant.catalog.entries_of(tenant.namespace, keys)
     media = {backend.medium(key) for key in keys}
-    with ReadAhead(tenant, keys) as reading:
-        if any(reading.kv(number) is None for number in range(len(keys))):
-            raise StoreError(f"tier {backend.name!r} did not keep a chunk cache that was written to it")
-        reading.wait(num_layers - 1)
-        seconds = reading.busy_s()
+    seconds = None
+    with ReadAhead(tenant, keys) as reading, suppress(ReadAgain):
+        if all([reading.kv(number) is not None for number in range(len(keys))]):
+            reading.wait(num_layers - 1)
+            seconds = reading.busy_s()
+    if seconds is None:
+        raise StoreError(f"tier {backend.name!r} gave no chunk cache back that was written to it")
     if len(media) > 1:
         return None
     return TimedRead(media.pop(), len(keys), sum(entry.num_bytes for entry in entries.values()), seconds)

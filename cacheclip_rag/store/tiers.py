@@ -155,6 +155,14 @@ class Tiers(Backend):
     def head(self, key: str, num_bytes: int) -> tuple[Buffer, int] | None:
         return self.last.head(key, num_bytes)
 
+    def medium(self, key: str) -> str:
+        return self.holder(key).medium(key)
+
+    def drop_cached(self, keys: Iterable[str]) -> None:
+        keys = [*keys]
+        for backend in self.backends:
+            backend.drop_cached(keys)
+
     def occupied(self, key: str) -> int:
         return self.last.occupied(key)
 
