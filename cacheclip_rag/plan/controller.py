@@ -148,7 +148,8 @@ class Profile:
         return self.before.seconds(work.stale, work.chunks), self.fused.seconds(*work.fused(ratio))
 
     def reading(self, plan: Plan, sources: Sources, known: int) -> Reading:
-        """What reading a plan's chunks takes, from where they are now. Reads no payload.
+        """What reading a plan's chunks takes, from where they are now. Reads no payload. All layers of the auxiliary
+        count, although a head set may need fewer.
 
         Args:
             known: leading tokens of the prompt in the prefix cache.
@@ -206,11 +207,14 @@ class Profile:
         return self.path
 
 
-def fit(rows: Sequence[tuple[float, float, float]]) -> Cost:
+def fit(rows: Sequence[tuple[float, float, float]], *, constant: bool = True) -> Cost:
     """The line through ``(first, second, seconds)`` with the least squares of relative errors and no negative number.
 
     Relative errors, because a millisecond matters in a short prompt. No negative number, because a line that falls with
     the work is wrong beyond the measured sizes.
+
+    Args:
+        constant: whether the line may have one.
     """
     if len(rows) < 3:
         raise ValueError(f"expected three measurements or more, got {len(rows)}")
@@ -219,7 +223,7 @@ def fit(rows: Sequence[tuple[float, float, float]]) -> Cost:
     columns = np.column_stack((np.ones(len(measured)), measured[:, :2])) * weights
     best, least = np.zeros(3), math.inf
     for count in range(1, 4):
-        for chosen in map(list, itertools.combinations(range(3), count)):
+        for chosen in map(list, itertools.combinations(range(0 if constant else 1, 3), count)):
             found, *_ = np.linalg.lstsq(columns[:, chosen], np.ones(len(measured)), rcond=None)
             error = float(((columns[:, chosen] @ found - 1) ** 2).sum())
             if (found >= 0).all() and error < least - 1e-12:
@@ -229,14 +233,15 @@ def fit(rows: Sequence[tuple[float, float, float]]) -> Cost:
 
 
 def _fit_media(reads: Sequence[TimedRead]) -> dict[str, Cost]:
-    """A line for each medium. Of equal reads, the shortest counts: other load only adds to it."""
+    """A line for each medium. Of equal reads, the shortest counts: other load only adds to it. No constant, because a
+    prompt may need many more entries than were measured, and what they take must grow with them."""
     shortest: dict[str, dict[tuple[int, int], float]] = {}
     for read in reads:
         of_medium, seconds = shortest.setdefault(read.medium, {}), max(read.seconds, _TICK_S)
         work = read.entries, read.num_bytes
         of_medium[work] = min(seconds, of_medium.get(work, seconds))
     return {
-        medium: fit([(*work, seconds) for work, seconds in found.items()])
+        medium: fit([(*work, seconds) for work, seconds in found.items()], constant=False)
         for medium, found in shortest.items()
         if len(found) >= 3
     }

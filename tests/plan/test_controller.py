@@ -69,6 +69,11 @@ class TestFit:
             assert min(found.constant, found.first, found.second) >= 0
             assert found.seconds(16000, 16000**2 / 2) > 0.1
 
+    def test_without_a_constant(self) -> None:
+        """However little the measured times differ, a hundred times the work takes a hundred times as long."""
+        found = fit([(1, 10, 0.1), (3, 30, 0.1), (1, 80, 0.1), (3, 240, 0.1)], constant=False)
+        assert found.constant == 0 and found.seconds(300, 24000) == pytest.approx(100 * found.seconds(3, 240))
+
     def test_two_points_are_refused(self) -> None:
         with pytest.raises(ValueError, match="three measurements"):
             fit([(1, 1, 1.0), (2, 4, 2.0)])
@@ -119,7 +124,7 @@ class TestProfile:
 
     def test_a_line_for_each_medium(self) -> None:
         """The shortest of equal reads counts; a medium that was seen too seldom is left out."""
-        line = Cost(0.02, 0.001, 1e-8)
+        line = Cost(0.0, 0.001, 1e-8)
         works = [(1, 10_000), (3, 30_000), (1, 80_000), (3, 240_000)]
         reads = [TimedRead("slow", *work, times * line.seconds(*work)) for work in works for times in (1.0, 1.7)]
         samples = [
