@@ -60,7 +60,6 @@ def measure_reads(
         return []
     found = []
     keys = [hashlib.sha256(f"{_NAMESPACE} {number}".encode()).hexdigest() for number in range(len(kv))]
-    store.drop_tenant(_NAMESPACE)
     try:
         last = store.on(store.tiers.last).tenant(_NAMESPACE)
         for key, each in zip(keys, kv, strict=True):

@@ -492,6 +492,18 @@ class TestReading:
         assert (controller.decide(plan, 0, None, reading).bypass is not None) == (times > 1)
         assert controller.decide(plan, 0, None, other) == first
 
+    def test_slow_reading_says_nothing_about_computing(self, engine: CacheClipEngine) -> None:
+        """What comes before the recompute takes long because it waits for KV."""
+        controller, plan = Controller(PROFILE), plan_of(engine)
+        first = controller.decide(plan, 0)
+        assert first.prediction is not None
+        before, compute = PROFILE.fused_s(Work.of(plan, 0), 0.1)
+        reading = Reading(SLOW, 5 * before, 0.0, "recompute")
+        decided = replace(plan, prediction=replace(first.prediction, reading=reading))
+        for _ in range(5):
+            controller.observe(decided, stats_of(engine, 5 * before, compute, reading_s=5 * before))
+        assert controller.decide(plan, 0).prediction == first.prediction
+
     def test_plain_prefill_brings_back_the_measured_speed(self, engine: CacheClipEngine) -> None:
         controller = Controller(PROFILE)
         controller._reading[SLOW] = 8.0
