@@ -95,7 +95,9 @@ class Answering:
             controller = self._controller(request)
             if controller is None or not plan.reused:
                 return plan
-            return controller.decide(plan, sources.known_tokens(plan), request.max_ttft_s)
+            known = sources.known_tokens(plan)
+            reading = controller.profile.reading(plan, sources, known)
+            return controller.decide(plan, known, request.max_ttft_s, reading)
 
     def _controller(self, request: Request) -> Controller | None:
         """What chooses the recompute ratio of a request that asks for it; None without a profile."""

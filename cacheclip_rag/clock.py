@@ -20,6 +20,8 @@ class PhaseClock:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     left_to_read_s: float = 0.0
     """Seconds for which the store was still read after the recompute had begun."""
+    reading_s: float = 0.0
+    """Seconds for which the store was read, whether anybody waited for it or not."""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -216,7 +216,8 @@ class CacheClipEngine:
         return WarmUp(time.perf_counter() - started, tuple(each.runtime.name for each in loaded), read, num_bytes)
 
     def profile_machine(self, method: str | Method | None = None) -> Profile:
-        """Measure how long prefills take with these models on this machine, for ``recompute_ratio="auto"``.
+        """Measure how long prefills take with these models on this machine, and how long this engine's store takes to
+        be read, for ``recompute_ratio="auto"``.
 
         The profile is saved in the cache folder, and this engine uses it at once. It holds for the weights, the
         method, the settings, the processor and the number of threads of now. Takes one to two minutes with the default
@@ -230,7 +231,7 @@ class CacheClipEngine:
                 the profile cannot be saved, and this engine alone uses it.
         """
         chosen = self.make_method(method, AUTO_RATIO)
-        found = measure_profile(self.config, chosen, self.parts.profile_identity(chosen))
+        found = measure_profile(self.parts, chosen, self.parts.profile_identity(chosen))
         self.parts.use_profile(chosen, found)
         found.save()
         return found

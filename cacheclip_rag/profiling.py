@@ -2,10 +2,12 @@
 
 Prompts of each size are answered by plain prefill and by a method that reuses chunks, with few long chunks and with
 many short ones, at a small and at a large recompute ratio. Sizes are doubled until one plain prefill is long enough.
+Then KV of made-up chunks is written to the engine's own store, read from each of its tiers, and removed again.
 """
 
 from __future__ import annotations
 
+import logging
 import random
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -13,20 +15,24 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from .answering import Answering
 from .chunks.writer import ChunkWriter
 from .clock import PhaseClock
-from .config import EngineConfig
-from .errors import ConfigurationError
+from .errors import ConfigurationError, StoreError
 from .methods import preset
 from .methods.base import Method
 from .parts import Parts
-from .plan.controller import Profile, Sample, Work
+from .plan.controller import Profile, Sample, Work, find_profile
 from .progress import progress_bar
 from .sampling import SamplingParams
+from .store import TimedRead, has_room, measure_reads
 from .types import Request
 
 __all__ = ["QUESTION", "make_texts", "measure_profile"]
+
+logger = logging.getLogger(__name__)
 
 _LEAST_TOKENS, _MOST_TOKENS = 128, 8192
 """Tokens of chunks in the smallest and in the largest prompt."""
@@ -36,6 +42,10 @@ _LEAST_SIZES = 3
 _LONG, _SHORT = 256, 64
 """Tokens of a chunk."""
 _RATIOS = (0.05, 0.4)
+_TOGETHER = 3
+"""Chunks of each length that are read together, for the speed of reading."""
+_PARTS = (1, 4, 16)
+"""They have this part of the tokens where the store has no room for more."""
 _REPEATS = 2
 """Each prefill is measured so often, in rounds. The shortest time counts: other load only adds to it."""
 QUESTION = "Which harbour does the northern ferry reach before the winter timetable begins?"
@@ -61,18 +71,21 @@ def make_texts(tokenize: Callable[[str], Any], count: int, num_tokens: int, seed
     return texts
 
 
-def measure_profile(config: EngineConfig, method: Method, identity: Mapping[str, Any]) -> Profile:
-    """Measure a method and plain prefill. The weights are those that are loaded; chunks go to a temporary folder, or to
-    memory if the store is in memory. Takes one to two minutes with the default models on two CPU cores.
+def measure_profile(parts: Parts, method: Method, identity: Mapping[str, Any]) -> Profile:
+    """Measure a method and plain prefill, and how long the tiers of the engine's store take to be read. The weights are
+    those that are loaded; chunks of prompts go to a temporary folder, or to memory if the store is in memory. Takes one
+    to two minutes with the default models on two CPU cores.
 
     Args:
-        identity: what the profile holds for (:meth:`~cacheclip_rag.parts.Parts.profile_identity`).
+        identity: what the profile holds for (:meth:`~cacheclip_rag.parts.Parts.profile_identity`). Media of other
+            stores, which a saved profile has for it, stay.
 
     Raises:
         ConfigurationError: the method reuses no stored chunks, or the model's context is too short for three sizes.
     """
     if not method.reuses_chunks or method.captures or method.composes:
         raise ConfigurationError(f"method {method.name!r} reuses no stored chunks, so there is nothing to choose.")
+    config = parts.config
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheclip-profile-"))
         alone = replace(config, prefix_cache_bytes=0, max_bytes=None, store=folder if config.store else None)
@@ -90,7 +103,28 @@ def measure_profile(config: EngineConfig, method: Method, identity: Mapping[str,
             f"the context of model {config.primary!r} is too short for prompts of three sizes, so no profile can be "
             "measured. Set a recompute_ratio instead of 'auto'."
         )
-    return Profile.of(identity, list(found.values()))
+    profile, saved = Profile.of(identity, list(found.values()), _reads(parts, method)), find_profile(identity)
+    return profile if saved is None else replace(profile, media={**saved.media, **profile.media})
+
+
+def _reads(parts: Parts, method: Method) -> list[TimedRead]:
+    """Readings of few and of several entries, of short and of long ones, from each tier of the engine's own store. None
+    if the store cannot be measured."""
+    caches, store = parts.primary(parts.context(method.context)), parts.store.store
+    runtime = caches.runtime
+    try:
+        for part in _PARTS:
+            sizes = [size // part for size in (_SHORT, _LONG) for _ in range(_TOGETHER)]
+            shapes = [(runtime.num_layers, 2, runtime.num_kv_heads, size, runtime.head_dim) for size in sizes]
+            if has_room(store, shapes, caches.codec):
+                generator = torch.Generator().manual_seed(0)
+                kv = [torch.randn(shape, generator=generator).to(runtime.dtype) for shape in shapes]
+                short, long = range(_TOGETHER), range(_TOGETHER, 2 * _TOGETHER)
+                return measure_reads(store, kv, [short[:1], short, long[:1], long], caches.codec)
+        logger.warning("the store is full, so that its reading speed is not measured, but learned from answers")
+    except (OSError, StoreError) as error:
+        logger.warning("the store's reading speed is not measured, but learned from answers: %s", error)
+    return []
 
 
 class _Measuring:

@@ -69,6 +69,25 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class Reading:
+    """Seconds that a plan's KV takes to be read, as it was measured for the tiers that hold it."""
+
+    medium: str = ""
+    """Where most of them are spent, as :meth:`~cacheclip_rag.store.Backend.medium` calls it. Empty: reading is not
+    predicted, because all is in memory, or nothing was measured."""
+    auxiliary_s: float = 0.0
+    """Before the primary's KV."""
+    primary_s: float = 0.0
+    beside: str = ""
+    """What goes on while the KV is read, layer by layer or chunk by chunk: ``recompute`` (all that is computed),
+    ``scoring`` (by the auxiliary, while the primary's is read), or nothing."""
+
+    @property
+    def seconds(self) -> float:
+        return self.auxiliary_s + self.primary_s
+
+
+@dataclass(frozen=True, slots=True)
 class Prediction:
     """Seconds that a plan is predicted to take to the first token, without waiting for other requests."""
 
@@ -78,6 +97,8 @@ class Prediction:
     """By plain prefill."""
     known_tokens: int
     """Leading tokens of the prompt in the prefix cache, when it was predicted."""
+    reading: Reading = Reading()
+    """Of the chunks, if they are reused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +267,9 @@ class FusionStats:
     several prompts are added up."""
     left_to_read_s: float = 0.0
     """Seconds for which the store was still read after the recompute had begun, which took at least as long."""
+    reading_s: float = 0.0
+    """Seconds for which the store was read, most of them while models computed: what the question waited for is
+    ``phases_s["read"]``."""
     generated_tokens: int = 0
     decode_s: float = 0.0
     """Seconds from the first new token to the end of the answer, ``verify_s`` included."""
@@ -294,6 +318,7 @@ class FusionStats:
             "fresh_tokens": self.prompt_tokens,
             "verify_s": 0.0,
             "left_to_read_s": 0.0,
+            "reading_s": 0.0,
             "gated": False,
             "bypassed": False,
             **unknown,

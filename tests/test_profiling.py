@@ -12,8 +12,11 @@ import pytest
 from cacheclip_rag import CacheClipEngine, profiling
 from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.plan.controller import Sample
+from cacheclip_rag.store import Catalog, ChunkStore, DiskBackend, Tiers
+from cacheclip_rag.testing.throttled import ThrottledBackend
 from cacheclip_rag.types import PHASES
 from tests.conftest import CACHECLIP, CHUNKS, rag_prompt
+from tests.faketime import FakeTime
 
 Make = Callable[..., CacheClipEngine]
 
@@ -37,9 +40,9 @@ def samples(monkeypatch: pytest.MonkeyPatch) -> list[Sample]:
     found: list[Sample] = []
     fitted = profiling.Profile.of
 
-    def recorded(identity: Any, measured: list[Sample]) -> Any:
+    def recorded(identity: Any, measured: list[Sample], reads: Any) -> Any:
         found.extend(measured)
-        return fitted(identity, measured)
+        return fitted(identity, measured, reads)
 
     monkeypatch.setattr(profiling.Profile, "of", recorded)
     return found
@@ -82,6 +85,75 @@ def test_the_store_of_the_engine_is_left_alone(make: Make, tmp_path: Path) -> No
     assert sorted(engine.store.catalog.keys(engine.config.namespace)) == before
     assert engine.metrics.to_prometheus().count("answers_total{") == 0
     assert engine.prefixes.stats.blocks == 0
+
+
+class Remote(ThrottledBackend):
+    name = "remote"
+
+
+def behind(folder: Path, kind: type[ThrottledBackend] = ThrottledBackend, max_bytes: int | None = None) -> ChunkStore:
+    """A store that reads 100 kB/s."""
+    return ChunkStore(Catalog(folder), Tiers([kind(DiskBackend(folder), bytes_per_s=1e5)]), max_bytes)
+
+
+def files(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*.kv")}
+
+
+@pytest.mark.parametrize("method", ["cacheclip", "epic"])
+def test_the_own_stores_speed_is_measured(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """And predicts what reading takes, of the auxiliary's KV and of the primary's."""
+    FakeTime(monkeypatch)
+    engine = make(store=behind(tmp_path / "store"), method=method)
+    engine.precompute(CHUNKS)
+    before = files(tmp_path / "store"), engine.store.store.stats(), engine.store.keys()
+    found = engine.profile_machine()
+    assert (files(tmp_path / "store"), engine.store.store.stats(), engine.store.keys()) == before
+    assert set(found.media) == {"throttled"}
+    prediction = engine.plan(rag_prompt(CHUNKS)).prediction
+    took_s = engine.generate(rag_prompt(CHUNKS), max_tokens=1, recompute_ratio=0.2).stats.reading_s
+    sources = engine.parts.sources(engine.make_method())
+    reading = found.reading(engine.plan(rag_prompt(CHUNKS), recompute_ratio=0.2), sources, 0)
+    assert reading.seconds == pytest.approx(took_s, rel=0.2) and took_s > 0.5
+    assert (reading.auxiliary_s > 0) == (method == "cacheclip") and reading.primary_s > 0
+    assert prediction is not None and prediction.seconds == prediction.plain_s, "the first answer is plain prefill"
+
+
+def test_media_of_several_stores_are_kept(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeTime(monkeypatch)
+    one = make(store=behind(tmp_path / "a")).profile_machine()
+    both = make(store=behind(tmp_path / "b", Remote)).profile_machine()
+    assert set(both.media) == {"throttled", "remote"} and both.media["throttled"] == one.media["throttled"]
+
+
+@pytest.mark.parametrize("room", [1000, 45_000])
+def test_a_full_store_is_left_alone(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, room: int
+) -> None:
+    """It is measured with as little as there is room for, or not at all."""
+    FakeTime(monkeypatch)
+    engine = make(store=behind(tmp_path / "store"))
+    engine.precompute(CHUNKS)
+    engine.store.store.set_limit(engine.store.stats().bytes + room)
+    before = files(tmp_path / "store"), engine.store.keys()
+    found = engine.profile_machine()
+    assert (files(tmp_path / "store"), engine.store.keys()) == before
+    assert set(found.media) == (set() if room == 1000 else {"throttled"})
+    assert ("the store is full" in caplog.text) == (room == 1000)
+
+
+def test_a_store_that_fails_does_not_stop_the_profile(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Failing(DiskBackend):
+        def put(self, key: str, data: object) -> None:
+            raise OSError("the network is gone")
+
+    store = ChunkStore(Catalog(tmp_path / "store"), Tiers([Failing(tmp_path / "store")]))
+    found = make(store=store, system_prompt="").profile_machine()
+    assert found.media == {} and "the network is gone" in caplog.text
 
 
 @pytest.mark.parametrize("method", ["full", "cachecraft", "map_reduce"])

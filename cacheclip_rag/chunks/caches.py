@@ -152,6 +152,15 @@ class ChunkCaches:
         codecs = self._store.codecs_of([*keys.values()])
         return {text for text, key in keys.items() if key in codecs and keeps(codecs[key], self.codec)}
 
+    def reads_of(self, texts: Iterable[str]) -> dict[str, tuple[int, int]]:
+        """What reading these chunks would take: entries and bytes by medium, without those in memory."""
+        return self._store.reads_of([self.key(text) for text in texts])
+
+    @property
+    def reads_parts(self) -> bool:
+        """Whether KV is read layer by layer."""
+        return self._store.reads_parts
+
     def is_known(self, text: str) -> bool:
         """Whether the store has KV of a text, for any model and settings."""
         return self._store.holds_text(text)

@@ -1,4 +1,4 @@
-"""``cacheclip profile``: measures how long prefills take here, for ``recompute_ratio="auto"``."""
+"""``cacheclip profile``: measures how long prefills and reads take here, for ``recompute_ratio="auto"``."""
 
 from __future__ import annotations
 
@@ -37,6 +37,9 @@ def profile(
     auxiliary_device: AuxiliaryDeviceOption = None,
     chunk_context: ChunkContextOption = None,
     codec: Annotated[str | None, typer.Option(help="Codec of the primary's chunk caches.")] = None,
+    store: Annotated[
+        str | None, typer.Option(help="Store whose reading speed is measured too. It is left as it was.")
+    ] = None,
     auxiliary_codec: Annotated[str, typer.Option(help="Codec of the auxiliary's chunk caches.")] = "bfloat16",
     as_json: JsonOption = False,
 ) -> None:
@@ -59,6 +62,7 @@ def profile(
         device=device,
         auxiliary_device=auxiliary_device,
         codec=codec,
+        store=store,
         auxiliary_codec=auxiliary_codec,
     )
     engine = CacheClipEngine(config)
@@ -78,4 +82,7 @@ def profile(
     for row in rows:
         table.add_row(f"{row[0]:,}", str(row[1]), *(f"{seconds:.2f}" for seconds in row[2:]))
     output().print(table)
+    for medium, line in found.media.items():
+        if line.second:
+            output().print(f"Reading from {medium}: {1e-6 / line.second:,.0f} MB/s.")
     output().print(f"Saved as {found.path}.")

@@ -182,8 +182,10 @@ class _Pass:
         pass_ = replace(self, plan=kept)
         missing = None if plan.method.reads_cache else before_layer
         found = pass_._recompute(cache, scored, [scores[span] for span in scored], missing)
+        busy_s = reads.reading.busy_s()
+        clock.reading_s += busy_s
         if began:
-            clock.left_to_read_s = reads.reading.busy_s() - began[0]
+            clock.left_to_read_s = busy_s - began[0]
         return found
 
     def choose(self, scorable: Sequence[Span]) -> list[torch.Tensor]:

@@ -267,6 +267,7 @@ def stats_of(
         missed_tokens=_chunk_tokens(layout.chunks) - chunk_tokens,
         phases_s=clock.seconds,
         left_to_read_s=clock.left_to_read_s,
+        reading_s=clock.reading_s,
         ttft_s=clock.elapsed(),
         charged_ratio=charged / chunk_tokens if chunk_tokens else 0.0,
         cached_prefix_tokens=layout.num_cached,

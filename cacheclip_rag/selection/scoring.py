@@ -97,6 +97,7 @@ class AuxiliaryScorer:
                 if len(longer.ids) > len(asked.ids):  # otherwise there is no room for the sentence
                     again = self._scores(chosen, longer, scorer, clock, reading)
                     raw = [torch.maximum(one, other) for one, other in zip(raw, again, strict=True)]
+            clock.reading_s += reading.busy_s()
         return _mapped(spans, dict(zip(texts, raw, strict=True)), pieces)
 
     def _pieces(self, spans: Sequence[Span]) -> dict[str, _Piece]:

@@ -12,18 +12,21 @@ from .backend import Backend, Sink
 from .catalog import Catalog, Entry
 from .chunk_store import ChunkStore, StoreStats, is_store
 from .codecs import CODECS, KV, FrameError, StoredKV, decode, encode, frame_bytes, keeps, layer_of, part_of
-from .disk import DiskBackend
+from .disk import CAN_DROP_PAGE_CACHE, PAGE_CACHE, DiskBackend
 from .joined import Joined, join
 from .keys import chunk_key, text_digest
 from .memory import MemoryBackend
 from .reader import StoreReader
+from .speed import TimedRead, has_room, measure_reads
 from .tenant import ReadBuffer, TenantStats, TenantStore
 from .texts import TextIndex
 from .tiers import Tiers, TierStats
 
 __all__ = [
+    "CAN_DROP_PAGE_CACHE",
     "CODECS",
     "KV",
+    "PAGE_CACHE",
     "Backend",
     "Catalog",
     "ChunkStore",
@@ -44,14 +47,17 @@ __all__ = [
     "TextIndex",
     "TierStats",
     "Tiers",
+    "TimedRead",
     "chunk_key",
     "decode",
     "encode",
     "frame_bytes",
+    "has_room",
     "is_store",
     "join",
     "keeps",
     "layer_of",
+    "measure_reads",
     "part_of",
     "text_digest",
 ]

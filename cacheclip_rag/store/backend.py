@@ -100,3 +100,11 @@ class Backend(ABC):
     def round_up(self, num_bytes: int) -> int:
         """Bytes that a payload of ``num_bytes`` bytes will take on the medium."""
         return num_bytes
+
+    def medium(self, key: str) -> str:
+        """What a payload would be read from now. Reading is measured once for each name, in any store, so that media of
+        different speed need different names. Reads nothing, and never fails."""
+        return self.name
+
+    def drop_cached(self, keys: Iterable[str]) -> None:  # noqa: B027 (may do nothing)
+        """Make the next read of these payloads come from the medium itself, as far as the system allows it."""

@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import logging
 import time
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..checks import check_namespace
 from ..errors import StoreError
+from .backend import Backend
 from .catalog import FILE_NAME, Catalog, Entry
 from .codecs import Frame, FrameError
 from .database import FormatError
@@ -117,6 +119,13 @@ class ChunkStore:
         """The entries, texts and sources of one tenant. Raises ConfigurationError for an empty name."""
         check_namespace(namespace)
         return TenantStore(self, namespace)
+
+    def on(self, backend: Backend) -> ChunkStore:
+        """This store with one of its tiers alone: what is written does not reach the others."""
+        self.apply_limit()
+        alone = copy(self)
+        alone.tiers = Tiers([backend])
+        return alone
 
     # -- limits -------------------------------------------------------------------------------------------------
 

@@ -8,14 +8,19 @@ and one that is overwritten changes KV that was checked already.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import io
+import mmap
 import os
 import secrets
 import stat
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from ..paths import make_private_folder, private_mode
 from .backend import Backend, Sink
@@ -24,7 +29,7 @@ from .writer import Writer
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["DiskBackend"]
+__all__ = ["CAN_DROP_PAGE_CACHE", "PAGE_CACHE", "DiskBackend"]
 
 _SUFFIX = ".kv"
 _BLOCK_BYTES = 4096
@@ -32,6 +37,11 @@ _PIECE_BYTES = 1 << 22  # smaller pieces cost more calls than the cache saves
 _NO_FILE = (FileNotFoundError, NotADirectoryError)
 _OPEN = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 """A link would lead out of the store, and opening a pipe would wait for its writer."""
+PAGE_CACHE = "page cache"
+"""The medium of files that the system holds in memory."""
+CAN_DROP_PAGE_CACHE = hasattr(os, "posix_fadvise")
+"""Whether files can be dropped from the system's page cache (Linux)."""
+_mincore: Any = getattr(ctypes.CDLL(None), "mincore", None) if CAN_DROP_PAGE_CACHE else None
 
 
 class DiskBackend(Backend):
@@ -88,6 +98,25 @@ class DiskBackend(Backend):
 
     def round_up(self, num_bytes: int) -> int:
         return -(-num_bytes // _BLOCK_BYTES) * _BLOCK_BYTES
+
+    def medium(self, key: str) -> str:
+        """The page cache if it has most of the file, else the mounted file system: stores on one have one speed."""
+        with contextlib.suppress(OSError, ValueError), self._opened(key) as (file, size):
+            if file is not None and size and _cached_share(file, size) > 0.5:
+                return PAGE_CACHE
+        return f"disk at {self._mount}"
+
+    @cached_property
+    def _mount(self) -> Path:
+        folder = self._root.absolute()
+        return next((each for each in (folder, *folder.parents) if each.is_mount()), folder)
+
+    def drop_cached(self, keys: Iterable[str]) -> None:
+        for key in keys if CAN_DROP_PAGE_CACHE else ():
+            with self._opened(key) as (file, _):
+                if file is not None:
+                    os.fsync(file)  # what is not written yet would stay
+                    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def put(self, key: str, data: Buffer) -> None:
         target = self.path_of(key)
@@ -158,6 +187,17 @@ def _read_into(file: int, target: memoryview, sink: Sink) -> int:
             done += count
             sink.received(done)
     return done
+
+
+def _cached_share(file: int, size: int) -> float:
+    """Share of a file's pages that are in the system's page cache; 0.0 where the system does not say."""
+    if _mincore is None:
+        return 0.0
+    pages = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
+    with mmap.mmap(file, size, access=mmap.ACCESS_READ) as mapped:  # no byte of it is read
+        start = np.frombuffer(mapped, np.uint8).ctypes.data
+        failed = _mincore(ctypes.c_void_p(start), ctypes.c_size_t(size), ctypes.c_void_p(pages.ctypes.data))
+    return 0.0 if failed else float((pages & 1).mean())
 
 
 def _write_all(file: int, data: memoryview) -> None:

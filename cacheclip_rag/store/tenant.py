@@ -141,6 +141,19 @@ class TenantStore:
         """Whether a tier in memory holds a payload of any tenant under this key."""
         return self.store.tiers.is_in_memory(key)
 
+    def reads_of(self, keys: Sequence[str]) -> dict[str, tuple[int, int]]:
+        """What reading these keys would take: entries and bytes, by medium. Entries in memory are left out. Reads no
+        payload; empty if the catalog cannot be used."""
+        tiers, found = self.store.tiers, dict[str, tuple[int, int]]()
+        for key, entry in self._entries(keys)[1].items():
+            with suppress(OSError):
+                holder = tiers.holder(key)
+                if not holder.in_memory:
+                    medium = holder.medium(key)
+                    count, num_bytes = found.get(medium, (0, 0))
+                    found[medium] = (count + 1, num_bytes + entry.num_bytes)
+        return found
+
     @property
     def reads_parts(self) -> bool:
         """Whether payloads outside memory can be read in parts."""

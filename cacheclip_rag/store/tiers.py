@@ -74,6 +74,13 @@ class Tiers(Backend):
         """Whether a tier in memory holds a payload. Counts nothing."""
         return any(backend.in_memory and backend.get_many([key]) for backend in self.backends)
 
+    def holder(self, key: str) -> Backend:
+        """The tier from which a payload would be read; the last one if no other has it. Reads and counts nothing."""
+        for backend in self.backends[:-1]:
+            if backend.get_many([key]) if backend.in_memory else backend.occupied(key):
+                return backend
+        return self.last
+
     @property
     def has_parts(self) -> bool:  # type: ignore[override]
         """Whether payloads that are not in memory can be read in parts: no tier between memory and the last one must
@@ -147,6 +154,14 @@ class Tiers(Backend):
 
     def head(self, key: str, num_bytes: int) -> tuple[Buffer, int] | None:
         return self.last.head(key, num_bytes)
+
+    def medium(self, key: str) -> str:
+        return self.holder(key).medium(key)
+
+    def drop_cached(self, keys: Iterable[str]) -> None:
+        keys = [*keys]
+        for backend in self.backends:
+            backend.drop_cached(keys)
 
     def occupied(self, key: str) -> int:
         return self.last.occupied(key)

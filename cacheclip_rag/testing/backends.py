@@ -144,6 +144,16 @@ class BackendConformance:
 
     # -- what the store asks beside payloads -------------------------------------------------------------------
 
+    def test_the_medium_has_a_name(self, backend: Backend) -> None:
+        backend.put(sample_key(1), sample_payload(1))
+        assert all(isinstance(backend.medium(sample_key(number)), str) for number in (1, 2))
+        assert backend.medium(sample_key(1))
+
+    def test_nothing_is_lost_when_caches_are_dropped(self, backend: Backend) -> None:
+        backend.put(sample_key(1), sample_payload(1, 3_000_001))
+        backend.drop_cached([sample_key(1), sample_key(2)])
+        assert _got(backend, 1) == sample_payload(1, 3_000_001)
+
     def test_read_may_use_the_readers_memory(self, backend: Backend) -> None:
         """And says what is there already, so that the reader can check it."""
         payload = sample_payload(1, 3_000_001)

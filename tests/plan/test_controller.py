@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 
 from cacheclip_rag import CacheClipEngine, Plan
-from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.errors import ConfigurationError, StoreError
 from cacheclip_rag.models.load import register_runtime
 from cacheclip_rag.plan.controller import Controller, Cost, Profile, Sample, Work, find_profile, fit
+from cacheclip_rag.store import Backend, Catalog, ChunkStore, DiskBackend, MemoryBackend, Tiers, TimedRead, disk
 from cacheclip_rag.testing.fake import FakeRuntime
-from cacheclip_rag.types import PHASES, FusionStats
+from cacheclip_rag.testing.throttled import ThrottledBackend
+from cacheclip_rag.types import PHASES, FusionStats, Prediction, Reading
 
 IDENTITY = {"primary": "a", "threads": 2}
 PROFILE = Profile(IDENTITY, Cost(0.1, 1e-3, 1e-7), Cost(0.1, 1.2e-3, 2e-7), Cost(0.1, 5e-5, 0.01))
@@ -67,6 +69,11 @@ class TestFit:
             assert min(found.constant, found.first, found.second) >= 0
             assert found.seconds(16000, 16000**2 / 2) > 0.1
 
+    def test_without_a_constant(self) -> None:
+        """However little the measured times differ, a hundred times the work takes a hundred times as long."""
+        found = fit([(1, 10, 0.1), (3, 30, 0.1), (1, 80, 0.1), (3, 240, 0.1)], constant=False)
+        assert found.constant == 0 and found.seconds(300, 24000) == pytest.approx(100 * found.seconds(3, 240))
+
     def test_two_points_are_refused(self) -> None:
         with pytest.raises(ValueError, match="three measurements"):
             fit([(1, 1, 1.0), (2, 4, 2.0)])
@@ -115,16 +122,37 @@ class TestProfile:
         assert found.plain_s(work) == pytest.approx(PROFILE.plain_s(work))
         assert found.fused_s(work, 0.2) == pytest.approx(PROFILE.fused_s(work, 0.2))
 
+    def test_a_line_for_each_medium(self) -> None:
+        """The shortest of equal reads counts; a medium that was seen too seldom is left out."""
+        line = Cost(0.0, 0.001, 1e-8)
+        works = [(1, 10_000), (3, 30_000), (1, 80_000), (3, 240_000)]
+        reads = [TimedRead("slow", *work, times * line.seconds(*work)) for work in works for times in (1.0, 1.7)]
+        samples = [
+            Sample(Work(tokens, stale=tokens, chunks=2), ratio, dict.fromkeys(PHASES, 0.1 * tokens))
+            for tokens in (100, 200, 300)
+            for ratio in (None, 0.1)
+        ]
+        found = Profile.of(IDENTITY, samples, [*reads, TimedRead("seldom", 1, 100, 1.0)]).media
+        assert set(found) == {"slow"}
+        assert found["slow"].seconds(10, 10**6) == pytest.approx(line.seconds(10, 10**6))
+
     def test_saved_and_found(self) -> None:
         assert find_profile(IDENTITY) is None
         PROFILE.save()
         assert find_profile(IDENTITY) == PROFILE
+        slow = replace(PROFILE, media={"disk at /": Cost(0.1, 1e-3, 1e-8)})
+        slow.save()
+        assert find_profile(IDENTITY) == slow
         assert find_profile({**IDENTITY, "threads": 8}) is None
 
     @pytest.mark.parametrize(
         "content",
-        ["", "[]", '{"format": 1}', '{"format": 1, "identity": {}, "plain": 3}', "{" + LINES % 1 + "}"]
-        + ['{"format": 1, ' + LINES % number + "}" for number in ("NaN", "-1", "Infinity")],
+        ["", "[]", '{"format": 2}', '{"format": 2, "identity": {}, "plain": 3}', "{" + LINES % 1 + "}"]
+        + ['{"format": 2, "media": {}, ' + LINES % number + "}" for number in ("NaN", "-1", "Infinity")]
+        + [
+            '{"format": 2, ' + f'"media": {media}, ' + LINES % 1 + "}"
+            for media in ("[]", '{"slow": 3}', f'{{"slow": {LINE % "NaN"}}}', f'{{"slow": {LINE % "-1"}}}')
+        ],
     )
     def test_damaged(self, content: str, caplog: pytest.LogCaptureFixture) -> None:
         PROFILE.save().write_text(content)
@@ -136,10 +164,13 @@ class TestProfile:
         with pytest.raises(ConfigurationError, match="CACHECLIP_HOME"):
             PROFILE.save()
 
-    def test_of_another_format(self) -> None:
+    @pytest.mark.parametrize("version", [1, 99])
+    def test_of_another_format(self, version: int, caplog: pytest.LogCaptureFixture) -> None:
+        """It is not used, and the user is told why and what to do."""
         path = PROFILE.save()
-        path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
+        path.write_text(json.dumps({**json.loads(path.read_text()), "format": version}))
         assert find_profile(IDENTITY) is None
+        assert f"format {version}" in caplog.text and "cacheclip profile" in caplog.text
 
 
 class TestDecide:
@@ -281,6 +312,208 @@ class TestObserve:
         plan = controller.decide(plan_of(engine), 0)
         controller.observe(plan, stats_of(engine, 50.0, 50.0, gated=True))
         assert controller.decide(plan_of(engine), 0) == plan
+
+
+SLOW = ThrottledBackend.name
+
+
+class Tiered:
+    """An engine whose chunks are in a slow tier. Reading a byte from it takes ``second_per_byte``, by its profile."""
+
+    def __init__(self, folder: Path, second_per_byte: float, *near: Backend, in_parts: bool = True) -> None:
+        register_runtime("fake", FakeRuntime)
+        self.disk = DiskBackend(folder)
+        self.slow = ThrottledBackend(self.disk, in_parts=in_parts)
+        self.store = ChunkStore(Catalog(folder), Tiers([*near, self.slow]))
+        self.engine = CacheClipEngine(
+            primary="fake:timed", auxiliary=None, method="epic", recompute_ratio="auto", store=self.store
+        )
+        self.engine.precompute(texts(4))
+        self.store.tiers.drop_copies(self.disk.list())
+        self.use(second_per_byte)
+
+    def use(self, second_per_byte: float) -> None:
+        profile = replace(PROFILE, media={SLOW: Cost(0.0, 0.0, second_per_byte)})
+        self.engine.parts.use_profile(self.engine.make_method(None, "auto"), profile)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the prompt's chunks, in whole blocks."""
+        keys = self.engine.plan(TestEngine.PROMPT, recompute_ratio=0.2).keys
+        return sum(self.disk.occupied(key) for key in keys)
+
+    def plan(self) -> Plan:
+        return self.engine.plan(TestEngine.PROMPT)
+
+    def first(self) -> tuple[Plan, Prediction, FusionStats]:
+        """What is decided first, and done."""
+        plan = self.plan()
+        assert plan.prediction is not None
+        return plan, plan.prediction, self.engine.generate(TestEngine.PROMPT, max_tokens=1).stats
+
+
+def seconds_per_byte(folder: Path, share: float) -> float:
+    """So that reading the prompt's chunks takes ``share`` of what plain prefill of it takes."""
+    tiered = Tiered(folder / "measured", 0.0)
+    return share * PROFILE.plain_s(Work.of(tiered.plan(), 0)) / tiered.num_bytes
+
+
+class TestReading:
+    """Slow tiers count from the first decision on."""
+
+    def test_the_first_answer_from_a_slow_tier_is_plain_prefill(self, tmp_path: Path) -> None:
+        tiered = Tiered(tmp_path, seconds_per_byte(tmp_path, 3.0))
+        plan, prediction, stats = tiered.first()
+        assert plan.bypass is not None and stats.bypassed and stats.hits == 4
+        assert prediction.seconds == prediction.plain_s
+
+    def test_the_first_answer_from_a_fast_tier_reuses(self, tmp_path: Path) -> None:
+        tiered = Tiered(tmp_path, seconds_per_byte(tmp_path, 0.001))
+        plan, prediction, stats = tiered.first()
+        assert plan.bypass is None and not stats.bypassed and stats.nominal_ratio == 0.2
+        assert prediction.reading.medium == SLOW
+        assert prediction.seconds == sum(PROFILE.fused_s(Work.of(plan, 0), 0.2)), "reading is hidden"
+
+    def test_a_larger_ratio_where_reading_is_slower_than_the_recompute(self, tmp_path: Path) -> None:
+        tiered = Tiered(tmp_path, seconds_per_byte(tmp_path, 0.7))
+        plan, prediction, stats = tiered.first()
+        assert plan.bypass is None and not stats.bypassed and 0.2 < stats.nominal_ratio < 0.9
+        assert prediction.seconds == pytest.approx(0.7 * prediction.plain_s), "as long as reading takes"
+        assert sum(PROFILE.fused_s(Work.of(plan, 0), stats.nominal_ratio + 0.05)) > prediction.seconds
+
+    def test_whole_payloads_are_read_before_the_recompute(self, tmp_path: Path) -> None:
+        """So that a larger ratio is not free."""
+        second_per_byte = seconds_per_byte(tmp_path, 0.4)
+        plan, prediction, _ = Tiered(tmp_path / "whole", second_per_byte, in_parts=False).first()
+        before, compute = PROFILE.fused_s(Work.of(plan, 0), 0.2)
+        assert prediction.seconds == pytest.approx(max(before, 0.4 * prediction.plain_s) + compute)
+        assert plan.method.nominal_ratio == 0.2
+
+    def test_what_is_in_memory_is_not_read(self, tmp_path: Path) -> None:
+        tiered = Tiered(tmp_path, seconds_per_byte(tmp_path, 3.0), MemoryBackend())
+        assert tiered.plan().bypass is not None
+        assert tiered.engine.prefetch(texts(4)[:3]) == 3
+        prediction = tiered.plan().prediction
+        assert prediction is not None and prediction.reading.medium == SLOW
+        assert prediction.reading.seconds == pytest.approx(0.75 * prediction.plain_s, rel=0.05), "one of four"
+        tiered.engine.prefetch(texts(4))
+        plan, prediction, stats = tiered.first()
+        assert plan.bypass is None and not stats.bypassed and prediction.reading.medium == ""
+
+    def test_a_tier_between_is_asked_first(self, tmp_path: Path) -> None:
+        near = DiskBackend(tmp_path / "near")
+        tiered = Tiered(tmp_path, seconds_per_byte(tmp_path, 3.0), near)
+        assert tiered.plan().bypass is not None
+        tiered.engine.prefetch(texts(4))
+        assert tiered.plan().bypass is None
+
+    def test_what_the_prefix_cache_has_is_not_read(self, tmp_path: Path) -> None:
+        tiered = Tiered(tmp_path, 1.0)
+        plan = tiered.engine.plan(TestEngine.PROMPT, recompute_ratio=0.2)
+        sources = tiered.engine.parts.sources(plan.method)
+        profile = replace(PROFILE, media={SLOW: Cost(0.0, 1.0, 0.0)})
+        known = [0, plan.reused[0].stop - 1, plan.reused[0].stop, plan.reused[2].stop]
+        assert [profile.reading(plan, sources, each).primary_s for each in known] == [4, 4, 3, 1]
+
+    def test_files_in_the_page_cache_change_no_prediction(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The other lines were measured with such files."""
+        shares = dict.fromkeys(range(4), 1.0)
+        number = iter(range(10**6))
+        monkeypatch.setattr(disk, "_cached_share", lambda file, size: shares[next(number) % 4])
+        engine = CacheClipEngine(primary="fake:timed", auxiliary=None, method="epic", store=str(tmp_path))
+        engine.precompute(texts(4))
+        medium = DiskBackend(tmp_path)._mount
+        media = {"page cache": Cost(0.0, 0.0, 1e-9), f"disk at {medium}": Cost(0.0, 1.0, 0.0)}
+        found = {}
+        for name, each in {"without": {}, "with": media}.items():
+            engine.parts.use_profile(engine.make_method(None, "auto"), replace(PROFILE, media=each))
+            found[name] = engine.plan(TestEngine.PROMPT, recompute_ratio="auto").prediction
+        assert found["with"] == found["without"] is not None
+        shares[2] = 0.3
+        prediction = engine.plan(TestEngine.PROMPT, recompute_ratio="auto").prediction
+        assert prediction is not None and prediction.reading.medium == f"disk at {medium}"
+        assert prediction.reading.seconds == pytest.approx(1.0, rel=0.01)
+
+    def test_a_tier_that_was_not_measured_is_learned(self, tmp_path: Path) -> None:
+        tiered = Tiered(tmp_path, 1.0)
+        profile = replace(PROFILE, media={"another": Cost(0.0, 0.0, 1.0)})
+        tiered.engine.parts.use_profile(tiered.engine.make_method(None, "auto"), profile)
+        plan, prediction, _ = tiered.first()
+        assert plan.bypass is None and prediction.reading.medium == ""
+
+    def test_a_catalog_that_cannot_be_used_predicts_no_reading(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tiered = Tiered(tmp_path, 1.0)
+
+        def fail(*_: object) -> None:
+            raise StoreError("the catalog is busy")
+
+        monkeypatch.setattr(Catalog, "entries_of", fail)
+        assert tiered.engine.store.reads_of(list(tiered.disk.list())) == {}
+
+    @pytest.mark.parametrize(
+        ("beside", "auxiliary_s", "primary_s", "expected"),
+        [
+            ("recompute", 0.1, 0.1, 3.0),  # all is hidden
+            ("recompute", 1.5, 0.1, 3.5),  # scoring waits for the auxiliary's KV
+            ("recompute", 0.5, 4.0, 4.5),  # the primary's KV is read last
+            ("recompute", 1.5, 4.0, 5.5),
+            ("scoring", 0.5, 0.5, 3.5),
+            ("scoring", 0.5, 4.0, 6.5),
+            ("", 0.5, 4.0, 7.5),
+        ],
+    )
+    def test_what_is_read_beside_what(
+        self, engine: CacheClipEngine, beside: str, auxiliary_s: float, primary_s: float, expected: float
+    ) -> None:
+        """One second before the recompute, two of it."""
+        profile = replace(PROFILE, before=Cost(1.0, 0.0, 0.0), fused=Cost(2.0, 0.0, 0.0), plain=Cost(100.0, 0.0, 0.0))
+        reading = Reading(SLOW, auxiliary_s, primary_s, beside)
+        found = Controller(profile).decide(plan_of(engine), 0, None, reading).prediction
+        assert found is not None and found.seconds == pytest.approx(expected) and found.reading == reading
+
+    @pytest.mark.parametrize("times", [0.1, 4.0])
+    def test_the_speed_is_learned_for_its_medium_alone(self, engine: CacheClipEngine, times: float) -> None:
+        controller, plan = Controller(PROFILE), plan_of(engine)
+        before, compute = PROFILE.fused_s(Work.of(plan, 0), 0.1)
+        reading = Reading(SLOW, 0.0, 1.2 * (before + compute), "recompute")
+        other = replace(reading, medium="another")
+        first = controller.decide(plan, 0, None, other)
+        assert first.bypass is None and first.prediction is not None
+        decided = replace(plan, prediction=replace(first.prediction, reading=reading))
+        left = max(0.0, times * reading.seconds - before)
+        stats = stats_of(engine, before, compute, reading_s=times * reading.seconds, left_to_read_s=left)
+        for _ in range(20):
+            controller.observe(decided, stats)
+        assert controller._reading[SLOW] == pytest.approx(times, rel=0.02)
+        assert (controller.decide(plan, 0, None, reading).bypass is not None) == (times > 1)
+        assert controller.decide(plan, 0, None, other) == first
+
+    def test_slow_reading_says_nothing_about_computing(self, engine: CacheClipEngine) -> None:
+        """What comes before the recompute takes long because it waits for KV."""
+        controller, plan = Controller(PROFILE), plan_of(engine)
+        first = controller.decide(plan, 0)
+        assert first.prediction is not None
+        before, compute = PROFILE.fused_s(Work.of(plan, 0), 0.1)
+        reading = Reading(SLOW, 5 * before, 0.0, "recompute")
+        decided = replace(plan, prediction=replace(first.prediction, reading=reading))
+        for _ in range(5):
+            controller.observe(decided, stats_of(engine, 5 * before, compute, reading_s=5 * before))
+        assert controller.decide(plan, 0).prediction == first.prediction
+
+    def test_plain_prefill_brings_back_the_measured_speed(self, engine: CacheClipEngine) -> None:
+        controller = Controller(PROFILE)
+        controller._reading[SLOW] = 8.0
+        plan = controller.decide(plan_of(engine), 0, None, Reading(SLOW, 0.0, 1e6, "recompute"))
+        stats = stats_of(engine, 0.0, PROFILE.plain_s(Work.of(plan, 0)), bypassed=True)
+        for _ in range(200):
+            controller.observe(plan, stats)
+        assert controller._reading[SLOW] == pytest.approx(1.0, rel=0.01)
+        again = controller.decide(plan_of(engine), 0, None, Reading(SLOW, 0.0, 1e6, "recompute"))
+        assert again.bypass is not None, "what was measured to be slow is not tried again"
 
 
 Made = Callable[..., CacheClipEngine]

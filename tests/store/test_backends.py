@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cacheclip_rag.errors import ConfigurationError
-from cacheclip_rag.store import Backend, DiskBackend, MemoryBackend, Sink, Tiers
+from cacheclip_rag.store import CAN_DROP_PAGE_CACHE, PAGE_CACHE, Backend, DiskBackend, MemoryBackend, Sink, Tiers
 from cacheclip_rag.testing.backends import BackendConformance, sample_key, sample_payload
 from tests.store.samples import full_disk
 
@@ -68,6 +68,20 @@ class TestDiskBackend(BackendConformance):
     def write_raw(self, backend: Backend, key: str, data: bytes) -> None:
         _path(backend, key).parent.mkdir(parents=True, exist_ok=True)
         _path(backend, key).write_bytes(data)
+
+    @pytest.mark.skipif(not CAN_DROP_PAGE_CACHE, reason="the system does not say what its page cache has")
+    def test_the_medium_is_the_page_cache_only_while_it_has_the_file(self, tmp_path: Path) -> None:
+        backend = DiskBackend(tmp_path)
+        backend.put(sample_key(1), sample_payload(1, 4_000_000))
+        assert backend.medium(sample_key(1)) == PAGE_CACHE
+        backend.drop_cached([sample_key(1)])
+        assert (backend.medium(sample_key(1)) != PAGE_CACHE) == _can_drop(tmp_path / "other")
+        backend.get_many([sample_key(1)])
+        assert backend.medium(sample_key(1)) == PAGE_CACHE
+
+    def test_stores_on_one_file_system_have_one_medium(self, tmp_path: Path) -> None:
+        one, other = (DiskBackend(tmp_path / name).medium(sample_key(1)) for name in ("a", "b/c"))
+        assert one == other == f"disk at {one.removeprefix('disk at ')}" and Path(one[8:]).is_mount()
 
     def test_files_of_others_are_not_listed(self, backend: Backend) -> None:
         backend.put(sample_key(1), sample_payload(1))
@@ -190,6 +204,23 @@ class TestTiers(BackendConformance):
 def _path(backend: Backend, key: str) -> Path:
     assert isinstance(backend, DiskBackend)
     return backend.folder / key[:2] / f"{key}.kv"
+
+
+def _can_drop(path: Path) -> bool:
+    """Whether the file system has a medium that is slower than memory."""
+    path.write_bytes(sample_payload(3, 100_000))
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.preadv(file, [bytearray(1)], 50_000, os.RWF_NOWAIT)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system in memory does not know the question
+        return False
+    finally:
+        os.close(file)
+    return False
 
 
 def _disk(backend: Backend) -> Backend:

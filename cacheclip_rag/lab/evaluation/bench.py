@@ -6,7 +6,6 @@ Chunk caches are read from disk in every run, by default after the operating sys
 
 from __future__ import annotations
 
-import os
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -24,13 +23,11 @@ from ...profiling import QUESTION, make_texts
 from ...progress import progress_bar
 from ...sampling import SamplingParams
 from ...selection.budget import Budget
-from ...store import DiskBackend
+from ...store import CAN_DROP_PAGE_CACHE
 from ...types import PHASES, FusionStats, Request
 from .explaining import explain as explain_phases
 
 __all__ = ["bench"]
-
-_CAN_DROP_PAGE_CACHE = hasattr(os, "posix_fadvise")
 
 
 def bench(
@@ -85,7 +82,7 @@ def bench(
         "chunks": len(texts),
         "ratio": Budget().ratio if config.fixed_ratio is None else config.fixed_ratio,
         "runs": runs,
-        "page_cache": "kept" if keep_page_cache or not _CAN_DROP_PAGE_CACHE else "dropped",
+        "page_cache": "kept" if keep_page_cache or not CAN_DROP_PAGE_CACHE else "dropped",
         "methods": summaries,
         **explained,
     }
@@ -194,20 +191,9 @@ def _summary(samples: Sequence[tuple[FusionStats, int]], reference_s: float | No
 
 def _drop_page_cache(engine: CacheClipEngine) -> None:
     """Drop the payloads from the operating system's page cache, so that the next read comes from disk (Linux)."""
-    if not _CAN_DROP_PAGE_CACHE:
-        return
     for backend in engine.store.store.tiers.backends:
-        if isinstance(backend, DiskBackend):
-            for key in backend.list():
-                _drop_file(backend.path_of(key))
-
-
-def _drop_file(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
+        if not backend.in_memory:
+            backend.drop_cached(backend.list())
 
 
 def reset_peak_rss() -> None:
