@@ -128,6 +128,7 @@ def finetune(
     begin = HeadSet.load(heads) if heads else None
     settings = TuningSettings(rank=rank, learning_rate=learning_rate, epochs=epochs, sinks=SINKS, seed=seed)
     path = _target(config, out, overwrite, instead_of="calibrate")
+    rival = HeadSet.load(path) if path.exists() and not overwrite else None
     with stoppable():
         given = _given(config, data, data_limit, seed, work)
         found = run(
@@ -141,6 +142,7 @@ def finetune(
             given=given.samples if given else (),
             given_from=given.files if given else (),
             folder=work,
+            rival=rival,
         )
     in_use = path.exists() or (out is None and shipped_path(found.heads.auxiliary_sha256).is_file())
     kept = in_use and not overwrite and not found.is_accepted

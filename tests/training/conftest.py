@@ -9,8 +9,14 @@ import pytest
 
 from cacheclip_rag.lab.training import calibrate, figures, finetune
 from cacheclip_rag.lab.training.families import synthetic_samples
+from cacheclip_rag.lab.training.outcomes import Outcome
 
 short_samples = partial(synthetic_samples, chunk_words=25)
+
+
+def made(kl: float, first: int, answers: int, count: int = 10) -> tuple[Outcome, ...]:
+    """Made-up outcomes of ``count`` prompts: KL, and numbers of equal first tokens and equal answers."""
+    return tuple(Outcome(kl, kl, number < first, number < answers) for number in range(count))
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from cacheclip_rag.lab.training import calibrate as module
 from cacheclip_rag.lab.training import folder
 from cacheclip_rag.lab.training import outcomes as outcomes_module
 from cacheclip_rag.lab.training.calibrate import (
+    SHIPPED,
     Candidate,
     best_of,
     calibrate,
@@ -28,7 +29,15 @@ from cacheclip_rag.lab.training.calibrate import (
 from cacheclip_rag.lab.training.families import FAMILIES, synthetic_samples
 from cacheclip_rag.lab.training.features import look
 from cacheclip_rag.lab.training.folder import Interrupted
-from cacheclip_rag.lab.training.outcomes import Asked, answered_rightly, downstream
+from cacheclip_rag.lab.training.outcomes import (
+    Asked,
+    Outcome,
+    answered_rightly,
+    downstream,
+    may_replace,
+    same_answers,
+    same_first,
+)
 from cacheclip_rag.lab.training.prompts import segments_of
 from cacheclip_rag.lab.training.report import calibration_json, calibration_note, calibration_table, ranking_tables
 from cacheclip_rag.methods import preset
@@ -38,7 +47,7 @@ from cacheclip_rag.selection import heads as heads_module
 from cacheclip_rag.selection.auxiliary import score_chunks
 from cacheclip_rag.selection.heads import HeadSet, weights_digest
 from cacheclip_rag.selection.scoring import MAX_QUESTION_TOKENS
-from tests.training.conftest import short_samples
+from tests.training.conftest import made, short_samples
 from tests.training.planted import PLANTED, build_planted
 
 pytestmark = pytest.mark.usefixtures("with_short_samples")
@@ -54,6 +63,11 @@ def config(planted: str, tiny_models: dict[str, str]) -> EngineConfig:
     return EngineConfig(primary=tiny_models["llama"], auxiliary=planted)
 
 
+def candidate(name: str, kl: float, *, first: int, answers: int, recall: float) -> Candidate:
+    """Made up: 10 prompts."""
+    return Candidate(name, HeadSet("a" * 64, ((0, 0),), torch.ones(1)), recall, recall, made(kl, first, answers))
+
+
 class TestCalibrate:
     def test_a_planted_head_is_found(self, config: EngineConfig, tmp_path: Path) -> None:
         found = calibrate(config, num_samples=21, num_prompts=2, folder=tmp_path)
@@ -64,7 +78,10 @@ class TestCalibrate:
         assert found.heads.digest() == candidates[found.chosen].heads.digest()
         assert found.chosen == best_of(found.candidates).name
         assert candidates[found.chosen].kl <= 1.1 * min(each.kl for each in found.candidates)
-        assert all(len(each.answer_kl) == 2 and each.kl >= 0 for each in found.candidates)
+        assert all(len(each.outcomes) == 2 and each.kl >= 0 for each in found.candidates)
+        for cells, each in zip(calibration_table(found)[1], found.candidates, strict=True):
+            first, answers = (f"{same(each.outcomes) / 2:.0%}" for same in (same_first, same_answers))
+            assert cells[-2:] == [first, answers]
         right = found.heads.about["right"]
         assert right in ("0 of 2", "1 of 2", "2 of 2") and f": {right}." in calibration_note(found)
 
@@ -112,11 +129,12 @@ class TestCalibrate:
             calibrate(config, **wishes, folder=tmp_path / "parts")
         assert stopped.value.folder == tmp_path / "parts"
         followed: list[int] = []
+        digests = {each.heads.digest() for each in whole.candidates}
         follow = Reference.follow
 
         def follow_some(self: Any, *args: Any, **options: Any) -> Any:
             followed.append(1)
-            if len(followed) == len(whole.candidates) + 2:
+            if len(followed) == len(digests) + 2:
                 raise KeyboardInterrupt
             return follow(self, *args, **options)
 
@@ -125,11 +143,10 @@ class TestCalibrate:
             calibrate(config, **wishes, folder=tmp_path / "parts")
         assert len(looks) == 10 and len(set(looks)) == 9, "only the one that was interrupted"
         resumed = calibrate(config, **wishes, folder=tmp_path / "parts")
-        left = {each.heads.digest() for each in whole.candidates[1:]} - {whole.candidates[0].heads.digest()}
-        assert len(followed) == len(whole.candidates) + 2 + len(left), "the second prompt but for what was kept of it"
+        assert len(followed) == 2 * len(digests) + 1, "every set once a prompt, and the one that was interrupted again"
         assert (resumed.ranking, resumed.layers) == (whole.ranking, whole.layers)
-        assert [(each.name, each.answer_kl, each.first_token_kl) for each in resumed.candidates] == [
-            (each.name, each.answer_kl, each.first_token_kl) for each in whole.candidates
+        assert [(each.name, each.outcomes) for each in resumed.candidates] == [
+            (each.name, each.outcomes) for each in whole.candidates
         ]
         assert resumed.heads.digest() == whole.heads.digest()
 
@@ -160,8 +177,10 @@ class TestCalibrate:
     def test_without_the_primary_evidence_decides(self, config: EngineConfig, tmp_path: Path) -> None:
         found = calibrate(config, num_samples=9, num_prompts=0, folder=tmp_path)
         assert found.chosen == max(found.candidates, key=lambda each: each.recall).name
-        assert all(each.answer_kl == () for each in found.candidates)
-        assert calibration_table(found)[1][0][-1] == ""
+        assert all(each.outcomes == () for each in found.candidates)
+        assert calibration_table(found)[1][0][-4:] == [""] * 4
+        figures = calibration_json(found)["candidates"]["last layer"]
+        assert figures["answer_kl"] == [] and figures["equal_answers"] is figures["first_token_agreement"] is None
 
     def test_without_prompts_no_bar_is_shown(
         self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -200,13 +219,33 @@ class TestCalibrate:
         )
 
     def test_the_best_of_the_nearest(self) -> None:
-        heads = HeadSet("a" * 64, ((0, 0),), torch.ones(1))
-        some = [
-            Candidate("far", heads, 0.9, 0.9, (0.1,), (0.2,)),
-            Candidate("near", heads, 0.6, 0.6, (0.1,), (0.105,)),
-            Candidate("nearest", heads, 0.5, 0.5, (0.1,), (0.1,)),
-        ]
-        assert best_of(some).name == "near"
+        """KL first, then equal answers, then equal first tokens, then recall: each decides where those before tie."""
+        far = candidate("far", 0.2, first=10, answers=10, recall=0.9)
+        nearest = candidate("nearest", 0.1, first=5, answers=4, recall=0.5)
+        best = {
+            "answers": candidate("answers", 0.105, first=5, answers=5, recall=0.1),
+            "first": candidate("first", 0.105, first=6, answers=4, recall=0.1),
+            "recall": candidate("recall", 0.105, first=5, answers=4, recall=0.6),
+        }
+        for some in (["answers", "first", "recall"], ["first", "recall"], ["recall"]):
+            order = [far, *(best[name] for name in reversed(some)), nearest]
+            assert best_of(order).name == best_of(order[::-1]).name == some[0]
+        assert best_of([far, nearest]).name == "nearest"
+
+    def test_first_tokens_of_the_packages_set_are_kept(self) -> None:
+        nearest = candidate("nearest", 0.1, first=5, answers=5, recall=0.9)
+        second = candidate("second", 0.15, first=6, answers=2, recall=0.2)
+        shipped = candidate(SHIPPED, 0.2, first=6, answers=6, recall=0.9)
+        assert best_of([nearest, shipped]).name == SHIPPED
+        assert best_of([nearest, second, shipped]).name == "second", "the nearest of those that are left"
+        assert best_of([replace(nearest, outcomes=made(0.1, 6, 5)), second, shipped]).name == "nearest"
+        assert best_of([nearest, second, replace(shipped, name="best 4")]).name == "nearest", "replaces nothing"
+
+    def test_what_may_replace_what(self) -> None:
+        old = made(0.2, first=5, answers=5)
+        assert may_replace(old, old) and may_replace(made(0.1, first=6, answers=0), old), "answers refuse nothing"
+        assert not may_replace(made(0.1, first=4, answers=9), old) and not may_replace(made(0.21, 9, 9), old)
+        assert may_replace((replace(old[0], answer_kl=9.0),), (replace(old[0], answer_kl=5.0),)), "a nat at most"
 
     def test_bad_wishes_are_refused(self, config: EngineConfig) -> None:
         with pytest.raises(ConfigurationError, match="at least 6 samples, and prompts from 0 on; got 5 and 10"):
@@ -379,9 +418,49 @@ class TestDownstream:
         )
         assert engine.head_set is None and not any(engine.is_stored(chunk) for chunk in samples[0].chunks)
         assert found[0] == found[3], "every head of the last layer is the last layer"
-        assert found[0] != found[1] != found[2] and all(first > 0 for each in found for first, _ in each)
+        assert found[0] != found[1] != found[2] and all(one.first_token_kl > 0 for each in found for one in each)
         [exact] = downstream(engine, samples, [preset("epic")], ratio=1.0)
-        assert all(first < 1e-5 and along < 1e-5 for first, along in exact)
+        assert all(one.first_token_kl < 1e-5 and one.answer_kl < 1e-5 for one in exact)
+        assert all(one.first_agrees and one.equal_answer for one in exact)
+
+    def test_equal_tokens_are_those_of_the_greedy_answers(self, config: EngineConfig) -> None:
+        """Against answers that are decoded, not followed; some begin like full prefill's and go on otherwise."""
+        engine = CacheClipEngine(config, heads="none")
+        samples = synthetic_samples("test", 4, chunk_words=20)
+        method = preset("epic").at(0.9)
+        [found] = downstream(engine, samples, [method], ratio=0.9)
+        kinds = []
+        for sample, outcome in zip(samples, found, strict=True):
+            answers = []
+            for each in (preset("full"), method):
+                engine.precompute(sample.chunks, method=each)
+                engine.prefixes.clear()
+                prefilled = engine.prefill(segments_of(engine, sample), method=each, question=sample.question)
+                answers.append(Reference.of(engine, prefilled, 16).ids)
+            full, fused = answers
+            kinds.append((full[0] == fused[0], full == fused))
+            assert (outcome.first_agrees, outcome.equal_answer) == kinds[-1]
+        assert set(kinds) == {(True, False), (False, False)}
+
+    def test_results_with_other_figures_are_measured_again(
+        self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Results of a version that kept two figures."""
+        engine = CacheClipEngine(config, heads="none")
+        samples = synthetic_samples("test", 1, chunk_words=20)
+        kept = folder.Kept(tmp_path, folder.engine_inputs(engine))
+        about = outcomes_module._about(samples[0], preset("direct"), outcomes_module.RATIO)
+        older = {name: value for name, value in about.items() if name != "figures"}
+        kept.keep_outcome(older, (0.25, 0.5))
+        assert kept.outcome(older) == (0.25, 0.5) and kept.outcome(about) is None
+        [[outcome]] = downstream(engine, samples, [preset("direct")], kept=kept)
+        assert outcome == downstream(engine, samples, [preset("direct")])[0][0] and outcome.answer_kl != 0.5
+        assert len(list(tmp_path.glob("outcome-*"))) == 2
+        kept.keep_outcome(about, (0.25, 0.5, 1.0, 0.0))
+        monkeypatch.setattr(engine, "prefill", None)
+        found = downstream(engine, samples, [preset("direct")], kept=kept)
+        assert found == [[Outcome(0.25, 0.5, first_agrees=True, equal_answer=False)]]
+        assert found[0][0].first_agrees is True and found[0][0].equal_answer is False
 
     def test_an_engine_in_use_is_not_touched(self, config: EngineConfig, tmp_path: Path) -> None:
         engine = CacheClipEngine(config, store=tmp_path / "store", heads="none")

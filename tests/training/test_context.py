@@ -7,7 +7,7 @@ import math
 import random
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,12 @@ from cacheclip_rag.chunks.trained import TrainedContext, trained_context_path
 from cacheclip_rag.cli import app
 from cacheclip_rag.errors import ConfigurationError, ModelError
 from cacheclip_rag.lab.training import context as module
+from cacheclip_rag.lab.training import folder as folder_module
 from cacheclip_rag.lab.training import reading as reading_module
 from cacheclip_rag.lab.training.context import ContextSettings, ContextTraining, HeldOut, Learned, train_context
 from cacheclip_rag.lab.training.folder import Interrupted
 from cacheclip_rag.lab.training.reading import Reading, Readings
+from cacheclip_rag.lab.training.report import context_table, context_verdict
 from cacheclip_rag.lab.training.teaching import Teacher, choose_some, distances
 from cacheclip_rag.methods import preset
 from cacheclip_rag.runtime.base import weights_digest
@@ -166,10 +168,10 @@ class TestTeacher:
         prompt, context = teacher.read(self.READING, 0), teacher.passages(0)
         with torch.no_grad():
             everything = torch.ones(len(prompt.ids), dtype=torch.bool)
-            kl, error = distances(teacher.runtime, prompt, context, everything, 0.5)
-            assert float(kl.max()) < 1e-6 and float(error) < 1e-6
-            kl, error = distances(teacher.runtime, prompt, context, torch.zeros_like(everything), 0.5)
-            assert float(kl.mean()) > 1e-3 and float(error) > 1e-3
+            kl, error, same = distances(teacher.runtime, prompt, context, everything, 0.5)
+            assert float(kl.max()) < 1e-6 and float(error) < 1e-6 and bool(same.all())
+            kl, error, same = distances(teacher.runtime, prompt, context, torch.zeros_like(everything), 0.5)
+            assert float(kl.mean()) > 1e-3 and float(error) > 1e-3 and not bool(same.all())
 
     def test_nothing_recomputed_is_what_engines_answer_behind_it(
         self, teacher: Teacher, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -269,7 +271,7 @@ class TestJob:
                 prompt = teacher.read(readings[number], number)
                 ratio = 0.0 if rng.random() < 0.5 else rng.uniform(0.05, 0.3)
                 chosen = choose_some(prompt, ratio, rng)
-                kl, error = distances(teacher.runtime, prompt, begin + unit * change, chosen, 0.4)
+                kl, error, _ = distances(teacher.runtime, prompt, begin + unit * change, chosen, 0.4)
                 loss = loss + (0.5 * kl[prompt.first].mean() + 0.5 * kl.mean() + 0.02 * error) / 2
             (gradient,) = torch.autograd.grad(loss, change)
             gradient = gradient * min(1.0, 1.0 / float(gradient.norm()))
@@ -293,10 +295,14 @@ class TestJob:
             for number in range(2):
                 prompt = teacher.read(readings[number], number)
                 chosen = choose_some(prompt, figures.ratio, random.Random(number))
-                for context, seen in ((kept, figures.after), (teacher.passages(number), figures.before)):
+                for context, seen, same_first in (
+                    (kept, figures.after, figures.same_after),
+                    (teacher.passages(number), figures.before, figures.same_before),
+                ):
                     with torch.no_grad():
-                        kl, _ = distances(teacher.runtime, prompt, context, chosen, SETTINGS.correction)
+                        kl, _, same = distances(teacher.runtime, prompt, context, chosen, SETTINGS.correction)
                     assert seen[number] == pytest.approx(float(kl.mean()), rel=1e-4)
+                    assert same_first[number] == int((same & prompt.first).sum())
 
     def test_numbers_that_are_not_finite_end_it(
         self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -359,6 +365,22 @@ class TestJob:
         again = train_context(config, SETTINGS, folder=folder)
         assert again.figures == whole.figures and again.context.sha256 == whole.context.sha256  # type: ignore[union-attr]
 
+    def test_a_check_with_other_figures_is_made_again(
+        self, config: EngineConfig, whole: ContextTraining, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """One of a version that counted no first tokens."""
+        folder = Path(shutil.copytree(whole.folder, tmp_path / "work"))
+        inputs: list[Any] = []
+        monkeypatch.setattr(module, "digest_of", lambda about: inputs.append(about) or folder_module.digest_of(about))
+        train_context(config, SETTINGS, folder=folder)
+        older = [{name: value for name, value in asdict(each).items() if "same" not in name} for each in whole.figures]
+        about = [each for each in inputs[-1] if each != list(asdict(whole.figures[0]))]
+        header = {"digest": folder_module.digest_of(about), "figures": json.dumps(older)}
+        (path,) = folder.glob("figures-*")
+        folder_module.save({}, header, path)
+        assert folder_module.load(path, header["digest"]) is not None
+        assert train_context(config, SETTINGS, folder=folder).figures == whole.figures
+
     def test_other_settings_begin_anew(self, config: EngineConfig, whole: ContextTraining, tmp_path: Path) -> None:
         folder = Path(shutil.copytree(whole.folder, tmp_path / "work"))
         other = train_context(config, replace(SETTINGS, seed=1), folder=folder, minutes=1e-6)
@@ -394,16 +416,30 @@ class TestJob:
 
 
 class TestVerdict:
-    def training(self, whole: ContextTraining, alone: Sequence[float], recomputed: float) -> ContextTraining:
-        ones = (1.0,) * len(alone)
-        some = HeldOut(0.2, ones, (recomputed,) * len(alone), ones, ones)
-        return replace(whole, figures=(HeldOut(0.0, ones, tuple(alone), ones, ones), some))
+    def training(
+        self, whole: ContextTraining, alone: Sequence[float], recomputed: float, same: Sequence[int] = (2, 2)
+    ) -> ContextTraining:
+        """``same``: equal first tokens of the first prompt with the learned context, alone and with recomputation. With
+        the one in use there are two."""
+        ones, used = (1.0,) * len(alone), (2,) * len(alone)
+        alone_, some = (
+            HeldOut(ratio, ones, after, ones, ones, used, (count, *used[1:]))
+            for ratio, after, count in zip((0.0, 0.2), (tuple(alone), (recomputed,) * len(alone)), same, strict=True)
+        )
+        return replace(whole, figures=(alone_, some))
 
     def test_it_must_be_better_alone_and_not_worse_with_recomputation(self, whole: ContextTraining) -> None:
         assert self.training(whole, [0.7, 0.8, 0.9], 1.0).is_better
         assert not self.training(whole, [0.7, 0.8, 0.9], 1.01).is_better
         assert not self.training(whole, [0.5, 0.9, 1.3], 0.5).is_better, "the interval reaches 1"
         assert not replace(whole, figures=()).is_better
+
+    def test_it_must_not_lose_first_tokens(self, whole: ContextTraining) -> None:
+        assert self.training(whole, [0.7, 0.8, 0.9], 0.9, same=(3, 2)).is_better
+        for same in ((1, 3), (3, 1)):
+            training = self.training(whole, [0.7, 0.8, 0.9], 0.9, same=same)
+            assert not training.is_better and "no fewer first tokens" in context_verdict(training)
+            assert [row[-2:] for row in context_table(training)[1]] == [["6", f"{4 + each}"] for each in same]
 
 
 class TestCommand:
@@ -445,7 +481,7 @@ class TestCommand:
         self, config: EngineConfig, whole: ContextTraining, tmp_path: Path, monkeypatch: Any, is_better: bool
     ) -> None:
         after = (0.5, 0.6) if is_better else (1.5, 1.6)
-        held_out = HeldOut(0.0, (1.0, 1.0), after, (1.0, 1.0), after)
+        held_out = HeldOut(0.0, (1.0, 1.0), after, (1.0, 1.0), after, (1, 2), (2, 1))
         found = replace(whole, figures=(held_out, replace(held_out, ratio=0.2)))
         monkeypatch.setattr(module, "train_context", lambda *_, **__: found)
         out = tmp_path / "own.safetensors"

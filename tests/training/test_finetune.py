@@ -22,17 +22,18 @@ from cacheclip_rag.lab.training import finetune as module
 from cacheclip_rag.lab.training import folder as folder_module
 from cacheclip_rag.lab.training import targets as targets_module
 from cacheclip_rag.lab.training.families import FAMILIES, synthetic_samples
-from cacheclip_rag.lab.training.figures import Figures
+from cacheclip_rag.lab.training.figures import IN_USE, Figures
 from cacheclip_rag.lab.training.finetune import FineTuning, finetune
 from cacheclip_rag.lab.training.folder import Interrupted
 from cacheclip_rag.lab.training.given import given_samples, sample_of_record
 from cacheclip_rag.lab.training.lexical import lexical_scores
-from cacheclip_rag.lab.training.report import finetuning_note, finetuning_verdict, write_report
+from cacheclip_rag.lab.training.report import finetuning_json, finetuning_note, finetuning_verdict, write_report
 from cacheclip_rag.lab.training.targets import after_sinks
 from cacheclip_rag.lab.training.tuning import TuningSettings
 from cacheclip_rag.selection import heads as heads_module
 from cacheclip_rag.selection.heads import HeadSet, head_set_path, weights_digest
 from tests.conftest import CHUNKS
+from tests.training.conftest import made
 from tests.training.stopping import stopper
 
 OWN = "the primary's own attention"
@@ -91,7 +92,7 @@ class TestJob:
             assert all(0 <= value <= 1 for value in (*figures.recall.values(), *figures.span_recall.values()))
             assert figures.overlap is not None and figures.correlation is not None
         for name in set(by_name) - {"words alone"}:
-            assert len(by_name[name].answer_kl) == 2 and by_name[name].kl is not None
+            assert len(by_name[name].outcomes) == 2 and by_name[name].kl is not None
         assert found.heads.is_updated == found.is_tuned and found.is_accepted in (True, False)
         assert found.about["primary_sha256"] == CacheClipEngine(config).primary.fingerprint
         assert config.primary not in json.dumps(found.about), "no path of a machine"
@@ -114,7 +115,38 @@ class TestJob:
         by_name = {each.name: each for each in found.figures}
         assert list(by_name)[:3] == ["last layer as it comes", "comes with the package", "before"]
         shipped = by_name["comes with the package"]
-        assert shipped.recall and len(shipped.answer_kl) == 2 and shipped.answer_kl != by_name["before"].answer_kl
+        assert shipped.recall and len(shipped.outcomes) == 2 and shipped.outcomes != by_name["before"].outcomes
+        assert IN_USE not in by_name
+
+    def test_it_is_held_against_what_it_would_replace(
+        self, config: EngineConfig, heads: HeadSet, whole: FineTuning, tmp_path: Path
+    ) -> None:
+        other = replace(heads, heads=((0, 0), (0, 2), (1, 3)))
+        found = tune(config, heads, copied(whole, tmp_path / "work"), rival=other)
+        by_name = {each.name: each for each in found.figures}
+        assert list(by_name)[:3] == ["last layer as it comes", IN_USE, "before"]
+        used = by_name[IN_USE]
+        assert used.recall and len(used.outcomes) == 2 and used.outcomes != by_name["before"].outcomes
+        with pytest.raises(ModelError, match="made for an auxiliary model with digest"):
+            tune(config, heads, tmp_path / "none", rival=replace(other, auxiliary_sha256="b" * 64))
+        assert not (tmp_path / "none").exists()
+
+    @pytest.mark.parametrize(("first", "is_tuned"), [(1, True), (0, False)])
+    def test_trained_heads_that_lose_first_tokens_are_not_kept(
+        self,
+        config: EngineConfig,
+        heads: HeadSet,
+        whole: FineTuning,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        first: int,
+        is_tuned: bool,
+    ) -> None:
+        """Though they are nearer. Decided by held-out prompts, whose outcomes are made up."""
+        assert min(whole.history, key=lambda each: each["held_out_loss"])["epoch"] > 0
+        monkeypatch.setattr(module, "downstream", lambda *_, **__: [made(0.2, 1, 1, 2), made(0.1, first, 1, 2)])
+        found = tune(config, heads, copied(whole, tmp_path / "work"))
+        assert found.is_tuned == is_tuned == (found.heads.digest() != heads.digest())
 
     def test_an_interrupted_run_goes_on_where_it_was(
         self,
@@ -260,6 +292,13 @@ class TestJob:
         assert (
             finetuning_note(found) in markdown and "KL is measured on prompts that full prefill answers rightly" in html
         )
+        with_figures = replace(found, figures=(Figures("made up", outcomes=made(0.25, 3, 1, 4)),))
+        markdown_, html_ = (path.read_text() for path in write_report(with_figures, tmp_path / "made up"))
+        assert "| equal first tokens | equal answers |" in markdown_ and "| 0.250 / 0.250 | 75% | 25% |" in markdown_
+        assert "<th>equal first tokens</th><th>equal answers</th>" in html_ and "<td>75%</td><td>25%</td>" in html_
+        values = finetuning_json(with_figures)["figures"]["made up"]
+        assert (values["first_token_agreement"], values["equal_answers"]) == (0.75, 0.25)
+        assert values["first_agrees"] == [True, True, True, False] and values["answer_kl"] == [0.25] * 4
         loss = f"{found.history[4]['loss']:.3f}"
         assert f"| 4 | {loss} |" in markdown and f"<td>4</td><td>{loss}</td>" in html
 
@@ -291,10 +330,14 @@ class TestJob:
 class TestAcceptance:
     """Figures made up: the set that is kept is what is judged."""
 
-    def figures(self, kl: dict[str, float] | None = None, **recall: float) -> dict[str, Figures]:
+    def figures(
+        self, kl: dict[str, float] | None = None, first: dict[str, int] | None = None, **recall: float
+    ) -> dict[str, Figures]:
         kls = {"last layer as it comes": 0.5, "epic": 0.4, "before": 0.3, "after": 0.2, OWN: 0.3} | (kl or {})
         figures = {
-            name: Figures(name, {"0.2": 0.6}, {"0.2": 0.6}, {"0.2": 0.6}, answer_kl=(each,))
+            name: Figures(
+                name, {"0.2": 0.6}, {"0.2": 0.6}, {"0.2": 0.6}, outcomes=made(each, (first or {}).get(name, 5), 5)
+            )
             for name, each in kls.items()
         }
         figures["words alone"] = Figures("words alone", sentence_recall={"0.2": 0.5})
@@ -312,7 +355,12 @@ class TestAcceptance:
             self.figures({name: 0.4}),
             self.figures(**{name: 0.5}),
             self.figures(**{name: 0.57}),
-            self.figures({"last layer as it comes": 0.5, "comes with the package": 0.35, name: 0.36}),
+            self.figures({"comes with the package": 0.35, name: 0.36}),
+            self.figures({IN_USE: 0.35, name: 0.36}),
+            self.figures({"comes with the package": 0.35}, {name: 4}),
+            self.figures({IN_USE: 0.35}, {name: 4}),
+            self.figures({"comes with the package": 0.35, IN_USE: 0.35}, {IN_USE: 4, name: 4}),
+            self.figures(None, {name: 4}),
         ]
         for figures in bad:
             assert module._is_accepted(figures, is_tuned) is False
@@ -321,8 +369,16 @@ class TestAcceptance:
             "as near"
         )
 
+    @pytest.mark.parametrize("replaced", ["comes with the package", IN_USE])
+    def test_first_tokens_count_against_what_is_replaced(self, replaced: str) -> None:
+        """More of them with other methods, or with the last layer where another head set is there, refuse nothing."""
+        more = {"epic": 6, "last layer as it comes": 6, OWN: 6}
+        assert module._is_accepted(self.figures({replaced: 0.35}, more), True) is True
+        assert module._is_accepted(self.figures(None, more), True) is False, "the last layer is replaced"
+        assert module._is_accepted(self.figures({replaced: 0.35}, {"after": 6}), True) is True
+
     def test_nothing_is_said_where_the_primary_was_not_asked(self) -> None:
-        figures = {name: replace(each, answer_kl=()) for name, each in self.figures().items()}
+        figures = {name: replace(each, outcomes=()) for name, each in self.figures().items()}
         del figures[OWN]
         assert module._is_accepted(figures, True) is None
 
@@ -331,11 +387,12 @@ class TestAcceptance:
     def test_the_verdict_is_of_the_set_that_is_kept(
         self, heads: HeadSet, tmp_path: Path, is_tuned: bool, kept: str, is_accepted: bool | None, said: str
     ) -> None:
-        figures = tuple(self.figures({"comes with the package": 0.3}).values())
+        figures = tuple(self.figures({"comes with the package": 0.3, IN_USE: 0.3}).values())
         found = FineTuning(heads, is_tuned, is_accepted, (), figures, 1.0, {}, tmp_path)
         verdict = finetuning_verdict(found)
         assert kept in verdict and said in verdict
         assert ("what comes with the package" in verdict) == (is_accepted is not None)
+        assert ("the head set in use" in verdict) == (is_accepted is not None)
         assert "package" not in finetuning_verdict(replace(found, figures=figures[:3]))
 
 
@@ -371,7 +428,9 @@ class TestCommands:
         assert used is not None, "what was calibrated gives way to nothing worse"
         assert used.digest() == (first if first["is_accepted"] else calibrated)["digest"]
         assert (first["path"] is None) == (not first["is_accepted"])
+        assert IN_USE in first["figures"], "it would replace what was calibrated"
         tuned = self.run("finetune", *models, *options, "--overwrite")
+        assert IN_USE not in tuned["figures"]
         assert CacheClipEngine(config).head_set.digest() == tuned["digest"]  # type: ignore[union-attr]
         auxiliary, primary = CacheClipEngine(config).auxiliary, CacheClipEngine(config).primary
         path = head_set_path(weights_digest(auxiliary.fingerprint), weights_digest(primary.fingerprint))  # type: ignore[union-attr]

@@ -30,7 +30,7 @@ from .families import Sample, synthetic_samples
 from .features import Seen, check_offsets
 from .folder import Kept, digest_of, engine_inputs, resumable
 from .measures import chosen, span_recall, token_recall
-from .outcomes import RATIO, answered_rightly, capped_mean, downstream
+from .outcomes import RATIO, Outcome, answered_rightly, capped_mean, downstream, same_answers, same_first
 from .tuning import spaced
 
 __all__ = [
@@ -92,14 +92,13 @@ class Candidate:
     """Recall of evidence tokens."""
     span_recall: float
     """Recall of whole values: a number with a missing digit does not count."""
-    first_token_kl: tuple[float, ...]
-    """Per prompt, nats."""
-    answer_kl: tuple[float, ...]
+    outcomes: tuple[Outcome, ...]
+    """Per prompt; empty if the primary was not asked."""
 
     @property
     def kl(self) -> float:
-        """:func:`capped_mean` of the KL along the answer; 0 if the primary was not asked."""
-        return capped_mean(self.answer_kl) if self.answer_kl else 0.0
+        """:func:`capped_mean` of the outcomes; 0 if the primary was not asked."""
+        return capped_mean(self.outcomes) if self.outcomes else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +121,17 @@ class Calibration:
 
 
 def best_of(candidates: Sequence[Candidate]) -> Candidate:
-    """The candidate with the highest recall, among those whose answers are about as close to full prefill as the
-    best."""
-    nearest = min(candidate.kl for candidate in candidates)
-    near = [candidate for candidate in candidates if candidate.kl <= _ABOUT * nearest]
-    return max(near, key=lambda candidate: candidate.recall)
+    """The candidate with the most answers equal to full prefill's, then the most equal first tokens, then the highest
+    recall, among those whose answers are about as close to full prefill by KL as the nearest.
+
+    Candidates with fewer equal first tokens than the package's head set, which they would replace, are left out. KL
+    comes first, and counts are no objective: see :func:`~cacheclip_rag.lab.training.outcomes.may_replace`.
+    """
+    fewest = max((same_first(each.outcomes) for each in candidates if each.name == SHIPPED), default=0)
+    allowed = [each for each in candidates if same_first(each.outcomes) >= fewest]
+    nearest = min(each.kl for each in allowed)
+    near = [each for each in allowed if each.kl <= _ABOUT * nearest]
+    return max(near, key=lambda each: (same_answers(each.outcomes), same_first(each.outcomes), each.recall))
 
 
 def open_engine(config: EngineConfig) -> CacheClipEngine:
@@ -200,8 +205,7 @@ def calibrate(
                 heads,
                 statistics.fmean(recall for recall, _ in recalls),
                 statistics.fmean(whole for _, whole in recalls),
-                tuple(first for first, _ in outcomes),
-                tuple(along for _, along in outcomes),
+                tuple(outcomes),
             )
         )
     best_one = best_of(candidates)

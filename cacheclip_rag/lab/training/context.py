@@ -17,7 +17,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +92,10 @@ class HeldOut:
     first_before: tuple[float, ...]
     """The same as ``before``, at the first tokens of answers."""
     first_after: tuple[float, ...]
+    same_before: tuple[int, ...]
+    """Per prompt the number of answers whose first token is the likeliest one of full prefill, with the context in
+    use."""
+    same_after: tuple[int, ...]
 
     @property
     def change(self) -> tuple[float, float | None, float | None] | None:
@@ -121,13 +125,15 @@ class ContextTraining:
     @property
     def is_better(self) -> bool:
         """Whether the learned context is closer to full prefill than the one in use: with nothing recomputed, beyond
-        doubt (the 95 % interval of the ratio is below 1); with recomputation, in the mean."""
+        doubt (the 95 % interval of the ratio is below 1); with recomputation, in the mean; and no fewer first tokens
+        are equal in either case."""
         if not self.figures:
             return False
         alone, *others = self.figures
         change = alone.change
         is_closer = change is not None and change[2] is not None and change[2] < 1
-        return is_closer and all(sum(each.after) <= sum(each.before) for each in others)
+        keeps_first = all(sum(each.same_after) >= sum(each.same_before) for each in self.figures)
+        return is_closer and keeps_first and all(sum(each.after) <= sum(each.before) for each in others)
 
 
 class Learned(torch.nn.Module):
@@ -223,7 +229,7 @@ class _Training:
         prompt = self.teacher.read(self.readings[number], number)
         ratio = 0.0 if rng.random() < 0.5 else rng.uniform(0.05, 0.3)
         chosen = choose_some(prompt, ratio, rng)
-        kl, error = distances(self.runtime, prompt, self.learned.kv(), chosen, settings.correction)
+        kl, error, _ = distances(self.runtime, prompt, self.learned.kv(), chosen, settings.correction)
         # half for the first tokens of answers, half for all
         loss = 0.5 * kl[prompt.first].mean() + 0.5 * kl.mean() + settings.hidden_weight * error
         (loss / settings.batch).backward()
@@ -235,7 +241,7 @@ class _Training:
         """Add a check of the moving average to the history."""
         found: dict[str, Any] = {}
         for ratio in CHECKED_RATIOS:
-            along, first = self.measure(self.held_out, lambda prompt: self.kv, ratio)
+            along, first, _ = self.measure(self.held_out, lambda prompt: self.kv, ratio)
             found[f"kl@{ratio}"], found[f"first@{ratio}"] = ([round(kl, 5) for kl in each] for each in (along, first))
         self.history.append({"step": self.step, **found})
         logger.info("step %d: %s", self.step, {name: round(sum(each) / len(each), 4) for name, each in found.items()})
@@ -243,31 +249,35 @@ class _Training:
     @torch.no_grad()
     def measure(
         self, prompts: _HeldOutPrompts, context_of: Callable[[TaughtPrompt], torch.Tensor], ratio: float
-    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Per held-out prompt the mean KL along answers, and at their first tokens, after ``context_of(prompt)``."""
-        along, first = [], []
+    ) -> tuple[tuple[float, ...], tuple[float, ...], tuple[int, ...]]:
+        """Per held-out prompt the mean KL along answers, and at their first tokens, and the number of equal first
+        tokens, after ``context_of(prompt)``."""
+        along, first, same_first = [], [], []
         for number, prompt in enumerate(prompts.first(self.settings.held_out)):
             chosen = choose_some(prompt, ratio, random.Random(number))
-            kl, _ = distances(self.runtime, prompt, context_of(prompt), chosen, self.settings.correction)
+            kl, _, same = distances(self.runtime, prompt, context_of(prompt), chosen, self.settings.correction)
             along.append(float(kl.mean()))
             first.append(float(kl[prompt.first].mean()))
-        return tuple(along), tuple(first)
+            same_first.append(int(same[prompt.first].sum()))
+        return tuple(along), tuple(first), tuple(same_first)
 
     def figures(self, rival: TrainedContext | None) -> tuple[HeldOut, ...]:
         """The held-out check that decides, saved once it is done. ``rival``: the context in use; None: the passages."""
         path = self.path.with_name(self.path.name.replace("context-", "figures-"))
         used = rival.sha256 if rival is not None else ""
-        digest = digest_of([self._digest, self.settings.held_out, self.judged.readings.sha256, _JUDGED_TOKENS, used])
+        names = [each.name for each in fields(HeldOut)]
+        judged = [self.settings.held_out, self.judged.readings.sha256, _JUDGED_TOKENS]
+        digest = digest_of([self._digest, *judged, used, names])
         loaded = load(path, digest)
         if loaded is not None:
             return tuple(_held_out(each) for each in json.loads(loaded[1]["figures"]))
         found, kept = [], self.kv.bfloat16()
         for ratio in CHECKED_RATIOS:
-            before, first_before = self.measure(
+            before, first_before, same_before = self.measure(
                 self.judged, lambda prompt: self.teacher.passages(prompt.number) if rival is None else rival.kv, ratio
             )
-            after, first_after = self.measure(self.judged, lambda prompt: kept, ratio)
-            found.append(HeldOut(ratio, before, after, first_before, first_after))
+            after, first_after, same_after = self.measure(self.judged, lambda prompt: kept, ratio)
+            found.append(HeldOut(ratio, before, after, first_before, first_after, same_before, same_after))
         save({}, {"digest": digest, "figures": json.dumps([asdict(each) for each in found])}, path)
         return tuple(found)
 
@@ -388,5 +398,4 @@ def _about(settings: ContextSettings, data: Sequence[str | Path], figures: Seque
 
 
 def _held_out(values: dict[str, Any]) -> HeldOut:
-    lists = (tuple(values[name]) for name in ("before", "after", "first_before", "first_after"))
-    return HeldOut(float(values["ratio"]), *lists)
+    return HeldOut(float(values.pop("ratio")), **{name: tuple(each) for name, each in values.items()})

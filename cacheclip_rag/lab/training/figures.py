@@ -26,13 +26,15 @@ from .features import Seen
 from .folder import Kept
 from .lexical import lexical_scores
 from .measures import chosen, chosen_sentences, rank_correlation, span_recall, token_recall
-from .outcomes import RATIO, Asked, answered_rightly, capped_mean, downstream
+from .outcomes import RATIO, Asked, Outcome, answered_rightly, capped_mean, downstream
 from .targets import after_sinks, attended_and_stale, attended_when_stale
 from .tuning import Trainee, Tuned
 
-__all__ = ["OWN_ATTENTION", "UNTUNED", "WORDS", "Figures", "figures_of", "last_layer"]
+__all__ = ["IN_USE", "OWN_ATTENTION", "UNTUNED", "WORDS", "Figures", "figures_of", "last_layer"]
 
 UNTUNED, WORDS, OWN_ATTENTION = "last layer as it comes", "words alone", "the primary's own attention"
+IN_USE = "in use so far"
+"""Name of the head set that the new one would replace, unless it is the package's."""
 _BY_OWN_ATTENTION = Recompute(QueryAttention(layers="upper"), name=OWN_ATTENTION)
 
 
@@ -53,13 +55,13 @@ class Figures:
     """Jaccard index of the chosen tokens and the target's choice, at ratio 0.2."""
     correlation: float | None = None
     """Spearman's rank correlation with the target."""
-    first_token_kl: tuple[float, ...] = ()
-    answer_kl: tuple[float, ...] = ()
+    outcomes: tuple[Outcome, ...] = ()
+    """Per prompt; empty if the primary was not asked."""
 
     @property
     def kl(self) -> float | None:
-        """Mean KL along the answer, at most one nat per prompt; None if the primary was not asked."""
-        return capped_mean(self.answer_kl) if self.answer_kl else None
+        """:func:`capped_mean` of the outcomes; None if the primary was not asked."""
+        return capped_mean(self.outcomes) if self.outcomes else None
 
 
 def last_layer(runtime: ModelRuntime, sinks: int) -> HeadSet:
@@ -76,24 +78,27 @@ def figures_of(
     num_tests: int,
     num_prompts: int,
     kept: Kept,
+    rival: HeadSet | None,
 ) -> tuple[list[Figures], Asked]:
-    """Figures on the test split of the last layer, the package's head set, the head sets before and after training, and
-    words alone; on the primary, also of methods without an auxiliary model. And the samples that the primary was asked.
+    """Figures on the test split of the last layer, the package's head set, the head set in use (``rival``), the head
+    sets before and after training, and words alone; on the primary, also of methods without an auxiliary model. And the
+    samples that the primary was asked.
     """
     caches, sinks = engine.parts.auxiliary_caches, tuned.settings.sinks
     runtime = transformers_model(caches.runtime)
     samples = synthetic_samples("test", num_tests, seed=tuned.settings.seed)
     asked = answered_rightly(engine, samples, num_prompts, kept=kept)
     prompts = asked.samples
-    last, shipped = last_layer(runtime, sinks), shipped_set(runtime)
+    last = last_layer(runtime, sinks)
     sets: dict[str, HeadSet | Method] = {UNTUNED: last}
     layers = {*heads.layers, runtime.num_layers - 1}
     scorers: dict[str, Callable[[Sample, Seen], torch.Tensor]] = {UNTUNED: lambda _, seen: combined(seen, last)}
-    if shipped is not None:
-        sets[SHIPPED] = shipped
-        if is_combined(shipped, sinks):
-            scorers[SHIPPED] = partial(_combined_of, shipped)
-            layers |= set(shipped.layers)
+    for name, replaced in ((SHIPPED, shipped_set(runtime)), (IN_USE, rival)):
+        if replaced is not None:
+            sets[name] = replaced
+            if is_combined(replaced, sinks):
+                scorers[name] = partial(_combined_of, replaced)
+                layers |= set(replaced.layers)
     scorers |= {
         "before": lambda _, seen: combined(seen, heads),
         "after": lambda _, seen: tuned(Trainee.of(seen, heads)).detach(),
@@ -126,8 +131,7 @@ def figures_of(
         sets |= {method.name: method for method in others}
         outcomes = downstream(engine, prompts, list(sets.values()), kept=kept)
         for name, of_set in zip(sets, outcomes, strict=True):
-            first, along = zip(*of_set, strict=True)
-            figures[name] = replace(figures.get(name, Figures(name)), first_token_kl=first, answer_kl=along)
+            figures[name] = replace(figures.get(name, Figures(name)), outcomes=tuple(of_set))
     return list(figures.values()), asked
 
 

@@ -25,10 +25,10 @@ from ..models import transformers_model
 from .calibrate import SHIPPED, SINKS, TRIES, in_turn, open_engine
 from .families import Sample, synthetic_samples
 from .features import look
-from .figures import OWN_ATTENTION, UNTUNED, WORDS, Figures, figures_of, last_layer
+from .figures import IN_USE, OWN_ATTENTION, UNTUNED, WORDS, Figures, figures_of, last_layer
 from .folder import Kept, digest_of, engine_inputs, load_trainee, resumable, save_trainee, train_kept
 from .given import data_of
-from .outcomes import answered_rightly, capped_mean, downstream
+from .outcomes import answered_rightly, downstream, may_replace
 from .targets import after_sinks, targets_of
 from .tuning import Trainee, Tuned, TuningSettings, check_trainable, fitted, learning_and_held_out, spaced
 
@@ -45,12 +45,14 @@ class FineTuning:
     """Result of a fine-tuning."""
 
     heads: HeadSet
-    """Head set to use: the tuned set if its answers on the primary are better, else the initial set."""
+    """Head set to use: the tuned set if it :func:`~cacheclip_rag.lab.training.outcomes.may_replace` the initial set on
+    held-out prompts, else the initial set."""
     is_tuned: bool
     is_accepted: bool | None
     """Whether the head set to use passes all tests on the test split: it is closer to full prefill than the untuned
-    last layer and EPIC, and not farther than the package's head set; it finds more than words alone (by sentences); and
-    its recall is at most 0.02 below the primary's own attention. None if the primary was not asked."""
+    last layer and EPIC; it :func:`~cacheclip_rag.lab.training.outcomes.may_replace` the head set in use and the
+    package's (without these, the last layer); it finds more than words alone (by sentences); and its recall is at most
+    0.02 below the primary's own attention. None if the primary was not asked."""
     history: tuple[dict[str, float], ...]
     """Per epoch loss and held-out figures; epoch 0 is before training."""
     figures: tuple[Figures, ...]
@@ -73,6 +75,7 @@ def finetune(
     given: Sequence[Sample] = (),
     given_from: Sequence[str] = (),
     folder: Path | None = None,
+    rival: HeadSet | None = None,
 ) -> FineTuning:
     """Train a head set of ``config.auxiliary`` for ``config.primary``.
 
@@ -86,10 +89,11 @@ def finetune(
         given: further training samples.
         given_from: names of the files of the given samples, for the report.
         folder: working folder; default a folder for these settings in ``$CACHECLIP_HOME/training``.
+        rival: the head set that the new one would replace; None: the package's, if there is one.
 
     Raises:
         ConfigurationError: no auxiliary model is set, or there are too few samples.
-        ModelError: a model cannot be used for training.
+        ModelError: a model cannot be used for training, or ``rival`` was made for another model.
         Interrupted: the user stopped the run; it can continue from the folder.
     """
     settings = settings or TuningSettings(sinks=SINKS)
@@ -103,6 +107,8 @@ def finetune(
     runtime = transformers_model(engine.auxiliary)
     last = last_layer(runtime, settings.sinks)
     check_trainable(runtime, last if heads is None else heads)
+    if rival is not None:
+        rival.check(runtime)
     samples = [*synthetic_samples("train", num_samples, seed=settings.seed), *given]
     inputs = _inputs(engine, settings, heads, samples, len(given))
     folder = folder or cache_home() / "training" / digest_of(inputs)[:16]
@@ -133,14 +139,11 @@ def finetune(
             tried = in_turn(held_out, num_samples, TRIES * num_prompts)
             deciding = answered_rightly(engine, [samples[number] for number in tried], num_prompts, kept=kept)
             about["held_out_right"] = deciding.summary
-            before, after = (
-                capped_mean([along for _, along in each])
-                for each in downstream(engine, deciding.samples, [heads, found], kept=kept)
-            )
-            is_tuned = after <= before
+            before, after = downstream(engine, deciding.samples, [heads, found], kept=kept)
+            is_tuned = may_replace(after, before)
         if not is_tuned:
             logger.warning("the tuned heads are not better than the initial heads, which are kept")
-        figures, asked_of_tests = figures_of(engine, heads, tuned, found, num_tests, num_prompts, kept)
+        figures, asked_of_tests = figures_of(engine, heads, tuned, found, num_tests, num_prompts, kept, rival)
         if num_prompts:
             about["right"] = asked_of_tests.summary
         return FineTuning(
@@ -157,11 +160,12 @@ def finetune(
 
 def _is_accepted(figures: Mapping[str, Figures], is_tuned: bool) -> bool | None:
     """Whether the kept head set passes all tests; see :attr:`FineTuning.is_accepted`."""
-    kept, own, shipped = figures["after" if is_tuned else "before"], figures.get(OWN_ATTENTION), figures.get(SHIPPED)
+    kept, own = figures["after" if is_tuned else "before"], figures.get(OWN_ATTENTION)
     if kept.kl is None or own is None:
         return None
     nearer = all((figures[name].kl or 0.0) > kept.kl for name in (UNTUNED, "epic"))
-    nearer = nearer and (shipped is None or shipped.kl is None or kept.kl <= shipped.kl)
+    replaced = [figures[name] for name in (SHIPPED, IN_USE) if name in figures] or [figures[UNTUNED]]
+    nearer = nearer and all(may_replace(kept.outcomes, each.outcomes) for each in replaced)
     # words score whole sentences, so both are compared by sentences
     finds = kept.sentence_recall["0.2"] > figures[WORDS].sentence_recall["0.2"]
     return nearer and finds and kept.recall_of_asked["0.2"] >= own.recall["0.2"] - 0.02

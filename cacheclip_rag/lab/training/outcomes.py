@@ -1,4 +1,4 @@
-"""Results of the primary on samples: whether full prefill answers rightly, and a method's distance from full prefill.
+"""Results of the primary on samples: whether full prefill answers rightly, and how near to full prefill a method is.
 
 Results are saved in the working folder at once, so that an interrupted run can continue.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, astuple, dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,18 @@ from .families import Sample
 from .folder import Kept
 from .prompts import segments_of
 
-__all__ = ["RATIO", "SELECTOR", "Asked", "answered_rightly", "capped_mean", "downstream"]
+__all__ = [
+    "RATIO",
+    "SELECTOR",
+    "Asked",
+    "Outcome",
+    "answered_rightly",
+    "capped_mean",
+    "downstream",
+    "may_replace",
+    "same_answers",
+    "same_first",
+]
 
 RATIO = 0.2
 """Recompute ratio of the methods, and share of chosen tokens when heads are ranked."""
@@ -36,9 +47,43 @@ _MOST_KL = 1.0
 """Largest KL that a prompt counts with, nats, so that no single prompt decides."""
 
 
-def capped_mean(kl: Sequence[float]) -> float:
-    """Mean KL, with at most one nat per prompt."""
-    return statistics.fmean(min(each, _MOST_KL) for each in kl)
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How near to full prefill's answer a method comes on one sample."""
+
+    first_token_kl: float
+    """KL at the first token of the answer, nats."""
+    answer_kl: float
+    """Mean KL along full prefill's answer, nats."""
+    first_agrees: bool
+    """Whether the first token equals full prefill's."""
+    equal_answer: bool
+    """Whether the greedy answer equals full prefill's, as far as that is read (16 tokens)."""
+
+
+def capped_mean(outcomes: Sequence[Outcome]) -> float:
+    """Mean KL along the answer, with at most one nat per prompt."""
+    return statistics.fmean(min(each.answer_kl, _MOST_KL) for each in outcomes)
+
+
+def same_first(outcomes: Sequence[Outcome]) -> int:
+    """Number of first tokens that equal full prefill's."""
+    return sum(each.first_agrees for each in outcomes)
+
+
+def same_answers(outcomes: Sequence[Outcome]) -> int:
+    """Number of answers that equal full prefill's."""
+    return sum(each.equal_answer for each in outcomes)
+
+
+def may_replace(new: Sequence[Outcome], old: Sequence[Outcome]) -> bool:
+    """Whether a head set may replace another by their outcomes on the same prompts: answers are not farther from full
+    prefill by KL, and no fewer first tokens equal full prefill's.
+
+    KL comes first, because a dozen prompts tell head sets apart by KL and hardly by counts. The count of first tokens
+    only refuses.
+    """
+    return capped_mean(new) <= capped_mean(old) and same_first(new) >= same_first(old)
 
 
 class Asked(NamedTuple):
@@ -100,8 +145,8 @@ def downstream(
     ratio: float = RATIO,
     *,
     kept: Kept | None = None,
-) -> list[list[tuple[float, float]]]:
-    """First-token KL and mean KL along full prefill's answer, for each set of heads and each sample.
+) -> list[list[Outcome]]:
+    """Outcomes of each set of heads (outer list) on each sample.
 
     Args:
         engine: must keep chunk caches in memory; the samples' chunks are released.
@@ -109,23 +154,24 @@ def downstream(
         kept: folder of saved results.
     """
     assert engine.config.store is None, "training needs an engine in memory, not a user's store"
-    found: list[list[tuple[float, float]]] = [[] for _ in sets]
+    found: list[list[Outcome]] = [[] for _ in sets]
     if not samples:
         return found
     before = engine.head_set
     try:
         with progress_bar("asking the primary", len(samples), "prompts") as advance, torch.inference_mode():
             for number, sample in enumerate(samples, 1):
-                abouts = [_about(engine, sample, heads, ratio) for heads in sets]
-                known = [kept.outcome(about) if kept else None for about in abouts]
-                measure = _measure(engine, sample, ratio) if None in known else None
-                for outcomes, heads, about, outcome in zip(found, sets, abouts, known, strict=True):
-                    if outcome is None:
-                        assert measure is not None, "measure is set if a result is missing"
-                        outcome = measure(heads)
-                        if kept:
-                            kept.keep_outcome(about, outcome)
-                    outcomes.append((outcome[0], outcome[1]))
+                measure: Callable[[HeadSet | Method], Outcome] | None = None
+                for outcomes, heads in zip(found, sets, strict=True):
+                    about = _about(sample, heads, ratio)
+                    known = kept.outcome(about) if kept else None
+                    if known is not None:
+                        outcomes.append(_as_outcome(known))
+                        continue
+                    measure = measure or _measure(engine, sample, ratio)
+                    outcomes.append(measure(heads))
+                    if kept:
+                        kept.keep_outcome(about, [float(figure) for figure in astuple(outcomes[-1])])
                 if measure is not None:
                     engine.release(sample.chunks)
                 advance(number)
@@ -135,14 +181,21 @@ def downstream(
     return found
 
 
-def _about(engine: CacheClipEngine, sample: Sample, heads: HeadSet | Method, ratio: float) -> dict[str, Any]:
-    """Everything on which a result depends, except the engine's models."""
+def _as_outcome(figures: Sequence[float]) -> Outcome:
+    first_token_kl, answer_kl, first_agrees, equal_answer = figures
+    return Outcome(first_token_kl, answer_kl, bool(first_agrees), bool(equal_answer))
+
+
+def _about(sample: Sample, heads: HeadSet | Method, ratio: float) -> dict[str, Any]:
+    """Everything on which a result depends, except the engine's models; and the names of its figures, so that a result
+    with other figures is not taken for it."""
     return {
         "sample": sample.as_read(),
         "method": describe(_method(heads, ratio)),
         "heads": heads.digest() if isinstance(heads, HeadSet) else None,
         "ratio": ratio,
         "answer_tokens": _ANSWER_TOKENS,
+        "figures": [each.name for each in fields(Outcome)],
     }
 
 
@@ -151,20 +204,22 @@ def _method(heads: HeadSet | Method, ratio: float) -> Method:
     return method.at(ratio) if method.has_ratio else method
 
 
-def _measure(engine: CacheClipEngine, sample: Sample, ratio: float) -> Callable[[HeadSet | Method], tuple[float, ...]]:
-    """Answer the sample by full prefill; returns a function that measures the distance of a method's answer."""
+def _measure(engine: CacheClipEngine, sample: Sample, ratio: float) -> Callable[[HeadSet | Method], Outcome]:
+    """Answer the sample by full prefill; returns a function that compares a method with this answer."""
     segments = segments_of(engine, sample)
     engine.prefixes.clear()
     full = engine.prefill(segments, method=preset("full"))
     reference = Reference.of(engine, full, _ANSWER_TOKENS)
 
-    def measure(heads: HeadSet | Method) -> tuple[float, ...]:
+    def measure(heads: HeadSet | Method) -> Outcome:
         method = _method(heads, ratio)
         engine.parts.use_heads(heads if isinstance(heads, HeadSet) else None)
         engine.precompute(sample.chunks, method=method)
         engine.prefixes.clear()
         prefilled = engine.prefill(segments, method=method, question=sample.question)
         fidelity = reference.follow(prefilled, answers=False).fidelity
-        return fidelity.first_token_kl, fidelity.answer_kl
+        return Outcome(
+            fidelity.first_token_kl, fidelity.answer_kl, fidelity.first_agrees, equal_answer=fidelity.agreement == 1.0
+        )
 
     return measure

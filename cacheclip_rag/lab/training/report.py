@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,9 @@ from typing import Any
 from ...paths import atomic_path
 from .calibrate import SHIPPED, Calibration
 from .context import ContextTraining
+from .figures import IN_USE
 from .finetune import FineTuning
-from .outcomes import SELECTOR
+from .outcomes import SELECTOR, Outcome, same_answers, same_first
 
 __all__ = [
     "calibration_json",
@@ -35,6 +36,12 @@ Table = tuple[list[str], list[list[str]]]
 
 _AS_USED = f"of head sets: {SELECTOR}"
 """Method that uses the head sets on the primary. It spends half of its budget on chunk starts."""
+_OUTCOME_TITLES = [
+    f"first-token KL, mean / median ({_AS_USED})",
+    f"answer KL, mean / median ({_AS_USED})",
+    "equal first tokens",
+    "equal answers",
+]
 _SCORES_ALONE = f"Recall counts scores only, without the chunk starts on which {SELECTOR} spends half of its budget."
 
 _SHOWN_HEADS, _SHOWN_LAYERS = 8, 5
@@ -57,17 +64,10 @@ def calibration_table(found: Calibration) -> Table:
                 f"{each.name} (chosen)" if each.name == found.chosen else each.name,
                 f"{each.recall:.3f}",
                 f"{each.span_recall:.3f}",
-                _pair(each.first_token_kl),
-                _pair(each.answer_kl),
+                *_outcome_cells(each.outcomes),
             ]
         )
-    return [
-        "heads",
-        "evidence recall",
-        "whole values",
-        f"first-token KL, mean / median ({_AS_USED})",
-        f"answer KL, mean / median ({_AS_USED})",
-    ], rows
+    return ["heads", "evidence recall", "whole values", *_OUTCOME_TITLES], rows
 
 
 def calibration_note(found: Calibration) -> str:
@@ -85,7 +85,7 @@ def _note(right: str | None) -> str:
         return _SCORES_ALONE
     return (
         f"{_SCORES_ALONE} KL is measured on prompts that full prefill answers rightly; if there are too few, other "
-        f"prompts fill up: {right}."
+        f"prompts fill up: {right}. First tokens and answers are equal to full prefill's on the same prompts."
     )
 
 
@@ -99,8 +99,26 @@ def ranking_tables(found: Calibration) -> dict[str, Table]:
     }
 
 
-def _pair(values: Sequence[float]) -> str:
-    return f"{statistics.fmean(values):.3f} / {statistics.median(values):.3f}" if values else ""
+def _outcome_cells(outcomes: Sequence[Outcome]) -> list[str]:
+    """Cells of :data:`_OUTCOME_TITLES`; empty if the primary was not asked."""
+    if not outcomes:
+        return [""] * len(_OUTCOME_TITLES)
+    kls = [each.first_token_kl for each in outcomes], [each.answer_kl for each in outcomes]
+    shares = [same(outcomes) / len(outcomes) for same in (same_first, same_answers)]
+    return [
+        *(f"{statistics.fmean(values):.3f} / {statistics.median(values):.3f}" for values in kls),
+        *(f"{share:.0%}" for share in shares),
+    ]
+
+
+def _outcome_values(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Figures of each prompt, and shares (0 to 1; None if the primary was not asked)."""
+    names = [each.name for each in fields(Outcome)]
+    return {
+        **{name: [getattr(each, name) for each in outcomes] for name in names},
+        "first_token_agreement": same_first(outcomes) / len(outcomes) if outcomes else None,
+        "equal_answers": same_answers(outcomes) / len(outcomes) if outcomes else None,
+    }
 
 
 def finetuning_table(found: FineTuning) -> Table:
@@ -117,8 +135,7 @@ def finetuning_table(found: FineTuning) -> Table:
             *(text(each.span_recall.get(ratio)) for ratio in ("0.1", "0.2")),
             text(each.overlap),
             text(each.correlation),
-            _pair(each.first_token_kl),
-            _pair(each.answer_kl),
+            *_outcome_cells(each.outcomes),
         ]
         for each in found.figures
     ]
@@ -133,7 +150,7 @@ def finetuning_table(found: FineTuning) -> Table:
         "overlap with target",
         "rank correlation",
     ]
-    return [*titles, f"first-token KL, mean / median ({_AS_USED})", f"answer KL, mean / median ({_AS_USED})"], rows
+    return [*titles, *_OUTCOME_TITLES], rows
 
 
 def calibration_json(found: Calibration) -> dict[str, Any]:
@@ -147,8 +164,7 @@ def calibration_json(found: Calibration) -> dict[str, Any]:
             each.name: {
                 "recall": each.recall,
                 "span_recall": each.span_recall,
-                "first_token_kl": list(each.first_token_kl),
-                "answer_kl": list(each.answer_kl),
+                **_outcome_values(each.outcomes),
             }
             for each in found.candidates
         },
@@ -174,8 +190,7 @@ def finetuning_json(found: FineTuning) -> dict[str, Any]:
                 "span_recall": each.span_recall,
                 "overlap": each.overlap,
                 "correlation": each.correlation,
-                "first_token_kl": list(each.first_token_kl),
-                "answer_kl": list(each.answer_kl),
+                **_outcome_values(each.outcomes),
             }
             for each in found.figures
         },
@@ -190,12 +205,10 @@ def finetuning_verdict(found: FineTuning) -> str:
     kept = "The tuned heads are kept."
     if not found.is_tuned:
         kept = "The tuned heads were not better: the initial heads are kept."
-    shipped = any(each.name == SHIPPED for each in found.figures)
-    no_worse, or_worse = (
-        (", no worse than what comes with the package", ", worse than what comes with the package")
-        if shipped
-        else ("", "")
-    )
+    called = {SHIPPED: "what comes with the package", IN_USE: "the head set in use"}
+    replaced = [called[each.name] for each in found.figures if each.name in called]
+    no_worse = f", no worse than {' and '.join(replaced)}" if replaced else ""
+    or_worse = f", worse than {' or '.join(replaced)}" if replaced else ""
     said = {
         True: " On the test questions, the kept heads are better than the untuned last layer, words alone "
         f"and EPIC{no_worse}, and find as much as the primary's own attention.",
@@ -220,12 +233,14 @@ class _Page:
 def context_table(found: ContextTraining) -> Table:
     """Distance from full prefill before and after, one row per ratio."""
     titles = ["recomputed", "KL, in use", "KL, learned", "change (95 %)", "first token, in use", "learned"]
+    titles += ["equal first tokens, in use", "learned"]
     return titles, [
         [
             f"{each.ratio:.0%}",
             *(f"{statistics.fmean(values):.4f}" for values in (each.before, each.after)),
             _change(each.change),
             *(f"{statistics.fmean(values):.4f}" for values in (each.first_before, each.first_after)),
+            *(f"{sum(values)}" for values in (each.same_before, each.same_after)),
         ]
         for each in found.figures
     ]
@@ -247,7 +262,8 @@ def context_verdict(found: ContextTraining) -> str:
         return f"The learned context is better than the one in use. {measured}"
     return (
         "The learned context is not better: the interval of the change must be below 0 where nothing is recomputed, "
-        f"and the mean must not rise where something is. {measured}"
+        "the mean must not rise where something is, and no fewer first tokens may equal full prefill's. "
+        f"{measured}"
     )
 
 

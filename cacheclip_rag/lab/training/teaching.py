@@ -162,7 +162,7 @@ def _padded_pair(kv: LayerKV, length: int) -> LayerKV:
 
 def distances(
     runtime: ModelRuntime, prompt: TaughtPrompt, context: torch.Tensor, chosen: torch.Tensor, correction: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """How far a read is from full prefill if its chunks are encoded after ``context``.
 
     Args:
@@ -171,7 +171,8 @@ def distances(
         correction: share of the mean change that the other tokens get.
 
     Returns:
-        KL in nats, ``(num_answers,)``, and the relative error of hidden states.
+        KL in nats, ``(num_answers,)``; the relative error of hidden states; and whether the likeliest token is full
+        prefill's, ``(num_answers,)`` bool.
     """
     encoded = encode_chunks(runtime, prompt.chunks, _joined(prompt.prefix, context.to(runtime.dtype)))
     end, spans = len(prompt.ids), prompt.spans
@@ -195,7 +196,8 @@ def distances(
         (state.float() - taught.float()).square().sum() / taught.float().square().sum()
         for state, taught in zip(hidden[1::2], prompt.hidden, strict=True)
     ]
-    return kl_divergence(prompt.logits, logits), torch.stack(errors).mean()
+    same = logits.argmax(-1) == prompt.logits.argmax(-1)
+    return kl_divergence(prompt.logits, logits), torch.stack(errors).mean(), same
 
 
 def _joined(prefix: Sequence[LayerKV], context: torch.Tensor) -> list[LayerKV]:
