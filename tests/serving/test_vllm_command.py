@@ -68,7 +68,7 @@ def test_what_is_started(
 ) -> None:
     tenants = tmp_path / "tenants.json"
     tenants.write_text('{"north-key-11": ["north", "south"]}')
-    ours = ["--ratio", "0.3", "--tenants", str(tenants), "--dtype", "bfloat16", "--port", "81"]
+    ours = ["--ratio", "0.3", "--shadow-rate", "0.25", "--tenants", str(tenants), "--dtype", "bfloat16", "--port", "81"]
     theirs = ["--max-model-len", "512", "--enforce-eager", "--no-enable-prefix-caching", "-tp", "2", "--seed=3"]
     done = run(*models, *ours, "--host", "0.0.0.0", "--served-name", "tiny", *theirs, CACHECLIP_API_KEY=KEY)
     assert isinstance(done.exception, Replaced), done.output or done.exception
@@ -84,6 +84,7 @@ def test_what_is_started(
     assert extra == {"store": str(tmp_path / "store"), "namespaces": ["default", "north", "south"], "sealed": True}
     settings = ServerSettings.of_environment(started["environment"])
     assert settings.config.fixed_ratio == 0.3 and settings.config.method == "cacheclip"
+    assert settings.config.shadow_rate == 0.25
     assert settings.api_key == KEY and settings.tenants == tenants and len(settings.seal) > 30
     assert not any(secret in " ".join(arguments) for secret in (KEY, "north-key-11", settings.seal))
     assert not settings.calls_tools and not settings.shows_metrics and settings.json_to is None
