@@ -87,6 +87,9 @@ def serve(
     system_prompt: Annotated[str | None, typer.Option(help="For conversations without one.")] = None,
     fallback: FallbackOption = "error",
     require_certificate: RequireCertificateOption = False,
+    shadow_rate: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of answers compared with full prefill afterwards; see /metrics.")
+    ] = 0.0,
     hide_hits: Annotated[
         bool, typer.Option("--hide-hits", help="Leave out of responses which chunks were stored.")
     ] = False,
@@ -138,6 +141,7 @@ def serve(
             "system_prompt": system_prompt,
             "fallback": fallback,
             "require_certificate": require_certificate,
+            "shadow_rate": shadow_rate,
             "hide_hits": hide_hits,
         },
     )

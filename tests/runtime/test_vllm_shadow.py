@@ -36,6 +36,16 @@ def test_which_answers() -> None:
     assert 450 < chosen < 750
 
 
+def test_which_answers_of_a_server() -> None:
+    shadow, body = Shadow(1.0, Metrics()), {"temperature": 0, "messages": []}
+    for same in ({}, {"n": None}, {"tools": []}, {"logprobs": False}, {"response_format": {"type": "text"}}):
+        assert shadow.chooses({**body, **same}, "fused"), same
+    fields = ({"temperature": None}, {"temperature": 1}, {"n": 2}, {"tools": [{}]}, {"logprobs": True}, {"logprobs": 2})
+    for changed in (*fields, {"response_format": {"type": "json_object"}}, {"structured_outputs": {"regex": "a"}}):
+        assert not shadow.chooses({**body, **changed}, "fused"), changed
+    assert not shadow.chooses({"messages": []}, "fused")
+
+
 def test_the_plain_request() -> None:
     shadow, given = Shadow(1.0, Metrics()), params()
     plain = shadow.params(given, 5)

@@ -31,6 +31,12 @@ class Inner:
         """Streams wait for it after their first word."""
         self.gate.set()
         self.error: Response | None = None
+        self.plain: tuple[list[str], str] = (WORDS, "stop")
+        """What prompts without a plan are answered, and why these answers end."""
+        self.plain_gate = threading.Event()
+        """They wait for it."""
+        self.plain_gate.set()
+        self.plain_error: Response | None = None
         paths = [("/v1/chat/completions", self._chat), ("/v1/completions", self._completion)]
         others = ["/v1/responses", "/tokenize", "/health", "/metrics", "/v1/models"]
         self.app = Starlette(
@@ -68,6 +74,11 @@ class Inner:
             return self.error
         carried = body.get("kv_transfer_params") or {}
         plan = carried.get("cacheclip", {}).get("plan")
+        words, finish = (WORDS, "stop") if plan else self.plain
+        while not (plan or self.plain_gate.is_set()):
+            await asyncio.sleep(0.01)
+        if not plan and self.plain_error is not None:
+            return self.plain_error
         prompt = len(plan["token_ids"]) if plan else 40
         cached = self.cached if self.cached is not None else (prompt - 1 if plan else 0)
         usage = {
@@ -82,13 +93,13 @@ class Inner:
             return StreamingResponse(
                 self._events(body, {**head, "object": f"{kind}.chunk"}, usage, metrics), 200, None, "text/event-stream"
             )
-        said: dict[str, Any] = {"text": "".join(WORDS)}
+        said: dict[str, Any] = {"text": "".join(words)}
         if kind == "chat.completion":
-            said = {"message": {"role": "assistant", "content": "".join(WORDS), "tool_calls": []}}
+            said = {"message": {"role": "assistant", "content": "".join(words), "tool_calls": []}}
         found = {
             **head,
             "object": kind,
-            "choices": [{"index": 0, **said, "finish_reason": "stop"}],
+            "choices": [{"index": 0, **said, "finish_reason": finish}],
             "usage": usage,
             "kv_transfer_params": {"cacheclip": self.told, "other": 1} if plan else None,
             "metrics": metrics,

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
+from cacheclip_rag.config import EngineConfig
 from tests.conftest import CHUNKS, QUESTION, rag_prompt
-from tests.serving.conftest import NAME, Served
+from tests.serving.conftest import NAME, Served, running
 
 PROMPT = rag_prompt(CHUNKS)
 MESSAGES: list[Any] = [{"role": "user", "content": PROMPT}]
@@ -265,6 +267,13 @@ class TestOtherPaths:
 
     def test_health(self, served: Served) -> None:
         assert served.client.get("/health").json() == {"status": "ok"}
+
+    def test_shadow_checks(self, config: EngineConfig) -> None:
+        with running(replace(config, shadow_rate=1.0)) as served:
+            served.engine.precompute(CHUNKS)
+            assert served.chat(PROMPT).json()["cacheclip"]["hits"] == len(CHUNKS)
+            served.engine.wait_for_observers()
+            assert "cacheclip_shadow_greedy_checks_total 1\n" in served.client.get("/metrics").text
 
     def test_metrics(self, served: Served, client: OpenAI) -> None:
         def read() -> dict[str, float]:

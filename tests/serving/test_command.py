@@ -14,7 +14,9 @@ import pytest
 from typer.testing import CliRunner
 
 from cacheclip_rag.cli import app
+from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.errors import CacheClipError, ConfigurationError, MissingExtraError
+from cacheclip_rag.serving.transformers import TransformersBackend
 
 
 def test_it_serves_until_a_signal(tiny_models: dict[str, str], tmp_path: Path) -> None:
@@ -58,6 +60,20 @@ def test_it_serves_until_a_signal(tiny_models: dict[str, str], tmp_path: Path) -
 def test_what_it_refuses(tmp_path: Path, options: list[str], words: str) -> None:
     done = CliRunner().invoke(app, ["serve", "--store", str(tmp_path / "store"), *options])
     assert isinstance(done.exception, ConfigurationError) and words in str(done.exception)
+
+
+def test_shadow_checks(tiny_models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    configs: list[EngineConfig] = []
+
+    def keep(self: TransformersBackend, config: EngineConfig) -> None:
+        configs.append(config)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(TransformersBackend, "__init__", keep)
+    models = ["--primary", tiny_models["llama"], "--auxiliary", tiny_models["auxiliary"]]
+    for given in ([], ["--shadow-rate", "0.25"]):
+        CliRunner().invoke(app, ["serve", "--store", str(tmp_path / "store"), *models, *given])
+    assert [config.shadow_rate for config in configs] == [0, 0.25]
 
 
 def test_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

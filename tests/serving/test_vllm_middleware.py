@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -19,7 +22,7 @@ from langchain_cacheclip import CacheClipLLM as TextModel
 from langchain_cacheclip import ChatCacheClip
 from llama_index.llms.cacheclip import CacheClipLLM
 from prometheus_client.parser import text_string_to_metric_families
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.config import EngineConfig
@@ -29,9 +32,10 @@ from cacheclip_rag.models.load import load_planning
 from cacheclip_rag.runtime.vllm.planner import Planner
 from cacheclip_rag.runtime.vllm.requests import PARAMETER, SEAL_VARIABLE, Ready, Settings
 from cacheclip_rag.runtime.vllm.served import Served as HowServed
+from cacheclip_rag.runtime.vllm.shadow import SHADOW_TOKENS
 from cacheclip_rag.serving.vllm.middleware import CacheClip
 from cacheclip_rag.serving.vllm.planning import Way
-from cacheclip_rag.serving.vllm.replies import Result, StreamReply
+from cacheclip_rag.serving.vllm.replies import Result, Said, StreamReply
 from cacheclip_rag.serving.vllm.settings import ServerSettings
 from cacheclip_rag.types import FusionStats
 from tests.conftest import CACHECLIP, CHUNKS, rag_prompt
@@ -71,7 +75,11 @@ class Served:
 def running(settings: ServerSettings) -> Iterator[Served]:
     inner = Inner()
     middleware = CacheClip(inner.app, settings)
-    config = uvicorn.Config(middleware, port=0, log_config=None, lifespan="on", ws="none")
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        await middleware({**scope, "app": inner.app}, receive, send)  # as Starlette calls its middleware
+
+    config = uvicorn.Config(application, port=0, log_config=None, lifespan="on", ws="none")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -614,6 +622,177 @@ async def test_planning_does_not_block_the_server(served: Served, monkeypatch: p
         may_plan.set()
         found = [(await each).json()["cacheclip"] for each in asked]
     assert [each["outcome"] for each in found] == ["fused"] * 3 and max(each["queued_s"] for each in found) > 0
+
+
+@pytest.fixture
+def shadowed(config: EngineConfig) -> Iterator[Served]:
+    """A server that compares every answer that it may."""
+    with running(ServerSettings(replace(config, shadow_rate=1.0), "tiny", seal=SEAL)) as found:
+        yield found
+
+
+def compared(served: Served, count: int) -> dict[str, float]:
+    """The counters of shadow checks, when there are so many."""
+    found: dict[str, float] = {}
+    for _ in range(4000):
+        values = served.middleware.planning.metrics.snapshot()
+        found = {name.removeprefix("shadow_"): n for name, n in values.items() if name.startswith("shadow_")}
+        if found.get("checks_total", 0) + found.get("skipped_total", 0) >= count:
+            break
+        time.sleep(0.005)
+    assert found.get("checks_total", 0) + found.get("skipped_total", 0) == count
+    return found
+
+
+class TestShadowChecks:
+    @pytest.mark.parametrize("stream", [False, True])
+    @pytest.mark.parametrize("path", [CHAT, COMPLETION])
+    def test_an_answer_is_asked_again(self, shadowed: Served, path: str, stream: bool) -> None:
+        prompt = {"prompt": PROMPT} if path == COMPLETION else {"messages": [{"role": "user", "content": PROMPT}]}
+        rest = {"temperature": 0, "max_tokens": 99, "min_tokens": 9, "stop": ["x"], "request_id": "1"}
+        shadowed.client.post(path, json={**prompt, **rest, "stream": stream})
+        found = compared(shadowed, 1)
+        assert found == {"checks_total": 1, "greedy_checks_total": 1, "agreement_sum": 1, "other_first_token_total": 0}
+        first, again = shadowed.inner.bodies
+        ids = list(plan_of(first).token_ids)
+        same = {"prompt": ids} if path == COMPLETION else {**prompt, "kv_transfer_params": {"prompt_token_ids": ids}}
+        assert again == {**same, "temperature": 0, "max_tokens": 4, "min_tokens": 4, "stop": ["x"]}
+        assert metric(shadowed, "shadow_checks_total") == 1 and metric(shadowed, "outcomes_total") == 1
+        assert metric(shadowed, f'http_requests_total{{path="{path}"') == 1
+
+    @pytest.mark.parametrize("stream", [False, True])
+    @pytest.mark.parametrize(
+        ("plain", "finish", "shown"),
+        [
+            ("The year was 1904.", "length", "The year was 1904.|"),
+            ("The year", "length", "The year"),
+            ("The year", "stop", "The year was 1904.|"),
+            ("The year of the ship.", "stop", "The year was 1904.|"),
+            ("The year of", "length", "The year wa"),
+            ("A ship.", "stop", "The year was 1904.|"),
+        ],
+    )
+    def test_how_far_it_agrees(
+        self, shadowed: Served, config: EngineConfig, plain: str, finish: str, shown: str, stream: bool
+    ) -> None:
+        """In the primary's tokens. The end of an answer (a bar here) is one more; a limit of tokens is none."""
+        shadowed.inner.plain = [plain], finish
+        shadowed.ask(temperature=0, stream=stream)
+        runtime = load_planning(config.primary)
+        pair = [
+            [*runtime.tokenize(text.rstrip("|")).ids, *[-1] * text.endswith("|")]
+            for text in (shown, plain + "|" * (finish == "stop"))
+        ]
+        equal, found = len(os.path.commonprefix(pair)), compared(shadowed, 1)
+        assert len(pair[0]) < SHADOW_TOKENS and found["agreement_sum"] == pytest.approx(equal / len(pair[0]))
+        assert found["other_first_token_total"] == (plain == "A ship.")
+        assert (equal == len(pair[0])) == (shown == plain), "or the rows show nothing"
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_no_response_changes(self, served: Served, shadowed: Served, stream: bool) -> None:
+        def response(by: Served) -> tuple[bytes, Any]:
+            found = by.ask(temperature=0, stream=stream)
+            times = rb'"phases_s":\{[^}]*\}|"\w+_s":[^,}]+'
+            headers = [each for each in found.headers.items() if each[0] not in ("date", "content-length")]
+            return re.sub(times, b"", found.content), headers
+
+        shadowed.inner.plain = ["Other."], "stop"
+        assert response(shadowed) == response(served)
+        assert compared(shadowed, 1)["agreement_sum"] == 0
+
+    def test_which_are_not(self, shadowed: Served) -> None:
+        """Neither sampled nor plain answers, nor those with more than a free text. At the end, one that is."""
+        inner = shadowed.inner
+        schema = {"type": "json_object"}
+        for fields_ in ({}, {"temperature": 0.5}, {"logprobs": True}, {"tools": [TOOL]}, {"response_format": schema}):
+            shadowed.ask(**{"temperature": 0 if fields_ else None, **fields_})
+        shadowed.ask(temperature=0, n=2), shadowed.ask("Hello", temperature=0)
+        shadowed.ask(temperature=0, cacheclip={"method": "full"})
+        inner.told = {"outcome": "plain", "reason": "gone"}
+        shadowed.ask(temperature=0)
+        inner.told, inner.error = {"outcome": "cached", "reason": None}, JSONResponse({}, 400)
+        shadowed.ask(temperature=0)
+        asked, inner.error = len(inner.bodies), None
+        shadowed.ask(temperature=0, tools=[], response_format={"type": "text"}, logprobs=False, n=1)
+        assert compared(shadowed, 1)["checks_total"] == 1 and (asked, len(inner.bodies)) == (10, 12)
+
+    def test_none_without_a_rate(self, served: Served) -> None:
+        for stream in (False, True):
+            served.ask(temperature=0, stream=stream)
+        assert len(served.inner.bodies) == 2 and metric(served, "shadow") == 0
+
+    def test_vllm_may_be_greedy_by_default(self, shadowed: Served) -> None:
+        model = SimpleNamespace()
+        shadowed.inner.app.state.vllm_config = SimpleNamespace(model_config=model)
+        assert shadowed.ask().status_code == 200
+        assert compared(shadowed, 1) == {"skipped_total": 1}, "what cannot be asked"
+        model.get_diff_sampling_param = lambda: {"temperature": 0.0, "top_p": 0.9}
+        shadowed.ask(temperature=1), shadowed.ask(temperature=None)
+        assert compared(shadowed, 2)["checks_total"] == 1 and shadowed.inner.last["temperature"] is None
+
+    def test_one_at_a_time(self, shadowed: Served) -> None:
+        """Answers do not wait for it, and the server's end does not either."""
+        shadowed.inner.plain_gate.clear()
+        for stream in (False, True, False):
+            assert shadowed.ask(temperature=0, stream=stream).status_code == 200
+        assert compared(shadowed, 2) == {"skipped_total": 2} and len(shadowed.inner.bodies) == 4
+        shadowed.inner.plain_gate.set()
+        assert compared(shadowed, 3)["checks_total"] == 1
+        shadowed.inner.plain_gate.clear()
+        shadowed.ask(temperature=0)
+        for _ in range(4000):
+            if len(shadowed.inner.bodies) == 6:
+                return
+            time.sleep(0.005)
+        pytest.fail("it was not asked again")
+
+    def test_what_goes_wrong(self, shadowed: Served, caplog: pytest.LogCaptureFixture) -> None:
+        inner = shadowed.inner
+        for number, error in enumerate((JSONResponse({}, 503), JSONResponse([]), Response(b"{"), broken)):
+            inner.plain_error = error
+            assert shadowed.ask(temperature=0).json()["cacheclip"]["outcome"] == "fused"
+            assert compared(shadowed, number + 1) == {"skipped_total": number + 1}
+        assert "vLLM answered with status 503" in caplog.text and PROMPT[:30] not in caplog.text
+        inner.plain_error = None
+        shadowed.ask(temperature=0)
+        assert compared(shadowed, 5)["checks_total"] == 1
+
+    def test_a_client_that_leaves(self, shadowed: Served) -> None:
+        shadowed.inner.gate.clear()
+        body = {"messages": [{"role": "user", "content": PROMPT}], "stream": True, "temperature": 0}
+        with shadowed.client.stream("POST", CHAT, json=body) as response:
+            next(response.iter_lines())
+        while metric(shadowed, "http_disconnects_total") == 0:
+            pass
+        shadowed.inner.gate.set()
+        shadowed.ask(temperature=0)
+        assert compared(shadowed, 1)["checks_total"] == 1 and len(shadowed.inner.bodies) == 3
+
+    def test_tenants_stay_apart(self, config: EngineConfig, tmp_path: Path) -> None:
+        """The plain request has the salt of the tenant's plain requests, and its key."""
+        (tmp_path / "tenants.json").write_text(json.dumps({NORTH: "north"}))
+        shadow = replace(config, shadow_rate=1.0)
+        with running(ServerSettings(shadow, "tiny", "", OWN, tmp_path / "tenants.json", SEAL)) as found:
+            salts = []
+            for number, key in enumerate((OWN, NORTH)):
+                found.ask("Hello", key=key)
+                salts.append(found.inner.last["cache_salt"])
+                found.ask(key=key, temperature=0)
+                compared(found, number + 1)
+                assert found.inner.last["cache_salt"] == salts[-1] and "cacheclip" not in str(found.inner.last)
+            assert salts[0] != salts[1]
+
+    def test_what_was_said(self) -> None:
+        pieces = [{"reasoning": "So"}, {"content": "."}, {"role": "assistant", "content": ""}]
+        stream = b"".join(event(choices=[{"delta": each, "finish_reason": None}]) for each in pieces)
+        assert Said.of(b": alive\n\n" + stream + b'data: {"choices":[{"del') == Said("So.", False)
+        stream += event(choices=[{"delta": {}, "finish_reason": "stop"}]) + event(choices=[]) + b"data: [DONE]\n\n"
+        assert Said.of(stream) == Said("So.", True)
+        assert Said.of(b'{"choices": [{"text": "a", "finish_reason": "length"}]}') == Said("a", False)
+
+
+async def broken(scope: Any, receive: Any, send: Any) -> None:
+    raise OSError("the engine is dead")
 
 
 class TestStarting:

@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -98,7 +100,19 @@ def served(
     setting: Setting, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
     """The server. It starts beside the engines that it is compared with."""
-    folder = tmp_path_factory.mktemp("server")
+
+    def meanwhile() -> None:
+        request.getfixturevalue("offline"), request.getfixturevalue("without_us")
+
+    with serving(setting, tmp_path_factory.mktemp("server"), meanwhile=meanwhile) as found:
+        yield found
+
+
+@contextmanager
+def serving(
+    setting: Setting, folder: Path, *ours: str, meanwhile: Callable[[], None] = lambda: None
+) -> Iterator[Served]:
+    """A server with further options of ours. ``meanwhile``: called while it starts."""
     tenants = folder / "tenants.json"
     tenants.write_text(json.dumps({NORTH: "north", SOUTH: "south"}))
     north(setting).precompute(CHUNKS[:3])
@@ -107,14 +121,14 @@ def served(
         *(sys.executable, "-c", "from cacheclip_rag.cli import main; main()", "serve", "--backend", "vllm"),
         *("--store", setting.store, "--primary", options["primary"], "--auxiliary", options["auxiliary"]),
         *("--method", "cacheclip", "--chunk-context", "passages", "--served-name", "tiny", "--port", "0", "--json"),
-        *("--tenants", str(tenants), "--", *FLAGS),
+        *("--tenants", str(tenants), *ours, "--", *FLAGS),
     ]
     environment = {**os.environ, "CACHECLIP_API_KEY": KEY, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     log = (folder / "log").open("w")
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
     try:
         assert process.stdout is not None
-        request.getfixturevalue("offline"), request.getfixturevalue("without_us")
+        meanwhile()
         line = process.stdout.readline()
         assert line, (folder / "log").read_text()[-4000:]
         ready = json.loads(line)
@@ -308,7 +322,7 @@ def _metric(served: Served, name: str) -> float:
 
 
 def test_a_signal_stops_all_processes(served: Served) -> None:
-    """The last test: the server is gone after it."""
+    """The last test of this server: it is gone after it."""
     children = psutil.Process(served.process.pid).children(recursive=True)
     assert children, "vLLM's engine has a process of its own"
     served.process.send_signal(signal.SIGTERM)
@@ -317,3 +331,36 @@ def test_a_signal_stops_all_processes(served: Served) -> None:
     assert not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
     with pytest.raises(httpx.TransportError):
         served.get("/health")
+
+
+def test_shadow_checks(setting: Setting, tmp_path: Path) -> None:
+    """At ratio 1.0 nothing differs; without recompute, answers leave plain prefill's. No answer changes."""
+    with serving(setting, tmp_path, "--shadow-rate", "1") as served:
+        count = 0
+
+        def checked(stream: bool, method: str, ratio: float | None = None) -> list[tuple[int, ...]]:
+            """Token ids of answers, each of which was compared before the next one."""
+            nonlocal count
+            found = []
+            for each in PROMPTS:
+                said = served.chat(each, stream=stream, field={"method": method, "ratio": ratio})
+                choices = [c for chunk in said for c in chunk.choices] if stream else said.choices
+                found.append(tuple(id for c in choices for id in getattr(c, "token_ids", None) or ()))
+                count += 1
+                while _metric(served, "cacheclip_shadow_checks_total") < count:
+                    assert not _metric(served, "cacheclip_shadow_skipped_total")
+                    time.sleep(0.05)
+            return found
+
+        def agreement() -> float:
+            return _metric(served, "cacheclip_shadow_agreement_sum")
+
+        full = setting.expected(PROMPTS, "full")
+        for stream in (False, True):
+            before = agreement()
+            assert checked(stream, "cacheclip", 1.0) == full and agreement() == before + len(PROMPTS)
+            assert checked(stream, "direct") == setting.expected(PROMPTS, "direct")
+            assert before + 4 <= agreement() < before + 8
+        assert _metric(served, "cacheclip_outcomes_total") == count == 16
+        served.chat(PROMPTS[0], temperature=0.7), served.chat(PROMPTS[0], field={"method": "full"})
+        assert _metric(served, "cacheclip_shadow_checks_total") == count

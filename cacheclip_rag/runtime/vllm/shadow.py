@@ -3,7 +3,8 @@
 vLLM does not give the logits of answers that nobody asked them for, so that only tokens are compared: the second
 request is plain prefill, answers greedily, and its first tokens are counted up to the first one that differs. An
 answer that is sampled is not compared. This module does not import vLLM, and asks nobody: offline,
-:class:`~cacheclip_rag.runtime.vllm.offline.FusedLLM` asks after its answers; a server asks when it has time.
+:class:`~cacheclip_rag.runtime.vllm.offline.FusedLLM` asks after its answers; ``cacheclip serve --backend vllm`` asks
+when the client has its answer (``serving/vllm/shadowing.py``).
 
 >>> shadow = Shadow(rate=0.01, metrics=Metrics())
 >>> if shadow.chooses(params, outcome):                     # of an answered request
@@ -29,6 +30,12 @@ logger = logging.getLogger(__name__)
 SHADOW_TOKENS = 16
 """Most tokens of an answer that are compared."""
 
+_OF_PARAMS = ("structured_outputs", "prompt_logprobs")
+_OF_BODIES = (*_OF_PARAMS, "response_format", "tools", "logprobs")
+"""What asks for more than a free text: in ``SamplingParams``, and in requests to a server."""
+_NEUTRAL: tuple[Any, ...] = (None, False, [], {"type": "text"})
+"""Values of a request's field that ask for nothing."""
+
 
 class Shadow:
     """Chooses answers at random and counts how far they agree with plain prefill. Safe to share between threads."""
@@ -49,7 +56,7 @@ class Shadow:
         """Whether an answer is to be compared.
 
         Args:
-            params: vLLM's ``SamplingParams`` of the answer.
+            params: vLLM's ``SamplingParams`` of the answer, or the fields of a request to its server.
             outcome: what became of the request (``fused``, ``cached`` or ``plain``).
         """
         if not self.rate or outcome not in ("fused", "cached") or not _is_comparable(params):
@@ -95,12 +102,10 @@ class Shadow:
 
 def _is_comparable(params: Any) -> bool:
     """Whether the answer is greedy, one, and free: full prefill's choices within a grammar say little."""
-    given: Mapping[str, Any] = {
-        name: getattr(params, name, None) for name in ("temperature", "n", "structured_outputs", "prompt_logprobs")
-    }
-    return (
-        given["temperature"] == 0
-        and given["n"] in (None, 1)
-        and given["structured_outputs"] is None
-        and given["prompt_logprobs"] is None
-    )
+    is_body = isinstance(params, Mapping)
+    names, neutral = (_OF_BODIES, _NEUTRAL) if is_body else (_OF_PARAMS, (None,))
+
+    def given(name: str) -> Any:
+        return params.get(name) if is_body else getattr(params, name, None)
+
+    return given("temperature") == 0 and given("n") in (None, 1) and all(given(name) in neutral for name in names)

@@ -115,13 +115,13 @@ def launch(
         shows_metrics="--enable-per-request-metrics" in given,
         served=_served(config.device, flags),
     )
-    command(settings, flags, host=host, port=port)  # what it refuses takes no time
+    if as_json:
+        settings = _to_stdout(settings)
+    program = command(settings, flags, host=host, port=port)  # what it refuses takes no time
     planner = Planner(config, served=settings.served)
     planner.warm_up()
     planner.close()
-    if as_json:
-        settings = _to_stdout(settings)
-    _become(command(settings, flags, host=host, port=port))
+    _become(program)
 
 
 def _become(program: Command) -> NoReturn:

@@ -32,6 +32,7 @@ from .planning import Planning, Way
 from .replies import Result, StreamReply, WholeReply
 from .requests import Asked, NotPlanned, check_carried, read_chat, read_completion, take_field
 from .settings import ServerSettings
+from .shadowing import ShadowChecks
 
 __all__ = ["CacheClip"]
 
@@ -47,6 +48,8 @@ _NAMED = (*_OF_TENANTS, *_OPEN, "/metrics")
 """Paths that are counted apart."""
 _BODY_S = 600.0
 """Seconds in which the body of a request must come."""
+_MOST_KEPT = 2**16
+"""Bytes of a stream that are kept for a shadow check, which compares its beginning."""
 _MOST_SALT = 1024
 """Most characters of a client's ``cache_salt``, as vLLM has it."""
 
@@ -64,6 +67,7 @@ class CacheClip:
         self._settings = settings or ServerSettings.of_environment()
         self._access = self._settings.access
         self.planning = Planning(self._settings)
+        self._checks = ShadowChecks(app, self.planning, self._settings.config.shadow_rate)
         self._counters = Counters()
         self._running = 0
 
@@ -79,6 +83,12 @@ class CacheClip:
     # -- life -----------------------------------------------------------------------------------------------------
 
     async def _live(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def heard() -> Message:
+            message = await receive()
+            if message["type"] == "lifespan.shutdown":
+                self._checks.close()
+            return message
+
         async def answered(message: Message) -> None:
             if message["type"] == "lifespan.startup.complete":
                 try:
@@ -92,7 +102,7 @@ class CacheClip:
                 await asyncio.to_thread(self.planning.close)
             await send(message)
 
-        await self._app(scope, receive, answered)
+        await self._app(scope, heard, answered)
 
     def _tell_ready(self) -> None:
         settings = self._settings
@@ -182,7 +192,8 @@ class CacheClip:
             self._salt(body, tenant)
         result = Result(way, self._record, self._settings.shows_metrics)
         result.began -= way.queued_s + way.planning_s
-        reply = _Replying(result, send, shows_usage=_count_usage(body))
+        kept = _MOST_KEPT if self._checks.rate else 0
+        reply = _Replying(result, send, shows_usage=_count_usage(body), kept=kept)
         replay = _Replay(as_json(body), receive)
         self._running += 1
         try:
@@ -190,6 +201,8 @@ class CacheClip:
         finally:
             self._running -= 1
             self._counters.disconnects += replay.client_left and not reply.is_done
+        if reply.is_done:
+            self._checks.offer(scope, body, result, reply.body)
 
     async def _read(self, request: Request) -> bytes:
         try:
@@ -261,12 +274,14 @@ class _Replay:
 class _Replying:
     """Sends vLLM's response with our field. Errors and other content pass as they are."""
 
-    def __init__(self, result: Result, send: Send, *, shows_usage: bool) -> None:
-        self._send = send
+    def __init__(self, result: Result, send: Send, *, shows_usage: bool, kept: int) -> None:
+        """``kept``: bytes of a stream that :attr:`body` keeps."""
+        self._send, self._kept = send, kept
         self._whole, self._stream = WholeReply(result), StreamReply(result, shows_usage)
         self._start: Message | None = None
         self._kind = ""
-        self._body = bytearray()
+        self.body = bytearray()
+        """What vLLM sent."""
         self.is_done = False
         """Whether the end of the response was sent."""
 
@@ -289,15 +304,18 @@ class _Replying:
             await self._pass_on(message)
 
     async def _collect(self, message: Message) -> None:
-        self._body += message.get("body", b"")
+        self.body += message.get("body", b"")
         if message.get("more_body", False):
             return
         assert self._start is not None, "a body has a start before it"
-        await _send_whole(self._send, self._start, self._whole.finish(bytes(self._body)))
+        await _send_whole(self._send, self._start, self._whole.finish(bytes(self.body)))
 
     async def _pass_on(self, message: Message) -> None:
         more = message.get("more_body", False)
-        data = self._stream.feed(message.get("body", b""))
+        came = message.get("body", b"")
+        if len(self.body) < self._kept:
+            self.body += came
+        data = self._stream.feed(came)
         if not more:
             data += self._stream.finish()
         if data or not more:

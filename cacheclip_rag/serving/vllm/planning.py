@@ -55,7 +55,7 @@ class Way:
 
 
 class Planning:
-    """The planners of a server. All methods but :meth:`plan` block."""
+    """The planners of a server. All methods but :meth:`plan` and :meth:`token_ids` block."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
@@ -109,6 +109,15 @@ class Planning:
             return await asyncio.get_running_loop().run_in_executor(self._thread, self._way, asked, field, tenant, came)
         finally:
             self.waiting -= 1
+
+    async def token_ids(self, *texts: str) -> list[tuple[int, ...]]:
+        """Token ids of texts of the model, in the thread of the plans: a tokenizer serves one thread at a time."""
+        runtime = self.planner(self._settings.config.namespace).primary
+
+        def tokenized() -> list[tuple[int, ...]]:
+            return [runtime.tokenize(text).ids for text in texts]
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, tokenized)
 
     def _way(self, asked: Asked, field: CacheClipField, tenant: str, came: float) -> Way:
         began = time.perf_counter()

@@ -12,7 +12,7 @@ from ...types import PHASES, FusionStats
 from ..replies import as_json, server_sent
 from .planning import Way
 
-__all__ = ["Result", "StreamReply", "WholeReply"]
+__all__ = ["Result", "Said", "StreamReply", "WholeReply"]
 
 _END = b"data: [DONE]"
 
@@ -29,6 +29,10 @@ class Result:
     began: float = field(default_factory=time.perf_counter)
     first: float | None = None
     """When the first bytes of a stream came."""
+    outcome: str | None = None
+    """What became of the plan; None until the answer has ended."""
+    stats: FusionStats | None = None
+    """The statistics; None until then."""
 
     def field_of(
         self, usage: Mapping[str, Any], told: Mapping[str, Any] | None, metrics: Mapping[str, Any] | None
@@ -49,6 +53,7 @@ class Result:
         if self.first is None and isinstance(in_vllm, int | float):
             ttft_s = min(elapsed, self.way.queued_s + self.way.planning_s + in_vllm / 1000)
         stats = replace(stats, ttft_s=ttft_s, decode_s=elapsed - ttft_s, queued_s=self.way.queued_s)
+        self.outcome, self.stats = outcome, stats
         self.record(stats, outcome, reason)
         own = {"outcome": outcome, "reason": reason, "planning_s": self.way.planning_s}
         return {**stats.to_dict(), **own}
@@ -192,6 +197,33 @@ class StreamReply:
     def _let_go_unchanged(self) -> bytes:
         held, self._held = self._held, None
         return b"" if held is None else server_sent(held)
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What a model said."""
+
+    text: str
+    has_ended: bool
+    """Whether it ended by itself, and not at a number of tokens."""
+
+    @classmethod
+    def of(cls, body: bytes | bytearray) -> Said:
+        """That of vLLM's response with one choice, or of the beginning of such a stream. An event that is cut off is
+        left out.
+
+        Raises:
+            ValueError: it is neither.
+        """
+        whole = body.split(b"\n\n")[:-1]
+        events = [event.removeprefix(b"data: ") for event in whole if event.startswith(b"data: {")]
+        text, has_ended = "", False
+        for chunk in [body] if body.startswith(b"{") else events:
+            for choice in json.loads(chunk).get("choices", ()):
+                part = choice.get("message") or choice.get("delta") or choice
+                text += "".join(part.get(name) or "" for name in ("reasoning", "content", "text"))
+                has_ended |= choice.get("finish_reason") == "stop"
+        return cls(text, has_ended)
 
 
 def _last_chunk(event: bytes) -> dict[str, Any] | None:
