@@ -64,8 +64,8 @@ class EngineConfig:
     min_confidence: float | str | None = None
     """Least difference between the probabilities of the two likeliest first tokens, 0 to 1. Prompts below it are
     prefilled in full, after the reusing pass. ``cacheclip certify`` shows what a value gives and costs. ``auto``: the
-    least value with which 95 % of the certificate's prompts began as with full prefill; it needs a certificate. 0:
-    none. None: the method's own. It holds for methods given by name; a Method instance has its own."""
+    least value with which every prompt of the certificate began as with full prefill; it needs a thorough certificate.
+    0: none. None: the method's own. It holds for methods given by name; a Method instance has its own."""
     heads: str | PathLike[str] = "auto"
     """Head set of the auxiliary model: a file, ``none`` or ``auto``. ``auto`` takes the head set that ``cacheclip
     calibrate`` or ``cacheclip finetune`` wrote for this pair of models, else the head set in the package."""

@@ -400,6 +400,8 @@ class Parts:
         with self._lock:
             if key not in self._confidences:
                 certificate, why = find_certificate(self.identity(method))
+                if certificate is not None and certificate.quick:
+                    certificate = None  # four prompts say too little
                 ratios = [method.nominal_ratio]
                 if certificate is not None and any_ratio:
                     may_be = [row.ratio for row in certificate.ratios if row.verdict != "not faithful"]

@@ -35,7 +35,7 @@ from cacheclip_rag.selection.scorers import AuxiliaryAttention
 from tests.conftest import CACHECLIP, rag_prompt
 
 ONE = SamplingParams(max_tokens=1)
-GATE = (GateFigures(0.0, 0.9, 0.2, 0.0), GateFigures(0.1, 0.95, 0.3, 0.1), GateFigures(1.0, 1.0, 1.2, 1.0))
+GATE = (GateFigures(0.0, 0.95, 0.2, 0.0), GateFigures(0.1, 1.0, 0.3, 0.1), GateFigures(1.0, 1.0, 1.2, 1.0))
 SPREAD = {"mean": 0.05, "median": 0.04, "max": 0.1}
 
 
@@ -58,7 +58,7 @@ def make(tiny_models: dict[str, str]) -> Callable[..., CacheClipEngine]:
 
 def certificate_for(engine: CacheClipEngine, method: str = "cacheclip", **changes: Any) -> Certificate:
     verdicts = {0.0: "not faithful", 0.1: "not faithful", 0.2: "faithful", 0.5: "exact"}
-    gates = {0.1: (GateFigures(0.0, 0.8, 0.2, 0.0), GateFigures(0.3, 0.95, 0.4, 0.2)), 0.2: GATE}
+    gates = {0.1: (GateFigures(0.0, 0.8, 0.2, 0.0), GateFigures(0.3, 1.0, 0.4, 0.2)), 0.2: GATE}
     rows = [
         RatioFigures(r, r, SPREAD, SPREAD, 0.95, 1.0, verdict, gate=gates.get(r, ())) for r, verdict in verdicts.items()
     ]
@@ -165,7 +165,7 @@ class TestFile:
 
 
 class TestGate:
-    def test_auto_is_the_least_value_that_agrees_often_enough(self, make: Callable[..., CacheClipEngine]) -> None:
+    def test_auto_is_the_least_value_with_which_all_agree(self, make: Callable[..., CacheClipEngine]) -> None:
         certificate_for(make()).save()
         at = {ratio: make(min_confidence="auto", recompute_ratio=ratio) for ratio in (0.1, 0.15, 0.2)}
         assert {ratio: engine.make_method("cacheclip").min_confidence for ratio, engine in at.items()} == {
@@ -188,8 +188,11 @@ class TestGate:
         engine = make(min_confidence="auto")
         with pytest.raises(CertificateError, match=r"has not been certified. Measure it: cacheclip certify .*or set"):
             engine.generate("What is kept?", method="cacheclip")
+        certificate_for(engine, quick=True).save()
+        with pytest.raises(CertificateError, match="its certificate is a quick one"):
+            engine.make_method("cacheclip")
         certificate_for(engine).save()
-        with pytest.raises(CertificateError, match=r"no gate at recompute ratio 0.5 or below"):
+        with pytest.raises(CertificateError, match=r"no gate at ratio 0.5 or below"):
             engine.make_method("cacheclip", 0.5)
         assert engine.make_method("cacheclip").min_confidence == 0.1, "a later certificate is found"
 

@@ -142,7 +142,7 @@ def _print(certificate: Certificate, path: Path) -> None:
 def _print_gate(certificate: Certificate) -> None:
     from rich.table import Table
 
-    from ..guards.certificate import THRESHOLDS, confidence_at
+    from ..guards.certificate import confidence_at
 
     rows = next(row.gate for row in certificate.ratios if row.ratio == certificate.ratio)
     if not rows:
@@ -155,5 +155,6 @@ def _print_gate(certificate: Certificate) -> None:
         gate.add_row(f"{each.min_confidence:g}", *shares)
     out = output()
     out.print(gate)
-    if (least := confidence_at(certificate, certificate.ratio)) is not None:
-        out.print(f"min_confidence 'auto' is {least:g} here: the least with {THRESHOLDS['agreement']:.0%} agreement.")
+    least = confidence_at(certificate, certificate.ratio)
+    if least is not None and not certificate.quick:
+        out.print(f"min_confidence 'auto' is {least:g} here: the least with which all first tokens are equal.")
