@@ -54,7 +54,7 @@ class EngineConfig:
     """Default method of :meth:`~cacheclip_rag.engine.CacheClipEngine.generate`: a preset's name, a Method instance, or
     ``auto``, which means ``cacheclip`` if the auxiliary model is available and has a head set, else ``anchored``."""
     recompute_ratio: float | str | None = None
-    """Share of chunk tokens to recompute, 0 to 1; None: the method's own ratio (0.2 for all presets with a ratio).
+    """Share of chunk tokens to recompute, 0 to 1; None: the method's own ratio (0.2; ``cacheclip-gated`` has 0.05).
     ``auto`` chooses: the least ratio that a certificate calls faithful (without a certificate, the method's own), more
     if ``max_ttft_s`` leaves time for it, and plain prefill where reuse would not be sooner. It needs the profile that
     ``cacheclip profile`` measures; without one, it is the method's own ratio."""

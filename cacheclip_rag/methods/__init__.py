@@ -27,6 +27,7 @@ PRESET_NAMES = (
     "cacheblend",
     "cacheblend-equal-charge",
     "cacheclip",
+    "cacheclip-gated",
     "cacheclip-paper",
     "query_attention",
     "prophetkv",

@@ -82,6 +82,11 @@ _ROWS: dict[str, tuple[Method, str, str]] = {
         "Spans that an auxiliary model attends to; half of the budget for chunk starts; a correction.",
         f"{_OF_CACHECLIP}; chunk starts and correction are ours",
     ),
+    "cacheclip-gated": (
+        replace(_CACHECLIP.at(0.05), min_confidence=0.2),
+        "`cacheclip` at ratio 0.05; where the first token is unsure, full prefill after all.",
+        "ours",
+    ),
     "cacheclip-paper": (
         _CACHECLIP_PAPER,
         "Spans that an auxiliary model's last layer attends to, as published.",

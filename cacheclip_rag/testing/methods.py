@@ -109,7 +109,7 @@ class MethodConformance(ABC):
     @pytest.fixture
     @abstractmethod
     def method(self) -> Method:
-        """The method to test."""
+        """The method to test, without a confidence gate."""
 
     @pytest.fixture(scope="class")
     @classmethod

@@ -138,6 +138,13 @@ class TestGate:
         assert found == {"own": "full", "direct": "full", "instance": "cacheclip"}
         assert engine.generate(rag(chunks), SHORT, method="full").stats.fallback is None
 
+    def test_the_preset_with_a_gate_keeps_it_unless_another_is_set(self, make: Make, chunks: list[str]) -> None:
+        """The tiny model is never sure."""
+        for engine, method in ((make(), "full"), (make(min_confidence=0.0), "cacheclip-gated")):
+            engine.precompute(chunks)
+            found = engine.generate(rag(chunks), SHORT, method="cacheclip-gated").stats
+            assert (found.method, found.gated) == (method, method == "full")
+
     @pytest.mark.parametrize("value", [-0.1, 1.1, True, "0.5", float("nan")])
     def test_refuses_what_is_no_probability(self, make: Make, value: object) -> None:
         with pytest.raises(ConfigurationError, match="min_confidence must be a probability, 0 to 1"):

@@ -26,8 +26,10 @@ REUSING = [
     and not preset(name).composes
     and not preset(name).captures
     and (preset(name).context is None or preset(name).chunk_context)
+    and not preset(name).min_confidence
 ]
-"""By one prefill, from chunk caches that all methods share."""
+"""By one prefill, from chunk caches that all methods share. A preset with a gate is another one until the gate
+decides."""
 
 
 def made(method: Method | str, ratio: float | None = None, **changes: Any) -> Any:

@@ -65,9 +65,15 @@ class TestNames:
         wrapped = preset("turborag").context
         assert wrapped is not None and (wrapped.before, wrapped.after) == ("<|doc_start|>", "<|doc_end|>")
 
+    def test_the_gated_one_is_cacheclip_with_a_gate(self) -> None:
+        gated = preset("cacheclip-gated")
+        assert gated == replace(preset("cacheclip").at(0.05), name="cacheclip-gated", min_confidence=0.2)
+        assert gated.at(0.2).min_confidence == 0.2
+
     def test_one_default_ratio(self) -> None:
         assert EngineConfig().recompute_ratio is None
-        assert {method.nominal_ratio for method in PRESETS.values() if method.has_ratio} == {Budget().ratio}
+        without_gate = [method for method in PRESETS.values() if method.has_ratio and not method.min_confidence]
+        assert {method.nominal_ratio for method in without_gate} == {Budget().ratio}
 
 
 class TestDescribe:
