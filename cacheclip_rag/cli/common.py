@@ -210,7 +210,8 @@ def print_tables(tables: Mapping[str, tuple[Sequence[str], Sequence[Sequence[str
     for title, (titles, rows) in tables.items():
         printed = Table(title=title)
         for number, each in enumerate(titles):
-            printed.add_column(each, justify="left" if number == 0 else "right")
+            is_name = number == 0  # is read whole; figures' titles may take several lines
+            printed.add_column(each, justify="left" if is_name else "right", no_wrap=is_name)
         for row in rows:
             printed.add_row(*row)
         out.print(printed)

@@ -131,7 +131,7 @@ class TestRun:
         assert not comparison.skipped and {one.method.name for one in planned} == set(every_method(config)[0])
         assert [item.label for item in comparison.items] == [one.run.label for one in planned]
         for item, one in zip(comparison.items, planned, strict=True):
-            assert item.fallback is None, item.label
+            assert item.fallback is None or one.method.min_confidence, item.label
             assert ("answer_kl" in item.fidelity) != one.method.composes and "equal_answer" in item.fidelity, item.label
             ratios = (item.nominal_ratio, item.effective_ratio, item.effective_ratio_of_stale, item.charged_ratio)
             assert all(isinstance(ratio, float) and 0.0 <= ratio <= 1.25 for ratio in ratios), item.label
@@ -700,7 +700,10 @@ class TestPlan:
 
     def test_all_without_an_auxiliary_leaves_out_what_needs_one(self, config: EngineConfig) -> None:
         without = replace(config, auxiliary=None)
-        assert every_method(without)[1] == ["cacheclip", "cacheclip-paper"] and every_method(config)[1] == []
+        assert (
+            every_method(without)[1] == ["cacheclip", "cacheclip-gated", "cacheclip-paper"]
+            and every_method(config)[1] == []
+        )
         labels = [planned.method.name for planned in planned_runs(["all"], [0.2], without)]
         assert labels == every_method(without)[0] and "cacheclip" not in labels
 
@@ -845,7 +848,9 @@ class TestCommand:
         methods = json.loads(result.stdout)["methods"]
         assert "anchored@0.2" in methods and "cacheclip@0.2" not in methods
         told = result.stderr.splitlines()[0]
-        assert told == "'all' leaves out methods that need an auxiliary model: cacheclip, cacheclip-paper"
+        assert (
+            told == "'all' leaves out methods that need an auxiliary model: cacheclip, cacheclip-gated, cacheclip-paper"
+        )
 
     @pytest.mark.parametrize(
         ("tasks", "message"),

@@ -16,7 +16,7 @@ from cacheclip_rag.testing.methods import MethodConformance
 from tests.fusion.cases import BROKEN, EXACT, Case, bottom_right_plan, gap, reference_logits, scatter
 from tests.methods.spying import REUSING, made, run, same, spied
 
-RECOMPUTING = [name for name in PRESET_NAMES if isinstance(preset(name), Recompute)]
+RECOMPUTING = [name for name in PRESET_NAMES if isinstance(preset(name), Recompute) and not preset(name).min_confidence]
 PLACING = [name for name in REUSING if type(preset(name)).positions is not Method.positions]
 
 

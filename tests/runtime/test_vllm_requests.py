@@ -119,7 +119,7 @@ def certificate(identity: Identity) -> Certificate:
     spread = {"mean": 0.0, "median": 0.0, "max": 0.0}
     row = RatioFigures(0.0, 0.1, spread, spread, 1.0, 1.0, "faithful")
     exactness = {"passed": True, "checks": {"greedy": {"figure": 1.0}}}
-    about = ("faithful", 0.2, exactness, 1.0, [row], [], THRESHOLDS, 20, False, 1.0, "2026-01-01T00:00:00+00:00")
+    about = ("faithful", 0.2, exactness, 1.0, [row], THRESHOLDS, 20, False, 1.0, "2026-01-01T00:00:00+00:00")
     return Certificate("primary", None, identity, *about)
 
 
