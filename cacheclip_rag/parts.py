@@ -399,7 +399,8 @@ class Parts:
         key = repr(method), any_ratio
         with self._lock:
             if key not in self._confidences:
-                certificate, why = find_certificate(self.identity(method))
+                identity = self.identity(method)
+                certificate, why = find_certificate(identity)
                 if certificate is not None and certificate.quick:
                     certificate = None  # four prompts say too little
                 ratios = [method.nominal_ratio]
@@ -409,7 +410,7 @@ class Parts:
                 found = [confidence_at(certificate, ratio) if certificate else None for ratio in ratios]
                 known = [each for each in found if each is not None]
                 if len(known) < len(found):
-                    raise no_confidence(self.config, method, self.identity(method), why)
+                    raise no_confidence(self.config, method, identity, why)
                 self._confidences[key] = max(known)
             return self._confidences[key]
 

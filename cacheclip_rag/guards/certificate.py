@@ -256,8 +256,8 @@ def confidence_at(certificate: Certificate, ratio: float) -> float | None:
 
     Every prompt, because 20 are few: where one in ten answers begins otherwise, 19 of 20 are no surprise.
     """
-    below = [row for row in certificate.ratios if row.ratio <= ratio + 1e-9]
-    gate = below[-1].gate if below else ()
+    row = _row_at(certificate, ratio)
+    gate = row.gate if row else ()
     return next((each.min_confidence for each in gate if each.first_token_agreement >= 1.0), None)
 
 
@@ -269,10 +269,16 @@ def verdict_at(certificate: Certificate, ratio: float) -> str:
     """
     if not certificate.exactness["passed"]:
         return "not faithful"
-    below = [row for row in certificate.ratios if row.ratio <= ratio + 1e-9]
-    if ratio >= 1.0 and not (below and below[-1].ratio >= 1.0):
+    row = _row_at(certificate, ratio)
+    if ratio >= 1.0 and not (row and row.ratio >= 1.0):
         return "exact" if certificate.exactness["checks"]["greedy"]["figure"] == 1.0 else "faithful"
-    return below[-1].verdict if below else "not faithful"
+    return row.verdict if row else "not faithful"
+
+
+def _row_at(certificate: Certificate, ratio: float) -> RatioFigures | None:
+    """Figures of the nearest certified ratio that is not larger; None if all are larger."""
+    below = [row for row in certificate.ratios if row.ratio <= ratio + 1e-9]
+    return below[-1] if below else None
 
 
 def identity_of(
