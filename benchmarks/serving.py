@@ -1,7 +1,7 @@
 """A vLLM server that reuses chunks, under load: ``cacheclip serve --backend vllm``.
 
     python benchmarks/serving.py --json serving.json
-    python benchmarks/serving.py --only poisoning,failures --primary smollm2-135m --chunk-tokens 80 --chunks 4
+    python benchmarks/serving.py --only poisoning,failures --chunk-tokens 80 --chunks 4
     python benchmarks/serving.py --only soak --minutes 30
 
 Run it with the interpreter of an environment that has this package and vLLM. It stores chunks in a temporary folder,
@@ -12,9 +12,10 @@ had before; plain prefill is asked of the same server (method ``full``). ``throu
 arrive as a Poisson process, faster than they are answered, and a bounded number of them runs at once. Prompts take
 random chunks in random order, so that vLLM's own prefix cache helps where it can.
 
-``poisoning``: plain requests among others that reuse chunks get the bytes, log-probabilities included, that a vLLM
-without this package gives. ``failures``: payloads are damaged, one for each request; what falls back to plain prefill
-must be plain prefill's answer. ``soak``: mixed requests, broken off streams and refused ones for some time; the memory
+``poisoning``: plain requests among others that reuse the chunks of the same prompts get the bytes, log-probabilities
+included, that a vLLM without this package gives. ``failures``: a third of the primary's payloads is damaged while a
+request is answered. Where a load fails, the answer must be plain prefill's; where none does, it must be the answer of
+the whole store. ``soak``: mixed requests, broken off streams and refused ones for some time; the memory
 of all processes must stay. These three exit with 1 if the promise is not kept.
 """
 
@@ -51,6 +52,10 @@ PLAIN_TEXT = "Say in one sentence what a lighthouse is for."
 _OURS = "from cacheclip_rag.cli import main; main()"
 _SHORT = {"logprobs": True, "top_logprobs": 2, "max_tokens": 8}
 """Answers that are compared byte by byte."""
+_PROMPTS = 20
+"""Prompts that recur in ``poisoning``: with reuse and without."""
+_LOAD_FAILED = "its KV could not be read"
+"""How the connector's reason begins."""
 _START_S = 600.0
 _TAIL_CHARACTERS = 3000
 _SEQUENCES = 64
@@ -61,7 +66,7 @@ def main() -> None:
     args = parse()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheclip-serving-")))
-        scene = Scene(args, folder, prepare(args, folder))
+        scene = Scene(args, folder, **prepare(args, folder))
         found: dict[str, Any] = {
             "processor": processor_name(),
             "cores": psutil.cpu_count(logical=False),
@@ -126,6 +131,8 @@ class Scene:
     args: argparse.Namespace
     folder: Path
     texts: list[str]
+    payloads: list[Path]
+    """The primary's, one for each text."""
     _orders: set[tuple[int, ...]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -153,18 +160,20 @@ class Scene:
         }
 
 
-def prepare(args: argparse.Namespace, folder: Path) -> list[str]:
-    """Store the chunks, in a process that ends and so gives its memory back. Returns their texts."""
+def prepare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Store the chunks, in a process that ends and so gives its memory back. Returns their texts and payloads."""
     script = (
         "import json, sys\n"
         "from cacheclip_rag import CacheClipEngine\n"
+        "from cacheclip_rag.methods import preset\n"
         "from cacheclip_rag.profiling import make_texts\n"
         "given = json.loads(sys.argv[1])\n"
         "engine = CacheClipEngine(**given['engine'])\n"
         "texts = make_texts(engine.primary.tokenize, given['pool'], given['tokens'])\n"
         "engine.precompute(texts)\n"
         "engine.warm_up()\n"
-        "print(json.dumps(texts))\n"
+        "primary = engine.parts.sources(preset(given['engine']['method'])).primary\n"
+        "print(json.dumps({'texts': texts, 'keys': [primary.key(text) for text in texts]}))\n"
     )
     settings = {name: getattr(args, name) for name in ("primary", "auxiliary", "dtype", "method")}
     given = {
@@ -177,7 +186,8 @@ def prepare(args: argparse.Namespace, folder: Path) -> list[str]:
         [sys.executable, "-c", script, json.dumps(given)], stdout=subprocess.PIPE, text=True, check=True
     )
     found = json.loads(done.stdout.splitlines()[-1])
-    return [str(text) for text in found]
+    payloads = [folder / "store" / "kv" / key[:2] / f"{key}.kv" for key in found["keys"]]
+    return {"texts": found["texts"], "payloads": payloads}
 
 
 # -- servers ----------------------------------------------------------------------------------------------------------
@@ -313,6 +323,10 @@ def choices_of(answer: dict[str, Any]) -> str:
     return json.dumps(answer["choices"], sort_keys=True)
 
 
+def text_of(answer: dict[str, Any]) -> str:
+    return str(answer["choices"][0]["message"]["content"])
+
+
 def without_field(body: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in body.items() if name != "cacheclip"}
 
@@ -385,40 +399,56 @@ async def measure_poisoning(scene: Scene, ours: Server, twin: Server | None) -> 
     """One request after the other, so that both servers compute the same batches."""
     assert twin is not None
     args, seen = scene.args, Counter[str]()
+    prompts = [scene.new_order() for _ in range(_PROMPTS)]
+    fused, both = set[int](), set[int]()
     async with ours.client() as client, twin.client() as plain:
         for _ in range(args.requests):
-            texts = scene.rng.sample(scene.texts, args.chunks)  # orders recur, so that caches are asked again
+            number = scene.rng.randrange(_PROMPTS)
+            texts = prompts[number]
             if scene.rng.random() < 0.5:
                 answer = await whole(client, scene.body(texts, args.method, **_SHORT))
                 seen[str(answer["cacheclip"].get("outcome"))] += 1
+                fused.add(number)
                 continue
+            both |= fused & {number}
             body = scene.body(texts, **_SHORT)
             if scene.rng.random() < 0.5:  # without a word about us
                 body = {**without_field(body), "messages": [{"role": "user", "content": PLAIN_TEXT + texts[0]}]}
             answer, expected = await whole(client, body), await whole(plain, without_field(body))
             seen["equal" if choices_of(answer) == choices_of(expected) else "different"] += 1
-    return {"requests": args.requests, "seen": seen, "kept": not seen["different"] and seen["fused"] > 0}
+    return {
+        "requests": args.requests,
+        "prompts": _PROMPTS,
+        "prompts_fused_and_then_plain": len(both),
+        "seen": seen,
+        "kept": not seen["different"] and seen["fused"] > 0 and len(both) > 0,
+    }
 
 
 async def measure_failures(scene: Scene, ours: Server, twin: Server | None) -> dict[str, Any]:
     assert twin is not None
     args, seen, reasons = scene.args, Counter[str](), Counter[str]()
-    payloads = sorted((scene.folder / "store" / "kv").glob("*/*.kv"))
     async with ours.client() as client, twin.client() as plain:
-        while seen["plain"] < args.failures and sum(seen.values()) < 20 * args.failures:
+        for _ in range(20 * args.failures):
             body = scene.body(scene.new_order(), args.method, **_SHORT)
-            with damaged(payloads, scene.rng):
+            with damaged(scene.payloads, scene.rng):
                 answer = await whole(client, body)
-            outcome = str(answer["cacheclip"].get("outcome"))
+            outcome, reason = (str(answer["cacheclip"].get(name)) for name in ("outcome", "reason"))
             seen[outcome] += 1
             if outcome == "plain":
-                reasons[str(answer["cacheclip"].get("reason"))[:80]] += 1
+                reasons[reason[:80]] += 1
                 expected = await whole(plain, without_field(body))
                 seen["equal" if choices_of(answer) == choices_of(expected) else "different"] += 1
+            else:  # log-probabilities may differ in their last digits: the second answer comes from vLLM's cache
+                expected = await whole(client, body)
+                seen["equal text" if text_of(answer) == text_of(expected) else "different text"] += 1
+            failed = sum(count for reason, count in reasons.items() if reason.startswith(_LOAD_FAILED))
+            if failed >= args.failures:
+                break
     return {
         "seen": seen,
         "reasons": reasons,
-        "kept": not seen["different"] and seen["plain"] >= args.failures,
+        "kept": not seen["different"] and not seen["different text"] and failed >= args.failures,
     }
 
 
