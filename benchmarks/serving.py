@@ -412,8 +412,9 @@ async def measure_poisoning(scene: Scene, ours: Server, twin: Server | None) -> 
                 continue
             both |= fused & {number}
             body = scene.body(texts, **_SHORT)
-            if scene.rng.random() < 0.5:  # without a word about us
-                body = {**without_field(body), "messages": [{"role": "user", "content": PLAIN_TEXT + texts[0]}]}
+            if scene.rng.random() < 0.5:  # without a word about us, and without a stored text, which would be reused
+                own = {"role": "user", "content": f"{PLAIN_TEXT} Answer number {number}."}
+                body = {**without_field(body), "messages": [own]}
             answer, expected = await whole(client, body), await whole(plain, without_field(body))
             seen["equal" if choices_of(answer) == choices_of(expected) else "different"] += 1
     return {
