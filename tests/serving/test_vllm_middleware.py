@@ -408,7 +408,7 @@ class TestReplies:
         assert 0 < own["effective_ratio"] < 1 and 0 < own["reused_tokens"] < own["prompt_tokens"]
         assert 0 < own["planning_s"] < own["ttft_s"] <= own["planning_s"] + own["queued_s"] + 0.005 + 1e-6
         assert found["kv_transfer_params"] is None and found["metrics"] is None
-        assert found["usage"]["prompt_tokens_details"]["cached_tokens"] == own["prompt_tokens"] - 1
+        assert found["usage"]["prompt_tokens_details"]["cached_tokens"] == plan_of(served.inner.last).num_ready
 
     def test_the_same_statistics_as_the_engine(self, served: Served, config: EngineConfig) -> None:
         engine = CacheClipEngine(config)
@@ -487,6 +487,19 @@ class TestStreams:
             served.inner.gate.set()
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]" and '"cacheclip"' in rest[-2]
+
+    @pytest.mark.parametrize("usage", [True, False])
+    def test_a_plan_that_vllm_had_cached(self, served: Served, usage: bool) -> None:
+        """Its own cache answers for more tokens than the plan makes; streams have no other sign of it."""
+        options = {"stream_options": {"include_usage": usage}}
+        for more, outcome in ((-1, "plain"), (0, "fused"), (1, "cached"), (20, "cached")):
+            served.ask()
+            served.inner.cached = plan_of(served.inner.last).num_ready + more
+            own = served.events(**options)[-1]["cacheclip"]
+            assert own["outcome"] == outcome and (own["chunk_tokens"] == 0) == (outcome == "plain")
+        before = metric(served, 'outcomes_total{outcome="cached"}')
+        served.events(**options)
+        assert metric(served, 'outcomes_total{outcome="cached"}') == before + 1
 
     def test_a_plan_that_vllm_did_not_use(self, served: Served) -> None:
         served.inner.cached = 0

@@ -91,6 +91,8 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._logged: set[str] = set()
         # the scheduler's
         self._ready: dict[str, Ready] = {}
+        self._requests: dict[str, Any] = {}
+        """vLLM's own, of which something is loaded."""
         self._outcomes: dict[str, dict[str, Any]] = {}
         self._scheduled: dict[str, int] = {}
         """Tokens to load in this step, by request."""
@@ -127,6 +129,7 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if num_external_tokens > 0:
             self._scheduled[request.request_id] = num_external_tokens
+            self._requests[request.request_id] = request
 
     def build_connector_meta(self, scheduler_output: Any) -> Loads:
         placed: dict[str, tuple[list[int], int]] = {
@@ -154,6 +157,9 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
             if not failed.isdisjoint(blocks):
                 reason = "its KV could not be read or computed; vLLM's log says why"
                 self._outcomes[request_id] = {"outcome": "plain", "reason": reason}
+                stats = self._requests[request_id].prefill_stats
+                if stats is not None:  # no token was made so far; vLLM would count the failed ones as cached
+                    stats.set(stats.num_prompt_tokens, stats.num_local_cached_tokens, 0)
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """What became of the request is in its output's ``kv_transfer_params``. Only now are plan and handoff no longer
@@ -161,6 +167,7 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._ready.pop(request.request_id, None)
         self._scheduled.pop(request.request_id, None)
         self._loading.pop(request.request_id, None)
+        self._requests.pop(request.request_id, None)
         outcome = self._outcomes.pop(request.request_id, None)
         return False, None if outcome is None else {PARAMETER: outcome}
 
