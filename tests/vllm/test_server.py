@@ -353,11 +353,17 @@ def _metric(served: Served, name: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
 
-def test_a_signal_stops_all_processes(served: Served) -> None:
+def test_a_signal_lets_answers_end_and_stops_all_processes(served: Served) -> None:
     """The last test of this server: it is gone after it."""
     children = psutil.Process(served.process.pid).children(recursive=True)
     assert children, "vLLM's engine has a process of its own"
+    tokens = 400
+    stream = served.chat(PROMPTS[0], stream=True, max_tokens=tokens)
+    chunks = [next(stream) for _ in range(3)]
     served.process.send_signal(signal.SIGTERM)
+    chunks += stream
+    assert (chunks[-1].choices[0].finish_reason, chunks[-1].cacheclip["generated_tokens"]) == ("length", tokens)
+    assert sum(len(getattr(choice, "token_ids", None) or ()) for each in chunks for choice in each.choices) == tokens
     assert served.process.wait(60) == 0
     _, alive = psutil.wait_procs(children, timeout=30)
     assert not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
