@@ -135,8 +135,6 @@ class TestPlanner:
                 Planner(**{**made["options"], name: value})
         with pytest.raises(ConfigurationError, match="store"):
             Planner(**{**made["options"], "store": None})
-        with pytest.raises(ConfigurationError, match="another auxiliary"):
-            Planner(**{**made["options"], "auxiliary": made["options"]["primary"]})
 
     def test_a_certificate_that_is_required_and_missing(self, made: dict[str, Any]) -> None:
         with pytest.raises(CertificateError):
@@ -181,6 +179,18 @@ class TestPlanner:
             planner.parts.store.flush()
             used = planner.parts.store.catalog.keys("default")[-len(fusion.pieces) :]
             assert used == [piece.key for piece in fusion.pieces]
+
+    def test_a_primary_that_is_its_own_auxiliary(self, made: dict[str, Any], tmp_path: Path) -> None:
+        """The auxiliary has weights, the primary still has none, and the plan is that of an engine with both."""
+        own = {"auxiliary": made["options"]["primary"], "method": "cacheclip", "store": str(tmp_path)}
+        engine, planner = (make(**{**made["options"], **own}) for make in (CacheClipEngine, Planner))
+        engine.precompute(CHUNKS)
+        trace = engine.generate(rag_prompt(CHUNKS), max_tokens=1, trace=True).trace
+        fusion = planner.plan(rag_prompt(CHUNKS)).fusion
+        assert all(parameter.is_meta for parameter in planner.primary.model.parameters())
+        in_chunks = {row for start, stop in trace.chunks for row in range(start, stop)}
+        computed = {row for run in fusion.computed for row in range(*run)}
+        assert in_chunks & computed == {*trace.recomputed} and len(trace.recomputed) < len(in_chunks) / 2
 
     def test_loads_no_weights(self, made: dict[str, Any]) -> None:
         planner = Planner(**made["options"])
