@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,6 +18,7 @@ from cacheclip_rag.guards.certificate import THRESHOLDS, Certificate, Identity, 
 from cacheclip_rag.methods import preset
 from cacheclip_rag.models.load import load_planning
 from cacheclip_rag.runtime.vllm.offline import engine_options
+from cacheclip_rag.runtime.vllm.once import WarnOnce
 from cacheclip_rag.runtime.vllm.passes import passes
 from cacheclip_rag.runtime.vllm.planner import Planner
 from cacheclip_rag.runtime.vllm.requests import PARAMETER, Ready, Settings, request_parameters
@@ -47,6 +49,20 @@ print("imported")
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.stdout == "imported\n", done.stderr
+
+
+def test_each_error_is_a_warning_once(caplog: pytest.LogCaptureFixture) -> None:
+    warn = WarnOnce(logging.getLogger("cacheclip_rag.test"))
+    with caplog.at_level(logging.DEBUG):
+        for error in (OSError("gone"), OSError("gone"), ValueError("gone"), OSError("full")):
+            warn("failed: %s", error, traced=True)
+    found = [(each.levelname, each.getMessage(), bool(each.exc_info)) for each in caplog.records]
+    assert found == [
+        ("WARNING", "failed: OSError: gone", True),
+        ("DEBUG", "failed: OSError: gone", False),
+        ("WARNING", "failed: ValueError: gone", True),
+        ("WARNING", "failed: OSError: full", True),
+    ]
 
 
 class TestSettings:

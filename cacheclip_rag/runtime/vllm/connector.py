@@ -27,6 +27,7 @@ from ...errors import CacheClipError
 from ...models.load import load_planning
 from ...runtime.base import DTYPES
 from .loading import Load, Loader
+from .once import WarnOnce
 from .requests import PARAMETER, Ready, Settings
 from .worker import model_runner
 
@@ -88,7 +89,7 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
         scheduler = vllm_config.scheduler_config
         self._room = {"max_runs": scheduler.max_num_seqs, "max_rows": scheduler.max_num_batched_tokens}
         self._counters = Counters()
-        self._logged: set[str] = set()
+        self._warn_once = WarnOnce(logger)
         # the scheduler's
         self._ready: dict[str, Ready] = {}
         self._requests: dict[str, Any] = {}
@@ -116,7 +117,7 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
         except (CacheClipError, ValueError, OSError) as error:
             self._counters.add(plain_requests=1)
             self._outcomes[request.request_id] = {"outcome": "plain", "reason": str(error)}
-            self._log_once("answering by plain prefill: %s", error)
+            self._warn_once("answering by plain prefill: %s", error)
             return
         self._ready[request.request_id] = ready
         self._outcomes[request.request_id] = {"outcome": "cached", "reason": None}
@@ -196,7 +197,7 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
             except Exception as error:  # vLLM computes these blocks itself then
                 self._failed_blocks.update(load.failed_blocks(self._block_size))
                 self._count(failed_loads=1)
-                self._log_once("loading failed, answering by plain prefill: %s", error)
+                self._warn_once("loading failed, answering by plain prefill: %s", error)
                 logger.debug("request %s", load.request_id, exc_info=True)
             else:
                 seconds = time.perf_counter() - began
@@ -231,13 +232,6 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def _count(self, **numbers: float) -> None:
         if get_tensor_model_parallel_rank() == 0:
             self._counters.add(**numbers)
-
-    def _log_once(self, message: str, error: Exception) -> None:
-        text = f"{type(error).__name__}: {error}"
-        level = logger.debug if text in self._logged else logger.warning
-        if len(self._logged) < 1000:  # requests can make up reasons
-            self._logged.add(text)
-        level(message, text)
 
 
 def salt(request: Any, digest: str) -> None:
