@@ -80,7 +80,7 @@ def running(settings: ServerSettings) -> Iterator[Served]:
         await middleware({**scope, "app": inner.app}, receive, send)  # as Starlette calls its middleware
 
     config = uvicorn.Config(application, port=0, log_config=None, lifespan="on", ws="none")
-    server = uvicorn.Server(config)
+    server = inner.app.state.server = uvicorn.Server(config)  # as vLLM has it
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
@@ -515,6 +515,22 @@ class TestStreams:
         while metric(served, "http_disconnects_total") == before:
             pass
         assert metric(served, "questions_running") == 0
+
+
+def test_the_server_closes_though_an_answer_does_not_end(
+    settings: ServerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM closes its server when its engine is gone, and never ends what the engine left."""
+    monkeypatch.setattr("cacheclip_rag.serving.vllm.middleware._CLOSING_S", 0.1)
+    with running(settings) as served:
+        served.inner.gate.clear()
+        body = {"messages": [{"role": "user", "content": PROMPT}], "stream": True}
+        with served.client.stream("POST", CHAT, json=body) as response:
+            lines = response.iter_lines()
+            assert "The" in next(lines)
+            served.inner.app.state.server.should_exit = True
+            with pytest.raises(httpx.RemoteProtocolError):
+                list(lines)
 
 
 def event(**values: Any) -> bytes:
