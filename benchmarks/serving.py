@@ -1,8 +1,9 @@
 """A vLLM server that reuses chunks, under load: ``cacheclip serve --backend vllm``.
 
     python benchmarks/serving.py --json serving.json
-    python benchmarks/serving.py --only poisoning,failures --chunk-tokens 80 --chunks 4
+    python benchmarks/serving.py --only poisoning,failures --primary smollm2-135m --chunk-tokens 80 --chunks 4
     python benchmarks/serving.py --only soak --minutes 30
+    python benchmarks/serving.py --only equality --primary smollm2-135m --chunk-tokens 80 --chunks 4 --dtype float32
 
 Run it with the interpreter of an environment that has this package and vLLM. It stores chunks in a temporary folder,
 starts the server, and asks it over HTTP. Methods take turns, so that a slow minute hits all of them.
@@ -15,8 +16,9 @@ random chunks in random order, so that vLLM's own prefix cache helps where it ca
 ``poisoning``: plain requests among others that reuse the chunks of the same prompts get the bytes, log-probabilities
 included, that a vLLM without this package gives. ``failures``: a third of the primary's payloads is damaged while a
 request is answered. Where a load fails, the answer must be plain prefill's; where none does, it must be the answer of
-the whole store. ``soak``: mixed requests, broken off streams and refused ones for some time; the memory
-of all processes must stay. These three exit with 1 if the promise is not kept.
+the whole store. ``soak``: mixed requests, broken off streams and refused ones for some time; the memory of all
+processes must stay. ``equality``: this package's own engine (transformers) follows the server's greedy answers, and
+must choose the same tokens, but where two are equally likely. These four exit with 1 if the promise is not kept.
 """
 
 from __future__ import annotations
@@ -42,11 +44,13 @@ from typing import Any
 
 import httpx
 import psutil
+import torch
 
+from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.machine import processor_name
 from cacheclip_rag.profiling import QUESTION
 
-PARTS = ("ttft", "throughput", "poisoning", "failures", "soak")
+PARTS = ("ttft", "throughput", "poisoning", "failures", "soak", "equality")
 FULL = "full"
 PLAIN_TEXT = "Say in one sentence what a lighthouse is for."
 _OURS = "from cacheclip_rag.cli import main; main()"
@@ -56,6 +60,8 @@ _PROMPTS = 20
 """Prompts that recur in ``poisoning``: with reuse and without."""
 _LOAD_FAILED = "its KV could not be read"
 """How the connector's reason begins."""
+TIE = 1e-3
+"""Tokens whose log-probabilities differ by less are equally likely: float32 rounds otherwise in other kernels."""
 _START_S = 600.0
 _TAIL_CHARACTERS = 3000
 _SEQUENCES = 64
@@ -104,6 +110,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=1000, help="poisoning: requests")
     parser.add_argument("--failures", type=int, default=500, help="failures: failed loads")
     parser.add_argument("--minutes", type=float, default=30.0, help="soak: how long")
+    parser.add_argument("--prompts", type=int, default=50, help="equality: prompts")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log", type=Path, help="folder for the servers' logs; default a temporary one")
     parser.add_argument("--json", type=Path)
@@ -112,6 +119,8 @@ def parse() -> argparse.Namespace:
     for part in args.only:
         if part not in PARTS:
             parser.error(f"expected names of parts ({', '.join(PARTS)}), got {part!r}")
+    if "equality" in args.only and args.dtype != "float32":
+        parser.error(f"expected --dtype float32 for equality, since others round too much, got {args.dtype}")
     if args.chunks > args.pool:
         parser.error(f"expected --pool of {args.chunks} or more, the chunks of a prompt, got {args.pool}")
     return args
@@ -175,9 +184,8 @@ def prepare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "primary = engine.parts.sources(preset(given['engine']['method'])).primary\n"
         "print(json.dumps({'texts': texts, 'keys': [primary.key(text) for text in texts]}))\n"
     )
-    settings = {name: getattr(args, name) for name in ("primary", "auxiliary", "dtype", "method")}
     given = {
-        "engine": {**settings, "store": str(folder / "store")},
+        "engine": engine_settings(args, folder),
         "pool": args.pool,
         "tokens": args.chunk_tokens,
     }
@@ -188,6 +196,12 @@ def prepare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     found = json.loads(done.stdout.splitlines()[-1])
     payloads = [folder / "store" / "kv" / key[:2] / f"{key}.kv" for key in found["keys"]]
     return {"texts": found["texts"], "payloads": payloads}
+
+
+def engine_settings(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Settings of an engine of ours with the server's models and store."""
+    settings = {name: getattr(args, name) for name in ("primary", "auxiliary", "dtype", "method")}
+    return {**settings, "store": str(folder / "store")}
 
 
 # -- servers ----------------------------------------------------------------------------------------------------------
@@ -527,12 +541,53 @@ async def measure_soak(scene: Scene, ours: Server, twin: Server | None) -> dict[
     }
 
 
+async def measure_equality(scene: Scene, ours: Server, twin: Server | None) -> dict[str, Any]:
+    args, seen, differences = scene.args, Counter[str](), list[dict[str, Any]]()
+    bodies = [scene.body(scene.new_order(), args.method, return_token_ids=True) for _ in range(args.prompts)]
+    async with ours.client() as client:
+        answers = [await whole(client, body) for body in bodies]
+    engine = CacheClipEngine(**engine_settings(args, scene.folder), recompute_ratio=args.ratio)
+    for number, (body, answer) in enumerate(zip(bodies, answers, strict=True)):
+        seen[str(answer["cacheclip"].get("outcome"))] += 1
+        found = first_difference(engine, body["messages"], answer["choices"][0]["token_ids"])
+        if found is not None:
+            differences.append({"prompt": number, **found})
+            say(f"different: {json.dumps(differences[-1])}")
+    return {
+        "prompts": args.prompts,
+        "equal": args.prompts - len(differences),
+        "outcomes": seen,
+        "differences": differences,
+        "kept": seen["fused"] == args.prompts and all(each["margin"] < TIE for each in differences),
+    }
+
+
+def first_difference(engine: CacheClipEngine, prompt: Any, ids: Sequence[int]) -> dict[str, Any] | None:
+    """Where the engine would not have chosen an answer's next token; None if it chooses all of them.
+
+    Returns:
+        ``token`` (its number), the text of what was ``given`` and of what the engine has ``chosen``, and the ``margin``
+        between their log-probabilities, in nats.
+    """
+    found = engine.prefill(prompt, SamplingParams(max_tokens=len(ids)), method=engine.make_method())
+    logits = found.logits
+    with torch.inference_mode():
+        for number, given in enumerate(ids):
+            chosen = int(logits.argmax())
+            if chosen != given:
+                texts = {"given": engine.primary.decode_ids([given]), "chosen": engine.primary.decode_ids([chosen])}
+                return {"token": number, **texts, "margin": float(logits[chosen] - logits[given])}
+            logits = engine.primary.decode_step(found.cache, given)
+    return None
+
+
 MEASURES = {
     "ttft": measure_ttft,
     "throughput": measure_throughput,
     "poisoning": measure_poisoning,
     "failures": measure_failures,
     "soak": measure_soak,
+    "equality": measure_equality,
 }
 
 

@@ -145,7 +145,7 @@ class Parts:
 
     def primary(self, context: ChunkContext) -> ChunkCaches:
         """Chunk caches of the primary model with chunk context ``context``. Loads the model."""
-        return self._caches_of(self.config.primary, context)
+        return self._caches_of("primary", context)
 
     @property
     def prefix_caches(self) -> ChunkCaches:
@@ -154,8 +154,11 @@ class Parts:
 
     @property
     def auxiliary(self) -> ChunkCaches | None:
-        """Chunk caches of the auxiliary model; None if no auxiliary is set. Loads the model."""
-        return self._caches_of(self.config.auxiliary, PREFIX) if self.config.auxiliary else None
+        """Chunk caches of the auxiliary model; None if no auxiliary is set. Loads the model. A primary that is its own
+        auxiliary is loaded once more if this process has no weights of it: scores need them."""
+        config = self.config
+        is_own = config.auxiliary == config.primary and self._load_primary is None
+        return self._caches_of("primary" if is_own else "auxiliary", PREFIX) if config.auxiliary else None
 
     @property
     def auxiliary_caches(self) -> ChunkCaches:
@@ -200,15 +203,17 @@ class Parts:
         opening: list[Segment] = [Fresh(runtime.opening, control=True)] if runtime.opening else []
         return opening + segment_text(text, self.library.index, documents, parts=parts and runtime.has_offsets)
 
-    def _caches_of(self, name: str, context: ChunkContext) -> ChunkCaches:
+    def _caches_of(self, role: str, context: ChunkContext) -> ChunkCaches:
+        """``role``: ``primary`` or ``auxiliary``."""
         with self._lock:
-            role = "primary" if name == self.config.primary else "auxiliary"
             if (role, context) not in self._caches:
-                self._caches[role, context] = self._make_caches(name, role, context)
+                self._caches[role, context] = self._make_caches(role, context)
             return self._caches[role, context]
 
-    def _make_caches(self, name: str, role: str, context: ChunkContext) -> ChunkCaches:
+    def _make_caches(self, role: str, context: ChunkContext) -> ChunkCaches:
         config = self.config
+        name = config.primary if role == "primary" else config.auxiliary
+        assert name is not None, "an auxiliary that is asked for is set"
         device = config.device if role == "primary" else config.auxiliary_device or config.device
         for each in filter(None, (config.primary, config.auxiliary)):
             check_name(each)  # of both, before the weights of one are loaded
@@ -220,7 +225,7 @@ class Parts:
             runtime,
             self.store,
             prefix_ids=PromptReader(runtime, config.system_prompt).prefix_ids(),
-            codec=(config.codec or config.dtype) if role == "primary" else config.auxiliary_codec,
+            codec=(config.codec or config.dtype) if name == config.primary else config.auxiliary_codec,
             context=context,
             trained=self._trained_with(context.trained) if context.trained else None,
         )

@@ -11,7 +11,19 @@ from typing import Any
 
 import pytest
 
+from cacheclip_rag import CacheClipEngine
+from tests.conftest import CHUNKS, rag_prompt
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+def load(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", BENCHMARKS / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture
@@ -21,11 +33,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tiny_models: dict[str, str], tmp_path: 
     models = ["--primary", tiny_models["llama"], "--auxiliary", tiny_models["auxiliary"], "--dtype", "float32"]
 
     def run(name: str, *arguments: str, may_fail: bool = False) -> Any:
-        spec = importlib.util.spec_from_file_location(f"benchmark_{name}", BENCHMARKS / f"{name}.py")
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, spec.name, module)
-        spec.loader.exec_module(module)
+        module = load(name, monkeypatch)
         out = tmp_path / f"{name}.json"
         monkeypatch.setattr(sys, "argv", [name, *models, "--json", str(out), *arguments])
         with suppress(SystemExit) if may_fail else nullcontext():
@@ -56,3 +64,17 @@ def test_latency(run: Any) -> None:
     found = run("latency", "--tokens", "150", "--chunk-tokens", "50,500", "--rounds", "1")
     assert [row["way"] for row in found] == ["full", "auto", "limited"]  # chunks of 500 tokens do not fit
     assert found[0]["predicted_ttft_s"] is None and found[1]["predicted_ttft_s"] > 0
+
+
+def test_where_an_answer_differs(monkeypatch: pytest.MonkeyPatch, tiny_models: dict[str, str]) -> None:
+    """What ``serving.py --only equality`` asks of the engine; the whole of it runs in ``tests/vllm``."""
+    first_difference = load("serving", monkeypatch).first_difference
+    engine = CacheClipEngine(primary=tiny_models["llama"], auxiliary=None, method="epic")
+    engine.precompute(CHUNKS)
+    prompt = rag_prompt(CHUNKS)
+    ids = list(engine.generate(prompt, max_tokens=6, temperature=0).token_ids)
+    assert len(ids) > 3 and first_difference(engine, prompt, ids) is None
+    other = next(token for token in range(5, 99) if token != ids[3])
+    found = first_difference(engine, prompt, [*ids[:3], other, *ids[4:]])
+    assert (found["token"], found["chosen"]) == (3, engine.primary.decode_ids([ids[3]])) and found["margin"] > 1e-3
+    assert found["given"] == engine.primary.decode_ids([other])

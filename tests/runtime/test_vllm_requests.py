@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,6 +18,7 @@ from cacheclip_rag.guards.certificate import THRESHOLDS, Certificate, Identity, 
 from cacheclip_rag.methods import preset
 from cacheclip_rag.models.load import load_planning
 from cacheclip_rag.runtime.vllm.offline import engine_options
+from cacheclip_rag.runtime.vllm.once import WarnOnce
 from cacheclip_rag.runtime.vllm.passes import passes
 from cacheclip_rag.runtime.vllm.planner import Planner
 from cacheclip_rag.runtime.vllm.requests import PARAMETER, Ready, Settings, request_parameters
@@ -47,6 +49,20 @@ print("imported")
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.stdout == "imported\n", done.stderr
+
+
+def test_each_error_is_a_warning_once(caplog: pytest.LogCaptureFixture) -> None:
+    warn = WarnOnce(logging.getLogger("cacheclip_rag.test"))
+    with caplog.at_level(logging.DEBUG):
+        for error in (OSError("gone"), OSError("gone"), ValueError("gone"), OSError("full")):
+            warn("failed: %s", error, traced=True)
+    found = [(each.levelname, each.getMessage(), bool(each.exc_info)) for each in caplog.records]
+    assert found == [
+        ("WARNING", "failed: OSError: gone", True),
+        ("DEBUG", "failed: OSError: gone", False),
+        ("WARNING", "failed: ValueError: gone", True),
+        ("WARNING", "failed: OSError: full", True),
+    ]
 
 
 class TestSettings:
@@ -135,8 +151,6 @@ class TestPlanner:
                 Planner(**{**made["options"], name: value})
         with pytest.raises(ConfigurationError, match="store"):
             Planner(**{**made["options"], "store": None})
-        with pytest.raises(ConfigurationError, match="another auxiliary"):
-            Planner(**{**made["options"], "auxiliary": made["options"]["primary"]})
 
     def test_a_certificate_that_is_required_and_missing(self, made: dict[str, Any]) -> None:
         with pytest.raises(CertificateError):
@@ -181,6 +195,18 @@ class TestPlanner:
             planner.parts.store.flush()
             used = planner.parts.store.catalog.keys("default")[-len(fusion.pieces) :]
             assert used == [piece.key for piece in fusion.pieces]
+
+    def test_a_primary_that_is_its_own_auxiliary(self, made: dict[str, Any], tmp_path: Path) -> None:
+        """The auxiliary has weights, the primary still has none, and the plan is that of an engine with both."""
+        own = {"auxiliary": made["options"]["primary"], "method": "cacheclip", "store": str(tmp_path)}
+        engine, planner = (make(**{**made["options"], **own}) for make in (CacheClipEngine, Planner))
+        engine.precompute(CHUNKS)
+        trace = engine.generate(rag_prompt(CHUNKS), max_tokens=1, trace=True).trace
+        fusion = planner.plan(rag_prompt(CHUNKS)).fusion
+        assert all(parameter.is_meta for parameter in planner.primary.model.parameters())
+        in_chunks = {row for start, stop in trace.chunks for row in range(start, stop)}
+        computed = {row for run in fusion.computed for row in range(*run)}
+        assert in_chunks & computed == {*trace.recomputed} and len(trace.recomputed) < len(in_chunks) / 2
 
     def test_loads_no_weights(self, made: dict[str, Any]) -> None:
         planner = Planner(**made["options"])

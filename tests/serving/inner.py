@@ -13,6 +13,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from cacheclip_rag.fusion_plan import FusionPlan
+
 WORDS = ["The", " year", " was", " 1904."]
 METRICS = "# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 0.0\n"
 
@@ -26,7 +28,7 @@ class Inner:
         self.told: dict[str, Any] = {"outcome": "fused", "reason": None}
         """What the connector says of a plan."""
         self.cached: int | None = None
-        """Cached tokens; None: all but the last token of a planned prompt, else none."""
+        """Cached tokens; None: those whose KV a plan makes, else none."""
         self.gate = threading.Event()
         """Streams wait for it after their first word."""
         self.gate.set()
@@ -80,7 +82,8 @@ class Inner:
         if not plan and self.plain_error is not None:
             return self.plain_error
         prompt = len(plan["token_ids"]) if plan else 40
-        cached = self.cached if self.cached is not None else (prompt - 1 if plan else 0)
+        ready = FusionPlan.from_dict(plan).num_ready if plan else 0
+        cached = ready if self.cached is None else self.cached
         usage = {
             "prompt_tokens": prompt,
             "completion_tokens": 4,

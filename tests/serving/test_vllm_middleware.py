@@ -80,7 +80,7 @@ def running(settings: ServerSettings) -> Iterator[Served]:
         await middleware({**scope, "app": inner.app}, receive, send)  # as Starlette calls its middleware
 
     config = uvicorn.Config(application, port=0, log_config=None, lifespan="on", ws="none")
-    server = uvicorn.Server(config)
+    server = inner.app.state.server = uvicorn.Server(config)  # as vLLM has it
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
@@ -408,7 +408,7 @@ class TestReplies:
         assert 0 < own["effective_ratio"] < 1 and 0 < own["reused_tokens"] < own["prompt_tokens"]
         assert 0 < own["planning_s"] < own["ttft_s"] <= own["planning_s"] + own["queued_s"] + 0.005 + 1e-6
         assert found["kv_transfer_params"] is None and found["metrics"] is None
-        assert found["usage"]["prompt_tokens_details"]["cached_tokens"] == own["prompt_tokens"] - 1
+        assert found["usage"]["prompt_tokens_details"]["cached_tokens"] == plan_of(served.inner.last).num_ready
 
     def test_the_same_statistics_as_the_engine(self, served: Served, config: EngineConfig) -> None:
         engine = CacheClipEngine(config)
@@ -488,6 +488,19 @@ class TestStreams:
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]" and '"cacheclip"' in rest[-2]
 
+    @pytest.mark.parametrize("usage", [True, False])
+    def test_a_plan_that_vllm_had_cached(self, served: Served, usage: bool) -> None:
+        """Its own cache answers for more tokens than the plan makes; streams have no other sign of it."""
+        options = {"stream_options": {"include_usage": usage}}
+        for more, outcome in ((-1, "plain"), (0, "fused"), (1, "cached"), (20, "cached")):
+            served.ask()
+            served.inner.cached = plan_of(served.inner.last).num_ready + more
+            own = served.events(**options)[-1]["cacheclip"]
+            assert own["outcome"] == outcome and (own["chunk_tokens"] == 0) == (outcome == "plain")
+        before = metric(served, 'outcomes_total{outcome="cached"}')
+        served.events(**options)
+        assert metric(served, 'outcomes_total{outcome="cached"}') == before + 1
+
     def test_a_plan_that_vllm_did_not_use(self, served: Served) -> None:
         served.inner.cached = 0
         own = served.events()[-1]["cacheclip"]
@@ -502,6 +515,22 @@ class TestStreams:
         while metric(served, "http_disconnects_total") == before:
             pass
         assert metric(served, "questions_running") == 0
+
+
+def test_the_server_closes_though_an_answer_does_not_end(
+    settings: ServerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM closes its server when its engine is gone, and never ends what the engine left."""
+    monkeypatch.setattr("cacheclip_rag.serving.vllm.middleware._CLOSING_S", 0.1)
+    with running(settings) as served:
+        served.inner.gate.clear()
+        body = {"messages": [{"role": "user", "content": PROMPT}], "stream": True}
+        with served.client.stream("POST", CHAT, json=body) as response:
+            lines = response.iter_lines()
+            assert "The" in next(lines)
+            served.inner.app.state.server.should_exit = True
+            with pytest.raises(httpx.RemoteProtocolError):
+                list(lines)
 
 
 def event(**values: Any) -> bytes:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -91,6 +95,32 @@ def test_the_figures_are_those_of_our_engine(settings: Any, folder: Path, monkey
         for name in ("mean", "max"):
             assert left.first_token_kl[name] == pytest.approx(right.first_token_kl[name], rel=0.01, abs=1e-5)
             assert left.answer_kl[name] == pytest.approx(right.answer_kl[name], rel=0.01, abs=1e-5)
+
+
+def test_the_command(settings: Any, tmp_path: Path) -> None:
+    """In a process of its own, as it is used: only JSON on stdout, and the certificate is where planners look."""
+    options = settings().options
+    command = [
+        *(sys.executable, "-c", "from cacheclip_rag.cli import main; main()", "certify", "--backend", "vllm"),
+        *("--primary", options["primary"], "--auxiliary", options["auxiliary"], "--chunk-context", "passages"),
+        *(
+            "--method",
+            "cacheclip",
+            "--quick",
+            "--ratio",
+            "1.0",
+            "--json",
+            *(f"--vllm={name}={value}" for name, value in VLLM.items()),
+        ),
+    ]
+    environment = {**os.environ, "CACHECLIP_HOME": str(tmp_path), "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout)
+    assert found["verdict"] == "exact" and found["quick"] and found["exactness"]["passed"]
+    saved = json.loads(Path(found["path"]).read_text())
+    assert tmp_path in Path(found["path"]).parents and saved["identity"] == found["identity"]
+    assert saved["identity"]["backend"].startswith("vllm 0.")
 
 
 @pytest.mark.parametrize(("method", "what"), [("cacheblend", "an engine with the weights"), ("full", "nothing to")])

@@ -27,6 +27,7 @@ from ...errors import CacheClipError
 from ...models.load import load_planning
 from ...runtime.base import DTYPES
 from .loading import Load, Loader
+from .once import WarnOnce
 from .requests import PARAMETER, Ready, Settings
 from .worker import model_runner
 
@@ -88,9 +89,11 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
         scheduler = vllm_config.scheduler_config
         self._room = {"max_runs": scheduler.max_num_seqs, "max_rows": scheduler.max_num_batched_tokens}
         self._counters = Counters()
-        self._logged: set[str] = set()
+        self._warn_once = WarnOnce(logger)
         # the scheduler's
         self._ready: dict[str, Ready] = {}
+        self._requests: dict[str, Any] = {}
+        """vLLM's own, of which something is loaded."""
         self._outcomes: dict[str, dict[str, Any]] = {}
         self._scheduled: dict[str, int] = {}
         """Tokens to load in this step, by request."""
@@ -114,7 +117,7 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
         except (CacheClipError, ValueError, OSError) as error:
             self._counters.add(plain_requests=1)
             self._outcomes[request.request_id] = {"outcome": "plain", "reason": str(error)}
-            self._log_once("answering by plain prefill: %s", error)
+            self._warn_once("answering by plain prefill: %s", error)
             return
         self._ready[request.request_id] = ready
         self._outcomes[request.request_id] = {"outcome": "cached", "reason": None}
@@ -127,6 +130,7 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if num_external_tokens > 0:
             self._scheduled[request.request_id] = num_external_tokens
+            self._requests[request.request_id] = request
 
     def build_connector_meta(self, scheduler_output: Any) -> Loads:
         placed: dict[str, tuple[list[int], int]] = {
@@ -154,6 +158,9 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
             if not failed.isdisjoint(blocks):
                 reason = "its KV could not be read or computed; vLLM's log says why"
                 self._outcomes[request_id] = {"outcome": "plain", "reason": reason}
+                stats = self._requests[request_id].prefill_stats
+                if stats is not None:  # no token was made so far; vLLM would count the failed ones as cached
+                    stats.set(stats.num_prompt_tokens, stats.num_local_cached_tokens, 0)
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """What became of the request is in its output's ``kv_transfer_params``. Only now are plan and handoff no longer
@@ -161,6 +168,7 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._ready.pop(request.request_id, None)
         self._scheduled.pop(request.request_id, None)
         self._loading.pop(request.request_id, None)
+        self._requests.pop(request.request_id, None)
         outcome = self._outcomes.pop(request.request_id, None)
         return False, None if outcome is None else {PARAMETER: outcome}
 
@@ -189,7 +197,7 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
             except Exception as error:  # vLLM computes these blocks itself then
                 self._failed_blocks.update(load.failed_blocks(self._block_size))
                 self._count(failed_loads=1)
-                self._log_once("loading failed, answering by plain prefill: %s", error)
+                self._warn_once("loading failed, answering by plain prefill: %s", error)
                 logger.debug("request %s", load.request_id, exc_info=True)
             else:
                 seconds = time.perf_counter() - began
@@ -224,13 +232,6 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def _count(self, **numbers: float) -> None:
         if get_tensor_model_parallel_rank() == 0:
             self._counters.add(**numbers)
-
-    def _log_once(self, message: str, error: Exception) -> None:
-        text = f"{type(error).__name__}: {error}"
-        level = logger.debug if text in self._logged else logger.warning
-        if len(self._logged) < 1000:  # requests can make up reasons
-            self._logged.add(text)
-        level(message, text)
 
 
 def salt(request: Any, digest: str) -> None:

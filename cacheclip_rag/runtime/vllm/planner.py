@@ -67,17 +67,12 @@ class Planner:
                 :class:`~cacheclip_rag.runtime.vllm.offline.FusedLLM` tells it by :meth:`serve`.
 
         Raises:
-            ConfigurationError: there is no store, primary and auxiliary are one model, or a setting has no effect on
-                vLLM's answers.
+            ConfigurationError: there is no store, or a setting has no effect on vLLM's answers.
         """
         shared = options.pop("store") if isinstance(options.get("store"), ChunkStore) else None
         self.config = EngineConfig.from_options(config, options)
         if self.config.store is None:
             raise ConfigurationError("vLLM's workers read chunks from a store folder, and none is set. Set store.")
-        if self.config.auxiliary == self.config.primary:
-            raise ConfigurationError(
-                "a planner has no weights of the primary, so that it cannot score with it. Set another auxiliary."
-            )
         for name in ("finish", "max_ttft_s", "hide_hits"):
             if getattr(self.config, name) not in (None, False, 0.0, "none"):
                 raise ConfigurationError(f"{name} has no effect on answers of vLLM. Leave it out.")

@@ -31,6 +31,9 @@ __all__ = ["Command", "command", "launch"]
 
 _MODULE = "vllm.entrypoints.openai.api_server"
 _MIDDLEWARE = "cacheclip_rag.serving.vllm.middleware.CacheClip"
+_SHUTDOWN_S = 20
+"""Seconds that running answers have to end after SIGTERM; vLLM by itself cuts them off at once. Kubernetes kills a
+container after 30."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +72,9 @@ def command(settings: ServerSettings, flags: Sequence[str], *, host: str, port: 
         *("--kv-transfer-config", json.dumps(engine["kv_transfer_config"])),
         *("--middleware", _MIDDLEWARE),
         *("--enable-prompt-tokens-details", "--enable-per-request-metrics"),
+        *("--shutdown-timeout", str(_SHUTDOWN_S)),
     ]
-    return Command((*arguments, *flags), settings.to_environment())
+    return Command((*arguments, *flags), settings.to_environment())  # of a flag given twice, the last one counts
 
 
 def launch(

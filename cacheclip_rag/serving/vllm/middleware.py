@@ -48,6 +48,9 @@ _NAMED = (*_OF_TENANTS, *_OPEN, "/metrics")
 """Paths that are counted apart."""
 _BODY_S = 600.0
 """Seconds in which the body of a request must come."""
+_CLOSING_S = 5
+"""Seconds after the engine's end in which the last bytes of answers must be sent. vLLM gives up answers that the engine
+did not end, and would wait for their connections forever."""
 _MOST_KEPT = 2**16
 """Bytes of a stream that are kept for a shadow check, which compares its beginning."""
 _MOST_SALT = 1024
@@ -97,6 +100,7 @@ class CacheClip:
                     logger.exception("the planner cannot start")
                     message = {"type": "lifespan.startup.failed", "message": str(error)}
                 else:
+                    _limit_closing(scope)
                     self._tell_ready()
             elif message["type"] == "lifespan.shutdown.complete":
                 await asyncio.to_thread(self.planning.close)
@@ -240,6 +244,13 @@ class CacheClip:
     def _record(self, stats: FusionStats, outcome: str, reason: str | None) -> None:
         self.planning.metrics.record_answer(stats)
         self.planning.count(outcome, reason)
+
+
+def _limit_closing(scope: Scope) -> None:
+    """Limit how long vLLM's HTTP server waits for open connections when it closes."""
+    server = getattr(getattr(scope.get("app"), "state", None), "server", None)
+    if server is not None and server.config.timeout_graceful_shutdown is None:
+        server.config.timeout_graceful_shutdown = _CLOSING_S
 
 
 def _count_usage(body: dict[str, Any]) -> bool:

@@ -16,6 +16,7 @@ from ...errors import CertificateError, ConfigurationError, PromptTooLongError
 from ...frontend.tools import uses_tools
 from ...guards.metrics import Metrics
 from ...methods.base import Method
+from ...runtime.vllm.once import WarnOnce
 from ...runtime.vllm.planner import PlannedPrompt, Planner
 from ...store import ChunkStore
 from ..counters import exposition
@@ -32,8 +33,7 @@ _MOST_WAITING = 64
 """Prompts that wait for their plan; more are prefilled in full, which needs no wait."""
 _MOST_REASONS = 50
 """Reasons that are counted apart."""
-_MOST_LOGGED = 1000
-"""Errors that are remembered, to log each of them once."""
+_NOT_PLANNED = "answering by plain prefill, because planning failed: %s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Planning:
         self._planners: dict[str, Planner] = {}
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, "cacheclip-plan")
-        self._logged: set[str] = set()
+        self._warn_once = WarnOnce(logger)
         self.waiting = 0
         """Prompts that wait for their plan, or are being planned."""
         self.metrics = Metrics(lambda: self._store.stats().tiers)
@@ -137,19 +137,11 @@ class Planning:
             logger.debug("answering by plain prefill: %s", error)
         except CertificateError as error:
             reason = "no certificate"
-            self._log_once(error)
+            self._warn_once(_NOT_PLANNED, error, traced=True)
         except Exception as error:  # vLLM answers what we cannot plan
             reason = "planning failed"
-            self._log_once(error)
+            self._warn_once(_NOT_PLANNED, error, traced=True)
         return Way(planned, reason, began - came, time.perf_counter() - began)
-
-    def _log_once(self, error: Exception) -> None:
-        text = f"{type(error).__name__}: {error}"
-        is_new = text not in self._logged
-        if len(self._logged) < _MOST_LOGGED:
-            self._logged.add(text)
-        level = logging.WARNING if is_new else logging.DEBUG
-        logger.log(level, "answering by plain prefill, because planning failed: %s", text, exc_info=is_new)
 
     def _planned(self, planner: Planner, asked: Asked, field: CacheClipField, method: Method) -> PlannedPrompt:
         runtime, is_text = planner.primary, isinstance(asked.prompt, str)

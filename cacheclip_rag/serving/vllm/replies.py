@@ -41,7 +41,8 @@ class Result:
 
         Args:
             usage: vLLM's token counts.
-            told: the connector's outcome; None in streams, where vLLM does not hand it on.
+            told: the connector's outcome; None in streams, where vLLM does not hand it on, so that its token counts
+                must tell.
             metrics: vLLM's times.
         """
         cached = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
@@ -64,9 +65,11 @@ class Result:
             return "plain", self.way.reason
         if told is not None:
             return str(told.get("outcome")), told.get("reason")
-        if not is_counted or cached >= planned.fusion.num_ready:
-            return "fused", None
-        return "plain", "vLLM did not use the plan; its log says why"
+        ready = planned.fusion.num_ready
+        if is_counted and cached < ready:
+            return "plain", "vLLM did not use the plan; its log says why"
+        # the connector loads up to there and no further; vLLM's own cache ends at a block's border behind it
+        return ("cached" if cached > ready else "fused"), None
 
     def _stats(self, outcome: str, reason: str | None, usage: Mapping[str, Any], cached: int) -> FusionStats:
         planned = None if self.way.planned is None else self.way.planned.stats

@@ -1,0 +1,31 @@
+"""Warnings for errors that many requests may cause. Each error is a warning once, and then goes to the debug log."""
+
+from __future__ import annotations
+
+import logging
+
+__all__ = ["WarnOnce"]
+
+_MOST = 1000
+"""Errors that are remembered: requests can make up new ones."""
+
+
+class WarnOnce:
+    """Logs errors, each as a warning at its first time only."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+        self._known: set[str] = set()
+
+    def __call__(self, message: str, error: Exception, *, traced: bool = False) -> None:
+        """
+        Args:
+            message: what follows from the error, with one ``%s`` for it.
+            traced: whether the warning has the traceback.
+        """
+        text = f"{type(error).__name__}: {error}"
+        is_new = text not in self._known
+        if len(self._known) < _MOST:
+            self._known.add(text)
+        level = logging.WARNING if is_new else logging.DEBUG
+        self._logger.log(level, message, text, exc_info=error if traced and is_new else None)
