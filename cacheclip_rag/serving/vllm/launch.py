@@ -47,14 +47,12 @@ def command(settings: ServerSettings, flags: Sequence[str], *, host: str, port: 
 
     Args:
         settings: as the middleware reads them.
-        flags: of vLLM, passed on as they are.
+        flags: of vLLM, checked, and passed on as they are.
 
     Raises:
-        ConfigurationError: a flag contradicts the settings, or other machines could reach the address, and no API key
-            is set.
+        ConfigurationError: other machines could reach the address, and no API key is set.
         The errors of :func:`~cacheclip_rag.models.load.resolve`.
     """
-    check_flags(flags)
     config, access = settings.config, settings.access
     check_reachable(host, access)
     tenants = {config.namespace, *(tenant for names in access.tenants.values() for tenant in names)}
@@ -99,6 +97,7 @@ def launch(
         CertificateError: the settings require a certificate, and there is none.
     """
     check_vllm()
+    check_flags(flags)  # what is refused takes no time
     if config.device not in ("cpu", "cuda"):
         raise ConfigurationError(f"device must be cpu or cuda with --backend vllm, got {config.device!r}.")
     given = {flag.partition("=")[0].replace("_", "-") for flag in flags}
@@ -113,11 +112,11 @@ def launch(
         body_bytes,
         calls_tools="--enable-auto-tool-choice" in given,
         shows_metrics="--enable-per-request-metrics" in given,
-        served=_served(config.device, flags),
+        served=_served(config, flags),
     )
     if as_json:
         settings = _to_stdout(settings)
-    program = command(settings, flags, host=host, port=port)  # what it refuses takes no time
+    program = command(settings, flags, host=host, port=port)
     planner = Planner(config, served=settings.served)
     planner.warm_up()
     planner.close()
@@ -139,9 +138,9 @@ def _to_stdout(settings: ServerSettings) -> ServerSettings:
     return replace(settings, json_to=stdout)
 
 
-def _served(device: str, flags: Sequence[str]) -> Served:
+def _served(config: EngineConfig, flags: Sequence[str]) -> Served:
     quantization = _value(flags, "--quantization", "-q")
-    return Served(device, quantization, _value(flags, "--kv-cache-dtype") or "auto")
+    return Served.running(config.primary, config.device, quantization, _value(flags, "--kv-cache-dtype") or "auto")
 
 
 def _value(flags: Sequence[str], *names: str) -> str | None:
