@@ -100,12 +100,32 @@ def test_what_vllm_is_told_of_devices_and_tools(started: dict[str, Any], models:
 
 
 @pytest.mark.parametrize(
+    ("flags", "calls", "metrics"),
+    [
+        (["--enable-auto-tool", "--enable-per"], True, True),
+        (["--enable-auto-tool-choice", "--no-enable-auto-tool"], False, False),
+        (["--no-enable-auto-tool-choice", "--enable_auto_tool_choice"], True, False),
+    ],
+)
+def test_switches_of_vllm(
+    started: dict[str, Any], models: list[str], flags: list[str], calls: bool, metrics: bool
+) -> None:
+    """vLLM's parser takes beginnings of flags, and the last one counts."""
+    run(*models, "--", *flags)
+    settings = ServerSettings.of_environment(started["environment"])
+    assert (settings.calls_tools, settings.shows_metrics) == (calls, metrics)
+
+
+@pytest.mark.parametrize(
     ("flags", "quantization", "kv"),
     [
         ([], None, "auto"),
         (["--quantization", "fp8", "--kv_cache_dtype=fp8"], "fp8", "fp8"),
         (["-q", "awq"], "awq", "auto"),
         (["--quantization=fp8"], "fp8", "auto"),
+        (["-qfp8", "--kv-cache-d", "fp8"], "fp8", "fp8"),
+        (["-q=fp8"], "fp8", "auto"),
+        (["--quant", "fp8"], "fp8", "auto"),
     ],
 )
 def test_planners_know_how_vllm_runs_the_model(

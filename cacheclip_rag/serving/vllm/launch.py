@@ -24,7 +24,7 @@ from ...runtime.vllm.planner import Planner
 from ...runtime.vllm.served import Served
 from ..server import address_of, check_reachable
 from ..server import served_name as name_of
-from .options import check_flags, check_vllm
+from .options import check_flags, check_vllm, is_on, value_of
 from .settings import ServerSettings
 
 __all__ = ["Command", "command", "launch"]
@@ -100,7 +100,6 @@ def launch(
     check_flags(flags)  # what is refused takes no time
     if config.device not in ("cpu", "cuda"):
         raise ConfigurationError(f"device must be cpu or cuda with --backend vllm, got {config.device!r}.")
-    given = {flag.partition("=")[0].replace("_", "-") for flag in flags}
     port = port or _free_port(host)
     settings = ServerSettings(
         config,
@@ -110,8 +109,8 @@ def launch(
         None if tenants is None else tenants.expanduser().absolute(),
         secrets.token_urlsafe(32),
         body_bytes,
-        calls_tools="--enable-auto-tool-choice" in given,
-        shows_metrics="--enable-per-request-metrics" in given,
+        calls_tools=is_on(flags, "enable-auto-tool-choice"),
+        shows_metrics=is_on(flags, "enable-per-request-metrics"),
         served=_served(config, flags),
     )
     if as_json:
@@ -139,18 +138,8 @@ def _to_stdout(settings: ServerSettings) -> ServerSettings:
 
 
 def _served(config: EngineConfig, flags: Sequence[str]) -> Served:
-    quantization = _value(flags, "--quantization", "-q")
-    return Served.running(config.primary, config.device, quantization, _value(flags, "--kv-cache-dtype") or "auto")
-
-
-def _value(flags: Sequence[str], *names: str) -> str | None:
-    """What a flag of vLLM is set to; None if it is not given."""
-    found = None
-    for number, flag in enumerate(flags):
-        name, has_value, value = flag.partition("=")
-        if name.replace("_", "-") in names:
-            found = value if has_value else next(iter(flags[number + 1 :]), None)
-    return found
+    quantization = value_of(flags, "quantization", "-q")
+    return Served.running(config.primary, config.device, quantization, value_of(flags, "kv-cache-dtype") or "auto")
 
 
 def _free_port(host: str) -> int:
