@@ -289,6 +289,7 @@ class TestOptions:
             ({"dtype": "bfloat16"}, "primary or dtype"),
             ({"kv_transfer_config": {}}, "this package sets it"),
             ({"hf_overrides": {"rope_theta": 1}}, "change the model"),
+            ({"hf_config_path": "elsewhere"}, "change the model"),
             ({"quantization_config": {"ignore": ["lm_head"]}}, "Give quantization, a name"),
             ({"enable_lora": True}, "LoRA"),
         ],

@@ -194,6 +194,9 @@ def test_a_free_port_and_the_ready_line(started: dict[str, Any], models: list[st
         (["--", "--dtype", "half"], "--dtype before --"),
         (["--chat-template", "a.jinja"], "model's folder"),
         (["--hf-overrides", "{}"], "model's folder"),
+        (["--hf-config-path", "elsewhere"], "model's folder"),
+        (["--hf-c", "elsewhere"], "--hf-c cannot be passed on"),
+        (["--quantization-config", "{}"], "Give --quantization, a name"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -11,7 +11,14 @@ import torch
 from tests.vllm.conftest import started
 
 ENGINE = {
-    "model_config": {"use_mla": False, "is_moe": False, "is_multimodal_model": False, "hf_overrides": {}},
+    "model_config": {
+        "model": "here",
+        "use_mla": False,
+        "is_moe": False,
+        "is_multimodal_model": False,
+        "hf_overrides": {},
+        "hf_config_path": None,
+    },
     "parallel_config": {
         "pipeline_parallel_size": 1,
         "decode_context_parallel_size": 1,
@@ -65,9 +72,11 @@ class TestEngine:
             ("model_config", {"use_mla": True}, "MLA"),
             ("model_config", {"is_multimodal_model": True}, "multimodal"),
             ("model_config", {"hf_overrides": {"rope_theta": 7}}, "hf_overrides"),
+            ("model_config", {"hf_config_path": "elsewhere"}, "hf_config_path"),
             ("model_config", {"dtype": torch.float64}, "dtype"),
             ("parallel_config", {"pipeline_parallel_size": 2}, "pipeline"),
             ("parallel_config", {"decode_context_parallel_size": 2}, "context parallelism"),
+            ("parallel_config", {"prefill_context_parallel_size": 2}, "context parallelism"),
             ("kv_transfer_config", {"kv_load_failure_policy": "fail"}, "recompute"),
             ("", {"groups": 2}, "KV cache groups"),
             ("", {"draft": "eagle3"}, "drafters"),

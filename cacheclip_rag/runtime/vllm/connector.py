@@ -263,6 +263,9 @@ def check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
             draft is not None and draft.method not in _DRAFTERS_WITHOUT_KV
         ),
         "hf_overrides would change the model that chunks were computed with": bool(model.hf_overrides),
+        "hf_config_path would be another config than that of the model that chunks were computed with": (
+            model.hf_config_path not in (None, model.model)
+        ),
         f"the dtype must be one of {', '.join(DTYPES)}, got {model.dtype}": (
             str(model.dtype).removeprefix("torch.") not in DTYPES
         ),

@@ -41,10 +41,11 @@ _OURS = {
     **dict.fromkeys(
         (
             *("tokenizer", "tokenizer-mode", "tokenizer-revision", "revision", "hf-overrides"),
-            *("chat-template", "chat-template-content-format"),
+            *("chat-template", "chat-template-content-format", "hf-config-path"),
         ),
         "plans and stored chunks follow the files in the model's folder. Change them there, and ingest again",
     ),
+    "quantization-config": "the keys of stored chunks do not tell it. Give --quantization, a name",
     "default-chat-template-kwargs": "plans do not follow it. Set it in each request, which is then prefilled in full",
 }
 """Flags of vLLM that contradict what this command sets, each with what to do instead."""
