@@ -211,6 +211,14 @@ def test_a_model_that_is_its_own_auxiliary(started: dict[str, Any], models: list
     assert isinstance(done.exception, ConfigurationError) and "another auxiliary" in str(done.exception)
 
 
+def test_a_key_that_vllm_would_check_itself(started: dict[str, Any], models: list[str]) -> None:
+    """Tenants' keys would get status 401."""
+    done = run(*models, VLLM_API_KEY=KEY)
+    assert isinstance(done.exception, ConfigurationError) and "CACHECLIP_API_KEY" in str(done.exception)
+    assert not started and KEY not in str(done.exception)
+    assert isinstance(run(*models, VLLM_API_KEY="").exception, Replaced), "vLLM takes an empty one for none"
+
+
 def test_a_certificate_that_is_required_and_missing(started: dict[str, Any], models: list[str]) -> None:
     done = run(*models, "--require-certificate")
     assert isinstance(done.exception, CertificateError) and not started

@@ -97,6 +97,11 @@ def launch(
         CertificateError: the settings require a certificate, and there is none.
     """
     check_vllm()
+    if os.environ.get("VLLM_API_KEY"):
+        raise ConfigurationError(
+            "VLLM_API_KEY is set, and vLLM would refuse all other keys, those of tenants too. Unset it, and give "
+            "--api-key or set CACHECLIP_API_KEY."
+        )
     check_flags(flags)  # what is refused takes no time
     if config.device not in ("cpu", "cuda"):
         raise ConfigurationError(f"device must be cpu or cuda with --backend vllm, got {config.device!r}.")
