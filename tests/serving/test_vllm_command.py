@@ -125,7 +125,6 @@ def test_switches_of_vllm(
         (["--quantization=fp8"], "fp8", "auto"),
         (["-qfp8", "--kv-cache-d", "fp8"], "fp8", "fp8"),
         (["-q=fp8"], "fp8", "auto"),
-        (["--quant", "fp8"], "fp8", "auto"),
     ],
 )
 def test_planners_know_how_vllm_runs_the_model(
@@ -197,6 +196,7 @@ def test_a_free_port_and_the_ready_line(started: dict[str, Any], models: list[st
         (["--hf-config-path", "elsewhere"], "model's folder"),
         (["--hf-c", "elsewhere"], "--hf-c cannot be passed on"),
         (["--quantization-config", "{}"], "Give --quantization, a name"),
+        (["--quant", "fp8"], "Give --quantization, a name"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

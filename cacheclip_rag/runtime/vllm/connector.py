@@ -129,6 +129,8 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._scheduled[request.request_id] = num_external_tokens
 
     def build_connector_meta(self, scheduler_output: Any) -> Loads:
+        for request_id in scheduler_output.preempted_req_ids or ():
+            self._loading.pop(request_id, None)  # its blocks are other requests' now
         placed: dict[str, tuple[list[int], int]] = {
             new.req_id: (new.block_ids[0], new.num_computed_tokens) for new in scheduler_output.scheduled_new_reqs
         }
@@ -227,10 +229,10 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def _log_once(self, message: str, error: Exception) -> None:
         text = f"{type(error).__name__}: {error}"
-        level = logger.debug if text in self._logged else logger.warning
-        if len(self._logged) < 1000:  # requests can make up reasons
+        is_new = text not in self._logged and len(self._logged) < 1000  # requests can make up reasons
+        if is_new:
             self._logged.add(text)
-        level(message, text)
+        (logger.warning if is_new else logger.debug)(message, text)
 
 
 def salt(request: Any, digest: str) -> None:

@@ -33,7 +33,7 @@ _MOST_WAITING = 64
 _MOST_REASONS = 50
 """Reasons that are counted apart."""
 _MOST_LOGGED = 1000
-"""Errors that are remembered, to log each of them once."""
+"""Errors that are logged, each of them once; further ones are only counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +145,8 @@ class Planning:
 
     def _log_once(self, error: Exception) -> None:
         text = f"{type(error).__name__}: {error}"
-        is_new = text not in self._logged
-        if len(self._logged) < _MOST_LOGGED:
+        is_new = text not in self._logged and len(self._logged) < _MOST_LOGGED
+        if is_new:
             self._logged.add(text)
         level = logging.WARNING if is_new else logging.DEBUG
         logger.log(level, "answering by plain prefill, because planning failed: %s", text, exc_info=is_new)
