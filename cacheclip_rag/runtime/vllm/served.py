@@ -33,8 +33,8 @@ class Served:
     """vLLM's ``quantization`` of a checkpoint in full precision. The KV is that of other weights then: stored chunks of
     one are not found by the other. None for a checkpoint that is quantised already, which its fingerprint tells."""
     kv_cache_dtype: str = "auto"
-    """vLLM's ``kv_cache_dtype``, or what the checkpoint makes of ``auto``. It rounds what is attended to, and changes no
-    stored chunk: vLLM's own writer rounds stored KV as it rounds fresh KV."""
+    """vLLM's ``kv_cache_dtype``, or what the checkpoint makes of ``auto``. It rounds what is attended to, and changes
+    no stored chunk: vLLM's own writer rounds stored KV as it rounds fresh KV."""
     version: str = field(default_factory=lambda: installed()[1])
     """vLLM's version."""
 
