@@ -442,6 +442,7 @@ class CacheClipEngine:
         method: Method,
         question: str | None = None,
         documents: Documents = (),
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> Prefilled:
         """Prefill up to the first token's logits, for evaluation. Arguments are as in :meth:`stream`.
 
@@ -451,7 +452,8 @@ class CacheClipEngine:
                 f"method {method.name!r} answers by several prompts, so there is no single prefill to evaluate or "
                 "to certify. Use generate() or stream()."
             )
-        return self._answering.prefill(Request(prompt, params or SamplingParams(), method, question, documents))
+        request = Request(prompt, params or SamplingParams(), method, question, documents, tools=tools)
+        return self._answering.prefill(request)
 
 
 _engines: dict[EngineConfig, CacheClipEngine] = {}

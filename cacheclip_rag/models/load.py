@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -40,6 +41,7 @@ __all__ = [
     "load_any",
     "load_model",
     "load_planning",
+    "quantization_of",
     "register_runtime",
     "resolve",
     "unload_models",
@@ -192,12 +194,27 @@ def load_planning(
         if key not in _registry:
             config, tokenizer, reason = _open(folder, name, "error", quantised=True)
             assert reason is None, "without fallback, other models are refused"
-            changed = quantization if getattr(config, "quantization_config", None) is None else None
+            changed = quantization if quantization_of(folder) is None else None
             identity = {"name": name, "fingerprint": ":".join(filter(None, (fingerprint(folder), dtype, changed)))}
             runtime = PlanningRuntime(folder, config, tokenizer, dtype=getattr(torch, dtype), **identity)
             runtime.backend = backend
             _registry[key] = runtime
         return cast("PlanningRuntime", _registry[key])
+
+
+def quantization_of(folder: Path) -> dict[str, Any] | None:
+    """How the weights of a checkpoint were quantised before they were saved, where vLLM reads it too; None: not at all.
+
+    Raises:
+        ModelError: a file is damaged.
+    """
+
+    def read(file: str) -> dict[str, Any]:
+        path = folder / file
+        return _read(str(folder), file, lambda: dict(json.loads(path.read_text()))) if path.is_file() else {}
+
+    config = read("config.json")
+    return config.get("quantization_config") or config.get("compression_config") or read("hf_quant_config.json") or None
 
 
 def register_runtime(scheme: str, factory: RuntimeFactory) -> None:

@@ -328,7 +328,7 @@ class PromptReader:
     def segments(
         self,
         prompt: Prompt,
-        texts: TextIndex,
+        texts: TextIndex | None,
         documents: Iterable[str] = (),
         *,
         date: str | None = None,
@@ -340,7 +340,7 @@ class PromptReader:
         Args:
             prompt: a string (one user message if the model has a chat template) or a list of messages. The system
                 prompt is added to messages without one.
-            texts: stored texts to find.
+            texts: stored texts to find; None finds none.
             documents: chunk texts known to be in the prompt, stored or not; normalised, see :func:`given_texts`.
             date: for chat templates that state the date; default today.
             tools: definitions of tools that the model may call, in OpenAI's function format.

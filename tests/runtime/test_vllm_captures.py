@@ -207,9 +207,9 @@ class TestFingerprint:
         with pytest.raises(UnsupportedModelError, match="quantised weights"):
             load_model(folder)
 
-    def test_what_an_engine_runs(self) -> None:
+    def test_what_an_engine_runs(self, tiny_models: dict[str, str]) -> None:
         config = SimpleNamespace(
-            model_config=SimpleNamespace(quantization="fp8"),
+            model_config=SimpleNamespace(model=tiny_models["llama"], quantization="fp8"),
             cache_config=SimpleNamespace(cache_dtype="fp8_e4m3"),
             device_config=SimpleNamespace(device_type="cuda"),
         )
@@ -289,6 +289,7 @@ class TestOptions:
             ({"dtype": "bfloat16"}, "primary or dtype"),
             ({"kv_transfer_config": {}}, "this package sets it"),
             ({"hf_overrides": {"rope_theta": 1}}, "change the model"),
+            ({"hf_config_path": "elsewhere"}, "change the model"),
             ({"quantization_config": {"ignore": ["lm_head"]}}, "Give quantization, a name"),
             ({"enable_lora": True}, "LoRA"),
         ],

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,12 +103,31 @@ def test_what_vllm_is_told_of_devices_and_tools(started: dict[str, Any], models:
 
 
 @pytest.mark.parametrize(
+    ("flags", "calls", "metrics"),
+    [
+        (["--enable-auto-tool", "--enable-per"], True, True),
+        (["--enable-auto-tool-choice", "--no-enable-auto-tool"], False, False),
+        (["--no-enable-auto-tool-choice", "--enable_auto_tool_choice"], True, False),
+    ],
+)
+def test_switches_of_vllm(
+    started: dict[str, Any], models: list[str], flags: list[str], calls: bool, metrics: bool
+) -> None:
+    """vLLM's parser takes beginnings of flags, and the last one counts."""
+    run(*models, "--", *flags)
+    settings = ServerSettings.of_environment(started["environment"])
+    assert (settings.calls_tools, settings.shows_metrics) == (calls, metrics)
+
+
+@pytest.mark.parametrize(
     ("flags", "quantization", "kv"),
     [
         ([], None, "auto"),
         (["--quantization", "fp8", "--kv_cache_dtype=fp8"], "fp8", "fp8"),
         (["-q", "awq"], "awq", "auto"),
         (["--quantization=fp8"], "fp8", "auto"),
+        (["-qfp8", "--kv-cache-d", "fp8"], "fp8", "fp8"),
+        (["-q=fp8"], "fp8", "auto"),
     ],
 )
 def test_planners_know_how_vllm_runs_the_model(
@@ -116,6 +137,26 @@ def test_planners_know_how_vllm_runs_the_model(
     run(*models, "--", *flags)
     served = ServerSettings.of_environment(started["environment"]).served
     assert (served.device, served.quantization, served.kv_cache_dtype) == ("cpu", quantization, kv)
+
+
+def test_planners_know_what_the_checkpoint_makes_vllm_do(
+    started: dict[str, Any], models: list[str], tiny_models: dict[str, str], tmp_path: Path
+) -> None:
+    """A certificate is for what vLLM runs, whether an option or the checkpoint says it."""
+    folder = tmp_path / "quantised"
+    shutil.copytree(tiny_models["llama"], folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}
+    (folder / "config.json").write_text(json.dumps(config))
+    done = run(*models, "--primary", str(folder))
+    assert isinstance(done.exception, Replaced), done.exception
+    found = ServerSettings.of_environment(started["environment"]).served
+    resolved = SimpleNamespace(
+        model_config=SimpleNamespace(model=str(folder), quantization="compressed-tensors"),
+        cache_config=SimpleNamespace(cache_dtype="fp8"),
+        device_config=SimpleNamespace(device_type="cpu"),
+    )
+    assert found.label == served.Served.of(resolved).label == f"vllm {found.version} on cpu, KV as fp8"
 
 
 def test_a_free_port_and_the_ready_line(started: dict[str, Any], models: list[str]) -> None:
@@ -155,6 +196,10 @@ def test_a_free_port_and_the_ready_line(started: dict[str, Any], models: list[st
         (["--", "--dtype", "half"], "--dtype before --"),
         (["--chat-template", "a.jinja"], "model's folder"),
         (["--hf-overrides", "{}"], "model's folder"),
+        (["--hf-config-path", "elsewhere"], "model's folder"),
+        (["--hf-c", "elsewhere"], "--hf-c cannot be passed on"),
+        (["--quantization-config", "{}"], "Give --quantization, a name"),
+        (["--quant", "fp8"], "Give --quantization, a name"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -167,6 +212,14 @@ def test_what_it_refuses(started: dict[str, Any], models: list[str], given: list
 def test_a_model_that_is_its_own_auxiliary(started: dict[str, Any], models: list[str]) -> None:
     done = run(*models, "--auxiliary", models[models.index("--primary") + 1])
     assert isinstance(done.exception, Replaced), done.output or done.exception
+
+
+def test_a_key_that_vllm_would_check_itself(started: dict[str, Any], models: list[str]) -> None:
+    """Tenants' keys would get status 401."""
+    done = run(*models, VLLM_API_KEY=KEY)
+    assert isinstance(done.exception, ConfigurationError) and "CACHECLIP_API_KEY" in str(done.exception)
+    assert not started and KEY not in str(done.exception)
+    assert isinstance(run(*models, VLLM_API_KEY="").exception, Replaced), "vLLM takes an empty one for none"
 
 
 def test_a_certificate_that_is_required_and_missing(started: dict[str, Any], models: list[str]) -> None:

@@ -11,7 +11,14 @@ import torch
 from tests.vllm.conftest import started
 
 ENGINE = {
-    "model_config": {"use_mla": False, "is_moe": False, "is_multimodal_model": False, "hf_overrides": {}},
+    "model_config": {
+        "model": "here",
+        "use_mla": False,
+        "is_moe": False,
+        "is_multimodal_model": False,
+        "hf_overrides": {},
+        "hf_config_path": None,
+    },
     "parallel_config": {
         "pipeline_parallel_size": 1,
         "decode_context_parallel_size": 1,
@@ -65,9 +72,11 @@ class TestEngine:
             ("model_config", {"use_mla": True}, "MLA"),
             ("model_config", {"is_multimodal_model": True}, "multimodal"),
             ("model_config", {"hf_overrides": {"rope_theta": 7}}, "hf_overrides"),
+            ("model_config", {"hf_config_path": "elsewhere"}, "hf_config_path"),
             ("model_config", {"dtype": torch.float64}, "dtype"),
             ("parallel_config", {"pipeline_parallel_size": 2}, "pipeline"),
             ("parallel_config", {"decode_context_parallel_size": 2}, "context parallelism"),
+            ("parallel_config", {"prefill_context_parallel_size": 2}, "context parallelism"),
             ("kv_transfer_config", {"kv_load_failure_policy": "fail"}, "recompute"),
             ("", {"groups": 2}, "KV cache groups"),
             ("", {"draft": "eagle3"}, "drafters"),
@@ -131,3 +140,37 @@ class TestRequest:
         check_request(SimpleNamespace(**REQUEST))
         with pytest.raises(ValueError, match=what):
             check_request(SimpleNamespace(**{**REQUEST, **changed}))
+
+
+class TestBookkeeping:
+    def connector(self) -> Any:
+        from cacheclip_rag.runtime.vllm.connector import CacheClipConnector
+
+        found = CacheClipConnector.__new__(CacheClipConnector)
+        found._logged, found._scheduled, found._loading, found._outcomes = set(), {}, {}, {}
+        return found
+
+    def test_blocks_of_a_preempted_request_are_no_longer_its_own(self) -> None:
+        """Another request's load into them may fail."""
+        connector = self.connector()
+        for name in ("gone", "here"):
+            connector._loading[name], connector._outcomes[name] = (1, 2), {"outcome": "fused", "reason": None}
+        cached = SimpleNamespace(req_ids=[])
+        connector.build_connector_meta(
+            SimpleNamespace(scheduled_new_reqs=[], scheduled_cached_reqs=cached, preempted_req_ids={"gone"})
+        )
+        connector.update_connector_output(SimpleNamespace(invalid_block_ids={2}))
+        assert {name: each["outcome"] for name, each in connector._outcomes.items()} == {
+            "gone": "fused",
+            "here": "plain",
+        }
+
+    def test_reasons_that_requests_make_up_do_not_fill_the_log(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from cacheclip_rag.runtime.vllm import connector as module
+
+        found: list[str] = []
+        monkeypatch.setattr(module.logger, "warning", lambda message, text: found.append(text))
+        connector = self.connector()
+        for number in [*range(1200), *range(1200)]:
+            connector._log_once("plain: %s", ValueError(number))
+        assert len(found) == len(set(found)) == 1000

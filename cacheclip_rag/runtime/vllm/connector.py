@@ -133,6 +133,8 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._requests[request.request_id] = request
 
     def build_connector_meta(self, scheduler_output: Any) -> Loads:
+        for request_id in scheduler_output.preempted_req_ids or ():
+            self._loading.pop(request_id, None)  # its blocks are other requests' now
         placed: dict[str, tuple[list[int], int]] = {
             new.req_id: (new.block_ids[0], new.num_computed_tokens) for new in scheduler_output.scheduled_new_reqs
         }
@@ -264,6 +266,9 @@ def check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
             draft is not None and draft.method not in _DRAFTERS_WITHOUT_KV
         ),
         "hf_overrides would change the model that chunks were computed with": bool(model.hf_overrides),
+        "hf_config_path would be another config than that of the model that chunks were computed with": (
+            model.hf_config_path not in (None, model.model)
+        ),
         f"the dtype must be one of {', '.join(DTYPES)}, got {model.dtype}": (
             str(model.dtype).removeprefix("torch.") not in DTYPES
         ),

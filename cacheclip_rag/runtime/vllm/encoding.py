@@ -305,7 +305,7 @@ def _check_options(options: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
         **dict.fromkeys(("model", "dtype"), "it is the engine's primary or dtype"),
         "quantization_config": "weights would be quantised in a way that the stored chunks' keys do not tell. Give "
         "quantization, a name",
-        "hf_overrides": "it would change the model that chunks are computed with",
+        **dict.fromkeys(("hf_overrides", "hf_config_path"), "it would change the model that chunks are computed with"),
         "enable_lora": "LoRA changes the KV",
     }
     for name, why in refused.items():

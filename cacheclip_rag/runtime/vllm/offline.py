@@ -18,7 +18,7 @@ from typing import Any
 
 from ...checks import check_choice
 from ...engine import CacheClipEngine
-from ...errors import CacheClipError, ConfigurationError
+from ...errors import CacheClipError, CertificateError, ConfigurationError, PromptTooLongError
 from ...guards.metrics import Metrics
 from ...handoff import path_of
 from ...methods.base import Method
@@ -131,15 +131,15 @@ class FusedLLM:
 
         Raises:
             ConfigurationError: a setting is out of range. PromptTooLongError: a prompt does not fit the model.
+            CertificateError: as for :meth:`CacheClipEngine.generate`.
         """
         sampling = self._sampling(sampling_params, len(prompts))
         asked = {"method": method, "recompute_ratio": recompute_ratio, "question": question, "tools": tools}
         inputs, chosen = [], []
         with ExitStack() as after:
             for prompt, params in zip(prompts, sampling, strict=True):
-                planned = self.planner.plan(prompt, documents=documents, **asked)  # type: ignore[arg-type]
-                carried = self._parameters(prompt, planned, documents, asked, after)
-                inputs.append({"prompt_token_ids": list(planned.token_ids)})
+                ids, carried = self._prepare(prompt, documents, asked, after)
+                inputs.append({"prompt_token_ids": list(ids)})
                 chosen.append(params if carried is None else _with(params, carried))
             found: list[Any] = self.llm.generate(inputs, chosen, **options)
         for output in found:
@@ -179,6 +179,19 @@ class FusedLLM:
             raise ConfigurationError(f"there are {count} prompts and {len(given)} sampling_params. Give one each.")
         return list(given)
 
+    def _prepare(
+        self, prompt: Prompt, documents: Documents, asked: dict[str, Any], after: ExitStack
+    ) -> tuple[Sequence[int], dict[str, Any] | None]:
+        """Token ids of a prompt, and what its request carries."""
+        try:
+            planned = self.planner.plan(prompt, documents=documents, **asked)
+        except (ConfigurationError, PromptTooLongError, CertificateError):
+            raise
+        except Exception as error:  # vLLM answers what we cannot plan
+            self._count(f"planning failed ({type(error).__name__}: {error})")
+            return self.planner.token_ids(prompt, tools=asked["tools"]), None
+        return planned.token_ids, self._parameters(prompt, planned, documents, asked, after)
+
     def _parameters(
         self, prompt: Prompt, planned: PlannedPrompt, documents: Documents, asked: dict[str, Any], after: ExitStack
     ) -> dict[str, Any] | None:
@@ -192,7 +205,9 @@ class FusedLLM:
             return None
         try:
             method = self.planner.make_method(asked["method"], asked["recompute_ratio"])
-            found = self._engine.prefill(prompt, method=method, question=asked["question"], documents=documents)
+            found = self._engine.prefill(
+                prompt, method=method, question=asked["question"], documents=documents, tools=asked["tools"]
+            )
             if found.layout.token_ids != planned.token_ids:
                 raise ConfigurationError("engine and planner make other token ids: give them the same settings")
             name = found.export(self._handoffs, self._engine.primary)

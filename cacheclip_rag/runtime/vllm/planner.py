@@ -26,7 +26,7 @@ from ...methods.base import Method
 from ...models.load import load_planning
 from ...parts import Parts
 from ...plan.planner import choose_method
-from ...prompt.segments import Segment, given_texts
+from ...prompt.segments import PromptReader, Segment, given_texts, tokenize_whole
 from ...sampling import SamplingParams
 from ...store import ChunkStore
 from ...types import Documents, FusionStats, Plan, Prompt, Request
@@ -212,6 +212,16 @@ class Planner:
             self.parts.store.record_use(piece.key)  # the workers, which read them, write nothing
         computed = _computed_of_chunks(plan, fusion)
         return PlannedPrompt(ids, plan, stats_of(plan, clock, None, computed, computed), fusion)
+
+    def token_ids(self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[int, ...]:
+        """Those of a prompt that is not planned. Needs neither store nor auxiliary model.
+
+        Raises:
+            ConfigurationError: the prompt or a tool is malformed. The errors of :func:`load_planning`.
+        """
+        runtime = self._load_primary(self.config.primary, dtype=self.config.dtype)
+        segments = PromptReader(runtime, self.config.system_prompt).segments(prompt, None, tools=tools)
+        return tuple(tokenize_whole(segments, runtime).ids)
 
     def close(self) -> None:
         """Close file handles; the planner may be used again afterwards."""

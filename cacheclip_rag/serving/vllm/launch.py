@@ -24,7 +24,7 @@ from ...runtime.vllm.planner import Planner
 from ...runtime.vllm.served import Served
 from ..server import address_of, check_reachable
 from ..server import served_name as name_of
-from .options import check_flags, check_vllm
+from .options import check_flags, check_vllm, is_on, value_of
 from .settings import ServerSettings
 
 __all__ = ["Command", "command", "launch"]
@@ -50,14 +50,12 @@ def command(settings: ServerSettings, flags: Sequence[str], *, host: str, port: 
 
     Args:
         settings: as the middleware reads them.
-        flags: of vLLM, passed on as they are.
+        flags: of vLLM, checked, and passed on as they are.
 
     Raises:
-        ConfigurationError: a flag contradicts the settings, or other machines could reach the address, and no API key
-            is set.
+        ConfigurationError: other machines could reach the address, and no API key is set.
         The errors of :func:`~cacheclip_rag.models.load.resolve`.
     """
-    check_flags(flags)
     config, access = settings.config, settings.access
     check_reachable(host, access)
     tenants = {config.namespace, *(tenant for names in access.tenants.values() for tenant in names)}
@@ -103,9 +101,14 @@ def launch(
         CertificateError: the settings require a certificate, and there is none.
     """
     check_vllm()
+    if os.environ.get("VLLM_API_KEY"):
+        raise ConfigurationError(
+            "VLLM_API_KEY is set, and vLLM would refuse all other keys, those of tenants too. Unset it, and give "
+            "--api-key or set CACHECLIP_API_KEY."
+        )
+    check_flags(flags)  # what is refused takes no time
     if config.device not in ("cpu", "cuda"):
         raise ConfigurationError(f"device must be cpu or cuda with --backend vllm, got {config.device!r}.")
-    given = {flag.partition("=")[0].replace("_", "-") for flag in flags}
     port = port or _free_port(host)
     settings = ServerSettings(
         config,
@@ -115,13 +118,13 @@ def launch(
         None if tenants is None else tenants.expanduser().absolute(),
         secrets.token_urlsafe(32),
         body_bytes,
-        calls_tools="--enable-auto-tool-choice" in given,
-        shows_metrics="--enable-per-request-metrics" in given,
-        served=_served(config.device, flags),
+        calls_tools=is_on(flags, "enable-auto-tool-choice"),
+        shows_metrics=is_on(flags, "enable-per-request-metrics"),
+        served=_served(config, flags),
     )
     if as_json:
         settings = _to_stdout(settings)
-    program = command(settings, flags, host=host, port=port)  # what it refuses takes no time
+    program = command(settings, flags, host=host, port=port)
     planner = Planner(config, served=settings.served)
     planner.warm_up()
     planner.close()
@@ -143,19 +146,9 @@ def _to_stdout(settings: ServerSettings) -> ServerSettings:
     return replace(settings, json_to=stdout)
 
 
-def _served(device: str, flags: Sequence[str]) -> Served:
-    quantization = _value(flags, "--quantization", "-q")
-    return Served(device, quantization, _value(flags, "--kv-cache-dtype") or "auto")
-
-
-def _value(flags: Sequence[str], *names: str) -> str | None:
-    """What a flag of vLLM is set to; None if it is not given."""
-    found = None
-    for number, flag in enumerate(flags):
-        name, has_value, value = flag.partition("=")
-        if name.replace("_", "-") in names:
-            found = value if has_value else next(iter(flags[number + 1 :]), None)
-    return found
+def _served(config: EngineConfig, flags: Sequence[str]) -> Served:
+    quantization = value_of(flags, "quantization", "-q")
+    return Served.running(config.primary, config.device, quantization, value_of(flags, "kv-cache-dtype") or "auto")
 
 
 def _free_port(host: str) -> int:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from importlib.util import find_spec
+from itertools import islice
 
 from ...errors import ConfigurationError, MissingExtraError
 from ...runtime.vllm.served import installed
 
-__all__ = ["check_flags", "check_given", "check_vllm"]
+__all__ = ["check_flags", "check_given", "check_vllm", "is_on", "stands_for", "value_of"]
 
 _VERSION = "0.32"
 
@@ -40,13 +41,16 @@ _OURS = {
     **dict.fromkeys(
         (
             *("tokenizer", "tokenizer-mode", "tokenizer-revision", "revision", "hf-overrides"),
-            *("chat-template", "chat-template-content-format"),
+            *("chat-template", "chat-template-content-format", "hf-config-path"),
         ),
         "plans and stored chunks follow the files in the model's folder. Change them there, and ingest again",
     ),
+    "quantization-config": "the keys of stored chunks do not tell it. Give --quantization, a name",
     "default-chat-template-kwargs": "plans do not follow it. Set it in each request, which is then prefilled in full",
 }
 """Flags of vLLM that contradict what this command sets, each with what to do instead."""
+_WHOLE = ("quantization",)
+"""Flags of vLLM that are also the beginnings of others."""
 
 
 def check_given(options: Collection[str]) -> None:
@@ -61,17 +65,45 @@ def check_given(options: Collection[str]) -> None:
 
 
 def check_flags(flags: Sequence[str]) -> None:
-    """Raise ConfigurationError if a flag for vLLM contradicts what this command sets.
-
-    vLLM's parser takes underscores for dashes, parts of JSON as ``--flag.part``, and the beginnings of flags.
-    """
+    """Raise ConfigurationError if a flag for vLLM contradicts what this command sets."""
     for flag in flags:
-        if not flag.startswith("--"):
-            continue
-        name = flag[2:].partition("=")[0].partition(".")[0].replace("_", "-")
-        meant = next((ours for ours in _OURS if name and ours.startswith(name)), None)
+        meant = next((ours for ours in _OURS if stands_for(flag, ours)), None)
         if meant is not None:
-            raise ConfigurationError(f"--{name} cannot be passed on to vLLM: {_OURS[meant]}.")
+            raise ConfigurationError(f"--{_name(flag)} cannot be passed on to vLLM: {_OURS[meant]}.")
+
+
+def stands_for(flag: str, name: str) -> bool:
+    """Whether vLLM could read a flag as the one that is called ``name``: its parser also takes beginnings of names."""
+    given = _name(flag)
+    return bool(given) and name.startswith(given) and (given == name or given not in _WHOLE)
+
+
+def is_on(flags: Sequence[str], name: str) -> bool:
+    """Whether a switch of vLLM is on; the last ``--name`` or ``--no-name`` counts."""
+    given = (flag for flag in reversed(flags) if stands_for(flag, name) or stands_for(flag, f"no-{name}"))
+    return any(stands_for(flag, name) for flag in islice(given, 1))
+
+
+def value_of(flags: Sequence[str], name: str, short: str | None = None) -> str | None:
+    """What a flag of vLLM is set to; None if it is not given.
+
+    Args:
+        short: its name of one letter, such as ``-q``.
+    """
+    found = None
+    for number, flag in enumerate(flags):
+        is_short = short is not None and flag.startswith(short)
+        if is_short and flag != short:
+            found = flag[2:].removeprefix("=")
+        elif is_short or stands_for(flag, name):
+            _, has_value, value = flag.partition("=")
+            found = value if has_value else next(iter(flags[number + 1 :]), None)
+    return found
+
+
+def _name(flag: str) -> str:
+    """The name in a flag, as it is given: ``--a_b.part=1`` is ``a-b``. Empty if it is none."""
+    return flag[2:].partition("=")[0].partition(".")[0].replace("_", "-") if flag.startswith("--") else ""
 
 
 def check_vllm() -> None:
