@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from .rotary import Tables
+
 __all__ = [
     "ROWS_PER_BLOCK",
     "AttentionPlan",
@@ -258,6 +260,9 @@ class AttentionPlan:
     last_rows: int | None = None
     """How many of the last rows need the last layer's output; the others need its KV only. 0: the pass ends when the
     last layer's KV is written. None: all rows need it."""
+    position_embeddings: Sequence[Tables | None] | None = None
+    """Per layer cos and sin of the rows, as the model's own rotary module would give them, ``(1, num_rows,
+    rotary_dim)``; None: the module makes them."""
     kv_rows: int = 0
     """Rows whose KV of this layer was computed before, apart from the layer's output."""
 
