@@ -138,13 +138,10 @@ class Block:
         device: torch.device | None = None,
         geometry: Geometry | None = None,
         visible: torch.Tensor | None = None,
-        masks: Masks | None = None,
     ) -> Block:
         """Make a block for ``device`` from ``positions`` on the CPU."""
-        first = int(positions[0])
-        if geometry is None and visible is None and device is not None:
-            positions = positions.to(device)
-        return cls(rows, keys, positions, first, geometry, visible, Masks() if masks is None else masks)
+        placed = _placed(positions, device, geometry, visible)
+        return cls(rows, keys, placed, int(positions[0]), geometry, visible)
 
     def kept(self, use: Any, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """One of :attr:`masks`, made if it is not there."""
@@ -282,6 +279,7 @@ def causal_plan(
         visible: ``(num_slots,)`` bool, keys that any row may see; default all.
     """
     blocks, masks = [], Masks()
+    placed = _placed(slots, device, geometry, visible)  # one copy to an accelerator for all blocks
     is_long = len(slots) > 0 and int(slots[-1]) >= _LONG
     size = 2 * ROWS_PER_BLOCK if is_long else ROWS_PER_BLOCK
     for start in range(0, len(slots), size):
@@ -290,5 +288,14 @@ def causal_plan(
         if geometry is not None and geometry.contexts is not None:
             stop = max(stop, len(geometry.contexts))
         seen = None if visible is None else visible[:stop]
-        blocks.append(Block.of(slice(start, start + len(rows)), slice(0, stop), rows, device, geometry, seen, masks))
+        own = slice(start, start + len(rows))
+        blocks.append(Block(own, slice(0, stop), placed[own], int(rows[0]), geometry, seen, masks))
     return AttentionPlan(blocks)
+
+
+def _placed(
+    positions: torch.Tensor, device: torch.device | None, geometry: Geometry | None, visible: torch.Tensor | None
+) -> torch.Tensor:
+    """``positions`` where masks are made of them."""
+    on_cpu = geometry is not None or visible is not None or device is None
+    return positions if on_cpu else positions.to(device)
