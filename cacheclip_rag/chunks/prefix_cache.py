@@ -128,7 +128,7 @@ class PrefixCache:
         Args:
             at_most: most tokens to match. A caller that needs logits must leave the last token to be computed.
         """
-        chain = self._chain(tuple(ids[:at_most]))
+        chain = self._chain(tuple(ids if at_most is None else ids[: max(0, at_most)]))
         with self._lock:
             found = self._hold(chain)
             num_tokens = len(found) * self._block_tokens
