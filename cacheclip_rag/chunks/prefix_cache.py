@@ -17,6 +17,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 
 import torch
 
@@ -111,7 +112,10 @@ class PrefixCache:
         if block_tokens < 1:
             raise ConfigurationError(f"block_tokens must be 1 or more, got {block_tokens}. The usual number is 16.")
         self._max_bytes, self._block_tokens = max_bytes, block_tokens
-        self._extra = b"".join(_with_length(key.encode("utf-8", "surrogatepass")) for key in extra_keys)
+        extra = b"".join(_with_length(key.encode("utf-8", "surrogatepass")) for key in extra_keys)
+        self._chain = lru_cache(maxsize=1)(partial(_chain, extra, block_tokens))
+        """Hashes of a prompt's blocks, kept until another prompt comes: the controller looks a prompt up, then the
+        fused prefill, then plain prefill if the first token is unsure."""
         self._blocks: dict[bytes, _Block] = {}
         self._free: OrderedDict[bytes, _Block] = OrderedDict()
         """Blocks without references, the next to be evicted first."""
@@ -124,7 +128,7 @@ class PrefixCache:
         Args:
             at_most: most tokens to match. A caller that needs logits must leave the last token to be computed.
         """
-        chain = self._chain(ids, len(ids) if at_most is None else min(at_most, len(ids)))
+        chain = self._chain(tuple(ids if at_most is None else ids[: max(0, at_most)]))
         with self._lock:
             found = self._hold(chain)
             num_tokens = len(found) * self._block_tokens
@@ -134,7 +138,7 @@ class PrefixCache:
 
     def known(self, ids: Sequence[int]) -> int:
         """Number of tokens that :meth:`match` would match now. Counts nothing in the statistics."""
-        chain = self._chain(ids, len(ids))
+        chain = self._chain(tuple(ids))
         with self._lock:
             found = self._hold(chain)
         self._release(found)
@@ -149,7 +153,7 @@ class PrefixCache:
         Returns:
             Number of new blocks.
         """
-        chain = self._chain(ids, len(ids))
+        chain = self._chain(tuple(ids))
         if not chain:
             return 0
         size, length = self._block_tokens, cache.get_seq_length()
@@ -179,15 +183,6 @@ class PrefixCache:
             self._bytes -= sum(block.num_bytes for block in self._free.values())
             self._blocks.clear()
             self._free.clear()
-
-    def _chain(self, ids: Sequence[int], num_tokens: int) -> list[tuple[bytes, bytes]]:
-        """Hash and token ids, as bytes, of each whole block within the first ``num_tokens`` tokens."""
-        chain, digest, size = [], bytes(32), self._block_tokens  # zeros stand for the parent of a first block
-        for start in range(0, num_tokens - size + 1, size):
-            content = array("q", ids[start : start + size]).tobytes()
-            digest = block_digest(digest, self._extra, content)
-            chain.append((digest, content))
-        return chain
 
     # -- the caller holds the lock, except for _release, which takes it ----------------------------------------------
 
@@ -239,6 +234,16 @@ class PrefixCache:
                 if known:  # its copy failed, so no other block refers to it
                     del self._blocks[block.digest]
                 self._bytes -= block.num_bytes  # of a failed or cleared block
+
+
+def _chain(extra: bytes, size: int, ids: tuple[int, ...]) -> list[tuple[bytes, bytes]]:
+    """Hash and token ids, as bytes, of each whole block of ``size`` tokens."""
+    chain, digest = [], bytes(32)  # zeros stand for the parent of a first block
+    for start in range(0, len(ids) - size + 1, size):
+        content = array("q", ids[start : start + size]).tobytes()
+        digest = block_digest(digest, extra, content)
+        chain.append((digest, content))
+    return chain
 
 
 def block_digest(parent: bytes, extra: bytes, ids: bytes) -> bytes:

@@ -54,11 +54,11 @@ class Sources:
         Args:
             usable: False matches nothing, for a method whose positions differ from the prompt's.
         """
-        return self.prefixes.match(self._shareable(plan) if usable else [])
+        return self.prefixes.match(self._shareable(plan) if usable else ())
 
     def known_tokens(self, plan: Plan) -> int:
         """Number of tokens that :meth:`match` would match now."""
         return self.prefixes.known(self._shareable(plan))
 
-    def _shareable(self, plan: Plan) -> list[int]:
-        return list(plan.layout.token_ids[:-1]) if self.shares_prefixes(plan) else []
+    def _shareable(self, plan: Plan) -> tuple[int, ...]:
+        return plan.layout.token_ids[:-1] if self.shares_prefixes(plan) else ()

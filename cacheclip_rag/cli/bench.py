@@ -127,9 +127,9 @@ def _print_explanation(found: dict[str, Any]) -> None:
     for each in rates["matmul"]:
         shape = f"{each['rows']} x {each['inputs']} times {each['inputs']} x {each['outputs']}"
         output().print(f"{each['model']}: {shape}: {each['flops_per_s'] / 1e9:.1f} GFLOP/s")
-    for name in ("copy", "read"):
+    for name in ("copy", "read", "tokenize"):
         if rates[f"{name}_bytes_per_s"] is not None:
-            output().print(f"{name}: {rates[f'{name}_bytes_per_s'] / 1e9:.2f} GB/s")
+            output().print(f"{name}: {rates[f'{name}_bytes_per_s'] / 1e6:.1f} MB/s")
     output().print(f"processor: {found['processor']}")
 
 

@@ -36,19 +36,17 @@ class ResidualCorrection:
         if not spans:
             return
         chunks = Chunks([(span.start, span.stop) for span in spans])
-        slots = torch.arange(chunks.start, chunks.stop)
-        geometry = self._cache.geometry
-        tables = self._runtime.rotary_tables_at(slots if geometry is None else geometry.positions_of(slots))
-        splits = _Splits(chunks)
+        tables = self._runtime.tables_of(self._cache, torch.arange(chunks.start, chunks.stop))
         for layer, of_layer in zip(self._cache.layers, tables, strict=True):
-            layer.before_scatter = self._corrector(splits, of_layer)
+            layer.before_scatter = self._corrector(chunks, of_layer)
 
     def _corrector(
-        self, splits: _Splits, tables: Tables | None
+        self, chunks: Chunks, tables: Tables | None
     ) -> Callable[[FusedLayer, torch.Tensor, torch.Tensor], None]:
         def correct(layer: FusedLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
             layer.before_scatter = None  # for this pass only
-            split = splits.of(layer)
+            assert layer.slots_on_cpu is not None
+            split = chunks.split(layer.slots_on_cpu, layer.device)
             if split is None:
                 return
             own = slice(split.start, split.stop)
@@ -130,14 +128,22 @@ class Chunks:
         for number, (start, stop) in enumerate(chunks):
             numbers[start - self.start : stop - self.start] = number
         self._numbers, self._count = torch.from_numpy(numbers), len(chunks)
+        self._last: tuple[torch.Tensor, torch.device, Split | None] | None = None
 
     def split(self, slots: torch.Tensor, device: torch.device) -> Split | None:
-        """The split for a pass that computes ``slots``, ``(num_rows,)`` on the CPU; None if no chunk has both chosen
-        and stale tokens. Computed on the CPU, so that no number is read from the accelerator.
+        """The split for a layer that computes ``slots``, ``(num_rows,)`` on the CPU; None if no chunk has both chosen
+        and stale tokens. Layers that share one tensor of slots share the split; it is made again after rows left the
+        pass or the device changed.
 
         Args:
             device: where the result is used.
         """
+        if self._last is None or self._last[0] is not slots or self._last[1] != device:
+            self._last = slots, device, self._make(slots, device)
+        return self._last[2]
+
+    def _make(self, slots: torch.Tensor, device: torch.device) -> Split | None:
+        """Computed on the CPU, so that no number is read from the accelerator."""
         numbers, count = self._numbers, self._count
         is_inside = (slots >= self.start) & (slots < self.stop)
         rows = is_inside.nonzero().flatten()
@@ -157,19 +163,3 @@ class Chunks:
         means[of_kept, torch.arange(len(kept))] = 1.0 / counts[of_kept].float()
         parts = rows[kept], at[kept], means, chunk_of_slot
         return Split(self.start, *(part.to(device) for part in parts))
-
-
-class _Splits:
-    """The splits of a pass's layers."""
-
-    def __init__(self, chunks: Chunks) -> None:
-        self._chunks = chunks
-        self._known: tuple[torch.Tensor | None, Split | None] = (None, None)
-
-    def of(self, layer: FusedLayer) -> Split | None:
-        """The split for the rows that a layer computes. Layers that share one tensor of slots share the split; it is
-        made again after rows left the pass or the device changed."""
-        assert layer.slots is not None and layer.slots_on_cpu is not None
-        if self._known[0] is not layer.slots:
-            self._known = layer.slots, self._chunks.split(layer.slots_on_cpu, layer.device)
-        return self._known[1]

@@ -156,7 +156,8 @@ class _Pass:
                 return None
             kept = plan.reusing(reused)
             is_changed = len(reused) < len(plan.reused) and self.geometry is not None
-            fill = self.runtime.filling(cache, pieces, None if self.geometry is None else self.geometry.positions_of)
+            cache.tables = self.runtime.tables_of(cache, torch.arange(layout.num_tokens))
+            fill = self.runtime.filling(cache, pieces)
 
             def write(layer: int) -> None:
                 with clock.phase_within("read", "assemble"):
@@ -244,6 +245,7 @@ class _Pass:
             method.prepare(view, masks)
             logits = recompute(runtime, cache, layout, rows, row_filter, starts, before_layer)
             wait_for(logits)
+        cache.tables = ()  # decoding goes on beyond the prompt
         if row_filter is not None:
             rows, charged = rows[row_filter.alive], charged + row_filter.charged
         else:
@@ -367,7 +369,7 @@ def assemble(primary: ModelRuntime, cache: FusedCache, pieces: Iterable[tuple[in
     depend on their number. They must come in the order of their slots. Slots between them are not exact: they belong to
     rows that are computed.
     """
-    primary.fill_all(cache, pieces, None if cache.geometry is None else cache.geometry.positions_of)
+    primary.fill_all(cache, pieces)
 
 
 def choose_rows(layout: Layout, reused: Iterable[Span], selected: Iterable[tuple[Span, torch.Tensor]]) -> torch.Tensor:

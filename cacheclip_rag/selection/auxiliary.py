@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ..runtime.transformers.attention_plan import AttentionPlan, Probe, SideBySide
+from ..runtime.transformers.attention_plan import AttentionPlan, Geometry, Probe, SideBySide
 from ..runtime.transformers.cache import FusedCache
 from ..runtime.transformers.rotary import Tables, rotate, unrotate
 from ..store import KV
@@ -215,8 +215,8 @@ def pack_chunks(
     position_of_slot = np.zeros(start, np.int64)
     of_tokens = np.concatenate([np.arange(begin, end) for begin, end in zip(begins, ends, strict=True)])
     position_of_slot[of_tokens] = of_tokens - begins.repeat(sizes) + num_prefix
-    known = torch.from_numpy(position_of_slot)
-    fill_chunks = auxiliary.filling(cache, pieces(), lambda slots: known[slots])
+    cache.geometry = Geometry(torch.from_numpy(position_of_slot))
+    fill_chunks = auxiliary.filling(cache, pieces())
     copies = torch.from_numpy(begins[:, None] + np.arange(-num_prefix, 0))
     fill_prefixes = auxiliary.repeating(cache, prefix, copies, position=0)
     padded = np.concatenate([block.padding.numpy() for block in blocks])

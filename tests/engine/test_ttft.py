@@ -10,7 +10,7 @@ import pytest
 import transformers
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
-from tests.conftest import CHUNKS, rag_prompt
+from tests.conftest import CHUNKS, QUESTION, rag_prompt
 
 SLEEP_S = 0.4
 """Far more than all else takes: what a slowed part is told by."""
@@ -36,27 +36,42 @@ def timed(engine: CacheClipEngine, method: str) -> tuple[float, float]:
     return answer.stats.ttft_s, elapsed
 
 
+class Slow:
+    """A tokenizer that takes its time for the question alone, which stands in no stored chunk."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    def __call__(self, text: str, **options: Any) -> Any:
+        if QUESTION in text:
+            time.sleep(SLEEP_S)
+        return self.tokenizer(text, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
+
+
+def slow_down(runtime: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("tokenizer", "text_tokenizer"):
+        monkeypatch.setattr(runtime, name, Slow(getattr(runtime, name)))
+
+
 @pytest.mark.parametrize("method", ["full", "direct"])
 def test_tokenising_counts(stored: CacheClipEngine, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    question = "What is the magic number of the harbour master?"
-
-    class Slow:
-        """Takes its time for the question alone, which stands in no stored chunk."""
-
-        def __init__(self, tokenizer: Any) -> None:
-            self.tokenizer = tokenizer
-
-        def __call__(self, text: str, **options: Any) -> Any:
-            if question in text:
-                time.sleep(SLEEP_S)
-            return self.tokenizer(text, **options)
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.tokenizer, name)
-
-    for name in ("tokenizer", "text_tokenizer"):
-        monkeypatch.setattr(stored.primary, name, Slow(getattr(stored.primary, name)))
+    slow_down(stored.primary, monkeypatch)
     ttft_s, elapsed = timed(stored, method)
+    assert SLEEP_S <= ttft_s <= elapsed
+
+
+def test_tokenising_for_the_auxiliary_counts(
+    make: Callable[..., CacheClipEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads the question with a tokenizer of its own."""
+    engine = make(method="cacheclip")
+    engine.precompute(CHUNKS)
+    engine.generate(rag_prompt(CHUNKS), PARAMS)
+    slow_down(engine.auxiliary, monkeypatch)
+    ttft_s, elapsed = timed(engine, "cacheclip")
     assert SLEEP_S <= ttft_s <= elapsed
 
 

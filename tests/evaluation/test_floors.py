@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.answering import Answering
 from cacheclip_rag.chunks.writer import ChunkWriter
+from cacheclip_rag.clock import PhaseClock
 from cacheclip_rag.lab.evaluation import explaining
 from cacheclip_rag.lab.evaluation.floors import block_pairs, causal_pairs, layer_shapes, linear_flops
 from cacheclip_rag.models.load import load_model
@@ -141,6 +143,7 @@ def explained(
         for name in ("full", "direct", "cacheclip", "cacheblend")
     }
     seconds = {name: dict.fromkeys(PHASES, 1.0) for name in requests}
+    Answering(engine.parts, ChunkWriter(engine.parts), ()).prefill(requests["cacheclip"])  # reads shared prefixes
     return engine, explaining.explain(engine, requests, seconds, before_read=lambda: None), requests
 
 
@@ -163,7 +166,9 @@ def test_work_of_each_phase(explained: Any, chunks: list[str]) -> None:
         of_token = 2 * runtime.num_layers * runtime.num_kv_heads * runtime.head_dim * runtime.dtype.itemsize
         reused = stats.chunk_tokens + stats.prefix_tokens
         assert phases["assemble"]["bytes"] == reused * of_token and bool(reused) == (name != "full")
-        assert phases["lookup"]["flops"] is phases["lookup"]["bytes"] is phases["lookup"]["floor_s"] is None
+        assert phases["lookup"]["flops"] is None and phases["lookup"]["floor_s"] > 0
+        rendered = runtime.render_chat([{"role": "user", "content": requests[name].prompt}])
+        assert phases["lookup"]["bytes"] == len(rendered.encode())
         for phase, row in phases.items():
             assert (row["gap"] is None) == (not row["floor_s"]), phase
             if row["gap"] is not None:
@@ -181,9 +186,57 @@ def test_work_of_each_phase(explained: Any, chunks: list[str]) -> None:
     assert methods["full"]["recompute"]["flops"] > methods["cacheblend"]["recompute"]["flops"]
     assert found["processor"] and found["threads"] == torch.get_num_threads()
     rates = found["rates"]
-    assert rates["copy_bytes_per_s"] > 0 and rates["read_bytes_per_s"] > 0
+    assert all(rates[f"{name}_bytes_per_s"] > 0 for name in ("copy", "read", "tokenize"))
     assert all(each["flops_per_s"] > 0 for each in rates["matmul"])
     assert len({(each["model"], each["rows"]) for each in rates["matmul"]}) == len(rates["matmul"])
+
+
+class Tally(TorchDispatchMode):
+    """Counts all tensor operations."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Tallied(PhaseClock):
+    """Counts a phase's operations as the clock does its seconds: what is added between its begin and its end."""
+
+    def __init__(self, tally: Tally) -> None:
+        super().__init__()
+        self.tally = tally
+        self.operations = dict.fromkeys(PHASES, 0)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        before = self.tally.count
+        yield
+        self.operations[name] += self.tally.count - before
+
+    @contextmanager
+    def phase_within(self, name: str, outer: str) -> Iterator[None]:
+        before = self.tally.count
+        yield
+        self.operations[name] += self.tally.count - before
+        self.operations[outer] -= self.tally.count - before
+
+
+def test_operations_of_each_phase(explained: Any) -> None:
+    engine, found, requests = explained
+    answering = Answering(engine.parts, ChunkWriter(engine.parts), ())
+    by_method = {}
+    for name, phases in found["methods"].items():
+        with Tally() as tally:
+            clock = Tallied(tally)
+            answering.prefill(requests[name], clock)
+        by_method[name] = clock.operations
+        assert {phase: row["operations"] for phase, row in phases.items()} == clock.operations, name
+    assert by_method["full"]["select"] == by_method["full"]["assemble"] == 0
+    assert by_method["direct"]["select"] < by_method["cacheblend"]["select"] < by_method["cacheclip"]["select"]
+    layers = engine.primary.num_layers
+    assert layers < by_method["direct"]["assemble"] <= by_method["cacheclip"]["assemble"]
 
 
 def test_nothing_stays_behind(explained: Any) -> None:

@@ -1,7 +1,7 @@
 """A CUDA device that is pretended: tensors say ``cuda`` and compute on the CPU, with real numbers.
 
-PyTorch's rules for two devices are checked at every operation, and what would stop the queue of a real device is
-counted: numbers that are read, copies to the CPU, and results whose shape depends on numbers.
+PyTorch's rules for two devices are checked at every operation. What would stop the queue of a real device is counted:
+numbers that are read, copies to the CPU, and results whose shape depends on numbers. So are copies to the device.
 """
 
 from __future__ import annotations
@@ -94,6 +94,8 @@ class _Mode(TorchDispatchMode):
         super().__init__()
         self.stops: Counter[str] = Counter()
         """How often each operation would have stopped the device's queue."""
+        self.copies: Counter[str] = Counter()
+        """Copies from the CPU to the device, by operation."""
 
     @classmethod
     @contextmanager
@@ -123,6 +125,8 @@ class _Mode(TorchDispatchMode):
         if mine:
             self._check(function, args, tensors)
             self._count(function, args, on_device)
+        if on_device:
+            self._count_copies(function, args)
         if function is aten._local_scalar_dense.default or function is aten.equal.default:
             on_device = False
         found = function(*tree_map(_inner, args), **tree_map(_inner, kwargs))
@@ -142,6 +146,8 @@ class _Mode(TorchDispatchMode):
         if function is torch.Tensor.copy_:
             if not isinstance(target, Pretended):
                 self.stops["copy to the CPU"] += 1
+            elif not isinstance(args[0], Pretended):
+                self.copies["copy_"] += 1
             _inner(target).copy_(_inner(args[0]))
             return target
         for each in tree_flatten(args)[0]:
@@ -154,8 +160,20 @@ class _Mode(TorchDispatchMode):
         for each in tree_flatten(args[0])[0]:
             if isinstance(each, Pretended) and (each.dtype is torch.bool or not each.dim()):
                 self.stops["index by bools or a number"] += 1
+        if isinstance(target, Pretended):
+            self.copies["index"] += self._from_cpu(args[0])
         found = function(_inner(target), *tree_map(_inner, args))
         return _wrapped(found) if isinstance(target, Pretended) else found
+
+    @staticmethod
+    def _from_cpu(args: Any) -> int:
+        """Number of tensors of the CPU in ``args``."""
+        return sum(isinstance(e, torch.Tensor) and not isinstance(e, Pretended) for e in tree_flatten(args)[0])
+
+    def _count_copies(self, function: Any, args: Any) -> None:
+        """Operations that bring tensors of the CPU to the device: moves, ``copy_``, and indices of the CPU."""
+        if function._schema.name in _MOVES or (function in _COPIES and isinstance(args[0], Pretended)):
+            self.copies[str(function)] += self._from_cpu(args)
 
     @staticmethod
     def _check(function: Any, args: Any, tensors: list[torch.Tensor]) -> None:
@@ -218,8 +236,9 @@ def move(runtime: Any) -> None:
 
 
 @contextmanager
-def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
-    """Pretend that there is a device; yields what would have stopped its queue, by operation."""
+def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Counter[str], Counter[str]]]:
+    """Pretend that there is a device; yields what would have stopped its queue, and copies to it, by operation."""
+    mode = _Mode()
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     make, generator = torch.tensor, torch.Generator
@@ -227,10 +246,10 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     def tensor(*args: Any, device: Any = None, **options: Any) -> torch.Tensor:
         is_there = device is not None and torch.device(device).type == CUDA.type
         made = make(*args, device="cpu" if is_there else device, **options)
+        mode.copies["tensor"] += is_there
         return Pretended(made) if is_there else made
 
     monkeypatch.setattr(torch, "tensor", tensor)
     monkeypatch.setattr(torch, "Generator", lambda device=None: generator())
-    mode = _Mode()
     with mode:
-        yield mode.stops
+        yield mode.stops, mode.copies

@@ -289,7 +289,8 @@ class TestAccelerator:
 @pytest.mark.skipif(HAS_CUDA, reason="there is a CUDA device, on which the tests above compute")
 class TestPretendedAccelerator:
     """The same engine on a device that is pretended: no tensor is on the wrong device, numbers are those of the CPU,
-    and numbers are read from the device a few times per request, whatever the number of layers and chunks."""
+    and numbers are read from the device a few times per request, whatever the number of layers and chunks.
+    What is copied to it does not depend on the number of chunks either."""
 
     def prefilled(
         self, tiny_models: dict[str, str], method: str, there: str = "", chunks: int = 2, primary: str = "llama"
@@ -304,61 +305,77 @@ class TestPretendedAccelerator:
         )
         for name in there.split():
             move(getattr(engine, name))
-        texts = [f"{number}. {CHUNKS[number % len(CHUNKS)]}" for number in range(chunks)]
+        # alike in length, so that the auxiliary reads them together
+        texts = [f"{number}. {CHUNKS[number % 2]}" for number in range(chunks)]
         engine.precompute(texts)
         prompts = [OPENING + rag_prompt(order) for order in (texts, texts[::-1])]
         engine.generate(prompts[0], SamplingParams(max_tokens=1), method=method)  # computes shared prefixes, captures
-        stops = self.stops.copy()
+        stops, copies = self.stops.copy(), self.copies.copy()
         found = engine.prefill(prompts[1], PARAMS, method=engine.make_method(method))
-        self.of_request = self.stops - stops
+        self.of_request, self.copied = self.stops - stops, self.copies - copies
         assert found.stats.fallback is None
-        stops = self.stops.copy()
+        stops, copies = self.stops.copy(), self.copies.copy()
         following = engine.primary.decode_step(found.cache, 5)  # type: ignore[arg-type]
-        self.of_token = self.stops - stops
+        self.of_token, self.copied_for_token = self.stops - stops, self.copies - copies
         assert isinstance(found.logits, Pretended) is ("primary" in there)
         return tuple(each.inner if isinstance(each, Pretended) else each for each in (found.logits, following))
 
     stops: Counter[str] = Counter()
     of_request = of_token = stops
+    copies: Counter[str] = Counter()
+    copied = copied_for_token = copies
 
     @pytest.mark.parametrize("there", ["primary", "auxiliary"])
     def test_is_the_cpu_s_answer(
         self, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch, there: str
     ) -> None:
         expected = self.prefilled(tiny_models, "cacheclip")
-        with pretended(monkeypatch) as self.stops:
+        with pretended(monkeypatch) as (self.stops, self.copies):
             found = self.prefilled(tiny_models, "cacheclip", there)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
     @pytest.mark.parametrize(
-        ("method", "reads"),
+        ("method", "reads", "copies", "for_token"),
         [
-            ("full", 1),
-            ("ape", 1),
-            ("cachecraft", 1),
-            ("cacheclip", 2),
-            ("cacheblend", 2),
-            ("query_attention", 2),
+            ("full", 1, 1, 2),
+            ("ape", 1, 27, 6),
+            ("cachecraft", 1, 17, 2),
+            ("direct", 1, 20, 2),
+            ("cacheclip", 2, 41, 2),
+            ("cacheblend", 2, 27, 2),
+            ("query_attention", 2, 49, 2),
         ],
     )
     def test_numbers_are_read_a_few_times(
-        self, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch, method: str, reads: int
+        self,
+        tiny_models: dict[str, str],
+        monkeypatch: pytest.MonkeyPatch,
+        method: str,
+        reads: int,
+        copies: int,
+        for_token: int,
     ) -> None:
-        """Once for the first token's confidence; once per set of scores. None per layer, chunk or later token."""
+        """Once for the first token's confidence; once per set of scores. None per layer, chunk or later token.
+
+        Copied to the device are the KV of each layer, all chunks at once, token ids, and numbers of rows and slots.
+        None per chunk."""
         expected = self.prefilled(tiny_models, method)
-        with pretended(monkeypatch) as self.stops:
+        with pretended(monkeypatch) as (self.stops, self.copies):
             found = self.prefilled(tiny_models, method, "primary auxiliary")
             assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
             assert self.of_request.total() == reads and self.of_token.total() == 0
+            assert self.copied.total() == copies, self.copied
+            assert self.copied_for_token.total() == for_token, self.copied_for_token
             self.prefilled(tiny_models, method, "primary auxiliary", chunks=4)
             assert self.of_request.total() == reads
+            assert self.copied.total() == copies, self.copied
 
     @pytest.mark.parametrize(("primary", "method"), [("qwen2-sliding", "ape"), ("gemma3", "cacheblend")])
     def test_windows_and_caps(
         self, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch, primary: str, method: str
     ) -> None:
         expected = self.prefilled(tiny_models, method, primary=primary)
-        with pretended(monkeypatch) as self.stops:
+        with pretended(monkeypatch) as (self.stops, self.copies):
             found = self.prefilled(tiny_models, method, "primary auxiliary", primary=primary)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
         assert self.of_request.total() <= 2 and self.of_token.total() == 0
@@ -384,14 +401,18 @@ class TestPretendedAccelerator:
         assert isinstance(found, Pretended) and torch.equal(found.inner, expected)
 
     def test_finds_what_is_wrong(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The twin of the tests before: two devices are refused, and what waits is counted."""
-        with pretended(monkeypatch) as stops:
+        """The twin of the tests before: two devices are refused, and what waits or is copied is counted."""
+        with pretended(monkeypatch) as (stops, copies):
             there, here = torch.ones(4, device="cuda"), torch.ones(4)
             assert there.device.type == "cuda" and there[:2].device.type == "cuda"
             for wrong in (lambda: there + here, lambda: here[there.long()], lambda: torch.cat((here, there))):
                 with pytest.raises(RuntimeError, match="two devices"):
                     wrong()
-            assert not stops.total()
+            assert not stops.total() and not copies.total()
             assert float(there.sum()) == 4 and there.tolist() == [1.0] * 4
             assert there.cpu().device.type == there[there > 0].cpu().device.type == "cpu"
-            assert stops.total() == 5
+            assert stops.total() == 5 and not copies.total()
+            there.copy_(here)
+            with torch.inference_mode():
+                copied = here.to("cuda"), torch.tensor([1.0], device="cuda"), there[torch.tensor([0, 2])]
+            assert stops.total() == 5 and copies.total() == 1 + len(copied)

@@ -1,9 +1,11 @@
 """What each phase of the time to the first token could take at best on this machine, for ``cacheclip bench --explain``.
 
 One run per method, not timed, counts each phase's work: operations of matrix products (:mod:`.floors`) while tokens are
-selected and computed, bytes while KV is read and assembled, and dispatched tensor operations. The floor is this work at
-the fastest rates that the machine reaches in this process: products with the model's own weights, a copy, a read of the
-store's files. Work that is not counted, such as copying the auxiliary model's KV in ``select``, is part of the gap.
+selected and computed, bytes while KV is read and assembled, bytes of the prompt's text while it is looked up, and
+dispatched tensor operations. The floor is this work at the fastest rates that the machine reaches in this process:
+products with the model's own weights, a copy, a read of the store's files, the primary's tokenizer on the same text.
+Work that is not counted, such as finding stored texts in ``lookup`` and copying the auxiliary model's KV in ``select``,
+is part of the gap.
 """
 
 from __future__ import annotations
@@ -59,8 +61,9 @@ def explain(
 
     Returns:
         ``processor``, ``device``, ``threads``, ``dtype``; ``rates`` with ``matmul`` (per model and number of rows),
-        ``copy_bytes_per_s`` and ``read_bytes_per_s``; and ``methods``, by name and phase ``seconds``, ``flops``,
-        ``bytes``, ``floor_s``, ``operations`` and ``gap`` (seconds divided by the floor). None: does not apply.
+        ``copy_bytes_per_s``, ``read_bytes_per_s`` and ``tokenize_bytes_per_s``; and ``methods``, by name and phase
+        ``seconds``, ``flops``, ``bytes``, ``floor_s``, ``operations`` and ``gap`` (seconds divided by the floor). None:
+        does not apply.
     """
     answering = Answering(engine.parts, ChunkWriter(engine.parts), ())
     tiers = engine.store.store.tiers
@@ -72,6 +75,7 @@ def explain(
     rates = _Rates(engine.primary)
     keys = dict.fromkeys(key for work in found.values() for key in work.keys)
     rates.read = _read_rate(tiers, [*keys], before_read)
+    rates.tokenize = _tokenize_rate(engine.primary, next(work.text for work in found.values()))
     rates.copy = _copy_rate(engine.primary, max(work.bytes["assemble"] for work in found.values()))
     methods = {name: _phases(work, phases_s[name], rates) for name, work in found.items()}
     return {
@@ -94,6 +98,8 @@ class _Work:
     operations: Counter[str] = field(default_factory=Counter)
     keys: list[str] = field(default_factory=list)
     """Payloads that were read from the store."""
+    text: str = ""
+    """Of the prompt, which every answer must tokenise once."""
     known: bool = True
     """Whether the layers of all models could be watched."""
 
@@ -149,9 +155,11 @@ def _counted(answering: Answering, request: Request, engine: CacheClipEngine, ti
                 stack.enter_context(_watched(runtime, watch, work, operations))
         stack.enter_context(_watched_reads(tiers, watch, work))
         stack.enter_context(operations)
-        stats = answering.prefill(request, watch).stats
+        prefilled = answering.prefill(request, watch)
     work.known = all(isinstance(runtime, ModelRuntime) for runtime in models)
-    work.bytes["assemble"] = _assembled_bytes(engine.primary, stats)
+    work.text = "".join(span.segment.text for span in prefilled.layout.spans)
+    work.bytes["lookup"] = len(work.text.encode())
+    work.bytes["assemble"] = _assembled_bytes(engine.primary, prefilled.stats)
     return work
 
 
@@ -246,6 +254,8 @@ class _Rates:
     """Bytes per second, of the store's files."""
     copy: float | None = None
     """Bytes per second."""
+    tokenize: float | None = None
+    """Bytes of text per second."""
 
     def __init__(self, primary: Runtime) -> None:
         self.primary = primary
@@ -263,7 +273,8 @@ class _Rates:
             outputs, inputs = _projections(runtime)[0].shape
             shape = {"rows": rows, "inputs": inputs, "outputs": outputs}
             matmul.append({"model": runtime.name, **shape, "flops_per_s": rate})
-        return {"matmul": matmul, "copy_bytes_per_s": self.copy, "read_bytes_per_s": self.read}
+        of_bytes = {f"{name}_bytes_per_s": getattr(self, name) for name in ("copy", "read", "tokenize")}
+        return {"matmul": matmul, **of_bytes}
 
 
 def _phases(work: _Work, seconds: Mapping[str, float], rates: _Rates) -> dict[str, dict[str, Any]]:
@@ -273,9 +284,9 @@ def _phases(work: _Work, seconds: Mapping[str, float], rates: _Rates) -> dict[st
         if phase in ("select", "recompute") and work.known:
             flops = work.flops[phase].total()
             floor = sum(count / rates.matmul(*key) for key, count in work.flops[phase].items())
-        elif phase in ("read", "assemble"):
+        elif phase in ("lookup", "read", "assemble"):
             num_bytes = work.bytes[phase]
-            rate = rates.read if phase == "read" else rates.copy
+            rate = {"lookup": rates.tokenize, "read": rates.read, "assemble": rates.copy}[phase]
             floor = num_bytes / rate if rate else 0.0
         found[phase] = {
             "seconds": seconds[phase],
@@ -312,6 +323,14 @@ def _copy_rate(runtime: Runtime, num_bytes: int) -> float | None:
     source = torch.ones(min(num_bytes, _MOST_COPIED), dtype=torch.uint8)
     target = torch.empty_like(source, device=runtime.device)
     return source.numel() / _least_s(lambda: target.copy_(source), runtime.device)
+
+
+def _tokenize_rate(runtime: Runtime, text: str) -> float | None:
+    """Bytes of text per second of the bare tokenizer, which gives ids and nothing else."""
+    if not text:
+        return None
+    seconds = _least_s(lambda: runtime.tokenizer(text, add_special_tokens=False, verbose=False), torch.device("cpu"))
+    return len(text.encode()) / seconds
 
 
 def _read_rate(tiers: Tiers, keys: list[str], before: Callable[[], None]) -> float | None:

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from .rotary import Tables
+
 __all__ = [
     "ROWS_PER_BLOCK",
     "AttentionPlan",
@@ -36,8 +38,10 @@ ROWS_PER_BLOCK = 64
 _LONG = 4096
 """Slots from which on a block has twice as many rows: where most keys need no mask, fewer products are faster."""
 _MASK_BYTES = 2**26
-"""Bytes of a plan's masks that layers share. More would take memory; computing each anew costs little then, because
-such a pass is long."""
+"""Bytes of a plan's masks that layers share; each layer makes the others anew. On an accelerator, whose kernels want a
+mask with a row for each head of a group, those of 16,384 tokens at ratio 0.2 and 7 heads a group take 376 MB in
+bfloat16: kept whole or in row blocks, they would exceed the 200 MB that one question may take beside its KV, and to
+write these rows is most of the work, which stays if only one row for all heads is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +140,10 @@ class Block:
         device: torch.device | None = None,
         geometry: Geometry | None = None,
         visible: torch.Tensor | None = None,
-        masks: Masks | None = None,
     ) -> Block:
         """Make a block for ``device`` from ``positions`` on the CPU."""
-        first = int(positions[0])
-        if geometry is None and visible is None and device is not None:
-            positions = positions.to(device)
-        return cls(rows, keys, positions, first, geometry, visible, Masks() if masks is None else masks)
+        placed = _placed(positions, device, geometry, visible)
+        return cls(rows, keys, placed, int(positions[0]), geometry, visible)
 
     def kept(self, use: Any, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """One of :attr:`masks`, made if it is not there."""
@@ -258,6 +259,9 @@ class AttentionPlan:
     last_rows: int | None = None
     """How many of the last rows need the last layer's output; the others need its KV only. 0: the pass ends when the
     last layer's KV is written. None: all rows need it."""
+    position_embeddings: Sequence[Tables | None] | None = None
+    """Per layer cos and sin of the rows, as the model's own rotary module would give them, ``(1, num_rows,
+    rotary_dim)``; None: the module makes them."""
     kv_rows: int = 0
     """Rows whose KV of this layer was computed before, apart from the layer's output."""
 
@@ -277,6 +281,7 @@ def causal_plan(
         visible: ``(num_slots,)`` bool, keys that any row may see; default all.
     """
     blocks, masks = [], Masks()
+    placed = _placed(slots, device, geometry, visible)  # one copy to an accelerator for all blocks
     is_long = len(slots) > 0 and int(slots[-1]) >= _LONG
     size = 2 * ROWS_PER_BLOCK if is_long else ROWS_PER_BLOCK
     for start in range(0, len(slots), size):
@@ -285,5 +290,14 @@ def causal_plan(
         if geometry is not None and geometry.contexts is not None:
             stop = max(stop, len(geometry.contexts))
         seen = None if visible is None else visible[:stop]
-        blocks.append(Block.of(slice(start, start + len(rows)), slice(0, stop), rows, device, geometry, seen, masks))
+        own = slice(start, start + len(rows))
+        blocks.append(Block(own, slice(0, stop), placed[own], int(rows[0]), geometry, seen, masks))
     return AttentionPlan(blocks)
+
+
+def _placed(
+    positions: torch.Tensor, device: torch.device | None, geometry: Geometry | None, visible: torch.Tensor | None
+) -> torch.Tensor:
+    """``positions`` where masks are made of them."""
+    on_cpu = geometry is not None or visible is not None or device is None
+    return positions if on_cpu else positions.to(device)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
 from .attention_plan import Geometry
+from .rotary import Tables
 
 __all__ = ["FusedCache", "FusedLayer"]
 
@@ -136,6 +137,9 @@ class FusedCache(Cache):  # type: ignore[misc]
 
     geometry: Geometry | None = None
     """Positions and contexts of a method that changes them; None: slot = position."""
+    tables: Sequence[Tables | None] = ()
+    """Per layer the rotary tables of the prompt's slots, while a fused prefill goes on: stored keys, the correction and
+    the pass take their rows from them. Empty: each makes its own."""
 
     def position_of(self, slot: int) -> int:
         """Position of a slot, filled or not."""

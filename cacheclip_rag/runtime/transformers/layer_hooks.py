@@ -1,8 +1,8 @@
 """Hooks on the decoder layers of unmodified models: the model's own loop over layers stays in use.
 
-They act only if a pass has a plan. Before each layer they note the time, let stored KV of this layer be written, and
-ask the row filter, if the plan has them. Before the last layer they save work: all rows get KV there, but only few need
-the layer's output.
+They act only if a pass has a plan. Before each layer they note the time, let stored KV of this layer be written, hand
+on rotary tables that are there already, and ask the row filter, if the plan has them. Before the last layer they save
+work: all rows get KV there, but only few need the layer's output.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ def install_layer_hooks(layers: Sequence[torch.nn.Module]) -> None:
                 plan.layer_starts.append(time.perf_counter())
             if plan.before_layer is not None:
                 plan.before_layer(number)
+            if plan.position_embeddings is not None:
+                kwargs = {**kwargs, "position_embeddings": plan.position_embeddings[number], "position_ids": None}
             hidden, row_filter = args[0], plan.row_filter
             if isinstance(row_filter, RowFilter):
                 hidden, kwargs = row_filter.enter(number, hidden, kwargs)

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +28,7 @@ from .attention_plan import AttentionPlan, AttentionRule, Geometry, PassEnded, P
 from .cache import FusedCache, FusedLayer
 from .layer_hooks import install_layer_hooks
 from .packing import encode_packed, packs
-from .rotary import Tables, rotate, unrotate
+from .rotary import Tables, changed, rotate, unrotate
 from .row_filter import RowFilter
 from .text import TextModel
 
@@ -234,10 +235,35 @@ class ModelRuntime(TextModel):
             tables.append(None if kind is None else shared[kind, device])
         return tables
 
-    def _tables(self, kind: str, positions: torch.Tensor) -> Tables:
+    def tables_of(self, cache: FusedCache, slots: torch.Tensor) -> list[Tables | None]:
+        """As :meth:`rotary_tables_at`, for slots of ``cache`` at their positions: rows of its own tables, if it has
+        them."""
+        if not cache.tables:
+            return self.rotary_tables_at(slots if cache.geometry is None else cache.geometry.positions_of(slots))
+        rows = {device: slots.to(device) for device in set(self.layer_devices)}
+        return changed(cache.tables, lambda table: table.index_select(0, rows[table.device]))
+
+    def _position_embeddings(self, cache: FusedCache, slots: torch.Tensor) -> list[Tables | None]:
+        """What the model's rotary module would give its layers for the rows of a pass over ``slots``."""
+
+        def as_model(table: torch.Tensor) -> torch.Tensor:
+            width = table.shape[1] // 2 if self._architecture.half_tables else table.shape[1]
+            return table[None, :, :width].to(self._embeddings_dtype)
+
+        return changed(self.tables_of(cache, slots), as_model)
+
+    @cached_property
+    def _embeddings_dtype(self) -> torch.dtype:
+        """Dtype in which the model's rotary module gives tables to its layers. Not all cast them to the model's."""
+        kind = next(kind for kind in self._layer_kinds if kind is not None)
+        position = torch.zeros(1, dtype=torch.int64, device=next(self.model.base_model.rotary_emb.buffers()).device)
+        with self.passes.shared():
+            return self._tables(kind, position, self.dtype)[0].dtype
+
+    def _tables(self, kind: str, positions: torch.Tensor, dtype: torch.dtype = torch.float32) -> Tables:
         rotary = self.model.base_model.rotary_emb
         device = next(rotary.buffers()).device
-        probe = torch.empty(1, dtype=torch.float32, device=device)
+        probe = torch.empty(1, dtype=dtype, device=device)
         positions = positions.to(device)[None]
         cos, sin = rotary(probe, positions, kind) if kind else rotary(probe, positions)
         if self._architecture.half_tables:
@@ -261,37 +287,30 @@ class ModelRuntime(TextModel):
         self,
         cache: FusedCache,
         pieces: Iterable[tuple[int, KV]],
-        positions_of: Callable[[torch.Tensor], torch.Tensor] | None = None,
         *,
         num_layers: int | None = None,
     ) -> None:
-        """Write many pieces of stored KV, each from its slot on. The same as :meth:`fill` for each of them, but the
-        number of tensor operations does not depend on the number of pieces.
+        """Write many pieces of stored KV, each from its slot on, at the positions of the cache's geometry. The same as
+        :meth:`fill` for each of them, but the number of tensor operations does not depend on the number of pieces.
 
         Slots between the pieces get KV of other tokens: compute or fill them afterwards.
 
         Args:
             pieces: slot of the first token, and KV; in order of slots, without overlap.
-            positions_of: position of each slot, ``(num_slots,)`` int64; default slot = position.
             num_layers: as in :meth:`fill`.
         """
-        write = self.filling(cache, pieces, positions_of)
+        write = self.filling(cache, pieces)
         for number in range(self.num_layers)[:num_layers]:
             write(number)
 
-    def filling(
-        self,
-        cache: FusedCache,
-        pieces: Iterable[tuple[int, KV]],
-        positions_of: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    ) -> Callable[[int], None]:
+    def filling(self, cache: FusedCache, pieces: Iterable[tuple[int, KV]]) -> Callable[[int], None]:
         """Writes many pieces of stored KV layer by layer: as :meth:`fill_all`, but a layer's KV is needed only when the
         function that is returned is called with the layer's number. That may be within a pass."""
         groups = []
         for joined in join(pieces):
             slots = joined.places
             first, length = int(slots[0]), int(slots[-1]) + 1
-            tables = self.rotary_tables_at(slots if positions_of is None else positions_of(slots))
+            tables = self.tables_of(cache, slots)
             source = torch.zeros(length - first, dtype=torch.int64)
             source[slots - first] = torch.arange(len(slots))
             cache.extend_to(length)
@@ -427,6 +446,8 @@ class ModelRuntime(TextModel):
                 plan.before_layer(layer)
             plan = replace(plan, before_layer=None)
         cache.scatter(positions if slots is None else slots)
+        if plan.position_embeddings is not None:
+            positions = positions[-1:]  # the rotary module makes nothing for the others
         arguments = {
             "input_ids": ids[None].to(self.device),
             "position_ids": positions[None].to(self.device),
@@ -482,6 +503,7 @@ class ModelRuntime(TextModel):
         plan = causal_plan(slots, self.device, geometry, visible)
         plan.probe, plan.row_filter, plan.layer_starts = probe, row_filter, layer_starts
         plan.before_layer = before_layer
+        plan.position_embeddings = self._position_embeddings(cache, slots) if cache.tables else None
         return self.run_rows(cache, ids, positions, plan, slots=slots, head=head, logits_to_keep=logits_to_keep)
 
     @torch.inference_mode()

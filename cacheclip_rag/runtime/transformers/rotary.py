@@ -7,13 +7,24 @@ All computation is in float32, with one cast at the end. Tables narrower than th
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 
-__all__ = ["Tables", "rotate", "unrotate"]
+__all__ = ["Tables", "changed", "rotate", "unrotate"]
 
 Tables = tuple[torch.Tensor, torch.Tensor]
 """cos and sin, each ``(num_tokens, rotary_dim)`` float32, from the model's own rotary module. They include the
 attention scaling of YaRN and longrope."""
+
+
+def changed(tables: Sequence[Tables | None], change: Callable[[torch.Tensor], torch.Tensor]) -> list[Tables | None]:
+    """The tables of all layers with ``change`` made to cos and sin. Layers that share tables share the result."""
+    found: dict[int, Tables] = {}
+    for each in tables:
+        if each is not None and id(each[0]) not in found:
+            found[id(each[0])] = change(each[0]), change(each[1])
+    return [None if each is None else found[id(each[0])] for each in tables]
 
 
 def _rotate_half(keys: torch.Tensor) -> torch.Tensor:

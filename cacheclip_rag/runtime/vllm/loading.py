@@ -16,12 +16,12 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.models.utils import extract_layer_index
 
-from ...fusion.correction import Chunks, Split, offsets
+from ...fusion.correction import Chunks, offsets
 from ...fusion_plan import FusionPlan
 from ...handoff import read_handoff
 from ...store import KV, StoreReader
 from ..transformers.planning import PlanningRuntime
-from ..transformers.rotary import Tables
+from ..transformers.rotary import Tables, changed
 from .passes import Pass, passes
 from .requests import Settings
 from .rows import RowRunner, slots_of
@@ -182,8 +182,8 @@ class _PassWriter:
         """Positions whose stored KV is written."""
         self._slots = slots_of(load.block_ids, loader._block_size, self._places)
         self._chunks = Chunks(each.chunks) if each.chunks else None
-        self._splits: dict[torch.device, Split | None] = {}
-        self._tables: dict[int, Tables] = {}
+        self._tables: list[Tables | None] = []
+        """Rotary tables of the chunks, once they are needed."""
 
     def write_stored(self, number: int, layer: Any, write: Callable[..., None] | None = None) -> None:
         """Write stored KV of a layer as it is, which computes no row."""
@@ -211,33 +211,18 @@ class _PassWriter:
             return
         cache, stored, loader = layer.kv_cache, self._stored, self._loader
         kv = list(stored.layer(number, cache.device, loader._heads))
-        split = None if fresh is None else self._split(cache.device)
+        split = None if self._chunks is None else self._chunks.split(self._rows, cache.device)
         if fresh is not None and split is not None:
             own = slice(split.start - stored.start, split.stop - stored.start)
             old = kv[0][:, own], kv[1][:, own]
             new = fresh[0].transpose(0, 1), fresh[1].transpose(0, 1)
-            added = offsets(new, old, split, self._plan.correction, self._tables_of(number, own, cache.device))
+            self._tables = self._tables or changed(stored.tables, lambda table: table[own].to(cache.device))
+            added = offsets(new, old, split, self._plan.correction, self._tables[number])
             for target, offset in zip(old, added, strict=True):
                 target += offset.to(target.dtype)
         at = (self._places - stored.start).to(cache.device)
         keys, values = (each.index_select(1, at).transpose(0, 1).contiguous() for each in kv)
         write(layer, keys, values, cache, self._slots.to(cache.device))
-
-    def _split(self, device: torch.device) -> Split | None:
-        if self._chunks is None:
-            return None
-        if device not in self._splits:
-            self._splits[device] = self._chunks.split(self._rows, device)
-        return self._splits[device]
-
-    def _tables_of(self, number: int, own: slice, device: torch.device) -> Tables | None:
-        tables = self._stored.tables[number]
-        if tables is None:
-            return None
-        key = id(tables[0])  # layers of one kind share their tables
-        if key not in self._tables:
-            self._tables[key] = tables[0][own].to(device), tables[1][own].to(device)
-        return self._tables[key]
 
 
 def local_heads(num_heads: int) -> slice:

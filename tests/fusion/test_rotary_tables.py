@@ -1,0 +1,75 @@
+"""A fused prefill makes the primary's rotary tables once: stored keys, the correction and the model's layers take
+their rows from them, and no bit of an answer changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cacheclip_rag import CacheClipEngine, SamplingParams
+from cacheclip_rag.runtime.prefill import Prefilled
+from cacheclip_rag.runtime.transformers.cache import FusedCache
+from tests.conftest import CHUNKS, rag_prompt
+from tests.fusion.cases import make_engine
+
+METHODS = ("cacheclip", "direct", "cacheblend", "ape", "query_attention")
+"""With a correction, without, with rows that leave between layers, with other positions, with two passes."""
+PROMPT = rag_prompt(CHUNKS)
+
+
+def prefilled(engine: CacheClipEngine, method: str) -> Prefilled:
+    found = engine.prefill(PROMPT, SamplingParams(max_tokens=1), method=engine.make_method(method))
+    assert found.stats.hits == len(CHUNKS) and found.stats.fallback is None
+    return found
+
+
+def stored(primary: str, auxiliary: str, method: str, dtype: str = "float32") -> CacheClipEngine:
+    """An engine that has the method's chunks."""
+    engine = make_engine(primary, auxiliary, prefix_cache_bytes=0, dtype=dtype)
+    engine.precompute(CHUNKS)
+    engine.generate(PROMPT, SamplingParams(max_tokens=1), method=method)
+    return engine
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("primary", ["llama", "gemma3", "gpt-oss", "smollm3", "phi3-longrope"], indirect=True)
+def test_they_are_made_once(primary: str, tiny_models: dict[str, str], method: str) -> None:
+    engine = stored(primary, tiny_models["auxiliary"], method)
+    runtime = engine.primary
+    made: list[int] = []
+    watch = runtime.model.base_model.rotary_emb.register_forward_hook(
+        lambda _, args, found: made.append(len(found[0][0]))
+    )
+    try:
+        layout = prefilled(engine, method).layout
+    finally:
+        watch.remove()
+    kinds = len({kind for kind in runtime._layer_kinds if kind is not None})
+    passes = 2 if method == "query_attention" else 1
+    # each pass still asks for the position of its last row
+    assert made == [layout.num_tokens] * kinds + [1] * kinds * passes
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("method", METHODS)
+def test_they_change_no_bit(
+    primary: str, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch, method: str, dtype: str
+) -> None:
+    engine = stored(primary, tiny_models["auxiliary"], method, dtype)
+    ours = prefilled(engine, method)
+    assert isinstance(ours.cache, FusedCache) and not ours.cache.tables
+    monkeypatch.setattr(FusedCache, "tables", property(lambda self: (), lambda self, tables: None))
+    theirs = prefilled(engine, method)
+    assert isinstance(theirs.cache, FusedCache) and torch.equal(ours.logits, theirs.logits)
+    for one, other in zip(ours.cache.layers, theirs.cache.layers, strict=True):
+        assert torch.equal(one.keys, other.keys) and torch.equal(one.values, other.values)
+
+
+def test_twin_wrong_tables_show(tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layers rotate by what is handed to them."""
+    engine = stored(tiny_models["llama"], tiny_models["auxiliary"], "cacheclip")
+    right = prefilled(engine, "cacheclip").logits
+    runtime = engine.primary
+    rows_of = type(runtime)._position_embeddings
+    monkeypatch.setattr(type(runtime), "_position_embeddings", lambda *args: rows_of(*args[:2], args[2] // 2))
+    assert not torch.allclose(prefilled(engine, "cacheclip").logits, right, atol=1e-2)
