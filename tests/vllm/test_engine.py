@@ -307,6 +307,25 @@ class TestMethodsThatCannot:
         assert tokens == plain[0] and "max_num_seqs" in outcome["reason"]
 
 
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_aborted_requests_leave_nothing(fused: FusedLLM, setting: Setting, steps: int) -> None:
+    """Before their KV is made, and while they are answered."""
+    core = fused.llm.llm_engine.engine_core.engine_core
+    connector = core.scheduler.connector
+    kept = (connector._ready, connector._outcomes, connector._loading, connector._scheduled)
+    asked = {f"aborted-{steps}-{number}": fused.planner.plan(each) for number, each in enumerate(PROMPTS)}
+    for name, planned in asked.items():
+        fused.llm.llm_engine.add_request(name, {"prompt_token_ids": list(planned.token_ids)}, sampling(planned.fusion))
+    for _ in range(steps):
+        fused.llm.llm_engine.step()
+    assert len(connector._ready) == len(connector._outcomes) == 4 and len(connector._loading) == (4 if steps else 0)
+    fused.llm.llm_engine.abort_request(list(asked))
+    while fused.llm.llm_engine.has_unfinished_requests():
+        fused.llm.llm_engine.step()
+    assert kept == ({}, {}, {}, {})
+    assert ask(fused, PROMPTS, "cacheclip") == setting.expected(PROMPTS, "cacheclip") and kept == ({}, {}, {}, {})
+
+
 def test_counters(fused: FusedLLM) -> None:
     connector = fused.llm.llm_engine.engine_core.engine_core.scheduler.connector
     from vllm.distributed.kv_transfer import get_kv_transfer_group
