@@ -220,6 +220,33 @@ class TestEqualAnswers:
         expected = setting.engine.generate(PROMPTS[0], max_tokens=4, temperature=0)
         assert last.answer.text and expected.text.startswith(last.answer.text)  # vLLM holds back half a character
 
+    def test_a_chat_model_of_langchain(self, served: Served, setting: Setting) -> None:
+        from langchain_cacheclip import ChatCacheClip
+
+        llm = ChatCacheClip(base_url=f"{served.address}/v1", api_key=KEY, temperature=0, max_tokens=TOKENS)
+        asked = f"{PROMPTS[0]} Chat model."
+        found = llm.invoke(asked)
+        assert found.response_metadata["cacheclip"]["hits"] == 4
+        assert found.response_metadata["cacheclip"]["method"] == "cacheclip"
+        assert 400 < found.usage_metadata["input_token_details"]["cache_read"] < found.usage_metadata["input_tokens"]
+        assert begins(found.content, setting, asked)
+
+    def test_langchains_client_of_openai(self, served: Served, setting: Setting) -> None:
+        from langchain_openai import ChatOpenAI
+
+        asked, own = f"{PROMPTS[0]} Client.", {"base_url": f"{served.address}/v1", "api_key": KEY, "model": "tiny"}
+        before = _metric(served, 'cacheclip_outcomes_total{outcome="fused"}')
+        found = ChatOpenAI(**own, temperature=0, max_tokens=TOKENS).invoke(asked)
+        assert begins(found.content, setting, asked)
+        assert _metric(served, 'cacheclip_outcomes_total{outcome="fused"}') == before + 1
+        assert found.usage_metadata["input_token_details"]["cache_read"] > 400
+
+
+def begins(text: str, setting: Setting, asked: str) -> bool:
+    """Whether a text is our engine's answer, of which vLLM holds back half a character at the end."""
+    expected = setting.engine.generate(asked, max_tokens=TOKENS, temperature=0).text
+    return len(text) >= len(expected) - 4 and expected.startswith(text)
+
 
 CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "search", "arguments": '{"words": "a \\"b\\""}'}}
 CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
