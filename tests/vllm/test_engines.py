@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.vllm.conftest import CORRECTED, PROMPTS, Setting, ask, outcomes, outputs, started
+from tests.vllm.conftest import CHUNKS, CORRECTED, PROMPTS, TOKENS, Setting, ask, outcomes, outputs, started
 
 METHODS = ["cacheclip", CORRECTED]
 
@@ -98,3 +99,40 @@ def test_in_a_process_of_its_own(settings: Any, monkeypatch: pytest.MonkeyPatch)
         for each, plain, other in answers:
             failed = (each.kv_transfer_params or {})["cacheclip"]["outcome"] == "plain"
             assert tuple(each.outputs[0].token_ids) == (plain if failed else other)
+
+
+def near_ties(full: Any, found: Any, most: float) -> bool:
+    """Whether the first tokens that differ, if there are any, are at most ``most`` apart in log-probability."""
+    for token, other, logprobs in zip(full.token_ids, found.token_ids, full.logprobs, strict=True):
+        if token != other:
+            return other in logprobs and logprobs[token].logprob - logprobs[other].logprob <= most
+    return True
+
+
+def check_against_its_own_full(fused: Any, most: float = 0.0) -> None:
+    """Ratio 1.0 gives the tokens of this vLLM's own full prefill, or ties (:func:`near_ties`); ratio 0.2 does not."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=20)
+    full = fused.generate(PROMPTS, params, method="full", use_tqdm=False)
+    for ratio in (1.0, 0.2):
+        found = fused.generate(PROMPTS, params, method="cacheclip", recompute_ratio=ratio, use_tqdm=False)
+        assert outcomes(found) == ["fused"] * 4 and not fused.plain
+        pairs = ((each.outputs[0], other.outputs[0]) for each, other in zip(full, found, strict=True))
+        assert all(near_ties(*pair, most) for pair in pairs) == (ratio == 1.0)
+
+
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
+def test_a_rounded_cache(settings: Any, dtype: str) -> None:
+    """Stored KV is rounded as fresh KV is."""
+    setting = settings()
+    with started(setting, kv_cache_dtype=dtype) as fused:
+        check_against_its_own_full(fused)
+
+
+def test_bfloat16(settings: Any) -> None:
+    setting = settings()
+    setting = replace(setting, options={**setting.options, "dtype": "bfloat16"})
+    setting.engine.precompute(CHUNKS)
+    with started(setting, dtype="bfloat16") as fused:
+        check_against_its_own_full(fused, 0.1)

@@ -7,11 +7,11 @@ import logging
 __all__ = ["WarnOnce"]
 
 _MOST = 1000
-"""Errors that are remembered: requests can make up new ones."""
+"""Errors that are warned of: requests can make up new ones."""
 
 
 class WarnOnce:
-    """Logs errors, each as a warning at its first time only."""
+    """Logs errors, each as a warning at its first time only, and none as a warning any more after many."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
@@ -24,8 +24,8 @@ class WarnOnce:
             traced: whether the warning has the traceback.
         """
         text = f"{type(error).__name__}: {error}"
-        is_new = text not in self._known
-        if len(self._known) < _MOST:
+        is_new = text not in self._known and len(self._known) < _MOST
+        if is_new:
             self._known.add(text)
         level = logging.WARNING if is_new else logging.DEBUG
         self._logger.log(level, message, text, exc_info=error if traced and is_new else None)
