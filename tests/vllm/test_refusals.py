@@ -147,7 +147,7 @@ class TestBookkeeping:
         from cacheclip_rag.runtime.vllm.connector import CacheClipConnector
 
         found = CacheClipConnector.__new__(CacheClipConnector)
-        found._logged, found._scheduled, found._loading, found._outcomes = set(), {}, {}, {}
+        found._requests, found._scheduled, found._loading, found._outcomes = {}, {}, {}, {}
         return found
 
     def test_blocks_of_a_preempted_request_are_no_longer_its_own(self) -> None:
@@ -155,6 +155,7 @@ class TestBookkeeping:
         connector = self.connector()
         for name in ("gone", "here"):
             connector._loading[name], connector._outcomes[name] = (1, 2), {"outcome": "fused", "reason": None}
+            connector._requests[name] = SimpleNamespace(prefill_stats=None)
         cached = SimpleNamespace(req_ids=[])
         connector.build_connector_meta(
             SimpleNamespace(scheduled_new_reqs=[], scheduled_cached_reqs=cached, preempted_req_ids={"gone"})
@@ -164,13 +165,3 @@ class TestBookkeeping:
             "gone": "fused",
             "here": "plain",
         }
-
-    def test_reasons_that_requests_make_up_do_not_fill_the_log(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from cacheclip_rag.runtime.vllm import connector as module
-
-        found: list[str] = []
-        monkeypatch.setattr(module.logger, "warning", lambda message, text: found.append(text))
-        connector = self.connector()
-        for number in [*range(1200), *range(1200)]:
-            connector._log_once("plain: %s", ValueError(number))
-        assert len(found) == len(set(found)) == 1000
