@@ -95,9 +95,15 @@ class TestExactness:
         engine = engine_for(primary, tiny_models["auxiliary"], dtype=dtype)
         num_prefix = engine.parts.prefix_caches.num_prefix
 
-        def filling(self: ModelRuntime, cache: Any, pieces: Any, positions_of: Any = None) -> Any:
-            assert positions_of is None, "these methods keep all positions"
-            return original(self, cache, pieces, lambda slots: slots + 2 * (slots >= num_prefix))
+        def filling(self: ModelRuntime, cache: Any, pieces: Any) -> Any:
+            tables_of = ModelRuntime.tables_of
+            with monkeypatch.context() as patch:
+                patch.setattr(
+                    ModelRuntime,
+                    "tables_of",
+                    lambda runtime, cache, slots: tables_of(runtime, cache, slots + 2 * (slots >= num_prefix)),
+                )
+                return original(self, cache, pieces)
 
         monkeypatch.setattr(ModelRuntime, "filling", filling)
         checks = check_exactness(engine, PROMPT)["checks"]
