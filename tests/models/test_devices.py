@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cacheclip_rag.runtime.transformers.attention as attention
@@ -26,6 +27,8 @@ from tests.fusion.cases import EXACT, KINDS, gap, reference_logits
 from tests.models.pretend import Pretended, move, pretended
 
 PARAMS = SamplingParams(max_tokens=16)
+OF_TRANSFORMERS = 2 if transformers.__version__.startswith("5.0.") else 0
+"""Copies to a device that the oldest supported transformers makes by itself in a prefill, at most."""
 
 
 @pytest.fixture(autouse=True)
@@ -364,11 +367,12 @@ class TestPretendedAccelerator:
             found = self.prefilled(tiny_models, method, "primary auxiliary")
             assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
             assert self.of_request.total() == reads and self.of_token.total() == 0
-            assert self.copied.total() == copies, self.copied
+            few = self.copied.total()
+            assert copies <= few <= copies + OF_TRANSFORMERS, self.copied
             assert self.copied_for_token.total() == for_token, self.copied_for_token
             self.prefilled(tiny_models, method, "primary auxiliary", chunks=4)
             assert self.of_request.total() == reads
-            assert self.copied.total() == copies, self.copied
+            assert self.copied.total() == few, self.copied
 
     @pytest.mark.parametrize(("primary", "method"), [("qwen2-sliding", "ape"), ("gemma3", "cacheblend")])
     def test_windows_and_caps(
