@@ -286,6 +286,11 @@ def _open(folder: Path, name: str, fallback: str, *, quantised: bool = False) ->
             "two with peft's merge_and_unload(), and give the folder of the merged model."
         )
     config = _read(name, "config.json", lambda: AutoConfig.from_pretrained(folder, trust_remote_code=False))
+    if not quantised and quantization_of(folder) and not getattr(config, "quantization_config", None):
+        raise UnsupportedModelError(
+            f"model {name!r} has quantised weights that transformers would read as if they were not. Serve it with "
+            "vLLM (cacheclip serve --backend vllm), or give a checkpoint in full precision."
+        )
     reason = _refused(config, name, fallback, quantised)
     tokenizer = _load_tokenizer(folder, name)
     if reason is None and not getattr(tokenizer, "is_fast", False):

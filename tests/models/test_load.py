@@ -22,7 +22,7 @@ from cacheclip_rag.models import fingerprint as fingerprint_module
 from cacheclip_rag.models import load as load_module
 from cacheclip_rag.models import memory
 from cacheclip_rag.models.fingerprint import fingerprint
-from cacheclip_rag.models.load import load_model, resolve
+from cacheclip_rag.models.load import load_any, load_model, resolve
 from cacheclip_rag.models.packaged.catalogue import PACKAGED_MODELS
 from cacheclip_rag.runtime.transformers import architectures
 from cacheclip_rag.runtime.transformers.architectures import SUPPORTED, check_supported, rope_pin
@@ -114,6 +114,23 @@ class TestRefused:
         GPT2LMHeadModel(config).save_pretrained(tmp_path)
         with pytest.raises(UnsupportedModelError, match=r"'gpt2'.*Supported architectures: .*llama.*fallback='full'"):
             load_model(str(tmp_path))
+
+    @pytest.mark.parametrize("fallback", ["error", "full"])
+    @pytest.mark.parametrize(
+        ("file", "given"),
+        [
+            ("hf_quant_config.json", {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}),
+            ("config.json", {"compression_config": {"quant_method": "compressed-tensors"}}),
+        ],
+    )
+    def test_quantised_weights_that_transformers_does_not_see(
+        self, folder: Path, file: str, given: dict[str, Any], fallback: str
+    ) -> None:
+        """It would take the numbers as they are, without their scales."""
+        path = folder / file
+        path.write_text(json.dumps({**(json.loads(path.read_text()) if path.is_file() else {}), **given}))
+        with pytest.raises(UnsupportedModelError, match=r"quantised.*cacheclip serve --backend vllm"):
+            load_any(str(folder), fallback=fallback)
 
     def test_unknown_model_type_is_our_error(self, folder: Path) -> None:
         """A config that this transformers does not know at all (a newer model)."""

@@ -209,6 +209,14 @@ def test_what_it_refuses(started: dict[str, Any], models: list[str], given: list
     assert not started
 
 
+def test_what_is_refused_without_a_model(started: dict[str, Any], models: list[str]) -> None:
+    """A model would have to be fetched first."""
+    for given, words in ((["--host", "0.0.0.0"], "--api-key"), (["--tenants", "none.toml"], "cannot read")):
+        done = run(*models, "--primary", "nobody/nothing", *given)
+        assert isinstance(done.exception, ConfigurationError) and words in str(done.exception), done.exception
+    assert not started
+
+
 def test_a_model_that_is_its_own_auxiliary(started: dict[str, Any], models: list[str]) -> None:
     done = run(*models, "--auxiliary", models[models.index("--primary") + 1])
     assert isinstance(done.exception, Replaced), done.output or done.exception

@@ -34,7 +34,7 @@ from cacheclip_rag.runtime.vllm.requests import PARAMETER, SEAL_VARIABLE, Ready,
 from cacheclip_rag.runtime.vllm.served import Served as HowServed
 from cacheclip_rag.runtime.vllm.shadow import SHADOW_TOKENS
 from cacheclip_rag.serving.vllm.middleware import CacheClip
-from cacheclip_rag.serving.vllm.planning import Way
+from cacheclip_rag.serving.vllm.planning import Planning, Way
 from cacheclip_rag.serving.vllm.replies import Result, Said, StreamReply
 from cacheclip_rag.serving.vllm.settings import ServerSettings
 from cacheclip_rag.types import FusionStats
@@ -458,6 +458,15 @@ class TestReplies:
         assert "cacheclip_questions_running 0\n" in text and "cacheclip_questions_waiting 0\n" in text
         assert len(list(text_string_to_metric_families(text))) > 15
 
+    def test_reasons_are_counted_apart_up_to_a_number(self, settings: ServerSettings) -> None:
+        planning = Planning(settings)
+        for number in (*range(60), 0, 59):
+            planning.count("plain", f"reason {number}")
+        lines = [line for line in planning.text().splitlines() if line.startswith("cacheclip_plain_total")]
+        assert len(lines) == 51 and 'cacheclip_plain_total{reason="other"} 11' in lines
+        assert 'cacheclip_plain_total{reason="reason 0"} 2' in lines
+        planning.close()
+
 
 class TestStreams:
     @pytest.mark.parametrize("path", [CHAT, COMPLETION])
@@ -508,6 +517,7 @@ class TestStreams:
 
     def test_a_client_that_leaves(self, served: Served) -> None:
         before = metric(served, "http_disconnects_total")
+        aborted = metric(served, 'outcomes_total{outcome="aborted"}')
         served.inner.gate.clear()
         body = {"messages": [{"role": "user", "content": PROMPT}], "stream": True}
         with served.client.stream("POST", CHAT, json=body) as response:
@@ -515,6 +525,7 @@ class TestStreams:
         while metric(served, "http_disconnects_total") == before:
             pass
         assert metric(served, "questions_running") == 0
+        assert metric(served, 'outcomes_total{outcome="aborted"}') == aborted + 1
 
 
 def test_the_server_closes_though_an_answer_does_not_end(

@@ -53,11 +53,9 @@ def command(settings: ServerSettings, flags: Sequence[str], *, host: str, port: 
         flags: of vLLM, checked, and passed on as they are.
 
     Raises:
-        ConfigurationError: other machines could reach the address, and no API key is set.
         The errors of :func:`~cacheclip_rag.models.load.resolve`.
     """
     config, access = settings.config, settings.access
-    check_reachable(host, access)
     tenants = {config.namespace, *(tenant for names in access.tenants.values() for tenant in names)}
     engine = engine_options(config.store, namespace=sorted(tenants), device=worker_of(config.device), sealed=True)
     arguments = [
@@ -97,7 +95,8 @@ def launch(
 
     Raises:
         MissingExtraError: vLLM is not installed.
-        ConfigurationError: options contradict each other, have no effect with vLLM, or nothing could be reused.
+        ConfigurationError: options contradict each other, have no effect with vLLM, or nothing could be reused; or
+            other machines could reach the address, and no API key is set.
         CertificateError: the settings require a certificate, and there is none.
     """
     check_vllm()
@@ -120,12 +119,14 @@ def launch(
         body_bytes,
         calls_tools=is_on(flags, "enable-auto-tool-choice"),
         shows_metrics=is_on(flags, "enable-per-request-metrics"),
-        served=_served(config, flags),
     )
+    check_reachable(host, settings.access)
+    planner = Planner(config)
+    settings = replace(settings, served=_served(config, flags))  # from here on models may be fetched
+    planner.serve(settings.served)
     if as_json:
         settings = _to_stdout(settings)
     program = command(settings, flags, host=host, port=port)
-    planner = Planner(config, served=settings.served)
     planner.warm_up()
     planner.close()
     _become(program)

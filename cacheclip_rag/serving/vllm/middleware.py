@@ -204,7 +204,10 @@ class CacheClip:
             await self._app(_with_length(scope, replay.body), replay, reply)
         finally:
             self._running -= 1
-            self._counters.disconnects += replay.client_left and not reply.is_done
+            if replay.client_left and not reply.is_done:
+                self._counters.disconnects += 1
+                if result.outcome is None:
+                    self.planning.count("aborted", None)
         if reply.is_done:
             self._checks.offer(scope, body, result, reply.body)
 
