@@ -16,9 +16,10 @@ random chunks in random order, so that vLLM's own prefix cache helps where it ca
 ``poisoning``: plain requests among others that reuse the chunks of the same prompts get the bytes, log-probabilities
 included, that a vLLM without this package gives. ``failures``: a third of the primary's payloads is damaged while a
 request is answered. Where a load fails, the answer must be plain prefill's; where none does, it must be the answer of
-the whole store. ``soak``: mixed requests, broken off streams and refused ones for some time; the memory of all
-processes must stay. ``equality``: this package's own engine (transformers) follows the server's greedy answers, and
-must choose the same tokens, but where two are equally likely. These four exit with 1 if the promise is not kept.
+the whole store, log-probabilities included both times. ``soak``: mixed requests, broken off streams and refused ones
+for some time; the memory of all processes must stay. ``equality``: this package's own engine (transformers) follows
+the server's greedy answers, and must choose the same tokens, but where two are equally likely. These four exit with 1
+if the promise is not kept.
 """
 
 from __future__ import annotations
@@ -337,10 +338,6 @@ def choices_of(answer: dict[str, Any]) -> str:
     return json.dumps(answer["choices"], sort_keys=True)
 
 
-def text_of(answer: dict[str, Any]) -> str:
-    return str(answer["choices"][0]["message"]["content"])
-
-
 def without_field(body: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in body.items() if name != "cacheclip"}
 
@@ -453,17 +450,17 @@ async def measure_failures(scene: Scene, ours: Server, twin: Server | None) -> d
             if outcome == "plain":
                 reasons[reason[:80]] += 1
                 expected = await whole(plain, without_field(body))
-                seen["equal" if choices_of(answer) == choices_of(expected) else "different"] += 1
-            else:  # log-probabilities may differ in their last digits: the second answer comes from vLLM's cache
-                expected = await whole(client, body)
-                seen["equal text" if text_of(answer) == text_of(expected) else "different text"] += 1
+            else:  # with a salt of its own, so that it does not come from vLLM's cache, which rounds otherwise
+                expected = await whole(client, {**body, "cache_salt": f"again {seen.total()}"})
+                seen["second " + str(expected["cacheclip"]["outcome"])] += 1
+            seen["equal" if choices_of(answer) == choices_of(expected) else "different"] += 1
             failed = sum(count for reason, count in reasons.items() if reason.startswith(_LOAD_FAILED))
             if failed >= args.failures:
                 break
     return {
         "seen": seen,
         "reasons": reasons,
-        "kept": not seen["different"] and not seen["different text"] and failed >= args.failures,
+        "kept": not seen["different"] and failed >= args.failures,
     }
 
 
