@@ -11,7 +11,8 @@ starts the server, and asks it over HTTP. Methods take turns, so that a slow min
 ``ttft``: seconds from sending a request to the first text of the answer, with the chunks in an order that no request
 had before; plain prefill is asked of the same server (method ``full``). ``throughput``: answers a minute while requests
 arrive as a Poisson process, faster than they are answered, and a bounded number of them runs at once. Prompts take
-random chunks in random order, so that vLLM's own prefix cache helps where it can.
+random chunks in random order, so that vLLM's own prefix cache helps where it can; plain prefill is asked of a vLLM
+without this package.
 
 ``poisoning``: plain requests among others that reuse the chunks of the same prompts get the bytes, log-probabilities
 included, that a vLLM without this package gives. ``failures``: a third of the primary's payloads is damaged while a
@@ -128,7 +129,7 @@ def parse() -> argparse.Namespace:
 
 
 def needs_twin(parts: Sequence[str]) -> bool:
-    return bool({"poisoning", "failures"} & set(parts))
+    return bool({"throughput", "poisoning", "failures"} & set(parts))
 
 
 # -- scene ------------------------------------------------------------------------------------------------------------
@@ -238,6 +239,7 @@ def server(args: argparse.Namespace, folder: Path, *, reusing: bool) -> Iterator
         command = [*own, "--method", args.method, "--port", str(port), "--", *flags]
     else:
         model = ["--model", str(resolve(args.primary)), "--dtype", args.dtype, "--host", "127.0.0.1"]
+        flags.append("--enable-prompt-tokens-details")
         command = ["-m", "vllm.entrypoints.openai.api_server", *model, "--port", str(port), *flags]
     logs = args.log or folder
     logs.mkdir(parents=True, exist_ok=True)
@@ -367,16 +369,18 @@ async def measure_ttft(scene: Scene, ours: Server, twin: Server | None) -> dict[
 
 
 async def measure_throughput(scene: Scene, ours: Server, twin: Server | None) -> dict[str, Any]:
-    args = scene.args
+    """``full`` is a vLLM without this package."""
+    assert twin is not None
+    args, half = scene.args, max(1, scene.args.answers // 2)
     seconds: dict[str, float] = {FULL: 0.0, args.method: 0.0}
     found: dict[str, list[Said]] = {FULL: [], args.method: []}
-    async with ours.client() as client:
+    async with ours.client() as client, twin.client() as plain:
         for name in (FULL, args.method, args.method, FULL):
-            bodies = [
-                scene.body(scene.new_order(), None if name == FULL else name) for _ in range(max(1, args.answers // 2))
-            ]
+            bodies = [scene.body(scene.new_order(), args.method) for _ in range(half)]
+            if name == FULL:
+                bodies = [without_field(body) for body in bodies]
             began = time.perf_counter()
-            found[name] += await arriving(client, bodies, args)
+            found[name] += await arriving(plain if name == FULL else client, bodies, args)
             seconds[name] += time.perf_counter() - began
     rates = {name: 60 * len(found[name]) / seconds[name] for name in found}
     return {
