@@ -162,9 +162,13 @@ class TestHalfPrecision:
 
 
 class TestCertify:
-    def test_what_it_holds(self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_what_it_holds(
+        self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
         monkeypatch.setattr(module, "RATIOS", RATIOS)
+        monkeypatch.setattr(certificates, "_warned", set())
         certificate = certify(config, quick=True)
+        assert "cacheclip certify" not in caplog.text, "that is what runs"
         assert certificate.exactness["passed"]
         assert [row.ratio for row in certificate.ratios] == [0.0, 0.05, 0.1, 0.2, 0.3, 0.5]
         assert certificate.ratio == 0.2 and certificate.prompts == 2 and certificate.quick

@@ -89,6 +89,7 @@ def certify(config: EngineConfig, *, method: Method | None = None, quick: bool =
     check_method(given)
     config = replace(config, auxiliary=config.auxiliary if given.needs_auxiliary else None)
     engine = CacheClipEngine(config)
+    engine.observers.clear()  # they would warn that there is no certificate
     for each in (engine.primary, engine.auxiliary):
         if each is not None and each.unsupported:
             raise UnsupportedModelError(each.unsupported)

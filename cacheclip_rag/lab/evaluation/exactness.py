@@ -26,12 +26,12 @@ from ...runtime.transformers.model import ModelRuntime
 from ..models import transformers_model
 from .prompts import EvaluationPrompt
 
-__all__ = ["DIRECT", "Check", "check_exactness", "check_reuse", "noise_floor", "reference_logits"]
+__all__ = ["DIRECT", "SHIFTS", "Check", "check_exactness", "check_reuse", "noise_floor", "reference_logits"]
 
 _GREEDY_TOKENS = 64
 _LIMIT, _LIMIT_DEEP, _DEEP = 1e-4, 1e-3, 24
 """Largest difference of float32 logits, for models with fewer than ``_DEEP`` layers and for deeper models."""
-_SHIFTS = (0, 3, 17)
+SHIFTS = (0, 3, 17)
 """Positions of the first token for the noise floor."""
 DIRECT = replace(preset("direct"), chunk_context="prefix")
 """Direct reuse with chunk context ``prefix``: a chunk right after the shared prefix is exact."""
@@ -152,7 +152,7 @@ def noise_floor(runtime: ModelRuntime, ids: torch.Tensor) -> dict[str, float]:
         ``logits``: largest absolute difference between two computations; ``kl``: largest KL from the first, nats.
     """
     room = max(0, runtime.reuse_tokens - len(ids))
-    found = [reference_logits(runtime, ids, shift=min(shift, room)) for shift in _SHIFTS]
+    found = [reference_logits(runtime, ids, shift=min(shift, room)) for shift in SHIFTS]
     # transformers 5.0 runs sdpa on Gemma 2 too, without its soft capping.
     if runtime.model._supports_sdpa and getattr(runtime.model.config, "attn_logit_softcapping", None) is None:
         found.append(reference_logits(runtime, ids, implementation="sdpa"))

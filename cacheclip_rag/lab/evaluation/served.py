@@ -34,7 +34,7 @@ from ...runtime.vllm.planner import PlannedPrompt, Planner
 from ...runtime.vllm.requests import request_parameters
 from ...runtime.vllm.served import Served
 from . import certify as common
-from .exactness import DIRECT, Check
+from .exactness import DIRECT, SHIFTS, Check
 from .prompts import EvaluationPrompt
 
 __all__ = ["NOT_MEASURED", "certify_vllm"]
@@ -130,6 +130,15 @@ class _Asker:
         if forget:
             self.llm.reset_prefix_cache()
         return self._rows(self._generate(prompts, 1)[0], True)[0]
+
+    def shifted_rows(self, ids: Sequence[int], by: int) -> torch.Tensor:
+        """Log-probabilities of the first token after a prompt whose first token has position ``by``."""
+        self.llm.collective_rpc("shift_positions", args=(by,))
+        try:
+            return self.first_rows(ids)
+        finally:
+            self.llm.collective_rpc("shift_positions", args=(0,))
+            self.llm.reset_prefix_cache()
 
     def _generate(
         self,
@@ -249,6 +258,8 @@ def _started(config: EngineConfig, options: Mapping[str, Any]) -> Iterator[_Aske
             config = replace(config, store=str(store))
             planner = Planner(config, served=Served.of(llm.llm_engine.vllm_config))
             engine = CacheClipEngine(config, load_primary=load)
+            for observers in (planner.observers, engine.observers):
+                observers.clear()  # they would warn that there is no certificate
             yield _Asker(llm, planner, engine, replays)
             planner.close()
             engine.close()
@@ -326,7 +337,7 @@ def _gap(left: torch.Tensor, right: torch.Tensor, limit: float, says: str) -> Ch
 
 def _noise_floor(asker: _Asker, ids: Sequence[int]) -> dict[str, float]:
     """Differences between vLLM's own correct prefills of one prompt: at once, again from its prefix cache, after a
-    third of it, and beside another prompt.
+    third of it, beside another prompt, and with all positions shifted. Some kernels round alike but for the last.
 
     Returns:
         ``logits``: largest difference of log-probabilities; ``kl``: largest KL from the first, nats.
@@ -334,5 +345,7 @@ def _noise_floor(asker: _Asker, ids: Sequence[int]) -> dict[str, float]:
     found = [asker.first_rows(ids), asker.first_rows(ids, forget=False)]
     asker.first_rows(ids[: len(ids) // 3])
     found += [asker.first_rows(ids, forget=False), asker.first_rows(ids, ids[len(ids) // 2 :])]
+    room = max(0, asker.planner.primary.reuse_tokens - len(ids))
+    found += [asker.shifted_rows(ids, min(shift, room)) for shift in SHIFTS if shift]
     gaps = [float((left - right).abs().max()) for n, left in enumerate(found) for right in found[:n]]
     return {"logits": max(gaps), "kl": max(float(kl_divergence(found[0], other)) for other in found[1:])}

@@ -84,7 +84,8 @@ class Planner:
         self.parts = Parts(self.config, shared, load_primary=self._load_primary)
         """Store, models and caches, each made at first use."""
         self._answering = Answering(self.parts, ChunkWriter(self.parts), ())
-        self._observers: tuple[Observer, ...] = (CertificateGuard(self.config), MissWarning())
+        self.observers: list[Observer] = [CertificateGuard(self.config), MissWarning()]
+        """Called with every plan."""
 
     def _load_primary(self, name: str, *, dtype: str) -> PlanningRuntime:
         self._is_loaded = True
@@ -195,7 +196,7 @@ class Planner:
         request = Request(prompt, SamplingParams(), chosen, question, documents, tools=tools)
         sources = self.parts.sources(chosen)
         plan = self._answering.plan(request, sources, clock)
-        for observer in self._observers:
+        for observer in self.observers:
             observer.on_plan(plan, sources)
         ids = plan.layout.token_ids
         reason = plan.fallback if chosen.reuses_chunks else None

@@ -37,10 +37,25 @@ def model_runner(vllm_config: Any) -> Any:
 
 def _telling(base: type[Any]) -> type[Any]:
     class Worker(base):  # type: ignore[misc]
+        _shift: Any = None
+        """The hook of :meth:`shift_positions`."""
+
         def load_model(self, *args: Any, **kwargs: Any) -> Any:
             result = super().load_model(*args, **kwargs)
             _runners.append(weakref.ref(self.model_runner))
             return result
+
+        def shift_positions(self, by: int) -> None:
+            """Let the model compute as if prompts began at position ``by``, until it is called again. Answers change
+            by rounding only, because RoPE sees distances. Called through ``LLM.collective_rpc``."""
+
+            def shifted(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+                return args, {**kwargs, "positions": kwargs["positions"] + by}
+
+            if self._shift is not None:
+                self._shift.remove()
+            model = self.model_runner.get_model()
+            self._shift = model.register_forward_pre_hook(shifted, with_kwargs=True) if by else None
 
     Worker.__name__ = Worker.__qualname__ = base.__name__
     return Worker
