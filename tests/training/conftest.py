@@ -14,9 +14,10 @@ from cacheclip_rag.lab.training.outcomes import Outcome
 short_samples = partial(synthetic_samples, chunk_words=25)
 
 
-def made(kl: float, first: int, answers: int, count: int = 10) -> tuple[Outcome, ...]:
-    """Made-up outcomes of ``count`` prompts: KL, and numbers of equal first tokens and equal answers."""
-    return tuple(Outcome(kl, kl, number < first, number < answers) for number in range(count))
+def made(kl: float, first: int, answers: int, count: int = 10, f1: float = 0.5) -> tuple[Outcome, ...]:
+    """Made-up outcomes of ``count`` prompts: KL, numbers of equal first tokens and equal answers, and F1 (full
+    prefill's is 0.8)."""
+    return tuple(Outcome(kl, kl, number < first, number < answers, f1, 0.8) for number in range(count))
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import torch
 from cacheclip_rag import CacheClipEngine, EngineConfig
 from cacheclip_rag.errors import ConfigurationError, ModelError
 from cacheclip_rag.lab.evaluation.reference import Reference
+from cacheclip_rag.lab.evaluation.scores import token_f1
 from cacheclip_rag.lab.training import calibrate as module
 from cacheclip_rag.lab.training import folder
 from cacheclip_rag.lab.training import outcomes as outcomes_module
@@ -26,7 +27,7 @@ from cacheclip_rag.lab.training.calibrate import (
     recall_of,
     shipped_set,
 )
-from cacheclip_rag.lab.training.families import FAMILIES, synthetic_samples
+from cacheclip_rag.lab.training.families import FAMILIES, Sample, synthetic_samples
 from cacheclip_rag.lab.training.features import look
 from cacheclip_rag.lab.training.folder import Interrupted
 from cacheclip_rag.lab.training.outcomes import (
@@ -34,6 +35,7 @@ from cacheclip_rag.lab.training.outcomes import (
     Outcome,
     answered_rightly,
     downstream,
+    f1_share,
     may_replace,
     same_answers,
     same_first,
@@ -63,9 +65,16 @@ def config(planted: str, tiny_models: dict[str, str]) -> EngineConfig:
     return EngineConfig(primary=tiny_models["llama"], auxiliary=planted)
 
 
-def candidate(name: str, kl: float, *, first: int, answers: int, recall: float) -> Candidate:
+def candidate(name: str, kl: float, *, first: int, answers: int, recall: float, f1: float = 0.5) -> Candidate:
     """Made up: 10 prompts."""
-    return Candidate(name, HeadSet("a" * 64, ((0, 0),), torch.ones(1)), recall, recall, made(kl, first, answers))
+    outcomes = made(kl, first, answers, f1=f1)
+    return Candidate(name, HeadSet("a" * 64, ((0, 0),), torch.ones(1)), recall, recall, outcomes)
+
+
+def full_answer(engine: CacheClipEngine, sample: Sample) -> str:
+    """Full prefill's greedy answer, 16 tokens."""
+    prefilled = engine.prefill(segments_of(engine, sample), method=preset("full"), question=sample.question)
+    return Reference.of(engine, prefilled, 16).answer
 
 
 class TestCalibrate:
@@ -81,7 +90,8 @@ class TestCalibrate:
         assert all(len(each.outcomes) == 2 and each.kl >= 0 for each in found.candidates)
         for cells, each in zip(calibration_table(found)[1], found.candidates, strict=True):
             first, answers = (f"{same(each.outcomes) / 2:.0%}" for same in (same_first, same_answers))
-            assert cells[-2:] == [first, answers]
+            share = f1_share(each.outcomes)
+            assert cells[-3:] == [first, answers, "" if share is None else f"{share:.0%}"]
         right = found.heads.about["right"]
         assert right in ("0 of 2", "1 of 2", "2 of 2") and f": {right}." in calibration_note(found)
 
@@ -219,15 +229,16 @@ class TestCalibrate:
         )
 
     def test_the_best_of_the_nearest(self) -> None:
-        """KL first, then equal answers, then equal first tokens, then recall: each decides where those before tie."""
+        """KL first, then equal answers, equal first tokens, F1, recall: each decides where those before tie."""
         far = candidate("far", 0.2, first=10, answers=10, recall=0.9)
         nearest = candidate("nearest", 0.1, first=5, answers=4, recall=0.5)
         best = {
-            "answers": candidate("answers", 0.105, first=5, answers=5, recall=0.1),
-            "first": candidate("first", 0.105, first=6, answers=4, recall=0.1),
+            "answers": candidate("answers", 0.105, first=5, answers=5, recall=0.1, f1=0.1),
+            "first": candidate("first", 0.105, first=6, answers=4, recall=0.1, f1=0.1),
+            "f1": candidate("f1", 0.105, first=5, answers=4, recall=0.1, f1=0.6),
             "recall": candidate("recall", 0.105, first=5, answers=4, recall=0.6),
         }
-        for some in (["answers", "first", "recall"], ["first", "recall"], ["recall"]):
+        for some in (["answers", "first", "f1", "recall"], ["first", "f1", "recall"], ["f1", "recall"], ["recall"]):
             order = [far, *(best[name] for name in reversed(some)), nearest]
             assert best_of(order).name == best_of(order[::-1]).name == some[0]
         assert best_of([far, nearest]).name == "nearest"
@@ -421,25 +432,31 @@ class TestDownstream:
         assert found[0] != found[1] != found[2] and all(one.first_token_kl > 0 for each in found for one in each)
         [exact] = downstream(engine, samples, [preset("epic")], ratio=1.0)
         assert all(one.first_token_kl < 1e-5 and one.answer_kl < 1e-5 for one in exact)
-        assert all(one.first_agrees and one.equal_answer for one in exact)
+        assert all(one.first_agrees and one.equal_answer and one.f1 == one.full_f1 for one in exact)
 
     def test_equal_tokens_are_those_of_the_greedy_answers(self, config: EngineConfig) -> None:
         """Against answers that are decoded, not followed; some begin like full prefill's and go on otherwise."""
         engine = CacheClipEngine(config, heads="none")
         samples = synthetic_samples("test", 4, chunk_words=20)
         method = preset("epic").at(0.9)
+        samples[0] = replace(samples[0], answer=full_answer(engine, samples[0]))
         [found] = downstream(engine, samples, [method], ratio=0.9)
+        assert found[0].full_f1 == 1.0 and 0.0 < found[0].f1 < 1.0, "its answer begins like full prefill's"
         kinds = []
         for sample, outcome in zip(samples, found, strict=True):
             answers = []
+            texts = []
             for each in (preset("full"), method):
                 engine.precompute(sample.chunks, method=each)
                 engine.prefixes.clear()
                 prefilled = engine.prefill(segments_of(engine, sample), method=each, question=sample.question)
-                answers.append(Reference.of(engine, prefilled, 16).ids)
+                reference = Reference.of(engine, prefilled, 16)
+                answers.append(reference.ids)
+                texts.append(reference.answer)
             full, fused = answers
             kinds.append((full[0] == fused[0], full == fused))
             assert (outcome.first_agrees, outcome.equal_answer) == kinds[-1]
+            assert [outcome.full_f1, outcome.f1] == [token_f1(text, [sample.answer]) for text in texts]
         assert set(kinds) == {(True, False), (False, False)}
 
     def test_results_with_other_figures_are_measured_again(
@@ -456,10 +473,10 @@ class TestDownstream:
         [[outcome]] = downstream(engine, samples, [preset("direct")], kept=kept)
         assert outcome == downstream(engine, samples, [preset("direct")])[0][0] and outcome.answer_kl != 0.5
         assert len(list(tmp_path.glob("outcome-*"))) == 2
-        kept.keep_outcome(about, (0.25, 0.5, 1.0, 0.0))
+        kept.keep_outcome(about, (0.25, 0.5, 1.0, 0.0, 0.75, 0.8))
         monkeypatch.setattr(engine, "prefill", None)
         found = downstream(engine, samples, [preset("direct")], kept=kept)
-        assert found == [[Outcome(0.25, 0.5, first_agrees=True, equal_answer=False)]]
+        assert found == [[Outcome(0.25, 0.5, first_agrees=True, equal_answer=False, f1=0.75, full_f1=0.8)]]
         assert found[0][0].first_agrees is True and found[0][0].equal_answer is False
 
     def test_an_engine_in_use_is_not_touched(self, config: EngineConfig, tmp_path: Path) -> None:

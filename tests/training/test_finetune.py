@@ -294,10 +294,13 @@ class TestJob:
         )
         with_figures = replace(found, figures=(Figures("made up", outcomes=made(0.25, 3, 1, 4)),))
         markdown_, html_ = (path.read_text() for path in write_report(with_figures, tmp_path / "made up"))
-        assert "| equal first tokens | equal answers |" in markdown_ and "| 0.250 / 0.250 | 75% | 25% |" in markdown_
-        assert "<th>equal first tokens</th><th>equal answers</th>" in html_ and "<td>75%</td><td>25%</td>" in html_
+        assert "| equal first tokens | equal answers | F1, share of full's |" in markdown_
+        assert "| 0.250 / 0.250 | 75% | 25% | 62% |" in markdown_
+        assert "<th>equal first tokens</th><th>equal answers</th>" in html_
+        assert "<td>75%</td><td>25%</td><td>62%</td>" in html_
         values = finetuning_json(with_figures)["figures"]["made up"]
         assert (values["first_token_agreement"], values["equal_answers"]) == (0.75, 0.25)
+        assert values["f1_share_of_full"] == pytest.approx(0.625)
         assert values["first_agrees"] == [True, True, True, False] and values["answer_kl"] == [0.25] * 4
         loss = f"{found.history[4]['loss']:.3f}"
         assert f"| 4 | {loss} |" in markdown and f"<td>4</td><td>{loss}</td>" in html

@@ -30,7 +30,7 @@ from .families import Sample, synthetic_samples
 from .features import Seen, check_offsets
 from .folder import Kept, digest_of, engine_inputs, resumable
 from .measures import chosen, span_recall, token_recall
-from .outcomes import RATIO, Outcome, answered_rightly, capped_mean, downstream, same_answers, same_first
+from .outcomes import RATIO, Outcome, answered_rightly, capped_mean, downstream, f1_share, same_answers, same_first
 from .tuning import spaced
 
 __all__ = [
@@ -122,7 +122,8 @@ class Calibration:
 
 def best_of(candidates: Sequence[Candidate]) -> Candidate:
     """The candidate with the most answers equal to full prefill's, then the most equal first tokens, then the highest
-    recall, among those whose answers are about as close to full prefill by KL as the nearest.
+    F1 of answers, then the highest recall, among those whose answers are about as close to full prefill by KL as the
+    nearest.
 
     Candidates with fewer equal first tokens than the package's head set, which they would replace, are left out. KL
     comes first, and counts are no objective: see :func:`~cacheclip_rag.lab.training.outcomes.may_replace`.
@@ -131,7 +132,15 @@ def best_of(candidates: Sequence[Candidate]) -> Candidate:
     allowed = [each for each in candidates if same_first(each.outcomes) >= fewest]
     nearest = min(each.kl for each in allowed)
     near = [each for each in allowed if each.kl <= _ABOUT * nearest]
-    return max(near, key=lambda each: (same_answers(each.outcomes), same_first(each.outcomes), each.recall))
+    return max(
+        near,
+        key=lambda each: (
+            same_answers(each.outcomes),
+            same_first(each.outcomes),
+            f1_share(each.outcomes) or 0.0,
+            each.recall,
+        ),
+    )
 
 
 def open_engine(config: EngineConfig) -> CacheClipEngine:

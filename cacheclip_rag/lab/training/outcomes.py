@@ -19,6 +19,7 @@ from ...methods.settings import describe
 from ...progress import progress_bar
 from ...selection.heads import HeadSet
 from ..evaluation.reference import Reference
+from ..evaluation.scores import token_f1
 from .families import Sample
 from .folder import Kept
 from .prompts import segments_of
@@ -31,6 +32,7 @@ __all__ = [
     "answered_rightly",
     "capped_mean",
     "downstream",
+    "f1_share",
     "may_replace",
     "same_answers",
     "same_first",
@@ -59,6 +61,10 @@ class Outcome:
     """Whether the first token equals full prefill's."""
     equal_answer: bool
     """Whether the greedy answer equals full prefill's, as far as that is read (16 tokens)."""
+    f1: float
+    """F1 (0 to 1) of its own greedy answer, of at most 16 tokens, with the right one."""
+    full_f1: float
+    """The same of full prefill's answer."""
 
 
 def capped_mean(outcomes: Sequence[Outcome]) -> float:
@@ -74,6 +80,12 @@ def same_first(outcomes: Sequence[Outcome]) -> int:
 def same_answers(outcomes: Sequence[Outcome]) -> int:
     """Number of answers that equal full prefill's."""
     return sum(each.equal_answer for each in outcomes)
+
+
+def f1_share(outcomes: Sequence[Outcome]) -> float | None:
+    """Mean F1 divided by full prefill's; None if that is 0."""
+    full = sum(each.full_f1 for each in outcomes)
+    return sum(each.f1 for each in outcomes) / full if full else None
 
 
 def may_replace(new: Sequence[Outcome], old: Sequence[Outcome]) -> bool:
@@ -182,8 +194,8 @@ def downstream(
 
 
 def _as_outcome(figures: Sequence[float]) -> Outcome:
-    first_token_kl, answer_kl, first_agrees, equal_answer = figures
-    return Outcome(first_token_kl, answer_kl, bool(first_agrees), bool(equal_answer))
+    first_token_kl, answer_kl, first_agrees, equal_answer, f1, full_f1 = figures
+    return Outcome(first_token_kl, answer_kl, bool(first_agrees), bool(equal_answer), f1, full_f1)
 
 
 def _about(sample: Sample, heads: HeadSet | Method, ratio: float) -> dict[str, Any]:
@@ -210,6 +222,7 @@ def _measure(engine: CacheClipEngine, sample: Sample, ratio: float) -> Callable[
     engine.prefixes.clear()
     full = engine.prefill(segments, method=preset("full"))
     reference = Reference.of(engine, full, _ANSWER_TOKENS)
+    full_f1 = token_f1(reference.answer, [sample.answer])
 
     def measure(heads: HeadSet | Method) -> Outcome:
         method = _method(heads, ratio)
@@ -217,9 +230,16 @@ def _measure(engine: CacheClipEngine, sample: Sample, ratio: float) -> Callable[
         engine.precompute(sample.chunks, method=method)
         engine.prefixes.clear()
         prefilled = engine.prefill(segments, method=method, question=sample.question)
-        fidelity = reference.follow(prefilled, answers=False).fidelity
+        followed = reference.follow(prefilled)
+        assert followed.answer is not None
+        fidelity = followed.fidelity
         return Outcome(
-            fidelity.first_token_kl, fidelity.answer_kl, fidelity.first_agrees, equal_answer=fidelity.agreement == 1.0
+            fidelity.first_token_kl,
+            fidelity.answer_kl,
+            fidelity.first_agrees,
+            equal_answer=fidelity.agreement == 1.0,
+            f1=token_f1(followed.answer, [sample.answer]),
+            full_f1=full_f1,
         )
 
     return measure

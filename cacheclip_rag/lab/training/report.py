@@ -14,7 +14,7 @@ from .calibrate import SHIPPED, Calibration
 from .context import ContextTraining
 from .figures import IN_USE
 from .finetune import FineTuning
-from .outcomes import SELECTOR, Outcome, same_answers, same_first
+from .outcomes import SELECTOR, Outcome, f1_share, same_answers, same_first
 
 __all__ = [
     "calibration_json",
@@ -41,6 +41,7 @@ _OUTCOME_TITLES = [
     f"answer KL, mean / median ({_AS_USED})",
     "equal first tokens",
     "equal answers",
+    "F1, share of full's",
 ]
 _SCORES_ALONE = f"Recall counts scores only, without the chunk starts on which {SELECTOR} spends half of its budget."
 
@@ -85,7 +86,7 @@ def _note(right: str | None) -> str:
         return _SCORES_ALONE
     return (
         f"{_SCORES_ALONE} KL is measured on prompts that full prefill answers rightly; if there are too few, other "
-        f"prompts fill up: {right}. First tokens and answers are equal to full prefill's on the same prompts."
+        f"prompts fill up: {right}. First tokens, answers and F1 are compared with full prefill's on the same prompts."
     )
 
 
@@ -107,7 +108,7 @@ def _outcome_cells(outcomes: Sequence[Outcome]) -> list[str]:
     shares = [same(outcomes) / len(outcomes) for same in (same_first, same_answers)]
     return [
         *(f"{statistics.fmean(values):.3f} / {statistics.median(values):.3f}" for values in kls),
-        *(f"{share:.0%}" for share in shares),
+        *("" if share is None else f"{share:.0%}" for share in [*shares, f1_share(outcomes)]),
     ]
 
 
@@ -118,6 +119,7 @@ def _outcome_values(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         **{name: [getattr(each, name) for each in outcomes] for name in names},
         "first_token_agreement": same_first(outcomes) / len(outcomes) if outcomes else None,
         "equal_answers": same_answers(outcomes) / len(outcomes) if outcomes else None,
+        "f1_share_of_full": f1_share(outcomes),
     }
 
 
