@@ -10,6 +10,10 @@ longer of reading and computing counts. Where each chunk is read from is asked b
 takes no time, and what is in the system's page cache takes what the other lines hold already, which were measured so.
 What is read from a medium that was not measured is learned from answers.
 
+Only ratios of the plan's own method are compared, because a certificate covers one method. At ratio 0, the auxiliary's
+KV is not read and nothing is scored: that is direct reuse, except with methods whose first layers compute all tokens.
+So a certificate that calls ratio 0 faithful makes direct reuse one of the choices.
+
 Source of the idea to choose the ratio by measured lines: CacheBlend (arXiv:2405.16444, its loading controller).
 """
 
@@ -288,6 +292,8 @@ class Controller:
         self._lock = threading.Lock()
         self._compute = self._before = 1.0
         """What the last answers took, as multiples of the profile's seconds."""
+        self._unscored = 1.0
+        """What comes before the recompute at ratio 0, as a multiple of what it is predicted to take with scoring."""
         self._reading: dict[str, float] = {}
         """What reading took, as multiples of the profile's seconds, by medium."""
         self._left_s = 0.0
@@ -315,7 +321,7 @@ class Controller:
         ratio, *larger = self._ratios(plan)
 
         def fused_s(ratio: float) -> float:
-            return self._fused_s(work, ratio, reading)
+            return self._fused_s(work, ratio, _at(ratio, plan, reading))
 
         if max_ttft_s is not None:
             ratio = next((each for each in reversed(larger) if fused_s(each) <= max_ttft_s), ratio)
@@ -327,7 +333,9 @@ class Controller:
             why = f"plain prefill is predicted to take {plain_s:.2f} s, and reuse {seconds:.2f} s"
         else:
             method = plan.method.at(ratio) if plan.method.has_ratio else plan.method
-            return replace(plan, method=method, prediction=Prediction(seconds, plain_s, known, reading))
+            return replace(
+                plan, method=method, prediction=Prediction(seconds, plain_s, known, _at(ratio, plan, reading))
+            )
         return replace(plan, bypass=why, prediction=Prediction(plain_s, plain_s, known))
 
     def observe(self, plan: Plan, stats: FusionStats) -> None:
@@ -339,14 +347,21 @@ class Controller:
         with self._lock:
             if plan.bypass is not None:
                 self._before **= _REMEMBERED
+                self._unscored **= _REMEMBERED
                 self._left_s *= _REMEMBERED
                 self._reading = {medium: factor**_REMEMBERED for medium, factor in self._reading.items()}
                 self._compute = _adjusted(self._compute, sum(stats.phases_s.values()), self.profile.plain_s(work))
             elif stats.chunk_tokens == plan.chunk_tokens and not stats.gated:  # else some could not be read
-                before, expected = self.profile.fused_s(work, plan.method.nominal_ratio)
+                ratio = plan.method.nominal_ratio
+                before, expected = self.profile.fused_s(work, ratio)
                 self._compute = _adjusted(self._compute, compute_s, expected)
-                delayed_s, _ = self._with_reading(self._before * before, reading)
-                if delayed_s <= self._before * before:  # else it says more about reading
+                predicted_s = self._before_s(before, ratio)
+                delayed_s, _ = self._with_reading(predicted_s, reading)
+                if delayed_s > predicted_s:
+                    pass  # it says more about reading
+                elif plan.method.has_ratio and ratio == 0:
+                    self._unscored = _adjusted(self._unscored, before_s, self._before * before)
+                else:
                     self._before = _adjusted(self._before, before_s, before)
                 if reading.medium:
                     factor = self._reading.get(reading.medium, 1.0)
@@ -364,8 +379,16 @@ class Controller:
 
     def _fused_s(self, work: Work, ratio: float, reading: Reading = NOTHING_TO_READ) -> float:
         before_s, compute_s = self.profile.fused_s(work, ratio)
-        before_s, left_s = self._with_reading(self._before * before_s, reading)
+        before_s, left_s = self._with_reading(self._before_s(before_s, ratio), reading)
         return before_s + max(self._compute * compute_s, left_s, self._left_s * work.stale)
+
+    def _before_s(self, before_s: float, ratio: float) -> float:
+        """Seconds until the recompute begins, if reading takes no time.
+
+        Args:
+            before_s: the same by the profile, with scoring.
+        """
+        return self._before * before_s * (self._unscored if ratio == 0 else 1.0)
 
     def _with_reading(self, before_s: float, reading: Reading) -> tuple[float, float]:
         """Seconds until the recompute begins, and those for which the store is then still read.
@@ -382,6 +405,11 @@ class Controller:
             case "scoring":
                 return auxiliary_s + max(before_s, primary_s), 0.0
         return before_s + auxiliary_s + primary_s, 0.0
+
+
+def _at(ratio: float, plan: Plan, reading: Reading) -> Reading:
+    """What is read at a ratio: nothing of the auxiliary at 0."""
+    return reading if ratio > 0 or not plan.method.has_ratio else replace(reading, auxiliary_s=0.0)
 
 
 def _adjusted(factor: float, took_s: float, expected_s: float) -> float:

@@ -181,6 +181,22 @@ class TestDelays:
         assert auxiliary.isdisjoint(order[first:])
         assert len(auxiliary & set(order[:first])) == len(CHUNKS) - 1, "the first chunk is exact"
 
+    @pytest.mark.parametrize(("ratio", "is_used"), [(0.0, False), (0.3, True)])
+    def test_at_ratio_0_the_auxiliary_is_neither_read_nor_run(self, slow: Slow, ratio: float, is_used: bool) -> None:
+        """As the controller predicts it."""
+        slow.ask()
+        ran: list[Any] = []
+        embeddings = slow.engine.parts.auxiliary_caches.runtime.model.get_input_embeddings()
+        hook = embeddings.register_forward_hook(lambda *passed: ran.append(1))
+        try:
+            slow.ask(ratio=ratio)
+        finally:
+            hook.remove()
+        read = {key for key, *_ in slow.reads}
+        assert read >= set(slow.keys("primary")[1:])
+        assert bool(read & set(slow.keys("auxiliary"))) is is_used
+        assert bool(ran) is is_used
+
     def test_the_auxiliary_is_read_up_to_its_last_scored_layer(self, slow: Slow) -> None:
         slow.ask()
         key = slow.keys("auxiliary")[0]

@@ -221,6 +221,11 @@ class TestDecide:
         nothing = Controller(PROFILE, lambda ratio: False).decide(plan, 0)
         assert nothing.bypass is not None, "only 1.0 is left, and plain prefill is sooner"
 
+    def test_direct_reuse_where_ratio_0_may_be_chosen(self, engine: CacheClipEngine) -> None:
+        """No other method is asked: at ratio 0 this one is direct reuse, and its certificate says whether that does."""
+        decided = Controller(PROFILE, lambda ratio: True).decide(plan_of(engine), 0)
+        assert decided.bypass is None and decided.method.nominal_ratio == 0.0
+
     def test_a_method_without_a_ratio(self, engine: CacheClipEngine) -> None:
         engine.precompute(texts(4), method="direct")
         plan = engine.plan("\n\n".join(texts(4)) + "\n\nWho kept lamp 3?", method="direct")
@@ -271,6 +276,19 @@ class TestObserve:
         own = Controller(PROFILE).decide(plan_of(engine), 0).method.nominal_ratio
         assert own < free.method.nominal_ratio < 1.0
         assert controller._fused_s(work, free.method.nominal_ratio) == controller._fused_s(work, own)
+
+    def test_ratio_0_is_learned_apart(self, engine: CacheClipEngine) -> None:
+        """Nothing is scored there, so that it says nothing about what comes before a recompute at other ratios."""
+        unscored, scored = Controller(PROFILE, lambda ratio: True), Controller(PROFILE)
+        before, compute = PROFILE.fused_s(Work.of(plan_of(engine), 0), 0.0)
+        first = scored.decide(plan_of(engine), 0)
+        for _ in range(20):
+            plan = unscored.decide(plan_of(engine), 0)
+            unscored.observe(plan, stats_of(engine, 0.3 * before, compute))
+        found = unscored.decide(plan_of(engine), 0).prediction
+        assert found is not None and found.seconds == pytest.approx(0.3 * before + compute, rel=0.01)
+        unscored._may_be = None
+        assert unscored.decide(plan_of(engine), 0) == first
 
     @staticmethod
     def check_tried_again(controller: Controller, engine: CacheClipEngine) -> None:
@@ -474,6 +492,17 @@ class TestReading:
         reading = Reading(SLOW, auxiliary_s, primary_s, beside)
         found = Controller(profile).decide(plan_of(engine), 0, None, reading).prediction
         assert found is not None and found.seconds == pytest.approx(expected) and found.reading == reading
+
+    def test_at_ratio_0_the_auxiliarys_is_not_read(self, engine: CacheClipEngine) -> None:
+        controller, plan = Controller(PROFILE, lambda ratio: True), plan_of(engine)
+        work = Work.of(plan, 0)
+        decided = controller.decide(plan, 0, None, Reading(SLOW, 1e6, 0.0, "recompute"))
+        assert decided.bypass is None and decided.prediction is not None
+        assert decided.prediction.seconds == pytest.approx(sum(PROFILE.fused_s(work, 0.0)))
+        assert decided.prediction.reading.seconds == 0.0
+        fixed = engine.plan("\n\n".join(texts(4)) + "\n\nWho kept lamp 3?", method="epic-paper")
+        assert not fixed.method.has_ratio and fixed.method.nominal_ratio == 0.0
+        assert controller.decide(fixed, 0, None, Reading(SLOW, 1e6, 0.0, "recompute")).bypass is not None
 
     @pytest.mark.parametrize("times", [0.1, 4.0])
     def test_the_speed_is_learned_for_its_medium_alone(self, engine: CacheClipEngine, times: float) -> None:
