@@ -395,8 +395,16 @@ class TestReadAhead:
         slow.ask()
         key = slow.keys("primary")[0]
         damage(slow, key, 1)
+        given = threading.Event()
+
+        def hold(_: str, start: int, __: int) -> None:
+            if start:  # behind the header
+                given.wait(20)
+
+        slow.hook = hold
         with ReadAhead(slow.engine.store, [key]) as reading:
             first = reading.kv(0)
+            given.set()
             with pytest.raises(ReadAgain):
                 reading.wait(10**6)
             assert first is not None and reading.kv(0) is None
