@@ -30,6 +30,7 @@ def main() -> None:
     parser.add_argument("--primary", default="qwen2.5-coder-0.5b")
     parser.add_argument("--auxiliary", default="smollm2-135m")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--tokens", default="200,500,1000,2000,4000,8000,16000")
     parser.add_argument("--chunk-tokens", default="64,120,480")
     parser.add_argument("--rounds", type=int, default=3)
@@ -37,7 +38,7 @@ def main() -> None:
     given = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        models = {"primary": given.primary, "auxiliary": given.auxiliary, "dtype": given.dtype}
+        models = {name: getattr(given, name) for name in ("primary", "auxiliary", "dtype", "device")}
         engine = CacheClipEngine(**models, store=folder, recompute_ratio="auto", prefix_cache_bytes=0)
         method = engine.make_method(None, "auto")
         profile = find_profile(engine.parts.profile_identity(method)) or engine.profile_machine()
