@@ -139,6 +139,8 @@ def measure_decode(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     from transformers import DynamicCache
     from transformers.generation.streamers import BaseStreamer
 
+    from cacheclip_rag.runtime.transformers.cache import cache_argument
+
     engine = CacheClipEngine(**settings(given, prefix_cache_bytes=0))
     runtime: Any = engine.primary
     runtime.eos_ids = frozenset()
@@ -179,9 +181,9 @@ def measure_decode(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 do_sample=False,
                 min_new_tokens=count,
                 max_new_tokens=count,
-                past_key_values=DynamicCache(config=model.config),
                 streamer=times,
                 pad_token_id=0,
+                **cache_argument(model, DynamicCache(config=model.config)),
             )
         answers["plain"] = found[0, ids.shape[1] :].tolist()
         return (times.seconds[-1] - times.seconds[1]) / (count - 1)  # the first entry is the prompt
@@ -262,6 +264,8 @@ def in_batches(
     import torch
     from transformers import DynamicCache
 
+    from cacheclip_rag.runtime.transformers.cache import cache_argument
+
     before = 0 if context is None else context[0][0].shape[2]
     waiting = sorted(chunks, key=len)
     while waiting:
@@ -275,7 +279,7 @@ def in_batches(
             cache.update(keys.expand(len(batch), -1, -1, -1), values.expand(len(batch), -1, -1, -1), number)
         given: dict[str, Any] = {} if len(batch) == 1 else {"attention_mask": mask}
         with torch.inference_mode():
-            model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **given)
+            model(ids, use_cache=True, logits_to_keep=1, **cache_argument(model, cache), **given)
 
 
 # -- Memory ------------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ import argparse
 import hashlib
 import importlib.metadata
 import importlib.util
+import inspect
 import json
 import os
 import queue
@@ -101,6 +102,8 @@ class Transformers(System):
         self._model = AutoModelForCausalLM.from_pretrained(
             settings["model"], dtype=getattr(torch, settings["dtype"])
         ).eval()
+        parameters = inspect.signature(self._model.forward).parameters
+        self._cache_name = "cache" if "cache" in parameters else "past_key_values"  # transformers 5.24 renamed it
 
     def answer(self, message: str, text: str) -> dict[str, Any]:
         started = time.perf_counter()
@@ -115,7 +118,7 @@ class Transformers(System):
     def _first_token(self, ids: list[int], cache: Any) -> int:
         with self._torch.inference_mode():
             given = self._torch.tensor([ids])
-            logits = self._model(given, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            logits = self._model(given, use_cache=True, logits_to_keep=1, **{self._cache_name: cache}).logits
             return int(logits[0, -1].argmax())
 
 

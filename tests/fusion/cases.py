@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.fusion.recompute import assemble, choose_rows
@@ -17,7 +17,7 @@ from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.base import Method
 from cacheclip_rag.prompt.layout import Layout, lay_out
 from cacheclip_rag.runtime.transformers.attention_plan import AttentionPlan, Block
-from cacheclip_rag.runtime.transformers.cache import FusedCache
+from cacheclip_rag.runtime.transformers.cache import FusedCache, cache_argument
 from tests.conftest import CACHECLIP
 
 KINDS = ("llama", "qwen2-sliding", "gemma3", "gpt-oss", "mixtral")
@@ -30,6 +30,14 @@ BROKEN = 1e-2
 def reference_model(folder: str) -> Any:
     """The same weights in an unmodified transformers model, eager attention."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+@torch.inference_mode()
+def run_reference(folder: str, ids: torch.Tensor) -> Cache:
+    """The KV of ``ids``. A cache made without the config keeps all keys of sliding layers."""
+    model, computed = reference_model(folder), DynamicCache()
+    model(input_ids=ids[None], **cache_argument(model, computed))
+    return computed
 
 
 @torch.inference_mode()
@@ -167,7 +175,7 @@ def scatter(folder: str, start: FusedCache, ids: torch.Tensor, rows: torch.Tenso
         input_ids=ids[rows][None],
         position_ids=rows[None],
         attention_mask=reference_mask(model.config, rows, num_tokens),
-        past_key_values=past,
+        **cache_argument(model, past),
     )
     return past, output.logits[0, -1]
 

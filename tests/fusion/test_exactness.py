@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers.cache_utils import DynamicCache
 
 from cacheclip_rag import Chunk, Fresh, SamplingParams
 from cacheclip_rag.methods import preset
@@ -34,7 +33,7 @@ from tests.fusion.cases import (
     prefilled,
     reference_greedy,
     reference_logits,
-    reference_model,
+    run_reference,
     scatter_reference,
 )
 
@@ -249,10 +248,8 @@ class TestRotation:
         for position in (0, 7, 301):
             filler = torch.full((position,), 5, dtype=torch.int64)
             ids = torch.cat((filler, torch.tensor(span.tokens.ids)))
-            with torch.inference_mode():
-                # a cache made without the config keeps all keys of sliding layers
-                output = reference_model(case.folder)(input_ids=ids[None], past_key_values=DynamicCache())
-            expected = output.past_key_values.layers[0].keys[0, :, position:]
+            computed = run_reference(case.folder, ids)
+            expected = computed.layers[0].keys[0, :, position:]
             tables = runtime.rotary_tables(position, position + len(span.tokens))[0]
             assert gap(rotate(stored[0, 0], tables), expected) < 1e-5
             wrong = runtime.rotary_tables(position + 5, position + 5 + len(span.tokens))[0]
@@ -270,11 +267,10 @@ class TestRotation:
         caches = case.engine.parts.prefix_caches
         span = case.layout.chunks[1]
         ids = torch.tensor([*caches.prefix_ids, *span.tokens.ids])
-        with torch.inference_mode():
-            output = reference_model(case.folder)(input_ids=ids[None], past_key_values=DynamicCache())
+        computed = run_reference(case.folder, ids)
         start = len(caches.prefix_ids)
         tables = case.runtime.rotary_tables(start, len(ids))
-        for stored, layer, of_layer in zip(case.kv[span.start], output.past_key_values.layers, tables, strict=True):
+        for stored, layer, of_layer in zip(case.kv[span.start], computed.layers, tables, strict=True):
             assert gap(rotate(stored[0], of_layer), layer.keys[0, :, start:]) < EXACT
             assert gap(stored[1], layer.values[0, :, start:]) < EXACT
 

@@ -11,6 +11,7 @@ from cacheclip_rag import Chunk, Fresh
 from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.fusion.recompute import choose_rows
 from cacheclip_rag.runtime.transformers.attention_plan import Geometry
+from cacheclip_rag.runtime.transformers.cache import cache_argument
 from tests.conftest import CHUNKS, lose
 from tests.fusion.cases import BROKEN, EXACT, Case, gap, reference_model, scatter_cache
 from tests.methods.spying import made, plain, run
@@ -26,11 +27,12 @@ def placed_reference(case: Case, cache: Any, rows: torch.Tensor, positions: torc
     if geometry.contexts is not None:
         hidden = hidden & ~geometry.contexts[None]
     mask = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min)[None, None]
-    output = reference_model(case.folder)(
+    model = reference_model(case.folder)
+    output = model(
         input_ids=case.layout.ids[rows][None],
         position_ids=positions[rows][None],
         attention_mask=mask,
-        past_key_values=past,
+        **cache_argument(model, past),
     )
     return output.logits[0, -1]
 

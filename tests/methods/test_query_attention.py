@@ -12,6 +12,7 @@ from cacheclip_rag import Chunk, Fresh
 from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.methods import preset
 from cacheclip_rag.prompt.layout import question_slots
+from cacheclip_rag.runtime.transformers.cache import cache_argument
 from cacheclip_rag.selection.question import pick_layers
 from tests.conftest import CHUNKS
 from tests.fusion.cases import Case, gap, make_case, reference_model, scatter_cache
@@ -37,7 +38,8 @@ def eager_queries(case: Case, rows: torch.Tensor, hidden: torch.Tensor) -> list[
 
     hooks = [layer.self_attn.register_forward_pre_hook(look, with_kwargs=True) for layer in model.base_model.layers]
     mask = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min)[None, None]
-    model(input_ids=case.layout.ids[rows][None], position_ids=rows[None], attention_mask=mask, past_key_values=past)
+    given = cache_argument(model, past)
+    model(input_ids=case.layout.ids[rows][None], position_ids=rows[None], attention_mask=mask, **given)
     for hook in hooks:
         hook.remove()
     return [(queries, layer.keys[0]) for queries, layer in zip(seen, past.layers, strict=True)]
@@ -52,11 +54,12 @@ class TestQueryAttention:
         past = scatter_cache(case.assembled(), num_tokens, rows)
         hidden = rows[:, None] < torch.arange(num_tokens)[None]
         mask = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min)[None, None]
-        output = reference_model(case.folder)(
+        model = reference_model(case.folder)
+        output = model(
             input_ids=case.layout.ids[rows][None],
             position_ids=rows[None],
             attention_mask=mask,
-            past_key_values=past,
+            **cache_argument(model, past),
             output_attentions=True,
         )
         asking = torch.isin(rows, view.question)

@@ -124,10 +124,14 @@ def check_against_its_own_full(fused: Any, most: float = 0.0) -> None:
 
 @pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
 def test_a_rounded_cache(settings: Any, dtype: str) -> None:
-    """Stored KV is rounded as fresh KV is."""
+    """Stored KV is rounded as fresh KV is.
+
+    Which prompts share a step changes the last bits of a float32 key, and some of these are then rounded to the next
+    8-bit number: log-probabilities move by 0.03.
+    """
     setting = settings()
     with started(setting, kv_cache_dtype=dtype) as fused:
-        check_against_its_own_full(fused)
+        check_against_its_own_full(fused, 0.05)
 
 
 def test_bfloat16(settings: Any) -> None:

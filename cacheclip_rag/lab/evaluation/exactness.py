@@ -21,7 +21,7 @@ from ...guards.fidelity import greedy, kl_divergence, read_along
 from ...methods import preset
 from ...methods.base import CacheView, Method
 from ...runtime.prefill import Prefilled
-from ...runtime.transformers.cache import FusedCache
+from ...runtime.transformers.cache import FusedCache, cache_argument
 from ...runtime.transformers.model import ModelRuntime
 from ..models import transformers_model
 from .prompts import EvaluationPrompt
@@ -176,8 +176,8 @@ def _reference_direct(engine: CacheClipEngine, prompt: EvaluationPrompt) -> torc
             output = model(
                 input_ids=prefilled.layout.ids[position][None, None].to(runtime.device),
                 position_ids=torch.tensor([[position]], device=runtime.device),
-                past_key_values=cache,
                 use_cache=True,
+                **cache_argument(model, cache),
             )
     logits: torch.Tensor = output.logits[0, -1]
     return logits

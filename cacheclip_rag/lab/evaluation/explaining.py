@@ -31,6 +31,7 @@ from ...machine import processor_name, unit_name
 from ...progress import progress_bar
 from ...runtime.base import Runtime
 from ...runtime.transformers.attention_plan import AttentionPlan
+from ...runtime.transformers.cache import cache_of
 from ...runtime.transformers.model import ModelRuntime
 from ...store import ReadBuffer, Sink, Tiers
 from ...types import PHASES, FusionStats, Request
@@ -204,7 +205,7 @@ def _layer_flops(shape: LayerShape, number: int, rows: int, kwargs: Mapping[str,
     """Operations of layer ``number``, called with ``kwargs``; 0 after the last layer that a probe needs."""
     plan: AttentionPlan | None = kwargs.get("cacheclip_plan")
     if plan is None:
-        state = kwargs.get("past_key_values")
+        state = cache_of(kwargs)
         known = 0 if state is None else state.get_seq_length(number)
         return shape.flops(rows, causal_pairs(known, rows, shape.window))
     probe, scored = plan.probe, 0

@@ -14,6 +14,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ...runtime.transformers.attention_plan import ROWS_PER_BLOCK, AttentionPlan, Block, causal_plan
+from ...runtime.transformers.cache import cache_argument
 from ...runtime.transformers.model import ModelRuntime
 from ...runtime.transformers.rotary import Tables, rotate, unrotate
 
@@ -121,10 +122,10 @@ def _run(
     return model(
         input_ids=ids[None].to(runtime.device),
         position_ids=positions[None].to(runtime.device),
-        past_key_values=Cache(layers=layers),
         use_cache=True,
         cacheclip_plan=plan,
         output_hidden_states=hidden,
+        **cache_argument(model, Cache(layers=layers)),
         **arguments,
     )
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +13,22 @@ from transformers.cache_utils import Cache, DynamicLayer
 from .attention_plan import Geometry
 from .rotary import Tables
 
-__all__ = ["FusedCache", "FusedLayer"]
+__all__ = ["FusedCache", "FusedLayer", "cache_argument", "cache_of"]
+
+
+def cache_argument(model: Any, cache: Cache) -> dict[str, Cache]:
+    """The keyword argument that gives ``cache`` to a transformers model; version 5.24 renamed it."""
+    return {_cache_name(type(model).forward): cache}
+
+
+@functools.cache  # to read a signature takes as long as a small operation, and every decoded token asks
+def _cache_name(forward: Callable[..., Any]) -> str:
+    return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
+
+
+def cache_of(arguments: Mapping[str, Any]) -> Any:
+    """The cache among the keyword arguments of a transformers layer, under either name; None without one."""
+    return arguments.get("cache", arguments.get("past_key_values"))
 
 
 class FusedLayer(DynamicLayer):  # type: ignore[misc]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from .attention_plan import AttentionPlan, Block, PassEnded
+from .cache import cache_of
 from .row_filter import RowFilter, rows_of
 
 __all__ = ["install_layer_hooks"]
@@ -62,7 +63,7 @@ def _enter_last(
         return hidden, kwargs
     with suppress(PassEnded):
         layer.forward(hidden, **{**kwargs, "cacheclip_plan": replace(plan, last_rows=0)})
-    cache = kwargs["past_key_values"]
+    cache = cache_of(kwargs)
     slots = cache.layers[-1].slots_on_cpu[-needed:]
     cache.scatter(slots)
     rows = torch.arange(num_rows - needed, num_rows)

@@ -25,7 +25,7 @@ from ..base import wait_for
 from .architectures import SUPPORTED, has_pinned_rope, reuse_tokens, rope_pin
 from .attention import block_attention, query_attention, sdpa_backends
 from .attention_plan import AttentionPlan, AttentionRule, Geometry, PassEnded, Probe, causal_plan
-from .cache import FusedCache, FusedLayer
+from .cache import FusedCache, FusedLayer, cache_argument
 from .layer_hooks import install_layer_hooks
 from .packing import encode_packed, packs
 from .rotary import Tables, changed, rotate, unrotate
@@ -382,7 +382,10 @@ class ModelRuntime(TextModel):
         cache = self.new_cache(capacity)
         with self.passes.shared():
             output = self.model(
-                input_ids=ids[None].to(self.device), past_key_values=cache, use_cache=True, logits_to_keep=1
+                input_ids=ids[None].to(self.device),
+                use_cache=True,
+                logits_to_keep=1,
+                **cache_argument(self.model, cache),
             )
         return cache, output.logits[0, -1]
 
@@ -451,9 +454,9 @@ class ModelRuntime(TextModel):
         arguments = {
             "input_ids": ids[None].to(self.device),
             "position_ids": positions[None].to(self.device),
-            "past_key_values": cache,
             "use_cache": True,
             "cacheclip_plan": plan,
+            **cache_argument(self.model, cache),
         }
         try:
             with self.passes.shared():
@@ -518,8 +521,8 @@ class ModelRuntime(TextModel):
             output = self.model(
                 input_ids=torch.tensor([[token_id]], device=self.device),
                 position_ids=torch.tensor([[position]], device=self.device),
-                past_key_values=state,
                 use_cache=True,
+                **cache_argument(self.model, state),
             )
         following: torch.Tensor = output.logits[0, -1]
         return following

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["PlainRuntime", "PlainState", "auto_classes"]
 
-_STATES = ("past_key_values", "cache_params", "state", "encoder_outputs")
-"""Output fields that the next step needs: attention caches and recurrent states."""
+_STATES = ("cache", "past_key_values", "cache_params", "state", "encoder_outputs")
+"""Output fields that the next step needs. Since 5.24, transformers calls attention and recurrent states ``cache``."""
 
 
 @dataclass(slots=True)
@@ -101,6 +101,6 @@ class PlainRuntime(TextModel):
         if "cache_params" in state.arguments and self._wants_cache_position:
             given["cache_position"] = torch.tensor([state.num_tokens], device=self.device)
         output = self.model(**given, **state.arguments, **self._last_logits, use_cache=True)
-        found = {name: getattr(output, name, None) for name in _STATES}
-        arguments = {**state.arguments, **{name: value for name, value in found.items() if value is not None}}
+        fields = dict(output.items())  # without those that are None, and without deprecated names
+        arguments = {**state.arguments, **{name: fields[name] for name in _STATES if name in fields}}
         return PlainState(arguments, state.num_tokens + ids.shape[1]), output.logits[0, -1]
