@@ -390,7 +390,9 @@ class Parts:
     def _may_be(self, method: Method) -> Callable[[float], bool] | None:
         """Whether the method's certificate calls a recompute ratio exact or faithful; None without a certificate."""
         certificate, _ = find_certificate(self.identity(method))
-        return None if certificate is None else lambda ratio: verdict_at(certificate, ratio) != "not faithful"
+        if certificate is None:
+            return None
+        return lambda ratio: verdict_at(certificate, ratio, method.min_confidence) != "not faithful"
 
     def certified_confidence(self, method: Method, *, any_ratio: bool = False) -> float:
         """The value of ``min_confidence="auto"``: of the method's ratio, by its certificate, which is read once.
@@ -410,8 +412,7 @@ class Parts:
                     certificate = None  # four prompts say too little
                 ratios = [method.nominal_ratio]
                 if certificate is not None and any_ratio:
-                    may_be = [row.ratio for row in certificate.ratios if row.verdict != "not faithful"]
-                    ratios += [ratio for ratio in may_be if ratio < method.nominal_ratio]
+                    ratios += [row.ratio for row in certificate.ratios if row.verdict == "faithful"]
                 found = [confidence_at(certificate, ratio) if certificate else None for ratio in ratios]
                 known = [each for each in found if each is not None]
                 if len(known) < len(found):

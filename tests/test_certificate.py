@@ -32,10 +32,15 @@ from cacheclip_rag.methods.recompute import Recompute
 from cacheclip_rag.methods.settings import vary
 from cacheclip_rag.selection.budget import Budget
 from cacheclip_rag.selection.scorers import AuxiliaryAttention
-from tests.conftest import CACHECLIP, rag_prompt
+from tests.conftest import CACHECLIP, CHUNKS, rag_prompt
 
 ONE = SamplingParams(max_tokens=1)
-GATE = (GateFigures(0.0, 0.95, 0.2, 0.0), GateFigures(0.1, 1.0, 0.3, 0.1), GateFigures(1.0, 1.0, 1.2, 1.0))
+GATE = (
+    GateFigures(0.0, 0.95, 0.2, 0.0, "faithful"),
+    GateFigures(0.1, 1.0, 0.3, 0.1, "faithful"),
+    GateFigures(1.0, 1.0, 1.2, 1.0, "exact"),
+)
+LOW_GATE = (GateFigures(0.0, 0.8, 0.2, 0.0, "not faithful"), GateFigures(0.3, 1.0, 0.4, 0.2, "faithful"))
 SPREAD = {"mean": 0.05, "median": 0.04, "max": 0.1}
 
 
@@ -58,7 +63,7 @@ def make(tiny_models: dict[str, str]) -> Callable[..., CacheClipEngine]:
 
 def certificate_for(engine: CacheClipEngine, method: str = "cacheclip", **changes: Any) -> Certificate:
     verdicts = {0.0: "not faithful", 0.1: "not faithful", 0.2: "faithful", 0.5: "exact"}
-    gates = {0.1: (GateFigures(0.0, 0.8, 0.2, 0.0), GateFigures(0.3, 1.0, 0.4, 0.2)), 0.2: GATE}
+    gates = {0.1: LOW_GATE, 0.2: GATE}
     rows = [
         RatioFigures(r, r, SPREAD, SPREAD, 0.95, 1.0, verdict, gate=gates.get(r, ())) for r, verdict in verdicts.items()
     ]
@@ -95,7 +100,7 @@ class TestFile:
             lambda text: "",
             lambda text: "[]",
             lambda text: text.replace('"not faithful"', '"faithful"', 1),
-            lambda text: text.replace('"format": 3', '"format": 2'),
+            lambda text: text.replace('"format": 4', '"format": 3'),
         ],
     )
     def test_damaged_is_none(self, make: Callable[..., CacheClipEngine], damage: Callable[[str], str]) -> None:
@@ -179,10 +184,36 @@ class TestGate:
     def test_a_ratio_that_is_chosen_later_takes_the_largest(self, make: Callable[..., CacheClipEngine]) -> None:
         engine = make(min_confidence="auto")
         made = certificate_for(engine)
-        rows = [replace(row, verdict="faithful") if row.ratio == 0.1 else row for row in made.ratios]
-        replace(made, ratios=rows).save()
-        assert engine.make_method("cacheclip", any_ratio=True).min_confidence == 0.3
-        assert engine.make_method("cacheclip").min_confidence == 0.1
+        assert made.ratios[1].ratio == 0.1
+        higher = replace(made.ratios[1], ratio=0.3, verdict="faithful")
+        lower = replace(made.ratios[1], verdict="faithful")
+        for rows in ([lower, *made.ratios[2:]], [*made.ratios[:3], higher]):
+            own = make(min_confidence="auto")
+            replace(made, ratios=rows)._write()
+            assert own.make_method("cacheclip", any_ratio=True).min_confidence == 0.3
+            assert own.make_method("cacheclip").min_confidence == 0.1
+
+    def test_auto_never_costs_more_than_full_prefill(self, make: Callable[..., CacheClipEngine]) -> None:
+        engine = make(min_confidence="auto")
+        made = certificate_for(engine)
+        dear = (replace(GATE[0], min_confidence=0.5, charged_ratio=0.9), GATE[-1])
+        replace(made, ratios=[*made.ratios[:2], replace(made.ratios[2], gate=dear)]).save()
+        with pytest.raises(CertificateError, match="costs less than full prefill. Measure it: .*; or set a number"):
+            engine.make_method("cacheclip")
+
+    def test_the_verdict_is_that_of_the_gate(self, make: Callable[..., CacheClipEngine]) -> None:
+        """A ratio that is not faithful by itself may be with a gate, and engines that require a certificate take it."""
+        engine = make(require_certificate=True)
+        made = certificate_for(engine)
+        made.save()
+        verdicts = [verdict_at(made, 0.1, least) for least in (0.0, 0.1, 0.3, 1.0)]
+        assert verdicts == ["not faithful", "not faithful", "faithful", "faithful"]
+        assert verdict_at(made, 0.2, 1.0) == "exact" and verdict_at(made, 0.5, 0.3) == "exact"
+        low = preset("cacheclip").at(0.1)
+        engine.precompute(CHUNKS)
+        assert engine.generate(rag_prompt(CHUNKS), ONE, method=replace(low, min_confidence=0.3)).stats.hits
+        with pytest.raises(CertificateError, match=r"'not faithful' at recompute ratio 0.1 with min_confidence 0.2"):
+            engine.generate(rag_prompt(CHUNKS), ONE, method=replace(low, min_confidence=0.2))
 
     def test_auto_needs_a_certificate_with_a_gate(self, make: Callable[..., CacheClipEngine]) -> None:
         engine = make(min_confidence="auto")
@@ -192,7 +223,7 @@ class TestGate:
         with pytest.raises(CertificateError, match="its certificate is a quick one"):
             engine.make_method("cacheclip")
         certificate_for(engine).save()
-        with pytest.raises(CertificateError, match=r"no gate at ratio 0.5 or below"):
+        with pytest.raises(CertificateError, match=r"no gate at ratio 0.5 or below that keeps all first tokens"):
             engine.make_method("cacheclip", 0.5)
         assert engine.make_method("cacheclip").min_confidence == 0.1, "a later certificate is found"
 

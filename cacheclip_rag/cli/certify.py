@@ -148,13 +148,17 @@ def _print_gate(certificate: Certificate) -> None:
     if not rows:
         return
     gate = Table(title=f"A confidence gate from ratio {certificate.ratio:g} on (setting min_confidence)")
-    for column in ("min_confidence", "equal first tokens", "charged ratio", "full prefills"):
+    for column in ("min_confidence", "equal first tokens", "charged ratio", "full prefills", "verdict"):
         gate.add_column(column, justify="right")
     for each in rows:
         shares = (f"{each.first_token_agreement:.0%}", f"{each.charged_ratio:.2f}", f"{each.full_prefills:.0%}")
-        gate.add_row(f"{each.min_confidence:g}", *shares)
+        gate.add_row(f"{each.min_confidence:g}", *shares, each.verdict)
     out = output()
     out.print(gate)
     least = confidence_at(certificate, certificate.ratio)
-    if least is not None and not certificate.quick:
+    if certificate.quick:
+        return
+    if least is None:
+        out.print("min_confidence 'auto' is refused here: no gate keeps all first tokens for less than full prefill.")
+    else:
         out.print(f"min_confidence 'auto' is {least:g} here: the least with which all first tokens are equal.")

@@ -51,7 +51,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 VERDICTS = ("exact", "faithful", "not faithful")
 THRESHOLDS = {"first_token_kl": 0.1, "answer_kl": 0.05, "agreement": 0.95, "needle_accuracy_of_full": 0.95}
 """Limits for ``faithful``, over all prompts: mean KL at the first token at most 0.1 nats, mean KL along the answer at
@@ -103,6 +103,8 @@ class GateFigures:
     """Mean over prompts, both passes counted; 1.0 is the cost of full prefill."""
     full_prefills: float
     """Share of prompts that are prefilled in full after all."""
+    verdict: str
+    """One of :data:`VERDICTS`, of the method with this gate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +173,8 @@ class Certificate:
             ratios=[RatioFigures.from_dict(row) for row in value["ratios"]],
             **fields,
         )
-        if certificate.verdict not in VERDICTS or any(row.verdict not in VERDICTS for row in certificate.ratios):
+        rows, gates = certificate.ratios, [gate for row in certificate.ratios for gate in row.gate]
+        if not {certificate.verdict, *(row.verdict for row in rows), *(gate.verdict for gate in gates)} <= {*VERDICTS}:
             raise ValueError("unknown verdict")
         return certificate
 
@@ -254,25 +257,34 @@ def confidence_at(certificate: Certificate, ratio: float) -> float | None:
     """The least ``min_confidence`` with which every prompt began as with full prefill: of the nearest certified ratio
     that is not larger. None if no gate was measured there.
 
-    Every prompt, because 20 are few: where one in ten answers begins otherwise, 19 of 20 are no surprise.
+    Every prompt, because 20 are few: where one in ten answers begins otherwise, 19 of 20 are no surprise. A gate with
+    which the prompts cost as much as full prefill is none.
     """
     row = _row_at(certificate, ratio)
     gate = row.gate if row else ()
-    return next((each.min_confidence for each in gate if each.first_token_agreement >= 1.0), None)
+    keeps = (each for each in gate if each.first_token_agreement >= 1.0 and each.charged_ratio < 1.0)
+    return next((each.min_confidence for each in keeps), None)
 
 
-def verdict_at(certificate: Certificate, ratio: float) -> str:
+def verdict_at(certificate: Certificate, ratio: float, min_confidence: float = 0.0) -> str:
     """Verdict for a recompute ratio: the verdict of the nearest certified ratio that is not larger.
 
     Ratio 1.0 is measured on prompts only on request. Otherwise the exactness checks decide: ``exact`` if 64 greedy
     tokens were equal, ``faithful`` if (in half precision) noise changed a token.
+
+    Args:
+        min_confidence: the method's confidence gate. The verdict is that of the nearest measured gate that is not
+            larger.
     """
     if not certificate.exactness["passed"]:
         return "not faithful"
     row = _row_at(certificate, ratio)
     if ratio >= 1.0 and not (row and row.ratio >= 1.0):
         return "exact" if certificate.exactness["checks"]["greedy"]["figure"] == 1.0 else "faithful"
-    return row.verdict if row else "not faithful"
+    if row is None:
+        return "not faithful"
+    gates = [each for each in row.gate if 0.0 < each.min_confidence <= min_confidence]
+    return gates[-1].verdict if gates else row.verdict
 
 
 def _row_at(certificate: Certificate, ratio: float) -> RatioFigures | None:
@@ -289,7 +301,7 @@ def identity_of(
     caches = [primary] if auxiliary is None else [primary, auxiliary]
     settings = {**describe(_without_ratio(method)), "chunk_context_sha256": context.sha256}
     settings.pop("chunk_context")  # the digest of the context identifies it
-    settings.pop("min_confidence")  # a gate only brings answers nearer to full prefill
+    settings.pop("min_confidence")  # one certificate holds the verdicts of all gates
     if scorer and scorer.heads:
         settings["heads_sha256"] = scorer.heads.digest()
     if scorer and scorer.named:
@@ -350,10 +362,11 @@ def check_certificate(config: EngineConfig, method: Method, identity: Identity) 
     """
     certificate, why = find_certificate(identity)
     if certificate is not None:
-        verdict = verdict_at(certificate, method.nominal_ratio)
+        verdict = verdict_at(certificate, method.nominal_ratio, method.min_confidence)
         if verdict == "exact" or (verdict == "faithful" and not (certificate.quick and config.require_certificate)):
             return
-        why = f"its certificate says {verdict!r} at recompute ratio {method.nominal_ratio}"
+        gate = f" with min_confidence {method.min_confidence:g}" if method.min_confidence else ""
+        why = f"its certificate says {verdict!r} at recompute ratio {method.nominal_ratio}{gate}"
         if verdict == "faithful":
             why += ", but it is a quick certificate, and require_certificate needs a thorough one"
     advice = f"Measure it: {_command(config, method, identity.backend)}"
@@ -376,7 +389,10 @@ def no_confidence(config: EngineConfig, method: Method, identity: Identity, why:
     Args:
         why: there is no certificate; empty: it has no gate for the method's ratio.
     """
-    why = why or f"its certificate is a quick one, or has no gate at ratio {method.nominal_ratio:g} or below"
+    why = why or (
+        f"its certificate is a quick one, or has no gate at ratio {method.nominal_ratio:g} or below that keeps all "
+        "first tokens and costs less than full prefill"
+    )
     return CertificateError(
         f"min_confidence='auto' is read from the certificate of model {config.primary!r} with method {method.name!r}: "
         f"{why}. Measure it: {_command(config, method, '')}; or set a number, such as 0.2."

@@ -92,7 +92,10 @@ def _reuse(engine: CacheClipEngine, given: CacheClipField) -> dict[str, Any]:
         return options
     # a confidence belongs to a method, and an instance takes the place of the settings' ratio and limit
     method = engine.make_method(given.method, given.ratio)
-    options["method"] = replace(method, min_confidence=given.min_confidence)
+    least = given.min_confidence
+    if engine.config.min_confidence is not None:  # what the operator set is the least for all clients
+        least = max(least, method.min_confidence)
+    options["method"] = replace(method, min_confidence=least)
     if given.ratio is None and given.max_ttft_s is None and engine.config.fixed_ratio is None:
         options |= {"recompute_ratio": engine.config.recompute_ratio, "max_ttft_s": engine.config.max_ttft_s}
     elif not isinstance(given.ratio, str):

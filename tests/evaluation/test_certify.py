@@ -202,13 +202,16 @@ class TestCertify:
         for gate in rows.values():
             assert [each.min_confidence for each in gate] == list(CONFIDENCES)
             assert gate[-1].full_prefills == 1.0 and gate[-1].first_token_agreement == 1.0
+            assert gate[-1].verdict == "exact", "every prompt is prefilled in full"
+        for row in certificate.ratios:
+            assert row.gate[0].verdict == row.verdict, "no gate"
 
     def test_an_engine_takes_the_gate_from_it(self, config: EngineConfig) -> None:
         certificate = replace(certify(replace(config, min_confidence="auto"), quick=True), quick=False)
         certificate.save()
         gate = next(row.gate for row in certificate.ratios if row.ratio == certificate.ratio)
-        least = min(each.min_confidence for each in gate if each.first_token_agreement == 1.0)
-        assert CacheClipEngine(replace(config, min_confidence="auto")).make_method().min_confidence == least
+        kept = [each.min_confidence for each in gate if each.first_token_agreement == 1.0 and each.charged_ratio < 1.0]
+        assert CacheClipEngine(replace(config, min_confidence="auto")).make_method().min_confidence == min(kept)
 
     def test_a_gate_of_the_engine_is_left_out(self, config: EngineConfig) -> None:
         found = certify(replace(config, min_confidence=1.0), quick=True)

@@ -209,6 +209,16 @@ class TestField:
         unsure = ask(client, extra_body={"cacheclip": {"ratio": 0.1, "min_confidence": 1.0}}).cacheclip
         assert unsure["gated"] is True and unsure["nominal_ratio"] == 0.1
 
+    def test_a_confidence_is_not_below_the_servers(self, config: EngineConfig) -> None:
+        strict = replace(config, store=None, min_confidence=1.0)
+        with running(strict) as served:
+            served.engine.precompute(CHUNKS)
+            asking = OpenAI(base_url=served.url, api_key="unused", max_retries=0)
+            for method in ("direct", "cacheclip-gated"):
+                served.engine.prefixes.clear()
+                said = ask(asking, extra_body={"cacheclip": {"method": method, "min_confidence": 0.0}}).cacheclip
+                assert said["gated"] is True, said
+
     def test_auto_without_a_profile_keeps_the_methods_ratio(self, client: OpenAI) -> None:
         auto = ask(client, extra_body={"cacheclip": {"ratio": "auto", "min_confidence": 0.0}}).cacheclip
         assert auto["nominal_ratio"] == 0.2

@@ -52,6 +52,8 @@ _EXACT_KL = 1e-4
 """Largest KL on any prompt for ``exact``, nats; in half precision, twice the noise floor if larger. Float32: 1e-7."""
 _PROMPTS, _QUICK_PROMPTS = 20, 4
 ANSWER_TOKENS = 32
+_SAME = Fidelity(first_token_kl=0.0, answer_kl=0.0, agreement=1.0, first_agrees=True, max_gap=0.0)
+"""Distance of full prefill from itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,7 @@ def certify(config: EngineConfig, *, method: Method | None = None, quick: bool =
         exactness,
         found_by_full,
         outcomes,
-        gates={ratio: _gate(found) for ratio, found in outcomes.items()},
+        gates={ratio: _gate(ratio, found, found_by_full, exactness) for ratio, found in outcomes.items()},
         quick=quick,
         seconds=time.perf_counter() - started,
     )
@@ -241,22 +243,34 @@ def figures_of(
     )
 
 
-def _gate(outcomes: Sequence[Outcome]) -> list[GateFigures]:
+def _gate(
+    ratio: float, outcomes: Sequence[Outcome], found_by_full: Sequence[bool | None], exactness: Mapping[str, Any]
+) -> list[GateFigures]:
     """What each value of ``min_confidence`` would have done."""
-    found = []
+    needles = statistics.mean(found for found in found_by_full if found is not None)
+    gates = []
     for least in CONFIDENCES:
-        in_full = [outcome.confidence < least for outcome in outcomes]
-        found.append(
+        gated = [
+            _in_full(each, found) if each.confidence < least else each
+            for each, found in zip(outcomes, found_by_full, strict=True)
+        ]
+        figures = figures_of(ratio, gated, needles, exactness)
+        assert figures.charged_ratio is not None
+        gates.append(
             GateFigures(
                 least,
-                statistics.mean(
-                    full or outcome.fidelity.first_agrees for full, outcome in zip(in_full, outcomes, strict=True)
-                ),
-                statistics.mean(outcome.charged_ratio for outcome in outcomes) + statistics.mean(in_full),
-                statistics.mean(in_full),
+                statistics.mean(each.fidelity.first_agrees for each in gated),
+                figures.charged_ratio,
+                statistics.mean(each.confidence < least for each in outcomes),
+                figures.verdict,
             )
         )
-    return found
+    return gates
+
+
+def _in_full(outcome: Outcome, finds_needle: bool | None) -> Outcome:
+    """The outcome of a prompt that is prefilled in full after all."""
+    return replace(outcome, fidelity=_SAME, charged_ratio=outcome.charged_ratio + 1.0, finds_needle=finds_needle)
 
 
 def _spread(outcomes: Sequence[Outcome], of: Callable[[Fidelity], float]) -> dict[str, float]:
