@@ -9,7 +9,7 @@ export TOKENIZERS_PARALLELISM := false
 # One more requirement for the environment, such as a version of transformers.
 PIN ?=
 
-.PHONY: setup demo test test-oldest test-vllm lint docs bench clean
+.PHONY: setup demo test test-weights test-oldest test-vllm lint docs bench clean
 
 setup: $(VENV)/.installed
 
@@ -26,10 +26,14 @@ demo: setup
 	$(BIN)/python examples/demo.py
 
 # Two processes with a thread each: most tests are too small for a thread to help. Those with real weights share one.
-PARALLEL := -n 2 --dist loadgroup
+PARALLEL := -n 2 --dist loadgroup -m "not weights"
 
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL)
+
+# Tests on the packaged models that take minutes to fetch and to convert.
+test-weights: setup
+	$(BIN)/python -m pytest -m weights
 
 # The oldest transformers that pyproject.toml allows, on the tests that touch it; an environment of its own.
 test-oldest:

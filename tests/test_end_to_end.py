@@ -101,7 +101,10 @@ def test_streamed_text_is_the_answer_and_the_store_serves_a_new_engine(engine: C
     assert Path(engine.config.store, "catalog.sqlite3").is_file()
 
 
-@pytest.mark.parametrize(("name", "num_chunks", "greedy"), [("smollm2-135m", 3, 12), ("gemma-3-270m", 5, 4)])
+@pytest.mark.parametrize(
+    ("name", "num_chunks", "greedy"),
+    [("smollm2-135m", 3, 12), pytest.param("gemma-3-270m", 5, 4, marks=pytest.mark.weights)],
+)
 def test_exact_on_real_weights(name: str, num_chunks: int, greedy: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every check of certification, greedy tokens at ratio 1.0 among them; Gemma with a prompt beyond its window."""
     monkeypatch.setattr(exactness, "_GREEDY_TOKENS", greedy)

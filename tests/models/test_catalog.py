@@ -60,7 +60,7 @@ def test_kind_and_sizes(model: PackagedModel) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["smollm2-135m", "qwen2.5-coder-0.5b"])
+@pytest.mark.parametrize("name", ["smollm2-135m", pytest.param("qwen2.5-coder-0.5b", marks=pytest.mark.weights)])
 def test_it_says_whether_the_template_uses_tools(name: str) -> None:
     assert knows_tools(str(pull(name))) is PACKAGED_MODELS[name].tools
 

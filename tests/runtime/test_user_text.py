@@ -185,7 +185,7 @@ class TestOtherIds:
         assert now(text_tokenizer(tokenizer, ())[0], text) == before
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("name", ["qwen2.5-coder-0.5b", "smollm2-135m"])
+    @pytest.mark.parametrize("name", [pytest.param("qwen2.5-coder-0.5b", marks=pytest.mark.weights), "smollm2-135m"])
     def test_of_real_tokenizers(self, name: str) -> None:
         compare_on_varied_texts(AutoTokenizer.from_pretrained(pull(name)))
 
