@@ -18,13 +18,14 @@ from .chunks.writer import ChunkWriter
 from .clock import PhaseClock
 from .errors import ConfigurationError
 from .guards.base import Answered, Observer
+from .methods.base import Method
 from .methods.composition import Composition, count_chunks
 from .parts import PREFIX, Parts
 from .plan.controller import Controller
 from .plan.planner import count_absent, make_plan
 from .prompt.calls import parameters_of, read_calls
 from .prompt.segments import Chunk, Segment, as_segments, given_texts
-from .runtime.decoding import LogitsObserver, decode, is_greedy, room_for
+from .runtime.decoding import LogitsObserver, Watch, decode, is_greedy, room_for
 from .runtime.prefill import Keeping, Prefilled, prefill
 from .runtime.turns import Turns, turns_of
 from .runtime.verification import Verification
@@ -66,22 +67,24 @@ class Answering:
         clock = PhaseClock()
         with self.turns.prompt():  # until the first token is there
             plan, prefilled = self._prefill(request, sources, clock, self.observers)
-            verification = _verification(request, sources, prefilled)
+            exact = _exact(request, plan.method, sources, prefilled)
+            finishes = request.finish != "none"
             logits, missing = prefilled.logits, prefilled.missing
             events = decode(
                 runtime,
                 prefilled,
                 request.params,
-                verification=verification,
+                verification=exact if finishes else None,
                 turn=self.turns.token,
                 constraint=constraint,
                 text_of=text_of,
+                watch=None if exact is None or finishes else Watch(exact, plan.method.min_confidence),
             )
             del prefilled  # decoding drops its KV once it goes on from the exact KV
             events = _begun(events)
         for event in events:
             if event.answer is not None:
-                verified = None if verification is None else verification.result
+                verified = None if exact is None else exact.result
                 self._observe(Answered(plan, event.answer, request.params, logits, verified))
             yield self._shown(event, request)
         self.writer.store_missing(missing, request.documents, sources.primary.context)
@@ -210,10 +213,12 @@ def _question(request: Request) -> str | None:
     return next((m["content"] for m in reversed(messages) if m["role"] == "user"), None)
 
 
-def _verification(request: Request, sources: Sources, prefilled: Prefilled) -> Verification | None:
-    """What verifies the answer; None if nobody asks for it, the KV is exact already, or the runtime cannot."""
+def _exact(request: Request, method: Method, sources: Sources, prefilled: Prefilled) -> Verification | None:
+    """What completes the exact KV while the answer is decoded; None if neither ``finish`` nor a confidence gate asks
+    for it, the KV is exact already, or the runtime cannot."""
     runtime, layout = sources.primary.runtime, prefilled.layout
-    if request.finish == "none" or not runtime.can_extend or prefilled.is_exact:
+    asked = request.finish != "none" or method.min_confidence > 0
+    if not asked or not runtime.can_extend or prefilled.is_exact:
         return None
     # the exact KV is that of plain prefill: the prefix cache takes and gives it even if the method uses no prefixes
     keeps = runtime.keeps_prefixes

@@ -62,8 +62,9 @@ class EngineConfig:
     """Seconds after which the first token should be there: of all ratios that are predicted to keep to it, the largest
     is taken. Implies ``recompute_ratio="auto"``. A time that not even the least ratio keeps to is not an error."""
     min_confidence: float | str | None = None
-    """Least difference between the probabilities of the two likeliest first tokens, 0 to 1. Prompts below it are
-    prefilled in full, after the reusing pass. ``cacheclip certify`` shows what a value gives and costs. ``auto``: the
+    """Least difference between the probabilities of the two likeliest next tokens, 0 to 1. If the first token is below
+    it, the prompt is prefilled in full; if a later one is, the exact KV is completed before it is chosen. ``cacheclip
+    certify`` shows what a value gives and costs. ``auto``: the
     least value with which every prompt of the certificate began as with full prefill; it needs a thorough certificate.
     0: none. None: the method's own. It holds for methods given by name; a Method instance has its own."""
     heads: str | PathLike[str] = "auto"

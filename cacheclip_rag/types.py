@@ -279,6 +279,10 @@ class FusionStats:
     diverged_at: int | None = None
     """Number of the first token, from 0, of the answer as first given that full prefill would not choose; None if there
     is none or the answer was not verified."""
+    completed_at: int | None = None
+    """Number of the token, from 0, before which the exact KV was completed because its confidence was below
+    ``min_confidence``: it and all later ones were chosen from the exact KV. None if no token was unsure, or the first
+    one was (``gated``)."""
     verify_s: float = 0.0
     """Seconds spent on completing the exact KV and on verifying."""
 
@@ -312,7 +316,7 @@ class FusionStats:
         counts = ("cached_prefix_tokens", "hits", "misses", "unusable", "not_found", "partial_hits", "charged_ratio")
         zero: dict[str, Any] = dict.fromkeys((*tokens, *counts), 0)
         unknown: dict[str, Any] = dict.fromkeys(
-            ("confidence", "verified_tokens", "diverged_at", "partial_share", "predicted_ttft_s")
+            ("confidence", "verified_tokens", "diverged_at", "completed_at", "partial_share", "predicted_ttft_s")
         )
         zero |= {
             "fresh_tokens": self.prompt_tokens,

@@ -17,6 +17,7 @@ _HELP = {
     "bypassed_total": "Answers by plain prefill because it was predicted to be soon enough.",
     "fallbacks_total": "Answers by plain prefill although another method was asked for, without the two others.",
     "gated_total": "Answers by plain prefill because a reusing pass was below min_confidence.",
+    "completed_total": "Answers that went on from exact KV because a later token was below min_confidence.",
     "chunk_hits_total": "Chunks of prompts found in the store.",
     "chunk_misses_total": "Chunks of prompts not found in the store.",
     "prompt_tokens_total": "Tokens of prompts, by the source of their KV.",
@@ -69,6 +70,7 @@ class Metrics(Observer):
             self._values["fallbacks_total", ""] += stats.fallback is not None and not (stats.gated or stats.bypassed)
             self._values["bypassed_total", ""] += stats.bypassed
             self._values["gated_total", ""] += stats.gated
+            self._values["completed_total", ""] += stats.completed_at is not None
             self._values["chunk_hits_total", ""] += stats.hits
             self._values["chunk_misses_total", ""] += stats.misses
             computed = stats.prompt_tokens - stats.reused_tokens

@@ -42,8 +42,9 @@ class Method(ABC):
     """Chunk context, a name in :data:`~cacheclip_rag.chunks.context.CONTEXT_NAMES`. None: the engine's setting
     ``chunk_context``."""
     min_confidence: float = field(default=0.0, kw_only=True)
-    """Least difference between the probabilities of the two likeliest first tokens, 0 to 1. Below it, the prompt is
-    prefilled in full after all: reuse changes answers mostly where full prefill itself hardly prefers one token. 0:
+    """Least difference between the probabilities of the two likeliest next tokens, 0 to 1: reuse changes answers mostly
+    where full prefill itself hardly prefers one token. If the first token is below it, the prompt is prefilled in full
+    after all. If a later one is, the exact KV is completed before it is chosen, and the answer goes on from that. 0:
     never."""
 
     reuses_chunks: ClassVar[bool] = True

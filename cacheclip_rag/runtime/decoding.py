@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,11 +15,11 @@ from ..sampling import SamplingParams
 from ..types import Answer, Event
 
 if TYPE_CHECKING:
-    from .base import Constraint, Runtime
+    from .base import Constraint, Runtime, State
     from .prefill import Prefilled
     from .verification import Verification
 
-__all__ = ["LogitsObserver", "Sampler", "TextStream", "decode", "is_greedy", "room_for"]
+__all__ = ["LogitsObserver", "Sampler", "TextStream", "Watch", "confidence", "decode", "is_greedy", "room_for"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,23 @@ _GREEDY_BELOW = 1e-5
 def is_greedy(params: SamplingParams) -> bool:
     """Whether these settings always choose the likeliest token."""
     return params.temperature < _GREEDY_BELOW
+
+
+def confidence(logits: torch.Tensor) -> float:
+    """How sure a model is of its next token, from ``(vocab_size,)`` logits: probability of the likeliest token minus
+    that of the second, 0 to 1."""
+    first, second = logits.float().softmax(-1).topk(2).values
+    return float(first - second)
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Has the exact KV completed before the first token of which the model is unsure."""
+
+    verification: Verification
+    """Completes it. Must not have been used."""
+    min_confidence: float
+    """As in :class:`~cacheclip_rag.methods.base.Method`."""
 
 
 class Sampler:
@@ -65,9 +82,13 @@ class Sampler:
         else:
             self._generator.manual_seed(params.seed)
 
+    def allowed(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits of tokens that may come next; others are at minus infinity."""
+        return logits if self._constraint is None else self._constraint.allowed(logits)
+
     def pick(self, logits: torch.Tensor) -> int:
         """Token id chosen from ``(vocab_size,)`` logits."""
-        token = self._choose(logits if self._constraint is None else self._constraint.allowed(logits))
+        token = self._choose(self.allowed(logits))
         if self._constraint is not None:
             self._constraint.accept(token)
         if self._observe is not None:
@@ -156,6 +177,7 @@ def decode(
     turn: Callable[[], AbstractContextManager[None]] = nullcontext,
     constraint: Constraint | None = None,
     text_of: Callable[[Sequence[int]], str] | None = None,
+    watch: Watch | None = None,
 ) -> Iterator[Event]:
     """Decode the answer of a prefilled prompt; the last event carries the whole answer.
 
@@ -164,11 +186,13 @@ def decode(
         turn: taken for each computation of the model, and given back before an event is yielded.
         constraint: says which tokens may come next; not with ``verification``, which compares free choices.
         text_of: the answer's text from its token ids; default the runtime's ``decode_ids``.
+        watch: looks at every token after the first; not with ``verification``, which completes the exact KV in any
+            case.
     """
     started = PhaseClock()
     prefilled.keep_prefix(prefilled.cache)  # before decoding, so that concurrent requests can use it
     sampler = Sampler(params, prefilled.logits.device, observe, constraint)
-    answer = _Answer(runtime, prefilled, params, sampler, verification, turn, text_of or runtime.decode_ids)
+    answer = _Answer(runtime, prefilled, params, sampler, verification, turn, text_of or runtime.decode_ids, watch)
     del prefilled  # the answer drops its KV once it goes on from the exact KV
     stats = replace(answer.prefilled.stats, ttft_s=answer.prefilled.stats.ttft_s + started.elapsed())
     yield from answer.events()
@@ -177,6 +201,8 @@ def decode(
     if verification is not None:
         verification.finish(answer.ids)
         stats = replace(stats, **verification.stats(answer.ids))
+    elif watch is not None:
+        stats = replace(stats, completed_at=answer.completed_at, verify_s=watch.verification.seconds)
     stats = replace(stats, generated_tokens=len(answer.ids), decode_s=started.elapsed())
     logger.debug("answered: %s", stats)
     reason = "stop" if answer.has_ended else "length"
@@ -196,6 +222,7 @@ class _Answer:
         verification: Verification | None,
         turn: Callable[[], AbstractContextManager[None]],
         text_of: Callable[[Sequence[int]], str],
+        watch: Watch | None,
     ) -> None:
         self.prefilled = prefilled
         self.cache = prefilled.cache
@@ -205,7 +232,10 @@ class _Answer:
         """Whether the last token, or a stop string, ends the answer."""
         self.revised_from: int | None = None
         """Characters of the text that stay, if the rest was withdrawn and no event has said so yet."""
+        self.completed_at: int | None = None
+        """Number of the token before which the watch had the exact KV completed."""
         self._runtime, self._params, self._sampler = runtime, params, sampler
+        self._watch = watch
         self._verification, self._turn, self._text_of = verification, turn, text_of
         self._num_prompt = prefilled.layout.num_tokens
         self._most = min(params.max_tokens, runtime.context_tokens - self.cache.position_of(self._num_prompt))
@@ -248,14 +278,31 @@ class _Answer:
             resumed = verification.advance(self.ids, completely=is_over or pinned)
         if resumed is None:
             return False
-        self.cache = resumed.state
-        self.prefilled = replace(self.prefilled, cache=self.cache, keeping=verification.keeping)  # frees approximate KV
-        self._most = min(self._params.max_tokens, self._runtime.context_tokens - self._num_prompt)
+        self._go_on_from(resumed.state, verification)
         if resumed.ids == self.ids:
             return False
         self.ids, self.stream = resumed.ids, TextStream(self._text_of, self._params.stop)
         self.revised_from = sum(len(self.stream.push(token)) for token in self.ids[:-1])
         return True
+
+    def _go_on_from(self, exact: State, verification: Verification) -> None:
+        self.cache = exact
+        self.prefilled = replace(self.prefilled, cache=exact, keeping=verification.keeping)  # frees approximate KV
+        self._most = min(self._params.max_tokens, self._runtime.context_tokens - self._num_prompt)
+
+    def _watched(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits of the next token: those of the exact KV if the model is unsure, and from then on."""
+        watch = self._watch
+        if watch is None or confidence(self._sampler.allowed(logits)) >= watch.min_confidence:
+            return logits
+        self._watch = None
+        completed = watch.verification.complete(self.ids)
+        if completed is None:
+            return logits
+        exact, logits = completed
+        self._go_on_from(exact, watch.verification)
+        self.completed_at = len(self.ids)
+        return logits
 
     def _choose_next(self) -> None:
         runtime, cache = self._runtime, self.cache
@@ -264,6 +311,7 @@ class _Answer:
             if runtime.pinned_rope and cache.position_of(cache.get_seq_length()) == runtime.reuse_tokens:
                 read = torch.cat((self.prefilled.layout.ids, torch.tensor(self.ids)))
                 self.cache, logits = runtime.prefill(read, self._num_prompt + room_for(self._params))
+                self._watch = None
             else:
-                logits = runtime.decode_step(cache, self.ids[-1])
+                logits = self._watched(runtime.decode_step(cache, self.ids[-1]))
         self.ids.append(self._sampler.pick(logits))

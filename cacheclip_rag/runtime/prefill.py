@@ -21,8 +21,9 @@ from ..prompt.layout import Layout, Span
 from ..prompt.occurrences import occurrences
 from ..types import FusionStats, Plan, Trace
 from .base import Fused, Runtime, State, wait_for
+from .decoding import confidence
 
-__all__ = ["Keeping", "Prefilled", "confidence", "prefill", "stats_of"]
+__all__ = ["Keeping", "Prefilled", "prefill", "stats_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -118,13 +119,6 @@ def prefill(plan: Plan, sources: Sources, *, params_tokens: int, clock: PhaseClo
     tried, stats, seen = fused.plan, found.stats, found.trace
     del fused, found  # memory holds one prompt's KV at a time
     return replace(_after(tried, stats, sources, capacity, clock), trace=seen)
-
-
-def confidence(logits: torch.Tensor) -> float:
-    """How sure a model is of its next token, from ``(vocab_size,)`` logits: probability of the likeliest token minus
-    that of the second, 0 to 1."""
-    first, second = logits.float().softmax(-1).topk(2).values
-    return float(first - second)
 
 
 def _sureness(stats: FusionStats) -> float:

@@ -1,4 +1,5 @@
 """Verified finishing: the exact KV of a prompt is completed while an approximate answer is decoded, and verifies it.
+A confidence gate completes it at once, before a token of which the model is unsure.
 
 A second state of the same prompt starts from the prefix cache and reads the prompt's tokens in order, one block after
 each decoded token. Once it holds the whole prompt, one pass over the answer so far gives the tokens that full prefill
@@ -136,6 +137,26 @@ class Verification:
             self._read_prompt(completely)
             if self._logits is not None:
                 return self._settled(answer)
+        return None
+
+    def complete(self, answer: Sequence[int]) -> tuple[State, torch.Tensor] | None:
+        """Compute all the rest, because the answer goes on from the exact KV whatever full prefill would have chosen.
+
+        Args:
+            answer: tokens of the answer so far, at least one.
+
+        Returns:
+            The exact KV of prompt and answer, and the logits of the next token, ``(vocab_size,)``; None if it could
+            not be computed: go on as before.
+        """
+        with self._timed(), self._survived():
+            self._read_prompt(completely=True)
+            self._compare(answer)
+            last = torch.tensor(answer[-1:], dtype=torch.int64)
+            logits = self._runtime.extend(self._state, last, self._state.get_seq_length())
+            if logits is not None:
+                self.is_settled = self._resumed = True
+                return self._state, logits
         return None
 
     def _settled(self, answer: Sequence[int]) -> Resumed | None:
