@@ -89,8 +89,9 @@ def own_answer(
     along: torch.Tensor,
     reference_ids: Sequence[int],
     count: int,
-) -> list[int]:
-    """The greedy answer, up to ``count`` tokens. Tokens that equal the reference's are not decoded again.
+) -> tuple[list[int], torch.Tensor]:
+    """The greedy answer, up to ``count`` tokens, and each token's logits. Tokens that equal the reference's are not
+    decoded again.
 
     Args:
         end: length of the prompt.
@@ -101,7 +102,7 @@ def own_answer(
     chosen = along.argmax(-1).tolist()
     same = next((n for n, pair in enumerate(zip(chosen, reference_ids, strict=True)) if pair[0] != pair[1]), None)
     if same is None:
-        return list(reference_ids)
+        return list(reference_ids), along
     cache.cut(end + same)
-    rest, _ = greedy(runtime, cache, along[same], count - same)
-    return [*reference_ids[:same], *rest]
+    rest, logits = greedy(runtime, cache, along[same], count - same)
+    return [*reference_ids[:same], *rest], torch.cat((along[:same], logits))

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from cacheclip_rag import Answer, CacheClipEngine, SamplingParams
+from cacheclip_rag.lab.evaluation.reference import Reference
 from cacheclip_rag.methods import preset
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime.decoding import confidence
@@ -173,6 +174,26 @@ class TestWatch:
         stop = whole[len(whole) // 2 :][:3]
         assert ask(engine, least, params=SamplingParams(max_tokens=12, stop=(stop,))).text == whole.split(stop)[0]
         assert len(ask(engine, least, params=SamplingParams(max_tokens=at + 2)).token_ids) == at + 2
+
+    @pytest.mark.parametrize("method", ["direct", "cacheclip"])
+    def test_the_laboratory_foresees_it(self, make: Make, method: str) -> None:
+        """From an answer without a gate: when it completes, and whether the answer is then full prefill's."""
+        engine = make()
+        full = ask(engine, 0.0, "full")
+        engine.prefixes.clear()
+        reference = Reference.of(engine, engine.prefill(PROMPT, method=preset("full")), 12)
+        assert reference.ids == list(full.token_ids)
+        engine.prefixes.clear()
+        followed = reference.follow(engine.prefill(PROMPT, method=preset(method)))
+        ids, sure = along(engine, method)
+        assert followed.confidences == pytest.approx(sure, abs=1e-5)
+        assert followed.differs_at == next(n for n in range(12) if ids[n] != full.token_ids[n])
+        for least in sorted({each + 1e-4 for each in sure[1:] if each + 1e-4 < sure[0]}):
+            answer = ask(engine, least, method)
+            assert followed.later_confidence is not None
+            assert (answer.stats.completed_at is not None) == (followed.later_confidence < least)
+            before = followed.confidence_to_difference
+            assert (answer.token_ids == full.token_ids) == (before is not None and before < least)
 
     def test_hidden_hits_hide_it(self, make: Make) -> None:
         engine = make(hide_hits=True)

@@ -291,7 +291,32 @@ class TestAgainst:
         assert gate[0.0]["mean_ttft_s"] == (2 + 2 + 4 + 1) / 4 and gate[0.05]["mean_ttft_s"] == (2 + 6 + 4 + 1) / 4
         assert gate[0.05]["speedup_of_means"] == pytest.approx(18 / 13)
         assert gate[0.2]["charged_ratio"] == pytest.approx(0.25 + 0.5)
-        assert "## With a confidence gate" in to_markdown(found) and "| clip 0.2 | 0.05 | 25% |" in to_markdown(found)
+        assert "## With a confidence gate" in to_markdown(found) and "| clip 0.2 | 0.05 | 25% | 0% |" in to_markdown(
+            found
+        )
+
+    def test_a_gate_completes_before_a_later_unsure_token(self, unsure: Comparison) -> None:
+        """Only what differs from full prefill no sooner than at the unsure token is full prefill's answer."""
+        later = {"q1": (0.15, 0.15), "q2": (None, None), "q3": (0.15, None), "q4": (0.15, 0.5)}
+        items = [
+            replace(one, later_confidence=later[one.id][0], confidence_to_difference=later[one.id][1])
+            if one.label == "clip 0.2"
+            else one
+            for one in unsure.items
+        ]
+        said = {one.id: one for one in items if one.label == "clip 0.2"}
+        gate = {
+            each["min_confidence"]: each
+            for each in summarise(replace(unsure, items=items))["methods"]["clip 0.2"]["gate"]
+        }
+        for least, each in gate.items():
+            first = {id_ for id_, one in said.items() if one.confidence is not None and one.confidence < least}
+            completed = {id_ for id_ in ("q1", "q3", "q4") if id_ not in first and least > 0.15}
+            rescued = {id_ for id_ in completed if later[id_][1] is not None and later[id_][1] < least}
+            equal = [id_ in first | rescued or one.fidelity["equal_answer"] == 1.0 for id_, one in said.items()]
+            assert each["completed_later"] == len(completed) / 4
+            assert each["equal_answers"] == sum(equal) / 4
+        assert gate[0.2]["completed_later"] > 0
 
     def test_a_gate_does_not_look_at_answers_that_are_full_prefills(self, comparison: Comparison) -> None:
         sure = {"q1": 0.6, "q2": None, "q3": 0.25, "q4": None}

@@ -27,7 +27,7 @@ from ...sampling import SamplingParams
 from ...types import FusionStats
 from ..models import transformers_model
 from .questions import AskedQuestion
-from .reference import Reference
+from .reference import Followed, Reference
 from .report import ItemResult
 from .scores import ALL_WANTED, METRICS
 
@@ -102,6 +102,8 @@ class Answered:
     text: str
     fidelity: dict[str, float]
     stats: FusionStats
+    followed: Followed | None = None
+    """None for an answer made of several prompts."""
 
 
 def answer_of(
@@ -146,7 +148,7 @@ def followed(reference: Reference, prefilled: Prefilled, gold_ids: Sequence[Sequ
         "equal_answer": float(followed.answer == reference.answer),
         "gold_logprob": followed.gold_logprob,
     }
-    return Answered(followed.answer, fidelity, prefilled.stats)
+    return Answered(followed.answer, fidelity, prefilled.stats, followed)
 
 
 def _scores(asked: AskedQuestion, answer: str) -> dict[str, float]:
@@ -174,7 +176,7 @@ def item_of(asked: AskedQuestion, label: str, answered: Answered, where: str) ->
     for name, value in answered.fidelity.items():
         if not math.isfinite(value):
             raise LeftOut(f"{name} of method {label!r} is {value}.")
-    stats = answered.stats
+    stats, followed = answered.stats, answered.followed
     return ItemResult(
         id=asked.record.id,
         label=label,
@@ -190,4 +192,6 @@ def item_of(asked: AskedQuestion, label: str, answered: Answered, where: str) ->
         measured_on=where,
         effective_ratio_of_stale=stats.effective_ratio_of_stale,
         confidence=stats.confidence if stats.fallback is None and stats.exact_tokens < stats.chunk_tokens else None,
+        later_confidence=None if followed is None else followed.later_confidence,
+        confidence_to_difference=None if followed is None else followed.confidence_to_difference,
     )

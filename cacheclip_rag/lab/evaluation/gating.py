@@ -1,7 +1,9 @@
 """What a confidence gate would have done, from answers without one.
 
-Below the gate a prompt is prefilled in full, so that the answer is full prefill's and the cost is that of both passes.
-No prompt has to be answered again to know what a value of ``min_confidence`` gives.
+A prompt whose first token is below the gate is prefilled in full: the answer is full prefill's and the cost is that of
+both passes. If a later token is, the exact KV is completed before it: the answer is full prefill's unless an earlier
+token differed, in which case it is counted as it was. No prompt has to be answered again to know what a value of
+``min_confidence`` gives.
 """
 
 from __future__ import annotations
@@ -35,20 +37,33 @@ def gated(pairs: Sequence[tuple[ItemResult, ItemResult]], scores: Sequence[str])
 
 def _at(least: float, pairs: Sequence[tuple[ItemResult, ItemResult]], scores: Sequence[str]) -> dict[str, Any]:
     in_full = [item.confidence is not None and item.confidence < least for item, _ in pairs]
-    shown = [(full if unsure else item, full) for (item, full), unsure in zip(pairs, in_full, strict=True)]
+    completed = [
+        not first and item.confidence is not None and _is_below(item.later_confidence, least)
+        for (item, _), first in zip(pairs, in_full, strict=True)
+    ]
+    as_full = [
+        first or (later and _is_below(item.confidence_to_difference, least))
+        for (item, _), first, later in zip(pairs, in_full, completed, strict=True)
+    ]
+    shown = [(full if same else item, full) for (item, full), same in zip(pairs, as_full, strict=True)]
     seconds = [
         item.ttft_s + (full.ttft_s if unsure else 0.0) for (item, full), unsure in zip(pairs, in_full, strict=True)
     ]
     return {
         "min_confidence": least,
         "full_prefills": fmean(in_full),
+        "completed_later": fmean(completed),
         "charged_ratio": fmean(item.charged_ratio for item, _ in pairs) + fmean(in_full),
         "mean_ttft_s": fmean(seconds),
         "speedup_of_means": fmean(full.ttft_s for _, full in pairs) / fmean(seconds) if fmean(seconds) else None,
         **_share("first_token_agreement", pairs, in_full, "first_token_agreement"),
-        **_share("equal_answers", pairs, in_full, "equal_answer"),
+        **_share("equal_answers", pairs, as_full, "equal_answer"),
         "share_of_full": shares_of_full(shown, scores),
     }
+
+
+def _is_below(confidence: float | None, least: float) -> bool:
+    return confidence is not None and confidence < least
 
 
 def shares_of_full(
@@ -64,10 +79,11 @@ def shares_of_full(
 
 
 def _share(
-    name: str, pairs: Sequence[tuple[ItemResult, ItemResult]], in_full: Sequence[bool], key: str
+    name: str, pairs: Sequence[tuple[ItemResult, ItemResult]], as_full: Sequence[bool], key: str
 ) -> dict[str, Any]:
-    """Mean of a fidelity value, and its interval; None unless every item has it."""
-    found = [1.0 if unsure else item.fidelity.get(key) for (item, _), unsure in zip(pairs, in_full, strict=True)]
+    """Mean of a fidelity value, 1 where the answer is full prefill's, and its interval; None unless every item has
+    it."""
+    found = [1.0 if same else item.fidelity.get(key) for (item, _), same in zip(pairs, as_full, strict=True)]
     known = [value for value in found if value is not None]
     is_known = len(known) == len(found)
     return {

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from statistics import fmean
 
 import torch
 
 from ...engine import CacheClipEngine
 from ...guards.fidelity import Fidelity, compare, greedy, own_answer, read_along
+from ...runtime.decoding import confidence
 from ...runtime.prefill import Prefilled
 from ...runtime.transformers.cache import FusedCache
 from ...runtime.transformers.model import ModelRuntime
@@ -27,6 +29,20 @@ class Followed:
     """Its own greedy answer, if requested."""
     gold_logprob: float | None
     """Mean log-probability of a right answer's tokens, nats; the mean over several right answers. None without one."""
+    confidences: tuple[float, ...] = ()
+    """Of each token of its own answer; empty if that was not requested."""
+    differs_at: int | None = None
+    """Number of the first token of its own answer that is not the reference's; None if there is none."""
+
+    @property
+    def later_confidence(self) -> float | None:
+        """Least confidence of the tokens after the first; None without one."""
+        return min(self.confidences[1:], default=None)
+
+    @property
+    def confidence_to_difference(self) -> float | None:
+        """The same up to the first token that differs; None without a difference, or if the first token differs."""
+        return None if self.differs_at is None else min(self.confidences[1 : self.differs_at + 1], default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +77,16 @@ class Reference:
         itself, right after the prompt); its cache is used up."""
         runtime, cache, end = self.runtime, _cache_of(prefilled), prefilled.layout.num_tokens
         along = read_along(runtime, cache, prefilled.logits, self.ids)
-        answer = gold = None
+        answer = gold = differs_at = None
+        sure: tuple[float, ...] = ()
         if answers:
-            answer = runtime.decode_ids(own_answer(runtime, cache, end, along, self.ids, self.max_tokens))
+            ids, logits = own_answer(runtime, cache, end, along, self.ids, self.max_tokens)
+            answer, sure = runtime.decode_ids(ids), tuple(map(confidence, logits))
+            if ids != self.ids:
+                differs_at = next(n for n, pair in enumerate(zip_longest(ids, self.ids)) if pair[0] != pair[1])
         if gold_ids:
             gold = fmean(self._logprob(prefilled, ids) for ids in gold_ids)
-        return Followed(compare(self.logits, along), answer, gold)
+        return Followed(compare(self.logits, along), answer, gold, sure, differs_at)
 
     def _logprob(self, prefilled: Prefilled, ids: Sequence[int]) -> float:
         """Mean over the tokens of an answer, in float32 whatever the model computes in."""

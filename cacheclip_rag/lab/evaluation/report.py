@@ -99,6 +99,10 @@ class ItemResult:
     confidence: float | None = None
     """How sure the prefill was of the first token, as :class:`~cacheclip_rag.types.FusionStats` says it; None if a
     confidence gate would not look at it, because the prompt was prefilled in full or all its chunks are exact."""
+    later_confidence: float | None = None
+    """Least confidence of the answer's tokens after the first; None without one."""
+    confidence_to_difference: float | None = None
+    """The same up to the first token that is not full prefill's; None if there is none, or it is the first."""
 
     @property
     def own(self) -> str | None:

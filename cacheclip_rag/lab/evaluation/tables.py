@@ -119,7 +119,7 @@ def _markdown_rows(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list
 def _gate_lines(summary: dict[str, Any]) -> list[str]:
     """A table of what a confidence gate would have given, for each method that a gate would look at."""
     own: list[str] = summary["own_scores"]
-    titles = ["Method", "min_confidence", "Full prefills", "Mean TTFT (s)", "Full's mean over it"]
+    titles = ["Method", "min_confidence", "Full prefills", "Completed later", "Mean TTFT (s)", "Full's mean over it"]
     titles += ["Equal answers", "Equal first token", *(f"{score_title(name)} / full" for name in own)]
     lines = []
     for label, row in summary["methods"].items():
@@ -129,6 +129,7 @@ def _gate_lines(summary: dict[str, Any]) -> list[str]:
                 _plain(label),
                 number_text(each["min_confidence"]),
                 f"{each['full_prefills']:.0%}",
+                f"{each['completed_later']:.0%}",
                 f"{each['mean_ttft_s']:.3f}",
                 _shown(each["speedup_of_means"], "{:.2f}x"),
                 *(_with_interval([each[name], *(each[f"{name}_interval"] or ())]) for name in _SAME),
@@ -141,7 +142,8 @@ def _gate_lines(summary: dict[str, Any]) -> list[str]:
         "",
         "## With a confidence gate",
         "",
-        "Prompts whose first token is less sure than `min_confidence` are prefilled in full after all, and cost both.",
+        "Prompts whose first token is less sure than `min_confidence` are prefilled in full after all, and cost both. "
+        "If a later token is, the exact KV is completed before it: a full prefill's cost, after the first token.",
         "",
     ]
     return [*heading, *_markdown_rows(titles, lines)]
