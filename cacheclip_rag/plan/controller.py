@@ -101,13 +101,15 @@ class Work:
         """The work of a plan that reuses chunks.
 
         Args:
-            known: leading tokens in the prefix cache.
+            known: leading tokens in the prefix cache. Where they end inside a reused chunk, plain prefill goes on from
+                there, and a fused prefill takes the whole chunk from the store.
         """
-        exact = {span.start: len(span.tokens) for span in plan.exact}
-        stale = sum(len(span.tokens) for span in plan.reused if span.start not in exact and span.start >= known)
-        start = max(known, plan.layout.num_exact)
-        exact_tokens = start + sum(count for begin, count in exact.items() if begin >= start)
-        return cls(plan.layout.num_tokens, known, exact_tokens, stale, len({span.whole for span in plan.reused}))
+        layout = plan.layout.cached_until(known, plan.reused)
+        unknown = [span for span in plan.reused if not layout.is_cached(span)]
+        exact = sum(len(span.tokens) for span in unknown if layout.is_exact(span))
+        stale = sum(len(span.tokens) for span in unknown) - exact
+        chunks = len({span.whole for span in plan.reused})
+        return cls(layout.num_tokens, known, layout.num_exact + exact, stale, chunks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,6 +101,29 @@ class TestWork:
         second = plan.reused[1].start
         assert Work.of(plan, second).stale == plan.chunk_tokens - len(plan.reused[0].tokens)
 
+    @pytest.mark.parametrize("number", range(4))
+    def test_a_known_start_that_ends_inside_a_chunk(self, engine: CacheClipEngine, number: int) -> None:
+        """A fused prefill takes the whole chunk from the store; plain prefill computes the rest of it."""
+        plan = plan_of(engine)
+        span = plan.reused[number]
+        before = Work.of(plan, span.start)
+        for known in (span.start + 1, span.start + 18, span.stop - 1):
+            assert Work.of(plan, known) == replace(before, known=known)
+        after = Work.of(plan, span.stop)
+        assert (after.stale, after.exact) == (before.stale - len(span.tokens), span.stop)
+
+    def test_an_exact_chunk_of_which_the_start_is_known(self, engine: CacheClipEngine) -> None:
+        """It follows the shared prefix it was computed with."""
+        plan = plan_of(engine)
+        layout, first = plan.layout, plan.reused[0]
+        assert first.start == layout.num_prefix and not plan.exact
+        plan = replace(plan, layout=replace(layout, exact_after_prefix=True))
+        assert plan.exact == (first,)
+        stale = plan.chunk_tokens - len(first.tokens)
+        for known in (0, 18, first.stop):
+            work = Work.of(plan, known)
+            assert (work.exact, work.stale) == (first.stop, stale)
+
 
 LINE = '{"constant": %s, "first": 0.1, "second": 0.1}'
 LINES = f'"identity": {{}}, "plain": {LINE}, "fused": {LINE % 1}, "before": {LINE % 1}'
@@ -210,6 +233,15 @@ class TestDecide:
     def test_plain_prefill_where_the_prefix_cache_has_the_prompt(self, engine: CacheClipEngine) -> None:
         plan = plan_of(engine)
         assert Controller(PROFILE).decide(plan, plan.layout.num_tokens - 10).bypass is not None
+
+    def test_reuse_where_the_prefix_cache_has_the_start_of_a_chunk(self, engine: CacheClipEngine) -> None:
+        plan = engine.plan(f"{texts(1)[0]}\n\nWho kept lamp 3?", recompute_ratio=0.1)
+        (chunk,) = plan.reused
+        assert len(chunk.tokens) > 0.9 * plan.layout.num_tokens
+        computing = replace(PROFILE, before=Cost(0.0, 0.0, 0.0))
+        decided = Controller(computing).decide(plan, chunk.start + 18)
+        assert decided.bypass is None and decided.prediction is not None
+        assert decided.prediction.seconds < 0.5 * decided.prediction.plain_s
 
     def test_only_ratios_that_may_be_chosen(self, engine: CacheClipEngine) -> None:
         """A certificate may call a larger ratio less faithful than a smaller one."""
