@@ -284,6 +284,32 @@ class TestObserve:
         assert busy.seconds == pytest.approx(2 * quiet.seconds, rel=0.02)
         assert busy.plain_s == pytest.approx(2 * quiet.plain_s, rel=0.02)
 
+    @pytest.mark.parametrize("large", [0.7, 1.4])
+    @pytest.mark.parametrize("load", [1.0, 2.0])
+    def test_sizes_are_learned_apart(self, engine: CacheClipEngine, large: float, load: float) -> None:
+        """The line is wrong for large prompts. Prompts of other sizes are predicted as well as they were, and other
+        load counts for sizes that were not asked yet."""
+        controller = Controller(PROFILE)
+        plan = controller.decide(plan_of(engine), 0)
+        times = {1_000: 1.0, 4_000: 1.0, 16_000: large}
+        sizes = [Work(tokens, stale=tokens - 40, chunks=tokens // 250) for tokens in times]
+        for _ in range(20):
+            for work in sizes:
+                before, compute = PROFILE.fused_s(work, 0.1)
+                stats = stats_of(engine, before, load * times[work.tokens] * compute)
+                self.observe(controller, plan, work, stats)
+        for work in sizes:
+            before, compute = PROFILE.fused_s(work, 0.1)
+            expected = before + load * times[work.tokens] * compute
+            assert controller._fused_s(work, 0.1) == pytest.approx(expected, rel=0.03)
+        assert 0.9 * load**0.6 < controller._computing(Work(400)) < 1.1 * load
+
+    @staticmethod
+    def observe(controller: Controller, plan: Plan, work: Work, stats: FusionStats) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Work, "of", lambda *_: work)
+            controller.observe(plan, stats)
+
     def test_a_slow_store_leads_to_plain_prefill(self, engine: CacheClipEngine) -> None:
         assert self.observed(engine, 1.0, 1.0).decide(plan_of(engine), 0).bypass is None
         assert self.observed(engine, 1.0, 15.0).decide(plan_of(engine), 0).bypass is not None
