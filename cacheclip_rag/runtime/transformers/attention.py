@@ -117,7 +117,7 @@ def _logits(rows: torch.Tensor, keys: torch.Tensor, rule: AttentionRule) -> torc
     """``(..., num_kv_heads, groups, num_rows, num_keys)`` of keys ``(..., num_kv_heads, 1, num_keys, head_dim)``."""
     # the rows of a group in one product: a broadcast one would copy the keys for each head
     products = rows.flatten(-3, -2) @ keys.squeeze(-3).transpose(-1, -2)
-    logits = products.unflatten(-2, rows.shape[-3:-1]).float() * rule.scaling
+    logits: torch.Tensor = products.unflatten(-2, rows.shape[-3:-1]).float() * rule.scaling
     return logits if rule.softcap is None else (logits / rule.softcap).tanh() * rule.softcap
 
 
