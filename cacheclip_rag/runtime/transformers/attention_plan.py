@@ -13,7 +13,7 @@ Some methods use other positions (gaps, shared positions) or another attention o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,11 +36,7 @@ __all__ = [
 ROWS_PER_BLOCK = 64
 """Small enough that few masked keys are multiplied, large enough that the products stay efficient."""
 _LONG = 4096
-"""Slots from which on a block may have twice as many rows: where most keys need no mask, fewer products are faster."""
-_SPAN = 1 / 6
-"""Most slots that such a block spans on a processor, as a part of the slots before it. All its rows are multiplied with
-the keys of all slots that it spans, so that scattered rows are faster in smaller blocks, until the keys before them are
-most of the work."""
+"""Slots from which on a block has twice as many rows: where most keys need no mask, fewer products are faster."""
 _MASK_BYTES = 2**26
 """Bytes of a plan's masks that layers share; each layer makes the others anew. On an accelerator, whose kernels want a
 mask with a row for each head of a group, those of 16,384 tokens at ratio 0.2 and 7 heads a group take 376 MB in
@@ -288,28 +284,17 @@ def causal_plan(
     """
     blocks, masks = [], Masks()
     placed = _placed(slots, device, geometry, visible)  # one copy to an accelerator for all blocks
-    for start, end in _cut(slots, slots.device if device is None else device):
-        rows = slots[start:end]
+    is_long = len(slots) > 0 and int(slots[-1]) >= _LONG
+    size = 2 * ROWS_PER_BLOCK if is_long else ROWS_PER_BLOCK
+    for start in range(0, len(slots), size):
+        rows = slots[start : start + size]
         stop = int(rows[-1]) + 1
         if geometry is not None and geometry.contexts is not None:
             stop = max(stop, len(geometry.contexts))
         seen = None if visible is None else visible[:stop]
-        own = slice(start, end)
+        own = slice(start, start + len(rows))
         blocks.append(Block(own, slice(0, stop), placed[own], int(rows[0]), geometry, seen, masks))
     return AttentionPlan(blocks)
-
-
-def _cut(slots: torch.Tensor, device: torch.device) -> Iterator[tuple[int, int]]:
-    """First and last row (exclusive) of each block."""
-    is_long = len(slots) > 0 and int(slots[-1]) >= _LONG
-    start = 0
-    while start < len(slots):
-        stop, double = (min(len(slots), start + times * ROWS_PER_BLOCK) for times in (1, 2))
-        first, last = int(slots[start]), int(slots[double - 1])
-        if is_long and (device.type != "cpu" or last - first <= _SPAN * first):
-            stop = double
-        yield start, stop
-        start = stop
 
 
 def _placed(
