@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Sequence
 from typing import Any
 
@@ -242,6 +243,37 @@ class TestLongTexts:
             stream.push(token)
         assert stream.text + stream.flush() == " ".join([TOWER] * 40)
         assert max(decoded) <= 8 and len(decoded) > 1000
+
+    def test_a_token_copies_no_text_that_is_final(self) -> None:
+        stream = TextStream(lambda ids: "word " * len(ids), ["never"])
+        for _ in range(20_000):
+            stream.push(0)
+        tracemalloc.start()
+        try:
+            for _ in range(10):
+                stream.push(0)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert peak < 10_000 < len(stream.text) == 5 * 20_010
+
+    @settings(max_examples=300, deadline=None)
+    @given(
+        ids=st.lists(st.sampled_from(b"ab\xc3\xa9\xf0\x9f\x97\xbc"), max_size=40),
+        stop=st.lists(st.text("abé🗼\ufffd", min_size=1, max_size=4), max_size=3),
+    )
+    def test_text_is_cut_at_the_first_stop_string(self, ids: list[int], stop: list[str]) -> None:
+        """As by a stream that looks at all text after each token."""
+        stream, sent = TextStream(lambda ids: bytes(ids).decode(errors="replace"), stop), ""
+        for number, token in enumerate(ids, 1):
+            sent += stream.push(token)
+            text = bytes(ids[:number]).decode(errors="replace")
+            ends = [at for s in stop if (at := text.find(s)) >= 0]
+            assert stream.text == text[: min(ends, default=None)] and stream.stopped == bool(ends)
+            assert stream.text.startswith(sent)
+            if ends:
+                break
+        assert sent + stream.flush() == stream.text
 
 
 class TestSampler:

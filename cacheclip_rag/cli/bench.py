@@ -15,7 +15,6 @@ from .common import (
     HeadsOption,
     JsonOption,
     PrimaryOption,
-    RatioOption,
     VariantsOption,
     output,
     print_json,
@@ -28,7 +27,14 @@ def bench(
     heads: HeadsOption = "auto",
     context_tokens: Annotated[int, typer.Option(help="Tokens of all chunks together.")] = 4096,
     chunk_tokens: Annotated[int, typer.Option(help="Tokens of one chunk.")] = 512,
-    ratio: RatioOption = None,
+    ratio: Annotated[
+        float | None,
+        typer.Option(
+            "--ratio",
+            help="Share of chunk tokens to recompute, 0 to 1, by presets and by variants whose budget names no ratio. "
+            "[default: each method's]",
+        ),
+    ] = None,
     methods: Annotated[str, typer.Option(help="Comma-separated names of presets and variants.")] = (
         f"full,direct,{DEFAULT_METHOD}"
     ),
@@ -65,7 +71,7 @@ def bench(
     )
     result = run(
         config,
-        variants=read_variants(variants),
+        variants=read_variants(variants, ratio),
         methods=[name.strip() for name in methods.split(",") if name.strip()],
         context_tokens=context_tokens,
         chunk_tokens=chunk_tokens,

@@ -56,7 +56,7 @@ def evaluate(
         ),
     ] = "full,direct,anchored,cacheclip",
     variants: VariantsOption = None,
-    ratios: Annotated[str, typer.Option(help="Comma-separated recompute ratios.")] = "0.2",
+    ratios: Annotated[str, typer.Option(help="Comma-separated recompute ratios, of variants too.")] = "0.2",
     limit: Annotated[
         int | None,
         typer.Option(help="Most questions of each file; questions of each RULER task. [default: all; RULER: 20]"),

@@ -40,8 +40,11 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _TAKEN = (*PRESET_NAMES, DEFAULT_METHOD, AGAIN, "all")
 
 
-def read_variants(path: Path | str | None) -> dict[str, Method]:
+def read_variants(path: Path | str | None, ratio: float | None = None) -> dict[str, Method]:
     """The methods of a file by name; empty for None.
+
+    Args:
+        ratio: recompute ratio of variants whose budget names none; default the preset's.
 
     Raises:
         ConfigurationError: the file cannot be read, or a table is not a valid variant.
@@ -52,12 +55,20 @@ def read_variants(path: Path | str | None) -> dict[str, Method]:
         tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:  # ValueError: neither UTF-8 nor TOML
         raise ConfigurationError(f"cannot read the variants file {path}: {error}.") from error
-    return {name: _variant(name, table, path) for name, table in tables.items()}
+    return {name: _at(ratio, _variant(name, table, path), table) for name, table in tables.items()}
 
 
 def method_named(name: str, variants: Mapping[str, Method]) -> Method | str:
     """The variant called ``name``, else the name itself (a preset's, or unknown)."""
     return variants.get(name, name)
+
+
+def _at(ratio: float | None, variant: Method, table: Mapping[str, Any]) -> Method:
+    """A variant at a ratio, unless its table names another one or it has none."""
+    budget = table.get("budget")
+    if ratio is None or not variant.has_ratio or (isinstance(budget, Mapping) and "ratio" in budget):
+        return variant
+    return variant.at(ratio)
 
 
 def _variant(name: str, table: Any, path: Path | str) -> Method:

@@ -101,13 +101,15 @@ class Work:
         """The work of a plan that reuses chunks.
 
         Args:
-            known: leading tokens in the prefix cache.
+            known: leading tokens in the prefix cache. Where they end inside a reused chunk, plain prefill goes on from
+                there, and a fused prefill takes the whole chunk from the store.
         """
-        exact = {span.start: len(span.tokens) for span in plan.exact}
-        stale = sum(len(span.tokens) for span in plan.reused if span.start not in exact and span.start >= known)
-        start = max(known, plan.layout.num_exact)
-        exact_tokens = start + sum(count for begin, count in exact.items() if begin >= start)
-        return cls(plan.layout.num_tokens, known, exact_tokens, stale, len({span.whole for span in plan.reused}))
+        layout = plan.layout.cached_until(known, plan.reused)
+        unknown = [span for span in plan.reused if not layout.is_cached(span)]
+        exact = sum(len(span.tokens) for span in unknown if layout.is_exact(span))
+        stale = sum(len(span.tokens) for span in unknown) - exact
+        chunks = len({span.whole for span in plan.reused})
+        return cls(layout.num_tokens, known, layout.num_exact + exact, stale, chunks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,6 +294,9 @@ class Controller:
         self._lock = threading.Lock()
         self._compute = self._before = 1.0
         """What the last answers took, as multiples of the profile's seconds."""
+        self._of_size: dict[int, float] = {}
+        """What computing took for prompts of a size (the bits of their number of tokens), as multiples of what it took
+        in general. A line that was measured with small prompts is too high or too low for large ones."""
         self._unscored = 1.0
         """What comes before the recompute at ratio 0, as a multiple of what it is predicted to take with scoring."""
         self._reading: dict[str, float] = {}
@@ -317,7 +322,7 @@ class Controller:
             reading: as :meth:`Profile.reading` found it.
         """
         work = Work.of(plan, known)
-        plain_s = self._compute * self.profile.plain_s(work)
+        plain_s = self._computing(work) * self.profile.plain_s(work)
         ratio, *larger = self._ratios(plan)
 
         def fused_s(ratio: float) -> float:
@@ -350,11 +355,11 @@ class Controller:
                 self._unscored **= _REMEMBERED
                 self._left_s *= _REMEMBERED
                 self._reading = {medium: factor**_REMEMBERED for medium, factor in self._reading.items()}
-                self._compute = _adjusted(self._compute, sum(stats.phases_s.values()), self.profile.plain_s(work))
+                self._learn_computing(work, sum(stats.phases_s.values()), self.profile.plain_s(work))
             elif stats.chunk_tokens == plan.chunk_tokens and not stats.gated:  # else some could not be read
                 ratio = plan.method.nominal_ratio
                 before, expected = self.profile.fused_s(work, ratio)
-                self._compute = _adjusted(self._compute, compute_s, expected)
+                self._learn_computing(work, compute_s, expected)
                 predicted_s = self._before_s(before, ratio)
                 delayed_s, _ = self._with_reading(predicted_s, reading)
                 if delayed_s > predicted_s:
@@ -380,7 +385,19 @@ class Controller:
     def _fused_s(self, work: Work, ratio: float, reading: Reading = NOTHING_TO_READ) -> float:
         before_s, compute_s = self.profile.fused_s(work, ratio)
         before_s, left_s = self._with_reading(self._before_s(before_s, ratio), reading)
-        return before_s + max(self._compute * compute_s, left_s, self._left_s * work.stale)
+        return before_s + max(self._computing(work) * compute_s, left_s, self._left_s * work.stale)
+
+    def _computing(self, work: Work) -> float:
+        """What computing takes, as a multiple of the profile's seconds."""
+        return self._compute * self._of_size.get(work.tokens.bit_length(), 1.0)
+
+    def _learn_computing(self, work: Work, took_s: float, expected_s: float) -> None:
+        """One half of the adjustment counts for all prompts, because it may be other load, and one half for those of
+        this size. What several sizes have in common so becomes that of all."""
+        size, before = work.tokens.bit_length(), self._computing(work)
+        half = math.sqrt(_adjusted(before, took_s, expected_s) / before)
+        self._compute *= half
+        self._of_size[size] = self._of_size.get(size, 1.0) * half
 
     def _before_s(self, before_s: float, ratio: float) -> float:
         """Seconds until the recompute begins, if reading takes no time.

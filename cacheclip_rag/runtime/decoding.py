@@ -119,46 +119,56 @@ class TextStream:
         self._before = 0
         self._known = ""
         """Text of the tokens before."""
-        self._whole = ""
-        """All text up to where it was last whole."""
+        self._held = ""
+        """Text that was whole when it was last looked at, and waits: it may begin a stop string."""
+        self._pieces: list[str] = []
+        """Text that became final."""
+        self._rest = ""
+        """What was held, and the text of the tokens after it."""
         self._sent = 0
-        self.text = ""
-        """All text so far, stop string excluded."""
+        """Characters of the rest that became final."""
         self.stopped = False
         """True once a stop string has appeared."""
+
+    @property
+    def text(self) -> str:
+        """All text so far, stop string excluded. It is put together each time."""
+        return "".join(self._pieces) + self._rest[self._sent :]
 
     def push(self, token_id: int) -> str:
         """Add a token; returns the text that became final (may be empty)."""
         self._ids.append(token_id)
         new = self._decode(self._ids)[len(self._known) :]
-        start = max(0, len(self._whole) - self._longest + 1)
-        self.text = self._whole + new
-        found = [at for s in self._stop if (at := self.text.find(s, start)) >= 0]
+        self._rest = self._held + new
+        found = [at for s in self._stop if (at := self._rest.find(s)) >= 0]  # in final text, none can begin
         if found:
             self.stopped = True
-            self.text = self.text[: min(found)]
-            return self._release(len(self.text))
+            self._rest = self._rest[: min(found)]
+            return self.flush()
         certain = new.rstrip(_UNFINISHED)
+        end = len(self._rest) - len(new) + len(certain)
+        piece = self._release(end - self._may_begin_stop(end))
         if new and len(certain) == len(new):
-            self._whole = self.text
+            self._held = self._rest = self._rest[self._sent :]
+            self._sent = 0
             self._ids, self._before = self._ids[self._before :], len(self._ids) - self._before
             self._known = self._decode(self._ids)
-        end = len(self.text) - len(new) + len(certain)
-        return self._release(end - self._may_begin_stop(end))
+        return piece
 
     def flush(self) -> str:
         """The remaining text, after the last token."""
-        return self._release(len(self.text))
+        return self._release(len(self._rest))
 
     def _release(self, end: int) -> str:
-        piece = self.text[self._sent : end]
+        piece = self._rest[self._sent : end]
+        self._pieces.append(piece)
         self._sent = max(self._sent, end)
         return piece
 
     def _may_begin_stop(self, end: int) -> int:
-        """Length of the longest piece of the text before ``end`` that is the beginning of a stop string."""
+        """Length of the longest piece of the rest before ``end`` that is the beginning of a stop string."""
         for length in range(min(self._longest - 1, end), 0, -1):
-            if any(s.startswith(self.text[end - length : end]) for s in self._stop):
+            if any(s.startswith(self._rest[end - length : end]) for s in self._stop):
                 return length
         return 0
 

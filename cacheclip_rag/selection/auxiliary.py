@@ -94,15 +94,17 @@ def score_chunks(
         else:
             weights.masked_fill_(of_device, 0.0)
         if isinstance(heads, HeadSet):
-            counts = heads.weights_of(layer, len(weights)).to(weights.device)
+            counts = heads.weights_of(layer).to(weights.device)
             reduced = (weights * counts[:, None, None]).sum(0)
         else:
             reduced = (weights.mean(0) if heads == "mean" else weights.amax(0)) / len(chosen)
         scores.add_((reduced.mean(0) if queries == "mean" else reduced.amax(0)).to(scores.device))
 
     probe = Probe(chosen, packed.blocks, record, stop=max(chosen), logits=pooled)
-    if isinstance(heads, HeadSet) and heads.is_updated:
-        probe.adjust = _updating(heads, packed, auxiliary)
+    if isinstance(heads, HeadSet):
+        probe.heads = {layer: heads.numbers_of(layer) for layer in chosen}
+        if heads.is_updated:
+            probe.adjust = _updating(heads, packed, auxiliary)
     packed.run(auxiliary, probe, before_layer, after_layer)
     return list(scores.cpu().split(packed.lengths))
 

@@ -100,13 +100,13 @@ class HeadSet:
     def is_updated(self) -> bool:
         return self.queries is not None or self.keys is not None
 
-    def weights_of(self, layer: int, num_heads: int) -> torch.Tensor:
-        """``(num_heads,)``: weight of each head of a layer, 0 for unused heads."""
-        found = torch.zeros(num_heads)
-        for (of, head), weight in zip(self.heads, self.weights, strict=True):
-            if of == layer:
-                found[head] = weight
-        return found
+    def numbers_of(self, layer: int) -> list[int]:
+        """Numbers of the heads in use of a layer."""
+        return [head for of, head in self.heads if of == layer]
+
+    def weights_of(self, layer: int) -> torch.Tensor:
+        """``(num_heads,)``: weight of each of :meth:`numbers_of`."""
+        return self.weights[torch.tensor([of == layer for of, _ in self.heads])]
 
     def check(self, auxiliary: Any, name: str = "") -> None:
         """Raise ModelError unless the head set was made for this model.

@@ -87,17 +87,20 @@ class ReadAhead:
         self._idle_s = 0.0
 
     def start(self) -> None:
-        """Begin to read. A second call does nothing."""
+        """Begin to read. A second call does nothing.
+
+        Raises:
+            RuntimeError: the system allows no more threads. :meth:`kv` and :meth:`wait` raise it as well.
+        """
         with self._lock:
             if self._started:
                 return
             self._started, self._began_at = True, time.perf_counter()
-            near = [key for key in self._ready if self._store.is_in_memory(key)]
-            for key, found in zip(near, self._store.get_each(near), strict=True):
-                self._settle(key, found)
-            if len(near) < len(self._ready):
-                self._thread = threading.Thread(target=self._run, name="cacheclip-read", daemon=True)
-                self._thread.start()
+            try:
+                self._begin()
+            except BaseException as error:  # this may be another reading's thread: whoever waits for KV must see it
+                self._fail(error)
+                raise
         if self._thread is None:
             self._end()
 
@@ -169,12 +172,28 @@ class ReadAhead:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _begin(self) -> None:
+        """Take what is in memory, and start the thread if anything else is to be read."""
+        near = [key for key in self._ready if self._store.is_in_memory(key)]
+        for key, found in zip(near, self._store.get_each(near), strict=True):
+            self._settle(key, found)
+        if len(near) < len(self._ready):
+            thread = threading.Thread(target=self._run, name="cacheclip-read", daemon=True)
+            thread.start()  # fails where the system allows no more threads
+            self._thread = thread
+
     def _has(self, layer: int) -> bool:
         return all(count > layer for count in self._ready.values())
 
     def _check(self) -> None:
         if self._error is not None:
             raise self._error
+
+    def _fail(self, error: BaseException) -> None:
+        """Make whoever waits for KV raise an error."""
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -184,9 +203,7 @@ class ReadAhead:
             if not self._stop.is_set():
                 self._end()
         except BaseException as error:  # the request raises it
-            with self._changed:
-                self._error = error
-                self._changed.notify_all()
+            self._fail(error)
 
     def _read_all(self, keys: list[str]) -> None:
         if not self._store.reads_parts:

@@ -82,6 +82,18 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         read_variants(tmp_path / "nothing.toml")
 
 
+def test_a_ratio_for_variants_that_name_none(file: Path) -> None:
+    found = {name: method.nominal_ratio for name, method in read_variants(file, 0.6).items()}
+    assert found == {"bare": 0.1, "own-attention": 0.6, "four": 0.0}
+    assert read_variants(file)["own-attention"].nominal_ratio == 0.2
+    file.write_text(
+        "[default]\npreset = 'cacheclip'\nbudget.ratio = 0.2\n[tokens]\npreset = 'cacheclip'\n"
+        "budget = {grouping = 'Tokens'}"
+    )
+    found = {name: method.nominal_ratio for name, method in read_variants(file, 0.6).items()}
+    assert found == {"default": 0.2, "tokens": 0.6}, "the preset's ratio may be named too"
+
+
 def test_bench_measures_them(file: Path, tiny_models: dict[str, str]) -> None:
     arguments = [
         "bench",
@@ -90,11 +102,13 @@ def test_bench_measures_them(file: Path, tiny_models: dict[str, str]) -> None:
         "--auxiliary",
         "none",
         "--methods",
-        "full,own-attention,four",
+        "full,epic,own-attention,four,low",
     ]
+    file.write_text(FILE + "[low]\npreset = 'epic'\nbudget = {ratio = 0.25}\n")
     sizes = ["--context-tokens", "64", "--chunk-tokens", "32", "--runs", "1", "--ratio", "0.5", "--json"]
     result = CliRunner().invoke(app, [*arguments, *sizes, "--variants", str(file)])
     rows = json.loads(result.stdout)["methods"]
-    assert list(rows) == ["full", "own-attention", "four"]
-    assert rows["own-attention"]["nominal_ratio"] == 0.5 and rows["four"]["nominal_ratio"] == 0.0
+    assert list(rows) == ["full", "epic", "own-attention", "four", "low"]
+    ratios = {name: row["nominal_ratio"] for name, row in rows.items() if name != "full"}
+    assert ratios == {"epic": 0.5, "own-attention": 0.5, "four": 0.0, "low": 0.25}, "low names its own"
     assert rows["four"]["recomputed_tokens"] == 8

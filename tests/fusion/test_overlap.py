@@ -70,6 +70,28 @@ class Slow:
         return [caches.key(text) for text in sorted(CHUNKS, key=lambda text: len(caches.tokenize(text)))]
 
 
+class RealThread(threading.Thread):
+    """A thread of a test, which starts whatever the test forbids."""
+
+    begin = threading.Thread.start
+
+
+def no_threads(monkeypatch: pytest.MonkeyPatch, after: int = 0) -> Callable[[], int]:
+    """Let only ``after`` more threads start, as at the system's limit. Returns a function that says how many are left:
+    negative once one more was asked for."""
+    start, left = threading.Thread.start, after
+
+    def limited(thread: threading.Thread) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    return lambda: left
+
+
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
     yield
@@ -343,6 +365,32 @@ class TestFailures:
         with pytest.raises(ZeroDivisionError, match="a bug of the backend"):
             self.asked(slow, method)
 
+    @pytest.mark.parametrize("method", ["cacheclip", "epic", "cacheblend"])
+    @pytest.mark.parametrize("allowed", [0, 1])
+    def test_threads_that_cannot_start(
+        self, slow: Slow, monkeypatch: pytest.MonkeyPatch, method: str, allowed: int
+    ) -> None:
+        """With ``cacheclip``, the auxiliary's thread starts the primary's, after the last layer was waited for."""
+        slow.ask(method)
+        left = no_threads(monkeypatch, after=allowed)
+        found: list[Any] = []
+
+        def ask() -> None:
+            try:
+                self.asked(slow, method)
+            except RuntimeError as error:
+                found.append(error)
+            else:
+                found.append(None)
+
+        asking = RealThread(target=ask, daemon=True)
+        asking.begin()
+        asking.join(60)
+        assert found, "the request waits for ever"
+        assert left() < 0 or allowed, "a thread was asked for"
+        if left() < 0:
+            assert "can't start new thread" in str(found[0])
+
     @pytest.mark.parametrize("where", ["select", "recompute"])
     def test_a_request_that_ends_early(self, slow: Slow, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
         """Interrupted while the store is read: the thread has ended, and no file stays open."""
@@ -390,6 +438,35 @@ class TestReadAhead:
         with ReadAhead(slow.engine.store, slow.keys("primary")):
             pass
         assert not slow.reads
+
+    def test_a_thread_that_cannot_start(self, slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Whoever waits raises the error, also if another thread got it, and the block ends with no other one."""
+        slow.ask()
+        no_threads(monkeypatch)
+        with ReadAhead(slow.engine.store, slow.keys("primary")) as reading:
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                reading.start()
+            for wait in (lambda: reading.kv(0), lambda: reading.wait(0), lambda: reading.wait(10**6)):
+                with pytest.raises(RuntimeError, match="can't start new thread"):
+                    wait()
+
+    def test_a_reader_that_cannot_start_the_next_one(self, slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
+        slow.ask()
+        ended = threading.Event()
+        with ReadAhead(slow.engine.store, slow.keys("primary")) as second:
+
+            def then() -> None:
+                try:
+                    second.start()
+                finally:
+                    ended.set()
+
+            with ReadAhead(slow.engine.store, slow.keys("auxiliary"), then=then) as first:
+                no_threads(monkeypatch, after=1)
+                first.start()
+                assert ended.wait(20)
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                second.kv(0)
 
     def test_it_says_when_given_kv_is_stale(self, slow: Slow) -> None:
         slow.ask()

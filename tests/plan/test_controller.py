@@ -101,6 +101,29 @@ class TestWork:
         second = plan.reused[1].start
         assert Work.of(plan, second).stale == plan.chunk_tokens - len(plan.reused[0].tokens)
 
+    @pytest.mark.parametrize("number", range(4))
+    def test_a_known_start_that_ends_inside_a_chunk(self, engine: CacheClipEngine, number: int) -> None:
+        """A fused prefill takes the whole chunk from the store; plain prefill computes the rest of it."""
+        plan = plan_of(engine)
+        span = plan.reused[number]
+        before = Work.of(plan, span.start)
+        for known in (span.start + 1, span.start + 18, span.stop - 1):
+            assert Work.of(plan, known) == replace(before, known=known)
+        after = Work.of(plan, span.stop)
+        assert (after.stale, after.exact) == (before.stale - len(span.tokens), span.stop)
+
+    def test_an_exact_chunk_of_which_the_start_is_known(self, engine: CacheClipEngine) -> None:
+        """It follows the shared prefix it was computed with."""
+        plan = plan_of(engine)
+        layout, first = plan.layout, plan.reused[0]
+        assert first.start == layout.num_prefix and not plan.exact
+        plan = replace(plan, layout=replace(layout, exact_after_prefix=True))
+        assert plan.exact == (first,)
+        stale = plan.chunk_tokens - len(first.tokens)
+        for known in (0, 18, first.stop):
+            work = Work.of(plan, known)
+            assert (work.exact, work.stale) == (first.stop, stale)
+
 
 LINE = '{"constant": %s, "first": 0.1, "second": 0.1}'
 LINES = f'"identity": {{}}, "plain": {LINE}, "fused": {LINE % 1}, "before": {LINE % 1}'
@@ -211,6 +234,15 @@ class TestDecide:
         plan = plan_of(engine)
         assert Controller(PROFILE).decide(plan, plan.layout.num_tokens - 10).bypass is not None
 
+    def test_reuse_where_the_prefix_cache_has_the_start_of_a_chunk(self, engine: CacheClipEngine) -> None:
+        plan = engine.plan(f"{texts(1)[0]}\n\nWho kept lamp 3?", recompute_ratio=0.1)
+        (chunk,) = plan.reused
+        assert len(chunk.tokens) > 0.9 * plan.layout.num_tokens
+        computing = replace(PROFILE, before=Cost(0.0, 0.0, 0.0))
+        decided = Controller(computing).decide(plan, chunk.start + 18)
+        assert decided.bypass is None and decided.prediction is not None
+        assert decided.prediction.seconds < 0.5 * decided.prediction.plain_s
+
     def test_only_ratios_that_may_be_chosen(self, engine: CacheClipEngine) -> None:
         """A certificate may call a larger ratio less faithful than a smaller one."""
         plan = plan_of(engine)
@@ -251,6 +283,32 @@ class TestObserve:
         assert quiet is not None and busy is not None
         assert busy.seconds == pytest.approx(2 * quiet.seconds, rel=0.02)
         assert busy.plain_s == pytest.approx(2 * quiet.plain_s, rel=0.02)
+
+    @pytest.mark.parametrize("large", [0.7, 1.4])
+    @pytest.mark.parametrize("load", [1.0, 2.0])
+    def test_sizes_are_learned_apart(self, engine: CacheClipEngine, large: float, load: float) -> None:
+        """The line is wrong for large prompts. Prompts of other sizes are predicted as well as they were, and other
+        load counts for sizes that were not asked yet."""
+        controller = Controller(PROFILE)
+        plan = controller.decide(plan_of(engine), 0)
+        times = {1_000: 1.0, 4_000: 1.0, 16_000: large}
+        sizes = [Work(tokens, stale=tokens - 40, chunks=tokens // 250) for tokens in times]
+        for _ in range(20):
+            for work in sizes:
+                before, compute = PROFILE.fused_s(work, 0.1)
+                stats = stats_of(engine, before, load * times[work.tokens] * compute)
+                self.observe(controller, plan, work, stats)
+        for work in sizes:
+            before, compute = PROFILE.fused_s(work, 0.1)
+            expected = before + load * times[work.tokens] * compute
+            assert controller._fused_s(work, 0.1) == pytest.approx(expected, rel=0.03)
+        assert 0.9 * load**0.6 < controller._computing(Work(400)) < 1.1 * load
+
+    @staticmethod
+    def observe(controller: Controller, plan: Plan, work: Work, stats: FusionStats) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Work, "of", lambda *_: work)
+            controller.observe(plan, stats)
 
     def test_a_slow_store_leads_to_plain_prefill(self, engine: CacheClipEngine) -> None:
         assert self.observed(engine, 1.0, 1.0).decide(plan_of(engine), 0).bypass is None

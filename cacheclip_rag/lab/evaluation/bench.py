@@ -45,7 +45,8 @@ def bench(
 
     Args:
         methods: names of presets and variants.
-        variants: methods of your own by name (:func:`cacheclip_rag.lab.variants.read_variants`).
+        variants: methods of your own by name, at their own ratios
+            (:func:`cacheclip_rag.lab.variants.read_variants`); presets are measured at that of ``config``.
         explain: the result also has ``explain``, the work and the floor of each phase
             (:func:`~cacheclip_rag.lab.evaluation.explaining.explain`).
 
@@ -94,8 +95,6 @@ def _made(config: EngineConfig, names: Sequence[str], variants: Mapping[str, Met
     found = {}
     for given in names:
         method = choosing.make_method(variants.get(given, given))
-        if given in variants and config.fixed_ratio is not None and method.has_ratio:
-            method = method.at(config.fixed_ratio)
         found[method.name if given == DEFAULT_METHOD else given] = method
     return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -45,14 +46,23 @@ def block_attention(
 
 
 def query_attention(
-    query: torch.Tensor, key: torch.Tensor, block: Block | SideBySide, rule: AttentionRule, *, logits: bool = False
+    query: torch.Tensor,
+    key: torch.Tensor,
+    block: Block | SideBySide,
+    rule: AttentionRule,
+    *,
+    logits: bool = False,
+    heads: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """Attention weights (or logits) of one block's rows: float32, in the shape that :attr:`Probe.record` takes.
 
     Args:
         query: ``(num_heads, num_rows, head_dim)``, queries of the block's rows.
         key: ``(num_kv_heads, num_keys, head_dim)``, the block's keys.
+        heads: numbers of the query heads that are computed; default all.
     """
+    if heads is not None and len(heads) < len(query):
+        query, key, rule = _of_heads(query, key, rule, heads)
     if isinstance(block, SideBySide):
         rows, keys = block.split_rows(query, key.shape[0]).float(), block.split_keys(key).float().unsqueeze(2)
         mask = block.mask(rule, rows).unsqueeze(2)
@@ -65,6 +75,16 @@ def query_attention(
         found = _logits(rows, keys, rule)
         return (found if seen is None else found + seen).flatten(0, 1)
     return _weights(rows, keys, seen, rule).flatten(0, 1)
+
+
+def _of_heads(
+    query: torch.Tensor, key: torch.Tensor, rule: AttentionRule, heads: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor, AttentionRule]:
+    """Queries of some heads, each with the keys of its group, and their rule."""
+    numbers = torch.tensor(heads, device=query.device)
+    sinks = None if rule.sinks is None else rule.sinks.index_select(0, numbers.to(rule.sinks.device))
+    own = numbers // (len(query) // len(key))
+    return query.index_select(0, numbers), key.index_select(0, own), replace(rule, sinks=sinks)
 
 
 def sdpa_backends(device: torch.device) -> AbstractContextManager[object]:
@@ -94,7 +114,10 @@ def _weights(rows: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor | None, 
 
 
 def _logits(rows: torch.Tensor, keys: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
-    logits = (rows @ keys.transpose(-1, -2)).float() * rule.scaling
+    """``(..., num_kv_heads, groups, num_rows, num_keys)`` of keys ``(..., num_kv_heads, 1, num_keys, head_dim)``."""
+    # the rows of a group in one product: a broadcast one would copy the keys for each head
+    products = rows.flatten(-3, -2) @ keys.squeeze(-3).transpose(-1, -2)
+    logits: torch.Tensor = products.unflatten(-2, rows.shape[-3:-1]).float() * rule.scaling
     return logits if rule.softcap is None else (logits / rule.softcap).tanh() * rule.softcap
 
 

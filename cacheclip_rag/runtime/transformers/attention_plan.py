@@ -13,7 +13,7 @@ Some methods use other positions (gaps, shared positions) or another attention o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -232,7 +232,7 @@ class Probe:
     """Rows whose attention weights are computed, and the keys of each."""
     record: Callable[[int, int, torch.Tensor], None]
     """Called with layer, number of the block and its weights ``(num_heads, num_rows, num_keys)`` float32. The weights
-    of :class:`SideBySide` are ``(num_sequences, num_heads, num_rows, width)``."""
+    of :class:`SideBySide` are ``(num_sequences, num_heads, num_rows, width)``. ``num_heads`` counts :attr:`heads`."""
     stop: int | None = None
     """Last layer that is needed: the pass ends there, with :class:`PassEnded`. None: all layers run."""
     logits: bool = False
@@ -241,6 +241,8 @@ class Probe:
     """Called before ``record`` with layer, number of the block, queries ``(num_heads, num_rows, head_dim)`` and keys
     ``(num_kv_heads, num_keys, head_dim)``, both after RoPE. The returned queries and keys are used for ``record`` only;
     the model's own attention is unchanged."""
+    heads: Mapping[int, Sequence[int]] | None = None
+    """By layer, the query heads that are recorded, in this order; None: all heads of all :attr:`layers`."""
 
 
 @dataclass(slots=True)

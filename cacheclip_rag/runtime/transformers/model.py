@@ -64,7 +64,8 @@ def _attention(module: Any, query: Any, key: Any, value: Any, attention_mask: An
             rows, keys = query[0, :, block.rows], key[0, :, block.keys]
             if probe.adjust is not None:
                 rows, keys = probe.adjust(layer, number, rows, keys)
-            probe.record(layer, number, query_attention(rows, keys, block, rule, logits=probe.logits))
+            heads = None if probe.heads is None else probe.heads[layer]
+            probe.record(layer, number, query_attention(rows, keys, block, rule, logits=probe.logits, heads=heads))
         if layer == probe.stop:
             raise PassEnded
     if plan.last_rows == 0 and layer == module.config.num_hidden_layers - 1:
