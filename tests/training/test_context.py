@@ -284,8 +284,13 @@ class TestJob:
             average = 0.6 * average + 0.4 * change.detach()
         expected = begin + unit * average / (1 - 0.6**3)
         kept = kept_tensors(found)
-        assert gap(kept["change"], change.detach()) < 1e-3 * float(change.detach().abs().max())
-        assert gap(kept["kv"], expected) < 1e-3 * float((expected - begin).abs().max())
+        # where a gradient is near 0, a step is its rounding's sign: single numbers differ, and all together do not
+        for mine, theirs, size in (
+            (kept["change"], change.detach(), change.detach()),
+            (kept["kv"], expected, expected - begin),
+        ):
+            assert float((mine - theirs).norm()) < 1e-3 * float(size.norm())
+            assert gap(mine, theirs) < 1e-2 * float(size.abs().max())
 
     def test_the_check_is_of_what_is_kept(self, config: EngineConfig, whole: ContextTraining, teacher: Teacher) -> None:
         room = min(1200, teacher.runtime.reuse_tokens // 2)
