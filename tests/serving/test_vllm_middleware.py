@@ -911,6 +911,33 @@ class TestAdapters:
         assert "".join(str(chunk.content) for chunk in chunks) == "".join(WORDS)
         assert chunks[-1].response_metadata["cacheclip"]["hits"] == 2
 
+    def test_calls_in_pieces(self, guarded: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As vLLM sends them: the name first, the arguments in pieces, and the pieces of two calls in turns."""
+        pieces = [
+            {"index": 0, "id": "call-one1", "type": "function", "function": {"name": "search"}},
+            {"index": 0, "function": {"arguments": '{"words": '}},
+            {"index": 1, "id": "call-two2", "type": "function", "function": {"name": "now", "arguments": ""}},
+            {"index": 0, "function": {"arguments": '"a \\"b\\""}'}},
+        ]
+        monkeypatch.setattr(guarded.inner, "calls", pieces)
+        own = {"base_url": f"{guarded.address}/v1", "api_key": OWN}
+        expected = [("search", {"words": 'a "b"'}, "call-one1"), ("now", {}, "call-two2")]
+        said = ChatCacheClip(**own).bind_tools([TOOL]).invoke(PROMPT)
+        assert [(call["name"], call["args"], call["id"]) for call in said.tool_calls] == expected
+        chunks = list(ChatCacheClip(**own).bind_tools([TOOL]).stream(PROMPT))
+        whole = sum(chunks[1:], chunks[0])
+        assert [(call["name"], call["args"], call["id"]) for call in whole.tool_calls] == expected
+        assert whole.content == said.content == "".join(WORDS)
+
+    def test_a_call_that_is_cut_off(
+        self, guarded: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        pieces = [{"index": 0, "id": "call-one1", "function": {"name": "search", "arguments": '{"words": "ab'}}]
+        monkeypatch.setattr(guarded.inner, "calls", pieces)
+        said = ChatCacheClip(base_url=f"{guarded.address}/v1", api_key=OWN).invoke(PROMPT)
+        assert said.tool_calls == [] and said.content == "".join(WORDS)
+        assert "'search'" in caplog.text and "max_tokens" in caplog.text
+
     def test_errors(self, guarded: Served) -> None:
         with pytest.raises(ServerError, match="API key"):
             ChatCacheClip(base_url=f"{guarded.address}/v1", api_key="another-key").invoke(PROMPT)
