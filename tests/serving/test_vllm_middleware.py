@@ -38,7 +38,7 @@ from cacheclip_rag.serving.vllm.planning import Planning, Way
 from cacheclip_rag.serving.vllm.replies import Result, Said, StreamReply
 from cacheclip_rag.serving.vllm.settings import ServerSettings
 from cacheclip_rag.types import FusionStats
-from tests.conftest import CACHECLIP, CHUNKS, rag_prompt
+from tests.conftest import CACHECLIP, CHUNKS, TOOLS_TEMPLATE, rag_prompt
 from tests.serving.inner import METRICS, WORDS, Inner
 
 PROMPT = rag_prompt(CHUNKS)
@@ -273,6 +273,42 @@ COMPLETIONS: dict[str, tuple[dict[str, Any], str]] = {
     "suffix": ({"suffix": "b"}, "suffix"),
     "no special tokens": ({"add_special_tokens": False}, "add_special_tokens"),
 }
+
+
+CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+PARTS = TOOLS_TEMPLATE.replace(
+    "{{ message['content'] }}",
+    "{% if message['content'] is string %}{{ message['content'] or 'EMPTY' }}{% else %}"
+    "{% for part in message['content'] %}{{ part['text'] }}{% endfor %}{% endif %}",
+)
+"""A chat template that loops over parts of contents, and writes an empty text and an empty list differently."""
+
+
+class TestNullContents:
+    """As clients of OpenAI send them with calls of tools."""
+
+    def ask(self, served: Served, content: Any) -> dict[str, Any]:
+        turns = [{"role": "assistant", "content": content, "tool_calls": [CALL]}, {"role": "tool", "content": "Yes."}]
+        messages = [{"role": "user", "content": PROMPT}, *turns]
+        found = served.client.post(CHAT, json={"messages": messages, "tools": [TOOL]})
+        return dict(found.json()["cacheclip"])
+
+    def test_they_are_empty_texts(self, served: Served) -> None:
+        assert self.ask(served, "")["outcome"] == "fused"
+        expected = served.inner.last["kv_transfer_params"]["prompt_token_ids"]
+        assert self.ask(served, None)["outcome"] == "fused"
+        assert served.inner.last["kv_transfer_params"]["prompt_token_ids"] == expected
+        assert served.inner.last["messages"][1]["content"] is None
+
+    @pytest.mark.parametrize("template", [PARTS, PARTS.replace(" or 'EMPTY'", "")], ids=["differs", "same"])
+    def test_a_template_that_loops_over_parts(
+        self, served: Served, template: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        runtime = served.middleware.planning.planner("default").primary
+        monkeypatch.setattr(runtime.tokenizer, "chat_template", template)
+        assert self.ask(served, "")["outcome"] == "fused"
+        said = self.ask(served, None)
+        assert (said["outcome"], said["reason"]) == (("plain", "no content") if template == PARTS else ("fused", None))
 
 
 class TestAsItIs:

@@ -32,9 +32,15 @@ FLAGS = [
     *("--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "16", "--block-size", "32", "--seed", "0"),
     *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
 ]
+WORDS = {
+    "type": "object",
+    "properties": {"words": {"type": "string", "enum": ["north", "south"]}},
+    "required": ["words"],
+    "additionalProperties": False,
+}
 TOOL = {
     "type": "function",
-    "function": {"name": "search", "parameters": {"type": "object", "properties": {"words": {"type": "string"}}}},
+    "function": {"name": "search", "parameters": WORDS},
 }
 
 
@@ -251,6 +257,19 @@ class TestEqualAnswers:
         assert 400 < found.usage_metadata["input_token_details"]["cache_read"] < found.usage_metadata["input_tokens"]
         assert begins(found.content, setting, asked)
 
+    def test_a_call_that_vllm_streams_in_pieces(self, served: Served) -> None:
+        engine = RemoteEngine(f"{served.address}/v1", KEY)
+        body = {
+            **{"messages": [{"role": "user", "content": PROMPTS[0]}], "temperature": 0, "max_tokens": 200},
+            **{"stream": True, "stream_options": {"include_usage": True}},
+            "tools": [{"type": "function", "function": {**TOOL["function"], "strict": True}}],
+            "tool_choice": {"type": "function", "function": {"name": "search"}},
+        }
+        *_, last = engine._events(body)
+        assert last.answer is not None
+        ((name, arguments),) = [(call.name, call.arguments) for call in last.answer.tool_calls]
+        assert name == "search" and arguments["words"] in ("north", "south")
+
     def test_langchains_client_of_openai(self, served: Served, setting: Setting) -> None:
         from langchain_openai import ChatOpenAI
 
@@ -297,6 +316,14 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
         [
             {"role": "user", "content": "Search."},
             {"role": "assistant", "content": "", "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "abcdefghi", "content": f"{CHUNKS[0]}\n{CHUNKS[3]}"},
+        ],
+        {"tools": [TOOL]},
+    ),
+    "a call without a text": (
+        [
+            {"role": "user", "content": "Search."},
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
             {"role": "tool", "tool_call_id": "abcdefghi", "content": f"{CHUNKS[0]}\n{CHUNKS[3]}"},
         ],
         {"tools": [TOOL]},

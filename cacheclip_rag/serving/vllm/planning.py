@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import threading
 import time
 from collections import Counter
@@ -16,6 +17,7 @@ from ...errors import CertificateError, ConfigurationError, PromptTooLongError
 from ...frontend.tools import uses_tools
 from ...guards.metrics import Metrics
 from ...methods.base import Method
+from ...runtime.transformers.planning import PlanningRuntime
 from ...runtime.vllm.once import WarnOnce
 from ...runtime.vllm.planner import PlannedPrompt, Planner
 from ...store import ChunkStore
@@ -33,6 +35,9 @@ _MOST_WAITING = 64
 """Prompts that wait for their plan; more are prefilled in full, which needs no wait."""
 _MOST_REASONS = 50
 """Reasons that are counted apart."""
+_LOOPS_OVER_PARTS = re.compile(r"\bfor\b[^%]*\bin\b[^%]*content|\bmacro\b")
+"""What every chat template has that loops over parts of contents, which vLLM finds out from the template; others may
+have it too."""
 _NOT_PLANNED = "answering by plain prefill, because planning failed: %s"
 
 
@@ -158,6 +163,7 @@ class Planning:
             shown = runtime.render_chat(asked.prompt, tools=asked.tools)  # type: ignore[arg-type]
             if "".join(segment.text for segment in segments) != shown:
                 raise NotPlanned("chat template")
+            _check_null(runtime, asked, shown)
         return planner.plan(segments, method=method, question=field.question, documents=field.documents)
 
     # -- counters ---------------------------------------------------------------------------------------------------
@@ -178,6 +184,23 @@ class Planning:
             + exposition("outcomes_total", "counter", "Answers, by what became of their plan.", outcomes)
             + exposition("plain_total", "counter", "Answers by plain prefill, by reason.", reasons)
         )
+
+
+def _check_null(runtime: PlanningRuntime, asked: Asked, shown: str) -> None:
+    """Raise NotPlanned if null contents may give another prompt in vLLM than empty texts.
+
+    Args:
+        shown: the prompt with empty texts.
+    """
+    if not asked.without_content:
+        return
+    if not _LOOPS_OVER_PARTS.search(runtime.tokenizer.get_chat_template(tools=list(asked.tools) or None)):
+        return  # vLLM gives this template texts
+    messages: list[Any] = list(asked.prompt)
+    for number in asked.without_content:
+        messages[number] = {**messages[number], "content": []}
+    if runtime.render_chat(messages, tools=asked.tools) != shown:
+        raise NotPlanned("no content")
 
 
 def _method(planner: Planner, field: CacheClipField) -> Method:
