@@ -30,7 +30,7 @@ from cacheclip_rag.errors import ConfigurationError, PromptTooLongError, ServerE
 from cacheclip_rag.fusion_plan import FusionPlan
 from cacheclip_rag.models.load import load_planning
 from cacheclip_rag.runtime.vllm.planner import Planner
-from cacheclip_rag.runtime.vllm.requests import PARAMETER, SEAL_VARIABLE, Ready, Settings
+from cacheclip_rag.runtime.vllm.requests import PARAMETER, SEAL_VARIABLE, UNREADABLE, Ready, Settings
 from cacheclip_rag.runtime.vllm.served import Served as HowServed
 from cacheclip_rag.runtime.vllm.shadow import SHADOW_TOKENS
 from cacheclip_rag.serving.vllm.middleware import CacheClip
@@ -460,6 +460,27 @@ class TestReplies:
         own = served.ask().json()["cacheclip"]
         assert (own["outcome"], own["reason"]) == (told["outcome"], told["reason"])
         assert (own["chunk_tokens"] == 0) == (told["outcome"] == "plain")
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_of_a_chunk_that_workers_could_not_read(
+        self, served: Served, config: EngineConfig, stream: bool, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """The planner reads no payloads of the primary. It drops the damaged one when it hears of the failure."""
+        planner = served.middleware.planning.planner("default")
+        store, key = planner.parts.store, planner.plan(PROMPT).fusion.pieces[-1].key  # type: ignore[union-attr]
+        served.inner.told, served.inner.cached = {"outcome": "plain", "reason": UNREADABLE}, 0
+        try:
+            served.ask()
+            served.middleware.planning._thread.submit(int).result()
+            assert key in store and "damaged" not in caplog.text, "nothing is wrong with it"
+            payload = Path(str(config.store)) / "kv" / key[:2] / f"{key}.kv"
+            payload.write_bytes(payload.read_bytes()[:-1] + b"x")
+            served.events() if stream else served.ask()
+            stats = served.ask().json()["cacheclip"]
+            assert (stats["hits"], stats["misses"]) == (len(CHUNKS) - 1, 1)
+            assert key not in store and "Ingest" in caplog.text
+        finally:
+            CacheClipEngine(config).precompute(CHUNKS)
 
     def test_of_a_prompt_that_vllm_has_cached(self, served: Served) -> None:
         served.inner.cached = 30

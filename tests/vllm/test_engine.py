@@ -215,6 +215,23 @@ class TestFailures:
         finally:
             payload.write_bytes(kept)
 
+    def test_a_damaged_entry_is_missing_afterwards(self, fused: FusedLLM, setting: Setting, plain: Any) -> None:
+        """One prompt pays for it: the planner, which reads no payloads of the primary, is told."""
+        key = fused.planner.plan(PROMPTS[1], method="cacheclip").fusion.pieces[-1].key
+        payload = Path(setting.store) / "kv" / key[:2] / f"{key}.kv"
+        kept = payload.read_bytes()
+        payload.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
+        try:
+            first, second = (outputs(fused, PROMPTS[1:2], "cacheclip") for _ in range(2))
+            assert outcomes(first) == ["plain"] and tuple(first[0].outputs[0].token_ids) == plain[1]
+            assert outcomes(second) == ["fused"] and not payload.exists()
+            stats = fused.planner.plan(PROMPTS[1], method="cacheclip").stats
+            assert (stats.hits, stats.misses) == (3, 1)
+            assert [tuple(second[0].outputs[0].token_ids)] == setting.expected(PROMPTS[1:2], "cacheclip")
+        finally:
+            setting.engine.precompute(CHUNKS)
+        assert payload.exists()
+
     def test_the_pass_fails_halfway(self, fused: FusedLLM, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         from cacheclip_rag.runtime.vllm.rows import RowRunner
 

@@ -217,6 +217,8 @@ class TestEqualAnswers:
         with gone(setting, fusion.pieces[-1].key):
             said = list(served.chat(PROMPTS[2], stream=True, field={"method": "direct"}))[-1].cacheclip
             assert (said["outcome"], said["cached_prefix_tokens"]) == ("plain", 0) and "log" in said["reason"]
+            again = served.chat(PROMPTS[2], field={"method": "direct"}).cacheclip
+            assert (again["outcome"], again["hits"], again["misses"]) == ("fused", 3, 1), "it is missing now"
 
     def test_plain_requests_are_those_of_a_vllm_without_us(
         self, served: Served, setting: Setting, without_us: dict[str, Any]
@@ -297,6 +299,7 @@ def gone(setting: Setting, key: str) -> Iterator[None]:
         yield
     finally:
         payload.write_bytes(kept)
+        setting.engine.precompute(CHUNKS)  # the planner has noticed
 
 
 CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "search", "arguments": '{"words": "a \\"b\\""}'}}

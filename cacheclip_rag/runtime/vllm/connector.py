@@ -32,7 +32,7 @@ from ...models.load import load_planning
 from ...runtime.base import DTYPES
 from .loading import Load, Loader
 from .once import WarnOnce
-from .requests import PARAMETER, Ready, Settings
+from .requests import PARAMETER, UNREADABLE, Ready, Settings
 from .worker import model_runner
 
 __all__ = ["CacheClipConnector", "Counters", "Loads", "check_request", "salt"]
@@ -175,8 +175,7 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """vLLM computes the request's tokens from ``start`` on. Where requests with the same plan share failed blocks,
         it would have only the first of them do so, which may leave before it has."""
         request.num_computed_tokens = min(request.num_computed_tokens, start)
-        reason = "its KV could not be read or computed; vLLM's log says why"
-        self._outcomes[request.request_id] = {"outcome": "plain", "reason": reason}
+        self._outcomes[request.request_id] = {"outcome": "plain", "reason": UNREADABLE}
         stats = request.prefill_stats
         if stats is not None:  # no token was made so far; vLLM would count the failed ones as cached
             stats.set(stats.num_prompt_tokens, min(stats.num_local_cached_tokens, start), 0)

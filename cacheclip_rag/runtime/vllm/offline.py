@@ -19,12 +19,13 @@ from typing import Any
 from ...checks import check_choice
 from ...engine import CacheClipEngine
 from ...errors import CacheClipError, CertificateError, ConfigurationError, PromptTooLongError
+from ...fusion_plan import FusionPlan
 from ...guards.metrics import Metrics
 from ...handoff import path_of, remove_old_handoffs
 from ...methods.base import Method
 from ...types import Documents, Prompt
 from .planner import PlannedPrompt, Planner
-from .requests import request_parameters
+from .requests import UNREADABLE, request_parameters
 from .served import Served
 from .shadow import Shadow
 
@@ -143,20 +144,24 @@ class FusedLLM:
         asked = {"method": method, "recompute_ratio": recompute_ratio, "question": question, "tools": tools}
         inputs: list[dict[str, Any]] = []
         chosen: list[Any] = []
+        fusions: list[FusionPlan | None] = []
         found: list[Any] = []
         with _Handoffs(self._handoffs) as handoffs:
             for prompt, params in zip(prompts, sampling, strict=True):
-                ids, carried = self._prepare(prompt, documents, asked, handoffs)
+                ids, fusion, carried = self._prepare(prompt, documents, asked, handoffs)
+                fusions.append(fusion)
                 inputs.append({"prompt_token_ids": list(ids)})
                 chosen.append(params if carried is None else _with(params, carried))
                 if handoffs.num_bytes >= handoffs.max_bytes or len(found) + len(inputs) == len(prompts):
                     found += self.llm.generate(inputs, chosen, **options)
                     handoffs.delete()
                     inputs, chosen = [], []
-        for output in found:
+        for output, fusion in zip(found, fusions, strict=True):
             outcome = (output.kv_transfer_params or {}).get("cacheclip", {})
             if outcome.get("outcome") == "plain":
                 self._count(outcome["reason"])
+                if fusion is not None and outcome["reason"] == UNREADABLE:
+                    self.planner.drop_unreadable(fusion)
         self._compare(sampling, found, str(getattr(method, "name", method) or self.planner.config.method))
         return found
 
@@ -192,16 +197,16 @@ class FusedLLM:
 
     def _prepare(
         self, prompt: Prompt, documents: Documents, asked: dict[str, Any], handoffs: _Handoffs
-    ) -> tuple[Sequence[int], dict[str, Any] | None]:
-        """Token ids of a prompt, and what its request carries."""
+    ) -> tuple[Sequence[int], FusionPlan | None, dict[str, Any] | None]:
+        """Token ids of a prompt, its plan, and what its request carries."""
         try:
             planned = self.planner.plan(prompt, documents=documents, **asked)
         except (ConfigurationError, PromptTooLongError, CertificateError):
             raise
         except Exception as error:  # vLLM answers what we cannot plan
             self._count(f"planning failed ({type(error).__name__}: {error})")
-            return self.planner.token_ids(prompt, tools=asked["tools"]), None
-        return planned.token_ids, self._parameters(prompt, planned, documents, asked, handoffs)
+            return self.planner.token_ids(prompt, tools=asked["tools"]), None, None
+        return planned.token_ids, planned.fusion, self._parameters(prompt, planned, documents, asked, handoffs)
 
     def _parameters(
         self, prompt: Prompt, planned: PlannedPrompt, documents: Documents, asked: dict[str, Any], handoffs: _Handoffs

@@ -27,12 +27,14 @@ from ...handoff import read_handoff
 from ..transformers.planning import PlanningRuntime
 from .passes import passes
 
-__all__ = ["PARAMETER", "SEAL_VARIABLE", "Ready", "Settings", "request_parameters"]
+__all__ = ["PARAMETER", "SEAL_VARIABLE", "UNREADABLE", "Ready", "Settings", "request_parameters"]
 
 PARAMETER = "cacheclip"
 """Name in ``kv_transfer_params``."""
 SEAL_VARIABLE = "CACHECLIP_VLLM_SEAL"
 """Environment variable with the key of seals."""
+UNREADABLE = "its KV could not be read or computed; vLLM's log says why"
+"""The connector's reason for requests whose load failed. A payload of the store may be damaged."""
 
 
 @dataclass(frozen=True, slots=True)

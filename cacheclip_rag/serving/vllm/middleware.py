@@ -208,6 +208,8 @@ class CacheClip:
                 self._counters.disconnects += 1
                 if result.outcome is None:
                     self.planning.count("aborted", None)
+        if result.may_be_damaged:
+            self.planning.check(way, tenant)
         if reply.is_done:
             self._checks.offer(scope, body, result, reply.body)
 

@@ -8,13 +8,15 @@ import re
 import threading
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ...errors import CertificateError, ConfigurationError, PromptTooLongError
 from ...frontend.tools import uses_tools
+from ...fusion_plan import FusionPlan
 from ...guards.metrics import Metrics
 from ...methods.base import Method
 from ...runtime.transformers.planning import PlanningRuntime
@@ -71,6 +73,7 @@ class Planning:
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, "cacheclip-plan")
         self._warn_once = WarnOnce(logger)
+        self._checking: Future[None] | None = None
         self.waiting = 0
         """Prompts that wait for their plan, or are being planned."""
         self.metrics = Metrics(lambda: self._store.stats().tiers)
@@ -114,6 +117,21 @@ class Planning:
             return await asyncio.get_running_loop().run_in_executor(self._thread, self._way, asked, field, tenant, came)
         finally:
             self.waiting -= 1
+
+    def check(self, way: Way, tenant: str) -> None:
+        """Remove what cannot be read of a plan that vLLM did not carry out, so that it is missing from the next plan.
+        Returns at once: the plan's chunks are read between two plans. One check waits at a time, because failures may
+        have other causes; a chunk that is left out is checked at its next failure."""
+        assert way.planned is not None and way.planned.fusion is not None, "vLLM was given a plan"
+        if self._checking is None or self._checking.done():
+            with suppress(RuntimeError):  # the server is closing
+                self._checking = self._thread.submit(self._drop_unreadable, way.planned.fusion, tenant)
+
+    def _drop_unreadable(self, fusion: FusionPlan, tenant: str) -> None:
+        try:
+            self.planner(tenant).drop_unreadable(fusion)
+        except Exception as error:
+            self._warn_once("the chunks of a failed plan could not be checked: %s", error, traced=True)
 
     async def token_ids(self, *texts: str) -> list[tuple[int, ...]]:
         """Token ids of texts of the model, in the thread of the plans: a tokenizer serves one thread at a time."""

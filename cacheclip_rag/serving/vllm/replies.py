@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ...runtime.vllm.requests import UNREADABLE
 from ...types import PHASES, FusionStats
 from ..replies import as_json, server_sent
 from .planning import Way
@@ -15,6 +16,8 @@ from .planning import Way
 __all__ = ["Result", "Said", "StreamReply", "WholeReply"]
 
 _END = b"data: [DONE]"
+_NOT_USED = "vLLM did not use the plan; its log says why"
+"""All that the token counts of a stream tell."""
 
 
 @dataclass
@@ -31,8 +34,15 @@ class Result:
     """When the first bytes of a stream came."""
     outcome: str | None = None
     """What became of the plan; None until the answer has ended."""
+    reason: str | None = None
+    """Why the answer was prefilled in full; None if it was not."""
     stats: FusionStats | None = None
-    """The statistics; None until then."""
+    """The statistics; None until the answer has ended."""
+
+    @property
+    def may_be_damaged(self) -> bool:
+        """Whether vLLM's workers may have failed to read the plan's chunks."""
+        return self.reason in (UNREADABLE, _NOT_USED)
 
     def field_of(
         self, usage: Mapping[str, Any], told: Mapping[str, Any] | None, metrics: Mapping[str, Any] | None
@@ -54,7 +64,7 @@ class Result:
         if self.first is None and isinstance(in_vllm, int | float):
             ttft_s = min(elapsed, self.way.queued_s + self.way.planning_s + in_vllm / 1000)
         stats = replace(stats, ttft_s=ttft_s, decode_s=elapsed - ttft_s, queued_s=self.way.queued_s)
-        self.outcome, self.stats = outcome, stats
+        self.outcome, self.reason, self.stats = outcome, reason, stats
         self.record(stats, outcome, reason)
         own = {"outcome": outcome, "reason": reason, "planning_s": self.way.planning_s}
         return {**stats.to_dict(), **own}
@@ -67,7 +77,7 @@ class Result:
             return str(told.get("outcome")), told.get("reason")
         ready = planned.fusion.num_ready
         if is_counted and cached < ready:
-            return "plain", "vLLM did not use the plan; its log says why"
+            return "plain", _NOT_USED
         # the connector loads up to there and no further; vLLM's own cache ends at a block's border behind it
         return ("cached" if cached > ready else "fused"), None
 
