@@ -191,6 +191,8 @@ def test_a_free_port_and_the_ready_line(started: dict[str, Any], models: list[st
         (["--", "--kv-transfer-config", "{}"], "--kv-transfer-config cannot be passed on"),
         (["--", "--kv_transfer_config.kv_role=kv_both"], "--kv-transfer-config cannot be passed on"),
         (["--", "--kv-tr={}"], "--kv-tr cannot be passed on"),
+        (["--", "--kv-offloading-size", "4"], "it replaces cacheclip's connector"),
+        (["--", "--kv-offloading-backend=lmcache"], "it replaces cacheclip's connector"),
         (["--worker-cls", "a.B"], "--worker-cls cannot be passed on"),
         (["--", "--api-key", "a"], "CACHECLIP_API_KEY"),
         (["--", "--dtype", "half"], "--dtype before --"),

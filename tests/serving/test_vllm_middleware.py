@@ -493,6 +493,26 @@ class TestReplies:
         response = served.ask()
         assert response.status_code == 400 and response.json() == json.loads(served.inner.error.body)
 
+    @pytest.mark.parametrize(
+        "message",
+        [
+            "This model's maximum context length is 8 tokens. However, your prompt contains 9 input tokens",
+            "Input length (9) exceeds model's maximum context length (8).",
+            "The decoder prompt (length 9) is longer than the maximum model length of 8.",
+        ],
+    )
+    def test_a_prompt_that_is_too_long_for_vllm(self, guarded: Served, message: str) -> None:
+        """vLLM may hold less than the model's context."""
+        told = {"message": message, "type": "x", "param": None, "code": 400}
+        guarded.inner.error = JSONResponse({"error": told}, 400)
+        try:
+            found = guarded.ask(key=OWN)
+            assert (found.status_code, found.json()["error"]) == (400, {**told, "code": "context_length_exceeded"})
+            with pytest.raises(PromptTooLongError, match="maximum"):
+                CacheClipLLM(base_url=f"{guarded.address}/v1", api_key=OWN).complete(PROMPT)
+        finally:
+            guarded.inner.error = None
+
     def test_models(self, served: Served) -> None:
         first, second = served.client.get("/v1/models").json()["data"]
         assert first == {
@@ -543,6 +563,17 @@ class TestStreams:
         assert [("cacheclip" in chunk) for chunk in chunks] == [False] * 4 + [True]
         assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == 4
         assert "metrics" not in chunks[-1]
+
+    @pytest.mark.parametrize("on", [1, "true"])
+    def test_other_ways_to_say_true(self, served: Served, on: Any) -> None:
+        """vLLM takes them, so they must get token counts too."""
+        served.inner.told, served.inner.cached = {"outcome": "cached", "reason": None}, 10**6
+        said = served.ask(stream=on).text
+        assert served.inner.last["stream_options"] == {"include_usage": True} and served.inner.last["stream"] == on
+        assert '"outcome":"cached"' in said and '"usage"' not in said
+        options = {"include_usage": on}
+        assert '"usage"' in served.ask(stream=on, stream_options=options).text
+        assert served.inner.last["stream_options"] == options
 
     def test_words_come_one_by_one(self, served: Served) -> None:
         served.inner.gate.clear()
@@ -629,6 +660,13 @@ class TestStreamReply:
         last = event(choices=[{"index": 0, "text": "a", "finish_reason": "length"}])
         assert reply.feed(last) == b""
         assert b'"cacheclip"' in reply.feed(b"data: [DONE]\n\n") and len(recorded) == 1
+
+    def test_of_a_plan_without_counts_of_vllm(self, served: Served) -> None:
+        """Nothing says whether it was carried out."""
+        planned = served.middleware.planning.planner("default").plan(PROMPT)
+        reply = StreamReply(Result(Way(planned), lambda *each: None), False)
+        reply.feed(event(choices=[{"index": 0, "text": "a", "finish_reason": "length"}]))
+        assert b'"outcome":"unknown","reason":null' in reply.feed(b"data: [DONE]\n\n")
 
     def test_several_choices(self) -> None:
         reply, recorded = self.made(shows_usage=True)

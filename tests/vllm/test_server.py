@@ -22,6 +22,7 @@ from cacheclip_adapters.remote import RemoteEngine
 from openai import AuthenticationError, BadRequestError, OpenAI
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
+from cacheclip_rag.errors import PromptTooLongError
 from cacheclip_rag.fusion_plan import FusionPlan
 from cacheclip_rag.methods import preset
 from cacheclip_rag.runtime.vllm.planner import Planner
@@ -351,6 +352,13 @@ class TestRefusals:
             served.chat("Hello", field={"documants": []})
         with pytest.raises(BadRequestError, match="temperature"):
             served.chat("Hello", temperature=-1)
+
+    def test_a_prompt_that_is_too_long_for_vllm(self, served: Served, setting: Setting) -> None:
+        """The model's context has room for it."""
+        asked = PROMPTS[0] * 3
+        assert len(setting.planner().plan(asked, method="full").token_ids) > 1024
+        with pytest.raises(PromptTooLongError, match="1024"):
+            list(RemoteEngine(f"{served.address}/v1", KEY).stream(asked, SamplingParams(max_tokens=4)))
 
     def test_a_wrong_key(self, served: Served) -> None:
         before = _metric(served, "cacheclip_outcomes_total")
