@@ -46,7 +46,7 @@ def worker_of(device: str) -> str:
 def engine_options(
     store: str | PathLike[str] | None = None,
     *,
-    namespace: str | Sequence[str] = "default",
+    namespace: str | Sequence[str] | None = "default",
     handoffs: str | PathLike[str] | None = None,
     device: str = "cpu",
     sealed: bool = False,
@@ -56,12 +56,15 @@ def engine_options(
     Args:
         store: folder of the chunk-cache store, for methods that choose tokens without the primary's KV.
         namespace: tenant whose chunks requests may use, or several. Plans of several tenants should be sealed.
+            None: the environment names them (:data:`~cacheclip_rag.runtime.vllm.requests.NAMESPACES_VARIABLE`).
         handoffs: folder of handoffs, for the other methods; memory (``/dev/shm``) is best.
         device: ``cpu`` or ``gpu``.
         sealed: whether plans need a seal (:mod:`.requests`), as those of ``cacheclip serve`` have.
     """
     check_choice("device", device, tuple(_WORKERS))
-    extra: dict[str, Any] = {"namespaces": [namespace] if isinstance(namespace, str) else sorted(namespace)}
+    extra: dict[str, Any] = {}
+    if namespace is not None:
+        extra["namespaces"] = [namespace] if isinstance(namespace, str) else sorted(namespace)
     if sealed:
         extra["sealed"] = True
     extra |= {name: str(Path(f).absolute()) for name, f in (("store", store), ("handoffs", handoffs)) if f is not None}
