@@ -49,8 +49,10 @@ import psutil
 import torch
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
+from cacheclip_rag.errors import StoreError
 from cacheclip_rag.machine import processor_name
 from cacheclip_rag.profiling import QUESTION
+from cacheclip_rag.store import ChunkStore
 
 PARTS = ("ttft", "throughput", "poisoning", "failures", "soak", "equality")
 FULL = "full"
@@ -447,9 +449,11 @@ async def measure_failures(scene: Scene, ours: Server, twin: Server | None) -> d
     async with ours.client() as client, twin.client() as plain:
         for _ in range(20 * args.failures):
             body = scene.body(scene.new_order(), args.method, **_SHORT)
-            with damaged(scene.payloads, scene.rng):
+            with damaged(scene.folder / "store", scene.payloads, scene.rng):
                 answer = await whole(client, body)
-            outcome, reason = (str(answer["cacheclip"].get(name)) for name in ("outcome", "reason"))
+                outcome, reason = (str(answer["cacheclip"].get(name)) for name in ("outcome", "reason"))
+                if outcome == "plain":  # the server removes damaged chunks before it plans the next prompt
+                    await whole(client, scene.body([], max_tokens=1))
             seen[outcome] += 1
             if outcome == "plain":
                 reasons[reason[:80]] += 1
@@ -469,8 +473,8 @@ async def measure_failures(scene: Scene, ours: Server, twin: Server | None) -> d
 
 
 @contextmanager
-def damaged(payloads: Sequence[Path], rng: random.Random) -> Iterator[None]:
-    """A third of the payloads is damaged, and then as before."""
+def damaged(store: Path, payloads: Sequence[Path], rng: random.Random) -> Iterator[None]:
+    """A third of the payloads is damaged, and then as before, with the entries of those that the server removed."""
     chosen = rng.sample(list(payloads), max(1, len(payloads) // 3))
     before = {path: path.read_bytes() for path in chosen}
     for path in chosen:
@@ -480,6 +484,20 @@ def damaged(payloads: Sequence[Path], rng: random.Random) -> Iterator[None]:
     finally:
         for path, content in before.items():
             path.write_bytes(content)
+        found = ChunkStore.open(store)
+        for path in chosen:
+            enter(found, path.stem)
+        found.close()
+
+
+def enter(store: ChunkStore, key: str) -> None:
+    """Enter a payload into the catalog, which the server may be writing to."""
+    for _ in range(100):
+        try:
+            return store.catalog.correct(key, store.measure)
+        except StoreError:
+            time.sleep(0.05)
+    raise RuntimeError(f"the catalog of {store} stays locked")
 
 
 def flip(path: Path, rng: random.Random) -> None:

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import hashlib
 import re
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,15 @@ from safetensors import safe_open
 
 from .tensor_files import READ_ERRORS, write_tensors
 
-__all__ = ["FORMAT_VERSION", "Handoff", "is_handoff_name", "path_of", "read_handoff", "write_handoff"]
+__all__ = [
+    "FORMAT_VERSION",
+    "Handoff",
+    "is_handoff_name",
+    "path_of",
+    "read_handoff",
+    "remove_old_handoffs",
+    "write_handoff",
+]
 
 FORMAT_VERSION = 1
 """Increase this number when tensors change meaning. Files of other versions are refused."""
@@ -90,6 +99,16 @@ def path_of(folder: Path, name: str) -> Path:
     if not is_handoff_name(name):
         raise ValueError(f"a handoff's name is 32 hexadecimal digits, got {name!r:.60}")
     return folder / f"{name}.safetensors"
+
+
+def remove_old_handoffs(folder: Path, *, older_than_s: float = 3600.0) -> None:
+    """Remove handoffs, and unfinished ones, that a killed process left in a folder. Other files stay, and so does what
+    cannot be removed. A request whose handoff is gone is answered by plain prefill."""
+    for path in folder.glob("*.safetensors"):
+        if is_handoff_name(path.stem) or path.name.startswith(".tmp-"):
+            with suppress(OSError):
+                if time.time() - path.stat().st_mtime > older_than_s:
+                    path.unlink()
 
 
 @contextmanager

@@ -135,6 +135,16 @@ class TenantStore:
                 self.record_use(key)
             yield stored
 
+    def drop_unreadable(self, keys: Sequence[str]) -> int:
+        """Remove entries whose payloads on the last tier are damaged or missing; returns how many. For entries that
+        another process failed to read. Reads all the payloads, which counts as no use."""
+        self.store.tiers.drop_copies(keys)
+        known, entries = self._entries(keys)
+        buffer = ReadBuffer()
+        for key, entry in entries.items():
+            self._get(key, buffer, known, entry)
+        return len(entries) - len(self._entries([*entries])[1])
+
     # -- in parts -----------------------------------------------------------------------------------------------------
 
     def is_in_memory(self, key: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from cacheclip_rag.types import Documents, Prompt
 
 __all__ = ["RemoteEngine", "ServedModel"]
+
+logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 600.0
 """As the server's own."""
@@ -134,7 +137,10 @@ class RemoteEngine:
                 event = reading.read(chunk)
                 if event is not None:
                     yield event
-        yield Event("", reading.answer(self.base_url))
+        calls = reading.calls()
+        if calls:
+            yield Event("", tool_calls=calls)
+        yield Event("", reading.answer(self.base_url, calls))
 
     def _messages(self, prompt: Prompt) -> list[dict[str, Any]]:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*map(_message, prompt)]
@@ -177,28 +183,34 @@ class _Reading:
 
     def __init__(self) -> None:
         self._texts: list[str] = []
-        self._calls: list[ToolCall] = []
+        self._calls: dict[int, _CallPieces] = {}
+        """By the index that its pieces name."""
         self._reason = "stop"
         self._usage: Mapping[str, Any] = {}
         self._stats: Mapping[str, Any] | None = None
 
     def read(self, chunk: Mapping[str, Any]) -> Event | None:
-        """The event of a chunk, if it has text or calls."""
+        """The event of a chunk, if it has text. Calls are known at the end only, because they may come in pieces."""
         if "error" in chunk:
             raise _error(200, chunk["error"])
         self._usage = chunk.get("usage") or self._usage
         self._stats = chunk.get("cacheclip") or self._stats
-        text, calls = "", []
+        text = ""
         for choice in chunk.get("choices") or ():
             delta = choice.get("delta") or {}
             text += delta.get("content") or ""
-            calls += [_call(each) for each in delta.get("tool_calls") or ()]
+            for piece in delta.get("tool_calls") or ():
+                self._calls.setdefault(piece.get("index", len(self._calls)), _CallPieces()).add(piece)
             self._reason = choice.get("finish_reason") or self._reason
         self._texts.append(text)
-        self._calls += calls
-        return Event(text, tool_calls=tuple(calls)) if text or calls else None
+        return Event(text) if text else None
 
-    def answer(self, base_url: str) -> Answer:
+    def calls(self) -> tuple[ToolCall, ...]:
+        """The calls of the whole answer. One that was cut off, or that is no call, is left out, and logged."""
+        found = [self._calls[index].whole() for index in sorted(self._calls)]
+        return tuple(call for call in found if call is not None)
+
+    def answer(self, base_url: str, calls: tuple[ToolCall, ...]) -> Answer:
         """The whole answer."""
         known = {each.name for each in fields(FusionStats)}
         try:
@@ -210,12 +222,35 @@ class _Reading:
             ) from error
         ids = (_UNKNOWN_ID,) * int(self._usage.get("completion_tokens") or 0)
         reason = "length" if self._reason == "length" else "stop"
-        return Answer("".join(self._texts), ids, reason, stats, tool_calls=tuple(self._calls))
+        return Answer("".join(self._texts), ids, reason, stats, tool_calls=calls)
 
 
-def _call(given: Mapping[str, Any]) -> ToolCall:
-    function = given.get("function") or {}
-    return ToolCall(str(function.get("name")), as_object(function.get("arguments")) or {}, str(given.get("id")))
+@dataclass(slots=True)
+class _CallPieces:
+    """A call whose name comes first, and its arguments piece by piece, as vLLM sends it; or as a whole."""
+
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+    def add(self, piece: Mapping[str, Any]) -> None:
+        function = piece.get("function") or {}
+        self.id = self.id or piece.get("id") or ""
+        self.name = self.name or function.get("name") or ""
+        self.arguments += function.get("arguments") or ""
+
+    def whole(self) -> ToolCall | None:
+        """The call; None if its name is missing, or its arguments are no JSON object."""
+        arguments = as_object(self.arguments or {})
+        if not self.name or arguments is None:
+            logger.warning(
+                "a call of a tool is left out: expected a name and a JSON object, got %r and %.200r. If the answer was "
+                "cut off, raise max_tokens.",
+                self.name,
+                self.arguments,
+            )
+            return None
+        return ToolCall(self.name, arguments, self.id) if self.id else ToolCall(self.name, arguments)
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from cacheclip_rag.runtime.vllm.offline import engine_options
 from cacheclip_rag.runtime.vllm.once import WarnOnce
 from cacheclip_rag.runtime.vllm.passes import passes
 from cacheclip_rag.runtime.vllm.planner import Planner
-from cacheclip_rag.runtime.vllm.requests import PARAMETER, Ready, Settings, request_parameters
+from cacheclip_rag.runtime.vllm.requests import NAMESPACES_VARIABLE, PARAMETER, Ready, Settings, request_parameters
 from cacheclip_rag.runtime.vllm.served import Served
 from tests.conftest import CHUNKS, rag_prompt
 
@@ -78,6 +78,17 @@ class TestSettings:
         assert engine_options(tmp_path, device="gpu")["worker_cls"].endswith("GPUWorker")
         with pytest.raises(ConfigurationError, match="device"):
             engine_options(tmp_path, device="cuda")
+
+    def test_tenants_of_the_environment(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Where the settings name none, which everybody can read."""
+        extra = engine_options(tmp_path, namespace=None)["kv_transfer_config"]["kv_connector_extra_config"]
+        assert Settings.of(extra) == Settings(tmp_path)
+        monkeypatch.setenv(NAMESPACES_VARIABLE, '["a", "b"]')
+        assert Settings.of(extra) == Settings(tmp_path, frozenset("ab"))
+        assert Settings.of({**extra, "namespaces": ["c"]}) == Settings(tmp_path, frozenset("c"))
+        monkeypatch.setenv(NAMESPACES_VARIABLE, "a, b")
+        with pytest.raises(ConfigurationError, match="JSON list"):
+            Settings.of(extra)
 
     @pytest.mark.parametrize(
         ("given", "what"),

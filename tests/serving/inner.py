@@ -32,6 +32,8 @@ class Inner:
         self.gate = threading.Event()
         """Streams wait for it after their first word."""
         self.gate.set()
+        self.calls: list[dict[str, Any]] = []
+        """Pieces of calls, each of which is a chunk of a chat's stream after its words."""
         self.error: Response | None = None
         self.plain: tuple[list[str], str] = (WORDS, "stop")
         """What prompts without a plan are answered, and why these answers end."""
@@ -116,11 +118,14 @@ class Inner:
             return b"data: " + json.dumps({**head, **value}, separators=(",", ":")).encode() + b"\n\n"
 
         for number, word in enumerate(WORDS):
-            last = number == len(WORDS) - 1
+            last = number == len(WORDS) - 1 and not self.calls
             delta = {"delta": {"content": word}} if "messages" in body else {"text": word}
             yield event({"choices": [{"index": 0, **delta, "finish_reason": "stop" if last else None}]})
             while not self.gate.is_set():
                 await asyncio.sleep(0.01)
+        for number, piece in enumerate(self.calls):
+            reason = "tool_calls" if number == len(self.calls) - 1 else None
+            yield event({"choices": [{"index": 0, "delta": {"tool_calls": [piece]}, "finish_reason": reason}]})
         if (body.get("stream_options") or {}).get("include_usage"):
             yield event({"choices": [], "usage": usage, "metrics": metrics, "system_fingerprint": "f"})
         yield b"data: [DONE]\n\n"

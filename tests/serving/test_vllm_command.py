@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from cacheclip_rag.cli import app
 from cacheclip_rag.errors import CertificateError, ConfigurationError, MissingExtraError
 from cacheclip_rag.runtime.vllm import served
+from cacheclip_rag.runtime.vllm.requests import NAMESPACES_VARIABLE
 from cacheclip_rag.serving.vllm import launch, options
 from cacheclip_rag.serving.vllm.settings import ServerSettings
 
@@ -84,12 +85,13 @@ def test_what_is_started(
     assert value(started, "--middleware") == "cacheclip_rag.serving.vllm.middleware.CacheClip"
     assert value(started, "--shutdown-timeout") == "20"
     extra = json.loads(value(started, "--kv-transfer-config"))["kv_connector_extra_config"]
-    assert extra == {"store": str(tmp_path / "store"), "namespaces": ["default", "north", "south"], "sealed": True}
+    assert extra == {"store": str(tmp_path / "store"), "sealed": True}
+    assert json.loads(started["environment"][NAMESPACES_VARIABLE]) == ["default", "north", "south"]
     settings = ServerSettings.of_environment(started["environment"])
     assert settings.config.fixed_ratio == 0.3 and settings.config.method == "cacheclip"
     assert settings.config.shadow_rate == 0.25
     assert settings.api_key == KEY and settings.tenants == tenants and len(settings.seal) > 30
-    assert not any(secret in " ".join(arguments) for secret in (KEY, "north-key-11", settings.seal))
+    assert not any(secret in " ".join(arguments) for secret in (KEY, "north", "south", settings.seal))
     assert not settings.calls_tools and not settings.shows_metrics and settings.json_to is None
 
 
@@ -191,6 +193,8 @@ def test_a_free_port_and_the_ready_line(started: dict[str, Any], models: list[st
         (["--", "--kv-transfer-config", "{}"], "--kv-transfer-config cannot be passed on"),
         (["--", "--kv_transfer_config.kv_role=kv_both"], "--kv-transfer-config cannot be passed on"),
         (["--", "--kv-tr={}"], "--kv-tr cannot be passed on"),
+        (["--", "--kv-offloading-size", "4"], "it replaces cacheclip's connector"),
+        (["--", "--kv-offloading-backend=lmcache"], "it replaces cacheclip's connector"),
         (["--worker-cls", "a.B"], "--worker-cls cannot be passed on"),
         (["--", "--api-key", "a"], "CACHECLIP_API_KEY"),
         (["--", "--dtype", "half"], "--dtype before --"),

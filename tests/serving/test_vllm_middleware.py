@@ -30,7 +30,7 @@ from cacheclip_rag.errors import ConfigurationError, PromptTooLongError, ServerE
 from cacheclip_rag.fusion_plan import FusionPlan
 from cacheclip_rag.models.load import load_planning
 from cacheclip_rag.runtime.vllm.planner import Planner
-from cacheclip_rag.runtime.vllm.requests import PARAMETER, SEAL_VARIABLE, Ready, Settings
+from cacheclip_rag.runtime.vllm.requests import PARAMETER, SEAL_VARIABLE, UNREADABLE, Ready, Settings
 from cacheclip_rag.runtime.vllm.served import Served as HowServed
 from cacheclip_rag.runtime.vllm.shadow import SHADOW_TOKENS
 from cacheclip_rag.serving.vllm.middleware import CacheClip
@@ -38,7 +38,7 @@ from cacheclip_rag.serving.vllm.planning import Planning, Way
 from cacheclip_rag.serving.vllm.replies import Result, Said, StreamReply
 from cacheclip_rag.serving.vllm.settings import ServerSettings
 from cacheclip_rag.types import FusionStats
-from tests.conftest import CACHECLIP, CHUNKS, rag_prompt
+from tests.conftest import CACHECLIP, CHUNKS, TOOLS_TEMPLATE, rag_prompt
 from tests.serving.inner import METRICS, WORDS, Inner
 
 PROMPT = rag_prompt(CHUNKS)
@@ -275,6 +275,42 @@ COMPLETIONS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+PARTS = TOOLS_TEMPLATE.replace(
+    "{{ message['content'] }}",
+    "{% if message['content'] is string %}{{ message['content'] or 'EMPTY' }}{% else %}"
+    "{% for part in message['content'] %}{{ part['text'] }}{% endfor %}{% endif %}",
+)
+"""A chat template that loops over parts of contents, and writes an empty text and an empty list differently."""
+
+
+class TestNullContents:
+    """As clients of OpenAI send them with calls of tools."""
+
+    def ask(self, served: Served, content: Any) -> dict[str, Any]:
+        turns = [{"role": "assistant", "content": content, "tool_calls": [CALL]}, {"role": "tool", "content": "Yes."}]
+        messages = [{"role": "user", "content": PROMPT}, *turns]
+        found = served.client.post(CHAT, json={"messages": messages, "tools": [TOOL]})
+        return dict(found.json()["cacheclip"])
+
+    def test_they_are_empty_texts(self, served: Served) -> None:
+        assert self.ask(served, "")["outcome"] == "fused"
+        expected = served.inner.last["kv_transfer_params"]["prompt_token_ids"]
+        assert self.ask(served, None)["outcome"] == "fused"
+        assert served.inner.last["kv_transfer_params"]["prompt_token_ids"] == expected
+        assert served.inner.last["messages"][1]["content"] is None
+
+    @pytest.mark.parametrize("template", [PARTS, PARTS.replace(" or 'EMPTY'", "")], ids=["differs", "same"])
+    def test_a_template_that_loops_over_parts(
+        self, served: Served, template: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        runtime = served.middleware.planning.planner("default").primary
+        monkeypatch.setattr(runtime.tokenizer, "chat_template", template)
+        assert self.ask(served, "")["outcome"] == "fused"
+        said = self.ask(served, None)
+        assert (said["outcome"], said["reason"]) == (("plain", "no content") if template == PARTS else ("fused", None))
+
+
 class TestAsItIs:
     """What plans cannot follow goes to vLLM untouched."""
 
@@ -425,6 +461,27 @@ class TestReplies:
         assert (own["outcome"], own["reason"]) == (told["outcome"], told["reason"])
         assert (own["chunk_tokens"] == 0) == (told["outcome"] == "plain")
 
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_of_a_chunk_that_workers_could_not_read(
+        self, served: Served, config: EngineConfig, stream: bool, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """The planner reads no payloads of the primary. It drops the damaged one when it hears of the failure."""
+        planner = served.middleware.planning.planner("default")
+        store, key = planner.parts.store, planner.plan(PROMPT).fusion.pieces[-1].key  # type: ignore[union-attr]
+        served.inner.told, served.inner.cached = {"outcome": "plain", "reason": UNREADABLE}, 0
+        try:
+            served.ask()
+            served.middleware.planning._thread.submit(int).result()
+            assert key in store and "damaged" not in caplog.text, "nothing is wrong with it"
+            payload = Path(str(config.store)) / "kv" / key[:2] / f"{key}.kv"
+            payload.write_bytes(payload.read_bytes()[:-1] + b"x")
+            served.events() if stream else served.ask()
+            stats = served.ask().json()["cacheclip"]
+            assert (stats["hits"], stats["misses"]) == (len(CHUNKS) - 1, 1)
+            assert key not in store and "Ingest" in caplog.text
+        finally:
+            CacheClipEngine(config).precompute(CHUNKS)
+
     def test_of_a_prompt_that_vllm_has_cached(self, served: Served) -> None:
         served.inner.cached = 30
         own = served.ask("Hello").json()["cacheclip"]
@@ -435,6 +492,26 @@ class TestReplies:
         served.inner.error = JSONResponse({"error": {"message": "no", "type": "x", "param": None, "code": 400}}, 400)
         response = served.ask()
         assert response.status_code == 400 and response.json() == json.loads(served.inner.error.body)
+
+    @pytest.mark.parametrize(
+        "message",
+        [
+            "This model's maximum context length is 8 tokens. However, your prompt contains 9 input tokens",
+            "Input length (9) exceeds model's maximum context length (8).",
+            "The decoder prompt (length 9) is longer than the maximum model length of 8.",
+        ],
+    )
+    def test_a_prompt_that_is_too_long_for_vllm(self, guarded: Served, message: str) -> None:
+        """vLLM may hold less than the model's context."""
+        told = {"message": message, "type": "x", "param": None, "code": 400}
+        guarded.inner.error = JSONResponse({"error": told}, 400)
+        try:
+            found = guarded.ask(key=OWN)
+            assert (found.status_code, found.json()["error"]) == (400, {**told, "code": "context_length_exceeded"})
+            with pytest.raises(PromptTooLongError, match="maximum"):
+                CacheClipLLM(base_url=f"{guarded.address}/v1", api_key=OWN).complete(PROMPT)
+        finally:
+            guarded.inner.error = None
 
     def test_models(self, served: Served) -> None:
         first, second = served.client.get("/v1/models").json()["data"]
@@ -486,6 +563,17 @@ class TestStreams:
         assert [("cacheclip" in chunk) for chunk in chunks] == [False] * 4 + [True]
         assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == 4
         assert "metrics" not in chunks[-1]
+
+    @pytest.mark.parametrize("on", [1, "true"])
+    def test_other_ways_to_say_true(self, served: Served, on: Any) -> None:
+        """vLLM takes them, so they must get token counts too."""
+        served.inner.told, served.inner.cached = {"outcome": "cached", "reason": None}, 10**6
+        said = served.ask(stream=on).text
+        assert served.inner.last["stream_options"] == {"include_usage": True} and served.inner.last["stream"] == on
+        assert '"outcome":"cached"' in said and '"usage"' not in said
+        options = {"include_usage": on}
+        assert '"usage"' in served.ask(stream=on, stream_options=options).text
+        assert served.inner.last["stream_options"] == options
 
     def test_words_come_one_by_one(self, served: Served) -> None:
         served.inner.gate.clear()
@@ -572,6 +660,13 @@ class TestStreamReply:
         last = event(choices=[{"index": 0, "text": "a", "finish_reason": "length"}])
         assert reply.feed(last) == b""
         assert b'"cacheclip"' in reply.feed(b"data: [DONE]\n\n") and len(recorded) == 1
+
+    def test_of_a_plan_without_counts_of_vllm(self, served: Served) -> None:
+        """Nothing says whether it was carried out."""
+        planned = served.middleware.planning.planner("default").plan(PROMPT)
+        reply = StreamReply(Result(Way(planned), lambda *each: None), False)
+        reply.feed(event(choices=[{"index": 0, "text": "a", "finish_reason": "length"}]))
+        assert b'"outcome":"unknown","reason":null' in reply.feed(b"data: [DONE]\n\n")
 
     def test_several_choices(self) -> None:
         reply, recorded = self.made(shows_usage=True)
@@ -910,6 +1005,33 @@ class TestAdapters:
         chunks = list(llm.stream(PROMPT))
         assert "".join(str(chunk.content) for chunk in chunks) == "".join(WORDS)
         assert chunks[-1].response_metadata["cacheclip"]["hits"] == 2
+
+    def test_calls_in_pieces(self, guarded: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As vLLM sends them: the name first, the arguments in pieces, and the pieces of two calls in turns."""
+        pieces = [
+            {"index": 0, "id": "call-one1", "type": "function", "function": {"name": "search"}},
+            {"index": 0, "function": {"arguments": '{"words": '}},
+            {"index": 1, "id": "call-two2", "type": "function", "function": {"name": "now", "arguments": ""}},
+            {"index": 0, "function": {"arguments": '"a \\"b\\""}'}},
+        ]
+        monkeypatch.setattr(guarded.inner, "calls", pieces)
+        own = {"base_url": f"{guarded.address}/v1", "api_key": OWN}
+        expected = [("search", {"words": 'a "b"'}, "call-one1"), ("now", {}, "call-two2")]
+        said = ChatCacheClip(**own).bind_tools([TOOL]).invoke(PROMPT)
+        assert [(call["name"], call["args"], call["id"]) for call in said.tool_calls] == expected
+        chunks = list(ChatCacheClip(**own).bind_tools([TOOL]).stream(PROMPT))
+        whole = sum(chunks[1:], chunks[0])
+        assert [(call["name"], call["args"], call["id"]) for call in whole.tool_calls] == expected
+        assert whole.content == said.content == "".join(WORDS)
+
+    def test_a_call_that_is_cut_off(
+        self, guarded: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        pieces = [{"index": 0, "id": "call-one1", "function": {"name": "search", "arguments": '{"words": "ab'}}]
+        monkeypatch.setattr(guarded.inner, "calls", pieces)
+        said = ChatCacheClip(base_url=f"{guarded.address}/v1", api_key=OWN).invoke(PROMPT)
+        assert said.tool_calls == [] and said.content == "".join(WORDS)
+        assert "'search'" in caplog.text and "max_tokens" in caplog.text
 
     def test_errors(self, guarded: Served) -> None:
         with pytest.raises(ServerError, match="API key"):

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
+from cacheclip_rag.guards import certificate as certificates
 from cacheclip_rag.methods import preset
 from cacheclip_rag.runtime.vllm.offline import FusedLLM, engine_options
 from cacheclip_rag.runtime.vllm.planner import Planner
@@ -44,6 +45,8 @@ CHUNKS = [" ".join(SENTENCES[(start + step) % 8] for step in range(4)) for start
 QUESTIONS = ["What is the magic number?", "Who built the lighthouse?", "When does the ferry leave?", "Who went ashore?"]
 CORRECTED = replace(preset("random"), correction=0.5, name="corrected")
 """Many runs of single windows, and a correction."""
+VLLM = {"max_model_len": 2048, "block_size": 32, "max_num_seqs": 16, "seed": 0}
+"""Options of an engine that certifies."""
 TOKENS = 16
 BLOCK = 32
 """Tokens in a block of vLLM's cache."""
@@ -122,8 +125,6 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def started(setting: Setting, *, engine: bool = False, **options: Any) -> Iterator[FusedLLM]:
     """A vLLM engine with our connector."""
     from vllm import LLM
-    from vllm.distributed import cleanup_dist_env_and_memory
-    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
     defaults = {
         "dtype": "float32",
@@ -143,9 +144,31 @@ def started(setting: Setting, *, engine: bool = False, **options: Any) -> Iterat
     finally:
         if llm is not None:
             llm.llm_engine.engine_core.shutdown()
-        ensure_kv_transfer_shutdown()  # also of an engine that failed to start
         del llm
-        cleanup_dist_env_and_memory()
+        clean_up()
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where certificates are."""
+    monkeypatch.setattr(certificates, "_folder", lambda: tmp_path / "certificates")
+    return tmp_path / "certificates"
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """Engines in this process leave vLLM's groups behind."""
+    yield
+    clean_up()
+
+
+def clean_up() -> None:
+    """Remove what an engine in this process leaves behind."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+    ensure_kv_transfer_shutdown()  # also of an engine that failed to start
+    cleanup_dist_env_and_memory()
 
 
 def ask(fused: FusedLLM, prompts: Sequence[Any], method: Any, **options: Any) -> list[tuple[int, ...]]:

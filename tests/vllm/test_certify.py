@@ -20,28 +20,9 @@ from cacheclip_rag.lab.evaluation import certify as common
 from cacheclip_rag.lab.evaluation.served import NOT_MEASURED, certify_vllm
 from cacheclip_rag.methods import preset
 from cacheclip_rag.runtime.vllm.offline import FusedLLM
-from tests.vllm.conftest import CORRECTED, PROMPTS, Setting, outcomes, outputs, started
+from tests.vllm.conftest import CORRECTED, PROMPTS, VLLM, Setting, outcomes, outputs, started
 
-VLLM = {"max_model_len": 2048, "block_size": 32, "max_num_seqs": 16, "seed": 0}
 NAMES = ("shadow_checks_total", "shadow_agreement_sum", "shadow_other_first_token_total", "shadow_skipped_total")
-
-
-@pytest.fixture
-def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Where certificates are."""
-    monkeypatch.setattr(certificates, "_folder", lambda: tmp_path / "certificates")
-    return tmp_path / "certificates"
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """Engines in this process leave vLLM's groups behind."""
-    yield
-    from vllm.distributed import cleanup_dist_env_and_memory
-    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
-
-    ensure_kv_transfer_shutdown()
-    cleanup_dist_env_and_memory()
 
 
 @pytest.mark.usefixtures("alone")

@@ -215,6 +215,23 @@ class TestFailures:
         finally:
             payload.write_bytes(kept)
 
+    def test_a_damaged_entry_is_missing_afterwards(self, fused: FusedLLM, setting: Setting, plain: Any) -> None:
+        """One prompt pays for it: the planner, which reads no payloads of the primary, is told."""
+        key = fused.planner.plan(PROMPTS[1], method="cacheclip").fusion.pieces[-1].key
+        payload = Path(setting.store) / "kv" / key[:2] / f"{key}.kv"
+        kept = payload.read_bytes()
+        payload.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
+        try:
+            first, second = (outputs(fused, PROMPTS[1:2], "cacheclip") for _ in range(2))
+            assert outcomes(first) == ["plain"] and tuple(first[0].outputs[0].token_ids) == plain[1]
+            assert outcomes(second) == ["fused"] and not payload.exists()
+            stats = fused.planner.plan(PROMPTS[1], method="cacheclip").stats
+            assert (stats.hits, stats.misses) == (3, 1)
+            assert [tuple(second[0].outputs[0].token_ids)] == setting.expected(PROMPTS[1:2], "cacheclip")
+        finally:
+            setting.engine.precompute(CHUNKS)
+        assert payload.exists()
+
     def test_the_pass_fails_halfway(self, fused: FusedLLM, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         from cacheclip_rag.runtime.vllm.rows import RowRunner
 
@@ -275,6 +292,62 @@ class TestFailures:
         tokens, outcome = self.give(fused, planned, sampling(handoff=name))
         path.unlink()
         assert tokens == plain[0] and outcome["outcome"] == "plain"
+
+
+class TestBlocksOfFailedLoads:
+    """vLLM keeps them in its prefix cache. Nobody finds them there before they have KV."""
+
+    @pytest.fixture
+    def began(self, fused: FusedLLM, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        """Two requests with the same plan, whose load failed, and nothing is computed so far."""
+        from cacheclip_rag.runtime.vllm.loading import Loader
+
+        def fails(*args: Any) -> int:
+            raise OSError("the disk is gone")
+
+        planned = fused.planner.plan(PROMPTS[0], method="cacheclip")
+        ids = {"prompt_token_ids": list(planned.token_ids)}
+        names = ["first", "second"]
+        for name in names:
+            fused.llm.llm_engine.add_request(name, ids, sampling(planned.fusion))
+        with monkeypatch.context() as patched:
+            patched.setattr(Loader, "load", fails)
+            fused.llm.llm_engine.step()
+        assert fused.llm.llm_engine.has_unfinished_requests()
+        return names
+
+    def rest(self, fused: FusedLLM) -> list[Any]:
+        found = []
+        while fused.llm.llm_engine.has_unfinished_requests():
+            found += [each for each in fused.llm.llm_engine.step() if each.finished]
+        return [each for each in found if each.outputs[0].finish_reason != "abort"]
+
+    def test_the_client_leaves(self, fused: FusedLLM, setting: Setting, began: list[str]) -> None:
+        fused.llm.llm_engine.abort_request(began)
+        assert self.rest(fused) == []
+        found = outputs(fused, PROMPTS[:1], "cacheclip")
+        assert outcomes(found) == ["fused"]
+        assert [tuple(each.outputs[0].token_ids) for each in found] == setting.expected(PROMPTS[:1], "cacheclip")
+
+    def test_one_of_two_clients_leaves(self, fused: FusedLLM, plain: Any, began: list[str]) -> None:
+        """The one of whom vLLM expects that it computes the blocks of both."""
+        fused.llm.llm_engine.abort_request(began[:1])
+        (found,) = self.rest(fused)
+        assert tuple(found.outputs[0].token_ids) == plain[0] and outcomes([found]) == ["plain"]
+        assert cached([found]) == [0]
+
+    def test_the_requests_are_preempted(self, fused: FusedLLM, setting: Setting, began: list[str]) -> None:
+        scheduler = fused.llm.llm_engine.engine_core.engine_core.scheduler
+        while scheduler.running:
+            scheduler._preempt_request(scheduler.running.pop(), 0.0)
+        found = self.rest(fused)
+        assert [tuple(each.outputs[0].token_ids) for each in found] == setting.expected(PROMPTS[:1] * 2, "cacheclip")
+
+    def test_both_are_answered(self, fused: FusedLLM, setting: Setting, plain: Any, began: list[str]) -> None:
+        found = self.rest(fused)
+        assert [tuple(each.outputs[0].token_ids) for each in found] == [plain[0]] * 2
+        assert outcomes(found) == ["plain"] * 2
+        assert ask(fused, PROMPTS[:1], "cacheclip") == setting.expected(PROMPTS[:1], "cacheclip")
 
 
 class TestMethodsThatCannot:

@@ -24,6 +24,7 @@ def gone(setting: Setting, key: str) -> Iterator[None]:
         yield
     finally:
         payload.with_suffix(".gone").rename(payload)
+        setting.engine.precompute(CHUNKS)  # the planner has noticed
 
 
 def check(setting: Setting, fused: Any, *, handoff: bool = False) -> None:

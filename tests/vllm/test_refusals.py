@@ -147,21 +147,59 @@ class TestBookkeeping:
         from cacheclip_rag.runtime.vllm.connector import CacheClipConnector
 
         found = CacheClipConnector.__new__(CacheClipConnector)
-        found._requests, found._scheduled, found._loading, found._outcomes = {}, {}, {}, {}
+        found._requests, found._scheduled, found._loading, found._outcomes, found._ready = {}, {}, {}, {}, {}
+        found._block_size, found._kv_cache_manager = 32, Blocks()
         return found
+
+    def begin(self, connector: Any, name: str, blocks: tuple[int, ...]) -> Any:
+        """A request with 64 tokens in the cache whose load is under way, as scheduled before its report came."""
+        from cacheclip_rag.runtime.vllm.loading import Load
+
+        request = SimpleNamespace(request_id=name, prefill_stats=None, num_output_tokens=0, num_computed_tokens=160)
+        connector._requests[name], connector._loading[name] = request, (Load(name, blocks, 64, 128), 0)
+        connector._outcomes[name] = {"outcome": "fused", "reason": None}
+        connector._kv_cache_manager.held[name] = list(blocks)
+        return request
+
+    def preempt(self, connector: Any, name: str) -> None:
+        connector._kv_cache_manager.held[name] = []
+        cached = SimpleNamespace(req_ids=[])
+        connector.build_connector_meta(
+            SimpleNamespace(scheduled_new_reqs=[], scheduled_cached_reqs=cached, preempted_req_ids={name})
+        )
 
     def test_blocks_of_a_preempted_request_are_no_longer_its_own(self) -> None:
         """Another request's load into them may fail."""
         connector = self.connector()
-        for name in ("gone", "here"):
-            connector._loading[name], connector._outcomes[name] = (1, 2), {"outcome": "fused", "reason": None}
-            connector._requests[name] = SimpleNamespace(prefill_stats=None)
-        cached = SimpleNamespace(req_ids=[])
-        connector.build_connector_meta(
-            SimpleNamespace(scheduled_new_reqs=[], scheduled_cached_reqs=cached, preempted_req_ids={"gone"})
-        )
+        for name, blocks in {"gone": (1, 2, 3, 4), "here": (5, 6, 2, 7)}.items():
+            self.begin(connector, name, blocks)
+        self.preempt(connector, "gone")
         connector.update_connector_output(SimpleNamespace(invalid_block_ids={2}))
-        assert {name: each["outcome"] for name, each in connector._outcomes.items()} == {
-            "gone": "fused",
-            "here": "plain",
-        }
+        outcomes = {name: each["outcome"] for name, each in connector._outcomes.items()}
+        assert outcomes == {"gone": "fused", "here": "plain"}
+        assert connector._requests["here"].num_computed_tokens == 64
+
+    @pytest.mark.parametrize("num_new_tokens", [0, 1])
+    def test_a_request_is_gone_before_its_load_is_reported(self, num_new_tokens: int) -> None:
+        """A token since the load says that the load was reported, and its blocks are good or were evicted then."""
+        connector = self.connector()
+        first, second = self.begin(connector, "preempted", (1, 2, 3, 4)), self.begin(connector, "left", (5, 6, 7, 8))
+        first.num_output_tokens = second.num_output_tokens = num_new_tokens
+        self.preempt(connector, "preempted")
+        connector.request_finished(second, [5, 6, 7, 8, 9])
+        assert connector._kv_cache_manager.evicted == (set() if num_new_tokens else {3, 4, 7, 8, 9})
+        assert connector._loading == {}
+
+
+class Blocks:
+    """In place of vLLM's cache manager."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, list[int]] = {}
+        self.evicted: set[int] = set()
+
+    def get_block_ids(self, request_id: str) -> tuple[list[int]]:
+        return (self.held[request_id],)
+
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        self.evicted |= block_ids

@@ -22,6 +22,7 @@ from cacheclip_adapters.remote import RemoteEngine
 from openai import AuthenticationError, BadRequestError, OpenAI
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
+from cacheclip_rag.errors import PromptTooLongError
 from cacheclip_rag.fusion_plan import FusionPlan
 from cacheclip_rag.methods import preset
 from cacheclip_rag.runtime.vllm.planner import Planner
@@ -32,9 +33,15 @@ FLAGS = [
     *("--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "16", "--block-size", "32", "--seed", "0"),
     *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
 ]
+WORDS = {
+    "type": "object",
+    "properties": {"words": {"type": "string", "enum": ["north", "south"]}},
+    "required": ["words"],
+    "additionalProperties": False,
+}
 TOOL = {
     "type": "function",
-    "function": {"name": "search", "parameters": {"type": "object", "properties": {"words": {"type": "string"}}}},
+    "function": {"name": "search", "parameters": WORDS},
 }
 
 
@@ -211,6 +218,8 @@ class TestEqualAnswers:
         with gone(setting, fusion.pieces[-1].key):
             said = list(served.chat(PROMPTS[2], stream=True, field={"method": "direct"}))[-1].cacheclip
             assert (said["outcome"], said["cached_prefix_tokens"]) == ("plain", 0) and "log" in said["reason"]
+            again = served.chat(PROMPTS[2], field={"method": "direct"}).cacheclip
+            assert (again["outcome"], again["hits"], again["misses"]) == ("fused", 3, 1), "it is missing now"
 
     def test_plain_requests_are_those_of_a_vllm_without_us(
         self, served: Served, setting: Setting, without_us: dict[str, Any]
@@ -251,6 +260,19 @@ class TestEqualAnswers:
         assert 400 < found.usage_metadata["input_token_details"]["cache_read"] < found.usage_metadata["input_tokens"]
         assert begins(found.content, setting, asked)
 
+    def test_a_call_that_vllm_streams_in_pieces(self, served: Served) -> None:
+        engine = RemoteEngine(f"{served.address}/v1", KEY)
+        body = {
+            **{"messages": [{"role": "user", "content": PROMPTS[0]}], "temperature": 0, "max_tokens": 200},
+            **{"stream": True, "stream_options": {"include_usage": True}},
+            "tools": [{"type": "function", "function": {**TOOL["function"], "strict": True}}],
+            "tool_choice": {"type": "function", "function": {"name": "search"}},
+        }
+        *_, last = engine._events(body)
+        assert last.answer is not None
+        ((name, arguments),) = [(call.name, call.arguments) for call in last.answer.tool_calls]
+        assert name == "search" and arguments["words"] in ("north", "south")
+
     def test_langchains_client_of_openai(self, served: Served, setting: Setting) -> None:
         from langchain_openai import ChatOpenAI
 
@@ -278,6 +300,7 @@ def gone(setting: Setting, key: str) -> Iterator[None]:
         yield
     finally:
         payload.write_bytes(kept)
+        setting.engine.precompute(CHUNKS)  # the planner has noticed
 
 
 CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "search", "arguments": '{"words": "a \\"b\\""}'}}
@@ -297,6 +320,14 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
         [
             {"role": "user", "content": "Search."},
             {"role": "assistant", "content": "", "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "abcdefghi", "content": f"{CHUNKS[0]}\n{CHUNKS[3]}"},
+        ],
+        {"tools": [TOOL]},
+    ),
+    "a call without a text": (
+        [
+            {"role": "user", "content": "Search."},
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
             {"role": "tool", "tool_call_id": "abcdefghi", "content": f"{CHUNKS[0]}\n{CHUNKS[3]}"},
         ],
         {"tools": [TOOL]},
@@ -321,6 +352,13 @@ class TestRefusals:
             served.chat("Hello", field={"documants": []})
         with pytest.raises(BadRequestError, match="temperature"):
             served.chat("Hello", temperature=-1)
+
+    def test_a_prompt_that_is_too_long_for_vllm(self, served: Served, setting: Setting) -> None:
+        """The model's context has room for it."""
+        asked = PROMPTS[0] * 3
+        assert len(setting.planner().plan(asked, method="full").token_ids) > 1024
+        with pytest.raises(PromptTooLongError, match="1024"):
+            list(RemoteEngine(f"{served.address}/v1", KEY).stream(asked, SamplingParams(max_tokens=4)))
 
     def test_a_wrong_key(self, served: Served) -> None:
         before = _metric(served, "cacheclip_outcomes_total")

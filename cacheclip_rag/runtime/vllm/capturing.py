@@ -69,8 +69,7 @@ class CapturingConnector(CacheClipConnector):
             capture = Capture.of(given, len(request.prompt_token_ids))
             if capture.context is not None:
                 self._check_context(capture)
-                ready = Ready(capture.name, capture.start, handoff=capture.context)
-                self._ready[request.request_id] = ready
+                self._keep(request, Ready(capture.name, capture.start, handoff=capture.context))
         except (CacheClipError, ValueError, OSError) as error:
             self._outcomes[request.request_id] = {"outcome": "plain", "reason": str(error)}
             return

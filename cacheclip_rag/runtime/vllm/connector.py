@@ -8,12 +8,16 @@ vLLM, counted, and logged once per reason.
 KV made by reuse is approximate. It must not enter vLLM's prefix cache under the hash of the exact KV, where every
 later prompt with the same first tokens would find it. So the scheduler's connector salts the hashes of a request by the
 digest of its plan or handoff, whatever the client sent.
+
+vLLM enters the hashes of a request's blocks in that cache when it schedules their load, and leaves them there when the
+load fails, because it will compute these blocks. A request that leaves before that would leave blocks with hashes and
+without KV. So the scheduler's connector takes the blocks of failed loads out of the cache.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +32,7 @@ from ...models.load import load_planning
 from ...runtime.base import DTYPES
 from .loading import Load, Loader
 from .once import WarnOnce
-from .requests import PARAMETER, Ready, Settings
+from .requests import PARAMETER, UNREADABLE, Ready, Settings
 from .worker import model_runner
 
 __all__ = ["CacheClipConnector", "Counters", "Loads", "check_request", "salt"]
@@ -93,12 +97,12 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
         # the scheduler's
         self._ready: dict[str, Ready] = {}
         self._requests: dict[str, Any] = {}
-        """vLLM's own, of which something is loaded."""
+        """vLLM's own requests, of those in ``_ready``."""
         self._outcomes: dict[str, dict[str, Any]] = {}
         self._scheduled: dict[str, int] = {}
         """Tokens to load in this step, by request."""
-        self._loading: dict[str, tuple[int, ...]] = {}
-        """Blocks that were loaded last, by request."""
+        self._loading: dict[str, tuple[Load, int]] = {}
+        """A request's last load, and the tokens of its answer before it."""
         # the workers'
         self._loader: Loader | None = None
         self._failed_blocks: set[int] = set()
@@ -119,9 +123,14 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._outcomes[request.request_id] = {"outcome": "plain", "reason": str(error)}
             self._warn_once("answering by plain prefill: %s", error)
             return
-        self._ready[request.request_id] = ready
+        self._keep(request, ready)
         self._outcomes[request.request_id] = {"outcome": "cached", "reason": None}
         salt(request, ready.digest)
+
+    def _keep(self, request: Any, ready: Ready) -> None:
+        """Take on a request whose KV can be made."""
+        self._ready[request.request_id] = ready
+        self._requests[request.request_id] = request
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         ready = self._ready.get(request.request_id)
@@ -130,11 +139,10 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if num_external_tokens > 0:
             self._scheduled[request.request_id] = num_external_tokens
-            self._requests[request.request_id] = request
 
     def build_connector_meta(self, scheduler_output: Any) -> Loads:
         for request_id in scheduler_output.preempted_req_ids or ():
-            self._loading.pop(request_id, None)  # its blocks are other requests' now
+            self._forget_unreported(request_id)
         placed: dict[str, tuple[list[int], int]] = {
             new.req_id: (new.block_ids[0], new.num_computed_tokens) for new in scheduler_output.scheduled_new_reqs
         }
@@ -147,7 +155,7 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
             ready, (block_ids, stop) = self._ready[request_id], placed[request_id]
             load = Load(request_id, tuple(block_ids), stop - num_tokens, stop, ready.plan, ready.handoff)
             found.loads.append(load)
-            self._loading[request_id] = load.failed_blocks(self._block_size)
+            self._loading[request_id] = load, self._requests[request_id].num_output_tokens
             if self._outcomes[request_id]["outcome"] == "cached":  # not again after a preemption
                 self._counters.add(fused_requests=1)
             self._outcomes[request_id] = {"outcome": "fused", "reason": None}
@@ -156,20 +164,43 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def update_connector_output(self, connector_output: Any) -> None:
         failed = connector_output.invalid_block_ids
-        for request_id, blocks in self._loading.items() if failed else ():
-            if not failed.isdisjoint(blocks):
-                reason = "its KV could not be read or computed; vLLM's log says why"
-                self._outcomes[request_id] = {"outcome": "plain", "reason": reason}
-                stats = self._requests[request_id].prefill_stats
-                if stats is not None:  # no token was made so far; vLLM would count the failed ones as cached
-                    stats.set(stats.num_prompt_tokens, stats.num_local_cached_tokens, 0)
+        for request_id, request in self._requests.items() if failed else ():
+            (blocks,) = self._kv_cache_manager.get_block_ids(request_id)
+            first = next((number for number, block in enumerate(blocks) if block in failed), None)
+            if first is not None:
+                self._kv_cache_manager.evict_blocks(set(blocks[first:]))
+                self._fall_back(request, first * self._block_size)
+
+    def _fall_back(self, request: Any, start: int) -> None:
+        """vLLM computes the request's tokens from ``start`` on. Where requests with the same plan share failed blocks,
+        it would have only the first of them do so, which may leave before it has."""
+        request.num_computed_tokens = min(request.num_computed_tokens, start)
+        self._outcomes[request.request_id] = {"outcome": "plain", "reason": UNREADABLE}
+        stats = request.prefill_stats
+        if stats is not None:  # no token was made so far; vLLM would count the failed ones as cached
+            stats.set(stats.num_prompt_tokens, min(stats.num_local_cached_tokens, start), 0)
+
+    def _forget_unreported(self, request_id: str, block_ids: Sequence[int] = ()) -> None:
+        """Take a request's blocks out of the prefix cache if their load may fail without our knowing.
+
+        A report comes after its step. Where steps are scheduled ahead of reports, the request may be gone by then. A
+        token of its answer since the load says that the load was reported.
+
+        Args:
+            block_ids: its blocks now; those of the load may be other requests' already, which lose a hash then, and
+                nothing else.
+        """
+        load, num_output_tokens = self._loading.pop(request_id, (None, 0))
+        if load is not None and self._requests[request_id].num_output_tokens == num_output_tokens:
+            first = load.start // self._block_size
+            self._kv_cache_manager.evict_blocks({*load.block_ids[first:], *block_ids[first:]})
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """What became of the request is in its output's ``kv_transfer_params``. Only now are plan and handoff no longer
         needed: a preempted request asks for them again."""
+        self._forget_unreported(request.request_id, block_ids)
         self._ready.pop(request.request_id, None)
         self._scheduled.pop(request.request_id, None)
-        self._loading.pop(request.request_id, None)
         self._requests.pop(request.request_id, None)
         outcome = self._outcomes.pop(request.request_id, None)
         return False, None if outcome is None else {PARAMETER: outcome}

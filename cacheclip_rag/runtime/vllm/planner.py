@@ -6,6 +6,7 @@ compute their KV.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -35,6 +36,8 @@ from ..transformers.planning import PlanningRuntime
 from .served import Served
 
 __all__ = ["PlannedPrompt", "Planner"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +216,16 @@ class Planner:
             self.parts.store.record_use(piece.key)  # the workers, which read them, write nothing
         computed = _computed_of_chunks(plan, fusion)
         return PlannedPrompt(ids, plan, stats_of(plan, clock, None, computed, computed), fusion)
+
+    def drop_unreadable(self, fusion: FusionPlan) -> int:
+        """Remove what cannot be read of a plan that vLLM's workers could not carry out, so that it is missing from the
+        next plan; returns the number of removed entries. Workers themselves change nothing in the store."""
+        found = self.parts.store.drop_unreadable(list(dict.fromkeys(piece.key for piece in fusion.pieces)))
+        if found:
+            logger.warning(
+                "%d chunks of a plan could not be read and were removed. Ingest their documents again.", found
+            )
+        return found
 
     def token_ids(self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[int, ...]:
         """Those of a prompt that is not planned. Needs neither store nor auxiliary model.

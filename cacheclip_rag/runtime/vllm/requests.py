@@ -27,12 +27,17 @@ from ...handoff import read_handoff
 from ..transformers.planning import PlanningRuntime
 from .passes import passes
 
-__all__ = ["PARAMETER", "SEAL_VARIABLE", "Ready", "Settings", "request_parameters"]
+__all__ = ["NAMESPACES_VARIABLE", "PARAMETER", "SEAL_VARIABLE", "UNREADABLE", "Ready", "Settings", "request_parameters"]
 
 PARAMETER = "cacheclip"
 """Name in ``kv_transfer_params``."""
 SEAL_VARIABLE = "CACHECLIP_VLLM_SEAL"
 """Environment variable with the key of seals."""
+NAMESPACES_VARIABLE = "CACHECLIP_VLLM_NAMESPACES"
+"""Environment variable with the connector's tenants, a JSON list, where its settings name none: all users of a machine
+can read the settings, which are on a command line."""
+UNREADABLE = "its KV could not be read or computed; vLLM's log says why"
+"""The connector's reason for requests whose load failed. A payload of the store may be damaged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +55,11 @@ class Settings:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Settings:
-        """Raises ConfigurationError for an unknown setting or a wrong value."""
+        """Tenants that are not given are those of the environment, by default ``default``.
+
+        Raises:
+            ConfigurationError: an unknown setting or a wrong value.
+        """
         known = ("store", "namespaces", "handoffs", "sealed")
         unknown = sorted(set(given) - set(known))
         if unknown:
@@ -60,8 +69,15 @@ class Settings:
         if not given.get("store") and not given.get("handoffs"):
             raise ConfigurationError("kv_connector_extra_config needs store (for plans), handoffs (a folder), or both.")
         store, handoffs = (Path(given[name]) if given.get(name) else None for name in ("store", "handoffs"))
-        namespaces = _checked_namespaces(given.get("namespaces", ["default"]))
-        return cls(store, namespaces, handoffs, bool(given.get("sealed", False)))
+        namespaces = given["namespaces"] if "namespaces" in given else _namespaces_of_environment()
+        return cls(store, _checked_namespaces(namespaces), handoffs, bool(given.get("sealed", False)))
+
+
+def _namespaces_of_environment() -> object:
+    try:
+        return json.loads(os.environ.get(NAMESPACES_VARIABLE) or '["default"]')
+    except ValueError as error:
+        raise ConfigurationError(f"{NAMESPACES_VARIABLE} must hold a JSON list of names: {error}.") from error
 
 
 def _checked_namespaces(given: object) -> frozenset[str]:

@@ -21,6 +21,7 @@ from ...errors import ConfigurationError
 from ...models.load import resolve
 from ...runtime.vllm.offline import engine_options, worker_of
 from ...runtime.vllm.planner import Planner
+from ...runtime.vllm.requests import NAMESPACES_VARIABLE
 from ...runtime.vllm.served import Served
 from ..server import address_of, check_reachable
 from ..server import served_name as name_of
@@ -57,7 +58,7 @@ def command(settings: ServerSettings, flags: Sequence[str], *, host: str, port: 
     """
     config, access = settings.config, settings.access
     tenants = {config.namespace, *(tenant for names in access.tenants.values() for tenant in names)}
-    engine = engine_options(config.store, namespace=sorted(tenants), device=worker_of(config.device), sealed=True)
+    engine = engine_options(config.store, namespace=None, device=worker_of(config.device), sealed=True)
     arguments = [
         *(sys.executable, "-m", _MODULE),
         *("--model", str(resolve(config.primary))),
@@ -70,7 +71,8 @@ def command(settings: ServerSettings, flags: Sequence[str], *, host: str, port: 
         *("--enable-prompt-tokens-details", "--enable-per-request-metrics"),
         *("--shutdown-timeout", str(_SHUTDOWN_S)),
     ]
-    return Command((*arguments, *flags), settings.to_environment())  # of a flag given twice, the last one counts
+    environment = {**settings.to_environment(), NAMESPACES_VARIABLE: json.dumps(sorted(tenants))}
+    return Command((*arguments, *flags), environment)  # of a flag given twice, the last one counts
 
 
 def launch(

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -29,7 +30,7 @@ from ..errors import RequestError, error_body
 from ..replies import as_json
 from ..schema import read_json
 from .planning import Planning, Way
-from .replies import Result, StreamReply, WholeReply
+from .replies import Result, StreamReply, WholeReply, with_code
 from .requests import Asked, NotPlanned, check_carried, read_chat, read_completion, take_field
 from .settings import ServerSettings
 from .shadowing import ShadowChecks
@@ -53,6 +54,7 @@ _CLOSING_S = 5
 did not end, and would wait for their connections forever."""
 _MOST_KEPT = 2**16
 """Bytes of a stream that are kept for a shadow check, which compares its beginning."""
+_SWITCH = TypeAdapter(bool)
 _MOST_SALT = 1024
 """Most characters of a client's ``cache_salt``, as vLLM has it."""
 
@@ -208,6 +210,8 @@ class CacheClip:
                 self._counters.disconnects += 1
                 if result.outcome is None:
                     self.planning.count("aborted", None)
+        if result.may_be_damaged:
+            self.planning.check(way, tenant)
         if reply.is_done:
             self._checks.offer(scope, body, result, reply.body)
 
@@ -259,13 +263,21 @@ def _limit_closing(scope: Scope) -> None:
 def _count_usage(body: dict[str, Any]) -> bool:
     """Let a stream end with token counts, which show what became of the plan. Returns whether the client asked."""
     options = body.get("stream_options")
-    if body.get("stream") is not True or not isinstance(options, Mapping | None):
+    if not _is_on(body.get("stream")) or not isinstance(options, Mapping | None):
         return True
-    asked = bool((options or {}).get("include_usage"))
+    asked = _is_on((options or {}).get("include_usage"))
     if not asked:
         kept = {name: value for name, value in (options or {}).items() if name != "continuous_usage_stats"}
         body["stream_options"] = {**kept, "include_usage": True}
     return asked
+
+
+def _is_on(given: Any) -> bool:
+    """Whether vLLM reads a switch of a body as on: it takes 1 and ``"true"`` too, and refuses what is neither."""
+    try:
+        return _SWITCH.validate_python(given)
+    except ValidationError:
+        return False
 
 
 class _Replay:
@@ -286,7 +298,8 @@ class _Replay:
 
 
 class _Replying:
-    """Sends vLLM's response with our field. Errors and other content pass as they are."""
+    """Sends vLLM's response with our field, and the error of a long prompt with its code. Other errors and other
+    content pass as they are."""
 
     def __init__(self, result: Result, send: Send, *, shows_usage: bool, kept: int) -> None:
         """``kept``: bytes of a stream that :attr:`body` keeps."""
@@ -306,7 +319,8 @@ class _Replying:
     async def _take(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             kind = _header(message, b"content-type").partition(b";")[0].strip().lower()
-            self._kind = kind.decode("latin-1") if message["status"] == 200 else ""
+            is_read = message["status"] == 200 or (message["status"] == 400 and kind == b"application/json")
+            self._kind = kind.decode("latin-1") if is_read else ""
             self._start = message
             if self._kind != "application/json":
                 await self._send(_without_length(message) if self._kind == "text/event-stream" else message)
@@ -322,7 +336,8 @@ class _Replying:
         if message.get("more_body", False):
             return
         assert self._start is not None, "a body has a start before it"
-        await _send_whole(self._send, self._start, self._whole.finish(bytes(self.body)))
+        finish = self._whole.finish if self._start["status"] == 200 else with_code
+        await _send_whole(self._send, self._start, finish(bytes(self.body)))
 
     async def _pass_on(self, message: Message) -> None:
         more = message.get("more_body", False)

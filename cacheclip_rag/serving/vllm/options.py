@@ -35,6 +35,8 @@ _OURS = {
     "api-key": "give --api-key before --, or set CACHECLIP_API_KEY",
     "uds": "give --host and --port before --",
     "kv-transfer-config": "vLLM takes one connector, and it is cacheclip's",
+    "kv-offloading-size": "it replaces cacheclip's connector, and vLLM takes one",
+    "kv-offloading-backend": "it replaces cacheclip's connector, and vLLM takes one",
     "worker-cls": "recompute needs cacheclip's",
     "no-enable-prompt-tokens-details": "the counts show what became of a plan",
     "config": "give the flags of the file themselves",

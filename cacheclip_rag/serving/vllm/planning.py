@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import threading
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ...errors import CertificateError, ConfigurationError, PromptTooLongError
 from ...frontend.tools import uses_tools
+from ...fusion_plan import FusionPlan
 from ...guards.metrics import Metrics
 from ...methods.base import Method
+from ...runtime.transformers.planning import PlanningRuntime
 from ...runtime.vllm.once import WarnOnce
 from ...runtime.vllm.planner import PlannedPrompt, Planner
 from ...store import ChunkStore
@@ -33,6 +37,9 @@ _MOST_WAITING = 64
 """Prompts that wait for their plan; more are prefilled in full, which needs no wait."""
 _MOST_REASONS = 50
 """Reasons that are counted apart."""
+_LOOPS_OVER_PARTS = re.compile(r"\bfor\b[^%]*\bin\b[^%]*content|\bmacro\b")
+"""What every chat template has that loops over parts of contents, which vLLM finds out from the template; others may
+have it too."""
 _NOT_PLANNED = "answering by plain prefill, because planning failed: %s"
 
 
@@ -66,6 +73,7 @@ class Planning:
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, "cacheclip-plan")
         self._warn_once = WarnOnce(logger)
+        self._checking: Future[None] | None = None
         self.waiting = 0
         """Prompts that wait for their plan, or are being planned."""
         self.metrics = Metrics(lambda: self._store.stats().tiers)
@@ -109,6 +117,21 @@ class Planning:
             return await asyncio.get_running_loop().run_in_executor(self._thread, self._way, asked, field, tenant, came)
         finally:
             self.waiting -= 1
+
+    def check(self, way: Way, tenant: str) -> None:
+        """Remove what cannot be read of a plan that vLLM did not carry out, so that it is missing from the next plan.
+        Returns at once: the plan's chunks are read between two plans. One check waits at a time, because failures may
+        have other causes; a chunk that is left out is checked at its next failure."""
+        assert way.planned is not None and way.planned.fusion is not None, "vLLM was given a plan"
+        if self._checking is None or self._checking.done():
+            with suppress(RuntimeError):  # the server is closing
+                self._checking = self._thread.submit(self._drop_unreadable, way.planned.fusion, tenant)
+
+    def _drop_unreadable(self, fusion: FusionPlan, tenant: str) -> None:
+        try:
+            self.planner(tenant).drop_unreadable(fusion)
+        except Exception as error:
+            self._warn_once("the chunks of a failed plan could not be checked: %s", error, traced=True)
 
     async def token_ids(self, *texts: str) -> list[tuple[int, ...]]:
         """Token ids of texts of the model, in the thread of the plans: a tokenizer serves one thread at a time."""
@@ -158,6 +181,7 @@ class Planning:
             shown = runtime.render_chat(asked.prompt, tools=asked.tools)  # type: ignore[arg-type]
             if "".join(segment.text for segment in segments) != shown:
                 raise NotPlanned("chat template")
+            _check_null(runtime, asked, shown)
         return planner.plan(segments, method=method, question=field.question, documents=field.documents)
 
     # -- counters ---------------------------------------------------------------------------------------------------
@@ -178,6 +202,23 @@ class Planning:
             + exposition("outcomes_total", "counter", "Answers, by what became of their plan.", outcomes)
             + exposition("plain_total", "counter", "Answers by plain prefill, by reason.", reasons)
         )
+
+
+def _check_null(runtime: PlanningRuntime, asked: Asked, shown: str) -> None:
+    """Raise NotPlanned if null contents may give another prompt in vLLM than empty texts.
+
+    Args:
+        shown: the prompt with empty texts.
+    """
+    if not asked.without_content:
+        return
+    if not _LOOPS_OVER_PARTS.search(runtime.tokenizer.get_chat_template(tools=list(asked.tools) or None)):
+        return  # vLLM gives this template texts
+    messages: list[Any] = list(asked.prompt)
+    for number in asked.without_content:
+        messages[number] = {**messages[number], "content": []}
+    if runtime.render_chat(messages, tools=asked.tools) != shown:
+        raise NotPlanned("no content")
 
 
 def _method(planner: Planner, field: CacheClipField) -> Method:

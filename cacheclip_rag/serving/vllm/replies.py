@@ -8,13 +8,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ...runtime.vllm.requests import UNREADABLE
 from ...types import PHASES, FusionStats
 from ..replies import as_json, server_sent
 from .planning import Way
 
-__all__ = ["Result", "Said", "StreamReply", "WholeReply"]
+__all__ = ["Result", "Said", "StreamReply", "WholeReply", "with_code"]
 
 _END = b"data: [DONE]"
+_TOO_LONG = ("maximum context length", "maximum model length")
+"""What vLLM's errors of long prompts say; there are several, with no field in common."""
+_NOT_USED = "vLLM did not use the plan; its log says why"
+"""All that the token counts of a stream tell."""
 
 
 @dataclass
@@ -30,9 +35,16 @@ class Result:
     first: float | None = None
     """When the first bytes of a stream came."""
     outcome: str | None = None
-    """What became of the plan; None until the answer has ended."""
+    """What became of the plan, ``unknown`` if a stream had no token counts; None until the answer has ended."""
+    reason: str | None = None
+    """Why the answer was prefilled in full; None if it was not."""
     stats: FusionStats | None = None
-    """The statistics; None until then."""
+    """The statistics; None until the answer has ended."""
+
+    @property
+    def may_be_damaged(self) -> bool:
+        """Whether vLLM's workers may have failed to read the plan's chunks."""
+        return self.reason in (UNREADABLE, _NOT_USED)
 
     def field_of(
         self, usage: Mapping[str, Any], told: Mapping[str, Any] | None, metrics: Mapping[str, Any] | None
@@ -54,7 +66,7 @@ class Result:
         if self.first is None and isinstance(in_vllm, int | float):
             ttft_s = min(elapsed, self.way.queued_s + self.way.planning_s + in_vllm / 1000)
         stats = replace(stats, ttft_s=ttft_s, decode_s=elapsed - ttft_s, queued_s=self.way.queued_s)
-        self.outcome, self.stats = outcome, stats
+        self.outcome, self.reason, self.stats = outcome, reason, stats
         self.record(stats, outcome, reason)
         own = {"outcome": outcome, "reason": reason, "planning_s": self.way.planning_s}
         return {**stats.to_dict(), **own}
@@ -66,8 +78,10 @@ class Result:
         if told is not None:
             return str(told.get("outcome")), told.get("reason")
         ready = planned.fusion.num_ready
-        if is_counted and cached < ready:
-            return "plain", "vLLM did not use the plan; its log says why"
+        if not is_counted:
+            return "unknown", None
+        if cached < ready:
+            return "plain", _NOT_USED
         # the connector loads up to there and no further; vLLM's own cache ends at a block's border behind it
         return ("cached" if cached > ready else "fused"), None
 
@@ -138,6 +152,20 @@ class WholeReply:
             found["metrics"] = None
         found["cacheclip"] = self.result.field_of(found.get("usage") or {}, told, metrics)
         return as_json(found)
+
+
+def with_code(body: bytes) -> bytes:
+    """vLLM's error of status 400, with OpenAI's code if the prompt is too long for it. It may hold less than the model
+    (``--max-model-len``), which planning does not know."""
+    try:
+        found = json.loads(body)
+        is_too_long = any(words in found["error"]["message"] for words in _TOO_LONG)
+    except (ValueError, KeyError, TypeError):
+        return body
+    if not is_too_long:
+        return body
+    found["error"]["code"] = "context_length_exceeded"
+    return as_json(found)
 
 
 @dataclass

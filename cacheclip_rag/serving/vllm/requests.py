@@ -31,6 +31,9 @@ class Asked:
     """A text, which is read as it stands, or messages for the chat template."""
     tools: tuple[dict[str, Any], ...] = ()
     """As vLLM gives them to the chat template."""
+    without_content: tuple[int, ...] = ()
+    """Numbers of the messages with calls whose content is null. It is an empty text here; vLLM makes an empty list of
+    it where the template loops over parts of contents."""
 
 
 _CHAT: dict[str, tuple[Any, ...]] = {
@@ -114,7 +117,9 @@ def read_chat(body: Mapping[str, Any], name: str) -> Asked:
         raise NotPlanned("malformed")
     if tools and body.get("tool_choice") == "none":
         raise NotPlanned("tools with tool_choice none")  # vLLM has a flag that leaves them out
-    return Asked([_message(each) for each in messages], tuple(map(_tool, tools)))
+    read = [_message(each) for each in messages]
+    null = tuple(number for number, each in enumerate(messages) if each.get("content") is None)
+    return Asked(read, tuple(map(_tool, tools)), null)
 
 
 def read_completion(body: Mapping[str, Any], name: str) -> Asked:
@@ -151,7 +156,8 @@ def _message(given: Any) -> Message:
     fields = {key: value for key, value in given.items() if key in known and value}
     if "tool_calls" in fields:
         fields["tool_calls"] = _calls(fields["tool_calls"])
-    return {"role": role, "content": _content(given.get("content")), **fields}
+    is_null = given.get("content") is None and "tool_calls" in fields  # as clients of OpenAI send it with calls
+    return {"role": role, "content": "" if is_null else _content(given.get("content")), **fields}
 
 
 def _content(given: Any) -> str:
