@@ -84,7 +84,7 @@ _ROWS: dict[str, tuple[Method, str, str]] = {
     ),
     "cacheclip-gated": (
         replace(_CACHECLIP.at(0.05), min_confidence=0.2),
-        "`cacheclip` at ratio 0.05; where the first token is unsure, full prefill after all.",
+        "`cacheclip` at ratio 0.05; where a token is unsure, full prefill after all.",
         "ours",
     ),
     "cacheclip-paper": (
