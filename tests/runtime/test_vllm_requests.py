@@ -68,6 +68,7 @@ def test_each_error_is_a_warning_once(caplog: pytest.LogCaptureFixture) -> None:
 class TestSettings:
     def test_from_engine_options(self, tmp_path: Path) -> None:
         options = engine_options(tmp_path, namespace="a", handoffs=tmp_path / "h")
+        assert options["async_scheduling"] is False, "a load may fail"
         settings = Settings.of(options["kv_transfer_config"]["kv_connector_extra_config"])
         assert settings == Settings(tmp_path, frozenset("a"), tmp_path / "h")
         options = engine_options(tmp_path, namespace=["b", "a"], sealed=True)

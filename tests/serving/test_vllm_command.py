@@ -82,6 +82,7 @@ def test_what_is_started(
     assert (value(started, "--host"), value(started, "--port")) == ("0.0.0.0", "81")
     assert value(started, "--dtype") == "bfloat16" and "--enable-prompt-tokens-details" in arguments
     assert value(started, "--worker-cls") == "cacheclip_rag.runtime.vllm.worker.CPUWorker"
+    assert "--no-async-scheduling" in started["arguments"]
     assert value(started, "--middleware") == "cacheclip_rag.serving.vllm.middleware.CacheClip"
     assert value(started, "--shutdown-timeout") == "20"
     extra = json.loads(value(started, "--kv-transfer-config"))["kv_connector_extra_config"]

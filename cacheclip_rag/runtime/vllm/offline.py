@@ -69,6 +69,8 @@ def engine_options(
         extra["sealed"] = True
     extra |= {name: str(Path(f).absolute()) for name, f in (("store", store), ("handoffs", handoffs)) if f is not None}
     return {
+        # a step that is scheduled ahead may have computed with KV whose load failed; CPUs schedule none ahead
+        "async_scheduling": False,
         "worker_cls": f"cacheclip_rag.runtime.vllm.worker.{_WORKERS[device]}",
         "kv_transfer_config": {
             "kv_connector": "CacheClipConnector",

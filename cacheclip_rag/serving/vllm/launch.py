@@ -65,6 +65,7 @@ def command(settings: ServerSettings, flags: Sequence[str], *, host: str, port: 
         *("--served-model-name", settings.name),
         *("--host", host, "--port", str(port)),
         *("--dtype", config.dtype),
+        "--async-scheduling" if engine["async_scheduling"] else "--no-async-scheduling",
         *("--worker-cls", engine["worker_cls"]),
         *("--kv-transfer-config", json.dumps(engine["kv_transfer_config"])),
         *("--middleware", _MIDDLEWARE),
