@@ -64,9 +64,9 @@ class EngineConfig:
     min_confidence: float | str | None = None
     """Least difference between the probabilities of the two likeliest next tokens, 0 to 1. If the first token is below
     it, the prompt is prefilled in full; if a later one is, the exact KV is completed before it is chosen. ``cacheclip
-    certify`` shows what a value gives and costs. ``auto``: the
-    least value with which every prompt of the certificate began as with full prefill; it needs a thorough certificate.
-    0: none. None: the method's own. It holds for methods given by name; a Method instance has its own."""
+    certify`` shows what a value gives and costs. ``auto``: the least value with which every prompt of the certificate
+    began as with full prefill, for less than its cost; it needs a thorough certificate. 0: none.
+    None: the method's own. It holds for methods given by name; a Method instance has its own."""
     heads: str | PathLike[str] = "auto"
     """Head set of the auxiliary model: a file, ``none`` or ``auto``. ``auto`` takes the head set that ``cacheclip
     calibrate`` or ``cacheclip finetune`` wrote for this pair of models, else the head set in the package."""

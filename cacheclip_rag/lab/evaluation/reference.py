@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from statistics import fmean
 
 import torch
@@ -82,8 +81,9 @@ class Reference:
         if answers:
             ids, logits = own_answer(runtime, cache, end, along, self.ids, self.max_tokens)
             answer, sure = runtime.decode_ids(ids), tuple(map(confidence, logits))
-            if ids != self.ids:
-                differs_at = next(n for n, pair in enumerate(zip_longest(ids, self.ids)) if pair[0] != pair[1])
+            # an answer that differs does so at a token that both have
+            pairs = zip(ids, self.ids, strict=False)
+            differs_at = next((number for number, (own, other) in enumerate(pairs) if own != other), None)
         if gold_ids:
             gold = fmean(self._logprob(prefilled, ids) for ids in gold_ids)
         return Followed(compare(self.logits, along), answer, gold, sure, differs_at)
