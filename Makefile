@@ -9,7 +9,7 @@ export TOKENIZERS_PARALLELISM := false
 # One more requirement for the environment, such as a version of transformers.
 PIN ?=
 
-.PHONY: setup demo test test-weights test-oldest test-vllm lint docs bench clean
+.PHONY: setup demo test test-all test-weights test-oldest test-vllm lint docs bench clean
 
 setup: $(VENV)/.installed
 
@@ -30,6 +30,10 @@ PARALLEL := -n 2 --dist loadgroup -m "not weights"
 
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL)
+
+# The same with every architecture in every test that can take one.
+test-all: export CACHECLIP_TEST_ALL = 1
+test-all: test
 
 # Tests on the packaged models that take minutes to fetch and to convert.
 test-weights: setup
