@@ -95,8 +95,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def architectures_of(item: pytest.Item) -> set[str]:
     """Tiny models that a test's parameters name."""
-    parameters = getattr(item, "callspec", None)
-    return {each for each in parameters.params.values() if isinstance(each, str)} & {*TINY_MODELS} if parameters else set()
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    return {each for each in parameters.values() if isinstance(each, str)} & {*TINY_MODELS}
 
 
 def of_all_architectures(items: list[pytest.Item]) -> list[pytest.Item]:
