@@ -6,9 +6,9 @@ import textwrap
 from collections.abc import Callable, Sequence
 
 import pytest
+from cacheclip_rag.methods.composition import Composition
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.methods.composition import Composition
 from cacheclip_rag.prompt.layout import Span
 from cacheclip_rag.prompt.occurrences import occurrences, share_of
 from cacheclip_rag.prompt.segments import Chunk

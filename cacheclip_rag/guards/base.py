@@ -34,10 +34,7 @@ class Observer:
     """Base of all observers. Each method does nothing by default. Observers must be safe to share between threads."""
 
     def on_plan(self, plan: Plan, sources: Sources) -> None:
-        """Called before a plan is carried out. An observer may raise an error to refuse it.
-
-        A method that answers by several prompts has a plan for each of them (``plan.is_step``), and one answer.
-        """
+        """Called before a plan is carried out. An observer may raise an error to refuse it."""
 
     def on_answer(self, answered: Answered) -> None:
         """Called when an answer is complete, before the caller gets the last event. Errors are raised to the caller."""

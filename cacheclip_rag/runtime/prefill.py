@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from ..chunks.captured import capture
 from ..chunks.prefix_cache import PrefixCache
 from ..chunks.sources import Sources
 from ..clock import PhaseClock
@@ -103,8 +102,6 @@ def prefill(plan: Plan, sources: Sources, *, params_tokens: int, clock: PhaseClo
         trace: also record scores, recomputed tokens and seconds per layer.
     """
     capacity = plan.layout.num_tokens + params_tokens
-    if plan.captures:
-        return _capture(plan, sources, capacity, clock)
     if not plan.reused:
         return _plain(plan, sources, capacity, clock)
     if plan.bypass is not None:
@@ -216,19 +213,6 @@ def _plain(plan: Plan, sources: Sources, capacity: int, clock: PhaseClock) -> Pr
     )
     logger.info("answered by plain prefill: %s", plan.fallback)
     return Prefilled(layout, state, logits, stats, plan.missing_texts, keeping)
-
-
-def _capture(plan: Plan, sources: Sources, capacity: int, clock: PhaseClock) -> Prefilled:
-    """Plain prefill that captures the prompt's chunk caches for later prompts."""
-    assert sources.captured is not None, "a plan that captures needs sources.captured"
-    layout = plan.layout
-    with clock.phase("recompute"):
-        state, logits, variants = capture(sources.primary.runtime, layout, capacity)  # type: ignore[arg-type]
-        sources.captured.add(variants)
-    stats = replace(stats_of(plan, clock, logits), method="full", charged_ratio=1.0, fallback=plan.fallback)
-    misses = len(occurrences(layout.chunks))
-    stats = replace(stats, prefix_tokens=0, fresh_tokens=layout.num_tokens, misses=misses)
-    return Prefilled(layout, state, logits, stats, ())
 
 
 def stats_of(

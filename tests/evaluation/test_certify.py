@@ -23,6 +23,7 @@ from cacheclip_rag.lab.evaluation.certify import RATIOS, certify
 from cacheclip_rag.lab.evaluation.exactness import check_exactness, noise_floor, reference_logits
 from cacheclip_rag.lab.evaluation.gating import CONFIDENCES
 from cacheclip_rag.lab.evaluation.prompts import EvaluationPrompt, bundled_prompts
+from cacheclip_rag.lab.variants import RANDOM
 from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.settings import vary
 from cacheclip_rag.models.load import load_model
@@ -288,7 +289,7 @@ class TestCertify:
         assert [(row.ratio, row.effective_ratio) for row in certificate.ratios] == [(0.0, 0.0)]
 
     def test_the_ratio_is_that_of_the_method(self, config: EngineConfig) -> None:
-        certificate = certify(replace(config, method=preset("random").at(1.0)), quick=True)
+        certificate = certify(replace(config, method=RANDOM.at(1.0)), quick=True)
         assert (certificate.ratio, certificate.verdict) == (1.0, "exact")
 
     @pytest.mark.parametrize("role", ["primary", "auxiliary"])

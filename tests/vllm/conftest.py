@@ -17,7 +17,7 @@ import pytest
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.guards import certificate as certificates
-from cacheclip_rag.methods import preset
+from cacheclip_rag.lab.variants import RANDOM
 from cacheclip_rag.runtime.vllm.offline import FusedLLM, engine_options
 from cacheclip_rag.runtime.vllm.planner import Planner
 from cacheclip_rag.testing.tiny import SENTENCES, build_auxiliary, build_model, tiny_spec
@@ -43,7 +43,7 @@ TEMPLATES = {"tools": TOOLS_TEMPLATE}
 """Chat templates of models, instead of the one of all tiny models."""
 CHUNKS = [" ".join(SENTENCES[(start + step) % 8] for step in range(4)) for start in range(6)]
 QUESTIONS = ["What is the magic number?", "Who built the lighthouse?", "When does the ferry leave?", "Who went ashore?"]
-CORRECTED = replace(preset("random"), correction=0.5, name="corrected")
+CORRECTED = replace(RANDOM, correction=0.5, name="corrected")
 """Many runs of single windows, and a correction."""
 VLLM = {"max_model_len": 2048, "block_size": 32, "max_num_seqs": 16, "seed": 0}
 """Options of an engine that certifies."""

@@ -23,7 +23,6 @@ from ...errors import (
 from ...machine import unit_name
 from ...methods.base import Method
 from ...runtime.prefill import Prefilled
-from ...sampling import SamplingParams
 from ...types import FusionStats
 from ..models import transformers_model
 from .questions import AskedQuestion
@@ -113,10 +112,6 @@ def answer_of(
     reference: Reference,
     gold_ids: Sequence[Sequence[int]],
 ) -> Answered:
-    if method.composes:
-        params = SamplingParams(max_tokens=asked.max_tokens)
-        answer = engine.generate(asked.segments, params, method=method, question=asked.record.question)
-        return Answered(answer.text, {"equal_answer": float(answer.text == reference.answer)}, answer.stats)
     return followed(reference, engine.prefill(asked.segments, method=method, question=asked.record.question), gold_ids)
 
 

@@ -56,8 +56,6 @@ def bench(
     """
     _check(methods, context_tokens, chunk_tokens, runs)
     made = _made(config, methods, variants or {})
-    if explain:
-        _check_explained(made)
     if not any(method.needs_auxiliary for method in made.values()):
         config = replace(config, auxiliary=None)
     config = replace(config, prefix_cache_bytes=0)  # otherwise methods would reuse each other's prefix
@@ -134,15 +132,6 @@ def _measure(
                 done += 1
                 advance(done)
     return results
-
-
-def _check_explained(methods: Mapping[str, Method]) -> None:
-    for name, method in methods.items():
-        if method.composes:
-            raise ConfigurationError(
-                f"method {name!r} answers by several prompts, whose phases cannot be explained. Leave it out, or "
-                "measure without explain."
-            )
 
 
 def _explained(

@@ -78,13 +78,11 @@ def block_pairs(block: Block | SideBySide, window: int | None) -> int:
         own = torch.arange(block.width - block.num_rows, block.width)
         seen = own + 1 - block.padding[:, None]
         return int(seen.sum() if window is None else seen.clamp(max=window).sum())
-    rows, slots = block.positions.cpu(), torch.arange(block.keys.stop - block.keys.start)
-    shown = torch.ones_like(slots, dtype=torch.bool) if block.visible is None else block.visible.cpu()
+    rows = block.positions.cpu()
     first = torch.zeros_like(rows) if window is None else (rows + 1 - window).clamp(min=0)
-    before = _before(shown)
-    seen = before[rows + 1] - before[first] + ~shown[rows]  # a row always sees itself
+    seen = rows + 1 - first
     if block.geometry is not None and block.geometry.contexts is not None:
-        contexts = _before(block.geometry.contexts_of(slots))
+        contexts = _before(block.geometry.contexts_of(torch.arange(block.keys.stop - block.keys.start)))
         seen += contexts[-1] - contexts[rows + 1]  # every row sees the later contexts too
     return int(seen.sum())
 

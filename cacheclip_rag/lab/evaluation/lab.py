@@ -1,7 +1,7 @@
 """The laboratory: compares methods on the same questions, with quality and time to the first token in one run.
 
 Every question's chunks are precomputed once and shared by all methods. Full prefill answers first. Each method is
-compared with it along full prefill's answer, and then gives its own answer. The prefix cache and captured chunks are
+compared with it along full prefill's answer, and then gives its own answer. The prefix cache is
 cleared between methods. Methods that learn from earlier prompts are measured after one earlier prompt, the same
 question with its chunks in reverse order. Every answer is written at once, so that a killed run can continue.
 """
@@ -27,7 +27,6 @@ from ...methods.base import Method
 from ...methods.settings import describe
 from ...progress import progress_bar
 from ...prompt.segments import Chunk, Fresh, Segment
-from ...sampling import SamplingParams
 from ...selection.heads import load_named
 from ..variants import AGAIN
 from .answering import (
@@ -296,10 +295,7 @@ class Lab:
 def _rehearse(engine: CacheClipEngine, name: str, method: Method, texts: Sequence[str]) -> None:
     try:
         engine.precompute(texts, method=method)
-        if method.composes:
-            engine.generate(_REHEARSAL, SamplingParams(max_tokens=1), method=method)
-        else:
-            engine.prefill(_REHEARSAL, method=method)
+        engine.prefill(_REHEARSAL, method=method)
     except PromptTooLongError:
         pass  # the questions may still fit
     except ConfigurationError as error:
@@ -314,7 +310,6 @@ def _rehearse(engine: CacheClipEngine, name: str, method: Method, texts: Sequenc
 def _clear_kept(engine: CacheClipEngine) -> None:
     """Clear KV of earlier prompts, which would make the next prompt faster or exact."""
     engine.prefixes.clear()
-    engine.captured.clear()
 
 
 def _answer_first(engine: CacheClipEngine, asked: AskedQuestion, method: Method) -> None:

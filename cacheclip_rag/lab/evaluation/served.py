@@ -33,6 +33,7 @@ from ...runtime.vllm.offline import worker_of
 from ...runtime.vllm.planner import PlannedPrompt, Planner
 from ...runtime.vllm.requests import request_parameters
 from ...runtime.vllm.served import Served
+from ..variants import RANDOM
 from . import certify as common
 from .exactness import DIRECT, SHIFTS, Check
 from .prompts import EvaluationPrompt
@@ -49,7 +50,7 @@ NOT_MEASURED = (
 _GREEDY_TOKENS = 64
 _LIMIT = 1e-3
 """Largest difference of log-probabilities at the first token in float32; in half precision at least as much."""
-_EVERYTHING = replace(preset("random"), chunk_context="prefix")
+_EVERYTHING = replace(RANDOM, chunk_context="prefix")
 """At ratio 1.0 all chunk tokens are computed, which no choice of tokens changes."""
 _PROCESSOR = "cacheclip_rag.runtime.vllm.forcing:ForcedTokens"
 _FORCED = "cacheclip_forced"

@@ -145,8 +145,6 @@ class Planner:
 
     def why_never(self, method: Method) -> str | None:
         """Why vLLM alone can fuse no prompt with this method; None if it can, or if the method reuses no chunks."""
-        if method.composes:
-            return f"method {method.name!r} answers by several prompts, which vLLM cannot be given as one"
         if not method.reuses_chunks:
             return None
         if type(method).positions is not Method.positions:
@@ -193,8 +191,6 @@ class Planner:
             CertificateError: as for :meth:`CacheClipEngine.generate`.
         """
         chosen = self.make_method(method, recompute_ratio)
-        if chosen.composes:
-            raise ConfigurationError(f"{self.why_never(chosen)}. Choose another method.")
         clock = PhaseClock()
         request = Request(prompt, SamplingParams(), chosen, question, documents, tools=tools)
         sources = self.parts.sources(chosen)
