@@ -44,11 +44,6 @@ def test_explanation_has_the_measured_seconds(tiny_models: dict[str, str], monke
         assert {phase: row["seconds"] for phase, row in phases.items()} == found["methods"][name]["phases_s"]
 
 
-def test_a_method_of_several_prompts_is_not_explained(tiny_models: dict[str, str]) -> None:
-    with pytest.raises(ConfigurationError, match="map_reduce"):
-        bench(EngineConfig(primary=tiny_models["llama"]), methods=["full", "map_reduce"], explain=True)
-
-
 def test_effective_ratio_is_the_nominal_one(result: dict[str, Any]) -> None:
     assert result["methods"]["anchored"]["effective_ratio"] == pytest.approx(0.25, abs=0.01)
     assert result["methods"]["anchored"]["nominal_ratio"] == 0.25

@@ -15,6 +15,7 @@ from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.fusion.correction import Chunks, offsets
 from cacheclip_rag.fusion_plan import FusionPlan, StoredPiece, runs_of
 from cacheclip_rag.handoff import read_handoff
+from cacheclip_rag.lab.variants import RANDOM
 from cacheclip_rag.methods import preset
 from cacheclip_rag.runtime.transformers.model import ModelRuntime
 from cacheclip_rag.runtime.vllm.passes import passes
@@ -23,12 +24,12 @@ from cacheclip_rag.runtime.vllm.stored import StoredInterval, check_shape
 from cacheclip_rag.store import FrameError, StoreReader
 from tests.conftest import CHUNKS, rag_prompt
 
-CORRECTED = {"corrected": replace(preset("epic"), correction=0.5, name="corrected")}
+OTHERS = {"random": RANDOM, "corrected": replace(preset("epic"), correction=0.5, name="corrected")}
 METHODS = ["cacheclip", "epic", "direct", "random", "corrected"]
 
 
 def method_of(name: str) -> Any:
-    return CORRECTED.get(name) or preset(name)
+    return OTHERS.get(name) or preset(name)
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2-sliding", "smollm3", "gemma3"])
@@ -201,7 +202,7 @@ class TestPlan:
         assert made["planner"].plan(made["prompt"], method=gated).needs_engine
 
     def test_methods_that_change_positions_are_refused(self, made: dict[str, Any]) -> None:
-        planned = made["planner"].plan(made["prompt"], method="direct_gapped")
+        planned = made["planner"].plan(made["prompt"], method="ape")
         assert planned.fusion is None and not planned.needs_engine and "positions" in planned.reason
 
     def test_without_stored_chunks(self, made: dict[str, Any]) -> None:
@@ -271,7 +272,7 @@ class TestHandoff:
     def test_other_positions_are_refused(self, made: dict[str, Any], tmp_path: Path) -> None:
         engine = made["engine"]
         with pytest.raises(ConfigurationError, match="positions"):
-            engine.prefill(made["prompt"], method=preset("direct_gapped")).export(tmp_path, engine.primary)
+            engine.prefill(made["prompt"], method=preset("ape")).export(tmp_path, engine.primary)
 
 
 def test_runs() -> None:
