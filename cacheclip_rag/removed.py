@@ -24,7 +24,7 @@ SETTINGS: dict[str, str] = {
 """Settings of :class:`~cacheclip_rag.config.EngineConfig`, by name."""
 
 OPTIONS: dict[str, str] = {
-    "--heads": "--heads is gone: name the head set in a method of --variants (scorer = {heads = \"my.safetensors\"}), or "
+    "--heads": '--heads is gone: name the head set in a method of --variants (scorer = {heads = "my.safetensors"}), or '
     "let calibrate or finetune write it, which cacheclip finds by itself.",
     "--auxiliary-codec": "--auxiliary-codec is gone: the auxiliary's chunk caches follow --codec.",
     "--fallback": "--fallback is gone: a model whose KV cannot be reused is refused when it is loaded.",
