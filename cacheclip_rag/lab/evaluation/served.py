@@ -155,7 +155,7 @@ class _Asker:
 
         extra: dict[str, Any] = {}
         if planned is not None and planned.fusion is not None:
-            extra["kv_transfer_params"] = request_parameters(plan=planned.fusion)
+            extra["kv_transfer_params"] = request_parameters(planned.fusion)
         given: dict[str, Any] = {"logprobs": -1, "flat_logprobs": True} if rows else {}
         if along and self.replays:
             given["trace_decode_token_ids"] = list(along)

@@ -53,8 +53,6 @@ class PlannedPrompt:
     """How vLLM's workers make the KV of the first tokens; None: ``reason`` says why they cannot."""
     reason: str | None = None
     """Why the prompt has no fusion plan; None if it has one, or its method reuses no chunks."""
-    needs_engine: bool = False
-    """Whether an engine with the primary's weights could fuse the prompt nevertheless."""
 
 
 class Planner:
@@ -149,7 +147,7 @@ class Planner:
             return None
         if type(method).positions is not Method.positions:
             return _other_positions(method)
-        return _needs_engine(method) or self._obstacle_of_model()
+        return _needs_weights(method) or self._obstacle_of_model()
 
     def segments(
         self,
@@ -199,14 +197,10 @@ class Planner:
             observer.on_plan(plan, sources)
         ids = plan.layout.token_ids
         reason = plan.fallback if chosen.reuses_chunks else None
-        needs_engine = False
         if plan.reused:
-            reason = self._obstacle(plan)
-            if reason is None:
-                reason = _needs_engine(chosen)
-                needs_engine = reason is not None
+            reason = self._obstacle(plan) or _needs_weights(chosen)
         if not plan.reused or reason is not None:
-            return PlannedPrompt(ids, plan, _plain_stats(plan, reason, clock), None, reason, needs_engine)
+            return PlannedPrompt(ids, plan, _plain_stats(plan, reason, clock), None, reason)
         fusion = plan_ahead(self.primary, plan, sources, clock=clock)
         for piece in fusion.pieces:
             self.parts.store.record_use(piece.key)  # the workers, which read them, write nothing
@@ -253,10 +247,10 @@ def _other_positions(method: Method) -> str:
     return f"method {method.name!r} changes positions or attention, which vLLM cannot decode with"
 
 
-def _needs_engine(method: Method) -> str | None:
-    """Why the method needs an engine with the primary's weights; None if it does not."""
+def _needs_weights(method: Method) -> str | None:
+    """Why the method needs the primary's weights before vLLM has the prompt; None if it does not."""
     if not method.plans_ahead:
-        return f"method {method.name!r} chooses tokens by the primary's KV, which only an engine with its weights has"
+        return f"method {method.name!r} chooses tokens by the primary's KV, which a planner does not have"
     if method.min_confidence:
         return "min_confidence needs the first token's logits before the answer, which vLLM does not give"
     return None
