@@ -26,7 +26,7 @@ from ...runtime.prefill import Prefilled
 from ...sampling import SamplingParams
 from ...types import FusionStats
 from ..models import transformers_model
-from .questions import AskedQuestion
+from .questions import QuestionPrompt
 from .reference import Followed, Reference
 from .report import ItemResult
 from .scores import ALL_WANTED, METRICS
@@ -56,7 +56,7 @@ class LeftOut(Exception):
     """A question is left out for every method; the message gives the reason."""
 
 
-def gold_ids_of(engine: CacheClipEngine, asked: AskedQuestion) -> list[list[int]]:
+def gold_ids_of(engine: CacheClipEngine, asked: QuestionPrompt) -> list[list[int]]:
     """Token ids of right answers right after the prompt: of the first answer, or of every answer if all are
     required."""
     last = asked.segments[-1]
@@ -70,7 +70,7 @@ def gold_ids_of(engine: CacheClipEngine, asked: AskedQuestion) -> list[list[int]
 
 
 @contextmanager
-def answering(label: str, asked: AskedQuestion) -> Iterator[None]:
+def answering(label: str, asked: QuestionPrompt) -> Iterator[None]:
     """Add the method and the question to errors. A prompt that is too long leaves the question out; other errors stop
     the run."""
     where = f"method {label!r} at question {asked.record.id!r}"
@@ -108,7 +108,7 @@ class Answered:
 
 def answer_of(
     engine: CacheClipEngine,
-    asked: AskedQuestion,
+    asked: QuestionPrompt,
     method: Method,
     reference: Reference,
     gold_ids: Sequence[Sequence[int]],
@@ -151,7 +151,7 @@ def followed(reference: Reference, prefilled: Prefilled, gold_ids: Sequence[Sequ
     return Answered(followed.answer, fidelity, prefilled.stats, followed)
 
 
-def _scores(asked: AskedQuestion, answer: str) -> dict[str, float]:
+def _scores(asked: QuestionPrompt, answer: str) -> dict[str, float]:
     found, judged = {}, asked.judged(answer)
     for name in asked.metrics:
         try:
@@ -172,7 +172,7 @@ def measured_on(engine: CacheClipEngine) -> str:
     return f"{unit}, {torch.get_num_threads()} threads, transformers {transformers.__version__}"
 
 
-def item_of(asked: AskedQuestion, label: str, answered: Answered, where: str) -> ItemResult:
+def item_of(asked: QuestionPrompt, label: str, answered: Answered, where: str) -> ItemResult:
     for name, value in answered.fidelity.items():
         if not math.isfinite(value):
             raise LeftOut(f"{name} of method {label!r} is {value}.")

@@ -44,10 +44,10 @@ from .answering import (
     reason_of,
 )
 from .journal import Journal, open_journal
-from .questions import AskedQuestion, ask
+from .questions import QuestionPrompt, ask
 from .records import Record, Skipped, first_few
 from .reference import Reference
-from .report import Comparison, ItemResult, Question, Run
+from .report import Comparison, ItemResult, Run
 from .scores import check_metric
 from .tables import number_text
 
@@ -201,7 +201,7 @@ class Lab:
             self.skipped[record.id] = str(reason)
             logger.info("question %s is left out", record.id, exc_info=reason)
 
-    def _asked(self, engine: CacheClipEngine, record: Record) -> tuple[AskedQuestion, list[list[int]]]:
+    def _asked(self, engine: CacheClipEngine, record: Record) -> tuple[QuestionPrompt, list[list[int]]]:
         """The question, and its right answers in tokens."""
         try:
             asked = ask(engine, record, self.metrics, date=self.date)
@@ -212,7 +212,7 @@ class Lab:
             raise LeftOut(reason_of(error)) from error
 
     def _answers(
-        self, engine: CacheClipEngine, asked: AskedQuestion, gold_ids: list[list[int]], runs: Sequence[PlannedRun]
+        self, engine: CacheClipEngine, asked: QuestionPrompt, gold_ids: list[list[int]], runs: Sequence[PlannedRun]
     ) -> Iterator[ItemResult]:
         try:
             _clear_kept(engine)
@@ -279,11 +279,7 @@ class Lab:
             primary=self.config.primary,
             auxiliary=engine.config.auxiliary,
             runs=[planned.run for planned in self.runs],
-            questions=[
-                Question(record.id, record.question, list(record.answers), record.task)
-                for record in self.records
-                if record.id not in self.skipped
-            ],
+            questions=[record for record in self.records if record.id not in self.skipped],
             items=[item for (id_, label), item in journal.items.items() if label in labels and id_ not in self.skipped],
             settings=journal.settings,
             skipped=self._skipped(),
@@ -317,7 +313,7 @@ def _clear_kept(engine: CacheClipEngine) -> None:
     engine.captured.clear()
 
 
-def _answer_first(engine: CacheClipEngine, asked: AskedQuestion, method: Method) -> None:
+def _answer_first(engine: CacheClipEngine, asked: QuestionPrompt, method: Method) -> None:
     """Answer an earlier prompt with a method that learns: the question with its chunks in reverse order.
 
     If this is the same prompt, it is skipped, because nothing would be left to compute.
