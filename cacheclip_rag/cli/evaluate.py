@@ -24,7 +24,7 @@ from .common import (
 
 if TYPE_CHECKING:
     from ..config import EngineConfig
-    from ..lab.evaluation.records import Record, Skipped
+    from ..lab.evaluation.records import Record, SkippedRecord
 
 _PER_TASK = 20
 """Questions of a RULER task."""
@@ -136,7 +136,7 @@ def evaluate(
     chosen_metrics = _split(metrics or "")
     for metric in chosen_metrics:
         check_metric(metric)
-    unreadable: tuple[Skipped, ...] = ()
+    unreadable: tuple[SkippedRecord, ...] = ()
     if dataset:
         found = read_together(_files(dataset), limit=limit, half=half)
         name, records, unreadable = found.name, list(found.records), found.skipped

@@ -24,7 +24,7 @@ from cacheclip_rag.lab.evaluation.gating import CONFIDENCES
 from cacheclip_rag.lab.evaluation.journal import open_journal
 from cacheclip_rag.lab.evaluation.lab import Lab, every_method, planned_runs
 from cacheclip_rag.lab.evaluation.questions import ask
-from cacheclip_rag.lab.evaluation.records import Passage, Record
+from cacheclip_rag.lab.evaluation.records import Record, RecordChunk
 from cacheclip_rag.lab.evaluation.reference import Reference
 from cacheclip_rag.lab.evaluation.report import FILES, Comparison, summarise
 from cacheclip_rag.lab.evaluation.scores import METRICS
@@ -45,7 +45,7 @@ METHODS = ["direct", "epic", "cacheclip", "query_attention"]
 
 def record(number: int, **meta: Any) -> Record:
     """With an answer of 8 tokens, unless ``meta`` says something else."""
-    passages = tuple(Passage(f"Title {n}", CHUNKS[(number + n) % 4]) for n in range(3))
+    passages = tuple(RecordChunk(f"Title {n}", CHUNKS[(number + n) % 4]) for n in range(3))
     meta = {"max_tokens": 8, **meta}
     return Record(f"q{number}", "tiny", f"What is said of number {number}?", ("7316042",), passages, meta)
 
@@ -138,7 +138,7 @@ class TestRun:
             assert all(isinstance(ratio, float) and 0.0 <= ratio <= 1.25 for ratio in ratios), item.label
 
     def test_a_prompt_too_long_is_counted_not_scored(self, config: EngineConfig) -> None:
-        long = replace(record(9), chunks=(Passage("", " ".join(SENTENCES * 200)),))
+        long = replace(record(9), chunks=(RecordChunk("", " ".join(SENTENCES * 200)),))
         comparison = lab(config, records=[*RECORDS, long]).run()
         [skipped] = comparison.skipped
         assert skipped.where == "question q9" and "tokens" in skipped.reason
@@ -386,7 +386,7 @@ class TestResume:
                 yield lambda amount: (steps.append(amount), advance(amount))
 
         monkeypatch.setattr("cacheclip_rag.lab.evaluation.lab.progress_bar", bar)
-        long = replace(record(9), chunks=(Passage("", " ".join(SENTENCES * 200)),))
+        long = replace(record(9), chunks=(RecordChunk("", " ".join(SENTENCES * 200)),))
         lab(config, tmp_path / "run", RECORDS[:1], ["direct"]).run()
         lab(config, tmp_path / "run", [*RECORDS[:2], long], ["direct", "ape"]).run()
         first, second = bars

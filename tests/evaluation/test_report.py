@@ -17,7 +17,7 @@ from cacheclip_rag.errors import ConfigurationError, MissingExtraError
 from cacheclip_rag.lab.evaluation.gating import CONFIDENCES
 from cacheclip_rag.lab.evaluation.page import to_html
 from cacheclip_rag.lab.evaluation.plots import Point, curves, to_png
-from cacheclip_rag.lab.evaluation.records import Record, Skipped
+from cacheclip_rag.lab.evaluation.records import Record, SkippedRecord
 from cacheclip_rag.lab.evaluation.report import FILES, Comparison, ItemResult, Run, summarise, write_report
 from cacheclip_rag.lab.evaluation.scores import METRICS
 from cacheclip_rag.lab.evaluation.statistics import paired_bootstrap, paired_ratio
@@ -50,9 +50,9 @@ ITEMS = [
     *(item("clip 1", n, f1, 4.0, 0.0) for n, f1 in [(1, 1.0), (2, 0.5), (3, 0.0), (4, 1.0)]),
 ]
 SKIPPED = [
-    Skipped("line 3", "no answers"),
-    Skipped("question q8", "the prompt has 900 tokens, of 512"),
-    Skipped("question q9", "the prompt has 901 tokens, of 512"),
+    SkippedRecord("line 3", "no answers"),
+    SkippedRecord("question q8", "the prompt has 900 tokens, of 512"),
+    SkippedRecord("question q9", "the prompt has 901 tokens, of 512"),
 ]
 
 
@@ -338,7 +338,7 @@ class TestSkipped:
     def test_counts_by_reason_and_the_first(self, comparison: Comparison, summary: dict[str, Any]) -> None:
         assert summary["skipped_by_reason"] == {"the prompt has N tokens, of N": 2, "no answers": 1}
         assert summary["skipped_first"][0] == {"where": "line 3", "reason": "no answers"}
-        many = summarise(replace(comparison, skipped=[Skipped(f"line {n}", "no answers") for n in range(1, 101)]))
+        many = summarise(replace(comparison, skipped=[SkippedRecord(f"line {n}", "no answers") for n in range(1, 101)]))
         assert (many["skipped"], many["skipped_by_reason"], len(many["skipped_first"])) == (100, {"no answers": 100}, 5)
         none = summarise(replace(comparison, skipped=[]))
         assert (none["skipped"], none["skipped_by_reason"], none["skipped_first"]) == (0, {}, [])
@@ -473,7 +473,7 @@ class TestPage:
                 replace(ITEMS[4], label=bad, answer=bad, scores={bad: 0.5}, confidence=0.5),
             ],
             {bad: bad},
-            [Skipped(bad, bad)],
+            [SkippedRecord(bad, bad)],
         )
         text = to_html(hostile, summarise(hostile))
         page = Page(text)

@@ -27,15 +27,15 @@ from ...sampling import SamplingParams
 from ...types import FusionStats
 from ..models import transformers_model
 from .questions import QuestionPrompt
-from .reference import Followed, Reference
+from .reference import Reference, ReferenceComparison
 from .report import ItemResult
 from .scores import ALL_WANTED, METRICS
 
 __all__ = [
     "FULL",
     "NOT_THE_QUESTIONS",
-    "Answered",
-    "LeftOut",
+    "MethodAnswer",
+    "UnusableQuestion",
     "answer_of",
     "answering",
     "followed",
@@ -52,7 +52,7 @@ NOT_THE_QUESTIONS = (MissingExtraError, ModelError, StoreError, AssertionError)
 """Errors that do not depend on a single question."""
 
 
-class LeftOut(Exception):
+class UnusableQuestion(Exception):
     """A question is left out for every method; the message gives the reason."""
 
 
@@ -77,7 +77,9 @@ def answering(label: str, asked: QuestionPrompt) -> Iterator[None]:
     try:
         yield
     except PromptTooLongError as error:
-        raise LeftOut(reason_of(error) if label == FULL else f"{reason_of(error)} (method {label!r})") from error
+        raise UnusableQuestion(
+            reason_of(error) if label == FULL else f"{reason_of(error)} (method {label!r})"
+        ) from error
     except CacheClipError as error:
         kind = ConfigurationError if isinstance(error, ConfigurationError) else CacheClipError
         raise kind(
@@ -96,13 +98,13 @@ def reason_of(error: Exception) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class MethodAnswer:
     """A method's answer and its distance from full prefill's."""
 
     text: str
     fidelity: dict[str, float]
     stats: FusionStats
-    followed: Followed | None = None
+    followed: ReferenceComparison | None = None
     """None for an answer made of several prompts."""
 
 
@@ -112,11 +114,11 @@ def answer_of(
     method: Method,
     reference: Reference,
     gold_ids: Sequence[Sequence[int]],
-) -> Answered:
+) -> MethodAnswer:
     if method.composes:
         params = SamplingParams(max_tokens=asked.max_tokens)
         answer = engine.generate(asked.segments, params, method=method, question=asked.record.question)
-        return Answered(answer.text, {"equal_answer": float(answer.text == reference.answer)}, answer.stats)
+        return MethodAnswer(answer.text, {"equal_answer": float(answer.text == reference.answer)}, answer.stats)
     return followed(reference, engine.prefill(asked.segments, method=method, question=asked.record.question), gold_ids)
 
 
@@ -137,7 +139,7 @@ def in_two_pieces(engine: CacheClipEngine, full: Prefilled, max_tokens: int) -> 
     return replace(full, cache=state, logits=logits, stats=stats)
 
 
-def followed(reference: Reference, prefilled: Prefilled, gold_ids: Sequence[Sequence[int]]) -> Answered:
+def followed(reference: Reference, prefilled: Prefilled, gold_ids: Sequence[Sequence[int]]) -> MethodAnswer:
     followed = reference.follow(prefilled, gold_ids=gold_ids)
     assert followed.answer is not None and followed.gold_logprob is not None, "both were asked for"
     fidelity = {
@@ -148,7 +150,7 @@ def followed(reference: Reference, prefilled: Prefilled, gold_ids: Sequence[Sequ
         "equal_answer": float(followed.answer == reference.answer),
         "gold_logprob": followed.gold_logprob,
     }
-    return Answered(followed.answer, fidelity, prefilled.stats, followed)
+    return MethodAnswer(followed.answer, fidelity, prefilled.stats, followed)
 
 
 def _scores(asked: QuestionPrompt, answer: str) -> dict[str, float]:
@@ -159,9 +161,9 @@ def _scores(asked: QuestionPrompt, answer: str) -> dict[str, float]:
         except NOT_THE_QUESTIONS:
             raise
         except Exception as error:  # a metric may raise any error
-            raise LeftOut(f"metric {name!r} fails on an answer ({reason_of(error)}).") from error
+            raise UnusableQuestion(f"metric {name!r} fails on an answer ({reason_of(error)}).") from error
         if not math.isfinite(value):
-            raise LeftOut(f"metric {name!r} must give a finite number, got {value}.")
+            raise UnusableQuestion(f"metric {name!r} must give a finite number, got {value}.")
         found[name] = value
     return found
 
@@ -172,10 +174,10 @@ def measured_on(engine: CacheClipEngine) -> str:
     return f"{unit}, {torch.get_num_threads()} threads, transformers {transformers.__version__}"
 
 
-def item_of(asked: QuestionPrompt, label: str, answered: Answered, where: str) -> ItemResult:
+def item_of(asked: QuestionPrompt, label: str, answered: MethodAnswer, where: str) -> ItemResult:
     for name, value in answered.fidelity.items():
         if not math.isfinite(value):
-            raise LeftOut(f"{name} of method {label!r} is {value}.")
+            raise UnusableQuestion(f"{name} of method {label!r} is {value}.")
     stats, followed = answered.stats, answered.followed
     return ItemResult(
         id=asked.record.id,

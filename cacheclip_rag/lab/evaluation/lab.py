@@ -33,7 +33,7 @@ from ..variants import AGAIN
 from .answering import (
     FULL,
     NOT_THE_QUESTIONS,
-    LeftOut,
+    UnusableQuestion,
     answer_of,
     answering,
     followed,
@@ -45,7 +45,7 @@ from .answering import (
 )
 from .journal import Journal, open_journal
 from .questions import QuestionPrompt, ask
-from .records import Record, Skipped, first_few
+from .records import Record, SkippedRecord, first_few
 from .reference import Reference
 from .report import Comparison, ItemResult, Run
 from .scores import check_metric
@@ -197,7 +197,7 @@ class Lab:
             return
         try:
             yield from self._answers(engine, *self._asked(engine, record), runs)
-        except LeftOut as reason:
+        except UnusableQuestion as reason:
             self.skipped[record.id] = str(reason)
             logger.info("question %s is left out", record.id, exc_info=reason)
 
@@ -209,7 +209,7 @@ class Lab:
         except NOT_THE_QUESTIONS:
             raise
         except Exception as error:  # records may hold anything
-            raise LeftOut(reason_of(error)) from error
+            raise UnusableQuestion(reason_of(error)) from error
 
     def _answers(
         self, engine: CacheClipEngine, asked: QuestionPrompt, gold_ids: list[list[int]], runs: Sequence[PlannedRun]
@@ -285,8 +285,8 @@ class Lab:
             skipped=self._skipped(),
         )
 
-    def _skipped(self) -> list[Skipped]:
-        return [Skipped(f"question {id_}", reason) for id_, reason in self.skipped.items()]
+    def _skipped(self) -> list[SkippedRecord]:
+        return [SkippedRecord(f"question {id_}", reason) for id_, reason in self.skipped.items()]
 
 
 def _rehearse(engine: CacheClipEngine, name: str, method: Method, texts: Sequence[str]) -> None:

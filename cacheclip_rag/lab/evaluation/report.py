@@ -19,7 +19,7 @@ from ...paths import atomic_path
 from .gating import gated, shares_of_full
 from .page import to_html
 from .plots import to_png
-from .records import Record, Skipped
+from .records import Record, SkippedRecord
 from .scores import ALL_WANTED
 from .statistics import paired_bootstrap, paired_ratio, trimmed_mean
 
@@ -107,7 +107,7 @@ class Comparison:
     """Answers. A run may lack answers to some questions."""
     settings: dict[str, Any]
     """For the reader, JSON values only."""
-    skipped: list[Skipped]
+    skipped: list[SkippedRecord]
     """Records of the dataset that were left out for all runs."""
 
 
@@ -176,7 +176,7 @@ def _measured_on(comparison: Comparison) -> dict[str, list[str]]:
     return {where: list(labels) for where, labels in found.items()}
 
 
-def _by_reason(skipped: Sequence[Skipped]) -> dict[str, int]:
+def _by_reason(skipped: Sequence[SkippedRecord]) -> dict[str, int]:
     """Number of skipped records per reason, the most frequent first. Reasons that differ only in numbers are merged."""
     alike: dict[str, list[str]] = {}
     for one in skipped:
