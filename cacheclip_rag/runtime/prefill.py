@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -14,12 +13,10 @@ import torch
 from ..chunks.prefix_cache import PrefixCache
 from ..chunks.sources import Sources
 from ..clock import PhaseClock
-from ..errors import ConfigurationError
-from ..handoff import write_handoff
 from ..prompt.layout import Layout, Span
 from ..prompt.occurrences import occurrences
 from ..types import FusionStats, Plan, Trace
-from .base import Fused, Runtime, State, wait_for
+from .base import Fused, State, wait_for
 from .sampler import confidence
 
 __all__ = ["Keeping", "Prefilled", "prefill", "stats_of"]
@@ -65,27 +62,6 @@ class Prefilled:
     trace: Trace | None = None
     is_exact: bool = True
     """Whether all KV equals plain prefill's."""
-
-    def export(self, folder: Path, runtime: Runtime) -> str:
-        """Write the KV of all tokens but the last one for an engine that decodes, and return the handoff's name
-        (:mod:`cacheclip_rag.handoff`).
-
-        Args:
-            runtime: the runtime that prefilled.
-
-        Raises:
-            ConfigurationError: the runtime's KV cannot be exported, or the method changed the prompt's positions.
-        """
-        layers = getattr(self.cache, "layers", None)
-        if layers is None or not runtime.can_reuse:
-            raise ConfigurationError(f"the KV of model {runtime.name!r} cannot be handed to another engine.")
-        if getattr(self.cache, "geometry", None) is not None:
-            raise ConfigurationError(
-                f"method {self.stats.method!r} changes positions or attention, which another engine cannot decode with."
-            )
-        stop = self.layout.num_tokens - 1
-        kv = [(layer.keys[0, :, :stop], layer.values[0, :, :stop]) for layer in layers]
-        return write_handoff(folder, self.layout.token_ids, kv, runtime.fingerprint)
 
     def keep_prefix(self, cache: State, answer: Sequence[int] = ()) -> None:
         """Insert the KV of prompt and answer into the prefix cache. The answer's last token has no KV in ``cache``."""

@@ -67,7 +67,6 @@ class Setting:
 
     model: str
     store: str
-    handoffs: str
     options: dict[str, Any]
 
     @property
@@ -113,7 +112,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Any:
             }
             if name in TEMPLATES:
                 (own / "model" / "chat_template.jinja").write_text(TEMPLATES[name])
-            made[name] = Setting(options["primary"], options["store"], str(own / "handoffs"), options)
+            made[name] = Setting(options["primary"], options["store"], options)
             made[name].engine.precompute(CHUNKS)
             assert all(made[name].engine.is_stored(chunk) for chunk in CHUNKS)
         return made[name]
@@ -122,7 +121,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @contextmanager
-def started(setting: Setting, *, engine: bool = False, **options: Any) -> Iterator[FusedLLM]:
+def started(setting: Setting, **options: Any) -> Iterator[FusedLLM]:
     """A vLLM engine with our connector."""
     from vllm import LLM
 
@@ -135,12 +134,11 @@ def started(setting: Setting, *, engine: bool = False, **options: Any) -> Iterat
         "seed": 0,
         "disable_log_stats": True,
     }
-    ours = engine_options(setting.store, handoffs=setting.handoffs)
+    ours = engine_options(setting.store)
     llm = None
     try:
         llm = LLM(setting.model, **{**defaults, **ours, **options})
-        own = {"engine": setting.engine, "handoffs": setting.handoffs} if engine else {}
-        yield FusedLLM(llm, setting.planner(), **own)
+        yield FusedLLM(llm, setting.planner())
     finally:
         if llm is not None:
             llm.llm_engine.engine_core.shutdown()

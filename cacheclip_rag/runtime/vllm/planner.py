@@ -53,8 +53,6 @@ class PlannedPrompt:
     """How vLLM's workers make the KV of the first tokens; None: ``reason`` says why they cannot."""
     reason: str | None = None
     """Why the prompt has no fusion plan; None if it has one, or its method reuses no chunks."""
-    needs_engine: bool = False
-    """Whether an engine with the primary's weights could fuse the prompt nevertheless."""
 
 
 class Planner:
@@ -147,7 +145,7 @@ class Planner:
         """Why vLLM alone can fuse no prompt with this method; None if it can, or if the method reuses no chunks."""
         if not method.reuses_chunks:
             return None
-        return self._obstacle(method) or _needs_engine(method)
+        return self._obstacle(method) or _needs_weights(method)
 
     def segments(
         self,
@@ -197,14 +195,10 @@ class Planner:
             observer.on_plan(plan, sources)
         ids = plan.layout.token_ids
         reason = plan.fallback if chosen.reuses_chunks else None
-        needs_engine = False
         if plan.reused:
-            reason = self._obstacle(chosen)
-            if reason is None:
-                reason = _needs_engine(chosen)
-                needs_engine = reason is not None
+            reason = self._obstacle(chosen) or _needs_weights(chosen)
         if not plan.reused or reason is not None:
-            return PlannedPrompt(ids, plan, _plain_stats(plan, reason, clock), None, reason, needs_engine)
+            return PlannedPrompt(ids, plan, _plain_stats(plan, reason, clock), None, reason)
         fusion = plan_ahead(self.primary, plan, sources, clock=clock)
         for piece in fusion.pieces:
             self.parts.store.record_use(piece.key)  # the workers, which read them, write nothing
@@ -244,10 +238,10 @@ class Planner:
         return None
 
 
-def _needs_engine(method: Method) -> str | None:
-    """Why the method needs an engine with the primary's weights; None if it does not."""
+def _needs_weights(method: Method) -> str | None:
+    """Why the method needs the primary's weights before vLLM has the prompt; None if it does not."""
     if not method.plans_ahead:
-        return f"method {method.name!r} chooses tokens by the primary's KV, which only an engine with its weights has"
+        return f"method {method.name!r} chooses tokens by the primary's KV, which a planner does not have"
     if method.min_confidence:
         return "min_confidence needs the first token's logits before the answer, which vLLM does not give"
     return None
