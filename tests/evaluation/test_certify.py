@@ -23,7 +23,6 @@ from cacheclip_rag.lab.evaluation.certify import RATIOS, certify
 from cacheclip_rag.lab.evaluation.exactness import check_exactness, noise_floor, reference_logits
 from cacheclip_rag.lab.evaluation.gating import CONFIDENCES
 from cacheclip_rag.lab.evaluation.prompts import EvaluationPrompt, bundled_prompts
-from cacheclip_rag.lab.variants import RANDOM
 from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.settings import vary
 from cacheclip_rag.models.load import load_model

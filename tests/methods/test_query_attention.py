@@ -1,4 +1,4 @@
-"""Query attention and its presets, against weights of an eager model."""
+"""Query attention, against weights of an eager model."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from cacheclip_rag.prompt.layout import question_slots
 from cacheclip_rag.runtime.transformers.cache import cache_argument
 from cacheclip_rag.selection.question import pick_layers
 from tests.conftest import CHUNKS
-from tests.fusion.cases import Case, gap, make_case, reference_model, scatter_cache
-from tests.methods.spying import few, made, plain, same, spied
+from tests.fusion.cases import Case, gap, reference_model, scatter_cache
+from tests.methods.spying import made, plain, spied
 
 
 class TestQueryAttention:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cacheclip_rag import CacheClipEngine, Plan
-from cacheclip_rag.errors import CertificateError, ConfigurationError, PromptTooLongError
+from cacheclip_rag.errors import ConfigurationError, PromptTooLongError
 from cacheclip_rag.guards.base import Answered, Observer
 from cacheclip_rag.models.load import register_runtime
 from cacheclip_rag.testing.fake import FakeRuntime

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.fusion_plan import StoredPiece, runs_of
+from cacheclip_rag.lab.variants import RANDOM
 from cacheclip_rag.runtime.vllm.offline import FusedLLM
 from cacheclip_rag.runtime.vllm.requests import request_parameters
 from tests.vllm.conftest import (
