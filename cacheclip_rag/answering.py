@@ -25,8 +25,11 @@ from .plan.controller import Controller
 from .plan.planner import count_absent, make_plan
 from .prompt.calls import parameters_of, read_calls
 from .prompt.segments import Chunk, Segment, as_segments, given_texts
-from .runtime.decoding import LogitsObserver, Watch, decode, is_greedy, room_for
+from .runtime.beside import Beside
+from .runtime.decoding import decode, room_for
+from .runtime.gate import Gate
 from .runtime.prefill import Keeping, Prefilled, prefill
+from .runtime.sampler import LogitsObserver, is_greedy
 from .runtime.turns import Turns, turns_of
 from .runtime.verification import Verification
 from .sampling import SamplingParams
@@ -68,17 +71,15 @@ class Answering:
         with self.turns.prompt():  # until the first token is there
             plan, prefilled = self._prefill(request, sources, clock, self.observers)
             exact = _exact(request, plan.method, sources, prefilled)
-            finishes = request.finish != "none"
             logits, missing = prefilled.logits, prefilled.missing
             events = decode(
                 runtime,
                 prefilled,
                 request.params,
-                verification=exact if finishes else None,
+                beside=_beside(exact, request, plan.method),
                 turn=self.turns.token,
                 constraint=constraint,
                 text_of=text_of,
-                watch=None if exact is None or finishes else Watch(exact, plan.method.min_confidence),
             )
             del prefilled  # decoding drops its KV once it goes on from the exact KV
             events = _begun(events)
@@ -211,6 +212,11 @@ def _question(request: Request) -> str | None:
     if not messages or messages[-1]["role"] != "tool":
         return None
     return next((m["content"] for m in reversed(messages) if m["role"] == "user"), None)
+
+
+def _beside(exact: Verification | None, request: Request, method: Method) -> Beside | None:
+    """What goes on beside the answer. ``finish`` completes the exact KV in any case, so that it needs no gate."""
+    return exact if exact is None or request.finish != "none" else Gate(exact, method.min_confidence)
 
 
 def _exact(request: Request, method: Method, sources: Sources, prefilled: Prefilled) -> Verification | None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from ..runtime.decoding import is_greedy
+from ..runtime.sampler import is_greedy
 from ..types import FusionStats
 from .base import Answered, Observer
 from .fidelity import kl_divergence, read_along

@@ -14,7 +14,7 @@ from ..clock import PhaseClock
 from ..prompt.layout import Layout
 from ..prompt.occurrences import occurrences
 from ..prompt.segments import Chunk, Segment
-from ..runtime.decoding import LogitsObserver
+from ..runtime.sampler import LogitsObserver
 from ..sampling import SamplingParams
 from ..types import PHASES, Answer, Event, FusionStats
 from .base import Method

@@ -21,7 +21,7 @@ from ..prompt.layout import Layout, Span
 from ..prompt.occurrences import occurrences
 from ..types import FusionStats, Plan, Trace
 from .base import Fused, Runtime, State, wait_for
-from .decoding import confidence
+from .sampler import confidence
 
 __all__ = ["Keeping", "Prefilled", "prefill", "stats_of"]
 

@@ -15,7 +15,7 @@ from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.methods import PRESET_NAMES, preset
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime import verification
-from cacheclip_rag.runtime.decoding import TextStream
+from cacheclip_rag.runtime.text_stream import TextStream
 from cacheclip_rag.runtime.transformers.model import ModelRuntime
 from cacheclip_rag.types import Message
 from tests.conftest import CACHECLIP, CHUNKS, QUESTION, rag_prompt

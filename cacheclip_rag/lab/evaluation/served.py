@@ -27,7 +27,7 @@ from ...guards.fidelity import compare, kl_divergence
 from ...methods import preset
 from ...methods.base import Method
 from ...progress import progress_bar
-from ...runtime.decoding import confidence
+from ...runtime.sampler import confidence
 from ...runtime.vllm.encoding import encoding_options, encoding_primary, start_vllm
 from ...runtime.vllm.offline import worker_of
 from ...runtime.vllm.planner import PlannedPrompt, Planner
