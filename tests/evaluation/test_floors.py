@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.answering import Answering
+from cacheclip_rag.call_options import CallOptions
 from cacheclip_rag.chunks.writer import ChunkWriter
 from cacheclip_rag.clock import PhaseClock
 from cacheclip_rag.lab.evaluation import explaining
@@ -138,8 +139,9 @@ def explained(
     monkeypatch.setattr(explaining, "_ENOUGH_S", 0.0)
     engine.precompute(chunks)
     engine = CacheClipEngine(engine.config, prefix_cache_bytes=0)
+    options = CallOptions(SamplingParams(max_tokens=1), question=QUESTION)
     requests = {
-        name: Request(rag_prompt(chunks), SamplingParams(max_tokens=1), engine.make_method(name), QUESTION)
+        name: Request(rag_prompt(chunks), engine.make_method(name), options)
         for name in ("full", "direct", "cacheclip", "cacheblend")
     }
     seconds = {name: dict.fromkeys(PHASES, 1.0) for name in requests}

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ...call_options import CallOptions
 from ...config import EngineConfig
 from ...engine import CacheClipEngine
 from ...errors import ConfigurationError
@@ -152,9 +153,8 @@ def _explained(
     summaries: Mapping[str, Mapping[str, Any]],
     keep_page_cache: bool,
 ) -> dict[str, Any]:
-    requests = {
-        name: Request(prompt, SamplingParams(max_tokens=1), method, QUESTION) for name, method in methods.items()
-    }
+    options = CallOptions(SamplingParams(max_tokens=1), question=QUESTION)
+    requests = {name: Request(prompt, method, options) for name, method in methods.items()}
     phases_s = {name: summary["phases_s"] for name, summary in summaries.items()}
 
     def before_read() -> None:
