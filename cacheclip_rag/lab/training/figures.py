@@ -16,12 +16,12 @@ from ...methods.recompute import Recompute
 from ...methods.settings import describe
 from ...progress import progress_bar
 from ...runtime.transformers.model import ModelRuntime
-from ...selection.heads import HeadSet, weights_digest
+from ...selection.heads import HeadSet, shipped_set, weights_digest
 from ...selection.scorers import QueryAttention
 from ...selection.sentences import sentence_numbers
 from ..models import transformers_model
 from ..variants import ORACLE, RANDOM
-from .calibrate import SHIPPED, combined, is_combined, shipped_set
+from .calibrate import SHIPPED, combined, is_combined
 from .families import Sample, synthetic_samples
 from .features import Seen
 from .folder import Kept
