@@ -9,7 +9,23 @@ from .errors import ConfigurationError
 
 __all__ = ["METHODS", "OPTIONS", "SETTINGS", "refuse_removed"]
 
-METHODS: dict[str, str] = {}
+_VARIANTS = "is a variant of the laboratory: pass --variants benchmarks/variants.toml to eval, bench or certify"
+_CHAINS = "use the chain of this name in LangChain or LlamaIndex, with our LLM"
+METHODS: dict[str, str] = {
+    "direct_gapped": "direct_gapped is gone: use direct.",
+    "turborag": "turborag is gone: use block, with the checkpoint's special tokens in the chunks' texts.",
+    "link": "link is gone: use cacheclip or anchored.",
+    "cachecraft": "cachecraft is gone: use cacheclip or anchored, with stored chunks.",
+    "prophetkv": "prophetkv is gone: use query_attention.",
+    "qcfuse": "qcfuse is gone: use query_attention.",
+    "infoflow": "infoflow is gone: use query_attention.",
+    "map_reduce": f"map_reduce is gone: {_CHAINS}.",
+    "map_rerank": f"map_rerank is gone: {_CHAINS}.",
+    "epic-paper": f"epic-paper {_VARIANTS}.",
+    "cacheblend-equal-charge": f"cacheblend-equal-charge {_VARIANTS}.",
+    "random": f"random {_VARIANTS}.",
+    "oracle": f"oracle {_VARIANTS}.",
+}
 """Presets, by name."""
 
 SETTINGS: dict[str, str] = {

@@ -258,8 +258,7 @@ class FusionStats:
     """``ttft_s`` without ``queued_s``, as it was predicted; None unless the recompute ratio was chosen by it. With
     ``gated``, the prediction is of the reusing pass alone."""
     queued_s: float = 0.0
-    """Seconds of ``ttft_s`` in which the request waited for others that came before it. The waits of an answer made of
-    several prompts are added up."""
+    """Seconds of ``ttft_s`` in which the request waited for others that came before it."""
     left_to_read_s: float = 0.0
     """Seconds for which the store was still read after the recompute had begun, which took at least as long."""
     reading_s: float = 0.0

@@ -20,12 +20,11 @@ __all__ = ["Answered", "Observer"]
 class Answered:
     """An answer, with the data that a check needs."""
 
-    plan: Plan | None
-    """None for an answer made of several prompts."""
+    plan: Plan
     answer: Answer
     params: SamplingParams
-    logits: torch.Tensor | None = None
-    """Logits of the answer's first token, ``(vocab_size,)``; None for an answer made of several prompts."""
+    logits: torch.Tensor
+    """Logits of the answer's first token, ``(vocab_size,)``."""
     verified: Verified | None = None
     """What full prefill chooses along the answer, if the answer was verified (``finish``)."""
 

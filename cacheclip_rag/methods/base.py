@@ -111,7 +111,8 @@ class Method(ABC):
         return None if self.chunk_context is None else CONTEXTS.get(self.chunk_context, self.chunk_context)
 
     def positions(self, layout: Layout, reused: Sequence[Span]) -> Geometry | None:
-        """Other positions or attention, also while decoding; None: slot = position and ordinary attention.
+        """Other positions or attention, also while decoding; None: slot = position and ordinary attention. No position
+        may be beyond the prompt's last one, which is known to fit the model.
 
         Args:
             reused: chunks whose KV is stored, at least one.

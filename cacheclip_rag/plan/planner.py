@@ -11,7 +11,7 @@ from ..chunks.sources import Sources
 from ..config import EngineConfig
 from ..methods import DEFAULT_METHOD, check_auxiliary, check_method, preset
 from ..methods.base import Method
-from ..prompt.layout import Layout, Span, check_least_length, check_length, lay_out
+from ..prompt.layout import Layout, check_least_length, check_length, lay_out
 from ..prompt.segments import Chunk, Segment, without_parts
 from ..store.common_parts import standing_in
 from ..types import Plan
@@ -57,9 +57,6 @@ def make_plan(
     plan = replace(plan, unusable=sum(map(sources.primary.is_known, missing)))
     if not found:
         return replace(plan, fallback=_nothing_found(plan, sources))
-    obstacle = _obstacle_of_positions(method, layout, found, sources)
-    if obstacle is not None:
-        return replace(plan, fallback=obstacle, obstructed=True)
     keys = tuple(sources.primary.key(span.whole) for span in found)
     return replace(plan, reused=found, keys=keys)
 
@@ -119,20 +116,6 @@ def _obstacle(sources: Sources, layout: Layout) -> str | None:
             f"above {runtime.reuse_tokens}: reuse would not be exact"
         )
     return None
-
-
-def _obstacle_of_positions(method: Method, layout: Layout, found: Sequence[Span], sources: Sources) -> str | None:
-    """Why the method's positions do not fit the model; None if they fit or the method does not change positions."""
-    geometry = method.positions(layout, found)
-    if geometry is None:
-        return None
-    runtime, last = sources.primary.runtime, int(geometry.positions.max())
-    if last < min(runtime.reuse_tokens, runtime.context_tokens - 1):
-        return None
-    return (
-        f"method {method.name!r} puts the prompt's {layout.num_tokens} tokens at positions up to {last}, "
-        f"and model {runtime.name!r} has {runtime.context_tokens}"
-    )
 
 
 def choose_method(

@@ -31,12 +31,12 @@ def pick_layers(spec: str, num_layers: int) -> list[int]:
     Raises:
         ConfigurationError: an invalid specification, or a layer that the model does not have.
     """
-    first = {"all": 0, "upper": num_layers // 2, "last": num_layers - 1}.get(spec)
-    if first is not None:
-        return list(range(first, num_layers))
     try:
+        first = {"all": 0, "upper": num_layers // 2, "last": num_layers - 1}.get(spec)
+        if first is not None:
+            return list(range(first, num_layers))
         layers = sorted({int(part) for part in spec.split("+")})
-    except (AttributeError, ValueError):
+    except (AttributeError, TypeError, ValueError):  # not a string, or not numbers
         layers = []
     if not layers or not 0 <= layers[0] <= layers[-1] < num_layers:
         raise ConfigurationError(

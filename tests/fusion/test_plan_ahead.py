@@ -14,6 +14,7 @@ from cacheclip_rag import CacheClipEngine, Chunk, Fresh
 from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.fusion.correction import Chunks, offsets
 from cacheclip_rag.fusion_plan import FusionPlan, StoredPiece, runs_of
+from cacheclip_rag.lab.variants import RANDOM
 from cacheclip_rag.methods import preset
 from cacheclip_rag.runtime.transformers.model import ModelRuntime
 from cacheclip_rag.runtime.vllm.passes import passes
@@ -22,12 +23,12 @@ from cacheclip_rag.runtime.vllm.stored import StoredInterval, check_shape
 from cacheclip_rag.store import FrameError, StoreReader
 from tests.conftest import CHUNKS, rag_prompt
 
-CORRECTED = {"corrected": replace(preset("epic"), correction=0.5, name="corrected")}
+OTHERS = {"random": RANDOM, "corrected": replace(preset("epic"), correction=0.5, name="corrected")}
 METHODS = ["cacheclip", "epic", "direct", "random", "corrected"]
 
 
 def method_of(name: str) -> Any:
-    return CORRECTED.get(name) or preset(name)
+    return OTHERS.get(name) or preset(name)
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2-sliding", "smollm3", "gemma3"])
@@ -200,7 +201,7 @@ class TestPlan:
         assert "min_confidence" in made["planner"].plan(made["prompt"], method=gated).reason
 
     def test_methods_that_change_positions_are_refused(self, made: dict[str, Any]) -> None:
-        planned = made["planner"].plan(made["prompt"], method="direct_gapped")
+        planned = made["planner"].plan(made["prompt"], method="ape")
         assert planned.fusion is None and "positions" in planned.reason
 
     def test_without_stored_chunks(self, made: dict[str, Any]) -> None:

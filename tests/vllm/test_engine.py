@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.fusion_plan import StoredPiece, runs_of
+from cacheclip_rag.lab.variants import RANDOM
 from cacheclip_rag.runtime.vllm.offline import FusedLLM
 from cacheclip_rag.runtime.vllm.requests import request_parameters
 from tests.vllm.conftest import (
@@ -27,7 +27,7 @@ from tests.vllm.conftest import (
     started,
 )
 
-METHODS = ["cacheclip", "epic", "direct", "random", CORRECTED]
+METHODS = ["cacheclip", "epic", "direct", RANDOM, CORRECTED]
 
 
 @pytest.fixture(scope="module")
@@ -330,7 +330,7 @@ class TestBlocksOfFailedLoads:
 
 class TestMethodsThatCannot:
     def test_geometry_is_refused(self, fused: FusedLLM, plain: Any) -> None:
-        found = outputs(fused, PROMPTS[:2], "direct_gapped")
+        found = outputs(fused, PROMPTS[:2], "ape")
         assert [tuple(each.outputs[0].token_ids) for each in found] == plain[:2]
         assert outcomes(found) == ["none"] * 2 and "positions" in next(iter(fused.plain)) and fused.plain.total() == 2
 
@@ -338,10 +338,6 @@ class TestMethodsThatCannot:
         alone = FusedLLM(fused.llm, fused.planner)
         assert ask(alone, PROMPTS[:2], "cacheblend") == plain[:2]
         assert "cacheblend" in next(iter(alone.plain)) and alone.plain.total() == 2
-
-    def test_composing_methods_raise(self, fused: FusedLLM) -> None:
-        with pytest.raises(ConfigurationError, match="several prompts"):
-            fused.generate(PROMPTS[:1], method="map_reduce")
 
     def test_nothing_stored(self, fused: FusedLLM, setting: Setting) -> None:
         asked = ["Nothing of this is stored. What is it?"]

@@ -103,8 +103,7 @@ class MethodAnswer:
     text: str
     fidelity: dict[str, float]
     stats: FusionStats
-    followed: ReferenceComparison | None = None
-    """None for an answer made of several prompts."""
+    followed: ReferenceComparison
 
 
 def answer_of(
@@ -189,6 +188,6 @@ def item_of(asked: QuestionPrompt, label: str, answered: MethodAnswer, where: st
         measured_on=where,
         effective_ratio_of_stale=stats.effective_ratio_of_stale,
         confidence=stats.confidence if stats.fallback is None and stats.exact_tokens < stats.chunk_tokens else None,
-        later_confidence=None if followed is None else followed.later_confidence,
-        confidence_to_difference=None if followed is None else followed.confidence_to_difference,
+        later_confidence=followed.later_confidence,
+        confidence_to_difference=followed.confidence_to_difference,
     )

@@ -145,9 +145,7 @@ class Planner:
         """Why vLLM alone can fuse no prompt with this method; None if it can, or if the method reuses no chunks."""
         if not method.reuses_chunks:
             return None
-        if type(method).positions is not Method.positions:
-            return _other_positions(method)
-        return _needs_weights(method) or self._obstacle_of_model()
+        return self._obstacle(method) or _needs_weights(method)
 
     def segments(
         self,
@@ -198,7 +196,7 @@ class Planner:
         ids = plan.layout.token_ids
         reason = plan.fallback if chosen.reuses_chunks else None
         if plan.reused:
-            reason = self._obstacle(plan) or _needs_weights(chosen)
+            reason = self._obstacle(chosen) or _needs_weights(chosen)
         if not plan.reused or reason is not None:
             return PlannedPrompt(ids, plan, _plain_stats(plan, reason, clock), None, reason)
         fusion = plan_ahead(self.primary, plan, sources, clock=clock)
@@ -231,20 +229,13 @@ class Planner:
         """Close file handles; the planner may be used again afterwards."""
         self.parts.close()
 
-    def _obstacle(self, plan: Plan) -> str | None:
+    def _obstacle(self, method: Method) -> str | None:
         """Why vLLM cannot decode what the method makes; None if it can."""
-        if plan.method.positions(plan.layout, plan.reused) is not None:
-            return _other_positions(plan.method)
-        return self._obstacle_of_model()
-
-    def _obstacle_of_model(self) -> str | None:
+        if type(method).positions is not Method.positions:
+            return f"method {method.name!r} changes positions or attention, which vLLM cannot decode with"
         if self.primary.pinned_rope:
             return "the model's rotary frequencies depend on the length, and vLLM's differ from the stored chunks'"
         return None
-
-
-def _other_positions(method: Method) -> str:
-    return f"method {method.name!r} changes positions or attention, which vLLM cannot decode with"
 
 
 def _needs_weights(method: Method) -> str | None:
