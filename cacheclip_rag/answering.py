@@ -13,27 +13,24 @@ from itertools import chain
 
 import torch
 
-from .call_options import CallOptions
 from .chunks.sources import Sources
 from .chunks.writer import ChunkWriter
 from .clock import PhaseClock
 from .errors import ConfigurationError
 from .guards.base import Answered, Observer
 from .methods.base import Method
-from .methods.composition import Composition, count_chunks
-from .parts import PREFIX, Parts
+from .parts import Parts
 from .plan.controller import Controller
-from .plan.planner import count_absent, make_plan
+from .plan.planner import make_plan
 from .prompt.calls import parameters_of, read_calls
-from .prompt.segments import Chunk, Segment, as_segments, given_texts
+from .prompt.segments import Segment, as_segments, given_texts
 from .runtime.beside import Beside
 from .runtime.decoding import decode, room_for
 from .runtime.gate import Gate
 from .runtime.prefill import Keeping, Prefilled, prefill
-from .runtime.sampler import LogitsObserver, is_greedy
+from .runtime.sampler import is_greedy
 from .runtime.turns import Turns, turns_of
 from .runtime.verification import Verification
-from .sampling import SamplingParams
 from .types import Event, Plan, Request
 
 __all__ = ["Answering"]
@@ -60,10 +57,6 @@ class Answering:
 
     @torch.inference_mode()
     def _stream(self, request: Request) -> Iterator[Event]:
-        assert request.method is not None, "an engine chooses a method before it answers"
-        if request.method.composes:
-            yield from self._compose(request)
-            return
         sources = self.parts.sources(request.method)  # weights are loaded before the clock starts
         options, runtime = request.options, sources.primary.runtime
         schema = options.params.json_schema
@@ -107,9 +100,9 @@ class Answering:
 
     def _controller(self, request: Request) -> Controller | None:
         """What chooses the recompute ratio of a request that asks for it; None without a profile."""
-        if not request.options.auto_ratio or request.method is None or not request.method.reuses_chunks:
+        if not request.options.auto_ratio or not request.method.reuses_chunks:
             return None
-        return None if request.method.captures else self.parts.controller(request.method)
+        return self.parts.controller(request.method)
 
     @torch.inference_mode()
     def prefill(self, request: Request, clock: PhaseClock | None = None) -> Prefilled:
@@ -140,45 +133,12 @@ class Answering:
             return segments
         return self.parts.segment(request.prompt, given, tools=request.options.tools, parts=parts)  # type: ignore[arg-type]
 
-    def _compose(self, request: Request) -> Iterator[Event]:
-        """Answer by a composing method: several prompts, each answered exactly."""
-        sources = self.parts.sources(None)  # weights are loaded before the clock starts
-        runtime = sources.primary.runtime
-        missing: dict[str, None] = {}
-
-        def ask(
-            segments: Sequence[Segment], params: SamplingParams, observe: LogitsObserver | None = None
-        ) -> Iterator[Event]:
-            came = PhaseClock()
-            with self.turns.prompt():
-                step = Request(segments, None, CallOptions(params))
-                _, prefilled = self._prefill(step, sources, came, self.observers)
-                missing.update(dict.fromkeys(prefilled.missing))
-                prefilled = replace(prefilled, stats=count_chunks(prefilled.stats, prefilled.layout))
-                events = _begun(decode(runtime, prefilled, params, observe, turn=self.turns.token))
-            yield from events
-
-        clock = PhaseClock()
-        given = given_texts(request.options.documents)
-        segments = self._segments(request, given, parts=not given)  # each given text is one chunk to answer from
-        if given and not any(isinstance(segment, Chunk) for segment in segments):
-            segments = self._segments(request, given)
-        absent = count_absent(given, segments, segments)
-        composition = Composition(segments, request.options.params, ask, clock, not_found=absent)
-        assert request.method is not None
-        for event in request.method.compose(composition) if composition.chunks else composition.plain():
-            if event.answer is not None:
-                self._observe(Answered(None, event.answer, request.options.params))
-            yield self._shown(event, request)
-        self.writer.store_missing(tuple(missing), request.options.documents, PREFIX)
-
     def _shown(self, event: Event, request: Request) -> Event:
         """The event as the caller sees it."""
         if not self.parts.config.hide_hits:
             return event
         if event.answer is None:  # only an answer from reused chunks may be revised
             return replace(event, is_final=event.is_final and request.options.finish != "revise")
-        assert request.method is not None
         stats = event.answer.stats.without_hits(request.method.name, request.method.nominal_ratio)
         return replace(event, answer=replace(event.answer, stats=stats, trace=None))
 
@@ -194,17 +154,11 @@ def _begun(events: Iterator[Event]) -> Iterator[Event]:
 
 def _check(request: Request) -> None:
     """Raise ConfigurationError for what cannot be combined."""
-    options, method = request.options, request.method
-    schema = options.params.json_schema
-    if schema and options.finishes:
+    options = request.options
+    if options.params.json_schema and options.finishes:
         raise ConfigurationError(
             f"json_schema cannot be combined with finish={options.finish!r}, which compares the answer with what full "
             "prefill would choose without a schema. Set finish='none' for this call."
-        )
-    if (schema or options.tools) and method is not None and method.composes:
-        raise ConfigurationError(
-            f"method {method.name!r} answers by several prompts, and takes neither tools nor a json_schema. Choose "
-            "another method for this call."
         )
 
 

@@ -15,14 +15,12 @@ from .answering import Answering
 from .call_options import CallOptions
 from .checks import AUTO_RATIO
 from .chunks.caches import ChunkCaches
-from .chunks.captured import CapturedChunks
 from .chunks.context import ChunkContext
 from .chunks.library import ChunkLibrary
 from .chunks.prefix_cache import PrefixCache
 from .chunks.writer import ChunkWriter
 from .clock import PhaseClock
 from .config import EngineConfig
-from .errors import ConfigurationError
 from .guards.base import Observer
 from .guards.metrics import Metrics
 from .guards.standard import standard_observers
@@ -111,11 +109,6 @@ class CacheClipEngine:
         """The prefix cache: exact KV of the first tokens of earlier prompts, in memory. Approximate methods use it too.
         Clear it between methods if you compare them on one prompt."""
         return self.parts.prefixes
-
-    @property
-    def captured(self) -> CapturedChunks:
-        """Chunk caches captured from answered prompts, in memory, for methods that use them."""
-        return self.parts.captured
 
     @property
     def head_set(self) -> HeadSet | None:
@@ -210,8 +203,7 @@ class CacheClipEngine:
         for caches in (self.parts.prefix_caches, *loaded):
             if caches.can_reuse:
                 _ = caches.prefix
-        plain = self.make_method("full") if method.composes else method
-        ready = self._answering.prefill(Request("Ready?", plain, CallOptions(SamplingParams(max_tokens=1))))
+        ready = self._answering.prefill(Request("Ready?", method, CallOptions(SamplingParams(max_tokens=1))))
         self.primary.decode_step(ready.cache, int(ready.logits.argmax()))
         return WarmUp(time.perf_counter() - started, tuple(each.runtime.name for each in loaded), read, num_bytes)
 
@@ -368,11 +360,6 @@ class CacheClipEngine:
         """Prefill up to the first token's logits, for evaluation. Other arguments are as in :meth:`stream`.
 
         Calls no observer, counts nothing and stores nothing. The prefix cache is read but not written."""
-        if method.composes:
-            raise ConfigurationError(
-                f"method {method.name!r} answers by several prompts, so there is no single prefill to evaluate or "
-                "to certify. Use generate() or stream()."
-            )
         options = CallOptions().with_options({"params": params, **given})
         return self._answering.prefill(Request(prompt, method, options))
 

@@ -196,9 +196,9 @@ class TestTeacher:
                 distances(runtime, prompt, kv, nothing, 0.0)
         engine = CacheClipEngine(replace(teacher._engine(1).config, chunk_context="auto"))
         from cacheclip_rag.lab.evaluation.questions import ask
-        from cacheclip_rag.lab.evaluation.records import Passage, Record
+        from cacheclip_rag.lab.evaluation.records import Record, RecordChunk
 
-        record_ = Record("", "", self.READING.questions[0][0], ("",), tuple(Passage("", c) for c in CHUNKS[:3]), {})
+        record_ = Record("", "", self.READING.questions[0][0], ("",), tuple(RecordChunk("", c) for c in CHUNKS[:3]), {})
         asked = ask(engine, record_)
         engine.precompute(CHUNKS[:3], method="direct")
         found = engine.prefill(asked.segments, method=preset("direct"))

@@ -18,7 +18,7 @@ from ...guards.fidelity import kl_divergence
 from ...prompt.layout import lay_out
 from ...runtime.transformers.model import ModelRuntime
 from ..evaluation.questions import INSTRUCTION, ask
-from ..evaluation.records import Passage, Record
+from ..evaluation.records import Record, RecordChunk
 from ..models import transformers_model
 from .gradients import LayerKV, Part, Rows, encode_chunks, read_prompt
 from .reading import Reading
@@ -149,7 +149,7 @@ class Teacher:
 
 
 def _as_record(chunks: Sequence[str], question: str, answer: str) -> Record:
-    return Record("", "", question, (answer,), tuple(Passage("", chunk) for chunk in chunks), {})
+    return Record("", "", question, (answer,), tuple(RecordChunk("", chunk) for chunk in chunks), {})
 
 
 def _padded(kv: torch.Tensor, length: int) -> torch.Tensor:
