@@ -44,9 +44,6 @@ def bench(
         str | None, typer.Option("--store", help="Keep the chunk caches here. [default: temporary]")
     ] = None,
     keep_page_cache: Annotated[bool, typer.Option(help="Do not drop chunk caches from memory before a run.")] = False,
-    explain: Annotated[
-        bool, typer.Option(help="Also show each phase's work, and the time that this machine needs for it at least.")
-    ] = False,
     embedding: EmbeddingOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = "cpu",
@@ -77,14 +74,11 @@ def bench(
         chunk_tokens=chunk_tokens,
         runs=runs,
         keep_page_cache=keep_page_cache,
-        explain=explain,
     )
     if as_json:
         print_json(result)
     else:
         _print_table(result)
-        if explain:
-            _print_explanation(result["explain"])
 
 
 def _print_table(result: dict[str, Any]) -> None:
@@ -108,38 +102,3 @@ def _print_table(result: dict[str, Any]) -> None:
             f"{row['peak_rss_bytes'] / 1e9:.2f} GB",
         )
     output().print(table)
-
-
-def _print_explanation(found: dict[str, Any]) -> None:
-    from rich.table import Table
-
-    table = Table(title=f"{found['device']}, {found['threads']} threads, {found['dtype']}: seconds and their floor")
-    for column in ("method", "phase", "seconds", "work", "floor s", "gap", "operations"):
-        table.add_column(column, justify="left" if column in ("method", "phase") else "right")
-    for name, phases in found["methods"].items():
-        for number, (phase, row) in enumerate(phases.items()):
-            table.add_row(
-                "" if number else name,
-                phase,
-                f"{row['seconds']:.4f}",
-                _work(row),
-                "" if row["floor_s"] is None else f"{row['floor_s']:.4f}",
-                "" if row["gap"] is None else f"{row['gap']:.2f}x",
-                str(row["operations"]),
-            )
-        table.add_section()
-    output().print(table)
-    rates = found["rates"]
-    for each in rates["matmul"]:
-        shape = f"{each['rows']} x {each['inputs']} times {each['inputs']} x {each['outputs']}"
-        output().print(f"{each['model']}: {shape}: {each['flops_per_s'] / 1e9:.1f} GFLOP/s")
-    for name in ("copy", "read", "tokenize"):
-        if rates[f"{name}_bytes_per_s"] is not None:
-            output().print(f"{name}: {rates[f'{name}_bytes_per_s'] / 1e6:.1f} MB/s")
-    output().print(f"processor: {found['processor']}")
-
-
-def _work(row: dict[str, Any]) -> str:
-    if row["flops"] is not None:
-        return f"{row['flops'] / 1e9:.2f} GFLOP"
-    return "" if row["bytes"] is None else f"{row['bytes'] / 1e6:.2f} MB"

@@ -19,11 +19,12 @@ from .common import (
     PrimaryOption,
     VariantsOption,
     print_json,
+    print_tables,
 )
 
 if TYPE_CHECKING:
     from ..config import EngineConfig
-    from ..lab.evaluation.records import Record, Skipped
+    from ..lab.evaluation.records import Record, SkippedRecord
 
 _PER_TASK = 20
 """Questions of a RULER task."""
@@ -51,8 +52,8 @@ def evaluate(
         str,
         typer.Option(
             help="Comma-separated names of presets and variants; 'all' for every preset except "
-            "block, turborag and link (for specially trained checkpoints) and, without an auxiliary model, presets "
-            "that need one. 'full-again' is full prefill with its sums in another order: what rounding alone changes."
+            "block (for specially trained checkpoints) and, without an auxiliary model, presets that need one. "
+            "'full-again' is full prefill with its sums in another order: what rounding alone changes."
         ),
     ] = "full,direct,anchored,cacheclip",
     variants: VariantsOption = None,
@@ -93,9 +94,10 @@ def evaluate(
     from ..lab.evaluation.lab import Lab, every_method, planned_runs
     from ..lab.evaluation.questions import INSTRUCTION
     from ..lab.evaluation.records import read_together, shuffled
-    from ..lab.evaluation.report import FILES, summarise, to_markdown, write_report
+    from ..lab.evaluation.report import FILES, summarise, write_report
     from ..lab.evaluation.ruler import chosen_tasks
     from ..lab.evaluation.scores import check_metric
+    from ..lab.evaluation.tables import console_tables, notes
     from ..lab.variants import read_variants
     from .settings import DEFAULT_SETTINGS, parse_auxiliary
 
@@ -134,7 +136,7 @@ def evaluate(
     chosen_metrics = _split(metrics or "")
     for metric in chosen_metrics:
         check_metric(metric)
-    unreadable: tuple[Skipped, ...] = ()
+    unreadable: tuple[SkippedRecord, ...] = ()
     if dataset:
         found = read_together(_files(dataset), limit=limit, half=half)
         name, records, unreadable = found.name, list(found.records), found.skipped
@@ -163,12 +165,15 @@ def evaluate(
     comparison = replace(comparison, skipped=[*unreadable, *comparison.skipped])
     summary = summarise(comparison, against=against)
     if out is not None:
-        write_report(comparison, out, overwrite=overwrite, summary=summary)
+        write_report(comparison, summary, out)
     _tell_skipped(summary)
     if as_json:
         print_json(summary)
     else:
-        typer.echo(to_markdown(summary))
+        from rich.markup import escape
+
+        tables = {escape(title): rows for title, rows in console_tables(summary).items()}
+        print_tables(tables, *map(escape, notes(summary)))
 
 
 def _tell_skipped(summary: dict[str, Any]) -> None:

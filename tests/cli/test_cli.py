@@ -18,7 +18,6 @@ import pytest
 from cacheclip_rag import __version__
 from cacheclip_rag.cli import main
 from cacheclip_rag.ingest.embedding import Embedder
-from cacheclip_rag.types import PHASES
 from tests.ingest.pdf import pdf
 
 
@@ -354,22 +353,6 @@ def test_bench_shows_all_three_ratios(
     [row] = [line for line in result.out.splitlines() if "cacheblend" in line]
     _, _, _, _, _, _, nominal, effective, charged, *_ = (cell.strip() for cell in row.split("│"))
     assert (nominal, effective) == ("0.200", "0.199") and charged > effective
-
-
-def test_bench_explains_each_phase(
-    cacheclip: Any, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("cacheclip_rag.lab.evaluation.explaining._ENOUGH_S", 0.0)
-    monkeypatch.setenv("COLUMNS", "140")
-    arguments = ("bench", "--primary", tiny_models["llama"], "--auxiliary", "none", "--methods", "full,direct")
-    sizes = ("--context-tokens", "128", "--chunk-tokens", "64", "--runs", "1", "--explain")
-    shown = cacheclip(*arguments, *sizes)
-    assert shown.code == 0, shown.err
-    for word in (*PHASES, "GFLOP/s", "copy: ", "read: ", "threads", "processor: "):
-        assert word in shown.out
-    rows = [[cell.strip() for cell in line.split("│")] for line in shown.out.splitlines() if " recompute " in line]
-    assert len(rows) == 2 and all(row[4].endswith(" GFLOP") and int(row[7]) > 0 for row in rows)
-    assert list(cacheclip(*arguments, *sizes, "--json").json["explain"]["methods"]["direct"]) == list(PHASES)
 
 
 def test_bench_without_an_auxiliary(cacheclip: Any, tiny_models: dict[str, str]) -> None:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from cacheclip_rag import CacheClipEngine, EngineConfig
 from cacheclip_rag.cli import app
 from cacheclip_rag.errors import CacheClipError, ConfigurationError, ModelError
-from cacheclip_rag.lab.evaluation.records import Passage, Record
+from cacheclip_rag.lab.evaluation.records import Record, RecordChunk
 from cacheclip_rag.lab.evaluation.reference import Reference
 from cacheclip_rag.lab.training import figures as figures_module
 from cacheclip_rag.lab.training import finetune as module
@@ -583,8 +583,8 @@ class TestCommands:
 class TestGiven:
     def test_evidence_of_a_record_is_the_sentences_with_its_answer(self) -> None:
         chunks = (
-            Passage("Harbour", "The lamp is red. It was lit in 1871. Nobody knows by whom."),
-            Passage("", "In 18710 ships passed. Elsewhere 1871 is named too."),
+            RecordChunk("Harbour", "The lamp is red. It was lit in 1871. Nobody knows by whom."),
+            RecordChunk("", "In 18710 ships passed. Elsewhere 1871 is named too."),
         )
         sample = sample_of_record(Record("a", "t", "When was it lit?", ("1871",), chunks, {}))
         assert sample is not None
@@ -593,12 +593,12 @@ class TestGiven:
         assert [sample.chunks[n][a:b] for n, a, b in sample.values] == ["1871", "1871"]
 
     def test_any_wording_of_a_record_is_right(self) -> None:
-        chunks = (Passage("", "The lamp was lit in 1871."), Passage("", "More of it."))
+        chunks = (RecordChunk("", "The lamp was lit in 1871."), RecordChunk("", "More of it."))
         sample = sample_of_record(Record("a", "t", "When?", ("in 1871", "1871", "year 71"), chunks, {}))
         assert sample is not None and sample.parts == (("in 1871", "1871", "year 71"),)
 
     def test_scripts_without_spaces(self) -> None:
-        chunks = (Passage("", "他住在巴黎多年。他喜欢那里。"), Passage("", "没有别的。"))
+        chunks = (RecordChunk("", "他住在巴黎多年。他喜欢那里。"), RecordChunk("", "没有别的。"))
         sample = sample_of_record(Record("a", "t", "他住在哪里？", ("巴黎",), chunks, {}))
         assert sample is not None and [sample.chunks[n][a:b] for n, a, b in sample.evidence] == ["他住在巴黎多年。"]
 
@@ -614,7 +614,7 @@ class TestGiven:
 
     @pytest.mark.parametrize("answer", ["yes", "No", "x", "not there"])
     def test_answers_that_stand_nowhere_give_no_sample(self, answer: str) -> None:
-        chunks = (Passage("", "Yes, no, x."), Passage("", "More of it."))
+        chunks = (RecordChunk("", "Yes, no, x."), RecordChunk("", "More of it."))
         assert sample_of_record(Record("a", "t", "?", (answer,), chunks, {})) is None
 
     def test_documents_are_asked_about_by_the_primary(

@@ -1,9 +1,9 @@
 """The laboratory: compares methods on the same questions, with quality and time to the first token in one run.
 
 Every question's chunks are precomputed once and shared by all methods. Full prefill answers first. Each method is
-compared with it along full prefill's answer, and then gives its own answer. The prefix cache and captured chunks are
-cleared between methods. Methods that learn from earlier prompts are measured after one earlier prompt, the same
-question with its chunks in reverse order. Every answer is written at once, so that a killed run can continue.
+compared with it along full prefill's answer, and then gives its own answer. The prefix cache is cleared between
+methods. Methods that learn from earlier prompts are measured after one earlier prompt, the same question with its
+chunks in reverse order. Every answer is written at once, so that a killed run can continue.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ from ...methods.base import Method
 from ...methods.settings import describe
 from ...progress import progress_bar
 from ...prompt.segments import Chunk, Fresh, Segment
-from ...sampling import SamplingParams
 from ...selection.heads import load_named
 from ..variants import AGAIN
 from .answering import (
     FULL,
     NOT_THE_QUESTIONS,
-    LeftOut,
+    UnusableQuestion,
     answer_of,
     answering,
     followed,
@@ -44,10 +43,10 @@ from .answering import (
     reason_of,
 )
 from .journal import Journal, open_journal
-from .questions import AskedQuestion, ask
-from .records import Record, Skipped, first_few
+from .questions import QuestionPrompt, ask
+from .records import Record, SkippedRecord, first_few
 from .reference import Reference
-from .report import Comparison, ItemResult, Question, Run
+from .report import Comparison, ItemResult, Run
 from .scores import check_metric
 from .tables import number_text
 
@@ -197,11 +196,11 @@ class Lab:
             return
         try:
             yield from self._answers(engine, *self._asked(engine, record), runs)
-        except LeftOut as reason:
+        except UnusableQuestion as reason:
             self.skipped[record.id] = str(reason)
             logger.info("question %s is left out", record.id, exc_info=reason)
 
-    def _asked(self, engine: CacheClipEngine, record: Record) -> tuple[AskedQuestion, list[list[int]]]:
+    def _asked(self, engine: CacheClipEngine, record: Record) -> tuple[QuestionPrompt, list[list[int]]]:
         """The question, and its right answers in tokens."""
         try:
             asked = ask(engine, record, self.metrics, date=self.date)
@@ -209,10 +208,10 @@ class Lab:
         except NOT_THE_QUESTIONS:
             raise
         except Exception as error:  # records may hold anything
-            raise LeftOut(reason_of(error)) from error
+            raise UnusableQuestion(reason_of(error)) from error
 
     def _answers(
-        self, engine: CacheClipEngine, asked: AskedQuestion, gold_ids: list[list[int]], runs: Sequence[PlannedRun]
+        self, engine: CacheClipEngine, asked: QuestionPrompt, gold_ids: list[list[int]], runs: Sequence[PlannedRun]
     ) -> Iterator[ItemResult]:
         try:
             _clear_kept(engine)
@@ -277,27 +276,20 @@ class Lab:
             primary=self.config.primary,
             auxiliary=engine.config.auxiliary,
             runs=[planned.run for planned in self.runs],
-            questions=[
-                Question(record.id, record.question, list(record.answers), record.task)
-                for record in self.records
-                if record.id not in self.skipped
-            ],
+            questions=[record for record in self.records if record.id not in self.skipped],
             items=[item for (id_, label), item in journal.items.items() if label in labels and id_ not in self.skipped],
             settings=journal.settings,
             skipped=self._skipped(),
         )
 
-    def _skipped(self) -> list[Skipped]:
-        return [Skipped(f"question {id_}", reason) for id_, reason in self.skipped.items()]
+    def _skipped(self) -> list[SkippedRecord]:
+        return [SkippedRecord(f"question {id_}", reason) for id_, reason in self.skipped.items()]
 
 
 def _rehearse(engine: CacheClipEngine, name: str, method: Method, texts: Sequence[str]) -> None:
     try:
         engine.precompute(texts, method=method)
-        if method.composes:
-            engine.generate(_REHEARSAL, SamplingParams(max_tokens=1), method=method)
-        else:
-            engine.prefill(_REHEARSAL, method=method)
+        engine.prefill(_REHEARSAL, method=method)
     except PromptTooLongError:
         pass  # the questions may still fit
     except ConfigurationError as error:
@@ -312,10 +304,9 @@ def _rehearse(engine: CacheClipEngine, name: str, method: Method, texts: Sequenc
 def _clear_kept(engine: CacheClipEngine) -> None:
     """Clear KV of earlier prompts, which would make the next prompt faster or exact."""
     engine.prefixes.clear()
-    engine.captured.clear()
 
 
-def _answer_first(engine: CacheClipEngine, asked: AskedQuestion, method: Method) -> None:
+def _answer_first(engine: CacheClipEngine, asked: QuestionPrompt, method: Method) -> None:
     """Answer an earlier prompt with a method that learns: the question with its chunks in reverse order.
 
     If this is the same prompt, it is skipped, because nothing would be left to compute.
