@@ -69,12 +69,11 @@ class EngineConfig:
     heads: str | PathLike[str] = "auto"
     """Head set of the auxiliary model: a file, ``none`` or ``auto``. ``auto`` takes the head set that ``cacheclip
     calibrate`` or ``cacheclip finetune`` wrote for this pair of models, else the head set in the package."""
-    chunk_context: str = "auto"
-    """What chunks are precomputed after: ``prefix`` (the shared prefix), ``passages`` (the shared prefix and a few
-    neutral paragraphs), ``trained`` (the shared prefix and KV that ``cacheclip train-context`` learned for the primary)
-    or ``auto`` (``trained`` if the primary has a trained context, else ``passages``). After more than the prefix, a
-    chunk's KV is closer to its KV in the middle of a prompt, but a chunk right after the prefix is not exact. Some
-    methods set their own chunk context. Chunks stored with one context are not found with another."""
+    chunk_context: str = "passages"
+    """What chunks are precomputed after: ``prefix`` (the shared prefix) or ``passages`` (the shared prefix and a few
+    neutral paragraphs). After passages, a chunk's KV is closer to its KV in the middle of a prompt, but a chunk right
+    after the prefix is not exact. Some methods set their own chunk context. Chunks stored with one context are not
+    found with another."""
     system_prompt: str | None = None
     """System prompt of the shared prefix; None: the chat template's default."""
     dtype: str = "float32"

@@ -274,14 +274,7 @@ class CacheClipEngine:
         )
 
     def context_of(self, method: str | Method | None = None) -> ChunkContext:
-        """The chunk context of a method (default the engine's method): its own, else the engine's setting.
-
-        Loads the primary if its trained context is asked for (``auto``, ``trained``): it belongs to the weights. An
-        engine reads the trained context once.
-
-        Raises:
-            ModelError: ``chunk_context`` is ``trained``, and the primary has no trained context.
-        """
+        """The chunk context of a method (default the engine's method): its own, else the engine's setting."""
         return self.parts.context(context_of(self.config, method))
 
     def segment(

@@ -29,6 +29,8 @@ METHODS: dict[str, str] = {
 """Presets, by name."""
 
 SETTINGS: dict[str, str] = {
+    "chunk_context=auto": "chunk_context='auto' is gone: use chunk_context='passages'.",
+    "chunk_context=trained": "chunk_context='trained' is gone: use chunk_context='passages'.",
     "heads": "heads is gone: name the head set in the method, as in preset('cacheclip').with_settings(scorer={'heads': "
     "'my.safetensors'}), or let calibrate or finetune write it, which cacheclip finds by itself.",
     "auxiliary_codec": "auxiliary_codec is gone: the auxiliary's chunk caches follow codec.",
@@ -37,9 +39,14 @@ SETTINGS: dict[str, str] = {
     "fallback": "fallback is gone: a model whose KV cannot be reused is refused when it is loaded; run it with "
     "transformers itself.",
 }
-"""Settings of :class:`~cacheclip_rag.config.EngineConfig`, by name."""
+"""Settings of :class:`~cacheclip_rag.config.EngineConfig`, by name; values that are gone as ``name=value``."""
 
 OPTIONS: dict[str, str] = {
+    "train-context": "train-context is gone: use --chunk-context passages.",
+    "--upgrade": "--upgrade is gone: ingest the documents into another store.",
+    "--rank": "--rank is gone: finetune chooses heads and weights only.",
+    "--epochs": "--epochs is gone: finetune chooses heads and weights only.",
+    "--learning-rate": "--learning-rate is gone: finetune chooses heads and weights only.",
     "--heads": '--heads is gone: name the head set in a method of --variants (scorer = {heads = "my.safetensors"}), or '
     "let calibrate or finetune write it, which cacheclip finds by itself.",
     "--auxiliary-codec": "--auxiliary-codec is gone: the auxiliary's chunk caches follow --codec.",

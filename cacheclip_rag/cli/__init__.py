@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from . import ask, bench, certify, context, evaluate, explain, ingest, models, profile, serve, store, training
+from . import ask, bench, certify, evaluate, explain, ingest, models, profile, serve, store, training
 from .common import guarded
 
 __all__ = ["app", "main"]
@@ -53,7 +53,6 @@ app.command("explain-miss")(explain.explain_miss)
 app.command("finetune")(training.finetune)
 app.command("profile")(profile.profile)
 app.command("serve", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve.serve)
-app.command("train-context")(context.train_context)
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..checks import check_choice
-from ..chunks.context import CONTEXT_NAMES
+from ..chunks.context import CONTEXTS
 from ..config import FALLBACK_MODES
 from ..errors import CacheClipError, ConfigurationError, DocumentError, StoreError, UnknownModelError
 from ..runtime.base import DTYPES
@@ -130,9 +130,8 @@ ChunkContextOption = Annotated[
     str | None,
     typer.Option(
         "--chunk-context",
-        callback=_one_of("chunk_context", CONTEXT_NAMES),
-        help="What each chunk is precomputed after: 'prefix', 'passages', 'trained' or 'auto'. [default: auto: "
-        "'trained' if the primary has a trained context, else 'passages']",
+        callback=_one_of("chunk_context", tuple(CONTEXTS)),
+        help="What each chunk is precomputed after: 'prefix' or 'passages'. [default: passages]",
     ),
 ]
 RatioOption = Annotated[

@@ -1,8 +1,7 @@
-"""``cacheclip ingest PATH… --store DIR``, and ``cacheclip ingest --upgrade --store DIR``."""
+"""``cacheclip ingest PATH… --store DIR``."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
@@ -23,16 +22,12 @@ from .common import (
     PrimaryOption,
     StoreOption,
     VLLMOption,
-    existing_store,
     format_bytes,
     print_json,
-    stoppable,
     vllm_options,
 )
 
 if TYPE_CHECKING:
-    from ..engine import CacheClipEngine
-    from ..ingest.library import Library
     from ..ingest.plan import IngestPlan
 
 _SHOWN = 20
@@ -69,13 +64,6 @@ def ingest(
             "--dry-run", help="Print what would be done, and its cost (chunks, bytes, minutes); change nothing."
         ),
     ] = False,
-    upgrade: Annotated[
-        bool,
-        typer.Option(
-            "--upgrade",
-            help="Instead of documents: encode the stored passages again for the current (or another) --chunk-context.",
-        ),
-    ] = False,
     backend: BackendOption = "transformers",
     vllm: VLLMOption = None,
     as_json: JsonOption = False,
@@ -83,12 +71,11 @@ def ingest(
     """Precompute the chunk caches of documents and index them for retrieval. A second run processes only changes."""
     from ..config import EngineConfig
 
-    _check_paths(paths, upgrade)
+    if not paths:
+        raise ConfigurationError("expected documents or folders, got none. Name some.")
     options = vllm_options(vllm, backend)
     if codec is not None:
         EngineConfig(codec=codec)  # refused before torch is imported, which takes seconds
-    if upgrade:
-        existing_store(store)
 
     from ..engine import CacheClipEngine
     from ..ingest.embedding import Embedder
@@ -96,13 +83,12 @@ def ingest(
     from ..ingest.job import plan, undone_if_failed
     from ..ingest.library import Library
     from ..ingest.splitting import check_sizes
-    from ..ingest.upgrade import plan_upgrade
     from .settings import engine_config, merge_settings
 
     folder = Path(store).expanduser()
     if dry_run and not folder.is_dir():  # a dry run must not create the folder
         folder = Path(context.with_resource(TemporaryDirectory()))
-    library = Library.open(folder) if upgrade else Library(folder)
+    library = Library(folder)
     settings = merge_settings(
         library,
         primary=primary,
@@ -112,11 +98,9 @@ def ingest(
         namespace=namespace,
         chunk_tokens=chunk_tokens,
         overlap_tokens=overlap,
-        chunk_context=None if upgrade else chunk_context,
+        chunk_context=chunk_context,
         codec=codec,
     )
-    if upgrade and chunk_context is not None:
-        settings = replace(settings, chunk_context=chunk_context)
     check_sizes(settings.chunk_tokens, settings.overlap_tokens)
     config = engine_config(settings, str(folder), device=device, fallback=fallback)
     if backend == "vllm":
@@ -127,20 +111,13 @@ def ingest(
         engine = CacheClipEngine(config)
     limit = engine.store.store.limit if max_bytes is None else max_bytes or None
     if dry_run:
-        if upgrade:
-            found = plan_upgrade(library, engine, limit)
-        else:
-            found = plan(paths or (), library=library, engine=engine, settings=settings, max_bytes=limit)
-        _print_plan(found, as_json)
+        _print_plan(plan(paths, library=library, engine=engine, settings=settings, max_bytes=limit), as_json)
         return
     with undone_if_failed(library, engine):
         if max_bytes is not None:
             engine.store.store.set_limit(limit)
-        if upgrade:
-            _upgrade(library, engine, store, limit, as_json)
-            return
         report = run(
-            paths or (),
+            paths,
             library=library,
             engine=engine,
             embedder=Embedder(settings.embedding, device),
@@ -155,39 +132,7 @@ def ingest(
         )
         _print_problems(report.failed, report.skipped)
         _print_evicted(report.evicted, limit)
-    if report.chunks and any(known != engine.context_of() for known in library.contexts()):
-        typer.echo(
-            "Some passages are stored with another chunk context and are not found any more. Encode them again: "
-            f"cacheclip ingest --upgrade --store {store}",
-            err=True,
-        )
     if report.failed or report.evicted:
-        raise typer.Exit(1)
-
-
-def _check_paths(paths: list[str] | None, upgrade: bool) -> None:
-    if upgrade and paths:
-        raise ConfigurationError(
-            f"--upgrade encodes what is stored and reads no documents, got {', '.join(paths)}. Run one after the other."
-        )
-    if not upgrade and not paths:
-        raise ConfigurationError("expected documents or folders, got none. Name some, or use --upgrade.")
-
-
-def _upgrade(library: Library, engine: CacheClipEngine, store: str, limit: int | None, as_json: bool) -> None:
-    from ..ingest.upgrade import upgrade as run
-
-    with stoppable(library.folder):
-        report = run(library, engine)
-    if as_json:
-        print_json({"store": store, **report.to_dict()})
-    else:
-        typer.echo(
-            f"{report.documents} documents, {report.chunks} chunks: {report.computed} computed; {report.removed} "
-            "entries of earlier chunk contexts removed"
-        )
-        _print_evicted(report.evicted, limit)
-    if report.evicted:
         raise typer.Exit(1)
 
 

@@ -14,13 +14,12 @@ import logging
 import os
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..chunks.context import CONTEXTS, ChunkContext
 from ..errors import ConfigurationError, MissingExtraError, StoreError
 from ..models.packaged.catalogue import packaged_name
 from ..store.database import Database, may_be_whole
@@ -164,7 +163,10 @@ class Library:
                 f"the settings in {self.folder / FILE_NAME} are damaged. Run: cacheclip store repair --store "
                 f"{self.folder}, then ingest the documents again."
             )
-        return LibrarySettings(**json.loads(value))
+        fields = json.loads(value)
+        if fields["chunk_context"] == "auto":  # the default of earlier versions
+            fields["chunk_context"] = "passages"
+        return LibrarySettings(**fields)
 
     def check_settings(self, settings: LibrarySettings) -> None:
         """Raise ConfigurationError, naming each difference, if the library was made with other settings."""
@@ -188,38 +190,6 @@ class Library:
             (value, _digest_of_settings(value)),
         )
         self.check_settings(settings)
-
-    def change_chunk_context(self, name: str) -> None:
-        """Record another chunk context in the settings. The caller encodes the passages again."""
-        settings = self.settings
-        if settings is None or settings.chunk_context == name:
-            return
-        value = json.dumps(asdict(replace(settings, chunk_context=name)))
-        sql = "INSERT OR REPLACE INTO meta SELECT 'settings', ? UNION ALL SELECT 'settings_digest', ?"
-        self._database.execute(sql, (value, _digest_of_settings(value)))
-
-    def contexts(self) -> list[ChunkContext]:
-        """Chunk contexts after which passages of this library were encoded, as far as they are known. Their entries
-        may have been evicted since."""
-        rows = self._database.query("SELECT value FROM meta WHERE name = 'contexts'")
-        if rows:
-            try:
-                return [ChunkContext(**fields) for fields in json.loads(rows[0][0])]
-            except (TypeError, ValueError):  # damaged: what is not known stays in the store until it is evicted
-                return []
-        settings = self.settings  # an earlier version did not record them
-        return [CONTEXTS[settings.chunk_context]] if settings and settings.chunk_context in CONTEXTS else []
-
-    def set_contexts(self, contexts: Iterable[ChunkContext]) -> None:
-        """Record the chunk contexts after which passages are encoded."""
-        value = json.dumps([asdict(context) for context in contexts])
-        self._database.execute("INSERT OR REPLACE INTO meta VALUES ('contexts', ?)", (value,))
-
-    def add_context(self, context: ChunkContext) -> None:
-        """Record that passages are encoded after ``context`` too."""
-        known = self.contexts()
-        if context not in known or not self._database.query("SELECT 1 FROM meta WHERE name = 'contexts'"):
-            self.set_contexts(dict.fromkeys([*known, context]))
 
     # -- documents ----------------------------------------------------------------------------------------------
 

@@ -243,8 +243,6 @@ class Lab:
         config, auxiliary = engine.config, engine.auxiliary
         heads = engine.head_set if auxiliary else None
         named = engine.parts.named_heads({name for planned in self.runs for name in planned.method.head_sets})
-        contexts = [engine.parts.context(own) for own in (None, *(planned.method.context for planned in self.runs))]
-        used = {context_name(context): context for context in contexts if context.trained}
         return {
             "dataset": self.name,
             "primary": config.primary,
@@ -268,7 +266,7 @@ class Lab:
             "metrics": list(self.metrics),
             "cacheclip_rag": __version__,
             "torch": torch.__version__,
-            "chunk_contexts_sha256": {name: context.sha256 for name, context in {**CONTEXTS, **used}.items()},
+            "chunk_contexts_sha256": {name: context.sha256 for name, context in CONTEXTS.items()},
         }
 
     def _comparison(self, engine: CacheClipEngine, journal: Journal) -> Comparison:

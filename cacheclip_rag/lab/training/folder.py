@@ -79,7 +79,7 @@ def engine_inputs(engine: CacheClipEngine) -> dict[str, Any]:
         "auxiliary_tokenizer_sha256": auxiliary.runtime.tokenizer_sha256,
         "prefix_ids": list(auxiliary.prefix_ids),
         "system_prompt": config.system_prompt,
-        "chunk_context": context.trained or context_name(context),
+        "chunk_context": context_name(context),
         "codecs": [config.codec, config.auxiliary_codec],
         "device": [config.device, config.auxiliary_device],
         "cacheclip_rag": __version__,
