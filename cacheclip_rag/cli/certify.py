@@ -8,72 +8,33 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..methods import DEFAULT_METHOD
-from .common import (
-    AuxiliaryDeviceOption,
-    AuxiliaryOption,
-    BackendOption,
-    ChunkContextOption,
-    DeviceOption,
-    DtypeOption,
-    HeadsOption,
-    JsonOption,
-    PrimaryOption,
-    RatioOption,
-    VariantsOption,
-    VLLMOption,
-    output,
-    print_json,
-    vllm_options,
-)
+from .common import BackendOption, JsonOption, VariantsOption, output, print_json
+from .options import CommandSettings, engine_options
 
 if TYPE_CHECKING:
     from ..guards.certificate import Certificate
 
 
+@engine_options("primary", "auxiliary", "method", "recompute_ratio", "dtype", "device")
 def certify(
-    primary: PrimaryOption = None,
-    auxiliary: AuxiliaryOption = None,
-    heads: HeadsOption = "auto",
-    method: Annotated[str, typer.Option(help="Preset or variant to certify.")] = DEFAULT_METHOD,
+    settings: CommandSettings,
     variants: VariantsOption = None,
-    ratio: RatioOption = None,
     quick: Annotated[bool, typer.Option("--quick", help="4 prompts instead of 20: a first look.")] = False,
-    dtype: DtypeOption = None,
-    device: DeviceOption = "cpu",
-    auxiliary_device: AuxiliaryDeviceOption = None,
-    chunk_context: ChunkContextOption = None,
-    codec: Annotated[str | None, typer.Option(help="Codec of the primary's chunk caches.")] = None,
-    auxiliary_codec: Annotated[str, typer.Option(help="Codec of the auxiliary's chunk caches.")] = "bfloat16",
     backend: BackendOption = "transformers",
-    vllm: VLLMOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Check that reuse is exact on these models, measure how close answers are to full prefill, save a certificate.
 
     Exit code 1 if the verdict is "not faithful".
     """
-    options = vllm_options(vllm, backend)
-
     from ..lab.variants import method_named, read_variants
-    from .settings import config_of_models
 
-    config = config_of_models(
-        primary,
-        auxiliary,
-        dtype,
-        chunk_context,
-        heads=heads,
-        method=method_named(method, read_variants(variants)),
-        recompute_ratio=ratio,
-        device=device,
-        auxiliary_device=auxiliary_device,
-        codec=codec,
-        auxiliary_codec=auxiliary_codec,
-    )
+    method = method_named(settings.engine.get("method", DEFAULT_METHOD), read_variants(variants))
+    config = settings.config(method=method)
     if backend == "vllm":
         from ..lab.evaluation.served import certify_vllm
 
-        certificate = certify_vllm(config, quick=quick, vllm=options)
+        certificate = certify_vllm(config, quick=quick, vllm=dict(settings.vllm))
     else:
         from ..lab.evaluation.certify import certify as run
 

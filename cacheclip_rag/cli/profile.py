@@ -3,68 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated
 
-import typer
-
-from ..methods import DEFAULT_METHOD
-from .common import (
-    AuxiliaryDeviceOption,
-    AuxiliaryOption,
-    ChunkContextOption,
-    DeviceOption,
-    DtypeOption,
-    HeadsOption,
-    JsonOption,
-    PrimaryOption,
-    VariantsOption,
-    output,
-    print_json,
-)
+from .common import JsonOption, output, print_json
+from .options import CommandSettings, engine_options
 
 _SHOWN = ((1024, 10), (4096, 32), (16384, 128))
 """Tokens and chunks of the prompts of the table."""
 
 
-def profile(
-    primary: PrimaryOption = None,
-    auxiliary: AuxiliaryOption = None,
-    heads: HeadsOption = "auto",
-    method: Annotated[str, typer.Option(help="Preset or variant whose ratio is to be chosen.")] = DEFAULT_METHOD,
-    variants: VariantsOption = None,
-    dtype: DtypeOption = None,
-    device: DeviceOption = "cpu",
-    auxiliary_device: AuxiliaryDeviceOption = None,
-    chunk_context: ChunkContextOption = None,
-    codec: Annotated[str | None, typer.Option(help="Codec of the primary's chunk caches.")] = None,
-    store: Annotated[
-        str | None, typer.Option(help="Store whose reading speed is measured too. It is left as it was.")
-    ] = None,
-    auxiliary_codec: Annotated[str, typer.Option(help="Codec of the auxiliary's chunk caches.")] = "bfloat16",
-    as_json: JsonOption = False,
-) -> None:
+@engine_options("primary", "auxiliary", "method", "dtype", "device")
+def profile(settings: CommandSettings, as_json: JsonOption = False) -> None:
     """Measure prefills of growing prompts on this machine, and save the profile by which recompute ratios are chosen.
 
-    Run it while nothing else keeps the machine busy, with the settings of the engine that will use it.
+    Run it while nothing else keeps the machine busy, with the settings of the engine that will use it. The speed of
+    reading from a store is measured too; the store is left as it was.
     """
     from ..engine import CacheClipEngine
-    from ..lab.variants import method_named, read_variants
     from ..plan.controller import Work
-    from .settings import config_of_models
 
-    config = config_of_models(
-        primary,
-        auxiliary,
-        dtype,
-        chunk_context,
-        heads=heads,
-        method=method_named(method, read_variants(variants)),
-        device=device,
-        auxiliary_device=auxiliary_device,
-        codec=codec,
-        store=store,
-        auxiliary_codec=auxiliary_codec,
-    )
+    config = settings.config()
     engine = CacheClipEngine(config)
     found = engine.profile_machine()
     rows = []
