@@ -1,26 +1,50 @@
-"""Names of earlier versions that are gone, each with what to use instead. Kept for one version."""
+"""Names of earlier versions that are gone, each with what to use instead. They are refused for one version with their
+sentence; after it, as any unknown name."""
 
 from __future__ import annotations
 
-__all__ = ["METHODS", "OPTIONS", "SETTINGS"]
+from collections.abc import Iterable, Mapping
+
+from .errors import ConfigurationError
+
+__all__ = ["METHODS", "OPTIONS", "SETTINGS", "refuse_removed"]
 
 METHODS: dict[str, str] = {}
-"""Methods by name."""
+"""Presets, by name."""
 
-SETTINGS: dict[str, str] = {}
-"""Settings of the engine by name."""
+SETTINGS: dict[str, str] = {
+    "heads": "heads is gone: name the head set in the method, as in preset('cacheclip').with_settings(scorer={'heads': "
+    "'my.safetensors'}), or let calibrate or finetune write it, which cacheclip finds by itself.",
+    "auxiliary_codec": "auxiliary_codec is gone: the auxiliary's chunk caches follow codec.",
+    "shadow_mode": "shadow_mode is gone: answers are always compared in the background; wait for the comparisons with "
+    "engine.wait_for_observers().",
+    "fallback": "fallback is gone: a model whose KV cannot be reused is refused when it is loaded; run it with "
+    "transformers itself.",
+}
+"""Settings of :class:`~cacheclip_rag.config.EngineConfig`, by name."""
 
 OPTIONS: dict[str, str] = {
-    "--embedding": "--embedding is gone: the store knows the model that ingest embedded its passages with. Leave it out.",
-    "--explain": "--explain is gone: --json has the seconds of every phase.",
-    "--heads": '--heads is gone: write a method with scorer = {heads = "./FILE"} in the file of --variants.',
+    "--heads": '--heads is gone: name the head set in a method of --variants (scorer = {heads = "my.safetensors"}), or '
+    "let calibrate or finetune write it, which cacheclip finds by itself.",
+    "--auxiliary-codec": "--auxiliary-codec is gone: the auxiliary's chunk caches follow codec (--settings).",
+    "--fallback": "--fallback is gone: a model whose KV cannot be reused is refused when it is loaded.",
+    "--embedding": "--embedding is gone: the store knows what its passages were embedded with. Leave it out.",
+    "--explain": "--explain is gone: bench --json has the seconds of every phase.",
     "--max-ttft": "--max-ttft is gone: write max_ttft_s = SECONDS in the file of --settings.",
     "--overlap": "--overlap is gone: write overlap_tokens = TOKENS under [ingest] in the file of --settings.",
     "--overwrite": "--overwrite is gone: name another folder, or delete the old report.",
     "--ratio": "--ratio is gone here: write recompute_ratio = RATIO in the file of --settings.",
     "--timeout": "--timeout is gone: write timeout_s = SECONDS under [serve] in the file of --settings.",
     "--upgrade": "--upgrade is gone: ingest the documents into a new store, with another chunk_context.",
-    "--variants": "--variants is gone here: bench, eval and certify take it.",
+    "--variants": "--variants is gone here: bench, certify and eval take it.",
     "--vllm": "--vllm is gone: write NAME = VALUE under [vllm] in the file of --settings.",
 }
-"""Options of commands that lost them. What became a setting of a file under its own name needs no entry."""
+"""Options and commands of the command line, options with their dashes. An option that
+became a setting of the same name in the file of ``--settings`` needs no entry."""
+
+
+def refuse_removed(given: Iterable[str], table: Mapping[str, str]) -> None:
+    """Raise ConfigurationError with the sentence of each ``given`` name that is in ``table``."""
+    found = [table[name] for name in given if name in table]
+    if found:
+        raise ConfigurationError(" ".join(found))

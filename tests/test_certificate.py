@@ -314,7 +314,7 @@ class TestEngine:
         information = [record.getMessage() for record in said if record.levelno == logging.INFO]
         assert "has not been certified" in information[0]
         command = f"cacheclip certify --primary {tiny_models['llama']} --auxiliary {tiny_models['auxiliary']}"
-        options = "--method cacheclip --ratio 0.2 --chunk-context prefix --dtype float32 --device cpu"
+        options = '--method cacheclip --ratio 0.2 --dtype float32 --device cpu --settings FILE (FILE: chunk_context = "prefix")'
         assert information[0].endswith(f"{command} {options}")
 
     def test_with_it_is_silent(

@@ -101,7 +101,7 @@ def evaluate(
     comparison = replace(comparison, skipped=[*asked.skipped, *comparison.skipped])
     summary = summarise(comparison, against=against)
     if out is not None:
-        write_report(comparison, out, summary=summary)
+        write_report(comparison, out, overwrite=True, summary=summary)
     _tell_skipped(summary)
     if as_json:
         print_json(summary)
