@@ -9,7 +9,6 @@ import typer
 from ..methods import DEFAULT_METHOD
 from .common import JsonOption, VariantsOption, output, print_json
 from .options import CommandSettings, engine_options
-from .tables import BenchTable
 
 
 @engine_options("primary", "auxiliary", "recompute_ratio", "dtype", "device")
@@ -22,6 +21,9 @@ def bench(
     ),
     variants: VariantsOption = None,
     runs: Annotated[int, typer.Option(help="Interleaved repeats.")] = 3,
+    keep_page_cache: Annotated[
+        bool, typer.Option("--keep-page-cache", help="Do not drop chunk caches from memory before a run.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Measure methods on a prompt of generated text; the content of the text does not affect the speed.
@@ -40,7 +42,7 @@ def bench(
         context_tokens=context_tokens,
         chunk_tokens=chunk_tokens,
         runs=runs,
-        keep_page_cache=settings.table(BenchTable).keep_page_cache,
+        keep_page_cache=keep_page_cache,
     )
     if as_json:
         print_json(result)

@@ -29,7 +29,15 @@ from .tables import TABLES, Table
 if TYPE_CHECKING:
     from ..ingest.library import Library
 
-__all__ = ["Command", "CommandSettings", "checked_model", "engine_options", "existing_store", "no_store"]
+__all__ = [
+    "Command",
+    "CommandSettings",
+    "checked_model",
+    "engine_options",
+    "existing_store",
+    "no_store",
+    "read_settings",
+]
 
 _SPELLED = {"recompute_ratio": "--ratio"}
 """Options whose name is not the setting's."""
@@ -110,7 +118,7 @@ def engine_options(*names: str) -> Callable[[_Run], _Run]:
         @wraps(command)
         def run(**given: Any) -> None:
             typed = {name: value for name in names if (value := given.pop(name)) is not None}
-            found = _settings(given.pop("settings"), typed, may_name_variant=given.get("variants") is not None)
+            found = read_settings(given.pop("settings"), typed, may_name_variant=given.get("variants") is not None)
             command(settings=found, **given)
 
         parameters = [
@@ -173,7 +181,12 @@ def _meanings() -> dict[str, str]:
     return found
 
 
-def _settings(file: Path | None, typed: Mapping[str, Any], *, may_name_variant: bool) -> CommandSettings:
+def read_settings(file: Path | None, typed: Mapping[str, Any], *, may_name_variant: bool = False) -> CommandSettings:
+    """The settings of a file, overridden by those that were typed.
+
+    Raises:
+        ConfigurationError: the file cannot be read, a name is unknown, or a value is wrong.
+    """
     read = {} if file is None else _read(file)
     tables = {name: value for name, value in read.items() if isinstance(value, dict)}
     engine = by_real_names({name: value for name, value in read.items() if name not in tables}, _FIELDS)

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from ..checks import check_flag, check_number, check_whole_number
+from ..checks import check_number, check_whole_number
 from ..errors import ConfigurationError
 
-__all__ = ["TABLES", "BenchTable", "CalibrateTable", "EvalTable", "FinetuneTable", "IngestTable", "ServeTable", "Table"]
+__all__ = ["TABLES", "CalibrateTable", "EvalTable", "FinetuneTable", "IngestTable", "ServeTable", "Table"]
 
 
 class Table:
@@ -33,8 +33,6 @@ class Table:
                 check_whole_number(field.name, value)
             elif kind == "float":
                 check_number(field.name, value, "a number, 0 or more", most=float("inf"))
-            elif kind == "bool":
-                check_flag(field.name, value)
             elif not isinstance(value, str) or not value:
                 raise ConfigurationError(f"{field.name} must be a non-empty string, got {value!r}.")
 
@@ -73,14 +71,6 @@ class ServeTable(Table):
         for name in ("max_tokens", "max_running", "max_body_bytes"):
             if getattr(self, name) is not None:
                 check_whole_number(name, getattr(self, name), least=1)
-
-
-@dataclass(frozen=True, slots=True)
-class BenchTable(Table):
-    """``[bench]``"""
-
-    keep_page_cache: bool = False
-    """True: do not drop chunk caches from memory before a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +132,6 @@ class FinetuneTable(Table):
 TABLES: dict[str, type[Table]] = {
     "ingest": IngestTable,
     "serve": ServeTable,
-    "bench": BenchTable,
     "eval": EvalTable,
     "calibrate": CalibrateTable,
     "finetune": FinetuneTable,

@@ -444,7 +444,6 @@ class TestSettingsFile:
             ("[serve]\nmax_queue = 1.5", "max_queue must be a whole number"),
             ("[serve]\ntemperature = 3", "temperature must be a number from 0 to 2"),
             ("[serve]\nserved_name = 7", "served_name must be a non-empty string"),
-            ("[bench]\nkeep_page_cache = 1", "keep_page_cache must be True or False"),
             ("[calibrate]\nsamples = -1", "samples must be a whole number, 0 or more"),
             ("primary =", "cannot read the settings file"),
         ],
@@ -481,7 +480,7 @@ def test_options_do_not_become_more() -> None:
     """Options of all commands together, ``--help`` not counted. Lower the number when one goes; see the settings file
     before adding one."""
     options = [each for command in commands() for each in command.params if each.param_type_name == "option"]
-    assert len(options) <= 126
+    assert len(options) <= 127
     assert all("as_json" in [each.name for each in command.params] for command in commands())
 
 
