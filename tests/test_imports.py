@@ -20,7 +20,7 @@ ROOT = Path(cacheclip_rag.__file__).parent
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     # the package itself (its version), and leaves
-    ("", "errors", "checks", "machine", "paths", "progress", "types", "clock", "sampling", "tensor_files"),
+    ("", "errors", "checks", "machine", "paths", "progress", "types", "clock", "removed", "sampling", "tensor_files"),
     ("fusion_plan", "handoff"),
     ("store",),
     # the protocol of a running model; attention, caches and rotary embedding of transformers models

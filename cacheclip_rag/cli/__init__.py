@@ -15,7 +15,7 @@ import typer
 from .. import __version__
 from . import ask, bench, certify, evaluate, explain, ingest, models, profile, serve, store, training
 from .common import guarded
-from .options import Command
+from .options import SettingsCommand
 
 __all__ = ["app", "main"]
 
@@ -57,8 +57,8 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "profile": profile.profile,
 }
 for _name, _command in _COMMANDS.items():
-    app.command(_name, cls=Command)(_command)
-app.command("serve", cls=Command, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
+    app.command(_name, cls=SettingsCommand)(_command)
+app.command("serve", cls=SettingsCommand, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
     serve.serve
 )
 

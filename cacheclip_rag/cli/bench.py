@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from ..methods import DEFAULT_METHOD
-from .common import JsonOption, VariantsOption, output, print_json
+from .common import JsonOption, VariantsOption, print_json, print_tables
 from .options import CommandSettings, engine_options
 
 
@@ -51,23 +51,19 @@ def bench(
 
 
 def _print_table(result: dict[str, Any]) -> None:
-    from rich.table import Table
-
-    table = Table(
-        title=f"{result['primary']} + {result['auxiliary']}, {result['chunks']} chunks, {result['runs']} runs (medians)"
-    )
     ratios = ("nominal", "effective", "charged")
-    for column in ("method", "TTFT s", "min", "max", "vs full", *ratios, "reused", "recomputed", "peak RSS"):
-        table.add_column(column, justify="left" if column == "method" else "right")
-    for name, row in result["methods"].items():
-        ttft, speedup = row["ttft_s"], row["speedup_vs_full"]
-        table.add_row(
+    titles = ("method", "TTFT s", "min", "max", "vs full", *ratios, "reused", "recomputed", "peak RSS")
+    rows = [
+        (
             name,
-            *(f"{ttft[key]:.2f}" for key in ("median", "min", "max")),
-            "" if speedup is None else f"{speedup:.2f}x",
+            *(f"{row['ttft_s'][key]:.2f}" for key in ("median", "min", "max")),
+            "" if row["speedup_vs_full"] is None else f"{row['speedup_vs_full']:.2f}x",
             *(f"{row[f'{ratio}_ratio']:.3f}" for ratio in ratios),
             str(row["reused_tokens"]),
             str(row["recomputed_tokens"]),
             f"{row['peak_rss_bytes'] / 1e9:.2f} GB",
         )
-    output().print(table)
+        for name, row in result["methods"].items()
+    ]
+    models = f"{result['primary']} + {result['auxiliary']}"
+    print_tables({f"{models}, {result['chunks']} chunks, {result['runs']} runs (medians)": (titles, rows)})

@@ -1,4 +1,4 @@
-"""Shared parts of the commands: options, output, errors."""
+"""Shared parts of the commands: options, printing, errors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -17,20 +17,18 @@ from ..checks import check_choice
 from ..errors import CacheClipError, ConfigurationError, DocumentError, UnknownModelError
 from .options import existing_store
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
 __all__ = [
     "BackendOption",
     "ExistingStoreOption",
     "JsonOption",
     "NamespaceOption",
+    "Rows",
     "VariantsOption",
     "check_folder",
     "format_bytes",
     "guarded",
-    "output",
     "print_json",
+    "print_names",
     "print_tables",
     "stoppable",
 ]
@@ -41,6 +39,8 @@ def _checked_backend(name: str) -> str:
     return name
 
 
+Rows = tuple[Sequence[str], Sequence[Sequence[str]]]
+"""A table: the titles of its columns, and its rows."""
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")]
 ExistingStoreOption = Annotated[
     str, typer.Option("--store", callback=existing_store, help="Folder of chunk caches and documents.")
@@ -62,24 +62,19 @@ NamespaceOption = Annotated[str | None, typer.Option("--namespace", help="Tenant
 _USAGE_ERRORS = (ConfigurationError, UnknownModelError, DocumentError)
 
 
-def output() -> Console:
-    """Console for tables. It is wide if stdout is not a terminal, so that no figure is cut off in a file."""
-    from rich.console import Console
-
-    return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 200)
-
-
 def print_json(value: dict[str, Any]) -> None:
     """Print one JSON object on one line. Infinity and NaN become null, halves of surrogate pairs question marks."""
     text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
     sys.stdout.write(text.encode("utf-8", "replace").decode("utf-8") + "\n")
 
 
-def print_tables(tables: Mapping[str, tuple[Sequence[str], Sequence[Sequence[str]]]], *lines: str) -> None:
-    """Print tables by title, each the titles of its columns and its rows, then lines of text."""
+def print_tables(tables: Mapping[str, Rows], *lines: str) -> None:
+    """Print tables by title, then lines of text."""
+    from rich.console import Console
     from rich.table import Table
 
-    out = output()
+    # wide if stdout is not a terminal, so that no figure is cut off in a file
+    out = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 200)
     for title, (titles, rows) in tables.items():
         printed = Table(title=title)
         for number, each in enumerate(titles):
@@ -98,6 +93,14 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def print_names(title: str, names: Sequence[object], *, err: bool = False) -> None:
+    """Print a line for each name, up to 20."""
+    for name in names[:20]:
+        typer.echo(f"{title}: {name}", err=err)
+    if len(names) > 20:
+        typer.echo(f"{title}: and {len(names) - 20} more (all of them: --json)", err=err)
 
 
 def format_bytes(count: float) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .common import BackendOption, JsonOption, format_bytes, print_json
+from .common import BackendOption, JsonOption, format_bytes, print_json, print_names
 from .options import CommandSettings, checked_model, engine_options
 from .tables import IngestTable
 
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from ..engine import CacheClipEngine
     from ..ingest.job import IngestReport
     from ..ingest.plan import IngestPlan
-
-_SHOWN = 20
-"""Most failed or skipped paths in output for people."""
 
 
 @engine_options("store", "primary", "auxiliary", "dtype", "device", "namespace")
@@ -144,7 +141,4 @@ def _print_plan(found: IngestPlan, as_json: bool) -> None:
 
 def _print_problems(failed: list[dict[str, str]], skipped: list[dict[str, str]]) -> None:
     for kind, problems in (("failed", failed), ("skipped", skipped)):
-        for problem in problems[:_SHOWN]:
-            typer.echo(f"{kind}: {problem['error']}", err=True)
-        if len(problems) > _SHOWN:
-            typer.echo(f"{kind}: and {len(problems) - _SHOWN} more (all of them: --json)", err=True)
+        print_names(kind, [problem["error"] for problem in problems], err=True)

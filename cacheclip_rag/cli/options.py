@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ..ingest.library import Library
 
 __all__ = [
-    "Command",
+    "SettingsCommand",
     "CommandSettings",
     "checked_model",
     "engine_options",
@@ -132,7 +132,7 @@ def engine_options(*names: str) -> Callable[[_Run], _Run]:
     return declare
 
 
-class Command(TyperCommand):
+class SettingsCommand(TyperCommand):
     """A command. An option that became a setting of the file is refused with the line to write there."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

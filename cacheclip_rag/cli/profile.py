@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from .common import JsonOption, output, print_json
+from .common import JsonOption, print_json, print_tables
 from .options import CommandSettings, engine_options
 
 _SHOWN = ((1024, 10), (4096, 32), (16384, 128))
@@ -24,22 +24,17 @@ def profile(settings: CommandSettings, as_json: JsonOption = False) -> None:
     config = settings.config()
     engine = CacheClipEngine(config)
     found = engine.profile_machine()
-    rows = []
-    for tokens, chunks in _SHOWN:
-        work = Work(tokens, stale=round(0.98 * tokens), chunks=chunks)
-        rows.append((tokens, chunks, found.plain_s(work), *(sum(found.fused_s(work, r)) for r in (0.1, 0.2, 0.4))))
     if as_json:
         print_json({**asdict(found), "path": str(found.path)})
         return
-    from rich.table import Table
-
-    table = Table(title=f"Predicted seconds to the first token, {config.primary} on {found.identity['processors'][0]}")
-    for column in ("prompt tokens", "chunks", "plain prefill", "ratio 0.1", "ratio 0.2", "ratio 0.4"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        table.add_row(f"{row[0]:,}", str(row[1]), *(f"{seconds:.2f}" for seconds in row[2:]))
-    output().print(table)
-    for medium, line in found.media.items():
-        if line.second:
-            output().print(f"Reading from {medium}: {1e-6 / line.second:,.0f} MB/s.")
-    output().print(f"Saved as {found.path}.")
+    rows = []
+    for tokens, chunks in _SHOWN:
+        work = Work(tokens, stale=round(0.98 * tokens), chunks=chunks)
+        seconds = (found.plain_s(work), *(sum(found.fused_s(work, ratio)) for ratio in (0.1, 0.2, 0.4)))
+        rows.append((f"{tokens:,}", str(chunks), *(f"{each:.2f}" for each in seconds)))
+    title = f"Predicted seconds to the first token, {config.primary} on {found.identity['processors'][0]}"
+    titles = ("prompt tokens", "chunks", "plain prefill", "ratio 0.1", "ratio 0.2", "ratio 0.4")
+    reading = [
+        f"Reading from {medium}: {1e-6 / line.second:,.0f} MB/s." for medium, line in found.media.items() if line.second
+    ]
+    print_tables({title: (titles, rows)}, *reading, f"Saved as {found.path}.")

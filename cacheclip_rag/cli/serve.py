@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -92,7 +92,8 @@ def _serve(settings: CommandSettings, door: Door, as_json: bool) -> None:
     """Serve with an engine in this process, until a signal comes."""
     from ..serving.access import Access, read_tenants
 
-    config, table = _config(settings), settings.table(ServeTable)
+    table = settings.table(ServeTable)
+    config = replace(_config(settings), hide_hits=table.hide_hits)
     access = Access(config.namespace, door.api_key, read_tenants(door.tenants) if door.tenants else {})
 
     from ..serving.app import Limits

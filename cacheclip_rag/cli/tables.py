@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from ..checks import check_number, check_whole_number
+from ..checks import check_flag, check_number, check_whole_number
 from ..errors import ConfigurationError
 
 __all__ = ["TABLES", "CalibrateTable", "EvalTable", "FinetuneTable", "IngestTable", "ServeTable", "Table"]
@@ -33,6 +33,8 @@ class Table:
                 check_whole_number(field.name, value)
             elif kind == "float":
                 check_number(field.name, value, "a number, 0 or more", most=float("inf"))
+            elif kind == "bool":
+                check_flag(field.name, value)
             elif not isinstance(value, str) or not value:
                 raise ConfigurationError(f"{field.name} must be a non-empty string, got {value!r}.")
 
@@ -63,6 +65,8 @@ class ServeTable(Table):
     """Most seconds of a request, waiting included."""
     max_body_bytes: int = 2**23
     """Largest body of a request."""
+    hide_hits: bool = False
+    """True: responses do not tell which chunks were stored. Not for ``--backend vllm``."""
 
     def __post_init__(self) -> None:
         Table.__post_init__(self)

@@ -216,7 +216,7 @@ def test_what_it_refuses(started: dict[str, Any], models: list[str], given: list
         ("finish = 'verify'", "finish has no effect"),
         ("max_ttft_s = 1", "max_ttft_s has no effect"),
         ("min_confidence = 0.1", "min_confidence has no effect"),
-        ("hide_hits = true", "hide_hits has no effect"),
+        ("[serve]\nhide_hits = true", "hide_hits has no effect"),
         ("recompute_ratio = 'auto'", "recompute_ratio as a number"),
         ("[serve]\nmax_running = 8", "--max-num-seqs"),
         ("[serve]\nmax_queue = 8", "max_queue has no effect"),
