@@ -285,21 +285,14 @@ class TestBadRecords:
 
 
 class TestMethodsThatFail:
-    @pytest.mark.parametrize(
-        ("method", "reason"),
-        [
-            (variant("x", "cacheblend", check_layer=9), "no layer follows check_layer=9"),
-            (variant("x", "query_attention", scorer={"layers": "20"}), "layers must be all, last"),
-            (variant("x", "anchored", scorer={"first": {"layers": "20"}}), "layers must be all, last"),
-        ],
-    )
-    def test_one_that_does_not_fit_is_told_before_the_first_question(
-        self, config: EngineConfig, tmp_path: Path, method: dict[str, Method], reason: str
+    def test_one_that_does_not_fit_stops_the_run_at_its_first_question(
+        self, config: EngineConfig, tmp_path: Path
     ) -> None:
         folder = tmp_path / "run"
-        with pytest.raises(ConfigurationError, match=f"method 'x' cannot run here: .*{reason}.*leave it out"):
-            lab(config, folder, methods=["direct", "x"], variants=method).run()
-        assert (folder / "items.jsonl").read_text() == ""
+        bad = variant("x", "cacheblend", check_layer=9)
+        with pytest.raises(ConfigurationError, match="method 'x@0.2' at question 'q0' failed: .*no layer follows"):
+            lab(config, folder, methods=["direct", "x"], variants=bad).run()
+        assert len((folder / "items.jsonl").read_text().splitlines()) == 2, "of the methods before it"
         assert len(lab(config, folder, RECORDS[:1], ["direct"]).run().items) == 2
 
     @pytest.mark.parametrize("error", [ConfigurationError("it does not fit."), RuntimeError("a bug")])
