@@ -35,7 +35,7 @@ OutOption = Annotated[
     Path | None, typer.Option(help="File of the head set. [default: where engines with these models look]")
 ]
 OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace an existing head set.")]
-SeedOption = Annotated[int, typer.Option(help="Seed of the synthetic questions and of training.")]
+SeedOption = Annotated[int, typer.Option(help="Seed of the synthetic questions.")]
 WorkOption = Annotated[Path | None, typer.Option(help="Folder from which an interrupted run continues.")]
 SamplesOption = Annotated[int, typer.Option("--samples", help="Synthetic questions for training.")]
 PromptsOption = Annotated[int, typer.Option("--prompts", help="Test questions that the primary answers.")]
@@ -88,19 +88,13 @@ def finetune(
     auxiliary: AuxiliaryOption = None,
     data: DataOption = None,
     data_limit: DataLimitOption = 40,
-    heads: Annotated[
-        Path | None, typer.Option(help="Head set to start from. [default: the heads nearest to the training targets]")
-    ] = None,
     samples: SamplesOption = 96,
     targets: Annotated[int, typer.Option(help="Training questions for which the primary computes targets.")] = 36,
     tests: Annotated[int, typer.Option(help="Synthetic test questions.")] = 36,
     prompts: PromptsOption = 12,
-    epochs: Annotated[int, typer.Option(help="Most epochs.")] = 60,
-    rank: Annotated[int, typer.Option(help="Rank of the updates.")] = 8,
-    learning_rate: Annotated[float, typer.Option(help="Learning rate of AdamW, above 0.")] = 1e-3,
     seed: SeedOption = 0,
     out: OutOption = None,
-    report: Annotated[Path | None, typer.Option(help="Folder for report.md and report.html.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Folder for report.md.")] = None,
     work: WorkOption = None,
     overwrite: OverwriteOption = False,
     dtype: DtypeOption = None,
@@ -108,9 +102,9 @@ def finetune(
     auxiliary_device: AuxiliaryDeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Train the auxiliary model to find tokens that the primary attends to and that are stale. An interrupted run
-    continues where it stopped."""
-    from ..lab.training.calibrate import SINKS, open_engine
+    """Fit the heads of the auxiliary model to the tokens that the primary attends to and that are stale. An interrupted
+    run continues where it stopped."""
+    from ..lab.training.calibrate import open_engine
     from ..lab.training.finetune import finetune as run
     from ..lab.training.report import (
         finetuning_json,
@@ -119,28 +113,24 @@ def finetune(
         finetuning_verdict,
         write_report,
     )
-    from ..lab.training.tuning import TuningSettings
     from ..selection.heads import HeadSet, shipped_set
 
     check_folder(report, "the report")
     check_folder(work, "working files")
     config = _config(primary, auxiliary, dtype, device, auxiliary_device)
-    begin = HeadSet.load(heads) if heads else None
-    settings = TuningSettings(rank=rank, learning_rate=learning_rate, epochs=epochs, sinks=SINKS, seed=seed)
     path = _target(config, out, overwrite, instead_of="calibrate")
     rival = HeadSet.load(path) if path.exists() and not overwrite else None
     with stoppable():
         given = _given(config, data, data_limit, seed, work)
         found = run(
             config,
-            settings,
-            heads=begin,
             num_samples=samples,
             num_targets=targets,
             num_tests=tests,
             num_prompts=prompts,
             given=given.samples if given else (),
             given_from=given.files if given else (),
+            seed=seed,
             folder=work,
             rival=rival,
         )
@@ -155,7 +145,7 @@ def finetune(
         )
     else:
         found.heads.save(path)
-    reports = [str(each) for each in write_report(found, report)] if report else []
+    reports = [str(write_report(found, report))] if report else []
     if as_json:
         print_json({**finetuning_json(found), "path": None if kept else str(path), "reports": reports})
     else:
