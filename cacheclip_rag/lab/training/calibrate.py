@@ -30,7 +30,7 @@ from .features import Seen, check_offsets
 from .folder import Kept, digest_of, engine_inputs, resumable
 from .measures import chosen, span_recall, token_recall
 from .outcomes import RATIO, Outcome, answered_rightly, capped_mean, downstream, f1_share, same_answers, same_first
-from .tuning import spaced
+from .tuning import SINKS, spaced
 
 __all__ = [
     "SHIPPED",
@@ -51,8 +51,6 @@ __all__ = [
 
 SHIPPED = "comes with the package"
 """Name of the head set that engines use without calibration or tuning."""
-SINKS = 4
-"""First tokens of each chunk that get no score."""
 _SIZES = (4, 8, 16, 32)
 TRIES = 3
 """Most samples tried per sample that the primary should answer rightly."""
@@ -264,7 +262,7 @@ def in_turn(numbers: Sequence[int], num_synthetic: int, count: int) -> list[int]
 
 def is_combined(heads: HeadSet, sinks: int) -> bool:
     """Whether :func:`combined` can compute the scores of these heads from attention recorded with ``sinks`` sinks."""
-    return not heads.is_updated and heads.sinks == sinks
+    return heads.sinks == sinks
 
 
 def _sets(auxiliary: ModelRuntime, ranking: Sequence[HeadRank]) -> dict[str, HeadSet]:
@@ -303,7 +301,7 @@ def _ranked(seen: Sequence[Seen]) -> tuple[list[HeadRank], list[LayerRank]]:
 
 
 def combined(seen: Seen, heads: HeadSet) -> torch.Tensor:
-    """``(num_tokens,)`` scores of a head set without updates, from recorded attention of its layers."""
+    """``(num_tokens,)`` scores of a head set, from recorded attention of its layers."""
     picked = torch.stack([seen.scores[seen.layers.index(layer), head] for layer, head in heads.heads])
     return heads.weights @ picked
 
