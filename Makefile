@@ -69,7 +69,7 @@ docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet -f docs/mkdocs.yml
 
 bench: setup
-	$(BIN)/cacheclip bench
+	$(BIN)/cacheclip bench --primary packaged:qwen2.5-coder-0.5b --auxiliary packaged:smollm2-135m
 
 clean:
 	rm -rf $(VENV) .venv-oldest .venv-vllm .demo site

@@ -29,6 +29,8 @@ METHODS: dict[str, str] = {
 """Presets, by name."""
 
 SETTINGS: dict[str, str] = {
+    "chunk_context=auto": "chunk_context='auto' is gone: use chunk_context='passages'.",
+    "chunk_context=trained": "chunk_context='trained' is gone: use chunk_context='passages'.",
     "heads": "heads is gone: name the head set in the method, as in preset('cacheclip').with_settings(scorer={'heads': "
     "'my.safetensors'}), or let calibrate or finetune write it, which cacheclip finds by itself.",
     "auxiliary_codec": "auxiliary_codec is gone: the auxiliary's chunk caches follow codec.",
@@ -37,15 +39,30 @@ SETTINGS: dict[str, str] = {
     "fallback": "fallback is gone: a model whose KV cannot be reused is refused when it is loaded; run it with "
     "transformers itself.",
 }
-"""Settings of :class:`~cacheclip_rag.config.EngineConfig`, by name."""
+"""Settings of :class:`~cacheclip_rag.config.EngineConfig`, by name; values that are gone as ``name=value``."""
 
 OPTIONS: dict[str, str] = {
+    "train-context": "train-context is gone: chunk_context is passages or prefix.",
+    "--upgrade": "--upgrade is gone: ingest the documents into a new store, with another chunk_context.",
+    "--rank": "--rank is gone: finetune chooses heads and weights only.",
+    "--epochs": "--epochs is gone: finetune chooses heads and weights only.",
+    "--learning-rate": "--learning-rate is gone: finetune chooses heads and weights only.",
     "--heads": '--heads is gone: name the head set in a method of --variants (scorer = {heads = "my.safetensors"}), or '
     "let calibrate or finetune write it, which cacheclip finds by itself.",
-    "--auxiliary-codec": "--auxiliary-codec is gone: the auxiliary's chunk caches follow --codec.",
+    "--auxiliary-codec": "--auxiliary-codec is gone: the auxiliary's chunk caches follow codec (--settings).",
     "--fallback": "--fallback is gone: a model whose KV cannot be reused is refused when it is loaded.",
+    "--embedding": "--embedding is gone: the store knows what its passages were embedded with. Leave it out.",
+    "--explain": "--explain is gone: bench --json has the seconds of every phase.",
+    "--max-ttft": "--max-ttft is gone: write max_ttft_s = SECONDS in the file of --settings.",
+    "--overlap": "--overlap is gone: write overlap_tokens = TOKENS under [ingest] in the file of --settings.",
+    "--overwrite": "--overwrite is gone: name another folder, or delete the old report.",
+    "--ratio": "--ratio is gone here: write recompute_ratio = RATIO in the file of --settings.",
+    "--timeout": "--timeout is gone: write timeout_s = SECONDS under [serve] in the file of --settings.",
+    "--variants": "--variants is gone here: bench, certify and eval take it.",
+    "--vllm": "--vllm is gone: write NAME = VALUE under [vllm] in the file of --settings.",
 }
-"""Options and commands of the command line, options with their dashes."""
+"""Options and commands of the command line, options with their dashes. An option that
+became a setting of the same name in the file of ``--settings`` needs no entry."""
 
 
 def refuse_removed(given: Iterable[str], table: Mapping[str, str]) -> None:

@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .call_options import CallOptions
     from .methods.base import Method
     from .prompt.layout import Layout, Span
     from .prompt.segments import Segment
     from .prompt.tools import ToolCall
-    from .sampling import SamplingParams
 
 __all__ = [
     "PHASES",
@@ -48,23 +48,13 @@ others: only the time in which the request waits for it counts."""
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One question to an engine. The fields are arguments of :meth:`CacheClipEngine.generate`."""
+    """One question to an engine."""
 
     prompt: Prompt | Sequence[Segment]
-    params: SamplingParams
     method: Method
-    question: str | None = None
-    """Text that scores the chunks; None: the text after the last chunk."""
-    documents: Documents = ()
-    trace: bool = False
-    finish: str = "none"
-    """One of :data:`~cacheclip_rag.sampling.FINISH_MODES`."""
-    tools: Sequence[Mapping[str, Any]] = ()
-    """Definitions of tools that the model may call."""
-    auto_ratio: bool = False
-    """Whether the recompute ratio is chosen by predicted time (:mod:`cacheclip_rag.plan.controller`)."""
-    max_ttft_s: float | None = None
-    """Seconds after which the first token should be there; used with ``auto_ratio`` only."""
+    """The method of ``options`` and the engine's settings."""
+    options: CallOptions
+    """What the caller said, with the engine's settings for the rest."""
 
 
 @dataclass(frozen=True, slots=True)

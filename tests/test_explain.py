@@ -235,8 +235,10 @@ class TestCommand:
     def run(self, engine: CacheClipEngine, tmp_path: Path, prompt: str, *more: str) -> Any:
         file = tmp_path / "prompt.txt"
         file.write_text(prompt)
-        models = ["--primary", engine.config.primary, "--auxiliary", str(engine.config.auxiliary)]
-        return CliRunner().invoke(app, ["explain-miss", str(file), "--store", str(engine.config.store), *models, *more])
+        settings = tmp_path / "settings.toml"
+        settings.write_text(f"primary = '{engine.config.primary}'\nauxiliary = '{engine.config.auxiliary}'")
+        given = ["--store", str(engine.config.store), "--settings", str(settings)]
+        return CliRunner().invoke(app, ["explain-miss", str(file), *given, *more])
 
     def test_the_texts_that_the_store_knows(self, engine: CacheClipEngine, tmp_path: Path) -> None:
         good = self.run(engine, tmp_path, asked(TEXT), "--json")

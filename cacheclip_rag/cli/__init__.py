@@ -7,13 +7,15 @@ not be read), 2 bad usage.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
 from .. import __version__
-from . import ask, bench, certify, context, evaluate, explain, ingest, models, profile, serve, store, training
+from . import ask, bench, certify, evaluate, explain, ingest, models, profile, serve, store, training
 from .common import guarded
+from .options import SettingsCommand
 
 __all__ = ["app", "main"]
 
@@ -43,17 +45,22 @@ def _options(
 
 app.add_typer(models.app, name="models")
 app.add_typer(store.app, name="store")
-app.command("ingest")(ingest.ingest)
-app.command("ask")(ask.ask)
-app.command("bench")(bench.bench)
-app.command("certify")(certify.certify)
-app.command("eval")(evaluate.evaluate)
-app.command("calibrate")(training.calibrate)
-app.command("explain-miss")(explain.explain_miss)
-app.command("finetune")(training.finetune)
-app.command("profile")(profile.profile)
-app.command("serve", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve.serve)
-app.command("train-context")(context.train_context)
+_COMMANDS: dict[str, Callable[..., None]] = {
+    "ingest": ingest.ingest,
+    "ask": ask.ask,
+    "bench": bench.bench,
+    "certify": certify.certify,
+    "eval": evaluate.evaluate,
+    "calibrate": training.calibrate,
+    "explain-miss": explain.explain_miss,
+    "finetune": training.finetune,
+    "profile": profile.profile,
+}
+for _name, _command in _COMMANDS.items():
+    app.command(_name, cls=SettingsCommand)(_command)
+app.command("serve", cls=SettingsCommand, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
+    serve.serve
+)
 
 
 def main() -> None:

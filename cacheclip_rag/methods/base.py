@@ -32,7 +32,7 @@ class Method(ABC):
     name: str = field(default="custom", kw_only=True)
     """Name in statistics and tables."""
     chunk_context: str | None = field(default=None, kw_only=True)
-    """Chunk context, a name in :data:`~cacheclip_rag.chunks.context.CONTEXT_NAMES`. None: the engine's setting
+    """Chunk context, a name in :data:`~cacheclip_rag.chunks.context.CONTEXTS`. None: the engine's setting
     ``chunk_context``."""
     min_confidence: float = field(default=0.0, kw_only=True)
     """Least difference between the probabilities of the two likeliest next tokens, 0 to 1: reuse changes answers mostly
@@ -105,10 +105,10 @@ class Method(ABC):
         raise ConfigurationError(f"method {self.name!r} has no recompute ratio, got {ratio!r}. Leave it out.")
 
     @property
-    def context(self) -> ChunkContext | str | None:
+    def context(self) -> ChunkContext | None:
         """The chunk context of the method's chunks; its name if it depends on the primary model (``trained``,
         ``auto``); None: the engine's setting."""
-        return None if self.chunk_context is None else CONTEXTS.get(self.chunk_context, self.chunk_context)
+        return None if self.chunk_context is None else CONTEXTS[self.chunk_context]
 
     def positions(self, layout: Layout, reused: Sequence[Span]) -> Geometry | None:
         """Other positions or attention, also while decoding; None: slot = position and ordinary attention. No position

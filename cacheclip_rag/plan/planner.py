@@ -157,9 +157,8 @@ def choose_method(
     return chosen
 
 
-def context_of(config: EngineConfig, method: str | Method | None) -> ChunkContext | str | None:
-    """The chunk context of a method (default the engine's method), or its name; None: the engine's setting decides.
-    :meth:`~cacheclip_rag.parts.Parts.context` makes a chunk context of it."""
+def context_of(config: EngineConfig, method: str | Method | None) -> ChunkContext | None:
+    """The chunk context of a method (default the engine's method); None: the engine's setting decides."""
     given = config.method if method is None else method
     check_method(given)
     if given == DEFAULT_METHOD:

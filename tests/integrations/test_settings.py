@@ -16,7 +16,6 @@ from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform
 from cacheclip_rag import CacheClipEngine, EngineConfig, SamplingParams
 from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.methods import preset
-from cacheclip_rag.sampling import CALL_OPTIONS
 
 MODELS: list[Any] = [CacheClipLLM, ChatCacheClip, LangChainLLM]
 PROMPT = "Where did the keeper live?"
@@ -110,14 +109,6 @@ def test_every_setting_of_the_engine_has_the_same_name(kind: Any) -> None:
 def test_warm_up(kind: Any, tiny_models: dict[str, str]) -> None:
     component = kind(primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"])
     assert component.warm_up().models == (tiny_models["llama"], tiny_models["auxiliary"])
-
-
-def test_call_options_are_arguments_of_the_engine() -> None:
-    import inspect
-
-    arguments = {*inspect.signature(CacheClipEngine.stream).parameters, *(each.name for each in fields(SamplingParams))}
-    assert set(CALL_OPTIONS) <= arguments
-    assert arguments - set(CALL_OPTIONS) == {"self", "prompt", "params", "documents", "trace", "sampling"}
 
 
 @pytest.mark.parametrize("kind", MODELS)

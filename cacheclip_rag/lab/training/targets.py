@@ -15,10 +15,9 @@ from ...engine import CacheClipEngine
 from ...methods.base import CacheView, Method, PromptView
 from ...methods.recompute import Recompute
 from ...progress import progress_bar
-from ...selection.sentences import Offsets
 from ..variants import ORACLE
 from .families import Sample
-from .features import spread_over
+from .features import Offsets, spread_over
 from .folder import Kept
 from .prompts import segments_of
 

@@ -4,8 +4,8 @@
 ...     engine.precompute(texts)
 
 The auxiliary model's KV is computed in this process, as ever. A chunk is encoded as the engine does it: after the KV
-of the shared prefix, the passages and the trained context, if there are any. vLLM computed or read that KV before, and
-gets it back for every chunk in a file.
+of the shared prefix and the passages, if there are any. vLLM computed or read that KV before, and gets it back for
+every chunk in a file.
 """
 
 from __future__ import annotations
