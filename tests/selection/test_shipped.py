@@ -16,6 +16,8 @@ import pytest
 import torch
 
 from cacheclip_rag import CacheClipEngine
+from cacheclip_rag.errors import ModelError
+from cacheclip_rag.models import load as load_module
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime.vllm.planner import Planner
 from cacheclip_rag.selection import heads as module
@@ -55,6 +57,48 @@ def test_the_packaged_auxiliary_is_one_of_its_models() -> None:
     assert [path.stem for path in SETS] == [model_digest(runtime)[:16]], "engines look for it under this digest"
     [heads] = [HeadSet.load(path) for path in SETS]
     assert heads.auxiliary_sha256 == weights_digest(runtime.fingerprint)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rope_theta", "same"), [(100000, True), (10000, False)], ids=["SmolLM2", "SmolLM"])
+def test_the_hub_has_one_of_its_models(tmp_path: Path, rope_theta: int, same: bool) -> None:
+    """Without its weights: config and tokenizer as they are published, which differ from those of the GGUF file."""
+    published = {
+        "architectures": ["LlamaForCausalLM"],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "hidden_size": 576,
+        "initializer_range": 0.041666666666666664,
+        "intermediate_size": 1536,
+        "max_position_embeddings": 8192,
+        "model_type": "llama",
+        "num_attention_heads": 9,
+        "num_hidden_layers": 30,
+        "num_key_value_heads": 3,
+        "pad_token_id": 2,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": rope_theta,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 49152,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    converted = Path(load_module.resolve("packaged:smollm2-135m"))
+    shutil.copy(converted / "tokenizer_config.json", tmp_path)
+    shutil.copy(converted / "tokenizer.json", tmp_path)
+    split_digits(tmp_path / "tokenizer.json")
+    [path] = SETS
+    assert (path.stem == model_digest(load_module.load_planning(tmp_path))[:16]) == same
+
+
+def split_digits(file: Path) -> None:
+    """As the tokenizer of SmolLM2 does it, and not that of its GGUF file."""
+    tokenizer = json.loads(file.read_text())
+    digits = {"type": "Digits", "individual_digits": True}
+    tokenizer["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, tokenizer["pre_tokenizer"]]}
+    file.write_text(json.dumps(tokenizer))
 
 
 class TestOtherWeights:
@@ -133,19 +177,14 @@ class TestOtherWeights:
         assert shipped_set(load_model(changed)) is None
 
     def test_a_tokenizer_that_only_splits_digits_otherwise_does(self, heads: HeadSet, other: Path) -> None:
-        """As the tokenizer of a GGUF file differs from its original."""
-        file = other / "tokenizer.json"
-        tokenizer = json.loads(file.read_text())
-        digits = {"type": "Digits", "individual_digits": True}
-        tokenizer["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, tokenizer["pre_tokenizer"]]}
-        file.write_text(json.dumps(tokenizer))
+        split_digits(other / "tokenizer.json")
         assert shipped_set(load_model(other)) is not None
 
     def test_a_head_set_of_ones_own_keeps_its_weights(
         self, heads: HeadSet, other: Path, tiny_models: dict[str, str], tmp_path: Path
     ) -> None:
         runtime = load_model(other)
-        with pytest.raises(module.ModelError, match="made for an auxiliary model with digest"):
+        with pytest.raises(ModelError, match="made for an auxiliary model with digest"):
             heads.check(runtime)
         own = replace(heads, auxiliary_sha256=weights_digest(runtime.fingerprint), heads=((0, 0), (1, 1)))
         primary = load_model(tiny_models["llama"]).fingerprint
