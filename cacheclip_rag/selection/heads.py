@@ -46,9 +46,7 @@ HEADS_FILE = "cacheclip-heads.st"
 _SHIPPED = Path(__file__).parent / "shipped"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _NAMES_SHOWN = 5
-_PROBE = (
-    "The keeper of the lighthouse writes every unusual observation into an old notebook, and then waits for morning."
-)
+_PROBE = "The keeper of the lighthouse writes every unusual observation into an old notebook, and waits for morning."
 """Text whose token ids tell one tokenizer from another. It has no digits, line breaks or special tokens, which the
 tokenizer of a converted GGUF file may split otherwise than the original."""
 
