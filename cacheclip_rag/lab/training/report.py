@@ -41,6 +41,8 @@ _OUTCOME_TITLES = [
 _SCORES_ALONE = f"Recall counts scores only, without the chunk starts on which {SELECTOR} spends half of its budget."
 
 _SHOWN_HEADS, _SHOWN_LAYERS = 8, 5
+
+
 def calibration_table(found: Calibration) -> Table:
     """Candidates, with the best candidate marked."""
     rows = []
