@@ -263,7 +263,7 @@ class TestPages:
         rows = {row.split("|")[1].strip(): row for row in tables.methods_table().splitlines()}
         assert "an auxiliary model" in rows["`cacheclip`"] and "at ratio 1.0" in rows["`cacheclip`"]
         assert "always" in rows["`full`"] and "never" in rows["`direct`"]
-        assert "`smollm2-135m`" in tables.on_page_markdown(PAGES["docs/pages/reference/models.md"])
+        assert "`packaged:smollm2-135m`" in tables.on_page_markdown(PAGES["docs/pages/reference/models.md"])
 
     def test_nothing_is_left_to_fill_in(self) -> None:
         for name, text in WRITTEN.items():

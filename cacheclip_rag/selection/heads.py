@@ -1,9 +1,6 @@
-"""Head sets: the heads of an auxiliary model that find evidence, their weights, and trained low-rank updates.
+"""Head sets: the heads of an auxiliary model that find evidence, and their weights.
 
 A head set takes a few kilobytes, belongs to one auxiliary model, and does not depend on the primary's tokenizer.
-Low-rank updates act on queries and keys before RoPE: ``q + up @ down @ q`` over all heads of the layer, and the same
-for keys. If the model has no norm between projection and RoPE, this equals a low-rank update of the projections. Keys
-are stored before RoPE, so that training changes no chunk cache.
 """
 
 from __future__ import annotations
@@ -28,7 +25,6 @@ from .question import pick_layers
 __all__ = [
     "HEADS_FILE",
     "HeadSet",
-    "LowRank",
     "check_head_set_name",
     "find_head_set",
     "head_set_path",
@@ -46,28 +42,9 @@ HEADS_FILE = "cacheclip-heads.st"
 _SHIPPED = Path(__file__).parent / "shipped"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _NAMES_SHOWN = 5
-_PROBE = (
-    "The keeper of the lighthouse writes every unusual observation into an old notebook, and then waits for morning."
-)
+_PROBE = "The keeper of the lighthouse writes every unusual observation into an old notebook, and waits for morning."
 """Text whose token ids tell one tokenizer from another. It has no digits, line breaks or special tokens, which the
 tokenizer of a converted GGUF file may split otherwise than the original."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LowRank:
-    """``x + up @ down @ x``; x holds the vectors of all heads of a layer, concatenated."""
-
-    down: torch.Tensor
-    """``(rank, num_heads * head_dim)`` float32."""
-    up: torch.Tensor
-    """``(num_heads * head_dim, rank)`` float32."""
-
-    def __call__(self, heads: torch.Tensor) -> torch.Tensor:
-        """Update ``heads``, ``(num_heads, num_tokens, head_dim)``; returns the same shape in float32."""
-        flat = heads.float().transpose(0, 1).flatten(1)
-        changed = flat + flat @ self.down.to(flat.device).T @ self.up.to(flat.device).T
-        by_head: torch.Tensor = changed.unflatten(1, (heads.shape[0], heads.shape[2]))
-        return by_head.transpose(0, 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,10 +57,6 @@ class HeadSet:
     """``(layer, head)``, in increasing order."""
     weights: torch.Tensor
     """``(num_heads,)`` float32, 0 or more, sum 1."""
-    queries: LowRank | None = None
-    """Update of the queries of the last layer in use; None for none."""
-    keys: LowRank | None = None
-    """Update of the keys of that layer; None for none."""
     sinks: int = 0
     """First tokens of each chunk that score 0. They were also left out when the heads were chosen."""
     about: dict[str, Any] = field(default_factory=dict)
@@ -105,10 +78,6 @@ class HeadSet:
     def layers(self) -> tuple[int, ...]:
         """Layers in use, in increasing order."""
         return tuple(sorted({layer for layer, _ in self.heads}))
-
-    @property
-    def is_updated(self) -> bool:
-        return self.queries is not None or self.keys is not None
 
     def numbers_of(self, layer: int) -> list[int]:
         """Numbers of the heads in use of a layer."""
@@ -136,31 +105,17 @@ class HeadSet:
         numbers = [head for _, head in self.heads]
         fits = self.layers[0] >= 0 and self.layers[-1] < auxiliary.num_layers
         fits = fits and min(numbers) >= 0 and max(numbers) < num_heads
-        for update, of in ((self.queries, num_heads), (self.keys, auxiliary.num_kv_heads)):
-            if update is not None:
-                width, rank = update.up.shape
-                fits = fits and width == of * auxiliary.head_dim and tuple(update.down.shape) == (rank, width)
         if not fits:
             raise ModelError(f"{called} names heads that model {auxiliary.name!r} does not have. Make it again.")
-        if not all(bool(tensor.isfinite().all()) for tensor in self._tensors().values()) or bool(
-            (self.weights < 0).any()
-        ):
+        if not bool(self.weights.isfinite().all()) or bool((self.weights < 0).any()):
             raise ModelError(f"{called} holds invalid weights. Make it again.")
 
     def digest(self) -> str:
         """SHA-256 of everything that affects scores."""
         found = hashlib.sha256(json.dumps([FORMAT_VERSION, self.auxiliary_sha256, self.heads, self.sinks]).encode())
-        for name, tensor in sorted(self._tensors().items()):
-            found.update(name.encode())
-            found.update(tensor.contiguous().numpy().tobytes())
+        found.update(b"weights")
+        found.update(self.weights.float().contiguous().numpy().tobytes())
         return found.hexdigest()
-
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        found = {"weights": self.weights}
-        for name, update in (("queries", self.queries), ("keys", self.keys)):
-            if update is not None:
-                found |= {f"{name}.down": update.down, f"{name}.up": update.up}
-        return {name: tensor.float().contiguous() for name, tensor in found.items()}
 
     # -- files --------------------------------------------------------------------------------------------------
 
@@ -174,7 +129,7 @@ class HeadSet:
             "about": json.dumps(self.about, sort_keys=True),
             "sha256": self.digest(),
         }
-        write_tensors(path, self._tensors(), header)
+        write_tensors(path, {"weights": self.weights.float().contiguous()}, header)
 
     @classmethod
     def load(cls, path: Path) -> HeadSet:
@@ -186,12 +141,10 @@ class HeadSet:
         try:
             tensors, header = read_tensors(path, version=FORMAT_VERSION)
             heads = tuple((int(layer), int(head)) for layer, head in json.loads(header["heads"]))
-            queries, keys = (
-                LowRank(tensors[f"{name}.down"], tensors[f"{name}.up"]) if f"{name}.down" in tensors else None
-                for name in ("queries", "keys")
-            )
+            if set(tensors) != {"weights"}:
+                raise ValueError("it holds low-rank updates, which earlier versions trained")
             sinks, about = int(header["sinks"]), json.loads(header["about"])
-            found = cls(header["auxiliary_sha256"], heads, tensors["weights"], queries, keys, sinks, about)
+            found = cls(header["auxiliary_sha256"], heads, tensors["weights"], sinks, about)
             if found.digest() != header["sha256"]:
                 raise ValueError("it is damaged: its digest does not match")
             return found

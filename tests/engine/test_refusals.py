@@ -213,7 +213,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("name", "error", "message"),
         [
-            ("smollm-135m", UnknownModelError, r"Did you mean 'smollm2-135m'\? Packaged names"),
+            ("smollm-135m", UnknownModelError, r"Did you mean 'packaged:smollm2-135m'\? Packaged names"),
             ("/models/model.GGUF", UnsupportedModelError, "is a GGUF file"),
         ],
     )

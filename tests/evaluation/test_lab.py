@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from cacheclip_rag.chunks.trained import TrainedContext, trained_context_path
 from typer.testing import CliRunner
 
 from cacheclip_rag.chunks.context import CONTEXTS, ChunkContext
-from cacheclip_rag.chunks.trained import TrainedContext, trained_context_path
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.engine import CacheClipEngine
 from cacheclip_rag.errors import ConfigurationError, MissingExtraError, ModelError

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from cacheclip_rag.lab.training.lexical import lexical_scores
 from typer.testing import CliRunner
 
 from cacheclip_rag import CacheClipEngine, EngineConfig
@@ -26,12 +27,11 @@ from cacheclip_rag.lab.training.figures import IN_USE, Figures
 from cacheclip_rag.lab.training.finetune import FineTuning, finetune
 from cacheclip_rag.lab.training.folder import Interrupted
 from cacheclip_rag.lab.training.given import given_samples, sample_of_record
-from cacheclip_rag.lab.training.lexical import lexical_scores
 from cacheclip_rag.lab.training.report import finetuning_json, finetuning_note, finetuning_verdict, write_report
 from cacheclip_rag.lab.training.targets import after_sinks
 from cacheclip_rag.lab.training.tuning import TuningSettings
 from cacheclip_rag.selection import heads as heads_module
-from cacheclip_rag.selection.heads import HeadSet, head_set_path, weights_digest
+from cacheclip_rag.selection.heads import HeadSet, head_set_path, model_digest, weights_digest
 from tests.conftest import CHUNKS
 from tests.training.conftest import made
 from tests.training.stopping import stopper
@@ -110,7 +110,8 @@ class TestJob:
     ) -> None:
         monkeypatch.setattr(heads_module, "_SHIPPED", tmp_path)
         other = replace(heads, heads=((0, 0), (0, 2), (1, 3)))
-        other.save(tmp_path / f"{heads.auxiliary_sha256[:16]}.safetensors")
+        digest = model_digest(CacheClipEngine(config).auxiliary)
+        other.save(tmp_path / f"{digest[:16]}.safetensors")
         found = tune(config, heads, copied(whole, tmp_path / "work"))
         by_name = {each.name: each for each in found.figures}
         assert list(by_name)[:3] == ["last layer as it comes", "comes with the package", "before"]
@@ -480,7 +481,8 @@ class TestCommands:
     ) -> None:
         monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
         monkeypatch.setattr(heads_module, "_SHIPPED", tmp_path / "shipped")
-        heads.save(heads_module.shipped_path(heads.auxiliary_sha256))
+        digest = model_digest(CacheClipEngine(config).auxiliary)
+        heads.save(tmp_path / "shipped" / f"{digest[:16]}.safetensors")
         found = FineTuning(replace(heads, sinks=1), True, is_accepted, (), (), 1.0, {}, tmp_path)
         monkeypatch.setattr(module, "finetune", lambda *_, **__: found)
         models = ["--primary", config.primary, "--auxiliary", str(config.auxiliary)]

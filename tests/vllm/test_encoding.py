@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cacheclip_rag.chunks.trained import CONTEXT_FILE, TrainedContext
 
 from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.chunks.trained import CONTEXT_FILE, TrainedContext
 from cacheclip_rag.errors import ConfigurationError, EncodingError
 from cacheclip_rag.ingest.embedding import Embedder, Vectors
 from cacheclip_rag.ingest.job import ingest

@@ -232,10 +232,6 @@ class Probe:
     """Last layer that is needed: the pass ends there, with :class:`PassEnded`. None: all layers run."""
     logits: bool = False
     """True: ``record`` gets attention logits instead of weights, minus infinity for hidden keys."""
-    adjust: Callable[[int, int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
-    """Called before ``record`` with layer, number of the block, queries ``(num_heads, num_rows, head_dim)`` and keys
-    ``(num_kv_heads, num_keys, head_dim)``, both after RoPE. The returned queries and keys are used for ``record`` only;
-    the model's own attention is unchanged."""
     heads: Mapping[int, Sequence[int]] | None = None
     """By layer, the query heads that are recorded, in this order; None: all heads of all :attr:`layers`."""
 

@@ -62,8 +62,6 @@ def _attention(module: Any, query: Any, key: Any, value: Any, attention_mask: An
     if probe is not None and layer in probe.layers:
         for number, block in enumerate(probe.blocks):
             rows, keys = query[0, :, block.rows], key[0, :, block.keys]
-            if probe.adjust is not None:
-                rows, keys = probe.adjust(layer, number, rows, keys)
             heads = None if probe.heads is None else probe.heads[layer]
             probe.record(layer, number, query_attention(rows, keys, block, rule, logits=probe.logits, heads=heads))
         if layer == probe.stop:
