@@ -371,7 +371,6 @@ def test_bench_without_an_auxiliary(cacheclip: Any, tiny_models: dict[str, str])
         (("ask", "Who?", "--store", "{none}"), 1, "there is no store at"),
         (("explain-miss", "prompt.txt", "--store", "{none}"), 1, "there is no store at"),
         (("store", "verify", "--store", "{none}"), 1, "there is no store at"),
-        (("ingest", "--upgrade", "--store", "{none}"), 1, "there is no store at"),
         (("ask", "Who?", "--store", "{here}", "--method", "caheclip"), 2, "Did you mean 'cacheclip'?"),
         (("ask", "Who?", "--store", "{here}", "--finish", "verfy"), 2, "Did you mean 'verify'?"),
         (("ask", "Who?", "--store", "{here}", "--auxiliary", "smollm-135m"), 2, "Did you mean 'smollm2-135m'?"),
