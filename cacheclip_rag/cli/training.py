@@ -44,7 +44,7 @@ def calibrate(
     from ..lab.training.report import calibration_json, calibration_note, calibration_table, ranking_tables
 
     check_folder(work, "working files")
-    table, config = settings.table(CalibrateTable), settings.config(system_prompt=INSTRUCTION)
+    table, config = settings.table(CalibrateTable), settings.measured(recompute_ratio=None, system_prompt=INSTRUCTION)
     path = _target(config, out, overwrite)
     with stoppable():
         given = _given(config, data, table.data_limit, table.seed, work)
@@ -91,7 +91,7 @@ def finetune(
 
     check_folder(report, "the report")
     check_folder(work, "working files")
-    table, config = settings.table(FinetuneTable), settings.config(system_prompt=INSTRUCTION)
+    table, config = settings.table(FinetuneTable), settings.measured(recompute_ratio=None, system_prompt=INSTRUCTION)
     begin = HeadSet.load(Path(table.heads)) if table.heads else None
     tuning = TuningSettings(
         rank=table.rank, learning_rate=table.learning_rate, epochs=table.epochs, sinks=SINKS, seed=table.seed
